@@ -96,7 +96,7 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
             # The worker first: it takes longest to start.
             for name, arguments in reversed(commands):
                 final = FINAL[name.partition("-")[0]]
-                supervisor.start(name, arguments, _environment(), True, final, ABORT_SIGNALS)
+                supervisor.start(name, arguments, _environment(), final, ABORT_SIGNALS)
             status = supervisor.wait(tick)
     finally:
         screen.done()

@@ -24,7 +24,7 @@ about one second on an idle machine."""
 RESTARTS, RESTART_WINDOW = 3, 60.0
 """Maximum number of restarts of a child within a number of seconds."""
 STOPPED_GRACE = 10.0
-"""Seconds after which a child that was stopped (SIGSTOP) is killed, if it can be restarted."""
+"""Seconds after which a child that was stopped (SIGSTOP) is killed."""
 FIRST_PAUSE = 0.5
 """Seconds until the first restart, doubled for each further one."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -34,13 +34,13 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 class Child:
     name: str
     process: subprocess.Popen[bytes]
+    respawn: Callable[[], subprocess.Popen[bytes]]
+    """Starts the process again."""
     end_expected: bool = False
     """This child, or one before it in the order of stopping, was signalled to stop."""
     last_line: str = ""
     last_error: str = ""
     output_ended: bool = False
-    respawn: Callable[[], subprocess.Popen[bytes]] | None = None
-    """Starts the process again. None: the child is never restarted."""
     final: Collection[int] = ()
     """Exit statuses after which the child is not restarted."""
     abort_signals: Sequence[int] = (signal.SIGTERM,)
@@ -90,7 +90,7 @@ class Child:
 
     def schedule_restart(self, now: float) -> bool:
         """Set `restart_at` after an unexpected end. Return False if the child must not be restarted."""
-        if self.respawn is None or self.process.returncode in self.final:
+        if self.process.returncode in self.final:
             return False
         self.unexpected_ends = [*(at for at in self.unexpected_ends if at > now - RESTART_WINDOW), now]
         if len(self.unexpected_ends) > RESTARTS:
@@ -144,14 +144,14 @@ class Supervisor:
         name: str,
         arguments: Sequence[str],
         environment: dict[str, str],
-        restarts: bool = False,
         final: Collection[int] = (),
         abort_signals: Sequence[int] = (signal.SIGTERM,),
     ) -> None:
         """Start a child in a process group of its own, so that only the supervisor handles Ctrl-C from the terminal.
 
+        It is restarted after an unexpected end, up to `RESTARTS` times, after growing pauses.
+
         Args:
-            restarts: restart the child after an unexpected end, up to `RESTARTS` times, after growing pauses.
             final: exit statuses after which it is not restarted.
             abort_signals: signals that end it at once; two equal ones may arrive as one.
         """
@@ -170,10 +170,7 @@ class Supervisor:
             self._selector.register(process.stdout, selectors.EVENT_READ)
             return process
 
-        respawn = spawn if restarts else None
-        self.children.insert(
-            0, Child(name, spawn(), respawn=respawn, final=final, abort_signals=abort_signals)
-        )
+        self.children.insert(0, Child(name, spawn(), spawn, final=final, abort_signals=abort_signals))
 
     def wait(self, tick: Callable[[], float | None]) -> int:
         """Run until all children have ended.
@@ -244,9 +241,7 @@ class Supervisor:
     def _restart(self) -> None:
         """Restart the children whose pause is over."""
         for child in self.children:
-            if child.restart_at is None or child.respawn is None:
-                continue
-            if time.monotonic() >= child.restart_at:
+            if child.restart_at is not None and time.monotonic() >= child.restart_at:
                 if child.process.stdout is not None:
                     child.process.stdout.close()
                 child.restart_at, child.output_ended, child.process = None, False, child.respawn()
@@ -282,7 +277,7 @@ class Supervisor:
 
     def _kill_if_stopped(self, child: Child) -> None:
         """Kill a child that was stopped for too long. The others do not wait for it any more."""
-        if child.respawn is None or not child.is_stopped():
+        if not child.is_stopped():
             child.stopped_at = None
             return
         child.stopped_at = child.stopped_at or time.monotonic()

@@ -119,6 +119,7 @@ child.wait()
 """
 
 NAMES = ("frontend", "scheduler", "worker")
+EVERY_STATUS = range(-signal.NSIG, 256)
 
 
 class SupervisedChildren:
@@ -141,7 +142,8 @@ class SupervisedChildren:
 
         Args:
             tick: called every 20 ms once all children are up.
-            restarted: the child that is restarted after an unexpected end, unless its status is in `final`.
+            restarted: the child that is restarted after an unexpected end, unless its status is in `final`. For the
+                others, every status is final.
         """
 
         def when_up() -> float:
@@ -152,8 +154,9 @@ class SupervisedChildren:
         with self.supervisor.signals():
             for name, script in reversed([*zip(NAMES, scripts, strict=True)]):
                 command = [sys.executable, "-c", PRELUDE + script, name, str(self.journal)]
-                restarts = name == restarted
-                self.supervisor.start(name, command, dict(os.environ), restarts=restarts, final=final)
+                self.supervisor.start(
+                    name, command, dict(os.environ), final if name == restarted else EVERY_STATUS
+                )
             status = self.supervisor.wait(when_up)
         assert not any(child.alive for child in self.supervisor.children)
         return status
@@ -317,14 +320,14 @@ def test_child_is_not_restarted_after_a_final_status(supervised: SupervisedChild
 
 @pytest.mark.usefixtures("short_pauses")
 @pytest.mark.parametrize("position", range(2))
-def test_child_without_restarts_stops_all(supervised: SupervisedChildren, position: int) -> None:
+def test_child_with_a_final_status_stops_all(supervised: SupervisedChildren, position: int) -> None:
     scripts = [STOPPING, STOPPING, STOPPING]
     scripts[position] = EXITING_WITH_9
     assert supervised.run((scripts[0], scripts[1], scripts[2]), restarted="worker") == 9
     assert supervised.failure == f"{NAMES[position]} exited with status 9"
 
 
-def test_failure_names_the_child_without_restarts_when_both_end_together(
+def test_failure_names_the_child_that_is_not_restarted_when_both_end_together(
     supervised: SupervisedChildren,
 ) -> None:
     """A worker ends when its scheduler ends, and the supervisor may notice both at once."""
@@ -370,7 +373,7 @@ def test_stop_does_not_wait_for_a_restart(
 def test_pauses_grow_until_the_limit_of_restarts_in_the_window() -> None:
     with subprocess.Popen([sys.executable, "-c", "raise SystemExit(9)"]) as process:
         process.wait()
-    child = Child("worker", process, respawn=lambda: process)
+    child = Child("worker", process, lambda: process)
     for now, pause in ((0.0, 0.5), (10.0, 1.0), (20.0, 2.0)):
         assert child.schedule_restart(now)
         assert child.restart_at == now + pause
