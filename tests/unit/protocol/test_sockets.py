@@ -9,7 +9,7 @@ from protocol.codec import MAX_MESSAGE_BYTES, encode
 from protocol.membership import Heartbeat, LoadFailed
 from protocol.transport import Client, HandshakeRefused, PeerGone, PeerSlow, Server
 from protocol.transport.endpoint import ENVELOPE_BYTES, HIGH_WATER_MARK
-from protocol.transport.server import CHECK, SWEEP_INTERVAL
+from protocol.transport.server import CHECK
 from tests.unit.protocol.peers import PATIENCE, arrived, connect, exchange
 
 
@@ -119,6 +119,7 @@ def test_full_table_has_room_for_a_peer_after_others_have_left(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("protocol.transport.server.MAX_PEERS", 3)
+    monkeypatch.setattr("protocol.transport.server.SWEEP_INTERVAL", 0.01)
     stays, peer = connect(server)
     for _ in range(20):
         leaver, _ = connect(server)
@@ -126,7 +127,7 @@ def test_full_table_has_room_for_a_peer_after_others_have_left(
         while not server.take_disconnected():
             assert server.events.poll(1000 * PATIENCE)
             assert server.receive() is None
-        time.sleep(SWEEP_INTERVAL / 2)
+        time.sleep(0.005)
     assert len(server.peers) <= 3
     exchange(server, stays, peer)
     stays.close()
