@@ -175,9 +175,6 @@ def run(config: FrontendConfig) -> int:
     except CheckpointError as error:
         log.error("%s", error)
         return EXIT_MODEL
-    gc.collect()
-    gc.freeze()  # loaded objects stay alive; garbage collection need not visit them
-    gc.set_threshold(GC_THRESHOLD)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # connections beyond the limit would be reset
     with (
@@ -185,4 +182,8 @@ def run(config: FrontendConfig) -> int:
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         alarm = HangAlarm.install(HANG_FACTOR * config.scheduler_timeout_seconds)
-        return runner.run(FrontendService(config, model, listener, alarm).run())
+        service = FrontendService(config, model, listener, alarm)
+        gc.collect()
+        gc.freeze()  # what was made so far stays alive; the first collection would take tens of milliseconds for it
+        gc.set_threshold(GC_THRESHOLD)
+        return runner.run(service.run())
