@@ -7,6 +7,7 @@ import signal
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import product
 
 import httpx
 import psutil
@@ -90,6 +91,8 @@ async def long_prompts(seconds: float, seed: int) -> tuple[Counter[str], list[st
 async def random_faults(seconds: float, seed: int) -> tuple[Counter[str], list[str]]:
     """Run streams and faults for some time. Return what has happened, and what is wrong. `seed`: seconds before."""
     rng, happened = random.Random(seed), Counter[str]()
+    faults: list[tuple[str, str]] = []
+    """Those that come next. Each comes once before one comes again, so that a piece has all of them."""
     group = list(GROUPS)[seed // FAULTS_PIECE % len(GROUPS)]
     with serving(*LAYOUT, *GROUPS[group]) as server:
         async with server.async_client() as client:
@@ -106,7 +109,10 @@ async def random_faults(seconds: float, seed: int) -> tuple[Counter[str], list[s
                     pause = max(LEAST_PAUSE, rng.expovariate(1 / PAUSE))
                     await asyncio.sleep(min(pause, left))
                     if until - time.monotonic() > LEAST_PAUSE:
-                        kind, name = rng.choice(("killed", "stopped")), rng.choice(("scheduler", "worker"))
+                        if not faults:
+                            faults = list(product(DETECTION, ("scheduler", "worker")))
+                            rng.shuffle(faults)
+                        kind, name = faults.pop()
                         happened[f"{group}: {name} {kind}"] += 1
                         load.failures += await strike(server, load, probes, kind, name, rng)
                     if time.monotonic() - began > SETTLE:
