@@ -92,7 +92,7 @@ async def random_faults(seconds: float, seed: int) -> tuple[Counter[str], list[s
     """Run streams and faults for some time. Return what has happened, and what is wrong. `seed`: seconds before."""
     rng, happened = random.Random(seed), Counter[str]()
     faults: list[tuple[str, str]] = []
-    """Those that come next. Each comes once before one comes again, so that a piece has all of them."""
+    """The next faults. Each comes once before one comes again, so that a piece has all of them."""
     group = list(GROUPS)[seed // FAULTS_PIECE % len(GROUPS)]
     with serving(*LAYOUT, *GROUPS[group]) as server:
         async with server.async_client() as client:
