@@ -46,7 +46,8 @@ async def test_streams_continue_with_the_next_scheduler(layout: tuple[str, ...],
 
                 async def kill(late: list[Any] = late) -> None:
                     await restart(server, "scheduler", signal.SIGKILL)
-                    late.append(await client.completions.create(model=model, prompt="Late", max_tokens=3))
+                    body = {"model": model, "prompt": "Late", "max_tokens": 3, "temperature": 0}
+                    late.append(await client.completions.create(**body))
 
                 assert await answers(client, kill) == undisturbed
                 assert late[0].usage.completion_tokens == 3
