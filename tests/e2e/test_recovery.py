@@ -46,8 +46,11 @@ async def test_streams_continue_with_the_next_scheduler(layout: tuple[str, ...],
 
                 async def kill(late: list[Any] = late) -> None:
                     await restart(server, "scheduler", signal.SIGKILL)
-                    body = {"model": model, "prompt": "Late", "max_tokens": 3, "temperature": 0}
-                    late.append(await client.completions.create(**body))
+                    late.append(
+                        await client.completions.create(
+                            model=model, prompt="Late", max_tokens=3, temperature=0
+                        )
+                    )
 
                 assert await answers(client, kill) == undisturbed
                 assert late[0].usage.completion_tokens == 3
