@@ -26,14 +26,19 @@ RESERVED_FILES = 256
 """File descriptors that are left for other purposes than connections; at most half of all."""
 
 
-class _JoinedWrites:
-    """The methods of a transport that a response calls. All bytes are written at once."""
+class _JoinedWrites(asyncio.Transport):
+    """What a response calls of its transport. All bytes are written at once."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__()
         self._transport = transport
         self._parts: list[bytes] = []
-        self.write = self._parts.append
-        self.is_closing = transport.is_closing
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self._parts.append(bytes(data))
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
 
     def flush(self) -> None:
         if self._parts:
@@ -88,7 +93,7 @@ class Connection(H11Protocol):
         take the processor from this process before the body is written.
         """
         joined = _JoinedWrites(self.transport)
-        self.cycle.transport = joined  # type: ignore[assignment]
+        self.cycle.transport = joined
         try:
             yield
         finally:
