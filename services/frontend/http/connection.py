@@ -27,7 +27,7 @@ RESERVED_FILES = 256
 
 
 class _JoinedWrites(asyncio.Transport):
-    """What a response calls of its transport. All bytes are written at once."""
+    """The part of a transport that a response uses. All bytes are written at once."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__()
