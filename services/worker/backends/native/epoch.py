@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from protocol.membership import Assignment, InitializeCache
 from protocol.steps import NO_DRAFT, SchedulerOutput
 from services.worker.backends.device_times import StepClock
+from services.worker.backends.mask_inbox import MaskInbox
 from services.worker.backends.native.draft_table import DraftTable, positions_message, rows_from_message
 from services.worker.backends.native.drafters.base import Advance, Drafter, DrafterSlots
 from services.worker.backends.native.feedback import TokenFeedback
 from services.worker.backends.native.kernels.interface.recording import Captured
 from services.worker.backends.native.left_out import RowsToSample
-from services.worker.backends.native.mask_inbox import MaskInbox
 from services.worker.backends.native.model.forward import FEW, ForwardPass, most_rows
 from services.worker.backends.native.model.model import Model
 from services.worker.backends.native.outcome import Outcome

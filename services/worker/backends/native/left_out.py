@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from protocol.codec import unpack
 from protocol.steps import GrammarOutput
-from services.worker.backends.native.mask_inbox import MaskInbox, joined
+from services.worker.backends.mask_inbox import MaskInbox, joined
 from services.worker.backends.native.step import ComputedStep
 
 

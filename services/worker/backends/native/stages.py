@@ -33,10 +33,10 @@ from numpy.typing import NDArray
 
 from protocol.rows import StepRows
 from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepTimes
+from services.worker.backends.mask_inbox import MaskInbox
 from services.worker.backends.native.compute_thread import ComputeThread, Job
 from services.worker.backends.native.epoch import NativeEpoch
 from services.worker.backends.native.kernels.interface.recording import Captured
-from services.worker.backends.native.mask_inbox import MaskInbox
 from services.worker.backends.native.step import ComputedStep, NativeResult, PreparedStep
 from services.worker.backends.pending_step import PendingStep, own_grammar
 from services.worker.batch.slots import SlotTable

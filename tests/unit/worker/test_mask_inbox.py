@@ -7,7 +7,7 @@ import pytest
 
 from protocol.codec import pack
 from protocol.steps import GrammarOutput
-from services.worker.backends.native.mask_inbox import MaskInbox, joined
+from services.worker.backends.mask_inbox import MaskInbox, joined
 from services.worker.runner import RanksLost
 
 

@@ -1,4 +1,4 @@
-"""Grammar masks on their way from the main thread to the compute thread, and when the latter goes on without them."""
+"""Grammar masks between the main thread and the thread that samples, and when the latter goes on without them."""
 
 import threading
 from collections import deque
@@ -17,7 +17,7 @@ KEPT_STEPS = 16
 
 
 class MaskInbox:
-    """Masks of launched steps. `take` belongs to the compute thread, `close` to any, the others to the main thread.
+    """Masks of launched steps. `take` belongs to the thread that samples, `close` to any, the rest to the main thread.
 
     A step without some of its masks waits as long as nobody else is held back. It is sampled without them when a later
     step is prepared that has a row of another request, or when so many are prepared that the main thread, which
