@@ -303,6 +303,24 @@ def test_grammar_comes_after_all_other_rules_and_wins_over_them(new_batch: NewBa
     assert result.ids[-1] == LAST
 
 
+@pytest.mark.parametrize("vocab", [1, 31, 32, 70, 1100])
+def test_compiled_bitmasks_equal_the_reference(vocab: int) -> None:
+    """Bits at random, none, all, the last one alone, whole words of both kinds, and rows that were forbidden before."""
+    rng = np.random.default_rng(vocab)
+    words = -(-vocab // 32)
+    bits = rng.random((7, words * 32)) < 0.5
+    bits[1], bits[2], bits[3] = False, True, np.arange(words * 32) == vocab - 1
+    bits[4] = np.repeat(rng.random(words) < 0.5, 32)
+    logits = torch.tensor(rng.normal(0, 2, (9, vocab)), dtype=torch.float32)
+    rows = np.array([7, 0, 3, 2, 8, 5, 1], np.int32)  # rows 4 and 6 have no mask
+    logits[5, bits[5][:vocab]] = -torch.inf
+    logits[1] = -torch.inf
+    masks, expected = np.packbits(bits, axis=1, bitorder="little").view(np.int32), logits.clone()
+    make("reference").sampling.apply_bitmask(expected, rows, masks)
+    make("compiled").sampling.apply_bitmask(logits, rows, masks)
+    assert logits.numpy().tobytes() == expected.numpy().tobytes()
+
+
 def test_bitmask_of_another_shape_is_refused(new_batch: NewBatch) -> None:
     batch = new_batch()
     batch.add(0, [1], params())

@@ -9,7 +9,7 @@ end of the step; the next step counts the accepted ones.
 import numpy as np
 from numba import carray, njit
 
-from services.worker.backends.native.kernels.cpu.compiled import raw
+from services.worker.backends.native.kernels.cpu.compiled import raw, simd
 from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, take
 
 ADDRESS = np.int64
@@ -183,32 +183,45 @@ def rules_kernel() -> Kernel:
     return Kernel(change, RULES, cost=4)
 
 
+@njit
+def _lowest_left(bits, logits):
+    """Return the lowest token with a bit, or -1, and whether a token with a bit is not forbidden yet. The first such
+    token ends the search, so it is short."""
+    lowest = -1
+    for word in range(len(bits)):
+        first = word * 32
+        for token in range(first, min(first + 32, len(logits)) if bits[word] != 0 else first):
+            if (bits[word] >> (token - first)) & 1 == 0:
+                continue
+            lowest = token if lowest < 0 else lowest
+            if logits[token] > -np.inf:
+                return lowest, True
+    return lowest, False
+
+
 def mask_kernel() -> Kernel:
     """Forbid tokens whose bit is not set. If none of the others is left, the lowest becomes the only one."""
 
     def mask(address):
         a = carray(raw.pointer(address), 1, _MASK)[0]
-        words = (a.vocab + 31) // 32
+        words, whole = (a.vocab + 31) // 32, a.vocab // 32
+        never = simd.splat(np.float32(-np.inf))
         while True:
             item = take(address)
             if item >= a.items:
                 break
-            row = np.int64(raw.i32_at(a.rows, a.items)[item])
-            logits = raw.f32_at(a.logits + row * a.vocab * 4, a.vocab)
+            row = a.logits + np.int64(raw.i32_at(a.rows, a.items)[item]) * a.vocab * 4
+            logits = raw.f32_at(row, a.vocab)
             bits = raw.i32_at(a.masks + item * words * 4, words)
-            lowest, is_left = -1, False
-            for word in range(words):
-                first, last = word * 32, min(word * 32 + 32, a.vocab)
-                if bits[word] == 0:
-                    logits[first:last] = -np.inf
-                elif bits[word] != -1 or lowest < 0 or not is_left:
-                    for token in range(first, last):
-                        if (bits[word] >> (token - first)) & 1 == 0:
-                            logits[token] = -np.inf
-                            continue
-                        if lowest < 0:
-                            lowest = token
-                        is_left |= logits[token] > -np.inf
+            lowest, is_left = _lowest_left(bits, logits)
+            for word in range(whole):
+                if bits[word] != -1:
+                    low, high = row + word * 128, row + word * 128 + 64
+                    simd.store_f32x16(low, simd.keep_bits(simd.load_f32x16(low), bits[word], never))
+                    simd.store_f32x16(high, simd.keep_bits(simd.load_f32x16(high), bits[word] >> 16, never))
+            for token in range(whole * 32, a.vocab):
+                if (bits[whole] >> (token - whole * 32)) & 1 == 0:
+                    logits[token] = -np.inf
             if lowest >= 0 and not is_left:
                 logits[lowest] = np.float32(0)
 

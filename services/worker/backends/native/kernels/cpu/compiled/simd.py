@@ -314,6 +314,17 @@ def select_at_least(typing_context: Any, x: Any, least: Any, value: Any, other: 
 
 
 @intrinsic
+def keep_bits(typing_context: Any, x: Any, bits: Any, other: Any) -> Any:
+    """`x` in the lanes whose bit is set in the low 16 bits of an integer, `other` in the other lanes."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = builder.bitcast(builder.trunc(args[1], I16), ir.VectorType(ir.IntType(1), LANES))
+        return builder.select(lanes, args[0], args[2])
+
+    return vector(vector, types.int64, vector), code
+
+
+@intrinsic
 def float_of(typing_context: Any, bits: Any) -> Any:
     """The float32 with the low 32 bits of an int64."""
 
