@@ -201,6 +201,7 @@ class LazyRows:
     def __init__(self, device: LazyDevice) -> None:
         self._inner, self._device = ReferenceRows(), device
         self.tile, self.count_rows = self._inner.tile, self._inner.count_rows
+        self.place_masks = self._inner.place_masks
 
     def spread(self, counts: I32) -> tuple[I32, I32]:
         return self._inner.spread(counts)

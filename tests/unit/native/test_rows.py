@@ -136,3 +136,27 @@ def test_tokens_beyond_the_history_are_not_written(implementation: str) -> None:
     columns = (np.array(column, np.int32) for column in ([1, 0, 1], [3, 4, 0]))
     make(implementation).rows.write_tokens(tokens, *columns, torch.tensor([7, 8, 9], dtype=torch.int32))
     assert tokens.tolist() == [[0, 0, 0, 0], [9, 0, 0, 7]]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_masks_are_placed_equally(seed: int) -> None:
+    """Some slots have no sampling row, some rows too few or too many masks for their drafts."""
+    rng = np.random.default_rng(seed)
+    rows = random_rows(rng)
+    masked = rng.permutation(SLOTS + 3)[: rng.integers(0, SLOTS + 3)].astype(np.int32)
+    counts = rng.integers(1, MOST + 2, len(masked)).astype(np.int32)
+    placed = [
+        make(implementation).rows.place_masks(rows.slots, rows.drafts, masked, counts)
+        for implementation in IMPLEMENTATIONS
+    ]
+    assert [column.tolist() for column in placed[0]] == [column.tolist() for column in placed[1]]
+
+
+@every_implementation
+def test_masks_of_a_row_are_for_its_drafts_in_order(implementation: str) -> None:
+    slots, drafts, masked, counts = (
+        np.array(column, np.int32) for column in ([4, 2, 7], [2, 0, 3], [7, 5, 2, 4], [2, 2, 3, 3])
+    )
+    tokens, acceptable = make(implementation).rows.place_masks(slots, drafts, masked, counts)
+    assert tokens.tolist() == [4, 5, -1, -1, 3, -1, -1, 0, 1, 2]
+    assert acceptable.tolist() == [2, 0, 1]

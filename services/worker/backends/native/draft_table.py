@@ -73,7 +73,9 @@ class DraftTable:
             raise PlanError("the plan has drafts, but this group was assigned no speculation")
         if not len(masked):
             return rows
-        some, starts = np.isin(rows.slots, masked), rows.starts.copy()
+        constrained, starts = np.zeros(len(self._frontier), np.bool_), rows.starts.copy()
+        constrained[masked] = True
+        some = constrained[rows.slots]
         starts[some] = self._settled(rows.select(some), history).starts
         return replace(rows, starts=starts)
 

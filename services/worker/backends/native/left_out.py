@@ -26,7 +26,7 @@ class RowsToSample(NamedTuple):
         masked = unpack(pending.step.masked)
         if not len(masked):
             return cls(None, None)
-        grammar = joined(masks.take(pending.step.step_id, masked))
-        arrived = unpack(grammar.slots) if grammar is not None else masked[:0]
-        left_out = np.setdiff1d(masked, arrived)
-        return cls(grammar, ~np.isin(pending.slots, left_out) if len(left_out) else None)
+        parts = masks.take(pending.step.step_id, masked)
+        # Sets of so few numbers are much faster than NumPy's set operations
+        left_out = {*masked.tolist()}.difference(*(unpack(part.slots).tolist() for part in parts))
+        return cls(joined(parts), ~np.isin(pending.slots, [*left_out]) if left_out else None)

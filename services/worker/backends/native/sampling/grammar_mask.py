@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from protocol.rows import GrammarRows
 from protocol.steps import GrammarOutput
+from services.worker.backends.native.kernels.interface.rows import RowKernels
 
 I32 = NDArray[np.int32]
 
@@ -19,24 +20,17 @@ class GrammarMask(NamedTuple):
     words: I32
     """int32[masks, ceil(vocab / 32)], least significant bit first"""
     acceptable: I32
-    """int32[sampling rows]: drafts that may be accepted; none where their masks are missing (acceptable drafts,
-    docs/invariants.md)."""
+    """int32[sampling rows]: drafts that may be accepted"""
 
     @classmethod
-    def from_message(cls, grammar: GrammarOutput, slots: I32, drafts: I32, vocab_size: int) -> Self:
+    def from_message(
+        cls, kernels: RowKernels, grammar: GrammarOutput, slots: I32, drafts: I32, vocab_size: int
+    ) -> Self:
         """`slots` and `drafts` are those of the sampling rows; masks of other slots are not used.
 
         Raises: ProtocolError
         """
-        constrained, counts, masks = GrammarRows.from_message(grammar, vocab_size)
-        order = np.argsort(slots, kind="stable")
-        found = order[np.searchsorted(slots, constrained, sorter=order).clip(max=len(slots) - 1)]
-        here = slots[found] == constrained
-        acceptable = drafts.copy()
-        acceptable[found[here]] = np.minimum(drafts[found[here]], counts[here] - 1)
-        first = np.cumsum(drafts + 1) - drafts - 1
-        owners = np.repeat(np.arange(len(counts)), counts)
-        offsets = np.arange(len(masks)) - np.repeat(np.cumsum(counts) - counts, counts)
-        used = here[owners] & (offsets <= drafts[found[owners]])
-        rows = first[found[owners[used]]] + offsets[used]
-        return cls(rows.astype(np.int32), masks[used], acceptable)
+        masked, counts, words = GrammarRows.from_message(grammar, vocab_size)
+        tokens, acceptable = kernels.place_masks(slots, drafts, masked, counts)
+        used = tokens >= 0
+        return cls(tokens[used], words[used], acceptable)

@@ -85,11 +85,11 @@ class Sampler:
             return SampledTokens(ids, none, none, None)
         if grammar is None and not drafts.any() and not self._special[slots].any():
             return SampledTokens(self._chosen(logits, slots, positions), none + np.int32(1), none, None)
-        rows = SamplePositions.from_rows(kernels.rows, slots, positions, drafts)
-        slots, positions = rows.slots, rows.positions
         mask = None
         if grammar is not None:
-            mask = GrammarMask.from_message(grammar, slots[rows.offsets == 0], drafts, logits.shape[1])
+            mask = GrammarMask.from_message(kernels.rows, grammar, slots, drafts, logits.shape[1])
+        rows = SamplePositions.from_rows(kernels.rows, slots, positions, drafts)
+        slots, positions = rows.slots, rows.positions
         scored = np.flatnonzero(self._table.logprobs[slots] != NONE).astype(np.int32)
         raw, raw_rows = self._raw(logits, slots, scored, mask)
         self.rules.apply(logits, slots, positions)
@@ -123,6 +123,8 @@ class Sampler:
     ) -> tuple[torch.Tensor, I32]:
         """Return a tensor that still has the raw logits of `scored` rows after sampling, and the rows in it. Copies if
         sampling changes one of them."""
+        if not len(scored):
+            return logits, scored
         changes = self.rules.changes(slots)
         if mask is not None:
             changes[mask.rows] = True

@@ -8,6 +8,7 @@ from services.worker.backends.native.kernels.host_history import HostHistory
 from services.worker.backends.native.kernels.interface.arrays import I32
 from services.worker.backends.native.kernels.interface.rows import (
     BatchTensors,
+    PlacedMasks,
     SettledRows,
     SlotDrafts,
     Verified,
@@ -48,6 +49,9 @@ class CpuRows(HostHistory):
             slot, position = int(batch.slots[sampled]), int(batch.positions[sampled])
             raise RuntimeError(f"slot {slot} is computed at position {position}, which has no token")
         return tiles, sampled
+
+    def place_masks(self, slots: I32, drafts: I32, masked: I32, counts: I32) -> PlacedMasks:
+        return PlacedMasks(*compiled.place_masks(slots, drafts, masked, counts))
 
     def verify(
         self, slots: I32, firsts: I32, drafts: I32, acceptable: I32, ids: torch.Tensor, history: torch.Tensor

@@ -16,6 +16,7 @@ from services.worker.backends.native.kernels.interface.rows import (
     SlotDrafts,
     Verified,
 )
+from services.worker.backends.native.kernels.mask_places import place_masks
 from services.worker.batch.row_check import CountRows, count_rows
 from services.worker.batch.slots import Rows
 
@@ -27,6 +28,7 @@ class CudaRows:
 
     tile = TILE
     count_rows: CountRows = staticmethod(count_rows)
+    place_masks = staticmethod(place_masks)
 
     def __init__(self, device: ComputeDevice) -> None:
         self._device = device

@@ -45,6 +45,14 @@ class SettledRows(NamedTuple):
     drafts: I32
 
 
+class PlacedMasks(NamedTuple):
+    tokens: I32
+    """int32[masks]: the sampled token that each is for; -1: none"""
+    acceptable: I32
+    """int32[sampling rows]: drafts that may be accepted; none where their masks are missing (acceptable drafts,
+    docs/invariants.md)"""
+
+
 class Verified(NamedTuple):
     """int32[rows] unless stated."""
 
@@ -97,6 +105,15 @@ class RowKernels(Protocol):
 
         Raises: RuntimeError, if the history has no token of the vocabulary at a position (valid ids); only where the
             host reads the device's memory.
+        """
+        ...
+
+    def place_masks(self, slots: I32, drafts: I32, masked: I32, counts: I32) -> PlacedMasks:
+        """Match the masks of a step with its sampled tokens: one for each row and one for each of its drafts.
+
+        Args:
+            slots, drafts: int32[sampling rows]
+            masked, counts: int32[constrained rows]: slots, and numbers of masks; a slot without a row has no token
         """
         ...
 

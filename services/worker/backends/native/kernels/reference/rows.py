@@ -11,6 +11,7 @@ from services.worker.backends.native.kernels.interface.rows import (
     SlotDrafts,
     Verified,
 )
+from services.worker.backends.native.kernels.mask_places import place_masks
 from services.worker.batch.row_check import CountRows, count_rows
 from services.worker.batch.slots import Rows
 
@@ -20,6 +21,7 @@ class ReferenceRows(HostHistory):
 
     tile = 8
     count_rows: CountRows = staticmethod(count_rows)
+    place_masks = staticmethod(place_masks)
 
     def spread(self, counts: I32) -> tuple[I32, I32]:
         owners = np.repeat(np.arange(len(counts), dtype=np.int32), counts)

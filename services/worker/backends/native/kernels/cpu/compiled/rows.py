@@ -93,6 +93,28 @@ def lay_out(  # type: ignore[no-untyped-def]
     return number, chosen
 
 
+@njit(types.UniTuple(_MADE, 2)(*(_GIVEN,) * 4), cache=True)
+def place_masks(slots, drafts, masked, counts):  # type: ignore[no-untyped-def]
+    """See `RowKernels.place_masks`."""
+    largest = 0
+    for slot in slots:
+        largest = max(largest, slot)
+    row_of = np.full(largest + 1, -1, np.int32)
+    firsts, first = np.empty(len(slots), np.int32), 0
+    for row in range(len(slots)):
+        row_of[slots[row]], firsts[row] = row, first
+        first += drafts[row] + 1
+    tokens, acceptable, mask = np.full(counts.sum(), -1, np.int32), drafts.copy(), 0
+    for i in range(len(masked)):
+        row = row_of[masked[i]] if masked[i] <= largest else -1
+        if row >= 0:
+            acceptable[row] = min(counts[i] - 1, drafts[row])
+            for offset in range(acceptable[row] + 1):
+                tokens[mask + offset] = firsts[row] + offset
+        mask += counts[i]
+    return tokens, acceptable
+
+
 @njit(types.Tuple((_MADE, _MADE, _MASK))(*(_GIVEN,) * 5, _KEPT), cache=True)
 def verify(slots, firsts, drafts, acceptable, ids, history):  # type: ignore[no-untyped-def]
     """See `RowKernels.verify`."""
