@@ -328,6 +328,32 @@ def test_bitmask_of_another_shape_is_refused(new_batch: NewBatch) -> None:
         batch.sample([0], torch.zeros(1, VOCAB), GrammarOutput(1, 3, i32(0), bytes(16)))
 
 
+def test_rows_that_are_not_kept_change_nothing(new_batch: NewBatch) -> None:
+    """Penalties, drafts and log-probabilities of the others, and their own ones later, are as without them."""
+    rng, cases = np.random.default_rng(7), (CASES["all-penalties"], params(logprobs=2, frequency_penalty=1.0))
+    slots, drafts = np.array([3, 8, 5, 1], np.int32), np.array([1, 0, 2, 0], np.int32)
+    whole, parts = new_batch(), new_batch()
+    for batch in (whole, parts):
+        for number, slot in enumerate(slots.tolist()):
+            batch.add(slot, [7, 7, slot], cases[number % 2])
+    logits = torch.tensor(rng.normal(0, 1, (len(slots) + int(drafts.sum()), VOCAB)), dtype=torch.float32)
+    at, owners = np.full(len(slots), 3, np.int32), np.repeat(np.arange(len(slots)), drafts + 1)
+    for batch in (whole, parts):
+        batch.history.tokens[3, 3], batch.history.tokens[5, 3:5] = int(logits[0].argmax()), 9
+    for kept in (np.array([True, False, True, False]), np.array([False] * 4), np.array([True] * 4)):
+        ours = whole.sampler.sample(logits.clone(), slots, at, drafts=drafts, kept=kept)
+        some = torch.from_numpy(kept[owners])
+        theirs = parts.sampler.sample(logits[some], slots[kept], at[kept], drafts=drafts[kept])
+        assert ours.ids.tolist() == theirs.ids.tolist()
+        assert ours.counts[kept].tolist() == theirs.counts.tolist()
+        assert ours.drafted[kept].tolist() == theirs.drafted.tolist()
+        assert not ours.counts[~kept].any()
+        assert not ours.drafted[~kept].any()
+        assert (ours.logprobs is None) == (theirs.logprobs is None)
+        if ours.logprobs is not None:
+            assert scores_of(ours).to_message() == scores_of(theirs).to_message()
+
+
 def test_logprobs_are_of_the_raw_logits(new_batch: NewBatch) -> None:
     """Their ranks too, whatever rules, grammar and temperature made of the row."""
     batch, wanted = new_batch(), [None, 0, 1, 5, 20, 5, 5]

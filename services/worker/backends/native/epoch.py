@@ -209,14 +209,7 @@ class NativeEpoch:
         rows, logits, (grammar, kept) = pending.rows, pending.logits, selected
         assert logits is not None, "the output rank has the logits"
         drafts = rows.drafts[rows.samples]
-        if kept is None:
-            return self._sampler.sample(logits, pending.slots, pending.firsts, grammar, drafts)
-        logits = logits[torch.from_numpy(np.repeat(kept, drafts + 1))]
-        slots, firsts = pending.slots[kept], pending.firsts[kept]
-        sampled = self._sampler.sample(logits, slots, firsts, grammar, drafts[kept])
-        counts, drafted = np.zeros((2, len(kept)), np.int32)
-        counts[kept], drafted[kept] = sampled.counts, sampled.drafted
-        return sampled._replace(counts=counts, drafted=drafted)
+        return self._sampler.sample(logits, pending.slots, pending.firsts, grammar, drafts, kept)
 
     def _keep(self, slots: NDArray[np.int32], firsts: NDArray[np.int32], outcome: Outcome) -> None:
         """Store the outcome of rows whose first tokens have positions `firsts`: tokens in the history, drafts for the

@@ -45,3 +45,8 @@ class SamplePositions(NamedTuple):
             return Verified(np.ones(len(drafts), np.int32), drafts, np.ones(len(drafts), np.bool_))
         rows = self.offsets == 0
         return kernels.verify(self.slots[rows], self.positions[rows], drafts, acceptable, ids, history)
+
+    def keep(self, accepted: Verified, kept: NDArray[np.bool_]) -> Verified:
+        """Drop the tokens of the rows that are not in bool[rows] `kept`."""
+        stays = accepted.stays & np.repeat(kept, self.drafts + 1)
+        return Verified(accepted.counts * kept, accepted.drafted * kept, stays)

@@ -68,6 +68,7 @@ class Sampler:
         positions: I32,
         grammar: GrammarOutput | None = None,
         drafts: I32 | None = None,
+        kept: NDArray[np.bool_] | None = None,
     ) -> SampledTokens:
         """Sample a token after each row, and after each of its drafts as long as these are accepted.
 
@@ -77,13 +78,16 @@ class Sampler:
             positions: int32[rows], the absolute position of each row's first sampled token; the history has the row's
                 drafts from this position on
             drafts: int32[rows], number of drafts; None: none
+            kept: bool[rows], rows that get tokens; None: all. The others are sampled in vain: that costs less than
+                copying the logits of the kept ones.
         """
         none, kernels = np.zeros(len(slots), np.int32), self._kernels
         drafts = none if drafts is None else drafts
         if not len(slots):
             ids = torch.empty(0, dtype=torch.int32, device=kernels.device.where)
             return SampledTokens(ids, none, none, None)
-        if grammar is None and not drafts.any() and not self._special[slots].any():
+        plain = grammar is None and kept is None
+        if plain and not drafts.any() and not self._special[slots].any():
             return SampledTokens(self._chosen(logits, slots, positions), none + np.int32(1), none, None)
         mask = None
         if grammar is not None:
@@ -98,13 +102,15 @@ class Sampler:
         ids = self._chosen(logits, slots, positions)
         acceptable = drafts if mask is None else mask.acceptable
         accepted = rows.accept(kernels.rows, ids, self._history.tokens, acceptable)
+        if kept is not None:
+            accepted = rows.keep(accepted, kept)
         result = SampledTokens(
             self._picked(ids, np.flatnonzero(accepted.stays)), accepted.counts, accepted.drafted, None
         )
-        if not len(scored):
-            return result
         emitted = accepted.stays[scored]
         scored, raw_rows = scored[emitted], raw_rows[emitted]
+        if not len(scored):
+            return result
         tops = self._table.logprobs[slots[scored]]
         columns = slots[scored], positions[scored], self._picked(ids, scored), tops
         return result._replace(logprobs=score(kernels.sampling, raw, raw_rows, *columns))
