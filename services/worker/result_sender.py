@@ -1,8 +1,10 @@
 """The connection for results: one thread sends results, another one heartbeats.
 
-Results, faults and repeated results pass through one queue, so they are sent in the order of launch (step order;
-docs/invariants.md). The executing thread never waits for a host copy; the output thread does. Both threads share the
-connection under a lock, so heartbeats are sent during a long step. The heartbeat thread also receives the end of the
+Results, faults and repeated results are sent in the order of launch (step order; docs/invariants.md): through one
+queue, whose thread waits for host copies. While the queue is empty, the executing thread itself sends what waits for
+nothing. A thread that computes in many short calls outside of Python's lock takes the lock back at once after each of
+them, and another thread that wants it to send a result delays both. The threads share the connection under a lock, so
+heartbeats are sent during a long step. The heartbeat thread also receives the end of the
 epoch, a shutdown, and the loss of the scheduler, because the executing thread receives nothing while it hangs in a
 collective.
 """
@@ -98,6 +100,8 @@ class ResultSender:
         self._state = threading.Lock()
         """Protects the attributes of an epoch, which change together: a late result must not enter the next epoch."""
         self._queue: queue.SimpleQueue[LaunchedStep | StepFault | ResendResult | None] = queue.SimpleQueue()
+        self._num_queued = 0
+        """Items that were queued and are not sent yet; under `_state`."""
         self._kept: OrderedDict[int, ModelRunnerOutput] = OrderedDict()
         self._last_sampled = self._last_forward = 0.0
         self._epoch, self._rank, self._last_step = 0, 0, 0
@@ -109,8 +113,8 @@ class ResultSender:
         self._answers = 0
         """Last sign of life of the scheduler that has arrived on this connection."""
         self._computing = False
-        """True while the output thread waits for a step that another thread of the runner computes. Like `_in_step`,
-        and that thread may wait for other ranks."""
+        """True while a result is fetched: the output thread waits for a step that another thread of the runner
+        computes. Like `_in_step`, and that thread may wait for other ranks."""
         self._ended_epoch = 0
         """The last epoch whose end was received on this connection."""
         self._dismissed = False
@@ -142,8 +146,15 @@ class ResultSender:
             self._last_sampled = self._last_forward = 0.0
 
     def put(self, item: LaunchedStep | StepFault | ResendResult) -> None:
-        """Queue a result, a fault or a repetition."""
-        self._queue.put(item)
+        """Send a result, a fault or a repetition; queue it if it waits for a host copy or for one before it. For the
+        executing thread."""
+        with self._state:
+            waits = self._num_queued > 0 or (isinstance(item, LaunchedStep) and not item.output.is_done)
+            self._num_queued += waits
+        if waits:
+            self._queue.put(item)
+        else:
+            self._deliver(item)
 
     @contextmanager
     def may_wait_for_ranks(self, in_step: bool = False) -> Iterator[None]:
@@ -174,17 +185,22 @@ class ResultSender:
             self._client.close()
         return ended
 
-    # -- the output thread ---------------------------------------------------------------------------------------
+    # -- sending -------------------------------------------------------------------------------------------------
 
     def _send_results(self) -> None:
         name_this_thread()
         while not self.failed.is_set() and (item := self._queue.get()) is not None:
-            message = self._message(item)
-            if message is None:
-                continue
+            self._deliver(item)
+            with self._state:
+                self._num_queued -= 1
+
+    def _deliver(self, item: LaunchedStep | StepFault | ResendResult) -> None:
+        """Send an item after all items before it."""
+        message = None if self.failed.is_set() else self._message(item)
+        if message is not None:
             self._send(message)
-            if isinstance(message, StepFault):
-                self.failed.set()
+        if isinstance(message, StepFault):
+            self.failed.set()
 
     def _message(self, item: LaunchedStep | StepFault | ResendResult) -> StepResult | RankLost | None:
         match item:

@@ -3,7 +3,7 @@
 The service calls them on one thread, in this order: `identify`; in each epoch `load`, `init_kv_cache`, then per step
 `execute_model` and `sample_tokens`, with `release` and `add_masks` between steps, and `leave` at the end of the epoch;
 `shutdown` at the end of the process. A canary step at start-up goes through the same calls. `Output.get` runs on the
-output thread, and `abort` on any thread.
+output thread unless the output is done, and `abort` on any thread.
 """
 
 import socket
@@ -50,6 +50,11 @@ SINGLE_GPU = (
 class Output(Protocol):
     """An asynchronous result (docs/invariants.md): the sampled ids may still be on their way to the host."""
 
+    @property
+    def is_done(self) -> bool:
+        """True: the sampled ids are on the host, and `get` waits for nothing."""
+        ...
+
     def get(self) -> ModelRunnerOutput | StepTimes:
         """Wait, without spinning, for the host copy. No later step changes the result (immutable result).
 
@@ -64,6 +69,7 @@ class Output(Protocol):
 class ForwardDone:
     """The `Output` of a rank other than the output rank, after its part of the step has ended."""
 
+    is_done = True
     times: StepTimes
 
     def get(self) -> StepTimes:

@@ -173,6 +173,7 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class Handle:
+    is_done = False
     group: RankGroup
     answer: RankAnswers
 

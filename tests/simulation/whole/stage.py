@@ -200,6 +200,7 @@ class ComputeStage:
 class StageOutput:
     """An `Output` of a step."""
 
+    is_done = False
     stage: ComputeStage
     step_id: int
     launched: float
@@ -218,6 +219,8 @@ class StageOutput:
 
 class CanaryOutput:
     """An `Output` of the canary step."""
+
+    is_done = True
 
     def get(self) -> ModelRunnerOutput | StepTimes:
         return StepTimes()

@@ -39,6 +39,8 @@ def measured(message: msgspec.Struct) -> ModelRunnerOutput:
 class PendingCopy:
     """An output whose host copy ends with `outcome` when the test sets `ended`."""
 
+    is_done = False
+
     def __init__(self, outcome: ModelRunnerOutput | StepTimes | Exception) -> None:
         self._outcome = outcome
         self.begun, self.ended = threading.Event(), threading.Event()
@@ -46,6 +48,22 @@ class PendingCopy:
     def get(self) -> ModelRunnerOutput | StepTimes:
         self.begun.set()
         assert self.ended.wait(PATIENCE)
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._outcome
+
+
+class ResultOnHost:
+    """An output that is done, and the thread that fetched it."""
+
+    is_done = True
+
+    def __init__(self, outcome: ModelRunnerOutput | Exception) -> None:
+        self._outcome = outcome
+        self.thread: threading.Thread | None = None
+
+    def get(self) -> ModelRunnerOutput:
+        self.thread = threading.current_thread()
         if isinstance(self._outcome, Exception):
             raise self._outcome
         return self._outcome
@@ -149,6 +167,39 @@ def test_the_failure_of_a_step_is_the_last_message(connection: ResultConnection)
     assert connection.next_message() == StepFault(1, 1, "OSError: the copy failed")
     assert connection.results.failed.wait(PATIENCE)
     assert connection.results.lost is None
+
+
+def test_a_result_on_the_host_is_sent_by_the_thread_that_launched_its_step(
+    connection: ResultConnection,
+) -> None:
+    outputs = [ResultOnHost(result(1, step_id)) for step_id in (1, 2)]
+    for step_id, output in enumerate(outputs, start=1):
+        connection.results.put(launched(1, step_id, output))
+    assert [output.thread for output in outputs] == 2 * [threading.current_thread()]
+    assert [measured(connection.next_message()) for _ in outputs] == [result(1, 1), result(1, 2)]
+    connection.results.put(ResendResult(2))
+    assert measured(connection.next_message()) == result(1, 2)
+
+
+def test_a_result_on_the_host_is_sent_after_a_step_whose_copy_is_on_its_way(
+    connection: ResultConnection,
+) -> None:
+    copy, output = PendingCopy(result(1, 1)), ResultOnHost(result(1, 2))
+    connection.results.put(launched(1, 1, copy))
+    connection.results.put(launched(1, 2, output))
+    assert output.thread is None
+    copy.ended.set()
+    assert [measured(connection.next_message()) for _ in range(2)] == [result(1, 1), result(1, 2)]
+    assert output.thread is not threading.current_thread()
+
+
+def test_nothing_follows_the_failure_of_a_step_on_the_host(connection: ResultConnection) -> None:
+    connection.results.put(launched(1, 1, ResultOnHost(OSError("no memory for the result"))))
+    assert connection.results.failed.is_set()
+    late = ResultOnHost(result(1, 2))
+    connection.results.put(launched(1, 2, late))
+    assert connection.next_message() == StepFault(1, 1, "OSError: no memory for the result")
+    assert late.thread is None
 
 
 def test_ranks_lost_during_a_copy_are_reported_with_their_epoch(

@@ -62,6 +62,7 @@ class LaunchedForward:
 class NativeOutput:
     """An `Output` whose step is computed by another thread."""
 
+    is_done = False
     result: Job[NativeResult | ForwardDone]
 
     def get(self) -> ModelRunnerOutput | StepTimes:

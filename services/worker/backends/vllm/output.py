@@ -48,6 +48,10 @@ class VllmOutput:
     proposed: I32 | None = None
     """int32[rows, num_speculative_tokens]: drafts for the next step, if a grammar needs them."""
 
+    @property
+    def is_done(self) -> bool:
+        return not self.sampled.is_deferred
+
     def get(self) -> ModelRunnerOutput:
         rows, result = self.rows, self.sampled.get()
         index_of = result.req_id_to_index

@@ -17,6 +17,7 @@ class StepOutput:
     """An `Output` whose tokens are being copied. No later step changes anything that it refers to (immutable result;
     docs/invariants.md)."""
 
+    is_done = False
     step: SchedulerOutput
     rows: Rows
     prepared: float
