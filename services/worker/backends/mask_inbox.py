@@ -1,14 +1,19 @@
-"""Grammar masks between the main thread and the thread that samples, and when the latter goes on without them."""
+"""Grammar masks between the main thread and the thread that samples, and when the latter goes on without them.
 
+The rule is that of the left-out row (docs/invariants.md).
+"""
+
+import math
 import threading
 from collections import deque
-from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from protocol.codec import unpack
 from protocol.steps import GrammarOutput
+from services.worker.backends.clock import MONOTONIC, Clock
 from services.worker.runner import RanksLost
 
 I32 = NDArray[np.int32]
@@ -16,24 +21,42 @@ KEPT_STEPS = 16
 """Prepared steps whose rows are kept; more are never in flight behind one."""
 
 
-class MaskInbox:
-    """Masks of launched steps. `take` belongs to the thread that samples, `close` to any, the rest to the main thread.
+class TakenMasks(NamedTuple):
+    """The masks that a step is sampled with."""
 
-    A step without some of its masks waits as long as nobody else is held back. It is sampled without them when a later
-    step is prepared that has a row of another request, or when so many are prepared that the main thread, which
-    delivers masks, would wait for this step with the next one.
+    parts: list[GrammarOutput]
+    at: float
+    """When it was decided to sample with these: seconds on the clock."""
+
+
+class _Prepared(NamedTuple):
+    step_id: int
+    slots: I32
+    """Slots of its rows."""
+    at: float
+    """Seconds on the clock."""
+
+
+class MaskInbox:
+    """Masks of launched steps. `take` belongs to the thread that samples, `close` to any, the others to the main thread.
+
+    A step without some of its masks waits as long as nobody else is held back. It is sampled without them when its
+    forward pass has ended and a later step is prepared that has a row of another request, or when so many are prepared
+    that the main thread, which delivers masks, would wait for this step with the next one.
 
     Args:
         most_prepared: number of steps that wait for this one without holding back the main thread.
     """
 
-    def __init__(self, most_prepared: int) -> None:
-        self._most_prepared = most_prepared
+    def __init__(self, most_prepared: int, clock: Clock = MONOTONIC) -> None:
+        self._most_prepared, self._clock = min(most_prepared, KEPT_STEPS - 1), clock
         self._changed = threading.Condition()
         self._masks: dict[int, list[GrammarOutput]] = {}
         """Step id -> its masks, until the step is sampled."""
-        self._prepared: deque[tuple[int, I32]] = deque(maxlen=KEPT_STEPS)
-        """(step id, slots of its rows) of the latest prepared steps."""
+        self._arrived: dict[int, float] = {}
+        """Step id -> when the last of them arrived."""
+        self._prepared: deque[_Prepared] = deque(maxlen=KEPT_STEPS)
+        """The latest prepared steps."""
         self._sampled = 0
         """The last step whose masks were taken."""
         self._closed = False
@@ -41,7 +64,7 @@ class MaskInbox:
     def prepared(self, step_id: int, slots: I32) -> None:
         """A step was prepared; `slots` are those of its rows."""
         with self._changed:
-            self._prepared.append((step_id, slots))
+            self._prepared.append(_Prepared(step_id, slots, self._clock.monotonic()))
             self._changed.notify()
 
     def put(self, grammar: GrammarOutput) -> None:
@@ -49,6 +72,7 @@ class MaskInbox:
         with self._changed:
             if grammar.step_id > self._sampled:
                 self._masks.setdefault(grammar.step_id, []).append(grammar)
+                self._arrived[grammar.step_id] = self._clock.monotonic()
                 self._changed.notify()
 
     def close(self) -> None:
@@ -57,33 +81,45 @@ class MaskInbox:
             self._closed = True
             self._changed.notify()
 
-    def take(self, step_id: int, slots: I32) -> list[GrammarOutput]:
+    def take(self, step_id: int, slots: I32, forward_ended: float = 0.0) -> TakenMasks:
         """Return the masks that a step is sampled with; `slots` are those of its constrained rows.
+
+        Args:
+            forward_ended: when its forward pass ends, seconds on the clock; inf: all masks are waited for.
 
         Raises: RanksLost, if the epoch ends meanwhile
         """
         with self._changed:
-            while len(missing := self._missing(step_id, slots)) and not self._holds_back(step_id, missing):
+            while (left := self._decided(step_id, slots, forward_ended) - self._clock.monotonic()) > 0:
                 if self._closed:
                     raise RanksLost("the epoch has ended")
-                self._changed.wait()
+                self._clock.wait(self._changed, left if left < math.inf else None)
+            decided = self._decided(step_id, slots, forward_ended)
             self._sampled = step_id
             taken = self._masks.pop(step_id, [])
+            self._arrived.pop(step_id, None)
             for before in [known for known in self._masks if known < step_id]:
-                del self._masks[before]
-            return taken
+                del self._masks[before], self._arrived[before]
+            return TakenMasks(taken, decided)
+
+    def _decided(self, step_id: int, slots: I32, forward_ended: float) -> float:
+        """Return the time from which the step is sampled with the masks that have arrived; inf: it waits."""
+        missing = self._missing(step_id, slots)
+        held_back = max(forward_ended, self._held_back(step_id, missing if len(missing) else slots))
+        # Complete masks that were read late, as the host was busy, cost no more than leaving their rows out
+        return held_back if len(missing) else min(self._arrived.get(step_id, 0.0), held_back)
 
     def _missing(self, step_id: int, slots: I32) -> I32:
         arrived = [unpack(grammar.slots) for grammar in self._masks.get(step_id, ())]
         return np.setdiff1d(slots, np.concatenate(arrived)) if arrived else slots
 
-    def _holds_back(self, step_id: int, missing: I32) -> bool:
-        """Return whether a later step would wait for the missing masks although it could begin."""
-        later = list(self._later(step_id))
-        return len(later) > self._most_prepared or any(len(np.setdiff1d(rows, missing)) for rows in later)
-
-    def _later(self, step_id: int) -> Iterator[I32]:
-        return (slots for prepared, slots in self._prepared if prepared > step_id)
+    def _held_back(self, step_id: int, waiting: I32) -> float:
+        """Return since when a later step waits for the masks of `waiting` although it could begin; inf: none does."""
+        later = [prepared for prepared in self._prepared if prepared.step_id > step_id]
+        for number, prepared in enumerate(later, 1):
+            if number > self._most_prepared or len(np.setdiff1d(prepared.slots, waiting)):
+                return prepared.at
+        return math.inf
 
 
 def joined(parts: list[GrammarOutput]) -> GrammarOutput | None:

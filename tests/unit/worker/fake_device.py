@@ -19,6 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from services.worker.backends.clock import MONOTONIC, Clock
+from services.worker.backends.sim.device.interface import Inputs, no_inputs
+
 PATIENCE = 60.0
 POISON = -(2**31) + 77
 
@@ -36,6 +39,9 @@ class FakeEvent:
     def pass_(self, error: Exception | None) -> None:
         self.error = error
         self._passed.set()
+
+    def reach(self) -> None:
+        self.synchronize()
 
     def synchronize(self) -> None:
         assert self._passed.wait(PATIENCE), "the fake device is stuck; is a gate closed?"
@@ -80,6 +86,7 @@ class FakeDevice:
     """A `Device` with the streams `compute` and `results`. `amplifier` draws the delay of each copy."""
 
     def __init__(self, amplifier: Random | None = None) -> None:
+        self.clock: Clock = MONOTONIC
         self._amplifier = amplifier
         self.compute, self.results = FakeStream("fake-compute"), FakeStream("fake-results")
         self.violations: list[str] = []
@@ -109,18 +116,25 @@ class FakeDevice:
     def record(self) -> FakeEvent:
         return self.compute.put(lambda: None)
 
-    def launch(self, work: Callable[[], None], seconds: float, not_before: float = 0.0) -> FakeEvent:
+    def launch(self, work: Callable[[], None], seconds: float, inputs: Inputs = no_inputs) -> FakeEvent:
         number, self._launched = self._launched, self._launched + 1
         self.log.append(("launch", number))
 
         def run() -> None:
+            inputs()
             work()
             self.log.append(("complete", number))
 
         return self.compute.put(run)
 
+    def wait_for_masks(self, taken: Callable[[], float]) -> None:
+        def wait() -> None:
+            taken()
+
+        self.compute.put(wait)
+
     def settle(self) -> None:
-        self.compute.put(lambda: None).synchronize()
+        """Errors are raised with results."""
 
     def copy_out(self, source: NDArray[Any]) -> tuple[NDArray[Any], FakeEvent]:
         target = np.full_like(source, POISON)

@@ -27,7 +27,7 @@ def taken_later(inbox: MaskInbox, step_id: int, *slots: int) -> tuple[threading.
 
     def take() -> None:
         try:
-            taken.append(inbox.take(step_id, rows(*slots)))
+            taken.append(inbox.take(step_id, rows(*slots)).parts)
         except RanksLost as error:
             taken.append(error)
 
@@ -43,7 +43,7 @@ def test_masks_that_have_arrived_are_taken_at_once() -> None:
     first, second = grammar(1, 4), grammar(1, 7)
     inbox.put(first)
     inbox.put(second)
-    assert inbox.take(1, rows(4, 7)) == [first, second]
+    assert inbox.take(1, rows(4, 7)).parts == [first, second]
 
 
 def test_a_step_waits_while_nobody_else_could_begin() -> None:
@@ -70,7 +70,7 @@ def test_masks_of_some_rows_are_used() -> None:
     inbox = MaskInbox(2)
     inbox.prepared(2, rows(9))
     inbox.put(grammar(1, 7))
-    assert inbox.take(1, rows(4, 7)) == [grammar(1, 7)]
+    assert inbox.take(1, rows(4, 7)).parts == [grammar(1, 7)]
 
 
 def test_no_more_steps_can_be_prepared() -> None:
@@ -87,10 +87,10 @@ def test_no_more_steps_can_be_prepared() -> None:
 def test_late_masks_are_dropped() -> None:
     inbox = MaskInbox(2)
     inbox.prepared(2, rows(9))
-    assert inbox.take(1, rows(4)) == []
+    assert inbox.take(1, rows(4)).parts == []
     inbox.put(grammar(1, 4))
     inbox.put(grammar(2, 4))
-    assert inbox.take(2, rows(4)) == [grammar(2, 4)]
+    assert inbox.take(2, rows(4)).parts == [grammar(2, 4)]
 
 
 def test_the_end_of_an_epoch_ends_the_wait() -> None:
@@ -118,4 +118,4 @@ def test_masks_of_steps_that_are_over_are_not_kept(number: int) -> None:
         inbox.put(grammar(step_id, 4))
     inbox.take(number, rows(4))
     inbox.prepared(number + 2, rows(9))
-    assert inbox.take(number + 1, rows(4)) == []
+    assert inbox.take(number + 1, rows(4)).parts == []

@@ -1,6 +1,7 @@
 """Everything of a rank that lives one epoch: the device, the batch, the oracle, and the steps that use them."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,6 +11,7 @@ from protocol.codec import unpack
 from protocol.membership import Assignment, InitializeCache
 from protocol.steps import NO_DRAFT, GrammarOutput, SchedulerOutput
 from services.config import WorkerConfig
+from services.worker.backends.mask_inbox import MaskInbox
 from services.worker.backends.pending_step import PendingStep, own_grammar
 from services.worker.backends.sim.checkpoint import SimCheckpoint
 from services.worker.backends.sim.cost import CostModel
@@ -28,6 +30,7 @@ from services.worker.backends.sim.ranks.exchange import RankExchange, ReceivedIn
 from services.worker.backends.sim.sampling.acceptance import DraftAcceptance
 from services.worker.backends.sim.sampling.device_drafts import DeviceDrafts
 from services.worker.backends.sim.sampling.drafter import DraftProposal, SimDrafter
+from services.worker.backends.sim.sampling.late_masks import LateMasks
 from services.worker.backends.sim.sampling.row_rules import RulesByRow, rules_by_row
 from services.worker.backends.sim.sampling.sampler import SimSampler
 from services.worker.backends.sim.sampling.step_masks import StepMasks
@@ -89,7 +92,7 @@ class SimEpoch:
         self._rank, self.device = rank, device
         assignment, config, checkpoint = rank.assignment, rank.config, rank.checkpoint
         slots, max_len = assignment.num_slots, init.max_model_len
-        self.table = SlotTable(slots, assignment.block_size, init.num_blocks, max_len)
+        self.table = SlotTable(slots, assignment.block_size, init.num_blocks, max_len, not config.sim_rigid)
         chunk, volume = assignment.max_num_batched_tokens, config.sim_max_volume
         self._rigid = RigidShapes(self.table, chunk, volume, chunk_end) if config.sim_rigid else None
         max_blocks = self.table.block_table.shape[1]
@@ -109,11 +112,24 @@ class SimEpoch:
         )
         self._hidden_sums = HiddenSums(slots)
         self._pending = PendingStep[_ExecutedSimStep]()
+        self._masks = MaskInbox(in_flight, device.clock)
+        """On the last stage."""
+        self._late_masks = LateMasks(self._masks, rank.exchange, rank.is_output)
 
     def release(self, slots: NDArray[np.int32]) -> None:
         self.table.release(slots)
 
+    def add_masks(self, grammar: GrammarOutput) -> None:
+        """Take masks of a launched step, as `ModelRunner.add_masks`. Other stages sample nothing."""
+        if self._rank.is_last_stage:
+            self._masks.put(grammar)
+
+    def abort(self) -> None:
+        """End a wait for masks with RanksLost. May be called from any thread."""
+        self._masks.close()
+
     def close(self) -> None:
+        self._masks.close()
         self.device.close()
 
     # -- the forward pass ----------------------------------------------------------------------------------------
@@ -131,21 +147,31 @@ class SimEpoch:
         padded = None if self._rigid is None else self._rigid.pad(step, rows)
         if padded is not None:
             rows, costly = padded.rows, padded.padded
-        received = rank.exchange.receive_inputs(step, rows)
+        self._masks.prepared(step.step_id, rows.slots)
         self._stage(rows)
         n = len(rows.slots)
         # Memory of this step alone: a copy may still read that of the steps before.
         hashes, acceptance = np.empty(n, np.uint64), DraftAcceptance(rows)
         leaving = None if rank.is_last_stage else Activations.empty(int(rows.counts.sum()), n)
 
+        received = ReceivedInputs()
+
+        def inputs() -> float:
+            nonlocal received
+            received = rank.exchange.receive_inputs(step, rows)
+            return received.available_at
+
         def forward() -> None:
             self._take_inputs(step, received)
             hashes[:] = self._forward(n, received.activations, acceptance, leaving)
 
+        def send() -> None:
+            rank.exchange.send_activations(step, rows, hashes, leaving, event.ended)
+
         seconds = rank.cost.step(costly, self.table.num_prompt[rows.slots]) if n else 0.0
         prepared = time.monotonic()
-        event = device.launch(forward, seconds, received.available_at)
-        rank.exchange.send_activations(device, step, rows, hashes, leaving, event.ended)
+        event = device.launch(forward, seconds, inputs)
+        self._exchange(send)
         logprobs, embeddings = self._requested_outputs(rows)
         self._pending.put(
             _ExecutedSimStep(
@@ -168,6 +194,17 @@ class SimEpoch:
         staged.fill(rows, self.table, width)
         staged.copy_to(self.device, self.columns, n, width)
         self.ring.release(self.device.record())
+
+    def _exchange(self, send: Callable[[], None]) -> DeviceEvent | None:
+        """Exchange results with other ranks, if there are any, on the device. Return the event behind it.
+
+        Raises: the error of work that was done so far. Without other ranks it is raised with the result.
+        """
+        if self._rank.assignment.world_size == 1:
+            return None
+        exchanged = self.device.launch(send, 0.0)
+        self.device.settle()
+        return exchanged
 
     def _requested_outputs(self, rows: Rows) -> tuple[StepLogprobs | None, StepEmbeddings | None]:
         if not self._rank.is_output:
@@ -244,8 +281,18 @@ class SimEpoch:
         )
         if not rank.is_last_stage:
             return output
-        own = own_grammar(step, grammar)
-        masks = StepMasks.from_message(own, acceptance.slots, rank.checkpoint.vocab_size)
+        slots, vocab_size, masks = acceptance.slots, rank.checkpoint.vocab_size, StepMasks({})
+
+        def take_masks() -> float:
+            nonlocal masks
+            taken, left_out, at = self._late_masks.take(step, forward.ended)
+            masks = StepMasks.from_message(taken, slots, vocab_size, left_out)
+            return at
+
+        if grammar is None and len(step.masked):
+            device.wait_for_masks(take_masks)
+        else:
+            masks = StepMasks.from_message(own_grammar(step, grammar), slots, vocab_size)
         device.launch(lambda: self._sample(executed, masks), 0.0)
         tokens, copied = acceptance.copy_out(device)
         logprobs: CopiedLogprobs | None = None
@@ -254,15 +301,17 @@ class SimEpoch:
             logprobs, copied = executed.logprobs.copy_out(device)
         if executed.embeddings is not None:
             embeddings, copied = executed.embeddings.copy_out(device)
-        proposed, ended = self._propose(executed)
+        proposed, drafted = self._propose(executed)
         drafts: I32 | None = None
         # Without a grammar no result waits for the drafter
         if step.has_structured_output_requests and proposed.size:
             drafts, copied = device.copy_out(proposed)
-        rank.exchange.send_sampled(device, step, acceptance, proposed, ended)
         return replace(
             output,
             copied=copied,
+            exchanged=self._exchange(
+                lambda: rank.exchange.send_sampled(step, acceptance, proposed, drafted.ended)
+            ),
             sampled=tokens if rank.is_output else None,
             logprobs=logprobs,
             embeddings=embeddings,
@@ -277,13 +326,13 @@ class SimEpoch:
         if executed.embeddings is not None:
             executed.embeddings.compute(self.oracle, self._hidden_sums)
 
-    def _propose(self, executed: _ExecutedSimStep) -> tuple[I32, float]:
-        """Launch the drafter. Return int32[sampled rows, requested] drafts on the device, and when they are there."""
+    def _propose(self, executed: _ExecutedSimStep) -> tuple[I32, DeviceEvent]:
+        """Launch the drafter. Return int32[sampled rows, requested] drafts on the device, and the event behind it."""
         step, acceptance = executed.step, executed.acceptance
         requested = step.num_speculative_tokens
         tokens = np.full((len(acceptance.slots), requested), NO_DRAFT, np.int32)
         if not tokens.size:
-            return tokens, self.device.record().ended
+            return tokens, self.device.record()
         proposal, drafter = DraftProposal(step.step_id, acceptance, executed.rules, tokens), self.drafter
         seconds = self._rank.cost.drafts(requested)
-        return tokens, self.device.launch(lambda: drafter.propose(proposal), seconds).ended
+        return tokens, self.device.launch(lambda: drafter.propose(proposal), seconds)

@@ -58,7 +58,9 @@ class SimRunner:
 
     def identify(self) -> Identity:
         digest = SimCheckpoint.from_config(self._config).digest
-        return Identity(digest, "float32", (1, 2, 4, 8, 16, 32), 64)
+        # The shapes of a rigid device have no room for rows that come again
+        leaves_rows_out = not self._config.sim_rigid
+        return Identity(digest, "float32", (1, 2, 4, 8, 16, 32), 64, leaves_rows_out=leaves_rows_out)
 
     def load(
         self, assignment: Assignment, progress: Progress, listener: socket.socket | None = None
@@ -114,10 +116,11 @@ class SimRunner:
         self.epoch.execute(step)
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> StepOutput:
+        """`grammar`: the masks of all constrained rows, for a caller that has them already."""
         return self.epoch.sample(grammar)
 
     def add_masks(self, grammar: GrammarOutput) -> None:
-        raise RuntimeError("the simulator samples a step as a whole")
+        self.epoch.add_masks(grammar)
 
     def release(self, slots: NDArray[np.int32]) -> None:
         self.epoch.release(slots)
@@ -133,6 +136,8 @@ class SimRunner:
             epoch.close()
 
     def abort(self) -> None:
+        if (epoch := self._epoch.peek()) is not None:
+            epoch.abort()
         self.exchange.abort()
 
     def shutdown(self) -> None:

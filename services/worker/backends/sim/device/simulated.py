@@ -5,76 +5,137 @@ the step before it ends, whichever is latest. So launching does not wait, result
 run back to back, as on a real accelerator (launch without waiting; docs/invariants.md). An error in a step's work is
 raised when that step's event is waited for, and by every later event.
 
+The device has no thread. The thread that launches work does it, unless earlier work waits for masks (left-out row;
+docs/invariants.md), which this thread has to deliver. Then all later work is queued, and done by the thread that waits
+for an event behind it: the one that sends results. What this thread does late counts from the time of the launch, so
+the time that the simulation itself takes is not part of the modelled time.
+
 Devices that work together are stages of one pipeline. They exchange times of the monotonic clock, which all processes
 of a machine share: the stages of one simulated group must run on one machine.
 """
 
-import time
+import threading
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-
-class Clock(Protocol):
-    """A clock in seconds; the module `time` is one."""
-
-    def monotonic(self) -> float: ...
-    def sleep(self, seconds: float, /) -> None: ...
+from services.worker.backends.clock import MONOTONIC, Clock
+from services.worker.backends.sim.device.interface import Inputs, no_inputs
 
 
-@dataclass(frozen=True)
 class SimEvent:
     """A `DeviceEvent` of the simulated device."""
 
-    began: float
-    ended: float
-    error: Exception | None
-    clock: Clock
+    __slots__ = ("_device", "began", "ended", "error", "passed")
 
-    def synchronize(self) -> None:
-        while (left := self.ended - self.clock.monotonic()) > 0:
-            self.clock.sleep(left)
+    def __init__(self, device: "SimDevice") -> None:
+        self._device = device
+        self.began = self.ended = 0.0
+        self.error: Exception | None = None
+        self.passed = False
+        """The work up to this point was done; its modelled time may not be over."""
+
+    def reach(self) -> None:
+        self._device.work_until(self)
         if self.error is not None:
             raise self.error
 
+    def synchronize(self) -> None:
+        self._device.work_until(self)
+        clock = self._device.clock
+        while (left := self.ended - clock.monotonic()) > 0:
+            clock.sleep(left)
+        self.reach()
+
 
 class SimDevice:
-    """A `Device` without a thread.
+    """A `Device`. One thread launches; any thread may wait for events.
 
     Args:
         clock: another clock, for tests.
     """
 
-    def __init__(self, clock: Clock = time) -> None:
-        self._clock = clock
+    def __init__(self, clock: Clock = MONOTONIC) -> None:
+        self.clock = clock
         self._free_at = 0.0
         self._error: Exception | None = None
+        self._queue: deque[Callable[[], None]] = deque()
+        """Work that was not done at launch. Work in progress stays at its head, so that later work is queued too."""
+        self._working = threading.Lock()
+        """Held by the thread that does queued work."""
 
-    def copy_in(self, target: NDArray[Any], source: NDArray[Any]) -> None:
-        np.copyto(target, source)
+    def _do(self, work: Callable[[], None]) -> None:
+        if self._queue:
+            self._queue.append(work)
+        else:
+            work()
 
-    def record(self) -> SimEvent:
-        return SimEvent(self._free_at, self._free_at, self._error, self._clock)
+    def work_until(self, event: SimEvent) -> None:
+        """Do the queued work up to `event`."""
+        if event.passed:
+            return
+        with self._working:
+            while not event.passed:
+                self._queue[0]()
+                self._queue.popleft()
 
-    def launch(self, work: Callable[[], None], seconds: float, not_before: float = 0.0) -> SimEvent:
-        began = max(self._clock.monotonic(), self._free_at, not_before)
+    def _run(self, work: Callable[[], None]) -> None:
+        """Call `work`, unless earlier work has failed."""
         if self._error is None:
             try:
                 work()
             except Exception as error:
                 self._error = error
-        self._free_at = max(began + seconds, self._clock.monotonic())
-        return SimEvent(began, self._free_at, self._error, self._clock)
+
+    def copy_in(self, target: NDArray[Any], source: NDArray[Any]) -> None:
+        self._do(lambda: np.copyto(target, source))
+
+    def record(self) -> SimEvent:
+        event = SimEvent(self)
+
+        def pass_() -> None:
+            event.began = event.ended = self._free_at
+            event.error, event.passed = self._error, True
+
+        self._do(pass_)
+        return event
+
+    def launch(self, work: Callable[[], None], seconds: float, inputs: Inputs = no_inputs) -> SimEvent:
+        event, launched = SimEvent(self), self.clock.monotonic()
+        queued = bool(self._queue)
+
+        def begin_and_work() -> None:
+            event.began = max(launched, self._free_at, inputs())
+            event.ended = event.began + seconds
+            work()
+
+        def run() -> None:
+            event.began = event.ended = max(launched, self._free_at)
+            self._run(begin_and_work)
+            # A host that falls behind the modelled time is seen in the times of the steps
+            self._free_at = event.ended if queued else max(event.ended, self.clock.monotonic())
+            event.ended, event.error, event.passed = self._free_at, self._error, True
+
+        self._do(run)
+        return event
+
+    def wait_for_masks(self, taken: Callable[[], float]) -> None:
+        def wait() -> None:
+            self._free_at = max(self._free_at, taken())
+
+        self._queue.append(lambda: self._run(wait))
 
     def settle(self) -> None:
         if self._error is not None:
             raise self._error
 
     def copy_out(self, source: NDArray[Any]) -> tuple[NDArray[Any], SimEvent]:
-        return source.copy(), self.record()
+        target = np.empty_like(source)
+        self._do(lambda: np.copyto(target, source))
+        return target, self.record()
 
     def close(self) -> None:
         """Do nothing: the device holds nothing that must be closed."""

@@ -86,6 +86,8 @@ class Oracle:
         self.chain[:, 0] = SEED
         self.chained = np.zeros(num_slots, np.int32)
         """Tokens of each slot that `chain` covers: the true position, once the slot has had a row."""
+        self._begun = np.zeros(num_slots, np.bool_)
+        """True: the slot has had a row."""
         self._hash = PrefixHash(vocab_size, max_len)
         self._turn = 0
 
@@ -97,7 +99,7 @@ class Oracle:
         self.history[slot, : len(tokens)] = tokens + 1
         self.history[slot, len(tokens) : self._extent[slot]] = 0
         self._extent[slot] = len(tokens)
-        self.chained[slot] = 0
+        self.chained[slot], self._begun[slot] = 0, False
 
     def append(self, slots: I32, positions: I32, tokens: I32) -> None:
         """Store tokens as input of later rows. A token beyond the context is ignored."""
@@ -115,6 +117,11 @@ class Oracle:
         self._drop(slots, frontiers)
         self.append(slots, frontiers, tokens)
 
+    def leave_out(self, slots: I32, firsts: I32) -> None:
+        """Rows that would sample from `firsts` on have no token: the next ones begin with the last known token."""
+        frontiers = firsts - 1
+        self.settle(slots, frontiers, self.tokens(slots, frontiers))
+
     def _drop(self, slots: I32, frontiers: I32) -> None:
         """Drop tokens and chain from `frontiers` on."""
         behind = self._extent[slots] - frontiers
@@ -124,7 +131,8 @@ class Oracle:
         self._extent[slots] = self.chained[slots] = frontiers
 
     def confirm(self, slots: I32, firsts: I32, counts: I32, tokens: I32) -> None:
-        """Store tokens that another rank sampled from `firsts` on. All but the last of each row are accepted drafts.
+        """Store tokens that another rank sampled from `firsts` on. All but the last of each row are accepted drafts; a
+        row without tokens was left out.
 
         Args:
             tokens: int32[sum(counts)], rows back to back.
@@ -134,7 +142,7 @@ class Oracle:
         frontiers = firsts + counts - 1
         rows, positions = spread(firsts, counts)
         accepted = positions < frontiers[rows]
-        wrong = (counts < 1) | (frontiers > self.chained[slots])
+        wrong = (counts < 0) | (frontiers > self.chained[slots])
         differs = self.tokens(slots[rows[accepted]], positions[accepted]) != tokens[accepted]
         wrong[rows[accepted][differs]] = True
         if wrong.any():
@@ -143,7 +151,9 @@ class Oracle:
                 f"slot {slots[i]}: {counts[i]} tokens were sampled from position {firsts[i]} on, but "
                 f"{self.chained[slots[i]]} positions are computed here, or their drafts are others"
             )
-        self.settle(slots, frontiers, tokens[~accepted])
+        sampled = counts > 0
+        self.settle(slots[sampled], frontiers[sampled], tokens[~accepted])
+        self.leave_out(slots[~sampled], firsts[~sampled])
 
     def rewind(self, slots: I32, starts: I32) -> None:
         """Drop everything from `starts` on, which the stage before sent: it was computed from rejected drafts.
@@ -151,8 +161,8 @@ class Oracle:
         Raises: OracleError, if fewer positions are computed.
         """
         chained = self.chained[slots]
-        if ((early := starts > chained) & (chained > 0)).any():
-            i = int((early & (chained > 0)).argmax())
+        if (early := (starts > chained) & self._begun[slots]).any():
+            i = int(early.argmax())
             raise OracleError(
                 f"slot {slots[i]}: a row starts at {starts[i]}, but {chained[i]} positions are computed here"
             )
@@ -201,7 +211,7 @@ class Oracle:
                 f"position bound: slot {slots[i]} is planned from {planned[i]} on, but {chained[i]} positions are "
                 "computed"
             )
-        return np.where(chained == 0, planned, chained)
+        return np.where(self._begun[slots], chained, planned)
 
     def extend(self, hashes: U64, tokens: I32) -> U64:
         """Return uint64[rows]: prefix hashes after one more token."""
@@ -280,7 +290,7 @@ class Oracle:
                 )
             tokens = self.tokens(slot, slice(start, end))
             self.chain[slot, start + 1 : end + 1] = self._hash.chunk(self.chain[slot, start], tokens)
-        self.chained[batch.slots] = batch.ends
+        self.chained[batch.slots], self._begun[batch.slots] = batch.ends, True
 
     def _write(self, batch: DeviceRows) -> None:
         rows, positions = spread(batch.starts, batch.counts)

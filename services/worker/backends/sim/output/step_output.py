@@ -32,10 +32,14 @@ class StepOutput:
     """None on a rank that does not report the step."""
     logprobs: CopiedLogprobs | None = None
     embeddings: CopiedEmbeddings | None = None
+    exchanged: DeviceEvent | None = None
+    """The comparison with other ranks, on the last stage."""
     drafts: I32 | None = None
     """int32[sampled rows, num_speculative_tokens], if the step has a grammar."""
 
     def get(self) -> ModelRunnerOutput | StepTimes:
+        if self.exchanged is not None:
+            self.exchanged.reach()
         self.copied.synchronize()
         step, copied = self.step, self.copied
         if self.trace is not None and step.step_id:  # 0: the canary

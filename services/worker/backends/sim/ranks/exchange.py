@@ -1,10 +1,12 @@
 """The exchange between a rank and the others in each step, and the one of a group's only rank."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from protocol.steps import SchedulerOutput
-from services.worker.backends.sim.device.interface import Device
 from services.worker.backends.sim.model.hashing import U64
 from services.worker.backends.sim.model.oracle import Activations
 from services.worker.backends.sim.sampling.acceptance import DraftAcceptance
@@ -20,7 +22,7 @@ class StageFeedback:
     firsts: I32
     """Position of each row's first token."""
     counts: I32
-    """Tokens of the row: accepted drafts and one more."""
+    """Tokens of the row: accepted drafts and one more; 0: it was left out."""
     token_ids: I32
     """int32[sum(counts)], rows back to back."""
     drafts: I32
@@ -39,9 +41,18 @@ class ReceivedInputs:
     """On all stages but the first."""
 
 
+class LeftOut(NamedTuple):
+    """The decision of the output rank about a step with constrained rows (left-out row; docs/invariants.md)."""
+
+    left_out: NDArray[np.bool_]
+    """bool[constrained rows], in plan order."""
+    at: float
+    """When it was made on the modelled timeline: monotonic seconds."""
+
+
 class RankExchange(Protocol):
-    """The methods are called in this order in every step. The plan alone determines sender and message (plan agreement;
-    docs/invariants.md).
+    """The methods run on the device, in this order in every step. The plan alone determines sender and message (plan
+    agreement; docs/invariants.md).
 
     Every method but `abort` raises RanksLost, or OracleError if ranks disagree.
     """
@@ -51,13 +62,7 @@ class RankExchange(Protocol):
         ...
 
     def send_activations(
-        self,
-        device: Device,
-        step: SchedulerOutput,
-        rows: Rows,
-        hashes: U64,
-        leaving: Activations | None,
-        ended: float,
+        self, step: SchedulerOutput, rows: Rows, hashes: U64, leaving: Activations | None, ended: float
     ) -> None:
         """Compare `hashes`, uint64[rows], with the other ranks of the stage, and send `leaving` to the next stage.
 
@@ -67,8 +72,16 @@ class RankExchange(Protocol):
         """
         ...
 
+    def send_left_out(self, step: SchedulerOutput, decision: LeftOut) -> None:
+        """Send the decision from the output rank to the other ranks of the last stage."""
+        ...
+
+    def receive_left_out(self, step: SchedulerOutput) -> LeftOut:
+        """Receive the decision on another rank of the last stage."""
+        ...
+
     def send_sampled(
-        self, device: Device, step: SchedulerOutput, sampled: DraftAcceptance, drafts: I32, ended: float
+        self, step: SchedulerOutput, sampled: DraftAcceptance, drafts: I32, ended: float
     ) -> None:
         """Compare the tokens with the other ranks of the last stage, and send them with `drafts` to the first stage.
 
@@ -90,20 +103,20 @@ class SingleRank:
         return ReceivedInputs()
 
     def send_activations(
-        self,
-        device: Device,
-        step: SchedulerOutput,
-        rows: Rows,
-        hashes: U64,
-        leaving: Activations | None,
-        ended: float,
+        self, step: SchedulerOutput, rows: Rows, hashes: U64, leaving: Activations | None, ended: float
     ) -> None:
         pass
 
     def send_sampled(
-        self, device: Device, step: SchedulerOutput, sampled: DraftAcceptance, drafts: I32, ended: float
+        self, step: SchedulerOutput, sampled: DraftAcceptance, drafts: I32, ended: float
     ) -> None:
         pass
+
+    def send_left_out(self, step: SchedulerOutput, decision: LeftOut) -> None:
+        pass
+
+    def receive_left_out(self, step: SchedulerOutput) -> LeftOut:
+        raise RuntimeError("the only rank decides itself")
 
     def abort(self) -> None:
         pass

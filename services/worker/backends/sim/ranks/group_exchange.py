@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from protocol.codec import unpack
 from protocol.steps import SchedulerOutput
 from services.worker.backends.sim.cost import CostModel
-from services.worker.backends.sim.device.interface import Device
 from services.worker.backends.sim.model.hashing import U64
 from services.worker.backends.sim.model.oracle import Activations, OracleError, spread
-from services.worker.backends.sim.ranks.exchange import ReceivedInputs, StageFeedback
+from services.worker.backends.sim.ranks.exchange import LeftOut, ReceivedInputs, StageFeedback
 from services.worker.backends.sim.sampling.acceptance import DraftAcceptance
 from services.worker.batch.slots import I32, Rows
 from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT
@@ -44,6 +44,8 @@ class _ExpectedFeedback:
     slots: I32
     room: I32
     """Largest number of tokens of each row."""
+    masked: NDArray[np.bool_]
+    """True: a constrained row, which may be left out."""
     proposed: int
     """Drafts of each row."""
 
@@ -55,13 +57,13 @@ class _ExpectedFeedback:
     def unpack(self, body: I64, kept: NDArray[np.bool_]) -> StageFeedback:
         """Return the feedback of the rows at which `kept` is True.
 
-        Raises: OracleError, if a row has no token or more than it has room for.
+        Raises: OracleError, if a row that is not constrained has no token, or one has more than it has room for.
         """
         rows, tokens = len(self.slots), int(self.room.sum())
         ids, rest = body[:tokens].astype(np.int32), body[tokens:].astype(np.int32)
         firsts, counts = rest[:rows], rest[rows : 2 * rows]
         drafts = rest[2 * rows :].reshape(rows, self.proposed)
-        if (wrong := (counts < 1) | (counts > self.room)).any():
+        if (wrong := (counts < np.where(self.masked, 0, 1)) | (counts > self.room)).any():
             i = int(wrong.argmax())
             raise OracleError(
                 f"slot {self.slots[i]}: {counts[i]} tokens came back, with room for {self.room[i]}"
@@ -131,20 +133,16 @@ class GroupExchange:
         sampled = rows.samples
         if sampled.any():
             slots, room = rows.slots[sampled], 1 + rows.drafts[sampled]
-            self.expected.append(_ExpectedFeedback(step.step_id, slots, room, step.num_speculative_tokens))
+            masked = np.isin(slots, unpack(step.masked))
+            self.expected.append(
+                _ExpectedFeedback(step.step_id, slots, room, masked, step.num_speculative_tokens)
+            )
             self._sampled_in[slots] = step.step_id
         return ReceivedInputs(at, tuple(feedback))
 
     def send_activations(
-        self,
-        device: Device,
-        step: SchedulerOutput,
-        rows: Rows,
-        hashes: U64,
-        leaving: Activations | None,
-        ended: float,
+        self, step: SchedulerOutput, rows: Rows, hashes: U64, leaving: Activations | None, ended: float
     ) -> None:
-        device.settle()
         self._compare("the activation", step.step_id, rows.slots, hashes.view(np.int64))
         if leaving is None:
             return
@@ -154,13 +152,22 @@ class GroupExchange:
         message = _message(step.step_id, arrives, tokens, sent_hashes.view(np.int64), starts, drafts)
         self.pipeline.send_activations(message)
 
+    def send_left_out(self, step: SchedulerOutput, decision: LeftOut) -> None:
+        if self._ranks.tensor_parallel.size > 1:
+            flags = decision.left_out.astype(np.int64)
+            self._ranks.tensor_parallel.broadcast(_message(step.step_id, decision.at, flags))
+
+    def receive_left_out(self, step: SchedulerOutput) -> LeftOut:
+        receive, size = self._ranks.tensor_parallel.broadcast, len(step.masked) // 4
+        at, flags = _receive(receive, "left-out rows", step.step_id, size)
+        return LeftOut(flags.astype(np.bool_), at)
+
     def send_sampled(
-        self, device: Device, step: SchedulerOutput, sampled: DraftAcceptance, drafts: I32, ended: float
+        self, step: SchedulerOutput, sampled: DraftAcceptance, drafts: I32, ended: float
     ) -> None:
         token_ids = sampled.token_ids
         if not len(token_ids):
             return
-        device.settle()
         slots = np.repeat(sampled.slots, sampled.room)
         self._compare("the token", step.step_id, slots, token_ids.astype(np.int64))
         if self.pipeline.size > 1:
@@ -200,7 +207,7 @@ def _message(step_id: int, at: float, *body: NDArray[np.signedinteger]) -> torch
 
 
 def _receive(
-    receive: Callable[[torch.Tensor], None], what: str, step_id: int, size: int
+    receive: Callable[[torch.Tensor], object], what: str, step_id: int, size: int
 ) -> tuple[float, I64]:
     """Return when the message arrives, and its body, int64[size].
 

@@ -39,7 +39,7 @@ class CopiedTokens:
 
     def ragged(self) -> I32:
         """Return int32[sum(counts)] tokens, rows back to back."""
-        if len(self.token_ids) == len(self.counts):
+        if len(self.token_ids) == len(self.counts) and self.counts.all():
             return self.token_ids
         rows, offsets = spread(np.zeros_like(self.room), self.room)
         return self.token_ids[offsets < self.counts[rows]]
@@ -55,7 +55,7 @@ class DraftAcceptance:
         rows: int64[sampled rows], index of each in the step's rows.
         begins: int64[sampled rows], where each row's tokens begin in `token_ids`.
         firsts: int32[sampled rows], position of the first token that the row samples.
-        counts: int32[sampled rows], tokens of the row: accepted drafts and one more.
+        counts: int32[sampled rows], tokens of the row: accepted drafts and one more; 0: it was left out.
     """
 
     def __init__(self, rows: Rows) -> None:
@@ -78,11 +78,21 @@ class DraftAcceptance:
 
     def run(self, sampler: SimSampler, oracle: Oracle, rules: RulesByRow, masks: StepMasks) -> None:
         """Sample and verify all rows. Runs on the device, when the positions of all drafts are computed."""
+        if len(masks.left_out):
+            self._verify(sampler, oracle, rules, masks)
+            sampled, left_out = np.flatnonzero(self.counts), masks.left_out
+            self._settle(oracle, sampled)
+            oracle.leave_out(self.slots[left_out], self.firsts[left_out])
+            return
         if len(self.token_ids) == len(self.slots):
             self._sample(sampler, oracle, rules, masks)
         else:
             self._verify(sampler, oracle, rules, masks)
-        oracle.settle(self.slots, self.frontiers, self.token_ids[self.begins + self.counts - 1])
+        self._settle(oracle, slice(None))
+
+    def _settle(self, oracle: Oracle, rows: slice | NDArray[np.int64]) -> None:
+        last = self.token_ids[(self.begins + self.counts - 1)[rows]]
+        oracle.settle(self.slots[rows], self.frontiers[rows], last)
 
     def _sample(self, sampler: SimSampler, oracle: Oracle, rules: RulesByRow, masks: StepMasks) -> None:
         """Sample one token per row: a faster `_verify` for a step without drafts."""
@@ -95,10 +105,14 @@ class DraftAcceptance:
 
     def _verify(self, sampler: SimSampler, oracle: Oracle, rules: RulesByRow, masks: StepMasks) -> None:
         self.drafted[:] = masks.acceptable(self._drafts)
-        sampled, positions = spread(self.firsts, self.drafted + 1)
+        widths = self.drafted + 1
+        widths[masks.left_out] = self.drafted[masks.left_out] = 0
+        sampled, positions = spread(self.firsts, widths)
+        if not len(sampled):
+            return
         slots, offsets = self.slots[sampled], positions - self.firsts[sampled]
         points = SamplingPoints(sampled, self.rows[sampled], slots, positions, oracle.chain[slots, positions])
-        begins = np.cumsum(self.drafted + 1) - self.drafted - 1
+        begins, kept_rows = np.cumsum(widths) - widths, np.flatnonzero(widths)
         masked = {
             int(begins[row]) + j: mask
             for row, row_masks in masks.by_row.items()
@@ -106,7 +120,7 @@ class DraftAcceptance:
         }
         ids = sampler.sample(points, rules, masked)
         rejected = np.where(self._equal_drafts(oracle, points, offsets, ids), _NEVER, offsets)
-        self.counts[:] = np.minimum.reduceat(rejected, begins) + 1
+        self.counts[kept_rows] = np.minimum.reduceat(rejected, begins[kept_rows]) + 1
         kept = offsets < self.counts[sampled]
         self.token_ids[self.begins[sampled[kept]] + offsets[kept]] = ids[kept]
 

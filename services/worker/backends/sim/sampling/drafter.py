@@ -63,6 +63,7 @@ class SimDrafter:
         acceptance, tokens = proposal.acceptance, proposal.tokens
         requested, firsts = tokens.shape[1], acceptance.frontiers + 1
         counts = np.clip(self._oracle.max_len - firsts, 0, requested)
+        counts[acceptance.counts == 0] = 0
         if self._longest:
             counts[firsts + requested > self._longest] = 0
         drafted = np.flatnonzero(counts)
