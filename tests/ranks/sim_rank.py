@@ -6,7 +6,9 @@ Only `abort` overtakes: it is called from a second thread while the first one ma
 import queue
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -36,6 +38,9 @@ class SimRank:
         self._runner: SimRunner | None = None
         self._listener: socket.socket | None = None
         self._outputs: list[Output] = []
+        self._results: deque[Future[ModelRunnerOutput | StepTimes]] = deque()
+        """Of steps that were launched, in order."""
+        self._output_thread = ThreadPoolExecutor(1)
         self._plans: Decoder[SchedulerOutput | GrammarOutput] = Decoder(SchedulerOutput | GrammarOutput)
 
     @property
@@ -72,6 +77,24 @@ class SimRank:
         """Return the results of all steps since the last call."""
         outputs, self._outputs = self._outputs, []
         return [output.get() for output in outputs]
+
+    def launch(self, plan: bytes) -> None:
+        """Execute and sample a step; another thread waits for its result and its masks."""
+        self.execute(plan)
+        self._results.append(self._output_thread.submit(self.runner.sample_tokens(None).get))
+
+    def add_masks(self, grammar: bytes) -> None:
+        decoded = self._plans.decode(grammar)
+        assert isinstance(decoded, GrammarOutput)
+        self.runner.add_masks(decoded)
+
+    def ended(self) -> bool:
+        """Return whether the oldest launched step has ended."""
+        return self._results[0].done()
+
+    def result(self) -> ModelRunnerOutput | StepTimes:
+        """Return the result of the oldest launched step, and forget it."""
+        return self._results.popleft().result()
 
     def release(self, slots: list[int]) -> None:
         self.runner.release(np.array(slots, np.int32))

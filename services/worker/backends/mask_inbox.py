@@ -38,7 +38,7 @@ class _Prepared(NamedTuple):
 
 
 class MaskInbox:
-    """Masks of launched steps. `take` belongs to the thread that samples, `close` to any, the others to the main thread.
+    """Masks of launched steps. `take` belongs to the thread that samples, `close` to any, the rest to the main thread.
 
     A step without some of its masks waits as long as nobody else is held back. It is sampled without them when its
     forward pass has ended and a later step is prepared that has a row of another request, or when so many are prepared

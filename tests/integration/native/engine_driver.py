@@ -23,7 +23,7 @@ from services.worker.backends.native.stages import NativeOutput
 from tests.simulation.grammar import Compilation, LateMasks
 
 PATIENCE = 0.1
-"""Seconds after which a step that has not ended is considered to wait for its masks."""
+"""Seconds."""
 
 
 class LaunchedSteps(Protocol):
@@ -88,6 +88,7 @@ class EngineDriver:
     Args:
         late: 0: masks are made at once; otherwise the seed that decides when they are made
         drafts: drafts per row
+        patience: seconds after which a step that has not ended is considered to wait for its masks
     """
 
     def __init__(
@@ -98,8 +99,9 @@ class EngineDriver:
         depth: int,
         late: int = 0,
         drafts: int = 0,
+        patience: float = PATIENCE,
     ) -> None:
-        self._steps, self._late, self._random = steps, late, Random(late)
+        self._steps, self._late, self._random, self._patience = steps, late, Random(late), patience
         self._compilation, self._masks = Compilation(vocab_size), LateMasks()
         self.core = EngineCore(
             limits,
@@ -151,7 +153,7 @@ class EngineDriver:
 
     def _wait(self) -> bool:
         """Return whether the oldest step has ended. False: it waits for masks."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + self._patience
         while not self._steps.ended():
             if time.monotonic() > deadline and self._masks.waiting:
                 return False

@@ -39,6 +39,7 @@ class LateMasks(NamedTuple):
             return joined(taken.parts), masked[decision.left_out], decision.at
         taken = self.inbox.take(step.step_id, masked, forward_ended)
         grammar = joined(taken.parts)
-        left_out = ~np.isin(masked, unpack(grammar.slots)) if grammar is not None else np.ones(len(masked), np.bool_)
+        arrived = unpack(grammar.slots) if grammar is not None else masked[:0]
+        left_out = ~np.isin(masked, arrived)
         self.exchange.send_left_out(step, LeftOut(left_out, taken.at))
         return grammar, masked[left_out], taken.at

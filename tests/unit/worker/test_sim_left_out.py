@@ -1,0 +1,211 @@
+"""Constrained rows whose masks are late are left out on the simulator, and delay nobody. On a VIRTUAL clock."""
+
+import threading
+from random import Random
+
+import numpy as np
+import pytest
+
+from protocol.membership import Speculation
+from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from services.worker.backends.sim.device.interface import Device
+from services.worker.backends.sim.device.simulated import SimDevice
+from services.worker.runner import Output, RanksLost
+from tests.unit.worker.fake_device import FakeDevice
+from tests.unit.worker.plans import (
+    GREEDY,
+    VOCAB,
+    PlanBuilder,
+    SlotRequest,
+    grammar_output,
+    planned_drafts,
+    prompt,
+    ragged,
+    result_of,
+    sim_runner,
+)
+from tests.unit.worker.sim_reference import answer
+from tests.unit.worker.virtual_clock import VirtualClock
+
+STEP = 0.010
+"""Seconds."""
+PATIENCE = 60.0
+
+
+def bits(*allowed: int) -> bytes:
+    row = np.zeros(-(-VOCAB // 32) * 32, np.uint8)
+    row[list(allowed)] = 1
+    return np.packbits(row, bitorder="little").tobytes()
+
+
+EVEN = bits(*range(0, VOCAB, 2))
+
+
+def even(_: list[int]) -> np.ndarray:
+    return np.frombuffer(EVEN, np.int32)
+
+
+class Neighbours:
+    """A free request and a constrained one, whose tokens are even, in every step.
+
+    Args:
+        drafts: drafts that each row proposes.
+    """
+
+    def __init__(self, device: Device | None = None, drafts: int = 0, length: int = 6) -> None:
+        self.clock, self.drafts = VirtualClock(), drafts
+        speculation = Speculation("ngram", drafts) if drafts else None
+        make = (lambda: SimDevice(self.clock)) if device is None else (lambda: device)
+        self.runner = sim_runner(1e3 * STEP, speculation, make_device=make)
+        self.plans = PlanBuilder()
+        self.free = self.plans.admit(prompt(1, 6))
+        self.bound = self.plans.admit(prompt(2, length))
+
+    def launch(self, *rows: SlotRequest) -> tuple[SchedulerOutput, Output]:
+        rows = rows or (self.free, self.bound)
+        masked = [self.bound] if self.bound in rows else []
+        plan = self.plans.step(*rows, masked=masked, propose=self.drafts)
+        self.runner.execute_model(plan)
+        return plan, self.runner.sample_tokens(None)
+
+    def masks(self, plan: SchedulerOutput) -> GrammarOutput:
+        return grammar_output(plan, [self.bound.slot], EVEN * (1 + self.drafts), [1 + self.drafts])
+
+    def apply(self, launched: tuple[SchedulerOutput, Output]) -> ModelRunnerOutput:
+        plan, output = launched
+        result, planned = result_of(output), planned_drafts(plan)
+        for slot, tokens in ragged(result).items():
+            request = self.free if slot == self.free.slot else self.bound
+            request.settle(planned[slot], tokens)
+        return result
+
+    def assert_answered(self) -> None:
+        free, bound = self.free, self.bound
+        assert free.outputs == answer(free.prompt, GREEDY, len(free.outputs))
+        assert bound.outputs == answer(bound.prompt, GREEDY, len(bound.outputs), even)
+
+
+def test_a_late_mask_leaves_its_row_out_and_delays_nobody() -> None:
+    """Steps follow one another without a gap; the constrained row gets its token with the step of its masks."""
+    both = Neighbours()
+    began, first, second = both.clock.now, both.launch(), both.launch()
+    times = [both.apply(first).times]
+    third = both.launch()
+    both.runner.add_masks(both.masks(third[0]))
+    times += [both.apply(second).times, both.apply(third).times]
+    assert [time.forward_began for time in times] == pytest.approx([began + i * STEP for i in range(3)])
+    assert [time.sampled for time in times] == pytest.approx([began + i * STEP for i in (1, 2, 3)])
+    assert (len(both.free.outputs), len(both.bound.outputs)) == (3, 1)
+    both.assert_answered()
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_masks_in_time_change_nothing(drafts: int) -> None:
+    both = Neighbours(drafts=drafts)
+    began, times = both.clock.now, []
+    launched = both.launch()
+    for _ in range(5):
+        both.runner.add_masks(both.masks(launched[0]))
+        following = both.launch()
+        times.append(both.apply(launched).times)
+        launched = following
+    assert [time.forward_began for time in times] == pytest.approx([began + i * STEP for i in range(5)])
+    assert min(len(both.free.outputs), len(both.bound.outputs)) >= 5
+    both.assert_answered()
+
+
+def test_a_step_waits_while_nobody_else_could_begin() -> None:
+    """The next step has only the row that waits for the same masks; they come 30 ms after the forward pass."""
+    both = Neighbours()
+    began = both.clock.now
+    plan, _ = first = both.launch(both.bound)
+    second = both.launch(both.bound)
+    both.clock.now += STEP + 0.030
+    both.runner.add_masks(both.masks(plan))
+    both.runner.add_masks(both.masks(second[0]))
+    times = [both.apply(first).times, both.apply(second).times]
+    assert [time.sampled - began for time in times] == pytest.approx([STEP + 0.030, 2 * STEP + 0.030])
+    assert len(both.bound.outputs) == 2
+    both.assert_answered()
+
+
+def test_time_in_which_the_host_is_busy_is_no_time_of_the_device() -> None:
+    """The result is read 50 ms late: masks that came meanwhile serve the row, and nobody is delayed."""
+    both = Neighbours()
+    began, first, second, _ = both.clock.now, both.launch(), both.launch(), both.launch()
+    both.clock.now += 0.050
+    both.runner.add_masks(both.masks(first[0]))
+    times = [both.apply(first).times, both.apply(second).times]
+    assert [time.sampled - began for time in times] == pytest.approx([STEP, 2 * STEP])
+    assert (len(both.free.outputs), len(both.bound.outputs)) == (2, 1)
+    both.assert_answered()
+
+
+@pytest.mark.parametrize("length", [1, 6])
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("make_device", [lambda: None, lambda: FakeDevice(Random(3))], ids=["sim", "fake"])
+def test_tokens_are_those_of_masks_in_time(make_device: object, depth: int, drafts: int, length: int) -> None:
+    """Masks are late at random, also of several steps in a row and for the prompt."""
+    assert callable(make_device)
+    device, rng = make_device(), Random(depth)
+    both = Neighbours(device, drafts, length)
+    in_flight: list[tuple[SchedulerOutput, Output]] = []
+    delivered = set()
+    left_out = 0
+
+    def deliver(plan: SchedulerOutput) -> None:
+        if plan.step_id not in delivered:
+            delivered.add(plan.step_id)
+            both.runner.add_masks(both.masks(plan))
+
+    while len(both.bound.outputs) < 12:
+        in_flight.append(both.launch())
+        if depth == 1 or rng.random() < 0.5:
+            deliver(in_flight[-1][0])
+        if len(in_flight) < depth:
+            continue
+        before = len(both.bound.outputs)
+        both.apply(in_flight.pop(0))
+        left_out += len(both.bound.outputs) == before
+    for launched in in_flight:
+        deliver(launched[0])
+        both.apply(launched)
+    both.runner.shutdown()
+    both.assert_answered()
+    assert (left_out > 2) == (depth > 1)
+    assert not isinstance(device, FakeDevice) or not device.violations
+
+
+def test_the_end_of_an_epoch_during_a_wait() -> None:
+    """The thread that waits for the result gets RanksLost; the masks that come afterwards are nobody's."""
+    both = Neighbours()
+    _, output = both.launch(both.bound)
+    raised: list[BaseException] = []
+
+    def get() -> None:
+        try:
+            output.get()
+        except RanksLost as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=get)
+    thread.start()
+    thread.join(0.05)
+    assert thread.is_alive()
+    both.runner.abort()
+    thread.join(PATIENCE)
+    assert [str(error) for error in raised] == ["the epoch has ended"]
+    both.runner.leave()
+
+
+def test_the_launching_thread_never_waits_for_masks() -> None:
+    """As many steps are launched as can be in flight, while the masks of the first one are missing."""
+    both = Neighbours()
+    launched = [both.launch(both.bound) for _ in range(8)]
+    for plan, _ in launched:
+        both.runner.add_masks(both.masks(plan))
+    for each in launched:
+        both.apply(each)
+    assert len(both.bound.outputs) == 8
+    both.assert_answered()
