@@ -1,5 +1,6 @@
 """When a step goes on without its masks."""
 
+import math
 import threading
 
 import numpy as np
@@ -9,6 +10,7 @@ from protocol.codec import pack
 from protocol.steps import GrammarOutput
 from services.worker.backends.mask_inbox import MaskInbox, joined
 from services.worker.runner import RanksLost
+from tests.unit.worker.virtual_clock import VirtualClock
 
 
 def grammar(step_id: int, *slots: int, counts: list[int] | None = None) -> GrammarOutput:
@@ -119,3 +121,44 @@ def test_masks_of_steps_that_are_over_are_not_kept(number: int) -> None:
     inbox.take(number, rows(4))
     inbox.prepared(number + 2, rows(9))
     assert inbox.take(number + 1, rows(4)).parts == []
+
+
+class MasksOnTheWay(VirtualClock):
+    """A VIRTUAL clock on which masks arrive in the middle of a wait."""
+
+    def __init__(self, at: float, masks: GrammarOutput) -> None:
+        super().__init__()
+        self.inbox = MaskInbox(2, self)
+        self._at, self._masks = at, masks
+
+    def wait(self, changed: threading.Condition, seconds: float | None) -> None:
+        end = math.inf if seconds is None else self.now + seconds
+        if self.now < self._at <= end:
+            self.now = self._at
+            self.inbox.put(self._masks)
+        else:
+            self.now = end
+
+
+@pytest.mark.parametrize(("arrives", "decided", "taken"), [(105.0, 105.0, 1), (115.0, 110.0, 0)])
+def test_rows_are_left_out_at_the_end_of_the_forward_pass(arrives: float, decided: float, taken: int) -> None:
+    """And not before it, although somebody is held back from 100 s on."""
+    clock = MasksOnTheWay(arrives, grammar(1, 4))
+    clock.inbox.prepared(2, rows(9))
+    masks = clock.inbox.take(1, rows(4), forward_ended=110.0)
+    assert (masks.at, clock.now, len(masks.parts)) == (decided, decided, taken)
+
+
+def test_without_others_masks_are_waited_for_behind_the_forward_pass() -> None:
+    clock = MasksOnTheWay(130.0, grammar(1, 4))
+    clock.inbox.prepared(2, rows(4))
+    assert clock.inbox.take(1, rows(4), forward_ended=110.0) == ([grammar(1, 4)], 130.0)
+
+
+def test_masks_that_are_taken_late_cost_no_more_than_leaving_their_rows_out() -> None:
+    clock = VirtualClock()
+    inbox = MaskInbox(2, clock)
+    inbox.prepared(2, rows(9))
+    clock.now = 130.0
+    inbox.put(grammar(1, 4))
+    assert inbox.take(1, rows(4), forward_ended=110.0) == ([grammar(1, 4)], 110.0)

@@ -6,8 +6,9 @@ from random import Random
 import numpy as np
 import pytest
 
+from protocol.codec import unpack
 from protocol.membership import Speculation
-from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from protocol.steps import NO_DRAFT, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from services.worker.backends.sim.device.interface import Device
 from services.worker.backends.sim.device.simulated import SimDevice
 from services.worker.runner import Output, RanksLost
@@ -112,6 +113,16 @@ def test_masks_in_time_change_nothing(drafts: int) -> None:
     assert [time.forward_began for time in times] == pytest.approx([began + i * STEP for i in range(5)])
     assert min(len(both.free.outputs), len(both.bound.outputs)) >= 5
     both.assert_answered()
+
+
+def test_a_row_that_is_left_out_proposes_no_drafts() -> None:
+    """The scheduler makes masks for the drafts that it knows."""
+    both = Neighbours(drafts=3)
+    first, _ = both.launch(), both.launch()
+    result = both.apply(first)
+    of_free, of_bound = unpack(result.draft_token_ids).reshape(2, 3).tolist()
+    assert NO_DRAFT not in of_free
+    assert set(of_bound) == {NO_DRAFT}
 
 
 def test_a_step_waits_while_nobody_else_could_begin() -> None:
