@@ -39,7 +39,7 @@ class SimRank:
         self._listener: socket.socket | None = None
         self._outputs: list[Output] = []
         self._results: deque[Future[ModelRunnerOutput | StepTimes]] = deque()
-        """Of steps that were launched, in order."""
+        """Results of launched steps, in order."""
         self._output_thread = ThreadPoolExecutor(1)
         self._plans: Decoder[SchedulerOutput | GrammarOutput] = Decoder(SchedulerOutput | GrammarOutput)
 

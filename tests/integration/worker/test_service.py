@@ -186,14 +186,14 @@ def test_messages_of_other_epochs_and_bad_frames_are_ignored(
     assert "InitializeCache is not allowed while SERVING" in caplog.text
 
 
-def test_sampling_waits_for_the_grammar(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
+def test_sampling_waits_for_masks_while_nobody_else_could_begin(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
     with worker_thread(scheduler, tmp_path):
         scheduler.serve()
         plans = PlanBuilder()
         request = plans.admit(prompt(1, 6))
         words = -(-VOCAB // 32)
         only_five = pack([1 << 5] + [0] * (words - 1))
-        plan = plans.step(request, grammar=True)
+        plan = plans.step(request, masked=[request])
         scheduler.send(plan)
         scheduler.wait_heartbeat()  # time passes without a result
         assert not any(isinstance(message, ModelRunnerOutput) for message in scheduler.received)
@@ -214,9 +214,9 @@ def _wrong_generation(plans: PlanBuilder) -> list[msgspec.Struct]:
 
 
 def _short_bitmask(plans: PlanBuilder) -> list[msgspec.Struct]:
-    """Sampling fails on the host."""
+    """Sampling fails on the thread that waits for the masks."""
     request = plans.admit(prompt(1, 6))
-    good, bad = plans.step(request), plans.step(request, grammar=True)
+    good, bad = plans.step(request), plans.step(request, masked=[request])
     return [good, bad, grammar_output(bad, [request.slot], pack([1])), plans.step(request)]
 
 

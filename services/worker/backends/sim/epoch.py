@@ -30,7 +30,7 @@ from services.worker.backends.sim.ranks.exchange import RankExchange, ReceivedIn
 from services.worker.backends.sim.sampling.acceptance import DraftAcceptance
 from services.worker.backends.sim.sampling.device_drafts import DeviceDrafts
 from services.worker.backends.sim.sampling.drafter import DraftProposal, SimDrafter
-from services.worker.backends.sim.sampling.late_masks import LateMasks
+from services.worker.backends.sim.sampling.stage_masks import StageMasks
 from services.worker.backends.sim.sampling.row_rules import RulesByRow, rules_by_row
 from services.worker.backends.sim.sampling.sampler import SimSampler
 from services.worker.backends.sim.sampling.step_masks import StepMasks
@@ -114,7 +114,7 @@ class SimEpoch:
         self._pending = PendingStep[_ExecutedSimStep]()
         self._masks = MaskInbox(in_flight, device.clock)
         """On the last stage."""
-        self._late_masks = LateMasks(self._masks, rank.exchange, rank.is_output)
+        self._stage_masks = StageMasks(self._masks, rank.exchange, rank.is_output)
 
     def release(self, slots: NDArray[np.int32]) -> None:
         self.table.release(slots)
@@ -285,7 +285,7 @@ class SimEpoch:
 
         def take_masks() -> float:
             nonlocal masks
-            taken, left_out, at = self._late_masks.take(step, forward.ended)
+            taken, left_out, at = self._stage_masks.take(step, forward.ended)
             masks = StepMasks.from_message(taken, slots, vocab_size, left_out)
             return at
 

@@ -15,7 +15,7 @@ from services.worker.backends.mask_inbox import MaskInbox, joined
 from services.worker.backends.sim.ranks.exchange import LeftOut, RankExchange
 
 
-class LateMasks(NamedTuple):
+class StageMasks(NamedTuple):
     inbox: MaskInbox
     exchange: RankExchange
     is_output: bool
