@@ -186,7 +186,9 @@ def test_messages_of_other_epochs_and_bad_frames_are_ignored(
     assert "InitializeCache is not allowed while SERVING" in caplog.text
 
 
-def test_sampling_waits_for_masks_while_nobody_else_could_begin(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
+def test_sampling_waits_for_masks_while_nobody_else_could_begin(
+    scheduler: ScriptedWorkerServer, tmp_path: Path
+) -> None:
     with worker_thread(scheduler, tmp_path):
         scheduler.serve()
         plans = PlanBuilder()

@@ -30,9 +30,9 @@ from services.worker.backends.sim.ranks.exchange import RankExchange, ReceivedIn
 from services.worker.backends.sim.sampling.acceptance import DraftAcceptance
 from services.worker.backends.sim.sampling.device_drafts import DeviceDrafts
 from services.worker.backends.sim.sampling.drafter import DraftProposal, SimDrafter
-from services.worker.backends.sim.sampling.stage_masks import StageMasks
 from services.worker.backends.sim.sampling.row_rules import RulesByRow, rules_by_row
 from services.worker.backends.sim.sampling.sampler import SimSampler
+from services.worker.backends.sim.sampling.stage_masks import StageMasks
 from services.worker.backends.sim.sampling.step_masks import StepMasks
 from services.worker.batch.slots import I32, PlanError, Rows, SlotTable
 from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT, HostRing
@@ -92,7 +92,9 @@ class SimEpoch:
         self._rank, self.device = rank, device
         assignment, config, checkpoint = rank.assignment, rank.config, rank.checkpoint
         slots, max_len = assignment.num_slots, init.max_model_len
-        self.table = SlotTable(slots, assignment.block_size, init.num_blocks, max_len, not config.sim_rigid)
+        self.table = SlotTable(
+            *(slots, assignment.block_size, init.num_blocks, max_len), leaves_rows_out=not config.sim_rigid
+        )
         chunk, volume = assignment.max_num_batched_tokens, config.sim_max_volume
         self._rigid = RigidShapes(self.table, chunk, volume, chunk_end) if config.sim_rigid else None
         max_blocks = self.table.block_table.shape[1]
@@ -114,7 +116,7 @@ class SimEpoch:
         self._pending = PendingStep[_ExecutedSimStep]()
         self._masks = MaskInbox(in_flight, device.clock)
         """On the last stage."""
-        self._stage_masks = StageMasks(self._masks, rank.exchange, rank.is_output)
+        self._stage_masks = StageMasks(self._masks, rank.exchange, rank.is_output, vocab_size)
 
     def release(self, slots: NDArray[np.int32]) -> None:
         self.table.release(slots)
@@ -285,8 +287,7 @@ class SimEpoch:
 
         def take_masks() -> float:
             nonlocal masks
-            taken, left_out, at = self._stage_masks.take(step, forward.ended)
-            masks = StepMasks.from_message(taken, slots, vocab_size, left_out)
+            masks, at = self._stage_masks.take(step, slots, forward.ended)
             return at
 
         if grammar is None and len(step.masked):

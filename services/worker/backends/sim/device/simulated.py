@@ -17,13 +17,16 @@ of a machine share: the stages of one simulated group must run on one machine.
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, ParamSpec
 
 import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.backends.clock import MONOTONIC, Clock
 from services.worker.backends.sim.device.interface import Inputs, no_inputs
+
+P = ParamSpec("P")
 
 
 class SimEvent:
@@ -67,11 +70,11 @@ class SimDevice:
         self._working = threading.Lock()
         """Held by the thread that does queued work."""
 
-    def _do(self, work: Callable[[], None]) -> None:
+    def _do(self, work: Callable[P, None], *arguments: P.args, **keywords: P.kwargs) -> None:
         if self._queue:
-            self._queue.append(work)
+            self._queue.append(partial(work, *arguments, **keywords))
         else:
-            work()
+            work(*arguments, **keywords)
 
     def work_until(self, event: SimEvent) -> None:
         """Do the queued work up to `event`."""
@@ -82,6 +85,52 @@ class SimDevice:
                 self._queue[0]()
                 self._queue.popleft()
 
+    def copy_in(self, target: NDArray[Any], source: NDArray[Any]) -> None:
+        self._do(np.copyto, target, source)
+
+    def record(self) -> SimEvent:
+        event = SimEvent(self)
+        self._do(self._record, event)
+        return event
+
+    def _record(self, event: SimEvent) -> None:
+        event.began = self._free_at
+        self._pass(event)
+
+    def launch(self, work: Callable[[], None], seconds: float, inputs: Inputs = no_inputs) -> SimEvent:
+        event, launched, at_once = SimEvent(self), self.clock.monotonic(), not self._queue
+        self._do(self._launch, event, work, seconds, inputs, launched, at_once)
+        return event
+
+    def _launch(
+        self,
+        event: SimEvent,
+        work: Callable[[], None],
+        seconds: float,
+        inputs: Inputs,
+        launched: float,
+        at_once: bool,
+    ) -> None:
+        """
+        Args:
+            launched: seconds on the clock.
+            at_once: the thread that launches does the work. A host that falls behind the modelled time is seen in the
+                times of such steps.
+        """
+
+        def begin_and_work() -> None:
+            event.began = max(event.began, inputs())
+            event.ended = event.began + seconds
+            work()
+
+        event.began = event.ended = max(launched, self._free_at)
+        self._run(begin_and_work)
+        self._free_at = max(event.ended, self.clock.monotonic()) if at_once else event.ended
+        self._pass(event)
+
+    def _pass(self, event: SimEvent) -> None:
+        event.ended, event.error, event.passed = self._free_at, self._error, True
+
     def _run(self, work: Callable[[], None]) -> None:
         """Call `work`, unless earlier work has failed."""
         if self._error is None:
@@ -90,43 +139,11 @@ class SimDevice:
             except Exception as error:
                 self._error = error
 
-    def copy_in(self, target: NDArray[Any], source: NDArray[Any]) -> None:
-        self._do(lambda: np.copyto(target, source))
-
-    def record(self) -> SimEvent:
-        event = SimEvent(self)
-
-        def pass_() -> None:
-            event.began = event.ended = self._free_at
-            event.error, event.passed = self._error, True
-
-        self._do(pass_)
-        return event
-
-    def launch(self, work: Callable[[], None], seconds: float, inputs: Inputs = no_inputs) -> SimEvent:
-        event, launched = SimEvent(self), self.clock.monotonic()
-        queued = bool(self._queue)
-
-        def begin_and_work() -> None:
-            event.began = max(launched, self._free_at, inputs())
-            event.ended = event.began + seconds
-            work()
-
-        def run() -> None:
-            event.began = event.ended = max(launched, self._free_at)
-            self._run(begin_and_work)
-            # A host that falls behind the modelled time is seen in the times of the steps
-            self._free_at = event.ended if queued else max(event.ended, self.clock.monotonic())
-            event.ended, event.error, event.passed = self._free_at, self._error, True
-
-        self._do(run)
-        return event
-
     def wait_for_masks(self, taken: Callable[[], float]) -> None:
         def wait() -> None:
             self._free_at = max(self._free_at, taken())
 
-        self._queue.append(lambda: self._run(wait))
+        self._queue.append(partial(self._run, wait))
 
     def settle(self) -> None:
         if self._error is not None:
@@ -134,7 +151,7 @@ class SimDevice:
 
     def copy_out(self, source: NDArray[Any]) -> tuple[NDArray[Any], SimEvent]:
         target = np.empty_like(source)
-        self._do(lambda: np.copyto(target, source))
+        self._do(np.copyto, target, source)
         return target, self.record()
 
     def close(self) -> None:

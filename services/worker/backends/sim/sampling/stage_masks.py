@@ -7,39 +7,40 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from protocol.codec import unpack
-from protocol.steps import GrammarOutput, SchedulerOutput
+from protocol.steps import SchedulerOutput
 from services.worker.backends.mask_inbox import MaskInbox, joined
 from services.worker.backends.sim.ranks.exchange import LeftOut, RankExchange
+from services.worker.backends.sim.sampling.step_masks import StepMasks
+from services.worker.batch.slots import I32
 
 
 class StageMasks(NamedTuple):
     inbox: MaskInbox
     exchange: RankExchange
     is_output: bool
+    vocab_size: int
 
-    def take(
-        self, step: SchedulerOutput, forward_ended: float
-    ) -> tuple[GrammarOutput | None, NDArray[np.int32], float]:
+    def take(self, step: SchedulerOutput, slots: I32, forward_ended: float) -> tuple[StepMasks, float]:
         """Wait for the masks of a step with constrained rows as long as nobody else is held back.
 
         Args:
-            forward_ended: when its forward pass ends: monotonic seconds.
+            slots: int32[sampled rows]
+            forward_ended: when the forward pass ends: monotonic seconds.
 
-        Returns: the masks, the slots that are left out, and when this was decided.
+        Returns: the masks, and when it was decided to sample with these.
 
         Raises: RanksLost
         """
         masked = unpack(step.masked)
-        if not self.is_output:
+        if self.is_output:
+            taken = self.inbox.take(step.step_id, masked, forward_ended)
+            arrived = [unpack(part.slots) for part in taken.parts]
+            decision = LeftOut(~np.isin(masked, np.concatenate([masked[:0], *arrived])), taken.at)
+            self.exchange.send_left_out(step, decision)
+        else:
             decision = self.exchange.receive_left_out(step)
             taken = self.inbox.take(step.step_id, masked[~decision.left_out], math.inf)
-            return joined(taken.parts), masked[decision.left_out], decision.at
-        taken = self.inbox.take(step.step_id, masked, forward_ended)
-        grammar = joined(taken.parts)
-        arrived = unpack(grammar.slots) if grammar is not None else masked[:0]
-        left_out = ~np.isin(masked, arrived)
-        self.exchange.send_left_out(step, LeftOut(left_out, taken.at))
-        return grammar, masked[left_out], taken.at
+        left_out = masked[decision.left_out]
+        return StepMasks.from_message(joined(taken.parts), slots, self.vocab_size, left_out), decision.at
