@@ -42,6 +42,14 @@ class SimRankProcess:
             raise RankFailure(kind, value)
         return value
 
+    def read_answers(self) -> None:
+        """Read the answers that have arrived, so that they do not fill the pipe.
+
+        Raises: RankFailure
+        """
+        while self._unanswered and self._connection.poll():
+            self.next_answer()
+
     def last_answer(self) -> Any:
         """Read all answers and return the last one.
 

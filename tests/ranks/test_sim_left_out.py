@@ -35,6 +35,9 @@ class SimGroupSteps:
         self._send("release", unpack(slots).tolist())
 
     def ended(self) -> bool:
+        for rank in self._group.ranks:
+            if rank is not self._group.output:
+                rank.read_answers()
         return bool(self._group.output.call("ended"))
 
     def result(self) -> ModelRunnerOutput:
