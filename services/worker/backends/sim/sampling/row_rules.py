@@ -29,7 +29,7 @@ RulesByRow = dict[int, RowRules]
 def rules_by_row(rows: Rows, table: SlotTable) -> RulesByRow:
     """Return the rules of the rows that have any. `rows` are those of the plan that was just applied."""
     slots = rows.slots[rows.samples]
-    earliest = rows.ends[rows.samples] - table.unsettled[slots]
+    earliest = np.maximum(rows.ends[rows.samples] - table.unsettled[slots], table.num_prompt[slots])
     short = earliest < table.banned_until[slots]
     reshapes = table.penalized[slots] | table.edited[slots]
     return {
