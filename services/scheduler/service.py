@@ -76,6 +76,9 @@ PROBE_MS = 50
 """Milliseconds between two checks of the connections while one is known to be broken."""
 MASK_PATIENCE = 5e-4
 """Seconds that the loop waits for masks after it has submitted some, so that they are sent before the next plan."""
+MASK_SHARE = 1 / 3
+"""Share of a forward pass for which the loop waits for masks that are made fast. If it formed the plan meanwhile, it
+would keep the interpreter's lock from the thread that makes them; the plan is due only when the pass ends."""
 
 
 class Service:
@@ -111,6 +114,8 @@ class Service:
         self._started: Started | None = None
         """The epoch in effect, or the last one; None: there was none."""
         self._worker_seconds = WorkerSeconds()
+        self._forward_seconds = 0.0
+        """Duration of the last forward pass."""
         self._draining = False
         self._stop_now = False
         self._reports = StateReports(config, incarnation, tokenizer)
@@ -265,6 +270,7 @@ class Service:
         if result.epoch == self.group.epoch:
             self._subscriptions.add_times(worker, result, self.workers.clock_offset(worker))
             self._worker_seconds.add(result.times)
+            self._forward_seconds = result.times.forward_ended - result.times.forward_began
         try:
             self.engine.on_result(result)
         except UnknownResult as error:  # worker and scheduler disagree about the batch
@@ -275,7 +281,7 @@ class Service:
             for ticket, grammar in self.compiler.take():
                 self.engine.on_grammar(ticket, grammar)
         if self.mask_thread is not None and self.engine is not None:
-            self.mask_thread.wait(MASK_PATIENCE)
+            self.mask_thread.wait(MASK_PATIENCE, max(MASK_PATIENCE, MASK_SHARE * self._forward_seconds))
             for ticket, masks in self.mask_thread.take():
                 self.engine.on_masks(ticket, masks)
 

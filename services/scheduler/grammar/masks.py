@@ -17,7 +17,7 @@ from services.scheduler.grammar.base import Grammar
 from services.scheduler.grammar.threads import LoopWakeup, start_thread
 
 FAILPOINT = "RUNAHEAD_FAILPOINT_MASK_SECONDS"
-WAKE_INTERVAL = 5e-4
+WAKE_INTERVAL = 1e-3
 """Seconds. Masks that are made within it are sent together, if more are to be made."""
 Masks = NDArray[np.int32]
 """int32[masks, ceil(vocab / 32)]"""
@@ -80,12 +80,15 @@ class MaskThread:
         self._jobs.put((self._submitted, ticket, grammar, draft_ids, num_words))
         return None
 
-    def wait(self, seconds: float) -> None:
-        """Wait until no mask is being made, but no longer than `seconds` from the last submission on."""
-        deadline = self._submitted + seconds
-        while self._num_open > len(self._made) and (left := deadline - time.monotonic()) > 0:
-            if not self._wakeup.wait(left):
+    def wait(self, patience: float, most: float) -> None:
+        """Wait until no mask is being made: for `patience` seconds from the last submission on, and for up to `most`
+        seconds while masks are made so fast that the missing ones take twice as long at most."""
+        while (missing := self._num_open - (made := len(self._made))) > 0:
+            now = time.monotonic()
+            fast = missing * (now - self._submitted) <= 2 * made * most
+            if (left := self._submitted + (most if fast else patience) - now) <= 0:
                 return
+            self._wakeup.wait(left)
             self._wakeup.clear()
 
     def take(self) -> list[tuple[int, Masks]]:

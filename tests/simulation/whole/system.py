@@ -149,9 +149,12 @@ class SimulatedMaskThread:
     def fileno(self) -> int:
         return self._wakeup.fileno()
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, patience: float, most: float) -> None:
         hub = self._network.hub
-        while self._masks.waiting and (left := self._submitted + seconds - hub.now) > 0:
+        while missing := len(self._masks.waiting):
+            fast = missing * (hub.now - self._submitted) <= 2 * len(self._made) * most
+            if (left := self._submitted + (most if fast else patience) - hub.now) <= 0:
+                return
             hub.wait((self._wakeup.waiters,), left)
 
     def take(self) -> list[tuple[int, Masks]]:

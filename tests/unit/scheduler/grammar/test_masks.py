@@ -1,6 +1,7 @@
 """Masks on a thread beside the scheduler's loop."""
 
 import select
+import threading
 
 import numpy as np
 import pytest
@@ -49,9 +50,37 @@ def test_an_error_of_the_thread_is_raised_by_take() -> None:
 def test_masks_that_are_made_in_time_are_waited_for() -> None:
     thread = MaskThread()
     thread.submit(1, Automaton(3, -1, VOCAB, ()), [], WORDS)
-    thread.wait(10.0)
+    thread.wait(10.0, 10.0)
     assert [ticket for ticket, _ in thread.take()] == [1]
-    thread.wait(10.0)  # nothing is being made
+    thread.wait(10.0, 10.0)  # nothing is being made
+    thread.close()
+
+
+class HeldGrammar(Automaton):
+    """A grammar whose mask is made when the test releases it."""
+
+    def __init__(self) -> None:
+        super().__init__(3, -1, VOCAB, ())
+        self.released = threading.Event()
+
+    def fill(self, mask: np.ndarray) -> None:
+        assert self.released.wait(60.0)
+        super().fill(mask)
+
+
+@pytest.mark.parametrize(("most", "taken"), [(60.0, [1, 2]), (0.0, [1])])
+def test_the_others_are_waited_for_while_they_come_fast(most: float, taken: list[int]) -> None:
+    """By the pace of the first one, both are there long before a minute has passed, and not at once."""
+    thread, held = MaskThread(), HeldGrammar()
+    thread.submit(1, Automaton(3, -1, VOCAB, ()), [], WORDS)
+    assert select.select([thread.fileno()], [], [], 10)[0]
+    thread.submit(2, held, [], WORDS)
+    release = threading.Timer(0.05 if most else 60.0, held.released.set)
+    release.start()
+    thread.wait(0.0, most)
+    assert [ticket for ticket, _ in thread.take()] == taken
+    release.cancel()
+    held.released.set()
     thread.close()
 
 
