@@ -1,5 +1,5 @@
 """Cost of structured output: 256 requests on `sim` at 5 ms per step, 64 of them constrained, against the same batch
-without constraints. `--backend native` computes the demo model instead, which leaves rows with late masks out;
+without constraints. `--backend native` computes the demo model instead. Both leave rows with late masks out;
 `--mask-delay-ms` makes masks late in a third case.
 
 The load comes over the scheduler's socket for frontends, without HTTP. `throughput_ratio` compares the tokens per

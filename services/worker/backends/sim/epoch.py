@@ -16,7 +16,7 @@ from services.worker.backends.pending_step import PendingStep, own_grammar
 from services.worker.backends.sim.checkpoint import SimCheckpoint
 from services.worker.backends.sim.cost import CostModel
 from services.worker.backends.sim.device.columns import StepColumns
-from services.worker.backends.sim.device.interface import Device, DeviceEvent
+from services.worker.backends.sim.device.interface import Device, DeviceEvent, no_inputs
 from services.worker.backends.sim.device.rigid import ChunkEnd, PaddedStep, RigidShapes
 from services.worker.backends.sim.faults import inject_faults
 from services.worker.backends.sim.model.hidden_states import HiddenSums
@@ -48,6 +48,11 @@ class LoadedRank:
     cost: CostModel
     trace: StageTrace | None
     exchange: RankExchange
+
+    @property
+    def is_single(self) -> bool:
+        """True on the only rank of a group: it waits for nobody's inputs."""
+        return self.assignment.world_size == 1
 
     @property
     def is_last_stage(self) -> bool:
@@ -172,7 +177,7 @@ class SimEpoch:
 
         seconds = rank.cost.step(costly, self.table.num_prompt[rows.slots]) if n else 0.0
         prepared = time.monotonic()
-        event = device.launch(forward, seconds, inputs)
+        event = device.launch(forward, seconds, no_inputs if rank.is_single else inputs)
         self._exchange(send)
         logprobs, embeddings = self._requested_outputs(rows)
         self._pending.put(
@@ -202,7 +207,7 @@ class SimEpoch:
 
         Raises: the error of work that was done so far. Without other ranks it is raised with the result.
         """
-        if self._rank.assignment.world_size == 1:
+        if self._rank.is_single:
             return None
         exchanged = self.device.launch(send, 0.0)
         self.device.settle()
@@ -293,7 +298,8 @@ class SimEpoch:
         if grammar is None and len(step.masked):
             device.wait_for_masks(take_masks)
         else:
-            masks = StepMasks.from_message(own_grammar(step, grammar), slots, vocab_size)
+            own = own_grammar(step, grammar)
+            masks = StepMasks.from_messages([own] if own is not None else [], slots, vocab_size)
         device.launch(lambda: self._sample(executed, masks), 0.0)
         tokens, copied = acceptance.copy_out(device)
         logprobs: CopiedLogprobs | None = None

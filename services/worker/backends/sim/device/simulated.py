@@ -7,8 +7,9 @@ raised when that step's event is waited for, and by every later event.
 
 The device has no thread. The thread that launches work does it, unless earlier work waits for masks (left-out row;
 docs/invariants.md), which this thread has to deliver. Then all later work is queued, and done by the thread that waits
-for an event behind it: the one that sends results. What this thread does late counts from the time of the launch, so
-the time that the simulation itself takes is not part of the modelled time.
+for an event behind it: the one that sends results. While the modelled time of such an event passes, it does further
+work that waits for nobody. What it does late counts from the time of the launch, so the time that the simulation itself
+takes is not part of the modelled time.
 
 Devices that work together are stages of one pipeline. They exchange times of the monotonic clock, which all processes
 of a machine share: the stages of one simulated group must run on one machine.
@@ -18,7 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ParamSpec
+from typing import Any, NamedTuple, ParamSpec
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,11 +48,21 @@ class SimEvent:
             raise self.error
 
     def synchronize(self) -> None:
-        self._device.work_until(self)
-        clock = self._device.clock
-        while (left := self.ended - clock.monotonic()) > 0:
-            clock.sleep(left)
+        device = self._device
+        device.work_until(self)
+        while (left := self.ended - device.clock.monotonic()) > 0:
+            if not device.work_ahead():
+                device.clock.sleep(left)
         self.reach()
+
+
+class _Wait(NamedTuple):
+    """Queued work that waits for masks or for other ranks."""
+
+    work: Callable[[], None]
+
+    def __call__(self) -> None:
+        self.work()
 
 
 class SimDevice:
@@ -65,7 +76,7 @@ class SimDevice:
         self.clock = clock
         self._free_at = 0.0
         self._error: Exception | None = None
-        self._queue: deque[Callable[[], None]] = deque()
+        self._queue: deque[Callable[[], None] | _Wait] = deque()
         """Work that was not done at launch. Work in progress stays at its head, so that later work is queued too."""
         self._working = threading.Lock()
         """Held by the thread that does queued work."""
@@ -82,8 +93,19 @@ class SimDevice:
             return
         with self._working:
             while not event.passed:
-                self._queue[0]()
-                self._queue.popleft()
+                self._work()
+
+    def work_ahead(self) -> bool:
+        """Do one piece of queued work that waits for nobody. Return False if there is none."""
+        with self._working:
+            if not self._queue or isinstance(self._queue[0], _Wait):
+                return False
+            self._work()
+            return True
+
+    def _work(self) -> None:
+        self._queue[0]()
+        self._queue.popleft()
 
     def copy_in(self, target: NDArray[Any], source: NDArray[Any]) -> None:
         self._do(np.copyto, target, source)
@@ -98,8 +120,12 @@ class SimDevice:
         self._pass(event)
 
     def launch(self, work: Callable[[], None], seconds: float, inputs: Inputs = no_inputs) -> SimEvent:
-        event, launched, at_once = SimEvent(self), self.clock.monotonic(), not self._queue
-        self._do(self._launch, event, work, seconds, inputs, launched, at_once)
+        event, launched = SimEvent(self), self.clock.monotonic()
+        if self._queue:
+            queued = partial(self._launch, event, work, seconds, inputs, launched, False)
+            self._queue.append(queued if inputs is no_inputs else _Wait(queued))
+        else:
+            self._launch(event, work, seconds, inputs, launched, True)
         return event
 
     def _launch(
@@ -143,7 +169,7 @@ class SimDevice:
         def wait() -> None:
             self._free_at = max(self._free_at, taken())
 
-        self._queue.append(partial(self._run, wait))
+        self._queue.append(_Wait(partial(self._run, wait)))
 
     def settle(self) -> None:
         if self._error is not None:

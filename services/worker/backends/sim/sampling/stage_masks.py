@@ -10,7 +10,7 @@ import numpy as np
 
 from protocol.codec import unpack
 from protocol.steps import SchedulerOutput
-from services.worker.backends.mask_inbox import MaskInbox, joined
+from services.worker.backends.mask_inbox import MaskInbox
 from services.worker.backends.sim.ranks.exchange import LeftOut, RankExchange
 from services.worker.backends.sim.sampling.step_masks import StepMasks
 from services.worker.batch.slots import I32
@@ -36,11 +36,13 @@ class StageMasks(NamedTuple):
         masked = unpack(step.masked)
         if self.is_output:
             taken = self.inbox.take(step.step_id, masked, forward_ended)
-            arrived = [unpack(part.slots) for part in taken.parts]
-            decision = LeftOut(~np.isin(masked, np.concatenate([masked[:0], *arrived])), taken.at)
+            arrived = {slot for part in taken.parts for slot in unpack(part.slots).tolist()}
+            decision = LeftOut(
+                np.array([slot not in arrived for slot in masked.tolist()], np.bool_), taken.at
+            )
             self.exchange.send_left_out(step, decision)
         else:
             decision = self.exchange.receive_left_out(step)
             taken = self.inbox.take(step.step_id, masked[~decision.left_out], math.inf)
-        left_out = masked[decision.left_out]
-        return StepMasks.from_message(joined(taken.parts), slots, self.vocab_size, left_out), decision.at
+        left_out = frozenset(masked[decision.left_out].tolist())
+        return StepMasks.from_messages(taken.parts, slots, self.vocab_size, left_out), decision.at

@@ -1,5 +1,6 @@
 """Grammar bitmasks of one step."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,24 +21,31 @@ class StepMasks(NamedTuple):
     """int32[rows], indices among the sampled rows: constrained ones without masks (left-out row)."""
 
     @classmethod
-    def from_message(
-        cls, grammar: GrammarOutput | None, slots: I32, vocab_size: int, left_out: I32 = NO_ROWS
+    def from_messages(
+        cls,
+        parts: Sequence[GrammarOutput],
+        slots: I32,
+        vocab_size: int,
+        left_out: frozenset[int] = frozenset(),
     ) -> "StepMasks":
-        """Read the masks of the step whose sampled rows have `slots`; None: there are none.
+        """Read the masks of the step whose sampled rows have `slots`.
 
         Args:
             left_out: slots of the rows that are left out.
         """
-        if grammar is None and not len(left_out):
+        if not parts and not left_out:
             return cls({})
-        is_out = np.isin(slots, left_out)
-        without = np.flatnonzero(is_out).astype(np.int32)
-        if grammar is None:
-            return cls({}, without)
-        constrained, counts, masks = GrammarRows.from_message(grammar, vocab_size)
-        row_of = {slot: row for row, slot in enumerate(slots.tolist()) if not is_out[row]}
-        rows = zip(constrained.tolist(), counts.tolist(), np.cumsum(counts).tolist(), strict=True)
-        return cls({row_of[s]: masks[end - count : end] for s, count, end in rows if s in row_of}, without)
+        row_of = {slot: row for row, slot in enumerate(slots.tolist())}
+        without = sorted(row for slot in left_out if (row := row_of.pop(slot, None)) is not None)
+        by_row = {}
+        for part in parts:
+            constrained, counts, masks = GrammarRows.from_message(part, vocab_size)
+            for slot, count, end in zip(
+                constrained.tolist(), counts.tolist(), np.cumsum(counts).tolist(), strict=True
+            ):
+                if slot in row_of:
+                    by_row[row_of[slot]] = masks[end - count : end]
+        return cls(by_row, np.array(without, np.int32))
 
     def acceptable(self, drafts: I32) -> I32:
         """Return the drafts of each sampled row that may be accepted: one less than its masks (acceptable drafts)."""
