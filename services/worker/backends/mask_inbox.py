@@ -41,8 +41,8 @@ class MaskInbox:
     """Masks of launched steps. `take` belongs to the thread that samples, `close` to any, the rest to the main thread.
 
     A step without some of its masks waits as long as nobody else is held back. It is sampled without them when its
-    forward pass has ended and a later step is prepared that has a row of another request, or when so many are prepared
-    that the main thread, which delivers masks, would wait for this step with the next one.
+    forward pass has ended and a later step is prepared, if one of the two has a row of another request, or when so many
+    are prepared that the main thread, which delivers masks, would wait for this step with the next one.
 
     Args:
         most_prepared: number of steps that wait for this one without holding back the main thread.
@@ -117,11 +117,17 @@ class MaskInbox:
         return held_back if missing else min(self._arrived.get(step_id, 0.0), held_back)
 
     def _held_back(self, step_id: int, waiting: frozenset[int]) -> float:
-        """Return since when a later step waits for the masks of `waiting` although it could begin; inf: none does."""
-        later = [prepared for prepared in self._prepared if prepared.step_id > step_id]
-        for number, prepared in enumerate(later, 1):
-            if number > self._most_prepared or not waiting.issuperset(prepared.slots.tolist()):
-                return prepared.at
+        """Return since when a row of another request, in this step or in a later one that could begin, waits for the
+        masks of `waiting`; inf: none does."""
+        later, others = 0, False
+        for prepared in self._prepared:
+            if prepared.step_id < step_id:
+                continue
+            others = others or not waiting.issuperset(prepared.slots.tolist())
+            if prepared.step_id > step_id:
+                later += 1
+                if others or later > self._most_prepared:
+                    return prepared.at
         return math.inf
 
 

@@ -51,12 +51,22 @@ def test_masks_that_have_arrived_are_taken_at_once() -> None:
 def test_a_step_waits_while_nobody_else_could_begin() -> None:
     """The next step has only rows that wait for the same masks."""
     inbox = MaskInbox(2)
-    inbox.prepared(1, rows(4, 7))
+    inbox.prepared(1, rows(4))
     inbox.prepared(2, rows(4))
     thread, taken = taken_later(inbox, 1, 4)
     inbox.put(grammar(1, 4))
     thread.join()
     assert taken == [[grammar(1, 4)]]
+
+
+def test_the_last_token_of_another_request_does_not_wait() -> None:
+    """It has no row in the next step."""
+    inbox = MaskInbox(2)
+    inbox.prepared(1, rows(4, 7))
+    thread, taken = taken_later(inbox, 1, 4)
+    inbox.prepared(2, rows(4))
+    thread.join()
+    assert taken == [[]]
 
 
 def test_another_request_in_a_later_step_ends_the_wait() -> None:
