@@ -51,7 +51,6 @@ class StubServer:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         for index in range(tokens):
-            await asyncio.sleep(0.001)
             if failure and index == tokens // 2:
                 if failure == "error event":
                     await self._send(response, {"error": {"message": "engine died"}})
@@ -62,7 +61,11 @@ class StubServer:
         return response
 
     async def _send(self, response: web.StreamResponse, event: dict[str, Any]) -> None:
-        await response.write(f"data: {json.dumps(event)}\n\n".encode())
+        """Send an event in two parts, the second one in time of its own."""
+        data = f"data: {json.dumps(event)}\n\n".encode()
+        await response.write(data[:12])
+        await asyncio.sleep(0.001)
+        await response.write(data[12:])
 
 
 @pytest.fixture
