@@ -44,6 +44,7 @@ def measure(model: str, backend: str, args: argparse.Namespace) -> Loads:
                     f"--threads={args.threads}",
                     f"--dtype={args.dtype}",
                     "--max-model-len=1024",
+                    "--block-size=32",  # vLLM's attention on the CPU requires a multiple of it
                     "--kv-cache-memory-bytes=1G",
                     python=BACKENDS[backend](),
                 )

@@ -163,20 +163,22 @@ def running(
     assert not stack.containers()
 
 
-def streamed(client: OpenAI, prompt: str, max_tokens: int) -> str:
-    """Return the text of a greedy stream with `max_tokens` tokens."""
+def streamed(
+    client: OpenAI, prompt: str, max_tokens: int, on_first: Callable[[], object] = lambda: None
+) -> str:
+    """Return the text of a greedy stream with `max_tokens` tokens. `on_first` is called after its first chunk."""
     model = client.models.list().data[0].id
-    chunks = [
-        chunk.choices[0]
-        for chunk in client.completions.create(
-            model=model,
-            prompt=prompt,
-            max_tokens=max_tokens,
-            temperature=0,
-            stream=True,
-            extra_body={"ignore_eos": True},
-        )
-    ]
+    stream = client.completions.create(
+        model=model,
+        prompt=prompt,
+        max_tokens=max_tokens,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    chunks = [next(stream).choices[0]]
+    on_first()
+    chunks += [chunk.choices[0] for chunk in stream]
     assert chunks[-1].finish_reason == "length"
     return "".join(chunk.text for chunk in chunks)
 

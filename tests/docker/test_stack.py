@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -31,6 +32,10 @@ for target in sys.argv[1:]:
     except OSError as error:
         print(target, "closed")
 """
+
+
+LONG = 1000
+"""Tokens of a stream that is open for long after its first chunk."""
 
 
 @pytest.fixture(scope="module")
@@ -198,14 +203,14 @@ def test_crashed_scheduler_is_restarted_and_changes_no_stream(stack: Stack, expe
     """Streams that were open go on, and the worker keeps its weights."""
     (scheduler,), (worker,) = stack.containers("scheduler"), stack.containers("worker")
     resubmitted, loads = stack.metric("requests_resubmitted_total"), stack.metric("weight_loads")
-    with StreamingLoad(stack, expected).on() as load:
-        load.wait_for_more()
-        os.kill(scheduler.details["State"]["Pid"], signal.SIGKILL)
-        stack.wait_until(
-            lambda: stack.metric("requests_resubmitted_total") > resubmitted,
-            "open requests were submitted again",
-        )
-        load.wait_for_more()
+    kill = partial(os.kill, scheduler.details["State"]["Pid"], signal.SIGKILL)
+    with stack.openai() as client:
+        wanted = streamed(client, PROMPTS[0], LONG)
+        with StreamingLoad(stack, expected).on() as load:
+            load.wait_for_more()
+            assert streamed(client, PROMPTS[0], LONG, on_first=kill) == wanted
+            assert stack.metric("requests_resubmitted_total") > resubmitted
+            load.wait_for_more()
     (again,), (kept,) = stack.containers("scheduler"), stack.containers("worker")
     assert (again.id, again.details["RestartCount"]) == (scheduler.id, scheduler.details["RestartCount"] + 1)
     assert (kept.id, kept.details["RestartCount"]) == (worker.id, worker.details["RestartCount"])
