@@ -114,8 +114,6 @@ class Service:
         self._started: Started | None = None
         """The epoch in effect, or the last one; None: there was none."""
         self._worker_seconds = WorkerSeconds()
-        self._forward_seconds = 0.0
-        """Duration of the last forward pass."""
         self._draining = False
         self._stop_now = False
         self._reports = StateReports(config, incarnation, tokenizer)
@@ -270,7 +268,6 @@ class Service:
         if result.epoch == self.group.epoch:
             self._subscriptions.add_times(worker, result, self.workers.clock_offset(worker))
             self._worker_seconds.add(result.times)
-            self._forward_seconds = result.times.forward_ended - result.times.forward_began
         try:
             self.engine.on_result(result)
         except UnknownResult as error:  # worker and scheduler disagree about the batch
@@ -281,7 +278,8 @@ class Service:
             for ticket, grammar in self.compiler.take():
                 self.engine.on_grammar(ticket, grammar)
         if self.mask_thread is not None and self.engine is not None:
-            self.mask_thread.wait(MASK_PATIENCE, max(MASK_PATIENCE, MASK_SHARE * self._forward_seconds))
+            most = max(MASK_PATIENCE, MASK_SHARE * self._worker_seconds.last_forward)
+            self.mask_thread.wait(MASK_PATIENCE, most)
             for ticket, masks in self.mask_thread.take():
                 self.engine.on_masks(ticket, masks)
 

@@ -7,16 +7,18 @@ class WorkerSeconds:
     """Sums since the start of the scheduler."""
 
     def __init__(self) -> None:
+        self.last_forward = 0.0
+        """Seconds of the last forward pass."""
         self._sums = dict.fromkeys(
             ("idle", "busy", "forward", "sampling", "plan_wait", "prepared_wait", "forward_gap"), 0.0
         )
 
     def add(self, times: StepTimes) -> None:
         """Add the times of one step."""
-        sums = self._sums
+        sums, self.last_forward = self._sums, times.forward_ended - times.forward_began
         sums["idle"] += times.idle
         sums["busy"] += times.sampled - times.forward_began
-        sums["forward"] += times.forward_ended - times.forward_began
+        sums["forward"] += self.last_forward
         sums["sampling"] += times.sampled - times.forward_ended
         sums["plan_wait"] += times.plan_wait
         sums["prepared_wait"] += times.prepared_wait

@@ -4,9 +4,8 @@ Results, faults and repeated results are sent in the order of launch (step order
 queue, whose thread waits for host copies. While the queue is empty, the executing thread itself sends what waits for
 nothing. A thread that computes in many short calls outside of Python's lock takes the lock back at once after each of
 them, and another thread that wants it to send a result delays both. The threads share the connection under a lock, so
-heartbeats are sent during a long step. The heartbeat thread also receives the end of the
-epoch, a shutdown, and the loss of the scheduler, because the executing thread receives nothing while it hangs in a
-collective.
+heartbeats are sent during a long step. The heartbeat thread also receives the end of the epoch, a shutdown, and the
+loss of the scheduler, because the executing thread receives nothing while it hangs in a collective.
 """
 
 import logging

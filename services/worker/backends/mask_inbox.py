@@ -25,6 +25,8 @@ class TakenMasks(NamedTuple):
     """The masks that a step is sampled with."""
 
     parts: list[GrammarOutput]
+    left_out: frozenset[int]
+    """Slots of the constrained rows without masks."""
     at: float
     """When it was decided to sample with these: seconds on the clock."""
 
@@ -98,11 +100,17 @@ class MaskInbox:
                     raise RanksLost("the epoch has ended")
                 self._clock.wait(self._changed, decided - now if decided < math.inf else None)
             self._sampled = step_id
+            left_out = self._missing(step_id, waiting)
             taken = self._masks.pop(step_id, [])
             self._arrived.pop(step_id, None)
             for before in [known for known in self._masks if known < step_id]:
                 del self._masks[before], self._arrived[before]
-            return TakenMasks(taken, decided)
+            return TakenMasks(taken, left_out, decided)
+
+    def _missing(self, step_id: int, waiting: frozenset[int]) -> frozenset[int]:
+        """Return the slots of `waiting` whose masks have not arrived."""
+        # Sets of so few numbers are much faster than NumPy's set operations
+        return waiting.difference(*(unpack(part.slots).tolist() for part in self._masks.get(step_id, ())))
 
     def _decided(self, step_id: int, waiting: frozenset[int], forward_ended: float) -> float:
         """Return the time from which the step is sampled with the masks that have arrived; inf: it waits.
@@ -110,8 +118,7 @@ class MaskInbox:
         Args:
             waiting: slots of the step's constrained rows.
         """
-        # Sets of so few numbers are much faster than NumPy's set operations
-        missing = waiting.difference(*(unpack(part.slots).tolist() for part in self._masks.get(step_id, ())))
+        missing = self._missing(step_id, waiting)
         held_back = max(forward_ended, self._held_back(step_id, missing or waiting))
         # Complete masks that were read late, as the host was busy, cost no more than leaving their rows out
         return held_back if missing else min(self._arrived.get(step_id, 0.0), held_back)

@@ -82,7 +82,8 @@ def test_masks_of_some_rows_are_used() -> None:
     inbox = MaskInbox(2)
     inbox.prepared(2, rows(9))
     inbox.put(grammar(1, 7))
-    assert inbox.take(1, rows(4, 7)).parts == [grammar(1, 7)]
+    taken = inbox.take(1, rows(4, 7))
+    assert (taken.parts, taken.left_out) == ([grammar(1, 7)], {4})
 
 
 def test_no_more_steps_can_be_prepared() -> None:
@@ -162,7 +163,7 @@ def test_rows_are_left_out_at_the_end_of_the_forward_pass(arrives: float, decide
 def test_without_others_masks_are_waited_for_behind_the_forward_pass() -> None:
     clock = MasksOnTheWay(130.0, grammar(1, 4))
     clock.inbox.prepared(2, rows(4))
-    assert clock.inbox.take(1, rows(4), forward_ended=110.0) == ([grammar(1, 4)], 130.0)
+    assert clock.inbox.take(1, rows(4), forward_ended=110.0) == ([grammar(1, 4)], frozenset(), 130.0)
 
 
 def test_masks_that_are_taken_late_cost_no_more_than_leaving_their_rows_out() -> None:
@@ -171,4 +172,4 @@ def test_masks_that_are_taken_late_cost_no_more_than_leaving_their_rows_out() ->
     inbox.prepared(2, rows(9))
     clock.now = 130.0
     inbox.put(grammar(1, 4))
-    assert inbox.take(1, rows(4), forward_ended=110.0) == ([grammar(1, 4)], 110.0)
+    assert inbox.take(1, rows(4), forward_ended=110.0) == ([grammar(1, 4)], frozenset(), 110.0)

@@ -26,7 +26,7 @@ class RowsToSample(NamedTuple):
         masked = unpack(pending.step.masked)
         if not len(masked):
             return cls(None, None)
-        parts = masks.take(pending.step.step_id, masked).parts
-        # Sets of so few numbers are much faster than NumPy's set operations
-        left_out = {*masked.tolist()}.difference(*(unpack(part.slots).tolist() for part in parts))
-        return cls(joined(parts), ~np.isin(pending.slots, [*left_out]) if left_out else None)
+        taken = masks.take(pending.step.step_id, masked)
+        return cls(
+            joined(taken.parts), ~np.isin(pending.slots, [*taken.left_out]) if taken.left_out else None
+        )

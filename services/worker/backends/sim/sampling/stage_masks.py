@@ -36,10 +36,8 @@ class StageMasks(NamedTuple):
         masked = unpack(step.masked)
         if self.is_output:
             taken = self.inbox.take(step.step_id, masked, forward_ended)
-            arrived = {slot for part in taken.parts for slot in unpack(part.slots).tolist()}
-            decision = LeftOut(
-                np.array([slot not in arrived for slot in masked.tolist()], np.bool_), taken.at
-            )
+            flags = np.array([slot in taken.left_out for slot in masked.tolist()], np.bool_)
+            decision = LeftOut(flags, taken.at)
             self.exchange.send_left_out(step, decision)
         else:
             decision = self.exchange.receive_left_out(step)
