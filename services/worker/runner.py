@@ -1,9 +1,9 @@
 """The interface between services and compute: a backend is a class with the methods of `ModelRunner`.
 
 The service calls them on one thread, in this order: `identify`; in each epoch `load`, `init_kv_cache`, then per step
-`execute_model` and `sample_tokens`, with `release` and `add_masks` between steps, and `leave` at the end of the epoch;
-`shutdown` at the end of the process. A canary step at start-up goes through the same calls. `Output.get` runs on the
-output thread unless the output is done, and `abort` on any thread.
+`execute_model` and `sample_tokens`, with `release` between steps and `add_masks` at any time, and `leave` at the end of
+the epoch; `shutdown` at the end of the process. A canary step at start-up goes through the same calls. `Output.get`
+runs on the output thread unless the output is done, and `abort` on any thread.
 """
 
 import socket
@@ -34,8 +34,11 @@ class Identity:
     tokenizer: str = ""
     """Digest of tokenizer.json beside the weights; "": there is none."""
     leaves_rows_out: bool = False
-    """True: `sample_tokens` is called without a grammar, and masks come by `add_masks`; rows without masks do not hold
-    back the others (left-out row, docs/invariants.md)."""
+    """True: rows without masks do not hold back the others (left-out row, docs/invariants.md)."""
+    waits_for_masks: bool = True
+    """For a runner that leaves rows out. True: `sample_tokens` is called at once and without a grammar, and another
+    thread of the runner waits for the masks of `add_masks`. False: the runner computes on the calling thread, which
+    waits for masks (step_queue.py); `sample_tokens` leaves out the constrained rows without masks in its grammar."""
     single_rank: str = ""
     """Reason why the worker can only be the single rank of a group; "": it may have others."""
 
@@ -126,8 +129,8 @@ class ModelRunner(Protocol):
         ...
 
     def add_masks(self, grammar: GrammarOutput) -> None:
-        """Take masks of a launched step, which may have been sampled without them. Called only for a runner whose
-        `Identity.leaves_rows_out` is True."""
+        """Take masks of a launched step, which may have been sampled without them. Called only for a runner that leaves
+        rows out and waits for masks itself (`Identity`)."""
         ...
 
     def release(self, slots: NDArray[np.int32]) -> None:

@@ -5,6 +5,8 @@ import logging
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import zmq
@@ -123,10 +125,13 @@ class Worker:
             raise loss from None
 
     def _receive(self) -> bytes | None:
+        """Return the next frame. None: none came in time, or a step that waited was sampled instead of waiting."""
         frame = self._link.client.receive_now()
         if frame is not None:
             self._received = time.monotonic()
             return frame
+        if self._advance():
+            return None
         began = time.monotonic()
         frame = self._link.client.receive(FAILURE_CHECK_INTERVAL)
         self._received = time.monotonic()
@@ -139,8 +144,22 @@ class Worker:
         except ProtocolError as error:
             log.warning("bad message from the scheduler: %s", error)
             return
-        try:
+        with self._reporting_losses():
             self._act(action)
+
+    def _advance(self) -> bool:
+        """Continue steps that wait for masks, when all messages that have arrived were read. Return False if nothing
+        was to do."""
+        with self._reporting_losses():
+            if not self._steps.advance():
+                return False
+        return True
+
+    @contextmanager
+    def _reporting_losses(self) -> Iterator[None]:
+        """Send losses of the enclosed code to the scheduler: this worker ignores everything up to the epoch's end."""
+        try:
+            yield
         except RanksLost as error:  # this worker is healthy; the scheduler ends the epoch
             log.warning("other ranks are lost: %s", error)
             self._session.ranks_lost()
@@ -165,18 +184,15 @@ class Worker:
                 self._link.client.send(Pong(sent, self._received, time.monotonic(), number))
             case Shutdown(reason=reason):
                 log.info("leaving: %s", reason or "the scheduler sent no reason")
-            case ResendResult():
-                self._link.results.put(action)
             case StepFault():
                 log.error("%s", action.error)
                 self._link.results.put(action)
-            case AddMasks(grammar):
-                self._runner.add_masks(grammar)
-            case ExecuteStep() | SampleStep() | ReleaseSlots():
+            case ExecuteStep() | SampleStep() | AddMasks() | ResendResult() | ReleaseSlots():
                 self._steps.act(action, self._received)
 
     def _end_epoch(self) -> None:
         """Drop the epoch. A step that is still computed must end soon, which the results' heartbeats check."""
+        self._steps.drop()
         with self._link.results.may_wait_for_ranks(in_step=True):
             self._runner.leave()
         self._link.results.begin_epoch(0, 0)

@@ -9,8 +9,8 @@
     any          ── failed ──►           FAILED        (nothing more is executed)
     any          ── reconnected ──►      REGISTERED    (to another scheduler, whose epochs are later)
 
-A worker that leaves rows out (left-out row; docs/invariants.md) never is in SAMPLING: it is given the masks of executed
-steps in any number of messages, also after later plans.
+A worker that leaves rows out (left-out row; docs/invariants.md) never is in SAMPLING: it is given the masks of steps
+in any number of messages, also after later plans. Its runner waits for them, or `StepQueue` does.
 
 Steps are executed in order, each exactly once (step order; docs/invariants.md): the next step is executed, the kept
 result of a repeated step is sent again, and a gap is a fault. Messages of another epoch, and assignments to an epoch
@@ -49,9 +49,9 @@ class ExecuteStep:
 
 @dataclass(frozen=True)
 class SampleStep:
-    """Sample the executed step with its grammar."""
+    """Sample the executed step with its grammar; None: all constrained rows are left out."""
 
-    grammar: GrammarOutput
+    grammar: GrammarOutput | None
     step: SchedulerOutput
 
 
@@ -69,19 +69,8 @@ class ResendResult:
     step_id: int
 
 
-Action = (
-    Assignment
-    | InitializeCache
-    | EndEpoch
-    | Ping
-    | Shutdown
-    | ReleaseSlots
-    | ExecuteStep
-    | SampleStep
-    | AddMasks
-    | ResendResult
-    | StepFault
-)
+StepAction = ExecuteStep | SampleStep | AddMasks | ResendResult | ReleaseSlots
+Action = Assignment | InitializeCache | EndEpoch | Ping | Shutdown | StepAction | StepFault
 """A message of the group is the action that it names. A `StepFault` is sent to the scheduler, then the worker
 leaves."""
 
@@ -98,6 +87,8 @@ class Session:
         """The step that waits for its grammar; set in SAMPLING alone."""
         self.leaves_rows_out = False
         """True: no step waits for its grammar here."""
+        self.collects_masks = False
+        """True: the actions of steps pass through a `StepQueue`, because the runner does not wait for masks."""
 
     # -- events of the worker itself -----------------------------------------------------------------------------
 

@@ -58,6 +58,7 @@ class StartUp:
         with self._starting():
             identity, listener = self._runner.identify(), _listen(host)
         self._session.leaves_rows_out = identity.leaves_rows_out
+        self._session.collects_masks = identity.leaves_rows_out and not identity.waits_for_masks
         self.close_listener()
         self._listener = listener
         self._link.client.send(

@@ -7,7 +7,16 @@ from protocol.steps import GrammarOutput, ReleaseSlots, SchedulerOutput
 from services.worker.result_sender import LaunchedStep, fault
 from services.worker.runner import ModelRunner, OutOfMemory, RanksLost, is_out_of_memory
 from services.worker.scheduler_link import SchedulerLink
-from services.worker.session import ExecuteStep, Phase, SampleStep, Session
+from services.worker.session import (
+    AddMasks,
+    ExecuteStep,
+    Phase,
+    ResendResult,
+    SampleStep,
+    Session,
+    StepAction,
+)
+from services.worker.step_queue import StepQueue
 
 log = logging.getLogger("runahead.worker")
 
@@ -15,6 +24,7 @@ log = logging.getLogger("runahead.worker")
 class StepExecution:
     def __init__(self, runner: ModelRunner, session: Session, link: SchedulerLink) -> None:
         self._runner, self._session, self._link = runner, session, link
+        self._queue = StepQueue()
         self._waited = 0.0
         """Seconds spent in receive since the last plan, while no step waited for its grammar."""
         self._received = 0.0
@@ -24,40 +34,76 @@ class StepExecution:
 
     def on_wait(self, seconds: float) -> None:
         """The executing thread has waited so long for a message."""
-        if self._session.phase is Phase.SERVING:
+        if self._session.phase is Phase.SERVING and not self._queue.waits:
             self._waited += seconds
 
-    def act(self, action: ExecuteStep | SampleStep | ReleaseSlots, received: float) -> None:
-        """
+    def act(self, action: StepAction, received: float) -> None:
+        """Execute an action, or queue it behind a step that waits for its masks.
+
         Args:
             received: when the message was read, seconds on the monotonic clock.
 
         Raises: RanksLost; OutOfMemory. Any other error is sent instead of the step's result.
         """
-        step_id = self._session.last_step
+        if not self._session.collects_masks:
+            self._execute(action, received)
+            return
+        self._queue.put(action, received)
+        self._execute_queued()
+
+    def advance(self) -> bool:
+        """Sample the step that waits for its masks, if it waits no longer, and execute what waited behind it. Call it
+        when all messages that have arrived were read. Return False if nothing was to do.
+
+        Raises: as `act`
+        """
+        if not self._queue.waits or (sampling := self._queue.next()) is None:
+            return False
+        self._execute(*sampling)
+        self._execute_queued()
+        return True
+
+    def drop(self) -> None:
+        """Drop the step that waits and what is behind it: the epoch is over, or a step has failed."""
+        self._queue = StepQueue()
+
+    def _execute_queued(self) -> None:
+        """Execute until a step waits for its masks."""
+        while not self._queue.waits and (queued := self._queue.next()) is not None:
+            self._execute(*queued)
+
+    def _execute(self, action: StepAction, received: float) -> None:
+        step = action.step if isinstance(action, ExecuteStep | SampleStep) else None
+        step_id = self._session.last_step if step is None else step.step_id
         try:
             with self._link.results.may_wait_for_ranks(in_step=True):
                 self._run(action, received)
         except RanksLost:
+            self.drop()
             raise
         except Exception as error:
+            self.drop()
             if is_out_of_memory(error):
                 raise OutOfMemory(step_id, error) from None
-            requests = "none" if isinstance(action, ReleaseSlots) else self._requests_of(action.step)
+            requests = "none" if step is None else self._requests_of(step)
             log.exception("step %d failed; its requests: %s", step_id, requests)
             self._link.results.put(fault(self._session.epoch, step_id, error))
             self._session.failed()
 
-    def _run(self, action: ExecuteStep | SampleStep | ReleaseSlots, received: float) -> None:
+    def _run(self, action: StepAction, received: float) -> None:
         match action:
             case ExecuteStep(step=step):
                 self._received = received
                 self._request_ids |= {request.slot: request.request_id for request in step.new}
                 self._runner.execute_model(step)
-                if self._session.phase is not Phase.SAMPLING:
+                if self._session.phase is not Phase.SAMPLING and not self._queue.waits:
                     self._sample(step, None)
             case SampleStep(grammar, step):
                 self._sample(step, grammar)
+            case AddMasks(grammar):
+                self._runner.add_masks(grammar)
+            case ResendResult():
+                self._link.results.put(action)
             case ReleaseSlots(slots=slots):
                 self._runner.release(unpack(slots))
 

@@ -1,4 +1,4 @@
-"""A rank in a process of its own: a `NativeRunner` behind a pipe. `tests.ranks.group` starts it.
+"""A rank in a process of its own: a runner behind a pipe. `tests.ranks.group` starts it.
 
 Each frame on stdin is a command, each frame on stdout its answer, in order: length (4 bytes), then msgpack of
 [name, payload] and of [True, payload] or [False, type of the error, its text]. `abort` has no answer: the thread that
@@ -16,15 +16,20 @@ from typing import Any, BinaryIO
 import msgspec
 import numpy as np
 
-from protocol.codec import unpack
+from protocol.codec import Decoder, unpack
 from protocol.membership import Assignment, InitializeCache
-from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepMessage
 from services.config import WorkerConfig
 from services.worker.backends.native.runner import NativeRunner
 from services.worker.backends.native.stages import NativeOutput
+from services.worker.backends.registry import create_runner
 from services.worker.distributed.rendezvous import listen
+from services.worker.runner import ModelRunner, Output
+from services.worker.session import AddMasks, ExecuteStep, SampleStep
+from services.worker.step_queue import StepQueue
 
 HEAD = struct.Struct("<I")
+MESSAGES: Decoder[StepMessage] = Decoder(StepMessage)
 
 
 def write(stream: BinaryIO, value: object) -> None:
@@ -51,18 +56,19 @@ def _exactly(stream: BinaryIO, size: int) -> bytes:
     return data
 
 
-class NativeRank:
+class ServedRank:
     """The commands, one method each. Payloads are msgpack of the protocol's structs."""
 
     def __init__(self) -> None:
-        self.runner = NativeRunner(WorkerConfig())
+        self.runner: ModelRunner = NativeRunner(WorkerConfig())
         self.listener: socket.socket | None = None
-        self.outputs: deque[NativeOutput] = deque()
+        self.outputs: deque[Output] = deque()
+        self.queue = StepQueue()
 
     def open(self, config: dict[str, Any]) -> object:
         """Take another model, without loading it."""
         self.runner.shutdown()
-        self.runner = NativeRunner(WorkerConfig(**config))
+        self.runner = create_runner(WorkerConfig(**config))
         identity = self.runner.identify()
         return identity.tensor_parallel_sizes, identity.max_pipeline_parallel_size
 
@@ -85,7 +91,8 @@ class NativeRank:
         self.runner.init_kv_cache(msgspec.msgpack.decode(init, type=InitializeCache))
 
     def execute(self, step: bytes) -> object:
-        """Return the float32 logits and their shape, or None on a rank that does not sample."""
+        """Return the float32 logits and their shape, or None on a rank that does not sample. For the native backend."""
+        assert isinstance(self.runner, NativeRunner)
         self.runner.execute_model(msgspec.msgpack.decode(step, type=SchedulerOutput))
         logits = self.runner.epoch.logits
         return None if logits is None else (logits.numpy().tobytes(), logits.shape)
@@ -104,8 +111,33 @@ class NativeRank:
         self.runner.add_masks(msgspec.msgpack.decode(grammar, type=GrammarOutput))
 
     def ended(self, _: None) -> bool:
-        """Return whether the oldest launched step has ended."""
-        return self.outputs[0].result.ended
+        """Return whether the oldest launched step has ended. For the native backend."""
+        oldest = self.outputs[0]
+        assert isinstance(oldest, NativeOutput)
+        return oldest.result.ended
+
+    def steps(self, messages: list[bytes]) -> int:
+        """Read messages of the scheduler, then compute until a step waits for its masks, as the service does with a
+        runner that computes on the thread that reads. Return the number of results."""
+        for message in map(MESSAGES.decode, messages):
+            match message:
+                case SchedulerOutput():
+                    self.queue.put(ExecuteStep(message), 0.0)
+                case GrammarOutput():
+                    self.queue.put(AddMasks(message), 0.0)
+                case release:
+                    self.queue.put(release, 0.0)
+        while (queued := self.queue.next()) is not None:
+            match queued.action:
+                case ExecuteStep(step):
+                    self.runner.execute_model(step)
+                    if not self.queue.waits:
+                        self.outputs.append(self.runner.sample_tokens(None))
+                case SampleStep(grammar):
+                    self.outputs.append(self.runner.sample_tokens(grammar))
+                case release:
+                    self.runner.release(np.array(unpack(release.slots)))  # type: ignore[union-attr]
+        return len(self.outputs)
 
     def result(self, _: None) -> bytes | None:
         result = self.outputs.popleft().get()
@@ -115,6 +147,7 @@ class NativeRank:
         self.runner.release(np.array(unpack(slots)))
 
     def leave(self, _: None) -> None:
+        self.queue = StepQueue()
         self.runner.leave()
 
 
@@ -122,7 +155,7 @@ def main() -> None:
     commands: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    rank = NativeRank()
+    rank = ServedRank()
 
     def receive() -> None:
         with os.fdopen(0, "rb", closefd=False) as stream:

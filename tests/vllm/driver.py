@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from random import Random
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,20 +14,22 @@ from protocol.membership import Assignment, InitializeCache, Speculation
 from protocol.requests import Finish, GenerateRequest
 from protocol.rows import LogprobRows
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
-from protocol.steps import ModelRunnerOutput, StepMessage
+from protocol.steps import ModelRunnerOutput, ReleaseSlots, StepMessage
 from services.checkpoint import DEMO_MODEL
 from services.config import SchedulerConfig, WorkerConfig
 from services.scheduler.core.drafting import Drafting, FixedDrafting
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
+from services.scheduler.grammar import INLINE_MASKS
 from services.scheduler.policies import make_policy
 from services.worker.backends.vllm import VllmRunner
 from services.worker.backends.vllm.platforms.choice import worker_platform
 from services.worker.backends.vllm.platforms.interface import WorkerPlatform
 from services.worker.batch.slots import EMPTY
 from services.worker.runner import Output
-from services.worker.session import ExecuteStep, SampleStep, Session
-from tests.simulation.grammar import Compilation
+from services.worker.session import Action, AddMasks, ExecuteStep, Phase, SampleStep, Session
+from services.worker.step_queue import StepQueue
+from tests.simulation.grammar import Compilation, LateMasks
 
 BLOCK = 32
 CONTEXT = 256
@@ -70,6 +73,7 @@ class VllmWorker:
         }  # fmt: skip
         self.runner = VllmRunner(WorkerConfig.model_validate(settings | config), create_platform)
         self.speculation = speculation
+        self.leaves_rows_out = self.runner.identify().leaves_rows_out
         self.epoch = 0
         self.loads = 0
 
@@ -79,6 +83,7 @@ class VllmWorker:
             self.epoch, 0, 1, BLOCK, 2 * MAX_SEQS, CHUNK, CONTEXT, speculation=self.speculation
         )
         session, cache = Session(), InitializeCache(num_blocks, CONTEXT)
+        session.leaves_rows_out = session.collects_masks = self.leaves_rows_out
         session.on(assignment)
         self.loaded = self.runner.load(assignment, self._progress)
         session.loaded()
@@ -102,14 +107,22 @@ class VllmRun:
         prefix_caching: bool = True,
         policy: str = "chunked",
         drafting: Drafting | None = None,
+        late: int = 0,
     ) -> None:
-        """`drafting` None: the number of drafts of the worker's assignment."""
+        """
+        Args:
+            drafting: None: the number of drafts of the worker's assignment.
+            late: 0: masks are made at once; otherwise the seed that decides when they are made.
+        """
         speculation = worker.speculation
         drafts = speculation.num_speculative_tokens if speculation is not None else 0
         limits = Limits(
-            MAX_SEQS, CHUNK, CONTEXT, num_blocks, BLOCK, prefix_caching, drafts_in_flight=depth * drafts
+            *(MAX_SEQS, CHUNK, CONTEXT, num_blocks, BLOCK, prefix_caching),
+            drafts_in_flight=depth * drafts,
+            leaves_rows_out=worker.leaves_rows_out and policy != "phased",
         )
-        self.compilation = Compilation(VOCAB)
+        self.compilation, self.masks = Compilation(VOCAB), LateMasks()
+        self._random = Random(late)
         self._worker, self._runner = worker, worker.runner
         self._session = worker.enter(num_blocks)
         config = SchedulerConfig.model_validate(
@@ -123,8 +136,10 @@ class VllmRun:
             epoch=worker.epoch,
             drafting=drafting or (FixedDrafting(drafts) if drafts else None),
             compiler=self.compilation,
+            mask_maker=self.masks if late else INLINE_MASKS,
             hidden_size=worker.loaded.hidden_size,
         )
+        self._queue = StepQueue()
         self._outputs: deque[Output] = deque()
         self.counts: list[int] = []
         """Number of tokens of every row in the results, including rows of requests that had ended."""
@@ -159,30 +174,55 @@ class VllmRun:
         self.core.abort(0, [number])
 
     def run_step(self) -> None:
-        """Fill the queue, then apply the oldest result."""
+        """Fill the queue, then apply the oldest result; if its step waits for masks, make some."""
+        self.make_masks(self._random.random() < 0.3)
         self.dispatch()
         if self._outputs:
-            result = self._outputs.popleft().get()
-            assert result is not None
-            self.core.on_result(RESULTS.decode(encode(result)))
-            self.counts += unpack(result.counts).tolist()
+            self.apply_result()
+        else:
+            self.make_masks()
+
+    def apply_result(self) -> None:
+        """Wait for the oldest result and apply it."""
+        result = self._outputs.popleft().get()
+        assert result is not None
+        self.core.on_result(RESULTS.decode(encode(result)))
+        self.counts += unpack(result.counts).tolist()
         self._publish()
 
+    def make_masks(self, some: bool = True) -> None:
+        """Finish at least one of the masks that are being made, unless not `some`."""
+        while self.masks.waiting and some:
+            ticket = self._random.choice(list(self.masks.waiting))
+            self.core.on_masks(ticket, self.masks.finish(ticket))
+            some = self._random.random() < 0.5
+
     def dispatch(self) -> None:
+        """Send what can be sent, and compute until a step waits for its masks: the worker reads all messages first."""
         for message in self.core.dispatch():
-            match self._session.on(MESSAGES.decode(encode(message))):
-                case ExecuteStep(step):
-                    self._runner.execute_model(step)
-                    if not step.has_structured_output_requests:
-                        self._outputs.append(self._runner.sample_tokens(None))
-                case SampleStep(grammar):
-                    self._outputs.append(self._runner.sample_tokens(grammar))
-                case release:
-                    self._runner.release(unpack(release.slots))  # type: ignore[union-attr]
+            action = self._session.on(MESSAGES.decode(encode(message)))
+            if self._session.collects_masks:
+                assert isinstance(action, ExecuteStep | AddMasks | ReleaseSlots)
+                self._queue.put(action, 0.0)
+            else:
+                self._execute(action)
+        while (queued := self._queue.next()) is not None:
+            self._execute(queued.action)
+
+    def _execute(self, action: Action | None) -> None:
+        match action:
+            case ExecuteStep(step):
+                self._runner.execute_model(step)
+                if self._session.phase is not Phase.SAMPLING and not self._queue.waits:
+                    self._outputs.append(self._runner.sample_tokens(None))
+            case SampleStep(grammar):
+                self._outputs.append(self._runner.sample_tokens(grammar))
+            case release:
+                self._runner.release(unpack(release.slots))  # type: ignore[union-attr]
 
     def finish(self) -> dict[int, VllmStream]:
         """Run until all requests have ended; then every slot is empty: the clean drain (docs/invariants.md)."""
-        while self.core.requests or self._outputs:
+        while self.core.requests or self.core.queue:
             self.run_step()
         self.dispatch()
         assert (self._runner.table.generation == EMPTY).all()

@@ -86,6 +86,7 @@ def worker(expected: dict[str, VllmStream]) -> Iterator[VllmWorker]:
         patch.setattr(torch.cuda, "current_stream", IdleStream)
         patch.setattr(torch.cuda, "stream", nullcontext)
         worker = VllmWorker(create_platform=asynchronous)
+        worker.leaves_rows_out = False  # as on a GPU
         yield worker
         worker.runner.shutdown()
 

@@ -8,23 +8,32 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
 
+from protocol.codec import encode
+from protocol.membership import Assignment, InitializeCache, Speculation
 from protocol.requests import EnginePhase, FinishReason
 from protocol.sampling import GrammarKind, Pooling, SamplingParams, StructuredOutputParams
+from protocol.steps import GrammarOutput, ModelRunnerOutput, ReleaseSlots, SchedulerOutput
 from services.checkpoint import DEMO_MODEL
 from services.config import SchedulerConfig, WorkerConfig
 from services.scheduler.capabilities import Combination, refusal
 from services.worker.backends.vllm.shared_memory import DIRECTORY, PREFIX
 from services.worker.result_sender import EXIT_STUCK
 from services.worker.service import EXIT_REFUSED
+from tests.integration.native.engine_driver import EngineDriver
+from tests.integration.native.test_left_out import NGRAM, ServedAnswers, assert_equal, limits, requests
 from tests.integration.scheduler.engine import FrontendConnection, code_of
+from tests.ranks.conftest import RankPool
+from tests.ranks.group import RankGroup
 
 PATIENCE = 200.0
 """Seconds for a process to end."""
@@ -230,6 +239,71 @@ def test_two_ranks_with_drafts_answer_like_one_without(
         assert sum(client.finished[number].num_accepted_tokens for number in numbers) > 0
         client.close()
         assert running.end() == [0, 0]
+
+
+class UnevenSteps:
+    """`LaunchedSteps` on ranks that have read more or fewer messages when they continue a step: the output rank has
+    read all that were sent, and the others continue after each."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+        self._sent: list[bytes] = []
+
+    def launch(self, plan: SchedulerOutput) -> None:
+        self._sent.append(encode(plan))
+
+    def add_masks(self, grammar: GrammarOutput) -> None:
+        self._sent.append(encode(grammar))
+
+    def release(self, slots: bytes) -> None:
+        self._sent.append(encode(ReleaseSlots(1, slots)))
+
+    def ended(self) -> bool:
+        sent, self._sent = self._sent, []
+        output = self._group.ranks[self._group.output]
+        pieces = {rank: [sent] if rank is output else [[each] for each in sent] for rank in self._group.ranks}
+        for rank, own in pieces.items():
+            for messages in own:
+                rank.send("steps", messages)
+        results = {rank: [rank.receive() for _ in own] for rank, own in pieces.items()}
+        return results[output][-1] > 0
+
+    def result(self) -> ModelRunnerOutput:
+        return msgspec.msgpack.decode(self._group.call("result")[self._group.output], type=ModelRunnerOutput)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    pool = RankPool()
+    yield pool
+    assert not any(pool.close()), "a rank exited with an error"
+
+
+def served(
+    pool: RankPool, ranks: int, depth: int, late: int, speculation: Speculation | None
+) -> ServedAnswers:
+    """Serve constrained and other requests with ranks of their own."""
+    size = replace(limits(40, depth, speculation), block_size=32)
+    sizes = size.block_size, size.num_slots, size.max_num_batched_tokens, size.max_model_len
+    settings = {"backend": "vllm", "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
+    group = RankGroup(pool.take(ranks), DEMO_MODEL, ranks, 1, **settings)
+    loaded = group.load(Assignment(1, 0, 1, *sizes, speculation=speculation), lambda phase, fraction: None)
+    group.init_kv_cache(InitializeCache(size.num_blocks, size.max_model_len))
+    drafts = 0 if speculation is None else speculation.num_speculative_tokens
+    steps, streams = UnevenSteps(group), requests()
+    driver = EngineDriver(steps, size, loaded.vocab_size, depth, late, drafts, patience=0.0)
+    answers = driver.serve(streams)
+    group.call("leave")
+    return ServedAnswers(answers, [stream.scores for stream in streams], driver.core.store.counters)
+
+
+def test_ranks_leave_out_the_same_rows(pool: RankPool) -> None:
+    """The output rank decides for all of them."""
+    wanted = served(pool, 1, 1, 0, None)
+    for depth, late, speculation in ((2, 1, None), (3, 2, NGRAM)):
+        got = served(pool, 2, depth, late, speculation)
+        assert_equal(got, wanted)
+        assert got.counters["left_out_rows_total"] > 3
 
 
 def test_pipeline_stages_are_refused_by_name(tmp_path: Path) -> None:

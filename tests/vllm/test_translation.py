@@ -16,8 +16,9 @@ from services.worker.backends.vllm import vllm_api
 from services.worker.backends.vllm.output import RequestedLogprobs, VllmOutput
 from services.worker.backends.vllm.parameters import RequestGenerator, to_vllm_params
 from services.worker.backends.vllm.plan import RESERVED_BLOCKS, PlanTranslator, TranslatedPlan
+from services.worker.backends.vllm.row_masks import RowMasks
 from services.worker.backends.vllm.sampled_steps import SampledStep
-from services.worker.batch.slots import NONE, PlanError, SlotTable
+from services.worker.batch.slots import NONE, PlanError, Rows, SlotTable
 
 VOCAB = 100
 TIMES = StepTimes(prepared=1.0, forward_began=1.0, forward_ended=1.5, sampled=2.0)
@@ -95,6 +96,16 @@ def test_draw_for_an_incomplete_prompt_is_taken_back() -> None:
     assert draws(generator, 2) == expected
 
 
+def test_draw_for_a_row_that_is_left_out_is_taken_back() -> None:
+    generator = RequestGenerator.after_draws(3, 0)
+    first = draws(generator, 1)
+    for _ in range(2):
+        generator.keep_state()
+        draws(generator, 3)  # with drafts there are several
+        generator.set_offset(generator.get_offset() - 4)
+    assert first + draws(generator, 2) == draws(RequestGenerator.after_draws(3, 0), 3)
+
+
 # -- plans -------------------------------------------------------------------------------------------------------
 
 
@@ -102,7 +113,7 @@ class TranslatorSetup:
     """A slot table, a translator, and the states that vLLM keeps."""
 
     def __init__(self, max_drafts: int = 0) -> None:
-        self.table = SlotTable(4, BLOCK, 20, 256)
+        self.table = SlotTable(4, BLOCK, 20, 256, leaves_rows_out=True)
         self.requests: dict[str, Any] = {}
         self.prompt_logprobs: dict[str, int] = {}
         self.translator = PlanTranslator(self.table, VOCAB, self.requests, self.prompt_logprobs, max_drafts)
@@ -233,16 +244,68 @@ def test_prompt_logprobs_are_requested_by_request_id() -> None:
     assert world.prompt_logprobs == {"0.1": 2}
 
 
-def test_bitmasks_keep_their_order_and_bits() -> None:
+def masks_of(rows: Rows, *slots: int, grammar: GrammarOutput | None = None) -> RowMasks:
+    """Return the masks of a step whose constrained rows have `slots`."""
+    masks = RowMasks(np.array(slots, np.int32), rows, VOCAB)
+    if grammar is not None:
+        masks.add(grammar)
+    return masks
+
+
+def test_bitmasks_keep_their_bits_in_the_order_of_the_plan() -> None:
     world = TranslatorSetup()
     _, rows, _ = world.plan([(slot, 1, 0, 2, True) for slot in (0, 1, 2)], new=new_ones(0, 1, 2))
-    mask = np.arange(8, dtype=np.int32).reshape(2, 4)
-    grammar, acceptable = world.translator.translate_grammar(
-        GrammarOutput(1, 1, pack([2, 0]), mask.tobytes()), rows
+    bits = np.arange(8, dtype=np.int32).reshape(2, 4)
+    masks = masks_of(rows, 0, 2, grammar=GrammarOutput(1, 1, pack([2, 0]), bits.tobytes()))
+    grammar, acceptable, left_out = world.translator.translate_masks(masks, rows)
+    assert grammar.structured_output_request_ids == ["0.1", "2.1"]
+    assert (grammar.grammar_bitmask == bits[::-1]).all()
+    assert (acceptable.tolist(), left_out) == ([0, 0, 0], [])
+
+
+def test_ranks_exchange_masks_as_numbers() -> None:
+    """Their number follows from the plan, whatever masks a rank has."""
+    world = drafting(0, 1, 2)
+    _, rows, _ = world.plan([(slot, 1, 2, 4, True) for slot in (0, 1, 2)], drafts=[3, 3, 3])
+    words = np.arange(8, dtype=np.int32)
+    sent = masks_of(rows, 0, 1, grammar=GrammarOutput(1, 1, pack([1]), words.tobytes(), pack([2])))
+    received = masks_of(rows, 0, 1)
+    received.numbers[:] = sent.numbers
+    ours, theirs = (world.translator.translate_masks(masks, rows) for masks in (sent, received))
+    assert (ours.acceptable.tolist(), ours.left_out) == ([0, 1, 0], ["0.1"])
+    assert (theirs.acceptable.tolist(), theirs.left_out) == ([0, 1, 0], ["0.1"])
+    assert theirs.grammar.grammar_bitmask[4:6].reshape(-1).tolist() == words.tolist()
+    assert (theirs.grammar.grammar_bitmask == ours.grammar.grammar_bitmask).all()
+
+
+def test_row_behind_a_left_out_one_begins_with_the_last_known_token() -> None:
+    """The plans count a token for each row; vLLM has none of the first row, and then one less."""
+    world = TranslatorSetup()
+    world.step(
+        [(0, 1, 0, 40, True), (1, 1, 0, 2, True)],
+        new=[new(0, 1, range(40), [3, 8]), *new_ones(1)],
+        masked=[0],
     )
-    assert grammar.structured_output_request_ids == ["2.1", "0.1"]
-    assert (grammar.grammar_bitmask == mask).all()
-    assert acceptable.tolist() == [0, 0, 0]
+    world.requests["1.1"].output_token_ids.append(9)
+    step, rows, _ = world.plan([(0, 1, 40, 1, True), (1, 1, 2, 1, True)], masked=[0])
+    assert (rows.starts.tolist(), rows.counts.tolist()) == ([39, 2], [1, 1])
+    cached = step.scheduled_cached_reqs
+    assert (cached.num_computed_tokens, cached.num_output_tokens) == ([39, 2], [0, 1])
+    world.requests["0.1"].output_token_ids.append(7)
+    step, rows, _ = world.plan([(0, 1, 41, 1, True)], masked=[0])
+    assert (rows.starts.tolist(), step.scheduled_cached_reqs.num_output_tokens) == ([40], [1])
+
+
+def test_left_out_rows_may_sample_anything_and_accept_no_draft() -> None:
+    """Their samples are discarded."""
+    world = drafting(0, 1, 2)
+    _, rows, _ = world.plan([(slot, 1, 2, 4, True) for slot in (0, 1, 2)], drafts=[3, 3, 3])
+    masks = world.translator.translate_masks(masks_of(rows, 0, 1), rows)
+    assert masks.left_out == ["0.1", "1.1"]
+    assert masks.acceptable is not None
+    assert masks.acceptable.tolist()[:2] == [0, 0]
+    assert masks.grammar is not None
+    assert (masks.grammar.grammar_bitmask == -1).all()
 
 
 # -- drafts ------------------------------------------------------------------------------------------------------
@@ -335,11 +398,12 @@ def test_missing_masks_are_filled_and_drafts_without_a_mask_are_not_accepted() -
     plan = [(1, 1, 2, 3, True), (0, 1, 2, 4, True), (2, 1, 2, 1, True)]
     _, rows, _ = world.plan(plan, drafts=[2, 3, 0])
     mask = np.arange(28, dtype=np.int32).reshape(7, 4)
-    masks = GrammarOutput(1, 1, pack([0, 1, 3]), mask.tobytes(), pack([2, 4, 1]))
-    grammar, acceptable = world.translator.translate_grammar(masks, rows)
-    assert grammar.structured_output_request_ids == ["0.1", "1.1"]
+    message = GrammarOutput(1, 1, pack([0, 1, 3]), mask.tobytes(), pack([2, 4, 1]))
+    masks = masks_of(rows, 1, 0, grammar=message)
+    grammar, acceptable, _ = world.translator.translate_masks(masks, rows)
+    assert grammar.structured_output_request_ids == ["1.1", "0.1"]
     free = np.full((2, 4), -1, np.int32)
-    assert (grammar.grammar_bitmask == np.concatenate([mask[:2], free, mask[2:5]])).all()
+    assert (grammar.grammar_bitmask == np.concatenate([mask[2:5], mask[:2], free])).all()
     assert acceptable.tolist() == [2, 1, 0]
 
 

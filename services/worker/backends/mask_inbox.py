@@ -1,4 +1,4 @@
-"""Grammar masks between the main thread and the thread that samples, and when the latter goes on without them.
+"""Grammar masks of launched steps, and when a step is sampled without them.
 
 The rule is that of the left-out row (docs/invariants.md).
 """
@@ -40,7 +40,8 @@ class _Prepared(NamedTuple):
 
 
 class MaskInbox:
-    """Masks of launched steps. `take` belongs to the thread that samples, `close` to any, the rest to the main thread.
+    """Masks of launched steps. `take` belongs to the thread that samples, `close` to any, the rest to the main thread,
+    which calls `poll` instead of `take` if it samples as well.
 
     A step without some of its masks waits as long as nobody else is held back. It is sampled without them when its
     forward pass has ended and a later step is prepared, if one of the two has a row of another request, or when so many
@@ -99,13 +100,24 @@ class MaskInbox:
                 if self._closed:
                     raise RanksLost("the epoch has ended")
                 self._clock.wait(self._changed, decided - now if decided < math.inf else None)
-            self._sampled = step_id
-            left_out = self._missing(step_id, waiting)
-            taken = self._masks.pop(step_id, [])
-            self._arrived.pop(step_id, None)
-            for before in [known for known in self._masks if known < step_id]:
-                del self._masks[before], self._arrived[before]
-            return TakenMasks(taken, left_out, decided)
+            return self._taken(step_id, waiting, decided)
+
+    def poll(self, step_id: int, slots: I32) -> TakenMasks | None:
+        """`take` of a step whose forward pass has ended, without waiting; None: the step waits."""
+        waiting = frozenset(slots.tolist())
+        with self._changed:
+            decided = self._decided(step_id, waiting, 0.0)
+            return self._taken(step_id, waiting, decided) if decided <= self._clock.monotonic() else None
+
+    def _taken(self, step_id: int, waiting: frozenset[int], decided: float) -> TakenMasks:
+        """Return the masks of a step, and drop those of steps before."""
+        self._sampled = step_id
+        left_out = self._missing(step_id, waiting)
+        taken = self._masks.pop(step_id, [])
+        self._arrived.pop(step_id, None)
+        for before in [known for known in self._masks if known < step_id]:
+            del self._masks[before], self._arrived[before]
+        return TakenMasks(taken, left_out, decided)
 
     def _missing(self, step_id: int, waiting: frozenset[int]) -> frozenset[int]:
         """Return the slots of `waiting` whose masks have not arrived."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from protocol.membership import Assignment, Speculation
 from services.worker import machine
@@ -17,6 +16,7 @@ from services.worker.backends.vllm import vllm_api
 from services.worker.backends.vllm.checkpoint import DTYPE_CHOICES
 from services.worker.backends.vllm.draft_verifier import DraftVerifier
 from services.worker.backends.vllm.engine_config import EngineOptions, create_engine_config
+from services.worker.backends.vllm.plan import TranslatedMasks
 from services.worker.backends.vllm.platforms.interface import WorkerPlatform
 from services.worker.backends.vllm.process_groups import ProcessGroups
 from services.worker.backends.vllm.sampled_steps import SampledStep
@@ -220,20 +220,26 @@ class VllmEngine:
         states = self.runner.execute_model_state.hidden_states
         pooled.take(states[self.platform.index(pooled.tokens + shift[pooled.tokens])].float())
 
-    def sample(
-        self, grammar: vllm_api.GrammarOutput | None, ids: list[str], acceptable: NDArray[np.int32] | None
-    ) -> SampledStep:
+    def sample(self, masks: TranslatedMasks, ids: list[str]) -> SampledStep:
         """Sample the step just executed.
 
         Args:
             ids: request id of each row of the plan
-            acceptable: int32[rows], largest number of drafts to accept; None: all
         """
+        row_of = self.runner.input_batch.req_id_to_index
         if self._verifier is not None:
-            row_of = self.runner.input_batch.req_id_to_index
-            limits = () if acceptable is None else zip(ids, acceptable.tolist(), strict=True)
+            limits = () if masks.acceptable is None else zip(ids, masks.acceptable.tolist(), strict=True)
             self._verifier.acceptable = {row_of[request_id]: limit for request_id, limit in limits}
-        return SampledStep(self._wrapper.sample_tokens(grammar))
+        for request_id in masks.left_out:
+            self._discard(row_of[request_id])
+        return SampledStep(self._wrapper.sample_tokens(masks.grammar))
+
+    def _discard(self, row: int) -> None:
+        """Let vLLM discard what it samples for a row of its batch, as it does for a part of a prompt, and take back the
+        random numbers."""
+        self.runner.discard_request_mask.np[row] = True
+        if (generator := self.runner.input_batch.generators.get(row)) is not None:
+            generator.keep_state()
 
     def take_drafts(self) -> vllm_api.DraftTokenIds | None:
         """Return the drafts that were proposed after the step just sampled."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.codec import unpack
 from protocol.membership import Assignment, InitializeCache
 from protocol.steps import GrammarOutput, SchedulerOutput
 from services.worker.backends.device_times import StepClock
@@ -13,8 +14,9 @@ from services.worker.backends.pending_step import PendingStep, own_grammar
 from services.worker.backends.pooling import PooledRows, Pooler
 from services.worker.backends.vllm.engine import VllmEngine
 from services.worker.backends.vllm.output import RequestedLogprobs, VllmOutput
-from services.worker.backends.vllm.plan import RESERVED_BLOCKS, PlanTranslator
+from services.worker.backends.vllm.plan import RESERVED_BLOCKS, PlanTranslator, TranslatedMasks
 from services.worker.backends.vllm.process_groups import ProcessGroups
+from services.worker.backends.vllm.row_masks import RowMasks
 from services.worker.batch.slots import Rows, SlotTable
 from services.worker.runner import ForwardDone, Output
 
@@ -35,18 +37,28 @@ class _ExecutedVllmStep:
 class VllmEpoch:
     """One epoch of a rank. Allocates the engine's KV cache.
 
+    Args:
+        leaves_rows_out: constrained rows may be left out (left-out row, docs/invariants.md)
+
     Raises: RanksLost, also from `execute` and `sample`.
     """
 
     def __init__(
-        self, engine: VllmEngine, groups: ProcessGroups, assignment: Assignment, init: InitializeCache
+        self,
+        engine: VllmEngine,
+        groups: ProcessGroups,
+        assignment: Assignment,
+        init: InitializeCache,
+        leaves_rows_out: bool,
     ) -> None:
         self._engine, self._groups = engine, groups
         self._reports = assignment.rank == assignment.output_rank
+        self._leaves_rows_out = leaves_rows_out
         with groups.detect_lost_ranks():
             engine.allocate(init.num_blocks + RESERVED_BLOCKS)
         self.table = SlotTable(
-            assignment.num_slots, assignment.block_size, init.num_blocks, init.max_model_len
+            *(assignment.num_slots, assignment.block_size, init.num_blocks, init.max_model_len),
+            leaves_rows_out=leaves_rows_out,
         )
         self._pooler = Pooler(assignment.num_slots, engine.hidden_size, engine.runner.device)
         batch, speculation = engine.runner, assignment.speculation
@@ -78,13 +90,10 @@ class VllmEpoch:
     def sample(self, grammar: GrammarOutput | None) -> Output:
         """Sample the executed step, as `ModelRunner.sample_tokens`."""
         p = self._pending.take()
-        step, grammar = p.step, own_grammar(p.step, grammar)
-        engine, translator = self._engine, self._translator
-        masks, acceptable = (
-            translator.translate_grammar(grammar, p.rows) if grammar is not None else (None, None)
-        )
+        step, engine, translator = p.step, self._engine, self._translator
+        masks = self._masks(p, grammar)
         with self._groups.detect_lost_ranks():
-            sampled = engine.sample(masks, p.ids, acceptable)
+            sampled = engine.sample(masks, p.ids)
         translator.drafts.store(engine.take_drafts())
         positions = zip(p.ids, p.rows.ends.tolist(), p.rows.samples.tolist(), strict=True)
         translator.placeholders.add(sampled, {name: end for name, end, samples in positions if samples})
@@ -94,10 +103,25 @@ class VllmEpoch:
         needs_drafts = step.num_speculative_tokens and step.has_structured_output_requests
         proposed = translator.drafts.column(p.ids, step.num_speculative_tokens) if needs_drafts else None
         embeddings = engine.platform.download(p.pooled.embeddings) if p.pooled is not None else None
-        pooled = p.pooled, embeddings
         return VllmOutput(
-            step, p.rows, p.ids, p.requested, sampled, p.clock, ended, *pooled, acceptable, proposed
+            *(step, p.rows, p.ids, p.requested, sampled, p.clock, ended),
+            *(p.pooled, embeddings, masks.acceptable, proposed),
         )
+
+    def _masks(self, p: _ExecutedVllmStep, grammar: GrammarOutput | None) -> TranslatedMasks:
+        """Return the masks of a step, and the constrained rows that have none.
+
+        Every rank samples, and other ranks may have read other masks by now. So they use those of the output rank.
+        """
+        if not self._leaves_rows_out:
+            grammar = own_grammar(p.step, grammar)
+        if not p.step.has_structured_output_requests:
+            return TranslatedMasks()
+        masks = RowMasks(unpack(p.step.masked), p.rows, self._engine.vocab_size)
+        if self._reports and grammar is not None:
+            masks.add(grammar)
+        self._groups.broadcast(masks.numbers)
+        return self._translator.translate_masks(masks, p.rows)
 
     def release(self, slots: NDArray[np.int32]) -> None:
         self.table.release(slots)

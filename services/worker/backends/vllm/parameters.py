@@ -63,12 +63,12 @@ def _limited(count: int | None, vocab_size: int) -> int | None:
 class RequestGenerator(torch.Generator):
     """Random numbers of one request for vLLM's sampler: one draw for each output token.
 
-    vLLM draws for every row, and takes the draw back if the row's prompt is not complete. It does so by the generator's
-    offset, which only CUDA has. Nothing was drawn before the prompt is complete, so here every offset means the state
-    at which the request entered.
+    vLLM draws for every row, and takes the draw back if the row's token is discarded. It does so by the generator's
+    offset, which only CUDA has, so here every offset means the state that was kept: at first the one at which the
+    request entered, because nothing is drawn before the prompt is complete.
     """
 
-    _entered: torch.Tensor
+    _kept: torch.Tensor
 
     @classmethod
     def after_draws(cls, seed: int, num_draws: int) -> "RequestGenerator":
@@ -77,11 +77,15 @@ class RequestGenerator(torch.Generator):
         generator.manual_seed(seed)
         for _ in range(num_draws):
             torch.randint(0, 2**31, (1,), generator=generator)
-        generator._entered = generator.get_state()
+        generator.keep_state()
         return generator
+
+    def keep_state(self) -> None:
+        """The next draws may be taken back."""
+        self._kept = self.get_state()
 
     def get_offset(self) -> int:
         return 0
 
     def set_offset(self, offset: int) -> torch.Generator:
-        return self.set_state(self._entered)
+        return self.set_state(self._kept)

@@ -5,7 +5,7 @@ vLLM's batch as vLLM resumes a preempted request: by its state; a new request is
 sampled before, on any worker, count as output, and the request's random numbers continue after them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,19 +13,17 @@ import torch
 from numpy.typing import NDArray
 
 from protocol.codec import unpack
-from protocol.rows import GrammarRows
-from protocol.steps import GrammarOutput, NewRequest, SchedulerOutput
+from protocol.steps import NewRequest, SchedulerOutput
 from services.worker.backends.vllm import vllm_api
 from services.worker.backends.vllm.parameters import RequestGenerator, to_vllm_params
 from services.worker.backends.vllm.proposed_drafts import ProposedDrafts
+from services.worker.backends.vllm.row_masks import LEFT_OUT, RowMasks
 from services.worker.backends.vllm.sampled_steps import TokenPlaceholders
 from services.worker.batch.slots import Rows, SlotTable
 from services.worker.sampling.reference import GREEDY_BELOW
 
 RESERVED_BLOCKS = 1
 """vLLM reserves its first block, so its block ids are one higher than the plan's."""
-ALL_ALLOWED = -1
-"""A word of a bitmask that allows every token."""
 
 
 class TranslatedPlan(NamedTuple):
@@ -34,6 +32,14 @@ class TranslatedPlan(NamedTuple):
     """Rows of the plan at their true positions."""
     ids: list[str]
     """vLLM's request id of each row."""
+
+
+class TranslatedMasks(NamedTuple):
+    grammar: vllm_api.GrammarOutput | None = None
+    acceptable: NDArray[np.int32] | None = None
+    """int32[rows]: largest number of drafts to accept; None: all."""
+    left_out: Sequence[str] = ()
+    """Request ids of the constrained rows that are not sampled."""
 
 
 class PlanTranslator:
@@ -79,7 +85,7 @@ class PlanTranslator:
             self._entering[request.slot] = request
             self._ids[request.slot] = f"{request.slot}.{request.generation}"
         ids, table = self.request_ids(planned.slots), self._table
-        rows, drafts = self.drafts.settle_rows(planned, ids)
+        rows, drafts = self.drafts.settle_rows(planned, ids, unpack(step.masked))
         entered = set(self.request_ids(self._enter(rows)))
         known = np.where(rows.samples, rows.ends - rows.drafts, table.num_tokens[rows.slots])
         vllm_step = vllm_api.SchedulerOutput(
@@ -110,40 +116,20 @@ class PlanTranslator:
         empty.finished_req_ids = self._remove(slots)
         return empty
 
-    def translate_grammar(
-        self, grammar: GrammarOutput, rows: Rows
-    ) -> tuple[vllm_api.GrammarOutput, NDArray[np.int32]]:
-        """Translate the bitmasks of a step.
-
-        vLLM expects one mask for every draft of a row and one more. Missing masks are filled with masks that allow
-        every token, and the drafts behind them are not accepted: acceptable drafts (docs/invariants.md).
+    def translate_masks(self, masks: RowMasks, rows: Rows) -> TranslatedMasks:
+        """Translate the masks of a step.
 
         Args:
             rows: of the step, as `translate` returned them
-
-        Returns: vLLM's masks, and int32[rows] with the largest number of drafts to accept.
-
-        Raises: ProtocolError
         """
-        masked = GrammarRows.from_message(grammar, self._vocab_size)
-        row_of = {slot: row for row, slot in enumerate(rows.slots.tolist())}
-        slots, masks, acceptable = [], [], rows.drafts.copy()
-        for slot, count, end in zip(
-            masked.slots.tolist(), masked.counts, np.cumsum(masked.counts), strict=True
-        ):
-            if (row := row_of.get(slot)) is None:
-                continue
-            own = masked.masks[end - count : end]
-            wanted = int(rows.drafts[row]) + 1
-            acceptable[row] = min(wanted, count) - 1
-            slots.append(slot)
-            masks += [
-                own[:wanted],
-                np.full((max(0, wanted - count), own.shape[1]), ALL_ALLOWED, np.int32),
-            ]
-        # A copy, because torch requires writable memory.
-        bitmask = np.concatenate(masks) if masks else masked.masks[:0].copy()
-        return vllm_api.GrammarOutput([self._ids[slot] for slot in slots], bitmask), acceptable
+        acceptable, ids = rows.drafts.copy(), self.request_ids(masks.slots)
+        acceptable[masks.rows] = np.maximum(masks.acceptable, 0)
+        left_out = [
+            request_id
+            for request_id, limit in zip(ids, masks.acceptable.tolist(), strict=True)
+            if limit == LEFT_OUT
+        ]
+        return TranslatedMasks(vllm_api.GrammarOutput(ids, masks.bitmask), acceptable, left_out)
 
     def _remove(self, slots: NDArray[np.int32]) -> set[str]:
         for slot in slots.tolist():

@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import distributed
 
 from protocol.membership import Assignment
@@ -76,6 +79,15 @@ class ProcessGroups:
         if self.has_several_ranks:
             with self.detect_lost_ranks():
                 self._memory.unlink(_c10d.barrier)
+
+    def broadcast(self, numbers: NDArray[np.int32]) -> None:
+        """Replace the numbers of every rank by those of the output rank. All ranks call it with as many.
+
+        Raises: RanksLost
+        """
+        if self.has_several_ranks:
+            with self.detect_lost_ranks():
+                _c10d.broadcast(torch.from_numpy(numbers), self._assignment.output_rank)
 
     def _store(self) -> Any:
         if not self.has_several_ranks:

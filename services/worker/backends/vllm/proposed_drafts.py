@@ -1,11 +1,14 @@
 """Drafts that vLLM's drafter proposed for the next step, and the true position of each request.
 
-A plan counts every draft in flight as accepted: optimistic drafts (docs/invariants.md). When a plan is translated on
-the CPU, vLLM has already sampled the step before, so its own states show the true positions. Rows are moved there once,
-and filled with the drafts that exist. To vLLM, the scheduler looks synchronous.
+A plan counts every draft in flight as accepted, and no row as left out: true position (docs/invariants.md). When a plan
+is translated on the CPU, vLLM has already sampled the step before, so its own states show the true positions. Rows are
+moved there once, and filled with the drafts that exist. To vLLM, the scheduler looks synchronous.
+
+Without speculation only constrained rows can be elsewhere than planned, because no other row is left out.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,19 +35,29 @@ class ProposedDrafts:
         self._proposed: dict[str, list[int]] = {}
         """Drafts of the latest step. Requests that were not in that step have none: latest drafts."""
 
-    def settle_rows(self, rows: Rows, ids: list[str]) -> tuple[Rows, dict[str, list[int]]]:
+    def settle_rows(self, rows: Rows, ids: list[str], masked: I32) -> tuple[Rows, dict[str, list[int]]]:
         """Return the rows at their true positions, with as many drafts as exist, and these drafts by request id.
 
         Args:
             ids: request id of each row
+            masked: int32[constrained rows that sample], their slots
 
         Raises: PlanError, if a row is planned before its request's position (position bound), or has drafts although
             there is no speculation.
         """
-        if not self._max_drafts:
-            if rows.drafts.any():
-                raise PlanError("the plan has drafts, but this group's assignment has no drafter")
+        if self._max_drafts:
+            return self._with_drafts(rows, ids)
+        if rows.drafts.any():
+            raise PlanError("the plan has drafts, but this group's assignment has no drafter")
+        if not len(masked):
             return rows, {}
+        some, starts = np.isin(rows.slots, masked), rows.starts.copy()
+        known = self._known(rows.select(some), [ids[row] for row in np.flatnonzero(some).tolist()])
+        starts[some] = np.minimum(starts[some], known - 1)
+        return replace(rows, starts=starts), {}
+
+    def _known(self, rows: Rows, ids: list[str]) -> I32:
+        """Return int32[rows]: number of tokens that vLLM knows of each request. Raises: PlanError"""
         states, firsts = map(self._requests.get, ids), rows.ends - rows.drafts
         known = np.array([-1 if s is None else s.num_tokens for s in states], np.int32)
         known = np.where(known < 0, firsts, known)  # a request that enters is where the plan says
@@ -53,6 +66,10 @@ class ProposedDrafts:
             raise PlanError(
                 f"slot {rows.slots[i]}: the plan samples token {firsts[i]}, but {known[i]} tokens are known already"
             )
+        return known
+
+    def _with_drafts(self, rows: Rows, ids: list[str]) -> tuple[Rows, dict[str, list[int]]]:
+        known = self._known(rows, ids)
         # A request that has filled the context is planned until the scheduler has processed its end. It computes its
         # last token but one again, which vLLM takes for a part of a prompt, so nothing is sampled.
         starts = np.minimum(np.minimum(rows.starts, known - 1), self._max_model_len - 2)

@@ -64,7 +64,13 @@ class VllmRunner:
         found = self._checkpoint
         single = SINGLE_GPU if self._config.device == "cuda" else ""
         sizes = (1,) if single else found.tensor_parallel_sizes
-        return Identity(found.digest, found.dtype, sizes, tokenizer=found.tokenizer, single_rank=single)
+        return Identity(
+            *(found.digest, found.dtype, sizes),
+            tokenizer=found.tokenizer,
+            leaves_rows_out=not single,  # the end of a forward pass on a GPU is not observed
+            waits_for_masks=False,
+            single_rank=single,
+        )
 
     def load(
         self, assignment: Assignment, progress: Progress, listener: socket.socket | None = None
@@ -118,7 +124,8 @@ class VllmRunner:
 
     def init_kv_cache(self, init: InitializeCache) -> None:
         engine, groups = self._parts()
-        self._epoch.set(VllmEpoch(engine, groups, self._assignment.get(), init))
+        leaves_rows_out = self.identify().leaves_rows_out
+        self._epoch.set(VllmEpoch(engine, groups, self._assignment.get(), init, leaves_rows_out))
 
     @property
     def engine(self) -> VllmEngine:
@@ -142,7 +149,7 @@ class VllmRunner:
         return self._epoch.get().sample(grammar)
 
     def add_masks(self, grammar: GrammarOutput) -> None:
-        raise RuntimeError("vLLM's runner samples a step as a whole")
+        raise RuntimeError("vLLM's runner samples a step at once, with the masks that it is given then")
 
     def release(self, slots: NDArray[np.int32]) -> None:
         self._epoch.get().release(slots)

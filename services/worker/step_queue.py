@@ -1,0 +1,66 @@
+"""Steps of a runner that computes on the thread that reads messages, and therefore cannot wait for masks itself.
+
+A step with constrained rows waits here between its forward pass and its sampling: until its masks are complete, or
+until it holds back another request (left-out row, docs/invariants.md). Everything else that arrives meanwhile waits
+behind it, in order.
+"""
+
+from collections import deque
+from typing import NamedTuple
+
+from protocol.codec import unpack
+from protocol.steps import ReleaseSlots
+from services.worker.backends.mask_inbox import KEPT_STEPS, MaskInbox, joined
+from services.worker.session import AddMasks, ExecuteStep, ResendResult, SampleStep, StepAction
+
+
+class QueuedAction(NamedTuple):
+    action: ExecuteStep | SampleStep | ResendResult | ReleaseSlots
+    received: float
+    """When its message was read: seconds on the monotonic clock. That of the plan for a `SampleStep`."""
+
+
+class StepQueue:
+    """The actions of one epoch, without I/O."""
+
+    def __init__(self) -> None:
+        self._masks = MaskInbox(KEPT_STEPS)  # the thread that reads masks waits for no step
+        self._behind: deque[QueuedAction] = deque()
+        self._executed: QueuedAction | None = None
+        """The step that waits for its masks."""
+
+    @property
+    def waits(self) -> bool:
+        """True: a step was executed and is not sampled yet."""
+        return self._executed is not None
+
+    def put(self, action: StepAction, received: float) -> None:
+        if isinstance(action, AddMasks):
+            self._masks.put(action.grammar)
+            return
+        if isinstance(action, ExecuteStep):
+            self._masks.prepared(action.step.step_id, unpack(action.step.slots))
+        self._behind.append(QueuedAction(action, received))
+
+    def next(self) -> QueuedAction | None:
+        """Return the action to execute next; None: there is none, or a step waits for its masks.
+
+        While a step waits, call it only when all messages that have arrived were put: masks among them are used.
+        """
+        if self._executed is not None:
+            return self._sampling(self._executed)
+        if not self._behind:
+            return None
+        queued = self._behind.popleft()
+        if isinstance(queued.action, ExecuteStep) and queued.action.step.has_structured_output_requests:
+            self._executed = queued
+        return queued
+
+    def _sampling(self, executed: QueuedAction) -> QueuedAction | None:
+        assert isinstance(executed.action, ExecuteStep)
+        step = executed.action.step
+        taken = self._masks.poll(step.step_id, unpack(step.masked))
+        if taken is None:
+            return None
+        self._executed = None
+        return QueuedAction(SampleStep(joined(taken.parts), step), executed.received)

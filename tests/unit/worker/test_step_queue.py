@@ -1,0 +1,116 @@
+"""The order of forward passes, samplings and masks for a runner that computes on the thread that reads messages."""
+
+import numpy as np
+
+from protocol.codec import pack
+from protocol.steps import GrammarOutput, ReleaseSlots, SchedulerOutput
+from services.worker.backends.mask_inbox import joined
+from services.worker.session import AddMasks, ExecuteStep, SampleStep
+from services.worker.step_queue import QueuedAction, StepQueue
+
+
+def plan(step_id: int, *slots: int, masked: tuple[int, ...] = ()) -> SchedulerOutput:
+    empty = b""
+    return SchedulerOutput(
+        *(1, step_id, pack(slots), empty, empty, empty, empty),
+        has_structured_output_requests=bool(masked),
+        masked=pack(masked),
+    )
+
+
+def masks(step_id: int, *slots: int) -> GrammarOutput:
+    words = np.arange(len(slots), dtype=np.int32)
+    return GrammarOutput(1, step_id, pack(slots), memoryview(words.tobytes()))
+
+
+def queue_with(*messages: SchedulerOutput | GrammarOutput | ReleaseSlots) -> StepQueue:
+    """Return a queue with messages that were read at 1.0, 2.0, and so on."""
+    queue = StepQueue()
+    put(queue, *messages)
+    return queue
+
+
+def put(queue: StepQueue, *messages: SchedulerOutput | GrammarOutput | ReleaseSlots) -> None:
+    for number, message in enumerate(messages, start=1):
+        match message:
+            case SchedulerOutput():
+                queue.put(ExecuteStep(message), float(number))
+            case GrammarOutput():
+                queue.put(AddMasks(message), float(number))
+            case ReleaseSlots():
+                queue.put(message, float(number))
+
+
+def actions(queue: StepQueue) -> list[object]:
+    """Return all actions that can be executed."""
+    taken: list[object] = []
+    while (queued := queue.next()) is not None:
+        taken.append(queued.action)
+    return taken
+
+
+def test_steps_without_constrained_rows_wait_for_nothing() -> None:
+    first, second, release = plan(1, 4), plan(2, 4), ReleaseSlots(1, pack([4]))
+    queue = queue_with(first, second, release)
+    assert queue.next() == QueuedAction(ExecuteStep(first), 1.0)
+    assert not queue.waits
+    assert queue.next() == QueuedAction(ExecuteStep(second), 2.0)
+    assert queue.next() == QueuedAction(release, 3.0)
+    assert queue.next() is None
+
+
+def test_a_step_waits_for_all_of_its_masks() -> None:
+    step = plan(1, 4, 5, 6, masked=(4, 6))
+    queue = queue_with(step)
+    assert actions(queue) == [ExecuteStep(step)]
+    assert queue.waits
+    put(queue, masks(1, 6))
+    assert queue.next() is None
+    put(queue, masks(1, 4))
+    both = joined([masks(1, 6), masks(1, 4)])
+    assert queue.next() == QueuedAction(SampleStep(both, step), 1.0)
+    assert not queue.waits
+
+
+def test_a_later_step_of_another_request_ends_the_wait() -> None:
+    step, later = plan(1, 4, 5, 6, masked=(4, 6)), plan(2, 5)
+    queue = queue_with(step, masks(1, 6))
+    assert actions(queue) == [ExecuteStep(step)]
+    put(queue, later)
+    assert actions(queue) == [SampleStep(masks(1, 6), step), ExecuteStep(later)]
+    put(queue, masks(1, 4))
+    assert actions(queue) == []
+
+
+def test_every_constrained_row_is_left_out() -> None:
+    step, later = plan(1, 4, 5, masked=(4,)), plan(2, 4, 5, masked=(4,))
+    queue = queue_with(step, later)
+    assert actions(queue) == [ExecuteStep(step), SampleStep(None, step), ExecuteStep(later)]
+    assert queue.waits
+
+
+def test_masks_that_were_read_behind_the_later_plan_are_used() -> None:
+    step, later = plan(1, 4, 5, masked=(4,)), plan(2, 5)
+    queue = queue_with(step)
+    queue.next()
+    put(queue, later, masks(1, 4))
+    assert actions(queue) == [SampleStep(masks(1, 4), step), ExecuteStep(later)]
+
+
+def test_a_later_step_of_the_same_request_does_not_end_the_wait() -> None:
+    step, later, release = plan(1, 4, masked=(4,)), plan(2, 4, masked=(4,)), ReleaseSlots(1, pack([3]))
+    queue = queue_with(step, later, release)
+    assert actions(queue) == [ExecuteStep(step)]
+    put(queue, masks(1, 4))
+    assert actions(queue) == [SampleStep(masks(1, 4), step), ExecuteStep(later)]
+    put(queue, masks(2, 4))
+    assert actions(queue) == [SampleStep(masks(2, 4), later), release]
+
+
+def test_masks_may_come_before_the_forward_pass() -> None:
+    """A later step waits behind one that waits for its masks."""
+    step, later = plan(1, 4, masked=(4,)), plan(2, 4, 5, masked=(5,))
+    queue = queue_with(step)
+    queue.next()
+    put(queue, later, masks(2, 5))
+    assert actions(queue) == [SampleStep(None, step), ExecuteStep(later), SampleStep(masks(2, 5), later)]

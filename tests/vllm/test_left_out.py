@@ -1,0 +1,99 @@
+"""Constrained rows whose masks are late are left out on the vLLM backend, and hold back nobody."""
+
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from protocol.membership import Speculation
+from tests.simulation.grammar import structured
+from tests.vllm.driver import VllmRun, VllmStream, VllmWorker
+from tests.vllm.parameter_cases import FEW_BLOCKS, GREEDY, SAMPLED, assert_equal, prompt_of
+
+DRAFTS = Speculation("ngram", 3, prompt_lookup_min=1, prompt_lookup_max=3)
+PHRASE = prompt_of(1, 6)
+
+
+def streams() -> list[VllmStream]:
+    """Return constrained and other requests with all that a discarded sample could change."""
+    scored = msgspec.structs.replace(GREEDY, logprobs=2, prompt_logprobs=1)
+    warm = msgspec.structs.replace(SAMPLED, repetition_penalty=1.3, presence_penalty=0.9, logprobs=1)
+    return [
+        VllmStream(PHRASE * 9, scored),
+        VllmStream(PHRASE * 5, scored, structured(1)),
+        VllmStream(prompt_of(3), warm),
+        VllmStream(prompt_of(4), warm, structured(2)),
+        VllmStream(PHRASE * 20, msgspec.structs.replace(SAMPLED, seed=5, top_k=20), structured(3)),
+        VllmStream(prompt_of(2), GREEDY, structured(6)),
+        VllmStream(prompt_of(5), msgspec.structs.replace(SAMPLED, seed=6, min_p=0.1)),
+        VllmStream(prompt_of(6), msgspec.structs.replace(SAMPLED, seed=7, min_tokens=9), structured(4)),
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[VllmStream]:
+    """Answers without drafts at depth one, whose masks are there in time."""
+    worker = VllmWorker()
+    with VllmRun(worker, 1, prefix_caching=False) as run:
+        answers = run.serve(*streams())
+        assert not run.core.store.counters["left_out_rows_total"]
+    worker.runner.shutdown()
+    return answers
+
+
+@pytest.fixture(scope="module", params=[None, DRAFTS], ids=["without drafts", "ngram"])
+def worker(expected: list[VllmStream], request: pytest.FixtureRequest) -> Iterator[VllmWorker]:
+    """A process has one vLLM at a time."""
+    worker = VllmWorker(request.param)
+    yield worker
+    worker.runner.shutdown()
+
+
+@pytest.mark.parametrize("num_blocks", [200, FEW_BLOCKS], ids=["roomy", "preempting"])
+@pytest.mark.parametrize(("depth", "late"), [(2, 1), (2, 2), (3, 3)])
+def test_answers_are_those_of_depth_one(
+    depth: int, late: int, num_blocks: int, worker: VllmWorker, expected: list[VllmStream]
+) -> None:
+    with VllmRun(worker, depth, num_blocks, late=late) as run:
+        for got, wanted in zip(run.serve(*streams()), expected, strict=True):
+            assert_equal(got, wanted)
+        assert run.core.store.counters["left_out_rows_total"] > 3
+        assert num_blocks > FEW_BLOCKS or run.core.stats()["num_preemptions"] > 0
+        assert worker.speculation is None or run.core.stats()["spec_decode_num_accepted_tokens"] > 0
+
+
+def test_neighbours_end_while_masks_are_missing(worker: VllmWorker, expected: list[VllmStream]) -> None:
+    """No mask is made until the other requests have all of their tokens."""
+    with VllmRun(worker, 2, late=1) as run:
+        served = [run.add(number, stream) for number, stream in enumerate(streams())]
+        free = [stream for stream in served if stream.structured is None]
+        while any(stream.finish is None for stream in free):
+            run.dispatch()
+            run.apply_result()
+        assert [stream.tokens for stream in served if stream.structured is not None] == [[]] * 5
+        run.finish()
+    for got, wanted in zip(served, expected, strict=True):
+        assert_equal(got, wanted)
+
+
+def test_a_request_that_is_alone_waits_for_its_masks(worker: VllmWorker, expected: list[VllmStream]) -> None:
+    with VllmRun(worker, 5, late=1) as run:
+        assert_equal(run.serve_one(0, streams()[1]), expected[1])
+        assert run.core.store.counters["left_out_rows_total"] == 0
+
+
+def test_every_row_of_a_step_is_left_out(worker: VllmWorker, expected: list[VllmStream]) -> None:
+    """The second step has a constrained row alone, and the third one a row of another request."""
+    with VllmRun(worker, 2, late=1) as run:
+        constrained = run.add(0, streams()[1])
+        run.dispatch()
+        run.make_masks()
+        run.dispatch()
+        run.apply_result()
+        other = run.add(1, streams()[0])
+        run.dispatch()
+        run.apply_result()
+        assert run.core.store.counters["left_out_rows_total"] == 1
+        run.finish()
+    assert_equal(constrained, expected[1])
+    assert_equal(other, expected[0])
