@@ -1,5 +1,5 @@
 """Cost of structured output: 256 requests on `sim` at 5 ms per step, 64 of them constrained, against the same batch
-without constraints. `--backend native` computes the demo model instead. Both leave rows with late masks out;
+without constraints. `--backend native` and `vllm` compute the demo model instead. All leave rows with late masks out;
 `--mask-delay-ms` makes masks late in a third case.
 
 The load comes over the scheduler's socket for frontends, without HTTP. `throughput_ratio` compares the tokens per
@@ -54,7 +54,12 @@ def measure(
         distinct: number of different schemas of the constrained requests.
     """
     rng = np.random.default_rng(0)
-    limits = {"max_num_seqs": requests, "max_model_len": 2048, "log_level": "warning"}
+    limits: dict[str, object] = {
+        "max_num_seqs": requests,
+        "max_model_len": 2048,
+        "block_size": 32,
+        "log_level": "warning",
+    }
     with engine(limits, {"log_level": "warning", **worker}) as client:
         for number in range(requests):  # different lengths, so that blocks fill in different steps
             tokens = rng.integers(300, 1000, 64 + number % 16).astype(np.int32)
@@ -98,13 +103,13 @@ def main() -> None:
     parser.add_argument("--constrained", type=int, default=64)
     parser.add_argument("--distinct", type=int, default=8, help="number of different schemas")
     parser.add_argument("--output", type=int, default=1200, help="tokens per request")
-    parser.add_argument("--backend", choices=("sim", "native"), default="sim")
+    parser.add_argument("--backend", choices=("sim", "native", "vllm"), default="sim")
     parser.add_argument("--mask-delay-ms", type=float, default=0.0, help="lateness of masks; 0: no such case")
     args = parser.parse_args()
     memory = args.requests * (args.output + 128) * 8  # bytes; the simulator stores a hash per position
     worker: dict[str, object] = {"backend": "sim", "sim_step_ms": 5.0, "kv_cache_memory_bytes": memory}
-    if args.backend == "native":
-        worker = {"backend": "native", "threads": 1}
+    if args.backend != "sim":
+        worker = {"backend": args.backend, "threads": 1}
     cases = {"unconstrained": (0, 0.0), "constrained": (args.constrained, 0.0)}
     if args.mask_delay_ms:
         cases["masks late"] = args.constrained, args.mask_delay_ms / 1e3

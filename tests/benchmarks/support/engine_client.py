@@ -17,7 +17,7 @@ from protocol.requests import EngineMessage, EnginePhase, EngineState, Finish, G
 from protocol.sampling import SamplingParams, StructuredOutputParams
 from protocol.transport import Client
 from services.checkpoint import DEMO_MODEL
-from tests.benchmarks.support.servers import end_on_sigterm
+from tests.benchmarks.support.servers import BACKENDS, end_on_sigterm
 
 PATIENCE = 60.0
 """Seconds without a message after which the engine counts as failed."""
@@ -27,20 +27,29 @@ PATIENCE = 60.0
 def engine(
     scheduler: Mapping[str, object], worker: Mapping[str, object], num_workers: int = 1
 ) -> Iterator["BenchmarkClient"]:
-    """Start an engine and yield its client. The mappings are settings by field name; the demo model is the default."""
+    """Start an engine and yield its client. The mappings are settings by field name; the demo model is the default.
+
+    Raises: SystemExit, if the worker's backend is vllm and there is no interpreter with it.
+    """
     end_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="runahead-") as directory, ExitStack() as stack:
         clients, workers = f"ipc://{directory}/c", f"ipc://{directory}/w"
         log = stack.enter_context((Path(directory) / "log").open("w+"))
         demo: dict[str, object] = {"model": str(DEMO_MODEL)}
+        worker_python = BACKENDS.get(str(worker.get("backend")), lambda: sys.executable)()
         worker_model = {} if worker.get("sim_vocab_size") else demo  # such a simulator reads no files
-        for service, settings in (
-            ("scheduler", {"client_endpoint": clients, "worker_endpoint": workers, **demo, **scheduler}),
-            *[("worker", {"scheduler_endpoint": workers, **worker_model, **worker})] * num_workers,
+        for python, service, settings in (
+            (
+                sys.executable,
+                "scheduler",
+                {"client_endpoint": clients, "worker_endpoint": workers, **demo, **scheduler},
+            ),
+            *[(worker_python, "worker", {"scheduler_endpoint": workers, **worker_model, **worker})]
+            * num_workers,
         ):
             flags = [_flag(name.replace("_", "-"), value) for name, value in settings.items()]
             process = subprocess.Popen(
-                [sys.executable, "-m", "services.cli", service, *flags], stderr=log, stdout=log
+                [python, "-m", "services.cli", service, *flags], stderr=log, stdout=log
             )
             stack.callback(process.wait)
             stack.callback(process.kill)
