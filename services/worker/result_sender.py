@@ -119,6 +119,8 @@ class ResultSender:
         self._dismissed = False
         """True after a shutdown was received: the scheduler closes the connection next, and that is not a loss."""
         self._group: Decoder[GroupMessage] = Decoder(GroupMessage)
+        self._leaves = False
+        """True: the worker leaves, and steps that end without a result are not reported."""
         self._closing = threading.Event()
         self.failed = threading.Event()
         """Set after a fault was sent, or when nothing can be sent any more; then `lost` has the reason."""
@@ -173,6 +175,7 @@ class ResultSender:
 
         Return False if the threads did not end within `timeout` seconds.
         """
+        self._leaves = True
         self._queue.put(None)
         # The heartbeat thread is the second one: until the first has ended, it aborts waits that are useless
         for thread in self._threads:
@@ -218,7 +221,7 @@ class ResultSender:
         try:
             result = launched.output.get()
         except RanksLost as error:
-            return RankLost(launched.epoch, str(error)[:MAX_TEXT])
+            return None if self._leaves else RankLost(launched.epoch, str(error)[:MAX_TEXT])
         except Exception as error:  # any error of the device is reported as a fault of its step
             if is_out_of_memory(error):
                 return OutOfMemory(launched.step_id, error).message(launched.epoch)

@@ -133,6 +133,10 @@ class ModelRunner(Protocol):
         rows out and waits for masks itself (`Identity`)."""
         ...
 
+    def end_masks(self) -> None:
+        """The worker leaves, and takes no more masks: a step that waits for some ends with RanksLost."""
+        ...
+
     def release(self, slots: NDArray[np.int32]) -> None:
         """Empty slots whose request has left, without a step."""
         ...

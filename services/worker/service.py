@@ -83,6 +83,7 @@ class Worker:
         finally:
             self._link.is_closing = True
             self._start_up.close_listener()
+            self._runner.end_masks()  # this thread reads none any more
             self.sockets_closed = self._link.close()
             if not self.sockets_closed:
                 log.error("steps in flight did not end within %.0f s", DRAIN_TIMEOUT)

@@ -240,6 +240,10 @@ class SimulatedDevice:
         assert self._stage is not None
         self._stage.receive(encode(grammar))
 
+    def end_masks(self) -> None:
+        if self._stage is not None:
+            self._stage.end()
+
     def release(self, slots: NDArray[np.int32]) -> None:
         if self._in_canary:
             self._in_canary = False

@@ -162,8 +162,7 @@ class NativeRunner:
             stages.close()
 
     def abort(self) -> None:
-        if (stages := self._stages.peek()) is not None:
-            stages.abort()
+        self.end_masks()
         if (ranks := self._ranks) is not None:
             ranks.abort()
 
@@ -182,6 +181,10 @@ class NativeRunner:
 
     def add_masks(self, grammar: GrammarOutput) -> None:
         self._stages.get().add_masks(grammar)
+
+    def end_masks(self) -> None:
+        if (stages := self._stages.peek()) is not None:
+            stages.end_masks()
 
     def release(self, slots: NDArray[np.int32]) -> None:
         self._stages.get().release(slots)

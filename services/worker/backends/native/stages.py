@@ -14,7 +14,7 @@ So step N+1 is unpacked, checked and ready while step N computes, and the result
   later plan changes it (host-buffer rule, docs/invariants.md): there is no buffer to rewrite.
 - `MaskInbox`, from main to compute: messages with grammar masks, and which rows the prepared steps have.
 - `NativeResult`, from compute to publish: arrays of its own, and views of the plan's message (immutable result).
-- `NativeStages.abort` and `Ranks.abort`, called by any thread.
+- `NativeStages.end_masks` and `Ranks.abort`, called by any thread.
 
 Everything else has one owner. The main thread has the `SlotTable`, which checks plans. The compute thread has
 `NativeEpoch`: columns of its own that it changes by the same plans at the step's turn, token history, drafts, rules of
@@ -149,7 +149,7 @@ class NativeStages:
         self._table.release(slots)
         self._released.append(slots.copy())
 
-    def abort(self) -> None:
+    def end_masks(self) -> None:
         """End a wait for masks with RanksLost. May be called from any thread."""
         self._masks.close()
 

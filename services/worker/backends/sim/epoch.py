@@ -131,7 +131,7 @@ class SimEpoch:
         if self._rank.is_last_stage:
             self._masks.put(grammar)
 
-    def abort(self) -> None:
+    def end_masks(self) -> None:
         """End a wait for masks with RanksLost. May be called from any thread."""
         self._masks.close()
 

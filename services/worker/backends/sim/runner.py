@@ -122,6 +122,10 @@ class SimRunner:
     def add_masks(self, grammar: GrammarOutput) -> None:
         self.epoch.add_masks(grammar)
 
+    def end_masks(self) -> None:
+        if (epoch := self._epoch.peek()) is not None:
+            epoch.end_masks()
+
     def release(self, slots: NDArray[np.int32]) -> None:
         self.epoch.release(slots)
 
@@ -136,8 +140,7 @@ class SimRunner:
             epoch.close()
 
     def abort(self) -> None:
-        if (epoch := self._epoch.peek()) is not None:
-            epoch.abort()
+        self.end_masks()
         self.exchange.abort()
 
     def shutdown(self) -> None:

@@ -151,6 +151,9 @@ class VllmRunner:
     def add_masks(self, grammar: GrammarOutput) -> None:
         raise RuntimeError("vLLM's runner samples a step at once, with the masks that it is given then")
 
+    def end_masks(self) -> None:
+        """Do nothing: no step waits for masks here."""
+
     def release(self, slots: NDArray[np.int32]) -> None:
         self._epoch.get().release(slots)
 

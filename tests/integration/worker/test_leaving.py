@@ -1,0 +1,43 @@
+"""A worker that leaves while a step waits for masks. Nobody delivers them any more."""
+
+import signal
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from protocol.codec import pack
+from protocol.steps import StepFault
+from services.worker.service import EXIT_FAULT
+from tests.integration.worker.scripted import (
+    ScriptedWorkerServer,
+    exit_status,
+    worker_process,
+    worker_thread,
+)
+from tests.unit.worker.plans import PlanBuilder, prompt
+
+
+def test_a_signal(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
+    with worker_process(tmp_path) as process:
+        scheduler.serve()
+        plans = PlanBuilder()
+        request = plans.admit(prompt(1, 6))
+        scheduler.send(plans.step(request, masked=[request]))
+        scheduler.wait_heartbeat()
+        process.send_signal(signal.SIGTERM)
+        status, log = exit_status(process)
+    assert (status, "did not end" in log) == (0, False), log
+
+
+def test_a_failed_step_behind_it_is_reported(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
+    with worker_thread(scheduler, tmp_path) as worker:
+        scheduler.serve()
+        plans = PlanBuilder()
+        request = plans.admit(prompt(1, 6))
+        first, second = (plans.step(request, masked=[request]) for _ in range(2))
+        scheduler.send(first, replace(second, starts=pack([99])))
+        (fault,) = scheduler.results(1)
+        assert isinstance(fault, StepFault)
+        assert fault.step_id == 2
+        assert "starts at 99" in fault.error
+        assert worker.exit_status() == EXIT_FAULT
