@@ -42,8 +42,8 @@ KEEP_ALIVE_SECONDS = 75
 request that is sent while the server closes its connection is lost."""
 STOP_GRACE = 0.5
 """Seconds that the last bytes of each response have to leave when the server is stopped at once."""
-SIGN_INTERVAL = 1.0
-"""Seconds between two signs of life of the event loop."""
+ALARM_INTERVAL = 1.0
+"""Seconds between two times at which the event loop sets the alarm."""
 DRAIN_INTERVAL = 0.05
 """Seconds between checks for open requests while draining."""
 GC_THRESHOLD = 20_000
@@ -112,7 +112,7 @@ class FrontendService:
             loop.add_signal_handler(number, self.on_signal)
         connection = asyncio.create_task(self.engine.run())
         load = asyncio.create_task(log_load(self.engine, self._metrics))
-        living = asyncio.create_task(self._give_signs_of_life())
+        alarm = asyncio.create_task(self._set_alarm())
         serving = asyncio.create_task(self.server.serve([self._listener]))
         await asyncio.wait({connection, serving}, return_when=asyncio.FIRST_COMPLETED)
         self.engine.drain()
@@ -125,19 +125,19 @@ class FrontendService:
             log.error("the scheduler refused this frontend: %s", error)
             return EXIT_REFUSED
         finally:
-            for task in (connection, load, living):
+            for task in (connection, load, alarm):
                 task.cancel()
-            await asyncio.wait({connection, load, living})
+            await asyncio.wait({connection, load, alarm})
             self._request_log.flush()
             if self._traces is not None:
                 self._traces.close()
         return 0
 
-    async def _give_signs_of_life(self) -> None:
+    async def _set_alarm(self) -> None:
         try:
             while True:
                 self._alarm.set()
-                await asyncio.sleep(SIGN_INTERVAL)
+                await asyncio.sleep(ALARM_INTERVAL)
         finally:
             self._alarm.cancel()
 

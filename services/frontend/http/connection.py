@@ -20,8 +20,6 @@ STALL_SECONDS = 30.0
 """Time limit for a client to read, once the buffers of its response are full."""
 UNREAD_GRACE = 0.05
 """Seconds between the end of a connection's idle time and its closing; a request that had arrived is read meanwhile."""
-
-
 RESERVED_FILES = 256
 """File descriptors that are left for other purposes than connections; at most half of all."""
 

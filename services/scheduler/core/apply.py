@@ -227,22 +227,22 @@ class ResultApplier:
     def _take_special(self, tokens: NewTokens, result: DecodedResult) -> tuple[NewTokens, list[RequestEnd]]:
         """Advance grammars by the tokens (emitted tokens only) and deliver embeddings. Return the tokens without those
         that do not match and those of embeddings, and the requests that end with it."""
-        s, ends = self.epoch.slots, list[RequestEnd]()
+        s, ended = self.epoch.slots, list[RequestEnd]()
         some = np.flatnonzero(s.constrained.take(tokens.rows) | s.pooling.take(tokens.rows))
         if not len(some):
-            return tokens, ends
-        counts, goes_on = tokens.counts.copy(), tokens.ends.copy()
+            return tokens, ended
+        counts, ends = tokens.counts.copy(), tokens.ends.copy()
         columns = (some, tokens.rows[some], tokens.ids[some], counts[some])
         for row, slot, ids, count in zip(*(column.tolist() for column in columns), strict=True):
             request = s.request(slot)
             if request.pooling is not Pooling.NONE:
-                ends.append((request, self._embed(request, result.embeddings.get(slot))))
+                ended.append((request, self._embed(request, result.embeddings.get(slot))))
                 matched = 0
             elif (matched := request.matching(ids[:count])) < count:
-                ends.append((request, request.finish_message(FinishReason.ERROR, message=_MISMATCH)))
+                ended.append((request, request.finish_message(FinishReason.ERROR, message=_MISMATCH)))
             if matched < count:
-                counts[row], goes_on[row] = matched, False
-        return tokens._replace(counts=counts, ends=goes_on), ends
+                counts[row], ends[row] = matched, False  # the request is in `ended`
+        return tokens._replace(counts=counts, ends=ends), ended
 
     def _embed(self, request: Request, values: bytes | None) -> Finish:
         if values is None:

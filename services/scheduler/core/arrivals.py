@@ -9,9 +9,8 @@ _NEW = 1 << (ARRIVAL_BITS - 1)
 _TIE_BITS = 15
 _OLDEST = (1 << (ARRIVAL_BITS - 1 - _TIE_BITS)) - 1
 """Largest distinguished age, in milliseconds: 18 hours."""
-
-
 _LEAST_SWEPT = 1024
+"""Numbers that are kept before those of ended requests are swept for the first time."""
 
 
 class Arrivals:

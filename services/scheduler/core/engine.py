@@ -433,7 +433,7 @@ class EngineCore:
             self.observers.emit(ResultApplied(step, result, *applied))
 
     def _measure(self, step: InflightStep, tokens: int, ended: Iterable[RequestKey]) -> None:
-        """`tokens`: positions of the step. All but one per row, and but drafts, are those of prompts."""
+        """`tokens`: positions of the step: one per row, drafts, and those of prompts."""
         prompt_tokens, now = tokens - len(step.slots) - int(step.drafts.sum()), self.store.now
         hits = self.store.counters["prefix_cache_hits"]
         self._queue_time.on_result(now, prompt_tokens, hits, not self.queue)

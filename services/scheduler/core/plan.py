@@ -174,7 +174,8 @@ class StepPlanner:
         limits, kv = epoch.limits, epoch.kv
         seats = limits.max_num_seqs - len(epoch.running)
         seats = min(seats, len(epoch.slots.free), _limit(budget.admissions))
-        for request in self.candidates(alone):  # no variable: the walk ends when the loop drops it
+        # Nothing else refers to the iterator: with the end of the loop it returns the members that it has passed.
+        for request in self.candidates(alone):
             room = min(choice.tokens_left, choice.prefill_left)
             if room <= 0 or seats <= 0:
                 break

@@ -34,8 +34,6 @@ _TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
 }
 
 _NO_DRAFTS = np.empty(0, np.int32)
-
-
 ARRIVAL_BITS = 42
 """An order key is `priority << ARRIVAL_BITS | arrival`; a process never sees 2^42 arrivals."""
 
