@@ -22,11 +22,12 @@ Start = Callable[..., GroupDriver]
 PROMPT = list(range(20, 49))
 
 
-def assert_ranks_lost(rank: NativeRankProcess) -> None:
-    """The rank's next answer is RanksLost."""
+def assert_ranks_lost(rank: NativeRankProcess) -> str:
+    """The rank's next answer is RanksLost. Return its text."""
     with pytest.raises(RankFailure) as raised:
         rank.receive()
     assert raised.value.kind == "RanksLost"
+    return str(raised.value)
 
 
 def abort(rank: NativeRankProcess) -> None:
@@ -67,7 +68,9 @@ def test_a_killed_rank_ends_the_epoch_and_is_replaced(tied: Family, start: Start
         request.known -= 1  # this step is void
     victim.kill()
     assert_ranks_lost(first)
-    assert_ranks_lost(last)
+    text = assert_ranks_lost(last)
+    assert "a connection between ranks has failed (gloo: " in text
+    assert ".cc" not in text, "a place in gloo's source"
     first.send("leave")
     assert_ranks_lost(follower)  # it waited for the first rank, which was healthy until it left
     assert first.receive() is None

@@ -1,6 +1,7 @@
 """Messages between the ranks of one group over gloo, and how a rank waits for them."""
 
 import queue
+import re
 import threading
 import weakref
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from services.worker.runner import RanksLost
 STEP_TIMEOUT = timedelta(minutes=30)
 """The last resort: the scheduler's own deadline is shorter and ends in `abort`."""
 Works = Sequence[distributed.Work]
+_PLACE = re.compile(r"^\[[^\]]*:\d+\] ")
+"""Beginning of gloo's errors: a place in its source."""
 
 
 class Tag(IntEnum):
@@ -68,8 +71,10 @@ def _serve(works: "queue.SimpleQueue[Works | None]", outcome: "queue.SimpleQueue
 
 def raise_lost(error: RuntimeError | RanksLost | None) -> None:
     """Raises: RanksLost, if there is an error."""
+    if isinstance(error, RanksLost):
+        raise error
     if error is not None:
-        raise RanksLost(str(error)) from error
+        raise connection_lost(error) from error
 
 
 def failure(works: Works) -> RuntimeError | None:
@@ -80,6 +85,16 @@ def failure(works: Works) -> RuntimeError | None:
     except RuntimeError as error:
         return error
     return None
+
+
+def connection_lost(error: RuntimeError) -> RanksLost:
+    """Return the loss that an error of gloo means."""
+    return RanksLost(f"a connection between ranks has failed (gloo: {one_line(error)})")
+
+
+def one_line(error: RuntimeError) -> str:
+    """Return what an error of torch or gloo says, without its place in their source and without C++ frames."""
+    return _PLACE.sub("", str(error).partition("\n")[0])
 
 
 class Peers:
@@ -101,11 +116,11 @@ class Peers:
         try:
             return self._group.send([tensor], to, tag)
         except RuntimeError as error:
-            raise RanksLost(str(error)) from error
+            raise connection_lost(error) from error
 
     def receive(self, tensor: torch.Tensor, source: int, tag: Tag) -> distributed.Work:
         """Raises: RanksLost"""
         try:
             return self._group.recv([tensor], source, tag)
         except RuntimeError as error:
-            raise RanksLost(str(error)) from error
+            raise connection_lost(error) from error

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self
 from torch import distributed
 
 from protocol.membership import Assignment
-from services.worker.distributed.messages import MessageWaiter, Peers
+from services.worker.distributed.messages import MessageWaiter, Peers, one_line
 from services.worker.distributed.pipeline import PipelineGroup
 from services.worker.distributed.rendezvous import local_address
 from services.worker.distributed.shared_memory import SharedMemory
@@ -81,7 +81,9 @@ class Ranks:
         if self._aborted.is_set():
             raise RanksLost("the epoch ended while its ranks were joining")
         if isinstance(joined, RuntimeError):
-            raise RanksLost(f"rank {self.assignment.rank} cannot reach the others: {joined}") from joined
+            raise RanksLost(
+                f"rank {self.assignment.rank} cannot reach the others: {one_line(joined)}"
+            ) from joined
         if isinstance(joined, Exception):
             raise joined
         self.tensor_parallel, self.pipeline, self.on_this_machine, self._store = joined

@@ -18,7 +18,7 @@ from torch import distributed
 from protocol.membership import Assignment
 from services.worker.backends.vllm import vllm_api
 from services.worker.backends.vllm.shared_memory import VllmSharedMemory, sweep_shared_memory
-from services.worker.distributed.messages import STEP_TIMEOUT
+from services.worker.distributed.messages import STEP_TIMEOUT, one_line
 from services.worker.distributed.ranks import count_on_this_machine, meet, shut_down, sockets
 from services.worker.runner import RanksLost
 
@@ -104,7 +104,9 @@ class ProcessGroups:
                 self._aborted or isinstance(error, _c10d.DistError) or "gloo" in str(error)
             ):
                 raise
-            raise RanksLost(f"rank {self._assignment.rank} cannot reach the others: {error}") from error
+            raise RanksLost(
+                f"rank {self._assignment.rank} cannot reach the others: {one_line(error)}"
+            ) from error
 
     def abort(self) -> None:
         """End a wait for other ranks with RanksLost; on any thread. A wait in vLLM's shared memory does not end."""
