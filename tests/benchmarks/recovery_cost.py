@@ -34,7 +34,7 @@ from services.scheduler.leadership import Leadership
 from services.scheduler.leases import Leases
 from services.scheduler.membership import StepSize, WorkerGroup
 from tests.benchmarks.scheduler_cost import build
-from tests.benchmarks.support.processor_time import SERVICE
+from tests.benchmarks.support.processor_time import seconds_by_process
 from tests.benchmarks.support.random_llama import random_llama
 from tests.benchmarks.support.report import report
 from tests.benchmarks.support.servers import ServerProcess, runahead_process, served
@@ -44,21 +44,11 @@ TURNS = 2
 REPEATS = 2000
 
 
-def processor_seconds(server: ServerProcess) -> dict[str, float]:
-    """Return the processor time of each process so far, seconds, with the resolution of the kernel's scheduler."""
-    found = {}
-    for process in server.processes():
-        match = SERVICE.search((process / "cmdline").read_text())
-        tasks = (task / "schedstat" for task in (process / "task").iterdir())
-        found[match[1] if match else "supervisor"] = sum(int(t.read_text().split()[0]) for t in tasks) / 1e9
-    return found
-
-
 def used(server: ServerProcess, work: Callable[[], float]) -> dict[str, float]:
     """Return the processor time of each process per second of `work`, which returns its seconds."""
-    before = processor_seconds(server)
+    before = seconds_by_process(server)
     seconds = work()
-    return {name: (total - before[name]) / seconds for name, total in processor_seconds(server).items()}
+    return {name: (total - before[name]) / seconds for name, total in seconds_by_process(server).items()}
 
 
 def microseconds(call: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> float:
@@ -221,15 +211,15 @@ def main() -> None:
         }
         for part, us, rate in parts
     ]
-    machinery = sum(us * rate / 1e6 for _, us, rate in parts)
+    recovery = sum(us * rate / 1e6 for _, us, rate in parts)
     report(
-        "machinery",
+        "recovery_cost",
         title=f"{args.model}, {args.streams} streams: processor time of what only recovery needs",
         rows=rows,
         figures={
-            "share of the processor time of all services": f"{machinery / total:.2%}",
+            "share of the processor time of all services": f"{recovery / total:.2%}",
             "processor time, us/token": 1e6 * total / tokens,
-            "of that for recovery, us/token": 1e6 * machinery / tokens,
+            "of that for recovery, us/token": 1e6 * recovery / tokens,
             "tokens/s": tokens,
             "cores": busy,
         },

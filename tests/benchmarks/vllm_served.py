@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.support.processor_time import cpu_seconds
+from tests.benchmarks.support.processor_time import total_seconds
 from tests.benchmarks.support.random_llama import SHAPES, random_llama
 from tests.benchmarks.support.report import report
 from tests.benchmarks.support.servers import (
@@ -120,9 +120,9 @@ def _measured(
     """Return the metrics of a server's load with this number, and how many cores its processes kept busy."""
     lengths = args.input_len, args.output_len
     served(server.url, 2, *lengths, waves=1, warmups=0, seed=SEEDS * number + 1)
-    before = cpu_seconds(server)
+    before = total_seconds(server)
     load = served(server.url, concurrency, *lengths, args.waves, warmups=0, seed=SEEDS * number)
-    return {**load, "busy_cores": (cpu_seconds(server) - before) / load["duration"]}
+    return {**load, "busy_cores": (total_seconds(server) - before) / load["duration"]}
 
 
 def _median(runs: list[dict[str, Any]], figure: str) -> float:

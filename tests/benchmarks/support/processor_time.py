@@ -10,7 +10,7 @@ import psutil
 
 from tests.benchmarks.support.servers import ServerProcess
 
-SERVICE = re.compile(r"services\.cli\.child\0(\w+)")
+_SERVICE = re.compile(r"services\.cli\.child\0(\w+)")
 WORKER_THREADS = {"compute": "worker: compute thread", "kernels": "worker: helper threads"}
 """Name of a worker's thread in /proc -> its row. Its other threads share one row."""
 
@@ -27,7 +27,7 @@ def processor_times(server: ServerProcess) -> dict[str, Seconds]:
     """Return the processor time so far: of each service, the worker's by threads, and of this process as the client."""
     times: defaultdict[str, Seconds] = defaultdict(lambda: Seconds(0.0, 0.0))
     for process in server.processes():
-        if (match := SERVICE.search((process / "cmdline").read_text())) is None:
+        if (match := _SERVICE.search((process / "cmdline").read_text())) is None:
             continue
         for thread in psutil.Process(int(process.name)).threads():
             row = match[1]
@@ -39,7 +39,18 @@ def processor_times(server: ServerProcess) -> dict[str, Seconds]:
     return {**times, "client": Seconds(client.user, client.system)}
 
 
-def cpu_seconds(server: ServerProcess) -> float:
+def seconds_by_process(server: ServerProcess) -> dict[str, float]:
+    """Return the processor time so far of each service and of the supervisor, with the resolution of the kernel's
+    scheduler: a tick of `processor_times` is too long for what an idle process uses."""
+    found = {}
+    for process in server.processes():
+        match = _SERVICE.search((process / "cmdline").read_text())
+        tasks = (task / "schedstat" for task in (process / "task").iterdir())
+        found[match[1] if match else "supervisor"] = sum(int(t.read_text().split()[0]) for t in tasks) / 1e9
+    return found
+
+
+def total_seconds(server: ServerProcess) -> float:
     """Return the processor time so far of all processes of any server."""
     times = (psutil.Process(int(process.name)).cpu_times() for process in server.processes())
     return sum(each.user + each.system for each in times)
