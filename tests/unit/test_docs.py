@@ -32,6 +32,7 @@ SOURCES = [
 
 OTHER_PROGRAMS = {"--scale", "--from-file", "--index-url", "--no-index", "--no-deps", "--target", "--out"}
 """Flags of docker, kubectl, pip and the measurements."""
+LONGEST_LINE = 120
 
 PATH = re.compile(r"`((?:docs|services|protocol|deploy|tests)/[\w./-]+)(?:::(\w+)(?:\[([^\]`]+)\])?)?`")
 NUMBERED = re.compile(
@@ -151,6 +152,14 @@ def test_python_examples_run(page: Path) -> None:
     """`core` in an example is an `EngineCore`."""
     for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
         exec(compile(code, str(page), "exec"), {"core": World(ROOMY, 2).engine})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_lines_of_prose_are_not_too_long(page: Path) -> None:
+    """A table, code, and a line that is a single word, such as the name of a test, cannot be broken."""
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    lines = (line for line in prose.splitlines() if not line.startswith(("|", "    ")))
+    assert [line for line in lines if len(line) > LONGEST_LINE and " " in line.strip()] == []
 
 
 def test_no_text_installs_another_project() -> None:
