@@ -278,7 +278,7 @@ class ResultSender:
     # -- the heartbeat thread ------------------------------------------------------------------------------------
 
     def _send_heartbeats(self) -> None:
-        next_beat = deadline = 0.0
+        next_beat = limit = 0.0
         while not self._closing.wait(CONTROL_INTERVAL):
             self._alarm.set()
             if not self.failed.is_set() and not self._dismissed:
@@ -288,25 +288,34 @@ class ResultSender:
                 self._receive()
                 if (seconds := self._silence.check(time.monotonic())) is not None:
                     self._on_lost(PeerGone(f"it was silent for {seconds:.1f} s"))
-            waits = self._abort_useless_wait()
-            if not waits and not self._epoch_has_ended:
-                deadline = 0.0
-                continue
-            if not waits:  # the executing thread only has to read the end of the epoch
-                deadline = deadline or time.monotonic() + ABORT_GRACE
-                if time.monotonic() > deadline:
-                    self._on_lost(
-                        PeerGone("it ended the epoch, but sends nothing on the connection for plans")
-                    )
-                continue
-            self._measure_work()  # otherwise heartbeats do, which may have ended with the connection
-            deadline = deadline or time.monotonic() + ABORT_GRACE
-            is_stuck = self._in_step or self._computing or self._idle.seconds(time.monotonic()) > ABORT_GRACE
-            if is_stuck and time.monotonic() > deadline:
-                why = self.lost or f"epoch {number_of(self._epoch)} is over"
-                what = "the last step" if self._in_step or self._computing else "loading"
-                log.error("%s, but %s does not end: this process exits", why, what)
-                os._exit(EXIT_STUCK)
+            limit = self._enforce_end(limit)
+
+    def _enforce_end(self, limit: float) -> float:
+        """When the epoch has ended or the worker must leave, end the executing thread's waits, and this process if that
+        thread does not go on.
+
+        Args:
+            limit: when it must have gone on, monotonic seconds; 0.0: no limit is set yet.
+
+        Returns: the limit for the next call.
+        """
+        waits = self._abort_useless_wait()
+        if not waits and not self._epoch_has_ended:
+            return 0.0
+        now = time.monotonic()
+        limit = limit or now + ABORT_GRACE
+        if not waits:  # the executing thread only has to read the end of the epoch
+            if now > limit:
+                self._on_lost(PeerGone("it ended the epoch, but sends nothing on the connection for plans"))
+            return limit
+        self._measure_work()  # otherwise heartbeats do, which may have ended with the connection
+        in_step = self._in_step or self._computing
+        if now > limit and (in_step or self._idle.seconds(now) > ABORT_GRACE):
+            why = self.lost or f"epoch {number_of(self._epoch)} is over"
+            what = "the last step" if in_step else "loading"
+            log.error("%s, but %s does not end: this process exits", why, what)
+            os._exit(EXIT_STUCK)
+        return limit
 
     @property
     def _epoch_has_ended(self) -> bool:

@@ -125,7 +125,6 @@ class Session:
         """
         if self.phase in (Phase.FAILED, Phase.LEAVING):
             return None
-        handle = self._TABLE.get((self.phase, type(message)))
         if isinstance(message, Shutdown):
             self.phase = Phase.LEAVING
             return message
@@ -133,19 +132,22 @@ class Session:
             return self._on_end(message)
         if isinstance(message, Ping):
             return message
-        if self.phase is Phase.RANKS_LOST or (
-            isinstance(message, StepMessage) and message.epoch < self.epoch
-        ):
+        is_late = isinstance(message, StepMessage) and message.epoch < self.epoch
+        if self.phase is Phase.RANKS_LOST or is_late:
             return None
+        handle = self._TABLE.get((self.phase, type(message)))
         if handle is None:
             raise ProtocolError(f"{type(message).__name__} is not allowed while {self.phase.name}")
-        if isinstance(message, Assignment) and message.epoch <= self.epoch:
-            return None
-        if isinstance(message, InitializeCache) and message.epoch not in (0, self.epoch):
-            return None
-        if isinstance(message, StepMessage) and message.epoch != self.epoch:
-            return None
-        return handle(self, message)
+        return handle(self, message) if self._has_right_epoch(message) else None
+
+    def _has_right_epoch(self, message: Assignment | InitializeCache | StepMessage) -> bool:
+        match message:
+            case Assignment(epoch=epoch):
+                return epoch > self.epoch
+            case InitializeCache(epoch=epoch):
+                return epoch in (0, self.epoch)
+            case _:
+                return message.epoch == self.epoch
 
     def _on_end(self, message: EndEpoch) -> Action | None:
         if message.epoch < self.epoch:
