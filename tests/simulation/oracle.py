@@ -3,7 +3,7 @@
 Each physical KV position stores the hash of the prefix it stands for, and a token is a pure function of that hash (and
 of the seed, for sampled requests). So a wrong block, position, slot or fed-back token raises or changes the answer. The
 worker has only the plan messages. Its state depends on their order alone, so it executes a plan when it receives it;
-the test decides when each pipeline stage runs the step (`StagePipeline`) and when the result arrives.
+the test decides when each pipeline stage runs the step (stage_pipeline.py) and when the result arrives.
 """
 
 from collections import Counter, deque
@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from protocol.codec import Decoder, encode, pack, unpack
 from protocol.logprobs import Logprobs
 from protocol.membership import Assignment, InitializeCache
-from protocol.requests import FinishReason
 from protocol.sampling import Pooling, SamplingParams
 from protocol.steps import (
     NO_DRAFT,
@@ -30,110 +29,17 @@ from protocol.steps import (
     StepMessage,
 )
 from services.scheduler.core.limits import Limits
-from services.worker.sampling import reference as sampling
 from services.worker.sampling.reference import TokenLogprobs, logprobs_of
 from services.worker.session import AddMasks, ExecuteStep, SampleStep, Session
 from tests.simulation.drafts import Foresight, Speculating
-from tests.simulation.grammar import Automaton
-from tests.simulation.hashing import ROOT, extend, words
+from tests.simulation.hashing import ROOT, extend
+from tests.simulation.reference import HIDDEN_SIZE, choose, hidden, logits
 
-_MASK = (1 << 64) - 1
-HIDDEN_SIZE = 3
 MESSAGES: Decoder[StepMessage] = Decoder(StepMessage)
 
 
 class OracleViolation(AssertionError):
     """A plan contradicts the worker's state, or a KV position does not hold what its reader expects."""
-
-
-def sample(prefix: int, params: SamplingParams, vocab: int) -> int:
-    """Return the token after a prefix; greedy requests do not depend on the seed."""
-    noise = prefix if params.temperature == 0 else extend(prefix, params.seed)
-    return ((noise * 0xFF51AFD7ED558CCD & _MASK) >> 33) % vocab
-
-
-def logits(prefix: int, vocab: int) -> NDArray[np.float32]:
-    """Return float32[vocab] from -4 to 4 in few steps, so that there are ties, and one greater value: the token of
-    greedy `sample`."""
-    row = ((words(prefix, vocab) >> np.uint64(58)).astype(np.float32) - 32) / 8
-    row[sample(prefix, _GREEDY, vocab)] = 5
-    return row
-
-
-def choose(
-    prefix: int,
-    params: SamplingParams,
-    prompt: list[int],
-    output: list[int],
-    vocab: int,
-    mask: NDArray[np.int32] | None = None,
-) -> int:
-    """Return the token after a prefix; with the reference sampler if a parameter changes the row."""
-    edits = params.logit_bias or params.bad_words or params.allowed_token_ids
-    if mask is None and not (edits or params.penalizes):
-        return sample(prefix, params, vocab)
-    before, after = np.array(prompt, np.int32), np.array(output, np.int32)
-    return sampling.sample(logits(prefix, vocab), params, before, after, mask)
-
-
-def hidden(prefix: int) -> NDArray[np.float64]:
-    """Return float64[HIDDEN_SIZE] in steps of 2**-16: sums are exact in any order."""
-    return (words(prefix, HIDDEN_SIZE) >> np.uint64(48)).astype(np.float64) * 2.0**-16
-
-
-_GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
-
-
-@dataclass(frozen=True)
-class ExpectedAnswer:
-    """The required answer of a request, at any depth and in any batch."""
-
-    tokens: list[int]
-    """All output tokens, including those delivered before a replay."""
-    reason: FinishReason
-    """ERROR: the grammar failed."""
-    stop_reason: int | None
-    scores: dict[int, TokenLogprobs]
-    """Position -> requested log-probabilities, including those of tokens that came with a replay."""
-    embedding: bytes = b""
-
-
-def reference(
-    prompt: list[int],
-    params: SamplingParams,
-    max_model_len: int,
-    vocab: int,
-    grammar: Automaton | None = None,
-    pooling: Pooling = Pooling.NONE,
-) -> ExpectedAnswer:
-    """Return the answer as a pure function of the request: no blocks, no batch, no scheduler."""
-    scores: dict[int, TokenLogprobs] = {}
-    prefix, total = ROOT, np.zeros(HIDDEN_SIZE)
-    for position, token in enumerate(prompt):
-        if position and params.prompt_logprobs is not None:
-            scores[position] = logprobs_of(logits(prefix, vocab), token, params.prompt_logprobs)
-        prefix = extend(prefix, token)
-        total += hidden(prefix) if pooling is Pooling.MEAN else 0
-    if pooling is not Pooling.NONE:
-        vector = total / len(prompt) if pooling is Pooling.MEAN else hidden(prefix)
-        return ExpectedAnswer([], FinishReason.STOP, None, scores, vector.astype(np.float32).tobytes())
-    tokens: list[int] = []
-    while True:
-        token = choose(prefix, params, prompt, tokens, vocab, None if grammar is None else grammar.mask())
-        if params.logprobs is not None:
-            position = len(prompt) + len(tokens)
-            scores[position] = logprobs_of(logits(prefix, vocab), token, params.logprobs)
-        if grammar is not None and not grammar.accept(token):
-            return ExpectedAnswer(tokens, FinishReason.ERROR, None, scores)
-        tokens.append(token)
-        if grammar is not None or len(tokens) >= params.min_tokens:
-            if token in params.eos_token_ids:
-                return ExpectedAnswer(tokens, FinishReason.STOP, None, scores)
-            if token in params.stop_token_ids:
-                return ExpectedAnswer(tokens, FinishReason.STOP, token, scores)
-        if len(tokens) >= params.max_tokens or len(prompt) + len(tokens) >= max_model_len:
-            return ExpectedAnswer(tokens, FinishReason.LENGTH, None, scores)
-        prefix = extend(prefix, token)
 
 
 @dataclass
@@ -601,51 +507,3 @@ def _logprobs(scored: list[tuple[int, int, TokenLogprobs]]) -> Logprobs:
         pack(list(chain.from_iterable(entry.token_ids.tolist() for entry in entries))),
         b"".join(entry.values.tobytes() for entry in entries),
     )
-
-
-class StagePipeline:
-    """Progress of pipeline stages. Each runs the steps in order, one per tick. Ids sampled by the last stage have
-    reached the first one when the next tick begins."""
-
-    def __init__(self, stages: int) -> None:
-        self.ran = [0] * stages
-        """The last step of each stage."""
-        self.stalls = 0
-        """Ticks in which the first stage had a step but lacked a sampled id."""
-        self._waiting: deque[int] = deque()
-        """For each step that no stage has run: the step whose ids it needs."""
-        self._results: deque[bytes] = deque()
-
-    def enter(self, needs: int) -> None:
-        self._waiting.append(needs)
-
-    def sampled(self, result: bytes) -> None:
-        """Store the result of the oldest step without one; the last stage can then finish the step."""
-        self._results.append(result)
-
-    @property
-    def busy(self) -> bool:
-        """Return whether a step has a result that has not left the last stage."""
-        return bool(self._results)
-
-    def tick(self, running: Collection[int] | None = None) -> bytes | None:
-        """Let all stages, or those in `running`, run their next step. Return the result that leaves the last stage, if
-        any; a step that waits for its grammar masks stays before the last stage."""
-        last, before = len(self.ran) - 1, list(self.ran)
-        for stage in range(len(self.ran)) if running is None else running:
-            if stage:
-                able = stage < last or bool(self._results)
-                self.ran[stage] += able and before[stage - 1] > before[stage]
-            elif self._waiting and self._waiting[0] <= before[last]:
-                self._waiting.popleft()
-                self.ran[0] += 1
-            else:
-                self.stalls += bool(self._waiting)
-        return self._results.popleft() if self.ran[last] > before[last] else None
-
-    def take_results(self) -> list[bytes]:
-        """Return the results of all steps in the pipeline, and empty it."""
-        results = list(self._results)
-        self._results.clear()
-        self._waiting.clear()
-        return results

@@ -11,7 +11,7 @@ from protocol.steps import NewRequest
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import RequestStatus
 from tests.matrix import covering
-from tests.simulation.oracle import ExpectedAnswer, reference
+from tests.simulation.reference import ExpectedAnswer, reference
 from tests.simulation.world import EOS, SimulatedStream, World, params
 
 DEPTHS = [1, 2, 3, 5]

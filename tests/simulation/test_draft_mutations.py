@@ -20,7 +20,7 @@ from services.scheduler.core.slots import DELIVER, LIVE, Column, SlotColumns
 from tests.simulation.drafts import Speculating
 from tests.simulation.faults import Fault, assert_caught, parameters
 from tests.simulation.grammar import structured
-from tests.simulation.oracle import reference
+from tests.simulation.reference import reference
 from tests.simulation.test_speculation import ROOMY, prompt_of
 from tests.simulation.world import World, params
 

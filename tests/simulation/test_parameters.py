@@ -13,8 +13,8 @@ from services.scheduler.core.limits import Limits
 from services.scheduler.policies import BatchingPolicy
 from tests.matrix import covering
 from tests.simulation.drafts import Speculating
-from tests.simulation.oracle import reference
 from tests.simulation.parameters import MATRIX, OTHERS, STRUCTURED, with_parameters
+from tests.simulation.reference import reference
 from tests.simulation.world import SimulatedStream, World, params
 
 VOCAB = 64

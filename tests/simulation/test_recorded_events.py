@@ -37,8 +37,8 @@ from services.scheduler.grammar import INLINE_MASKS
 from tests.event_recorder import EventRecorder
 from tests.simulation.driver import play
 from tests.simulation.grammar import Compilation, LateMasks
-from tests.simulation.oracle import HIDDEN_SIZE
 from tests.simulation.policies import build
+from tests.simulation.reference import HIDDEN_SIZE
 from tests.simulation.workload import draw
 
 SEEDS = 40 if os.environ.get("RUNAHEAD_SOAK") else 32

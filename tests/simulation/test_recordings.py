@@ -25,8 +25,8 @@ from services.scheduler.recording import (
 )
 from services.scheduler.recording.records import VERSION, PlanRecord
 from tests.simulation.driver import play
-from tests.simulation.oracle import HIDDEN_SIZE
 from tests.simulation.policies import build
+from tests.simulation.reference import HIDDEN_SIZE
 from tests.simulation.workload import Workload, draw
 
 INCARNATION = 1_700_000_000_000

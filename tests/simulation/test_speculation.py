@@ -20,8 +20,8 @@ from services.scheduler.policies import BalancedPolicy, BatchingPolicy, ChunkedP
 from tests.matrix import covering
 from tests.simulation.drafts import ACCEPTANCES, Speculating
 from tests.simulation.grammar import structured
-from tests.simulation.oracle import reference
 from tests.simulation.parameters import MATRIX, STRUCTURED
+from tests.simulation.reference import reference
 from tests.simulation.test_parameters import STORM, assert_it_shows, storm
 from tests.simulation.world import SimulatedStream, World, params
 

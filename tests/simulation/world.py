@@ -39,7 +39,9 @@ from tests.simulation.budgets import WatchedPolicy
 from tests.simulation.drafts import Speculating
 from tests.simulation.grammar import REFUSED, Automaton, Compilation, LateMasks
 from tests.simulation.invariants import Checker
-from tests.simulation.oracle import HIDDEN_SIZE, ExpectedAnswer, OracleWorker, StagePipeline, reference
+from tests.simulation.oracle import OracleWorker
+from tests.simulation.reference import HIDDEN_SIZE, ExpectedAnswer, reference
+from tests.simulation.stage_pipeline import StagePipeline
 
 EOS = 1
 """The EOS token of every request that does not ignore it."""

@@ -11,7 +11,7 @@ from services.frontend.engine.streams import RawLogprobs, RequestStream, Respons
 from services.frontend.errors import APIError
 from services.frontend.text.assembler import OutOfOrder, TextAssembler
 from tests.simulation.grammar import Automaton
-from tests.simulation.oracle import ExpectedAnswer, reference
+from tests.simulation.reference import ExpectedAnswer, reference
 from tests.simulation.whole.device import MAX_MODEL_LEN, VOCAB
 from tests.simulation.whole.hub import SimulatedProcess
 from tests.simulation.whole.loop import VirtualLoop

@@ -19,7 +19,7 @@ from protocol.steps import GrammarOutput, ReleaseSlots, SchedulerOutput
 from services.scheduler.core.limits import Limits
 from services.worker.runner import Identity, Output, Progress, RanksLost
 from tests.simulation.drafts import Speculating
-from tests.simulation.oracle import HIDDEN_SIZE
+from tests.simulation.reference import HIDDEN_SIZE
 from tests.simulation.whole.hub import Hub, SimulatedProcess, Waiters
 from tests.simulation.whole.stage import (
     JOIN_TIMEOUT,

@@ -11,28 +11,25 @@ import gc
 import logging
 import os
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 from typing import NoReturn
 
-import numpy as np
 import pytest
 import zmq
-from numpy.typing import NDArray
 
 from protocol.epochs import incarnation_of
 from protocol.requests import EnginePhase
-from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
+from protocol.sampling import Pooling, SamplingParams
 from services.config import SchedulerConfig, WorkerConfig
-from services.scheduler.grammar import Grammar, Masks
 from services.scheduler.service import Service
 from services.worker import result_sender, start_up
 from services.worker.service import Worker, run_worker
-from tests.simulation.grammar import Automaton, Compilation, LateMasks, structured
+from tests.simulation.grammar import structured
 from tests.simulation.whole.client import ClientRequest, SimulatedFrontend, make_choice
 from tests.simulation.whole.device import (
     VOCAB,
@@ -42,6 +39,7 @@ from tests.simulation.whole.device import (
     SimulatedDevice,
     Strike,
 )
+from tests.simulation.whole.grammars import SimulatedCompiler, SimulatedMaskThread
 from tests.simulation.whole.hub import Hub, Killed, Primitives, SimulatedProcess
 from tests.simulation.whole.network import SimulatedNetwork, Speeds, Wakeup
 
@@ -53,117 +51,6 @@ REQUEST_TIMEOUT = 200.0
 """Suspects wait for one another."""
 EOS = 1
 LOGS = "runahead"
-
-
-class LethalAutomaton(Automaton):
-    """A grammar that crashes the process which makes its masks, once it has accepted some tokens."""
-
-    crash: Callable[[], NoReturn]
-    tokens_left: int
-
-    def accept(self, token_id: int) -> bool:
-        self.tokens_left -= 1
-        return super().accept(token_id)
-
-    def fill(self, mask: NDArray[np.int32]) -> None:
-        if self.tokens_left <= 0:
-            self.crash()
-        super().fill(mask)
-
-
-class SimulatedCompiler:
-    """The scheduler's grammar compiler, with automata in place of grammars. Each takes some virtual time.
-
-    Args:
-        lethal: texts of grammars that crash the scheduler, with the number of tokens after which they do.
-        crash: ends the scheduler's process.
-    """
-
-    def __init__(
-        self, network: SimulatedNetwork, lethal: Mapping[str, int], crash: Callable[[], NoReturn]
-    ) -> None:
-        self._network, self._wakeup = network, Wakeup(network)
-        self._lethal, self._crash = lethal, crash
-        self._compilation = Compilation(VOCAB)
-        self._ready: deque[tuple[int, Automaton | str]] = deque()
-
-    def submit(self, ticket: int, params: StructuredOutputParams, eos_token_ids: tuple[int, ...]) -> None:
-        self._compilation.submit(ticket, params, eos_token_ids)
-        self._network.hub.after(self._network.rng.choice((0.001, 0.05, 0.5)), partial(self._finish, ticket))
-
-    def _finish(self, ticket: int) -> None:
-        params, eos = self._compilation.waiting[ticket]
-        grammar = self._compilation.finish(ticket)
-        if (tokens := self._lethal.get(params.text)) is not None:
-            grammar = LethalAutomaton.from_params(params, VOCAB, eos)
-            grammar.crash, grammar.tokens_left = self._crash, tokens
-        self._ready.append((ticket, grammar))
-        self._wakeup.put()
-
-    def cancel(self, ticket: int) -> None:
-        """The result arrives all the same."""
-
-    def fileno(self) -> int:
-        return self._wakeup.fileno()
-
-    def take(self) -> list[tuple[int, Automaton | str]]:
-        self._wakeup.inbox.clear()
-        ready, self._ready = list(self._ready), deque()
-        return ready
-
-    def set_vocab_size(self, size: int) -> None:
-        assert size == VOCAB
-
-    def stats(self) -> dict[str, float]:
-        return {}
-
-    def close(self) -> None:
-        pass
-
-
-class SimulatedMaskThread:
-    """The scheduler's thread for masks. Some are made within a step, some take several."""
-
-    late = True
-
-    def __init__(self, network: SimulatedNetwork) -> None:
-        self._network, self._wakeup = network, Wakeup(network)
-        self._masks = LateMasks()
-        self._made: deque[tuple[int, Masks]] = deque()
-        self._submitted = 0.0
-
-    def submit(self, ticket: int, grammar: Grammar, draft_ids: list[int], num_words: int) -> Masks | None:
-        self._masks.submit(ticket, grammar, draft_ids, num_words)
-        self._submitted = self._network.hub.now
-        seconds = self._network.rng.choice((0.0, 0.0002, 0.01, 0.1, 0.6))
-        self._network.hub.after(seconds, partial(self._finish, ticket))
-        return None
-
-    def _finish(self, ticket: int) -> None:
-        try:
-            self._made.append((ticket, self._masks.finish(ticket)))
-        except Killed:
-            return
-        self._wakeup.put()
-
-    def fileno(self) -> int:
-        return self._wakeup.fileno()
-
-    def wait(self, patience: float, most: float) -> None:
-        hub = self._network.hub
-        while missing := len(self._masks.waiting):
-            fast = missing * (hub.now - self._submitted) <= 2 * len(self._made) * most
-            if (left := self._submitted + (most if fast else patience) - hub.now) <= 0:
-                return
-            hub.wait((self._wakeup.waiters,), left)
-
-    def take(self) -> list[tuple[int, Masks]]:
-        self._wakeup.inbox.clear()
-        made, self._made = list(self._made), deque()
-        return made
-
-    def close(self) -> None:
-        pass
 
 
 @dataclass
