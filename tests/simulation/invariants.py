@@ -12,7 +12,7 @@ from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.epoch import EpochState
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.request import Request, RequestStatus
-from services.scheduler.core.slots import DELIVER, DROP, FREE, LIVE
+from services.scheduler.core.slots import DELIVER, DROP, FREE, LIVE, MOST_LATE
 from services.scheduler.core.waiting import WaitingQueue
 from tests.simulation.grammar import Automaton
 from tests.simulation.hashing import ROOT, extend
@@ -77,8 +77,8 @@ class Checker:
 
     def on_idle(self, order: list[int]) -> None:
         """Work conservation: nothing was scheduled although the queue has room, so nothing could be computed. A running
-        request waits for its sampled id, its certain end or, with all behind it in `order`, for blocks; a waiting one
-        for a seat or for blocks."""
+        request waits for its sampled id, its rows in flight whose masks will be late, its certain end or, with all
+        behind it in `order`, for blocks; a waiting one for a seat or for blocks."""
         epoch, limits = self.epoch, self.epoch.limits
         s, pool, size = epoch.slots, epoch.kv.pool, limits.block_size
         sampled: dict[int, list[int]] = {}
@@ -92,7 +92,8 @@ class Checker:
             want = promised + drafts[slot] - int(s.computed[slot])
             on_its_way = slot in sampled and epoch.next_step - sampled[slot][-1] < limits.stages
             full = int(s.computed[slot]) >= limits.max_model_len
-            if want < 1 or promised >= int(s.limit[slot]) or on_its_way or full:
+            is_late = slot in sampled and s.late_masks[slot] >= MOST_LATE
+            if want < 1 or promised >= int(s.limit[slot]) or on_its_way or full or is_late:
                 continue
             want += int(s.proposed[slot])
             most = int(s.computed[slot]) + min(want, limits.max_num_batched_tokens) + limits.lookahead

@@ -180,12 +180,14 @@ class ResultApplier:
 
     def settle(self, rows: SlotIds, drafts: Column, result: DecodedResult, live: Mask) -> None:
         """Lower the optimistic position by the rejected drafts, and by one more for a row that was left out (settle).
-        Count what became of drafts."""
+        Count what became of drafts, and rows whose masks were late."""
         s, counts, counters = self.epoch.slots, result.counts, self.store.counters
         accepted, sampled, left_out = np.maximum(counts - 1, 0), live & (counts > 0), live & (counts == 0)
         s.computed[rows[live]] -= (drafts + 1 - counts)[live]
         s.drafted[rows] += result.drafted
         s.accepted[rows] += accepted
+        late = [slot for slot in rows[left_out].tolist() if s.request(slot).masks is not None]
+        s.late_masks[late] += 1
         counters["left_out_rows_total"] += int(np.count_nonzero(left_out))
         counters["wasted_tokens_total:left_out_row"] += int((drafts + 1)[left_out].sum())
         counters["spec_decode_num_drafts"] += int(np.count_nonzero(result.drafted))
@@ -233,6 +235,7 @@ class ResultApplier:
             return tokens, ended
         counts, ends = tokens.counts.copy(), tokens.ends.copy()
         columns = (some, tokens.rows[some], tokens.ids[some], counts[some])
+        s.late_masks[tokens.rows[some]] = 0
         for row, slot, ids, count in zip(*(column.tolist() for column in columns), strict=True):
             request = s.request(slot)
             if request.pooling is not Pooling.NONE:

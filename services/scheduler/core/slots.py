@@ -24,6 +24,8 @@ FREE, LIVE, DELIVER, DROP = range(4)
 """States of a slot. DELIVER and DROP are retired: the request has left, steps in flight still name the slot. Their
 tokens are appended to the request (DELIVER: preempted) or ignored (DROP: finished, aborted or reset)."""
 
+MOST_LATE = 2
+"""Rows of a request in succession that may be left out although their masks were made (left-out row)."""
 NO_TOKEN = -1
 """Pads stop ids."""
 
@@ -72,6 +74,8 @@ class SlotColumns:
         """Tokens of the request when it got the slot. Its prefill ends there: the prompt, or more after a resume."""
         self.constrained = np.zeros(num_slots, np.bool_)
         """True: a grammar constrains the output."""
+        self.late_masks = column()
+        """Rows in succession that were left out although their masks were made."""
         self.pooling = np.zeros(num_slots, np.bool_)
         """True: the request returns an embedding, and its sampled token is ignored."""
         self.sampled_step = np.zeros(num_slots, np.int64)
@@ -107,7 +111,7 @@ class SlotColumns:
         self.limit[slot] = request.token_limit(max_model_len)
         self.stops_from[slot] = request.stops_from
         self.capacity[slot] = self.next_commit[slot] = 0
-        self.last_step[slot] = self.sampled_step[slot] = 0
+        self.last_step[slot] = self.sampled_step[slot] = self.late_masks[slot] = 0
         self.constrained[slot] = request.grammar is not None
         self.pooling[slot] = request.pooling is not Pooling.NONE
         self.history[slot, :num_tokens] = request.token_ids
@@ -173,6 +177,8 @@ class SlotColumns:
         want[tokens + sampling >= self.limit.take(rows)] = 0  # certain end
         if stages > 1:  # stage spacing: tokens and drafts of the last stage have not reached the first
             want[(sampling > 0) & (next_step - self.sampled_step.take(rows) < stages)] = 0
+        if self.late_masks.any():  # masks of a row that is the only one follow its plan at once
+            want[(self.late_masks.take(rows) >= MOST_LATE) & (sampling > 0)] = 0
         return want
 
     def decoding(self, rows: SlotIds) -> Mask:

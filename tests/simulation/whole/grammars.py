@@ -83,12 +83,16 @@ class SimulatedCompiler:
 
 
 class SimulatedMaskThread:
-    """The scheduler's thread for masks. Some are made within a step, some take several."""
+    """The scheduler's thread for masks.
+
+    Args:
+        seconds: each takes one of these.
+    """
 
     late = True
 
-    def __init__(self, network: SimulatedNetwork) -> None:
-        self._network, self._wakeup = network, Wakeup(network)
+    def __init__(self, network: SimulatedNetwork, seconds: tuple[float, ...]) -> None:
+        self._network, self._seconds, self._wakeup = network, seconds, Wakeup(network)
         self._masks = LateMasks()
         self._made: deque[tuple[int, Masks]] = deque()
         self._submitted = 0.0
@@ -96,7 +100,7 @@ class SimulatedMaskThread:
     def submit(self, ticket: int, grammar: Grammar, draft_ids: list[int], num_words: int) -> Masks | None:
         self._masks.submit(ticket, grammar, draft_ids, num_words)
         self._submitted = self._network.hub.now
-        seconds = self._network.rng.choice((0.0, 0.0002, 0.01, 0.1, 0.6))
+        seconds = self._network.rng.choice(self._seconds)
         self._network.hub.after(seconds, partial(self._finish, ticket))
         return None
 

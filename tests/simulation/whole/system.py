@@ -24,7 +24,7 @@ import zmq
 
 from protocol.epochs import incarnation_of
 from protocol.requests import EnginePhase
-from protocol.sampling import Pooling, SamplingParams
+from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from services.config import SchedulerConfig, WorkerConfig
 from services.scheduler.service import Service
 from services.worker import result_sender, start_up
@@ -71,6 +71,8 @@ class Layout:
     drafts: bool = False
     late_masks: bool = True
     """Masks are made beside the scheduler's loop."""
+    mask_seconds: tuple[float, ...] = (0.0, 0.0002, 0.01, 0.1, 0.6)
+    """Time that masks take then: some are made within a step, some take several."""
     leaves_rows_out: bool = True
     """Workers sample a step without the rows whose masks are late."""
     num_blocks: int = 48
@@ -185,7 +187,8 @@ class System:
 
         def main() -> None:
             compiler, wakeup = SimulatedCompiler(self.network, self.lethal, crash), Wakeup(self.network)
-            masks = SimulatedMaskThread(self.network) if self.layout.late_masks else None
+            layout = self.layout
+            masks = SimulatedMaskThread(self.network, layout.mask_seconds) if layout.late_masks else None
             service = Service(self.config, incarnation, compiler, mask_thread=masks)
             if self.scheduler is process:
                 self.service = service
@@ -239,7 +242,7 @@ class System:
         # Each has a grammar of its own: one of them may be lethal.
         grammar = structured(1000 * len(self.requests) + rng.randrange(1000)) if kind == "grammar" else None
         pooling = Pooling.MEAN if kind == "embedding" else Pooling.NONE
-        choices = []
+        sampling = []
         most = 1 if kind == "embedding" else rng.choice((1, 4, 12, 30, 30))
         for index in range(3 if kind == "n" else 1):
             params = SamplingParams(
@@ -250,10 +253,23 @@ class System:
                 logprobs=2 if kind == "logprobs" else None,
                 prompt_logprobs=1 if kind == "logprobs" else None,
             )
-            choice = make_choice(prompt, params, grammar, pooling)
-            self._sequences[tuple(prompt), params.seed] = prompt + choice.expected.tokens
-            choices.append(choice)
+            sampling.append(params)
         leaves = rng.uniform(0.0, 3.0) if rng.random() < 0.1 else None
+        return self.make_request(at, prompt, sampling, grammar, pooling, leaves)
+
+    def make_request(
+        self,
+        at: float,
+        prompt: list[int],
+        sampling: list[SamplingParams],
+        grammar: StructuredOutputParams | None = None,
+        pooling: Pooling = Pooling.NONE,
+        leaves: float | None = None,
+    ) -> ClientRequest:
+        """Return a request with a choice for each of `sampling`; the client leaves after so many seconds."""
+        choices = [make_choice(prompt, params, grammar, pooling) for params in sampling]
+        for params, choice in zip(sampling, choices, strict=True):
+            self._sequences[tuple(prompt), params.seed] = prompt + choice.expected.tokens
         return ClientRequest(f"{len(self.requests)}", at, prompt, choices, grammar, pooling, leaves)
 
     def draw_poison(self, at: float) -> ClientRequest:
