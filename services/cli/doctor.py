@@ -52,9 +52,8 @@ def _processor() -> Iterator[str]:
     from services.worker.backends.native.kernels import selection
 
     features, cores = selection.processor_features(), machine.cores()
-    print(
-        f"processor   {_model_name()}: {cores} cores, {', '.join(sorted(features)) or 'no vector features'}"
-    )
+    named = [name for name in selection.NAMED if name in features]
+    print(f"processor   {_model_name()}: {cores} cores, {', '.join(named) or 'no vector features'}")
     for dtype in (torch.bfloat16, torch.float32):
         print(f"            {selection.choose('auto', 'cpu', dtype, features).describe(features)}")
     if "avx2" not in features:

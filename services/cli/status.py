@@ -65,5 +65,5 @@ def lines(url: str, found: dict[str, Any]) -> Iterator[str]:
 
 
 def _counted(metrics: dict[str, float], **words: str) -> str:
-    """Return the metrics that exist, such as "3 running, 0 waiting"."""
-    return ", ".join(f"{metrics[name]:,.0f} {word}" for name, word in words.items() if name in metrics)
+    """Return the metrics that exist, such as "running 3, waiting 0"."""
+    return ", ".join(f"{word} {metrics[name]:,.0f}" for name, word in words.items() if name in metrics)

@@ -32,6 +32,8 @@ log = logging.getLogger("runahead.frontend")
 
 MODULES = (openai, anthropic, responses_api, scores, probes, models, information, steps)
 """Modules with a router. Routes are searched in this order, so those under load come first."""
+MAX_QUOTED = 100
+"""Characters of a path that an error quotes."""
 
 
 def with_routes(config: FrontendConfig) -> FastAPI:
@@ -73,6 +75,13 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(APIError)
     async def on_api_error(http: HTTPRequest, error: APIError) -> Response:
         return error_response(error, http.url.path, http.state.request_id)
+
+    @app.exception_handler(404)
+    @app.exception_handler(405)
+    async def on_no_route(http: HTTPRequest, error: HTTPException) -> Response:
+        asked = f"{http.method} {http.url.path[:MAX_QUOTED]}"
+        text = f"{asked} is not served here; /openapi.json lists all routes"
+        return error_response(APIError(error.status_code, text), http.url.path, http.state.request_id)
 
     @app.exception_handler(HTTPException)
     async def on_http_error(http: HTTPRequest, error: HTTPException) -> Response:

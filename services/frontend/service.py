@@ -95,6 +95,7 @@ class FrontendService:
                 ws="none",
                 lifespan="off",
                 log_config=None,
+                log_level=logging.WARNING,  # its lines about start and end repeat ours
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,

@@ -21,7 +21,7 @@ def test_status_of_a_server(sim: ServeProcess) -> None:
     assert first.endswith(f" at {sim.url}: ready")
     named = {row[2:13].strip(): row[14:] for row in rows}
     assert "backend sim" in named["engine"]
-    assert named["ranks"].startswith("1 registered")
+    assert named["ranks"].startswith("registered 1")
     assert "running" in named["requests"]
     assert "blocks of 16 tokens" in named["KV cache"]
     found = json.loads(run(f"{sim.url}/v1", "--json").stdout)

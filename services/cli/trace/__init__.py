@@ -26,7 +26,7 @@ def trace(url: str, api_key: str, output: Path, seconds: float) -> int:
         print(f"runahead: {error}", file=sys.stderr)
         return 1
     hint = "open it in Perfetto" if writer.num_steps else "no request was served in this time"
-    print(f"{writer.num_steps} steps on {writer.num_ranks} ranks written to {output}; {hint}")
+    print(f"{writer.num_steps} steps (ranks: {writer.num_ranks}) written to {output}; {hint}")
     return 0
 
 

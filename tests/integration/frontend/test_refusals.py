@@ -231,7 +231,8 @@ def test_prompt_beyond_the_context_is_refused_with_both_lengths(
 def test_unknown_model_path_and_method(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     unknown = error_of(frontend.post(COMPLETIONS, {"prompt": "x", "model": "gpt-9"}), 404)
     assert (unknown["param"], unknown["code"]) == ("model", "model_not_found")
-    error_of(httpx.get(f"{frontend.url}/nowhere"), 404)
+    nowhere = error_of(httpx.get(f"{frontend.url}/nowhere"), 404)
+    assert nowhere["message"] == "GET /nowhere is not served here; /openapi.json lists all routes"
     error_of(httpx.get(frontend.url + COMPLETIONS), 405)
     error_of(httpx.get(f"{frontend.url}/docs"), 404)
     error_of(httpx.get(f"{frontend.url}/redoc"), 404)

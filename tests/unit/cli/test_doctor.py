@@ -17,6 +17,10 @@ def test_facts_of_this_machine(capsys: Capture) -> None:
     assert (done.status, done.stderr) == (0, "")
     named = {line.split()[0] for line in done.stdout.splitlines()}
     assert {"Python", "packages", "processor", "kernels:", "memory", "model"} <= named
+    processor = next(line for line in done.stdout.splitlines() if line.startswith("processor"))
+    assert not {"wide", "pairs", "tiles"} & set(processor.split(": ")[1].split(", ")), (
+        "features of our own kernels"
+    )
 
 
 def test_a_poor_machine_gets_a_remark_for_each_lack(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

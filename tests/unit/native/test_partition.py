@@ -91,7 +91,7 @@ def test_what_cannot_be_cut_is_refused_with_what_can() -> None:
         (
             {},
             3,
-            r"3 tensor-parallel ranks, only for 1, 2, 4, 8: a rank would have no KV head .* \(there are 2\)",
+            r"3 tensor-parallel ranks, only for 1, 2, 4, 8: a size above its 2 KV heads must .* its 8 attention heads",
         ),
         ({}, 9, "it has 8 attention heads"),
         ({"intermediate_size": 100}, 8, "the MLP is 100 wide"),

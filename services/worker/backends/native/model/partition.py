@@ -114,10 +114,7 @@ def _problem(config: ModelConfig, size: int, group: int) -> str:
     if size > heads:
         return f"it has {heads} attention heads"
     if size > kv_heads and (size % kv_heads or heads % size):
-        return (
-            f"a rank would have no KV head of its own (there are {kv_heads}), and equal parts of {heads} attention "
-            f"heads do not exist"
-        )
+        return f"a size above its {kv_heads} KV heads must be a multiple of them and divide its {heads} attention heads"
     if config.intermediate_size % size:
         return f"the MLP is {config.intermediate_size} wide"
     if problem := _divided_group(config, size, group):
