@@ -3,7 +3,8 @@
 import pytest
 
 from protocol.requests import FinishReason
-from services.scheduler.core.suspects import GUILTY, PROGRESS, SUSPECT_AFTER
+from protocol.suspects import PROGRESS, SUSPECT_AFTER
+from services.scheduler.core.suspects import GUILTY
 from services.scheduler.policies import ChunkedPolicy
 from tests.simulation.test_acceptance import DEPTHS, ROOMY, prompt_of
 from tests.simulation.world import SimulatedStream, World, params

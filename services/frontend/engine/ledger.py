@@ -18,14 +18,10 @@ from msgspec.structs import replace
 
 from protocol.codec import pack
 from protocol.requests import Finish, FinishReason, GenerateRequest
+from protocol.suspects import PROGRESS, SUSPECT_AFTER
 from services.frontend.engine.streams import RequestStream, Token
 from services.frontend.errors import APIError
 
-SUSPECT_AFTER = 2
-"""Schedulers that die without progress of a request before it counts as a suspect."""
-PROGRESS = 16
-"""Output tokens since the last submission that clear a request: a scheduler that dies afterwards dies of another cause,
-or of another token."""
 GUILTY = (
     f"the scheduler died {SUSPECT_AFTER + 1} times while it had this request, or could not read it, "
     "the last time without any other suspect; it is refused"

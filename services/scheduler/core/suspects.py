@@ -6,12 +6,10 @@ suspect runs alone until its output has made progress. If the workers are lost w
 
 from collections.abc import Iterable
 
+from protocol.suspects import PROGRESS
+from protocol.suspects import SUSPECT_AFTER as SUSPECT_AFTER
 from services.scheduler.core.request import RequestKey
 
-SUSPECT_AFTER = 2
-"""Lost groups of workers without progress of a request after which it is a suspect."""
-PROGRESS = 16
-"""Tokens since the last loss that clear a request."""
 GUILTY = (
     f"the model workers were lost {SUSPECT_AFTER + 1} times while they computed this request, the last time alone; "
     "it is refused"

@@ -7,7 +7,8 @@ import pytest
 from protocol.codec import pack, unpack
 from protocol.requests import Finish, FinishReason, GenerateRequest
 from protocol.sampling import SamplingParams
-from services.frontend.engine.ledger import GUILTY, PROGRESS, RequestLedger
+from protocol.suspects import PROGRESS
+from services.frontend.engine.ledger import GUILTY, RequestLedger
 from services.frontend.engine.streams import FlushQueue, ResponseStream
 from tests.unit.frontend.engine.test_streams import RecordingStream
 
