@@ -38,9 +38,9 @@ app.add_typer(config_app, name="config")
 
 def _version(is_given: bool) -> None:
     if is_given:
-        from importlib.metadata import version
+        from services import release
 
-        typer.echo(f"runahead {version('runahead-engine')}")
+        typer.echo(f"runahead {release.version()}")
         raise typer.Exit
 
 

@@ -26,10 +26,16 @@ def doctor() -> int:
     print(f"Python      {platform.python_version()}, {sys.platform}, {platform.machine()}")
     shown = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
     print(f"packages    {shown}")
-    if versions["torch"] is None or versions["numba"] is None:
+    if versions["torch"] is None:
         print("The native backend needs the extra `native`: pip install 'runahead-engine[native]'.")
         return 1
-    remarks = [*_processor(), *_memory(), *_gpus(), *_server()]
+    remarks = [*_gpus(), *_server()]
+    if versions["numba"] is None:
+        remarks.append(
+            "numba is missing, which compiles kernels for processors: the native backend computes on a GPU alone."
+        )
+    else:
+        remarks = [*_processor(), *_memory(), *remarks]
     if versions["vllm"] is None:
         remarks.append("vLLM is not installed: --backend vllm is refused. docs/vllm.md has the installation.")
     for remark in remarks:

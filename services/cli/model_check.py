@@ -1,6 +1,7 @@
 """Checks of model, sizes and memory before any service starts, without torch and without reading weights."""
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 
 from protocol.membership import Shard
@@ -17,8 +18,8 @@ from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.partition import ModelPart, tensor_parallel_sizes
 from services.worker.runner import LoadError
 
-PACKAGES = {"native": ("torch", "numba"), "vllm": ("vllm",), "sim": ("torch",)}
-"""Packages that a backend needs."""
+PACKAGES = {"native": ("torch",), "vllm": ("vllm",), "sim": ("torch",)}
+"""Packages that a backend needs on every device."""
 REMEDY = {
     "native": "install the extra: pip install 'runahead-engine[native]'",
     "sim": "install the extra: pip install 'runahead-engine[native]'",
@@ -34,14 +35,12 @@ def check_sizes(config: ServeConfig) -> None:
 
     Raises: ConfigurationError
     """
-    missing = [name for name in PACKAGES[config.backend] if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigurationError(
-            f"--backend {config.backend} needs {' and '.join(missing)}; {REMEDY[config.backend]}"
-        )
+    _check_packages(config, PACKAGES[config.backend])
     if config.backend != "native":
         return
     serving = serving_memory(config)
+    if config.device != "cuda" and not serving.is_gpu:
+        _check_packages(config, ("numba",))  # compiles the kernels of processors
     if not is_local(config.model):
         return
     try:
@@ -58,6 +57,15 @@ CHECKED = {
     "gpu_memory_utilization",
 }  # fmt: skip
 """Settings that may not fit the model."""
+
+
+def _check_packages(config: ServeConfig, needed: Sequence[str]) -> None:
+    """Raises: ConfigurationError, with those that are not installed"""
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigurationError(
+            f"--backend {config.backend} needs {' and '.join(missing)}; {REMEDY[config.backend]}"
+        )
 
 
 def check_native(config: ServeConfig, path: Path, serving: ServingMemory) -> None:

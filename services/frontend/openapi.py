@@ -4,13 +4,13 @@ Handlers read their bodies and write their streams themselves, so routes describ
 """
 
 import re
-from importlib import metadata
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter
 
+from services import release
 from services.frontend.errors import ErrorResponse
 from services.frontend.http.guards import OPEN_PATHS
 
@@ -95,7 +95,7 @@ class DocumentedApp(FastAPI):
     def __init__(self, closed: bool) -> None:
         super().__init__(
             title="Runahead",
-            version=metadata.version("runahead-engine"),
+            version=release.version(),
             summary="OpenAI's API with vLLM's additional parameters",
             description="Bodies are UTF-8 JSON. Numbers are finite, and integers are written without a fraction. "
             "The header x-request-id names a request in logs and is returned with the response.",

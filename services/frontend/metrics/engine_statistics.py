@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Iterator
-from importlib import metadata
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from protocol.requests import ITERATION_TOKENS
+from services import release
 from services.frontend.engine.client import EngineClient
 from services.frontend.metrics.collectors import LABELS, OURS, histogram_family
 
@@ -24,7 +24,7 @@ class EngineStatistics(Collector):
         self._engine = engine
         self._labels = labels
         self._named = dict(zip(LABELS, labels, strict=True))
-        self._release = {"version": metadata.version("runahead-engine")}  # reads files
+        self._release = {"version": release.version()}
 
     def collect(self) -> Iterator[Metric]:
         stats = dict(self._engine.state.stats)

@@ -1,11 +1,11 @@
 """Routes that routers and people ask about the server. Answers have names and sizes, and no paths or keys."""
 
-from importlib import metadata
 from typing import Literal
 
 from fastapi import APIRouter
 from typing_extensions import TypedDict
 
+from services import release
 from services.frontend.context import Context
 from services.frontend.openai.schemas.responses import Natural
 from services.frontend.openapi import GUARDED, errors
@@ -54,14 +54,14 @@ class LoadResponse(TypedDict):
 
 @router.get("/version", summary="Version of the server")
 async def version() -> VersionResponse:
-    return {"version": metadata.version("runahead-engine")}
+    return {"version": release.version()}
 
 
 @router.get("/server_info", summary="State and sizes of the engine")
 async def server_info(context: Context) -> ServerInfo:
     state = context.engine.state
     return {
-        "version": metadata.version("runahead-engine"),
+        "version": release.version(),
         "phase": state.phase.name.lower(),
         "detail": PHASE_TEXTS[state.phase],
         "served_model_names": context.model.names,

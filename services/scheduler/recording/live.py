@@ -1,10 +1,10 @@
 """The recording of the core that serves, for `--record`."""
 
 import logging
-from importlib.metadata import version
 
 from msgspec.structs import replace
 
+from services import release
 from services.config import SchedulerConfig
 from services.scheduler.build import CoreStart, restart_core
 from services.scheduler.core.engine import EngineCore
@@ -63,7 +63,7 @@ def _header(config: SchedulerConfig, incarnation: int, start: CoreStart) -> Reco
         start.vocab_size,
         start.hidden_size,
         start.compiler is not None,
-        version("runahead-engine"),
+        release.version(),
         late_masks=start.mask_maker.late,
         backend=start.backend,
     )

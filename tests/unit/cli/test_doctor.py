@@ -44,3 +44,13 @@ def test_without_the_native_extra_the_hint_has_its_name(
     done = run_command(capsys, "doctor")
     assert done.status == 1
     assert "runahead-engine[native]" in done.stdout
+
+
+def test_without_numba_no_kernels_of_processors_are_shown(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "numba" else "1.0")
+    done = run_command(capsys, "doctor")
+    assert done.status == 0
+    assert "computes on a GPU alone" in done.stdout
+    assert "kernels:" not in done.stdout

@@ -5,12 +5,17 @@ import json
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from services.checkpoint import DEMO_MODEL
-from services.worker import machine
+from services.cli import serving_memory
+from services.cli.model_check import check_sizes
+from services.cli.settings import ConfigurationError
+from services.config import ServeConfig
+from services.worker import gpus, machine
 from tests.unit.cli.command import run_command
 
 DEMO = str(DEMO_MODEL)
@@ -137,3 +142,19 @@ def test_mistake_in_a_process_of_its_own_imports_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["2", "False", "False"]
+
+
+@pytest.mark.parametrize(
+    ("device", "found", "needed"),
+    [("cpu", 1, True), ("auto", 0, True), ("auto", 1, False), ("cuda", 0, False), ("cuda", 1, False)],
+)
+def test_the_native_backend_needs_numba_on_processors_alone(
+    device: str, found: int, needed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CUDA build of torch and what nvidia-smi lists are pretended."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "numba" else find(name))
+    monkeypatch.setattr(serving_memory, "torch_version", lambda: "2.13.0+cu130")
+    monkeypatch.setattr(gpus, "gpus", lambda: [gpus.Gpu("NVIDIA H100", 80 << 30, 79 << 30)] * found)
+    with pytest.raises(ConfigurationError, match="needs numba") if needed else nullcontext():
+        check_sizes(ServeConfig(model=DEMO, device=device))
