@@ -1,7 +1,9 @@
 """GET requests to a running server, for commands that inspect it."""
 
+import errno
 import http.client
 import json
+import os
 import ssl
 import urllib.error
 import urllib.request
@@ -14,6 +16,9 @@ TIMEOUT = 5.0
 """Seconds to wait for an answer."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 """Hosts whose certificate is not checked: this machine, which has another name in it."""
+
+UNREACHABLE: tuple[int, ...] = (errno.ECONNREFUSED, errno.ECONNRESET, errno.EHOSTUNREACH, errno.ENETUNREACH)
+"""Errors that an address, without a server that answers, has."""
 
 
 class NoAnswer(Exception):
@@ -29,7 +34,7 @@ def ask(url: str, api_key: str) -> bytes:
     """Return the body of the answer. Raises: NoAnswer"""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https"):
-        raise NoAnswer(f"{url}: is no URL of a server; give one such as http://127.0.0.1:8000")
+        raise NoAnswer(f"{url} is no URL of a server; give one such as http://127.0.0.1:8000")
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     context = own_tls() if parts.hostname in LOOPBACK else ssl.create_default_context()
     try:
@@ -37,14 +42,20 @@ def ask(url: str, api_key: str) -> bytes:
         with urllib.request.urlopen(request, timeout=TIMEOUT, context=context) as answer:  # noqa: S310
             return bytes(answer.read())
     except urllib.error.HTTPError as error:
-        hint = "; set RUNAHEAD_API_KEY or --api-key" if error.code == 401 else _reason_of(error)
+        hint = "; set RUNAHEAD_API_KEY or --api-key" if error.code == 401 else _server_reason(error)
         raise NoAnswer(f"{url}: status {error.code}{hint}") from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        raise NoAnswer(f"{url}: no answer: {reason}") from None
+        raise NoAnswer(f"{url}: no answer: {reason_of(reason)}") from None
 
 
-def _reason_of(error: urllib.error.HTTPError) -> str:
+def reason_of(error: object) -> str:
+    """Return why a connection failed: the system's words, such as "connection refused", where they say all of it."""
+    number = error.errno if isinstance(error, OSError) else None
+    return os.strerror(number).lower() if number in UNREACHABLE else str(error)
+
+
+def _server_reason(error: urllib.error.HTTPError) -> str:
     """Return the server's reason after a colon; "" if its body has none."""
     try:
         return f": {json.loads(error.read())['error']['message']}"

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import uvloop
 
-from services.cli.ask import base_url
+from services.cli.ask import base_url, reason_of
 from services.config import BenchConfig
 
 
@@ -66,7 +66,7 @@ async def _run(config: BenchConfig) -> LoadResult:
         timeout=aiohttp.ClientTimeout(total=config.timeout),
         read_bufsize=1 << 20,
     ) as session:
-        model = config.model or await _first_model(session)
+        model = config.model or await _first_model(session, config.base_url)
         client = _LoadClient(session, model, config)
         for prompt in prompts(config, config.num_warmups, config.seed + 1):
             await client.send(SentRequest(prompt))
@@ -90,14 +90,14 @@ async def _arrivals(config: BenchConfig, requests: list[SentRequest]) -> AsyncIt
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
 
 
-async def _first_model(session: aiohttp.ClientSession) -> str:
+async def _first_model(session: aiohttp.ClientSession, url: str) -> str:
     try:
         async with session.get("/v1/models") as response:
             if response.status != 200:
                 raise ServerError(f"/v1/models answered {response.status}: {(await response.text())[:200]}")
             return str((await response.json())["data"][0]["id"])
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise ServerError(f"no server answers: {error}") from None
+        raise ServerError(f"no server answers at {url}: {reason_of(error)}") from None
     except (KeyError, IndexError, TypeError, ValueError):
         raise ServerError("/v1/models names no model; give one with --model") from None
 
