@@ -78,10 +78,7 @@ class VllmWorker:
         self.loads = 0
 
     def enter(self, num_blocks: int) -> Session:
-        self.epoch += 1
-        assignment = Assignment(
-            self.epoch, 0, 1, BLOCK, 2 * MAX_SEQS, CHUNK, CONTEXT, speculation=self.speculation
-        )
+        assignment = self.next_assignment()
         session, cache = Session(), InitializeCache(num_blocks, CONTEXT)
         session.leaves_rows_out = session.collects_masks = self.leaves_rows_out
         session.on(assignment)
@@ -91,6 +88,11 @@ class VllmWorker:
         self.runner.init_kv_cache(cache)
         session.ready()
         return session
+
+    def next_assignment(self) -> Assignment:
+        """Return the assignment of the next epoch."""
+        self.epoch += 1
+        return Assignment(self.epoch, 0, 1, BLOCK, 2 * MAX_SEQS, CHUNK, CONTEXT, speculation=self.speculation)
 
     def _progress(self, phase: str, fraction: float) -> None:
         self.loads += fraction == 0.0
@@ -184,11 +186,15 @@ class VllmRun:
 
     def apply_result(self) -> None:
         """Wait for the oldest result and apply it."""
-        result = self._outputs.popleft().get()
-        assert result is not None
+        result = self._next_result()
         self.core.on_result(RESULTS.decode(encode(result)))
         self.counts += unpack(result.counts).tolist()
         self._publish()
+
+    def _next_result(self) -> ModelRunnerOutput:
+        result = self._outputs.popleft().get()
+        assert isinstance(result, ModelRunnerOutput)
+        return result
 
     def make_masks(self, some: bool = True) -> None:
         """Finish at least one of the masks that are being made, unless not `some`."""

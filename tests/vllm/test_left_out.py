@@ -1,14 +1,18 @@
 """Constrained rows whose masks are late are left out on the vLLM backend, and hold back nobody."""
 
 from collections.abc import Iterator
+from pathlib import Path
+from random import Random
 
 import msgspec
 import pytest
 
 from protocol.membership import Speculation
+from services.worker.batch.slots import EMPTY
 from tests.simulation.grammar import structured
 from tests.vllm.driver import VllmRun, VllmStream, VllmWorker
 from tests.vllm.parameter_cases import FEW_BLOCKS, GREEDY, SAMPLED, assert_equal, prompt_of
+from tests.vllm.socket_driver import socket_run
 
 DRAFTS = Speculation("ngram", 3, prompt_lookup_min=1, prompt_lookup_max=3)
 PHRASE = prompt_of(1, 6)
@@ -72,6 +76,28 @@ def test_neighbours_end_while_masks_are_missing(worker: VllmWorker, expected: li
             run.apply_result()
         assert [stream.tokens for stream in served if stream.structured is not None] == [[]] * 5
         run.finish()
+    for got, wanted in zip(served, expected, strict=True):
+        assert_equal(got, wanted)
+
+
+@pytest.mark.parametrize(("depth", "late"), [(2, 1), (3, 2)])
+def test_messages_on_a_socket_are_read_while_a_step_waits(
+    depth: int, late: int, worker: VllmWorker, expected: list[VllmStream], tmp_path: Path
+) -> None:
+    """Plans, masks and released slots arrive in any order while the worker's only thread waits or computes."""
+    with socket_run(worker, tmp_path, depth, late) as run:
+        served = [run.add(number, stream) for number, stream in enumerate(streams())]
+        free, rng = [stream for stream in served if stream.structured is None], Random(late)
+        while run.core.requests or run.core.queue:
+            others_wait = any(stream.finish is None for stream in free)
+            run.make_masks(not others_wait or rng.random() < 0.3)
+            run.dispatch()
+            if not run.masks.waiting or others_wait:
+                run.apply_result()
+        run.dispatch()
+        run.wait_until_read()
+        assert (worker.runner.table.generation == EMPTY).all()
+        assert run.core.store.counters["left_out_rows_total"] > 3
     for got, wanted in zip(served, expected, strict=True):
         assert_equal(got, wanted)
 
