@@ -1,22 +1,19 @@
 """Faults of workers, schedulers and frontends that no signal from outside explains, and clients that leave."""
 
 import asyncio
-import contextlib
 import json
 import os
 import random
 import signal
 import socket
 import struct
-import sys
-import urllib.request
 from pathlib import Path
 
 import pytest
-from openai import APIConnectionError, AsyncOpenAI
+from openai import APIConnectionError
 
-from services.cli.preflight import free_port
-from tests.e2e.server import ServeProcess, serving, wait_until
+from tests.e2e.second_frontend import second_frontend
+from tests.e2e.server import serving, wait_until
 from tests.e2e.streams import (
     answers,
     assert_no_file_is_left,
@@ -111,60 +108,33 @@ async def test_streams_continue_when_the_scheduler_never_returns_from_a_loop(tmp
             assert_nothing_is_kept(server)
 
 
-async def test_a_killed_frontend_leaves_the_streams_of_another_one(tmp_path: Path) -> None:
+async def test_a_killed_frontend_leaves_the_streams_of_another_one() -> None:
     """Its requests end, and their KV blocks are free."""
     with serving(*SIM) as server:
-        (config,) = server.runtime.glob("*/frontend.json")
-        port = free_port("127.0.0.1", 0)
-        command = [
-            sys.executable, "-m", "services.cli", "frontend", "--port", str(port), "--scheduler-endpoint",
-            f"ipc://{config.with_name('clients')}", "--model", json.loads(config.read_text())["model"],
-        ]  # fmt: skip
-        other = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
-        try:
-            await beside_a_killed_frontend(server, other, port)
-        finally:
-            if other.returncode is None:
-                other.kill()
-                await other.wait()
-
-
-async def beside_a_killed_frontend(
-    server: ServeProcess, other: asyncio.subprocess.Process, port: int
-) -> None:
-    url = f"http://127.0.0.1:{port}"
-
-    def is_ready() -> bool:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/readyz", timeout=10) as response:
-            return bool(response.status == 200)
-        return False
-
-    await asyncio.to_thread(wait_until, is_ready, "the other frontend is ready")
-    async with server.async_client() as client, AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as doomed:
-        undisturbed, model = await answers(client), (await client.models.list()).data[0].id
-        streams = [
-            await doomed.completions.create(
-                model=model,
-                prompt=f"Doomed {i}",
-                max_tokens=2000,
-                stream=True,
-                extra_body={"ignore_eos": True},
-            )
-            for i in range(8)
-        ]
-        for stream in streams:
-            await anext(stream)
-
-        async def kill() -> None:
-            other.kill()
-            await other.wait()
-
-        assert await answers(client, kill) == undisturbed
-        for stream in streams:
-            with pytest.raises(APIConnectionError):
-                async for _ in stream:
-                    pass
-        await asyncio.to_thread(assert_nothing_is_kept, server)
+        async with (
+            second_frontend(server) as other,
+            server.async_client() as client,
+            other.async_client() as doomed,
+        ):
+            undisturbed, model = await answers(client), (await client.models.list()).data[0].id
+            streams = [
+                await doomed.completions.create(
+                    model=model,
+                    prompt=f"Doomed {i}",
+                    max_tokens=2000,
+                    stream=True,
+                    extra_body={"ignore_eos": True},
+                )
+                for i in range(8)
+            ]
+            for stream in streams:
+                await anext(stream)
+            assert await answers(client, other.kill) == undisturbed
+            for stream in streams:
+                with pytest.raises(APIConnectionError):
+                    async for _ in stream:
+                        pass
+            await asyncio.to_thread(assert_nothing_is_kept, server)
 
 
 async def test_clients_that_leave_at_random_moments_leave_nothing() -> None:

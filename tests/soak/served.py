@@ -1,17 +1,22 @@
 """Soaks of `serve`: the truth of its probes, and random faults for a long time."""
 
 import asyncio
+import contextlib
 import json
 import random
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import product
+from typing import Any
 
 import httpx
 import psutil
+from openai import APIError
 
+from tests.e2e.second_frontend import SecondFrontend, second_frontend
 from tests.e2e.server import ServeProcess, is_alive, serving
 from tests.soak.load import Load, bodies
 
@@ -36,6 +41,14 @@ LEAST_PAUSE = 21.0
 PROBE_INTERVAL = 0.1
 DETECTION = {"killed": 1.5, "stopped": 12.0}
 """Seconds within which the probe must say that the engine does not serve."""
+FAULTS = (*product(DETECTION, ("scheduler", "worker")), ("killed", "frontend"))
+"""Kinds of faults and their services. The frontend is another one than that of the streams."""
+DOOMED: dict[str, Any] = {
+    "prompt": "Doomed", "n": 4, "max_tokens": 2000, "stream": True, "extra_body": {"ignore_eos": True},
+}  # fmt: skip
+"""Request to a frontend that is killed; as many as make the choices of all other streams fewer than theirs."""
+PROBES = 50
+"""Probes within which the scheduler must have freed the requests of a killed frontend, and a metric says so."""
 SETTLE = 30.0
 """Seconds of faults before memory and files are measured first."""
 MEMORY_SHARE, MEMORY_BYTES = 0.05, 24 << 20
@@ -95,7 +108,7 @@ async def random_faults(seconds: float, seed: int) -> tuple[Counter[str], list[s
     """The next faults. Each comes once before one comes again, so that a piece has all of them."""
     group = list(GROUPS)[seed // FAULTS_PIECE % len(GROUPS)]
     with serving(*LAYOUT, *GROUPS[group]) as server:
-        async with server.async_client() as client:
+        async with server.async_client() as client, second_frontend(server) as other:
             load, probes = Load(client, bodies(STREAMS, TOKENS)), Probes(server.url)
             await load.learn()
             until = time.monotonic() + seconds
@@ -110,11 +123,14 @@ async def random_faults(seconds: float, seed: int) -> tuple[Counter[str], list[s
                     await asyncio.sleep(min(pause, left))
                     if until - time.monotonic() > LEAST_PAUSE:
                         if not faults:
-                            faults = list(product(DETECTION, ("scheduler", "worker")))
-                            rng.shuffle(faults)
+                            faults = rng.sample(FAULTS, len(FAULTS))
                         kind, name = faults.pop()
                         happened[f"{group}: {name} {kind}"] += 1
-                        load.failures += await strike(server, load, probes, kind, name, rng)
+                        load.failures += await (
+                            kill_frontend(other, server, load, probes)
+                            if name == "frontend"
+                            else strike(server, load, probes, kind, name, rng)
+                        )
                     if time.monotonic() - began > SETTLE:
                         measured.append(memory_and_files(server))
         failures = load.failures + leaks(measured)
@@ -155,6 +171,54 @@ async def strike(
     elif first is not None and time.monotonic() - load.last_token > 5.0:
         wrong.append(f"{name} {kind}: /readyz says 200, but no token has come for 5 s")
     return wrong
+
+
+async def kill_frontend(other: SecondFrontend, server: ServeProcess, load: Load, probes: Probes) -> list[str]:
+    """Kill a frontend with open streams and start it again. Return what is wrong."""
+    most, wrong, at = sum(body.get("n", 1) for body in load.bodies), list[str](), time.monotonic()
+    async with other.async_client() as client:
+        create = client.completions.create
+        doomed = [await create(model=load.model, **DOOMED) for _ in range(most // DOOMED["n"] + 1)]
+        for stream in doomed:
+            await anext(stream)
+        if not await comes_true(lambda: num_requests(server) > most):
+            wrong.append(f"{num_requests(server):g} requests are open before a frontend is killed")
+        await other.kill()
+        for stream in doomed:
+            with contextlib.suppress(APIError):
+                async for _ in stream:
+                    pass
+                wrong.append("a stream of a killed frontend has ended in order")
+    if not await comes_true(lambda: num_requests(server) <= most):
+        wrong.append(
+            f"{num_requests(server):g} requests are open, although others than a killed frontend have {most}"
+        )
+    await other.start()
+    async with other.async_client() as client:
+        again = Load(client, load.bodies, model=load.model)
+        answers = await asyncio.gather(*map(again.ask, range(len(again.bodies))))
+    wrong += [
+        f"frontend started again, request {index}: {answer}, not {load.expected[index]}"
+        for index, answer in enumerate(answers)
+        if answer != load.expected[index]
+    ]
+    if probes.at(at) != 200 or probes.first(503, at) is not None:
+        wrong.append("/readyz of another frontend was not 200 all the time")
+    return wrong
+
+
+def num_requests(server: ServeProcess) -> float:
+    """Return the number of requests that the scheduler has, as the frontend was told last."""
+    return server.metric("num_requests_running") + server.metric("num_requests_waiting")
+
+
+async def comes_true(condition: Callable[[], bool]) -> bool:
+    """Return whether the condition becomes true within `PROBES` probes."""
+    for _ in range(PROBES):
+        if await asyncio.to_thread(condition):
+            return True
+        await asyncio.sleep(PROBE_INTERVAL)
+    return False
 
 
 def memory_and_files(server: ServeProcess) -> tuple[int, int]:
