@@ -35,10 +35,11 @@ class Combination:
         return cls(config.policy, stages > 1, config.depth > stages, backend, speculation)
 
     def __str__(self) -> str:
-        stages, depth = "> 1" if self.pipeline else "1", "ahead" if self.runs_ahead else "synchronous"
+        stages = "several stages" if self.pipeline else "one stage"
+        depth = "runs ahead" if self.runs_ahead else "synchronous"
         drafts = ", drafts" if self.speculation else ""
         output = ", structured output" if self.structured else ""
-        return f"{self.batching_policy}, stages {stages}, {depth}, {self.backend}{drafts}{output}"
+        return f"{self.batching_policy} policy, {stages}, {depth}, {self.backend} backend{drafts}{output}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from protocol.requests import (
 )
 from protocol.silence import SIGN_INTERVAL
 from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepReport, StepResult
+from protocol.suspects import SUSPECT_AFTER
 from services.checkpoint import CheckpointError, text_digest
 from services.config import SchedulerConfig
 from services.process import HANG_FACTOR, NO_ALARM, HangAlarm, stop_signals
@@ -41,7 +42,6 @@ from services.scheduler.build import CoreStart, build_core
 from services.scheduler.capabilities import Combination
 from services.scheduler.core.engine import EngineCore, StallError
 from services.scheduler.core.results import UnknownResult
-from services.scheduler.core.suspects import SUSPECT_AFTER
 from services.scheduler.engine_state import StateReports
 from services.scheduler.grammar.compiler import GrammarCompiler
 from services.scheduler.grammar.masks import INLINE_MASKS, MaskThread
@@ -328,7 +328,7 @@ class Service:
             number_of(started.epoch), len(started.peers) // limits.stages, limits.stages, limits.num_blocks,
             limits.block_size, limits.max_model_len, limits.max_num_seqs, c.depth,
         )  # fmt: skip
-        log.info("combined: %s", Combination.from_config(c, self.group.backend))
+        log.info("features: %s", Combination.from_config(c, self.group.backend))
         if self.engine is None:
             self._build_engine(started, policy)
         else:

@@ -99,10 +99,8 @@ class Admission:
         if num_tokens - prompt >= min(params.max_tokens, limits.max_model_len - prompt):
             return "every token that this request may have was already delivered"
         positions = limits.positions(prompt, params)
-        if positions > limits.num_cached_tokens:
-            return (
-                f"the request needs {positions} tokens of KV cache, but it holds {limits.num_cached_tokens}"
-            )
+        if positions > limits.kv_capacity:
+            return f"the request needs {positions} tokens of KV cache, but it holds {limits.kv_capacity}"
         return None
 
     def _parameter_problem(self, message: GenerateRequest, limits: Limits) -> str | None:

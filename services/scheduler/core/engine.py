@@ -289,7 +289,7 @@ class EngineCore:
         self._build_epoch(number, limits, policy)
         for request in [*self.store.waiting, *self.store.compiling]:
             positions = limits.positions(request.num_prompt_tokens, request.params)
-            if len(request.token_ids) >= limits.max_model_len or positions > limits.num_cached_tokens:
+            if len(request.token_ids) >= limits.max_model_len or positions > limits.kv_capacity:
                 message = "the workers were replaced by others with less memory, in which it does not fit"
                 self.lifecycle.finish(request, request.finish_message(FinishReason.ERROR, message=message))
 

@@ -35,7 +35,7 @@ class Limits:
         return 2 * self.max_num_seqs
 
     @property
-    def num_cached_tokens(self) -> int:
+    def kv_capacity(self) -> int:
         """Tokens that the KV cache holds."""
         return self.num_blocks * self.block_size
 

@@ -78,7 +78,7 @@ class QueueTime:
         free_tokens = epoch.kv.num_free * limits.block_size
         missing_tokens = store.num_waiting_tokens + num_tokens - free_tokens
         if missing_tokens > 0 and len(running):
-            held = limits.num_cached_tokens - free_tokens
+            held = limits.kv_capacity - free_tokens
             ends = max(ends, missing_tokens * len(running) / max(held, 1))
         if ends <= 0:
             return 0.0

@@ -6,8 +6,7 @@ suspect runs alone until its output has made progress. If the workers are lost w
 
 from collections.abc import Iterable
 
-from protocol.suspects import PROGRESS
-from protocol.suspects import SUSPECT_AFTER as SUSPECT_AFTER
+from protocol.suspects import PROGRESS, SUSPECT_AFTER
 from services.scheduler.core.request import RequestKey
 
 GUILTY = (
