@@ -11,6 +11,7 @@ from itertools import groupby, islice
 
 import numpy as np
 
+from protocol.block_names import extend_names
 from services.scheduler.core.block_pool import BlockPool
 from services.scheduler.core.observer import BlocksCached, BlocksEvicted, Observers
 from services.scheduler.core.request import Request
@@ -152,10 +153,6 @@ class KVCacheManager:
 
     def extend_hashes(self, request: Request, tokens: Column, num_blocks: int) -> None:
         """Compute the request's block hashes up to `num_blocks`."""
-        hashes, size = request.block_hashes, self.block_size
-        parent = hashes[-1] if hashes else sha256(request.cache_salt.encode()).digest()
-        first = len(hashes)
-        data = tokens[first * size : num_blocks * size].tobytes()
-        for at in range(0, (num_blocks - first) * size * tokens.itemsize, size * tokens.itemsize):
-            parent = sha256(parent + data[at : at + size * tokens.itemsize]).digest()
-            hashes.append(parent)
+        names, size = request.block_hashes, self.block_size
+        unnamed = tokens[len(names) * size : num_blocks * size].tobytes()
+        extend_names(names, request.cache_salt, unnamed, size)
