@@ -32,6 +32,7 @@ from services.frontend.engine.availability import Availability, Recovery, checke
 from services.frontend.engine.cache_resets import CacheResets
 from services.frontend.engine.connection import SchedulerConnection
 from services.frontend.engine.ledger import RequestLedger
+from services.frontend.engine.signs_of_life import CHECK_INTERVAL
 from services.frontend.engine.streams import FlushQueue, RawLogprobs, RequestStream
 from services.frontend.errors import APIError, invalid
 from services.frontend.steps.ring import StepRing
@@ -171,10 +172,16 @@ class EngineClient:
 
     async def _watch(self) -> None:
         """Send signs of life, and notice silence and the end of patience."""
+        next_sign = 0.0
         while True:
-            await asyncio.sleep(SIGN_INTERVAL)
+            await asyncio.sleep(CHECK_INTERVAL)
             now = time.monotonic()
+            if now >= next_sign:
+                next_sign = now + SIGN_INTERVAL
+                self._connection.send_sign()
             self._connection.check(now)
+            if self._connection.in_doubt:
+                self._availability.on_doubt(now)
             if stuck := self.ledger.stuck(now, self._request_timeout):
                 why = f"the request made no progress for {self._request_timeout:g} s (--request-timeout)"
                 self._fail(stuck, APIError(504, why))
