@@ -18,8 +18,24 @@ from services.config.simulator import SimulatorConfig
 from services.config.speculation import SpeculativeConfig
 from services.config.worker import BackendConfig, WorkerConfig
 
+EVERY_SETTING = frozenset[str]().union(
+    *(
+        model.model_fields
+        for model in (
+            RunBatchConfig,
+            BenchConfig,
+            ConvertConfig,
+            ReplayConfig,
+            WhatIfConfig,
+            *SERVICES.values(),
+        )
+    )
+)
+"""Names of the settings of all commands."""
+
 __all__ = [
     "ENDPOINTS",
+    "EVERY_SETTING",
     "OMITTED",
     "SERVICES",
     "WITHOUT_SERVER",
