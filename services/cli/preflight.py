@@ -207,13 +207,19 @@ def check_traces(config: FrontendConfig | ServeConfig) -> None:
     """Check that traces can be exported if they are enabled.
 
     Raises:
-        ConfigurationError: the OpenTelemetry packages are not installed, or the protocol is unknown.
+        ConfigurationError: the OpenTelemetry packages are not installed, the protocol is unknown, or the endpoint is
+            that of another one.
     """
     if config.otlp_traces_endpoint is None:
         return
     protocol = traces_protocol()
     if protocol not in EXPORTERS:
         raise ConfigurationError(f"{TRACES_PROTOCOL} is {protocol!r}; use {' or '.join(EXPORTERS)}")
+    if protocol == GRPC and urlsplit(config.otlp_traces_endpoint).path.strip("/"):
+        raise ConfigurationError(
+            f"--otlp-traces-endpoint {config.otlp_traces_endpoint}: {GRPC} takes no path; set "
+            f"{TRACES_PROTOCOL}={HTTP}, or give the port of gRPC without a path, such as http://localhost:4317"
+        )
     missing = [name for name in ("opentelemetry.sdk", *EXPORTERS[protocol]) if not _is_installed(name)]
     if missing:
         raise ConfigurationError(

@@ -18,19 +18,8 @@ from services.config.simulator import SimulatorConfig
 from services.config.speculation import SpeculativeConfig
 from services.config.worker import BackendConfig, WorkerConfig
 
-EVERY_SETTING = frozenset[str]().union(
-    *(
-        model.model_fields
-        for model in (
-            RunBatchConfig,
-            BenchConfig,
-            ConvertConfig,
-            ReplayConfig,
-            WhatIfConfig,
-            *SERVICES.values(),
-        )
-    )
-)
+_COMMANDS: tuple[type[BaseConfig], ...] = (RunBatchConfig, BenchConfig, ConvertConfig, ReplayConfig)
+EVERY_SETTING = frozenset(name for model in (*_COMMANDS, *SERVICES.values()) for name in model.model_fields)
 """Names of the settings of all commands."""
 
 __all__ = [
