@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer.exceptions import TyperException
@@ -22,6 +22,9 @@ from services.config import (
     ServeConfig,
     ServiceConfig,
 )
+
+if TYPE_CHECKING:
+    from services.cli.ask import ServerAddress
 
 USAGE_ERROR = 2
 
@@ -112,7 +115,7 @@ app.command(
     help="Replay the recording in DIR and compare every decision of the scheduler.",
 )(command(ReplayConfig, _replay, positional="recording"))
 app.command("bench", cls=GroupedCommand, help="Measure the speed of an OpenAI-compatible API.")(
-    command(BenchConfig, _bench)
+    command(BenchConfig, _bench, positional="base_url")
 )
 
 
@@ -146,12 +149,34 @@ def _healthcheck(
     raise typer.Exit(main([target, "--transport-keys", transport_keys] + ["--connected"] * connected))
 
 
+_UrlArgument = Annotated[str | None, typer.Argument(help="URL of the server.", metavar="URL")]
+_UrlOption = Annotated[
+    str | None, typer.Option("--url", help="The same as URL. [default: http://127.0.0.1:8000]")
+]
+_ApiKey = Annotated[
+    str, typer.Option("--api-key", help="API key.", envvar="RUNAHEAD_API_KEY", show_envvar=False)
+]
+_Insecure = Annotated[bool, typer.Option("--insecure", help="Do not check the server's certificate.")]
+_CaCert = Annotated[str, typer.Option("--cacert", help="File with the authorities to trust.", metavar="FILE")]
+
+
+def _server(
+    argument: str | None, url: str | None, api_key: str, insecure: bool, cacert: str
+) -> "ServerAddress":
+    from services.cli.ask import ServerAddress, base_url
+
+    if None not in (argument, url) and argument != url:
+        raise ConfigurationError(f"{argument!r} contradicts --url {url!r}")
+    return ServerAddress(base_url(argument or url or ServerAddress.url), api_key, insecure, cacert)
+
+
 @app.command("status")
 def _status(
-    url: Annotated[str, typer.Argument(help="URL of the server.", metavar="URL")] = "http://127.0.0.1:8000",
-    api_key: Annotated[
-        str, typer.Option("--api-key", help="API key.", envvar="RUNAHEAD_API_KEY", show_envvar=False)
-    ] = "",
+    argument: _UrlArgument = None,
+    url: _UrlOption = None,
+    api_key: _ApiKey = "",
+    insecure: _Insecure = False,
+    cacert: _CaCert = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Print state, ranks and load of a running server.
@@ -160,16 +185,17 @@ def _status(
     """
     from services.cli.status import status
 
-    raise typer.Exit(status(url, api_key, as_json))
+    raise typer.Exit(status(_server(argument, url, api_key, insecure, cacert), as_json))
 
 
 @app.command("trace")
 def _trace(
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.", metavar="FILE")],
-    url: Annotated[str, typer.Option("--url", help="URL of the server.")] = "http://127.0.0.1:8000",
-    api_key: Annotated[
-        str, typer.Option("--api-key", help="API key.", envvar="RUNAHEAD_API_KEY", show_envvar=False)
-    ] = "",
+    argument: _UrlArgument = None,
+    url: _UrlOption = None,
+    api_key: _ApiKey = "",
+    insecure: _Insecure = False,
+    cacert: _CaCert = "",
     seconds: Annotated[
         float,
         typer.Option("--seconds", min=0, help="Record this long from now on. 0: what the server has kept."),
@@ -181,7 +207,7 @@ def _trace(
     """
     from services.cli.trace import trace
 
-    raise typer.Exit(trace(url, api_key, output, seconds))
+    raise typer.Exit(trace(_server(argument, url, api_key, insecure, cacert), output, seconds))
 
 
 @app.command("keys")
