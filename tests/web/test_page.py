@@ -277,8 +277,8 @@ def test_a_click_on_a_step_tells_its_requests_tokens_and_times(
         assert [row[0] for row in requests] == step["requests"]
         assert [int(row[3]) for row in requests] == step["scheduled"]
         assert f"{step['decode_tokens']} decode token" in page.locator("#detail p").inner_text()
-    page.locator("#timeline").press("ArrowRight")
-    expect(page.locator("#detail-title")).to_have_text(f"Step {clicked + 1} of epoch 1")
+    page.locator("#timeline").press("ArrowLeft")
+    expect(page.locator("#detail-title")).to_have_text(f"Step {clicked - 1} of epoch 1")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert page.evaluate("(e => e.scrollWidth <= e.clientWidth)(document.getElementById('engine'))")
     wait_for_frame(page)
