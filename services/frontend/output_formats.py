@@ -30,8 +30,8 @@ class OutputFormats:
     tags: ReasoningTags = THINK
     """Texts around reasoning."""
     grammar_waits_for_tag: bool = True
-    """True if a grammar leaves room for reasoning that the prompt has not begun. A model that does not reason then is not
-    constrained, so only a format that was named allows it."""
+    """True if a grammar leaves room for reasoning that the prompt has not begun. Only a format that was named allows
+    it, because a model that does not reason then is not constrained."""
 
     @classmethod
     def from_config(
