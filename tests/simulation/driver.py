@@ -60,6 +60,7 @@ class _Player:
         self.world, self.load, self.seed, self.rng, self.restarts = world, load, seed, rng, restarts
         self.arrivals = list(reversed(load.arrivals))
         self.of_masks = Random(f"masks/{seed}/{world.depth}")
+        self.of_memory = Random(f"memory/{seed}/{world.depth}")
 
     def run(self) -> None:
         """Play rounds. A round is one turn of the service's loop: frontends, then results, then dispatch."""
@@ -130,8 +131,13 @@ class _Player:
             if rng.random() < 0.7:
                 longest = min(longest, num_blocks * base.block_size)
             limits = replace(base, num_blocks=num_blocks, max_model_len=longest)
-            world.start_epoch(limits, build(self.load, limits, self.seed))
+            keeps = self._remembers if self.of_memory.random() < 0.8 else None
+            world.start_epoch(limits, build(self.load, limits, self.seed), keeps_memory=keeps)
             again = rng.random() < 0.15
+
+    def _remembers(self, block: int) -> bool:
+        """Return whether every rank still holds a block; sometimes one does not."""
+        return self.of_memory.random() < 0.95
 
     def _frontends(self) -> None:
         world, rng, load = self.world, self.rng, self.load
