@@ -66,6 +66,37 @@ async def test_streams_continue_with_the_next_scheduler(layout: tuple[str, ...],
         server.assert_nothing_is_left()
 
 
+async def stream_with_a_kill(server: ServeProcess, service: str | None) -> str:
+    """Return the text of a stream with 300 tokens of prompt. The service is killed in the middle of it."""
+    async with server.async_client() as client:
+        model, parts = (await client.models.list()).data[0].id, list[str]()
+        async for chunk in await client.completions.create(
+            model=model,
+            prompt=[300 + i % 100 for i in range(300)],
+            max_tokens=200,
+            stream=True,
+            temperature=0,
+            extra_body={"ignore_eos": True},
+        ):
+            parts += [choice.text for choice in chunk.choices]
+            if service is not None and len(parts) == 20:
+                server.services[service].kill()
+    return "".join(parts)
+
+
+@pytest.mark.parametrize("layout", [SIM, NATIVE], ids=["simulated", "demo model"])
+async def test_the_next_scheduler_finds_the_blocks_of_its_workers(layout: tuple[str, ...]) -> None:
+    """Only the last block and the steps in flight are computed again."""
+    with serving(*layout) as server:
+        undisturbed = await stream_with_a_kill(server, None)
+        assert await stream_with_a_kill(server, "scheduler") == undisturbed
+        known, found = server.metric("prefix_cache_queries_total"), server.metric("prefix_cache_hits_total")
+        assert known > 300
+        in_flight = 3 * (1 + json.loads(DRAFTS)["num_speculative_tokens"])
+        assert known - found <= 16 + in_flight
+        assert "KV blocks are adopted" in server.log.read_text()
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(7))
 async def test_streams_continue_when_the_scheduler_dies_at_random_moments(seed: int) -> None:

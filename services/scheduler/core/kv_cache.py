@@ -41,7 +41,7 @@ class KVCacheManager:
         self._forgotten = False
         """True: every hash was dropped since `take_whole`."""
         self._unseen: set[int] = set()
-        """Adopted blocks without a hit so far: listeners do not know them."""
+        """Adopted blocks that were not emitted so far."""
 
     @property
     def num_free(self) -> int:
@@ -81,10 +81,8 @@ class KVCacheManager:
         self._slots.capacity[slot] = covered
         self._slots.next_commit[slot] = covered + self.block_size
         self._slots.next_whole[slot] = self.block_size  # the requests that wrote the prefix may have left
-        if self._unseen and not self._unseen.isdisjoint(prefix):
-            self._unseen.difference_update(prefix)
-            if self._observers.blocks:
-                self._emit_cached(self._slots.request(slot), slot, 0, len(prefix))
+        if self._unseen and self._observers.blocks:
+            self._emit_cached(self._slots.request(slot), slot, 0, len(prefix), is_hit=True)
 
     def missing(self, slots: SlotIds, num_tokens: Column) -> Column:
         """Blocks that each slot lacks to hold `num_tokens` tokens; int32[rows]."""
@@ -134,13 +132,19 @@ class KVCacheManager:
                 self._emit_cached(request, slot, first, last)
             at += width
 
-    def _emit_cached(self, request: Request, slot: int, first: int, last: int) -> None:
+    def _emit_cached(self, request: Request, slot: int, first: int, last: int, is_hit: bool = False) -> None:
         """Emit those blocks `first` .. `last - 1` of a slot that are cached, run after run; an equal block of another
-        request may have been cached before."""
-        hashes, table, size = request.block_hashes, self.tables[slot], self.block_size
+        request may have been cached before. Adopted blocks are emitted when the first request meets them.
+
+        Args:
+            is_hit: the request found them, so that all others were emitted before.
+        """
+        hashes, table, size, unseen = request.block_hashes, self.tables[slot], self.block_size, self._unseen
+        found = [(index, self.pool.by_hash.get(hashes[index])) for index in range(first, last)]
         cached = [
-            index for index in range(first, last) if self.pool.by_hash.get(hashes[index]) == table[index]
+            index for index, block in found if block in unseen or (block == table[index] and not is_hit)
         ]
+        unseen.difference_update(block for _, block in found if block is not None)
         for _, run in groupby(enumerate(cached), lambda pair: pair[1] - pair[0]):
             indices = [index for _, index in run]
             begin, end = indices[0], indices[-1] + 1
