@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from protocol.block_names import NAME_BYTES, NamedBlocks
 from protocol.codec import pack, unpack
 from protocol.steps import ReleaseSlots, SchedulerOutput
+from services.private import KV_MEMORY
 
 log = logging.getLogger("runahead.worker")
 
@@ -97,6 +98,14 @@ class KVMemory:
         """None: no cache, or one of a backend that keeps none."""
         if descriptor >= 0 and os.fstat(descriptor).st_size >= PAGE:
             self._map = mmap.mmap(descriptor, 0)
+
+    @classmethod
+    def kept(cls) -> "KVMemory":
+        """Return the memory that the starter of this process keeps for it, else memory of its own."""
+        descriptor = int(os.environ.pop(KV_MEMORY, -1))
+        if descriptor >= 0:
+            os.set_inheritable(descriptor, False)
+        return cls(descriptor)
 
     def find(self, identity: str, block_size: int) -> int:
         """Return the number of blocks of the cache with this identity, and 0 if there is none: then free the memory.

@@ -81,7 +81,7 @@ class NativeRunner:
         self._poison, self._after_prepare = poison, after_prepare
         self._config = config
         self._kept = KeptModel(config, create_kernels)
-        self.kv_memory = KVMemory()
+        self.kv_memory = KVMemory.kept()
         self._ranks: Ranks | None = None
         """Set at the beginning of `load`, so that `abort` ends a join as well."""
         self._loaded = EpochValue[_Loaded]("load")
