@@ -36,8 +36,8 @@ class KVCacheManager:
         self._slots = slots
         self._observers = Observers() if observers is None else observers
         self.tables: list[list[int]] = [[] for _ in range(slots.num_slots)]
-        self._whole: list[tuple[int, bytes]] = []
-        """Blocks that became whole since `take_whole`, with their hashes."""
+        self._whole: list[int] = []
+        """Blocks that became whole since `take_whole`."""
         self._forgotten = False
         """True: every hash was dropped since `take_whole`."""
         self._unseen: set[int] = set()
@@ -176,28 +176,24 @@ class KVCacheManager:
     def note_whole(self, rows: SlotIds, confirmed: Column) -> None:
         """Note which blocks are whole: confirmed steps have written the first `confirmed[i]` tokens of `rows[i]`."""
         size, pool = self.block_size, self.pool
+        tables, whole, hash_of, became = self.tables, pool.whole, pool.hash_of, self._whole
         lasts, firsts = confirmed // size, self._slots.next_whole[rows] // size - 1
         self._slots.next_whole[rows] = (lasts + 1) * size
         for slot, first, last in zip(rows.tolist(), firsts.tolist(), lasts.tolist(), strict=True):
-            hashes = self._slots.request(slot).block_hashes
-            for block, name in zip(self.tables[slot][first:last], hashes[first:last], strict=True):
-                if not pool.whole[block] and pool.hash_of[block] == name:
-                    pool.whole[block] = 1
-                    self._whole.append((block, name))
+            for block in tables[slot][first:last]:
+                if not whole[block] and hash_of[block] is not None:
+                    whole[block] = 1
+                    became.append(block)
 
     def take_whole(self) -> NamedBlocks | None:
         """Return the blocks to name on the workers since the last call; None: there is no change."""
-        if not (self._whole or self._forgotten):
+        became, forgotten, pool = self._whole, self._forgotten, self.pool
+        if not (became or forgotten):
             return None
-        still = [(block, name) for block, name in self._whole if self.pool.hash_of[block] == name]
-        blocks, names = [block for block, _ in still], [name for _, name in still]
-        message = (
-            NamedBlocks.from_lists(blocks, names, replaces=self._forgotten)
-            if still or self._forgotten
-            else None
-        )
         self._whole, self._forgotten = [], False
-        return message
+        blocks = [block for block in became if pool.whole[block]]  # others were evicted since
+        names = [pool.hash_of[block] or b"" for block in blocks]
+        return NamedBlocks.from_lists(blocks, names, forgotten) if blocks or forgotten else None
 
     def begin_with(self, held: NamedBlocks) -> None:
         """Start an epoch with the whole blocks that its workers hold."""
