@@ -27,7 +27,7 @@ from services.cli.readiness import FrontendProbe, LoadingState
 from services.cli.settings import PREFIX, ConfigurationError
 from services.cli.supervisor import Supervisor
 from services.config import SERVICES, ServeConfig
-from services.private import private_directory, short_base
+from services.private import KV_MEMORY, kept_memory, private_directory, short_base
 
 DIRECTORY_PREFIX = "runahead-serve-"
 """Prefix of the private directory with the sockets and configurations of a server."""
@@ -92,11 +92,13 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
         return None
 
     try:
-        with supervisor.signals(), _runtime(config) as commands:
+        with supervisor.signals(), _runtime(config) as commands, contextlib.ExitStack() as memories:
             # The worker first: it takes longest to start.
             for name, arguments in reversed(commands):
-                final = FINAL[name.partition("-")[0]]
-                supervisor.start(name, arguments, _environment(), final, ABORT_SIGNALS)
+                service, environment, kept = name.partition("-")[0], _environment(), list[int]()
+                if service == "worker" and (memory := memories.enter_context(kept_memory())) is not None:
+                    environment[KV_MEMORY], kept = str(memory), [memory]
+                supervisor.start(name, arguments, environment, FINAL[service], ABORT_SIGNALS, kept)
             status = supervisor.wait(tick)
     finally:
         screen.done()

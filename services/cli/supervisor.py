@@ -146,6 +146,7 @@ class Supervisor:
         environment: dict[str, str],
         final: Collection[int] = (),
         abort_signals: Sequence[int] = (signal.SIGTERM,),
+        descriptors: Collection[int] = (),
     ) -> None:
         """Start a child in a process group of its own, so that only the supervisor handles Ctrl-C from the terminal.
 
@@ -154,6 +155,7 @@ class Supervisor:
         Args:
             final: exit statuses after which it is not restarted.
             abort_signals: signals that end it at once; two equal ones may arrive as one.
+            descriptors: open files that it inherits, each time that it is started.
         """
 
         def spawn() -> subprocess.Popen[bytes]:
@@ -164,6 +166,7 @@ class Supervisor:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 process_group=0,
+                pass_fds=descriptors,
             )
             assert process.stdout is not None
             os.set_blocking(process.stdout.fileno(), False)

@@ -271,6 +271,7 @@ class StepPlanner:
             min_acceptance=self.drafting.min_acceptance if self.drafting and proposes else 0.0,
             report_times=self.store.observers.rank_times,
             masked=pack(masked.astype(np.int32)),
+            whole=epoch.kv.take_whole(),
         )
         epoch.next_step += 1
         epoch.ledger.add(step)

@@ -15,7 +15,12 @@ from services.worker.backends.native.device.interface import ComputeDevice
 from services.worker.backends.native.kernels.interface.attention import Attention, AttentionShape
 from services.worker.backends.native.kernels.interface.buffers import Buffers
 from services.worker.backends.native.kernels.interface.drafting import DraftingKernels
-from services.worker.backends.native.kernels.interface.kv_cache import CacheShape, KVCache
+from services.worker.backends.native.kernels.interface.kv_cache import (
+    Allocate,
+    CacheShape,
+    KVCache,
+    own_memory,
+)
 from services.worker.backends.native.kernels.interface.logit_rules import LogitRule, LogitRules
 from services.worker.backends.native.kernels.interface.network import NetworkKernels
 from services.worker.backends.native.kernels.interface.products import EmbeddingTable, Linear
@@ -83,8 +88,8 @@ class LazyNetwork:
     def bytes_per_block(self, shape: CacheShape) -> int:
         return self._inner.bytes_per_block(shape)
 
-    def kv_cache(self, shape: CacheShape, num_blocks: int) -> KVCache:
-        return self._inner.kv_cache(shape, num_blocks)
+    def kv_cache(self, shape: CacheShape, num_blocks: int, allocate: Allocate = own_memory) -> KVCache:
+        return self._inner.kv_cache(shape, num_blocks, allocate)
 
     def attention(
         self, shape: AttentionShape, cache: KVCache, table: torch.Tensor, most_tokens: int

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from protocol.membership import Assignment
 from services.worker.backends.native.kernels.interface.buffers import Buffers
+from services.worker.backends.native.kernels.interface.kv_cache import Allocate, own_memory
 from services.worker.backends.native.kernels.interface.recording import Captured
 from services.worker.backends.native.kernels.interface.rows import BatchTensors
 from services.worker.backends.native.model.model import Model
@@ -79,6 +80,7 @@ class ForwardPass:
         table: int32[slots, blocks] on the device, the block table of every slot; plans change it in place.
         taps: hidden states that a drafter reads: numbers of layers, whose input it is, or FINAL.
         capacity: initial rows of the buffers.
+        allocate: memory of the cache.
     """
 
     def __init__(
@@ -90,11 +92,12 @@ class ForwardPass:
         table: torch.Tensor,
         taps: Collection[int] = (),
         capacity: Mapping[str, int] = FEW,
+        allocate: Allocate = own_memory,
     ) -> None:
         self._model, self._network, self._ranks = model, model.kernels.network, ranks
         self._device = model.kernels.device
         self._table, self._taps = table, tuple(taps)
-        self._cache = self._network.kv_cache(model.cache_shape(block_size), num_blocks)
+        self._cache = self._network.kv_cache(model.cache_shape(block_size), num_blocks, allocate)
         self._counts = Counts(0, 0, 0)
         self._make_room(dict(capacity))
 

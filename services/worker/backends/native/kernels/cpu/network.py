@@ -24,7 +24,12 @@ from services.worker.backends.native.kernels.cpu.products import (
 )
 from services.worker.backends.native.kernels.interface.attention import Attention, AttentionShape
 from services.worker.backends.native.kernels.interface.buffers import Buffers
-from services.worker.backends.native.kernels.interface.kv_cache import CacheShape, KVCache
+from services.worker.backends.native.kernels.interface.kv_cache import (
+    Allocate,
+    CacheShape,
+    KVCache,
+    own_memory,
+)
 from services.worker.backends.native.kernels.interface.products import EmbeddingTable, Linear
 from services.worker.backends.native.kernels.interface.recording import Recording
 from services.worker.backends.native.kernels.plain_embedding import PlainEmbedding
@@ -83,12 +88,12 @@ class CpuNetwork:
         layers, kv_heads, head_dim, block_size, dtype = shape
         return kv_block_bytes(layers, kv_heads, head_dim, block_size, dtype.itemsize)
 
-    def kv_cache(self, shape: CacheShape, num_blocks: int) -> KVCache:
+    def kv_cache(self, shape: CacheShape, num_blocks: int, allocate: Allocate = own_memory) -> KVCache:
         """keys[layer]: [blocks, kv_heads, padded head_dim, padded block_size], transposed for the attention kernel;
-        values[layer]: [blocks, kv_heads, block_size, padded head_dim]. The system allocates the pages at first use."""
+        values[layer]: [blocks, kv_heads, block_size, padded head_dim]."""
         layers, heads, dim, size, dtype = shape
-        keys = torch.empty(layers, num_blocks, heads, padded(dim), padded(size), dtype=dtype)
-        values = torch.empty(layers, num_blocks, heads, size, padded(dim), dtype=dtype)
+        keys = allocate((layers, num_blocks, heads, padded(dim), padded(size)), dtype)
+        values = allocate((layers, num_blocks, heads, size, padded(dim)), dtype)
         return KVCache(shape, num_blocks, keys, values)
 
     def attention(

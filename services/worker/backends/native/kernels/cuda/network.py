@@ -16,7 +16,12 @@ from services.worker.backends.native.kernels.cuda.products import CudaLinear, de
 from services.worker.backends.native.kernels.cuda.recording import GraphRecording
 from services.worker.backends.native.kernels.interface.attention import Attention, AttentionShape
 from services.worker.backends.native.kernels.interface.buffers import Buffers
-from services.worker.backends.native.kernels.interface.kv_cache import CacheShape, KVCache
+from services.worker.backends.native.kernels.interface.kv_cache import (
+    Allocate,
+    CacheShape,
+    KVCache,
+    own_memory,
+)
 from services.worker.backends.native.kernels.interface.products import EmbeddingTable, Linear
 from services.worker.backends.native.kernels.interface.recording import EagerRecording, Recording
 from services.worker.backends.native.kernels.plain_embedding import PlainEmbedding
@@ -57,7 +62,7 @@ class CudaNetwork:
         per_head = 2 * shape.block_size * shape.head_dim
         return shape.layers * shape.kv_heads * per_head * shape.dtype.itemsize
 
-    def kv_cache(self, shape: CacheShape, num_blocks: int) -> KVCache:
+    def kv_cache(self, shape: CacheShape, num_blocks: int, allocate: Allocate = own_memory) -> KVCache:
         """keys[layer] and values[layer]: [blocks, kv_heads, block_size, head_dim]."""
         sizes = shape.layers, num_blocks, shape.kv_heads, shape.block_size, shape.head_dim
         keys, values = (torch.empty(sizes, dtype=shape.dtype, device=self._device.where) for _ in range(2))

@@ -7,7 +7,12 @@ import torch
 
 from services.worker.backends.native.kernels.interface.attention import Attention, AttentionShape
 from services.worker.backends.native.kernels.interface.buffers import B
-from services.worker.backends.native.kernels.interface.kv_cache import CacheShape, KVCache
+from services.worker.backends.native.kernels.interface.kv_cache import (
+    Allocate,
+    CacheShape,
+    KVCache,
+    own_memory,
+)
 from services.worker.backends.native.kernels.interface.products import EmbeddingTable, Linear
 from services.worker.backends.native.kernels.interface.recording import Recording
 from services.worker.backends.native.kernels.quantized_weight import Weight
@@ -35,7 +40,9 @@ class NetworkKernels(Protocol):
 
     def bytes_per_block(self, shape: CacheShape) -> int: ...
 
-    def kv_cache(self, shape: CacheShape, num_blocks: int) -> KVCache: ...
+    def kv_cache(self, shape: CacheShape, num_blocks: int, allocate: Allocate = own_memory) -> KVCache:
+        """`allocate`: used if the device computes in the host's memory."""
+        ...
 
     def attention(
         self, shape: AttentionShape, cache: KVCache, table: torch.Tensor, most_tokens: int

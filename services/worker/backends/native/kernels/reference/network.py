@@ -8,7 +8,12 @@ from torch.nn import functional
 
 from services.worker.backends.native.kernels.interface.attention import Attention, AttentionShape
 from services.worker.backends.native.kernels.interface.buffers import Buffers
-from services.worker.backends.native.kernels.interface.kv_cache import CacheShape, KVCache
+from services.worker.backends.native.kernels.interface.kv_cache import (
+    Allocate,
+    CacheShape,
+    KVCache,
+    own_memory,
+)
 from services.worker.backends.native.kernels.interface.products import EmbeddingTable, Linear
 from services.worker.backends.native.kernels.interface.recording import EagerRecording, Recording
 from services.worker.backends.native.kernels.quantized_weight import QuantizedWeight, Weight
@@ -37,10 +42,10 @@ class ReferenceNetwork:
         per_head = 2 * shape.block_size * shape.head_dim
         return shape.layers * shape.kv_heads * per_head * shape.dtype.itemsize
 
-    def kv_cache(self, shape: CacheShape, num_blocks: int) -> KVCache:
+    def kv_cache(self, shape: CacheShape, num_blocks: int, allocate: Allocate = own_memory) -> KVCache:
         """keys[layer] and values[layer]: [blocks, block_size, kv_heads, head_dim]."""
         sizes = shape.layers, num_blocks, shape.block_size, shape.kv_heads, shape.head_dim
-        keys, values = torch.empty(sizes, dtype=shape.dtype), torch.empty(sizes, dtype=shape.dtype)
+        keys, values = allocate(sizes, shape.dtype), allocate(sizes, shape.dtype)
         return KVCache(shape, num_blocks, keys, values)
 
     def attention(
