@@ -265,7 +265,7 @@ class Placement:
         stream.row, stream.since = row, self._now
         self._streams[stream.key] = stream
         self._streams_of.setdefault(row, {})[stream.key] = stream
-        seconds = float(max(stream.num_tokens - hit, 0) * fleet.token_seconds(np.array([row]))[0])
+        seconds = max(stream.num_tokens - hit, 0) * fleet.token_seconds_of(row)
         fleet.placed_seconds[row] += seconds
         fleet.streams[row] += 1
         if share:

@@ -6,6 +6,7 @@ import pytest
 
 from services.frontend.placement import Condition, Hold, Move, Place, PlacementLimits, Reason, Refuse
 from services.frontend.placement.placement import REST
+from services.frontend.placement.policies import PrefixAwarePolicy
 from services.frontend.placement.slowness import SLOW_SECONDS
 from tests.unit.frontend.placement.world import (
     BLOCK_SIZE,
@@ -67,9 +68,10 @@ def test_the_blocks_of_events_are_found_and_those_removed_are_not() -> None:
 
 @pytest.mark.parametrize(("queued", "reason"), [(0.9, Reason.PREFIX), (1.1, Reason.LOAD)])
 def test_a_hit_is_worth_the_seconds_that_it_saves(queued: float, reason: Reason) -> None:
+    """The seconds of this request, and of those that would wait behind it."""
     placement = core(*"ab")
     placement.on_blocks_stored("a", names_of(prompt((7, 100))))
-    placement.on_engine("a", report(queue_seconds=queued * 100 * TOKEN_SECONDS))
+    placement.on_engine("a", report(queue_seconds=queued * PrefixAwarePolicy.DELAYED * 100 * TOKEN_SECONDS))
     decision = placement.place(1, prompt((7, 120)))
     assert isinstance(decision, Place)
     assert (decision.reason, decision.engine) == (reason, "a" if reason is Reason.PREFIX else "b")
