@@ -17,45 +17,45 @@ import numpy as np
 
 from tests.benchmarks.support.report import report
 from tests.simulation.placement.one_cache import hit_share
-from tests.simulation.placement.workload import Shape, requests
-from tests.simulation.placement.world import Fault, Setting, World
+from tests.simulation.placement.workload import WorkloadShape, requests
+from tests.simulation.placement.world import FleetFault, FleetSetting, FleetWorld
 
 ENGINE_TOKENS = 1_000_000
-"""Of an engine's KV cache."""
+"""Tokens in the KV cache of an engine."""
 
 
 POLICIES = ("prefix_aware+events", "least_loaded", "round_robin", "cache_aware", "cache_aware+events")
 
 
-def faults(engines: int, frontends: int, seconds: float) -> tuple[Fault, ...]:
+def faults(engines: int, frontends: int, seconds: float) -> tuple[FleetFault, ...]:
     tenth = max(1, engines // 10)
     cut = range(3 * tenth, 5 * tenth)
     return (
-        Fault(0.5 * seconds, "die", range(tenth), 120.0),
-        Fault(0.65 * seconds, "stall", range(tenth, tenth + tenth // 2), 30.0),
-        Fault(0.8 * seconds, "partition", cut, 30.0, range(max(1, frontends // 10))),
+        FleetFault(0.5 * seconds, "die", range(tenth), 120.0),
+        FleetFault(0.65 * seconds, "stall", range(tenth, tenth + tenth // 2), 30.0),
+        FleetFault(0.8 * seconds, "partition", cut, 30.0, range(max(1, frontends // 10))),
     )
 
 
 def run(
-    policy: str, shape: Shape, engines: int, frontends: int, max_blocks: int, one: float
+    policy: str, shape: WorkloadShape, engines: int, frontends: int, max_blocks: int, one: float
 ) -> dict[str, object]:
     began = time.process_time()
     seconds = shape.requests / shape.per_second
     plan = faults(engines, frontends, seconds)
     blocks = ENGINE_TOKENS // shape.block_size
     name, _, events = policy.partition("+")
-    setting = Setting(
-        policy,
+    setting = FleetSetting(
+        name,
         engines,
         frontends,
         blocks,
         shape.block_size,
         max_blocks,
-        policy == "prefix_aware",
+        events == "events",
         faults=plan,
     )
-    result = World(setting, 1).run(requests(shape, 1))
+    result = FleetWorld(setting, 1).run(requests(shape, 1))
     stayed = result.computed[plan[0].engines.stop :]
     return {
         "policy": policy,
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=POLICIES)
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
     args = parser.parse_args()
-    shape = Shape(args.requests, args.per_engine * args.engines, block_size=args.block_size)
+    shape = WorkloadShape(args.requests, args.per_engine * args.engines, block_size=args.block_size)
     one = hit_share(requests(shape, 1), args.engines * (ENGINE_TOKENS // shape.block_size), shape.block_size)
     print(f"one cache with the memory of all engines: {one:.3f} of the prompt tokens", flush=True)
     rows = []

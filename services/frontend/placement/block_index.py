@@ -1,4 +1,4 @@
-"""What engines hold in their prefix caches, approximately and in bounded memory.
+"""Index of what engines hold in their prefix caches, approximate and in bounded memory.
 
 One map has, by the name of a block, the engines that hold it, as bits of an integer. Names chain over all tokens before
 them and begin with the salt, so to find a name is to find the whole prefix, under the same salt only (salted index,

@@ -23,7 +23,7 @@ class Candidates(NamedTuple):
     """Different known ones."""
 
 
-class Fleet:
+class EngineColumns:
     """Rows are reused: that of an engine that is removed belongs to the next new one."""
 
     def __init__(self) -> None:

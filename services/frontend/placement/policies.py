@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from services.frontend.placement.fleet import Column, Fleet, Rows
+from services.frontend.placement.fleet import Column, EngineColumns, Rows
 from services.plugins import find_class
 
 log = logging.getLogger("runahead.frontend")
@@ -22,7 +22,13 @@ class PlacementView:
     """The request that is placed, and the engines that may get it, in columns of equal length."""
 
     def __init__(
-        self, fleet: Fleet, rows: Rows, num_tokens: int, hits: NDArray[np.int64], count: int, random: float
+        self,
+        fleet: EngineColumns,
+        rows: Rows,
+        num_tokens: int,
+        hits: NDArray[np.int64],
+        count: int,
+        random: float,
     ) -> None:
         self._fleet = fleet
         self.rows = rows
@@ -161,7 +167,7 @@ def _is_policy(loaded: type[Any]) -> bool:
     return {"uses_prefixes", "choose"} <= members
 
 
-class GuardedPolicy:
+class GuardedPlacementPolicy:
     """A policy whose exceptions and impossible answers are replaced by the least loaded engine (policy guard,
     docs/invariants.md)."""
 

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from services.frontend.placement.fleet import Fleet, Rows
+from services.frontend.placement.fleet import EngineColumns, Rows
 
 SLOW = 4.0
 """An engine is far slower if an output token takes more than this multiple of the median engine's time ..."""
@@ -14,15 +14,15 @@ NO_LONGER_SLOW = 2.0
 """It is slow until its multiple is at most this. Only engines below it are targets of streams that leave a slow one."""
 
 
-def reference(fleet: Fleet, rows: Rows) -> float:
+def reference(fleet: EngineColumns, rows: Rows) -> float:
     """Return the median of the measured seconds per output token, the lower one of two; 0.0 if none is measured."""
     seconds = fleet.output_seconds.take(rows)
     known = np.sort(seconds[seconds > 0])
     return float(known[(len(known) - 1) // 2]) if len(known) else 0.0
 
 
-def mark_slow(fleet: Fleet, rows: Rows, now: float) -> None:
-    """Update `Fleet.slow`.
+def mark_slow(fleet: EngineColumns, rows: Rows, now: float) -> None:
+    """Update `EngineColumns.slow`.
 
     Args:
         rows: engines that are ready; they are compared with one another.

@@ -12,7 +12,7 @@ import numpy as np
 
 from services.frontend.placement import Condition, EngineReport
 from services.scheduler.what_if.cost import StepCost
-from tests.simulation.placement.workload import Request
+from tests.simulation.placement.workload import SessionRequest
 
 COST = StepCost(np.array((10e-3, 50e-6, 100e-6, 0.8e-9, 0.0, 0.0)), 0.0, 0, np.ones(6, np.bool_))
 """An assumed device: 20,000 prompt tokens/s, 10 ms a step, 0.1 ms a decoding row, 0.8 ns a pair of tokens."""
@@ -43,7 +43,9 @@ class Engine:
     def name(self) -> str:
         return f"engine-{self.number}"
 
-    def start(self, request: Request, frontend: int, delivered: int, now: float) -> tuple[float, float, int]:
+    def start(
+        self, request: SessionRequest, frontend: int, delivered: int, now: float
+    ) -> tuple[float, float, int]:
         """Return when its next token comes, the seconds of a token after that, and the hit tokens."""
         cache, hit = self.cache, 0
         for name in request.names:

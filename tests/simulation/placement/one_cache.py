@@ -3,10 +3,10 @@
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from tests.simulation.placement.workload import Request
+from tests.simulation.placement.workload import SessionRequest
 
 
-def hit_share(requests: Iterable[Request], num_blocks: int, block_size: int) -> float:
+def hit_share(requests: Iterable[SessionRequest], num_blocks: int, block_size: int) -> float:
     """Return the share of prompt tokens that an LRU of so many blocks holds when they arrive."""
     cache: OrderedDict[bytes, None] = OrderedDict()
     hits = tokens = 0

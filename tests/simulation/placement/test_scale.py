@@ -1,21 +1,23 @@
-"""The production placement core and many simulated engines, reduced: `make bench NAME=placement_scale` has the whole."""
+"""The production placement core and simulated engines, as in `make bench NAME=placement_scale`, but reduced."""
 
 import numpy as np
 import pytest
 
 from services.frontend.placement import Reason
 from tests.simulation.placement.one_cache import hit_share
-from tests.simulation.placement.workload import Shape, requests
-from tests.simulation.placement.world import Fault, Result, Setting, World
+from tests.simulation.placement.workload import WorkloadShape, requests
+from tests.simulation.placement.world import FleetFault, FleetSetting, FleetWorld, Result
 
-SHAPE = Shape(requests=4000, per_second=12.0)
+SHAPE = WorkloadShape(requests=4000, per_second=12.0)
 ENGINES, FRONTENDS, BLOCKS = 30, 4, 488
 
 
-def run(policy: str = "prefix_aware", faults: tuple[Fault, ...] = ()) -> Result:
+def run(policy: str = "prefix_aware", faults: tuple[FleetFault, ...] = ()) -> Result:
     has_events = policy == "prefix_aware"
-    setting = Setting(policy, ENGINES, FRONTENDS, BLOCKS, SHAPE.block_size, 2**14, has_events, faults=faults)
-    return World(setting, 3).run(requests(SHAPE, 3))
+    setting = FleetSetting(
+        policy, ENGINES, FRONTENDS, BLOCKS, SHAPE.block_size, 2**14, has_events, faults=faults
+    )
+    return FleetWorld(setting, 3).run(requests(SHAPE, 3))
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +47,14 @@ def test_no_engine_starves(undisturbed: Result) -> None:
 @pytest.mark.parametrize(
     ("fault", "moves"),
     [
-        (Fault(100.0, "die", range(6), 60.0), True),
-        (Fault(100.0, "stall", range(6), 8.0), False),
-        (Fault(100.0, "partition", range(15), 30.0, range(2)), True),
-        (Fault(100.0, "die", range(30), 5.0), True),
+        (FleetFault(100.0, "die", range(6), 60.0), True),
+        (FleetFault(100.0, "stall", range(6), 8.0), False),
+        (FleetFault(100.0, "partition", range(15), 30.0, range(2)), True),
+        (FleetFault(100.0, "die", range(30), 5.0), True),
     ],
     ids=["a_fifth_dies", "a_fifth_stalls", "a_partition", "all_die_and_come_back"],
 )
-def test_every_request_ends_whatever_fails(fault: Fault, moves: bool, undisturbed: Result) -> None:
+def test_every_request_ends_whatever_fails(fault: FleetFault, moves: bool, undisturbed: Result) -> None:
     result = run(faults=(fault,))
     assert len(result.ttft) == SHAPE.requests
     assert (result.moved > 0) is moves
@@ -62,5 +64,5 @@ def test_every_request_ends_whatever_fails(fault: Fault, moves: bool, undisturbe
 
 
 def test_engines_that_return_get_requests_again() -> None:
-    result = run(faults=(Fault(50.0, "die", range(6), 30.0),))
+    result = run(faults=(FleetFault(50.0, "die", range(6), 30.0),))
     assert result.placed[:6].min() > 0.5 * result.placed.mean()

@@ -8,7 +8,7 @@ github.com/kvcache-ai/Mooncake; 12,031 requests in an hour), measured on the fil
 - outputs: 24, 350, 597 and 1115 tokens at 10, 50, 90 and 99 %; here a gamma distribution with the mean 343;
 - 1.63 turns a session on average; here geometric;
 - pauses between turns: 42, 66, 123, 264 and 483 s at 10, 25, 50, 75 and 90 %; here log-normal with the median 123 and a
-  deviation of 0.95, divided by `Shape.speed`.
+  deviation of 0.95, divided by `WorkloadShape.speed`.
 
 Not in the trace, and assumed: a part of the sessions begins with one of some system prompts, by Zipf's law; and one
 tenth of the time is a burst with 1.5 times the requests (the trace's requests per 10 s have 2.1 times the variance of a
@@ -27,7 +27,7 @@ MAX_TOKENS = 120_000
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class WorkloadShape:
     requests: int
     per_second: float
     speed: float = 4.0
@@ -41,17 +41,17 @@ class Shape:
     turns: float = 1.63
 
 
-class Request(NamedTuple):
+class SessionRequest(NamedTuple):
     at: float
     number: int
     names: list[bytes]
-    """Of the full blocks of the prompt."""
+    """Names of the full blocks of the prompt."""
     num_tokens: int
     output: int
 
 
 @dataclass(slots=True)
-class Session:
+class UserSession:
     number: int
     num_tokens: int
     names: list[bytes] = field(default_factory=list)
@@ -65,16 +65,16 @@ class Session:
         return names[: self.num_tokens // block_size]
 
 
-def requests(shape: Shape, seed: int) -> Iterator[Request]:
+def requests(shape: WorkloadShape, seed: int) -> Iterator[SessionRequest]:
     """Iterate over requests in the order of their arrival."""
     rng = np.random.default_rng(seed)
     weights = 1 / np.arange(1, shape.applications + 1)
     weights /= weights.sum()
-    applications = [Session(-1 - app, shape.application_tokens) for app in range(shape.applications)]
+    applications = [UserSession(-1 - app, shape.application_tokens) for app in range(shape.applications)]
     for application in applications:
         application.prompt(shape.block_size)
     quiet = (1 - 0.1 * shape.burst) / 0.9
-    turns: list[tuple[float, int, Session]] = []
+    turns: list[tuple[float, int, UserSession]] = []
     """Next turns: a heap by time."""
     now, sessions, number = 0.0, 0, 0
     session_rate = shape.per_second / shape.turns
@@ -86,7 +86,7 @@ def requests(shape: Shape, seed: int) -> Iterator[Request]:
         rate = session_rate * (shape.burst if now < burst_until and now > shape.burst_seconds else quiet)
         now += float(rng.exponential(1 / rate))
         sessions += 1
-        session = Session(sessions, int(min(rng.lognormal(np.log(6909), 1.1), MAX_TOKENS)) + 1)
+        session = UserSession(sessions, int(min(rng.lognormal(np.log(6909), 1.1), MAX_TOKENS)) + 1)
         if rng.random() < shape.application_share:
             application = applications[int(rng.choice(shape.applications, p=weights))]
             session.names, session.num_tokens = (
@@ -97,7 +97,7 @@ def requests(shape: Shape, seed: int) -> Iterator[Request]:
         while turns and turns[0][0] <= now and number < shape.requests:
             at, _, session = heappop(turns)
             output = max(1, int(rng.gamma(1.6, 343 / 1.6)))
-            yield Request(at, number, session.prompt(shape.block_size), session.num_tokens, output)
+            yield SessionRequest(at, number, session.prompt(shape.block_size), session.num_tokens, output)
             number += 1
             if rng.random() < 1 - 1 / shape.turns and session.num_tokens < MAX_TOKENS:
                 session.num_tokens += output + int(rng.lognormal(np.log(200), 1.2))

@@ -1,8 +1,8 @@
 """Many frontends, each with a production placement core, and many simulated engines on a virtual clock.
 
 A session's turns arrive at frontends at random. A frontend gets a report of each engine every
-`Setting.report_seconds`, and its KV events every `Setting.event_seconds`. Streams that move begin again on their target with the
-tokens that were delivered; their first token has come or not.
+`FleetSetting.report_seconds`, and its KV events every `FleetSetting.event_seconds`. Streams that move begin again on
+their target with the tokens that were delivered.
 """
 
 import gc
@@ -23,12 +23,12 @@ from services.frontend.placement import (
     PlacementLimits,
 )
 from tests.simulation.placement.engines import Engine
-from tests.simulation.placement.workload import Request
+from tests.simulation.placement.workload import SessionRequest
 
 FIRST_TOKEN, END, RETRY = range(3)
 
 
-class Fault(NamedTuple):
+class FleetFault(NamedTuple):
     at: float
     kind: str
     """die, stall or partition: the engines are killed, do nothing, or some frontends do not reach them."""
@@ -38,24 +38,24 @@ class Fault(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class FleetSetting:
     policy: str
     engines: int
     frontends: int
     num_blocks: int
-    """Of an engine's KV cache."""
+    """Blocks in the KV cache of an engine."""
     block_size: int
     max_blocks: int = 2**18
-    """Of a frontend's index."""
+    """Size of the index of a frontend."""
     has_events: bool = True
     report_seconds: int = 2
     event_seconds: int = 6
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[FleetFault, ...] = ()
 
 
 @dataclass(slots=True)
-class Stream:
-    request: Request
+class OpenStream:
+    request: SessionRequest
     frontend: int
     engine: int = -1
     turn: int = 0
@@ -103,8 +103,8 @@ class Result:
         return float("inf")
 
 
-class World:
-    def __init__(self, setting: Setting, seed: int) -> None:
+class FleetWorld:
+    def __init__(self, setting: FleetSetting, seed: int) -> None:
         self.setting = setting
         self.engines = [
             Engine(number, setting.block_size, setting.num_blocks) for number in range(setting.engines)
@@ -114,8 +114,8 @@ class World:
             Placement(setting.policy, limits, seed=seed * 1000 + number)
             for number in range(setting.frontends)
         ]
-        self.open: dict[int, Stream] = {}
-        self.held: dict[int, Stream] = {}
+        self.open: dict[int, OpenStream] = {}
+        self.held: dict[int, OpenStream] = {}
         self.result = Result()
         self._rng = np.random.default_rng(seed)
         self._events: list[tuple[float, int, int, int]] = []
@@ -124,9 +124,9 @@ class World:
         """Engines that a frontend does not reach, by its number."""
         self._cut_at: dict[int, float] = {}
         self._faults = sorted(setting.faults)
-        self._ends: list[tuple[float, Fault]] = []
+        self._ends: list[tuple[float, FleetFault]] = []
 
-    def run(self, requests: Iterable[Request]) -> Result:
+    def run(self, requests: Iterable[SessionRequest]) -> Result:
         gc.disable()
         second = 0
         self._report_all(0.0)
@@ -135,7 +135,7 @@ class World:
                 self._tick(float(second))
                 second += 1
             self._advance(request.at)
-            self._place(Stream(request, int(self._rng.integers(len(self.frontends)))), request.at)
+            self._place(OpenStream(request, int(self._rng.integers(len(self.frontends)))), request.at)
             self.result.prompt_tokens += request.num_tokens
         while self.open or self.held:
             self._tick(float(second))
@@ -148,7 +148,7 @@ class World:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def _place(self, stream: Stream, now: float) -> None:
+    def _place(self, stream: OpenStream, now: float) -> None:
         request, frontend = stream.request, self.frontends[stream.frontend]
         frontend.advance(now)
         names = {self.setting.block_size: request.names}
@@ -162,7 +162,7 @@ class World:
         self.open[request.number] = stream
         self._send(stream, int(decision.engine.split("-")[1]), now)
 
-    def _send(self, stream: Stream, number: int, now: float) -> None:
+    def _send(self, stream: OpenStream, number: int, now: float) -> None:
         engine, request = self.engines[number], stream.request
         stream.engine, stream.turn, stream.step = number, stream.turn + 1, 0.0
         if engine.is_down:
@@ -258,7 +258,7 @@ class World:
     def _is_cut(self, frontend: int, engine: int) -> bool:
         return frontend in self._unreachable and engine in self._unreachable[frontend]
 
-    def _begin_fault(self, fault: Fault, now: float) -> None:
+    def _begin_fault(self, fault: FleetFault, now: float) -> None:
         heappush(self._ends, (now + fault.seconds, fault))
         if fault.kind == "partition":
             for number in fault.frontends:
@@ -278,7 +278,7 @@ class World:
                 engine.stalled_until = now + fault.seconds
                 engine.free_at = max(engine.free_at, now) + fault.seconds
 
-    def _end_fault(self, fault: Fault, now: float) -> None:
+    def _end_fault(self, fault: FleetFault, now: float) -> None:
         if fault.kind == "partition":
             for number in fault.frontends:
                 del self._unreachable[number]

@@ -14,7 +14,7 @@ from services.frontend.placement import (
     Placement,
     PlacementLimits,
     Reason,
-    Refuse,
+    RefuseRequest,
 )
 from services.frontend.placement.engine_states import MAY_SERVE
 from services.frontend.placement.policies import BUILT_IN
@@ -115,7 +115,7 @@ class PlacementMachine(RuleBasedStateMachine):
             case Hold():
                 assert not ready
                 assert any(report.condition in MAY_SERVE for report in fitting.values())
-            case Refuse(retry_after=seconds, message=text):
+            case RefuseRequest(retry_after=seconds, message=text):
                 assert seconds > 0
                 assert text
                 assert not any(report.condition in MAY_SERVE for report in fitting.values()) or ready

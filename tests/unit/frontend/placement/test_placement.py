@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from services.frontend.placement import Condition, Hold, Move, Place, PlacementLimits, Reason, Refuse
+from services.frontend.placement import Condition, Hold, Move, Place, PlacementLimits, Reason, RefuseRequest
 from services.frontend.placement.placement import REST
 from services.frontend.placement.policies import PrefixAwarePolicy
 from services.frontend.placement.slowness import SLOW_SECONDS
@@ -122,7 +122,7 @@ def test_requests_wait_for_an_engine_that_may_come_back(condition: Condition) ->
 
 def test_requests_are_refused_if_no_engine_can_come_back() -> None:
     placement = core()
-    assert isinstance(refused := placement.place(1, LONG), Refuse)
+    assert isinstance(refused := placement.place(1, LONG), RefuseRequest)
     assert refused.retry_after > 0
     placement.on_engine("a", report(Condition.DRAINING))
     assert placement.place(1, LONG) == refused
@@ -135,7 +135,7 @@ def test_output_of_one_model_goes_on_with_the_same_model_only() -> None:
     placement.on_engine("b", report(Condition.SILENT, identity="other"))
     assert isinstance(placement.place(6, LONG, "", "other"), Hold)
     placement.on_engine_removed("b")
-    assert isinstance(refused := placement.place(6, LONG, "", "other"), Refuse)
+    assert isinstance(refused := placement.place(6, LONG, "", "other"), RefuseRequest)
     assert "model" in refused.message
 
 
@@ -143,7 +143,7 @@ def test_a_queue_above_the_limit_refuses_with_the_time_to_wait() -> None:
     placement = core(*"ab", limits=PlacementLimits(max_queue_seconds=2.0))
     for name, seconds in (("a", 5.0), ("b", 3.0)):
         placement.on_engine(name, report(queue_seconds=seconds))
-    assert placement.place(1, LONG) == Refuse(
+    assert placement.place(1, LONG) == RefuseRequest(
         1.0, "a new request would wait about 3.0 s, and the limit is 2 s"
     )
     placement.on_engine("a", report(queue_seconds=1.0))
