@@ -184,7 +184,7 @@ class Placement:
             self._record(records.MovesRequested())
         if self._now - self._slow_checked >= SLOW_CHECK:
             self._slow_checked = self._now
-            mark_slow(self._fleet, self._fleet.candidates("").rows, self._now)
+            mark_slow(self._fleet, self._now)
         found: list[Move] = []
         leaving = [*self._leaving.items(), *((row, Reason.SLOW) for row in sorted(self._fleet.slow))]
         for reason in (Reason.LOST, Reason.DRAINING, Reason.SLOW):

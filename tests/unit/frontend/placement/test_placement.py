@@ -242,6 +242,17 @@ def test_streams_leave_a_slow_engine_once_and_never_return() -> None:
     assert [move.key for move in placement.moves()] == [1]
 
 
+def test_engines_of_different_models_are_not_compared() -> None:
+    placement = core("a")
+    placement.place(1, LONG)
+    for second in range(60):
+        placement.advance(float(second))
+        placement.on_engine("a", report(output_seconds=9.0))
+        placement.on_engine("b", report(output_seconds=0.1, identity="other"))
+        assert placement.moves() == []
+    assert {engine_of(placement.place(key, prompt((key, 100)))) for key in range(2, 6)} == {"a", "b"}
+
+
 def test_an_engine_that_is_slow_alone_keeps_its_streams() -> None:
     placement = core("a")
     placement.place(1, LONG)
