@@ -1,0 +1,45 @@
+"""Placement of requests on engines: a core without sockets and clock."""
+
+from services.frontend.placement.decisions import (
+    Decision,
+    EngineReport,
+    Hold,
+    Move,
+    Place,
+    PlacementLimits,
+    Reason,
+    RefuseRequest,
+)
+from services.frontend.placement.engine_states import (
+    SILENT_AFTER,
+    Condition,
+    ConditionEvent,
+    IllegalCondition,
+    condition_after,
+)
+from services.frontend.placement.placement import Placement
+from services.frontend.placement.policies import PlacementPolicy, PlacementView, find_placement_policy
+
+EngineEvent = ConditionEvent
+"""The name in the frontend's engines."""
+
+__all__ = [
+    "SILENT_AFTER",
+    "Condition",
+    "ConditionEvent",
+    "Decision",
+    "EngineEvent",
+    "EngineReport",
+    "Hold",
+    "IllegalCondition",
+    "Move",
+    "Place",
+    "Placement",
+    "PlacementLimits",
+    "PlacementPolicy",
+    "PlacementView",
+    "Reason",
+    "RefuseRequest",
+    "condition_after",
+    "find_placement_policy",
+]
