@@ -62,7 +62,7 @@ class PagedTokens:
         self.cache.keys.fill_(float("nan"))
         self.cache.values.fill_(float("nan"))
         self.frequencies = 1e4 ** -(torch.arange(0, case.head_dim, 2) / case.head_dim)
-        shape = AttentionShape(case.heads, case.head_dim, (0, case.window), 1e-6, self.frequencies)
+        shape = AttentionShape(case.heads, case.head_dim, (0, case.window), 1e-6, self.frequencies[None])
         make = make or kernels.network.attention
         self._attention = make(shape, self.cache, table, SLOTS * context)
 

@@ -62,14 +62,14 @@ def test_norm(implementation: str, dtype: torch.dtype, width: int) -> None:
 @every_implementation
 @each_dtype
 @pytest.mark.parametrize("width", [1, 5, 16, 104])
-def test_silu_and_multiply(implementation: str, dtype: torch.dtype, width: int) -> None:
+def test_gate_and_multiply(implementation: str, dtype: torch.dtype, width: int) -> None:
     torch.manual_seed(0)
     for rows in ROWS:
         gate_up = (torch.randn(rows, 2 * width) * 30).to(dtype)
         if rows > 1:
             gate_up[0, 0], gate_up[1, 0] = -200.0, 200.0  # beyond the range of exp
         out = torch.empty(rows, width, dtype=dtype)
-        network(implementation, dtype).silu_and_multiply(gate_up, out)
+        network(implementation, dtype).gate_and_multiply(gate_up, out)
         gate, up = gate_up.float().split(width, -1)
         close = {"atol": 1e-3, "rtol": 0.01 if dtype == BF16 else 1e-5}
         torch.testing.assert_close(out.float(), F.silu(gate) * up, **close)

@@ -3,8 +3,9 @@
 import pytest
 
 from protocol.membership import Shard
-from services.worker.backends.native.model.config import ModelConfig, Rope
+from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.partition import ModelPart, stage_layers, tensor_parallel_sizes
+from services.worker.backends.native.model.rope_config import Rope
 from services.worker.runner import LoadError
 
 
@@ -13,7 +14,7 @@ def model(**sizes: int) -> ModelConfig:
     values.update(sizes)
     return ModelConfig(
         **values, hidden_size=64, head_dim=16, max_position=128, norm_eps=1e-6, tied=True,
-        rope=Rope(10000.0, "default"), windows=tuple(range(values["num_layers"])),
+        ropes=(Rope(10000.0, "default"),) * values["num_layers"], windows=tuple(range(values["num_layers"])),
         qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm=False, dtype="float32",
     )  # fmt: skip
 

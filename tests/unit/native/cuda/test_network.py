@@ -30,15 +30,15 @@ def test_norm(make: KernelMaker, accuracy: Accuracy, dtype: torch.dtype, width: 
 
 @each_dtype
 @pytest.mark.parametrize("width", [1, 5, 1500])
-def test_silu_and_multiply(make: KernelMaker, accuracy: Accuracy, dtype: torch.dtype, width: int) -> None:
+def test_gate_and_multiply(make: KernelMaker, accuracy: Accuracy, dtype: torch.dtype, width: int) -> None:
     torch.manual_seed(0)
     for rows in ROWS:
         gate_up = (torch.randn(rows, 2 * width) * 30).to(dtype)
         if rows > 1:
             gate_up[0, 0], gate_up[1, 0] = -200.0, 200.0  # beyond the range of exp
         ours, theirs = torch.empty(rows, width, dtype=dtype), torch.empty(rows, width, dtype=dtype)
-        make(dtype).network.silu_and_multiply(gate_up, ours)
-        ReferenceNetwork(dtype).silu_and_multiply(gate_up, theirs)
+        make(dtype).network.gate_and_multiply(gate_up, ours)
+        ReferenceNetwork(dtype).gate_and_multiply(gate_up, theirs)
         torch.testing.assert_close(ours, theirs, **accuracy.network[dtype])
 
 

@@ -57,7 +57,8 @@ class CudaKernels:
         processors, meta = num_processors(self.device.where), torch.device("meta")
         group = shape.heads // cache.kv_heads
         attention = AttentionBuffers(
-            *(shape.heads, group, shape.head_dim, sizes.rows["tokens"], self._activations, processors, meta)
+            *(shape.heads, group, shape.head_dim, sizes.rows["tokens"], self._activations, processors, meta),
+            len(shape.frequencies),
         )
         plan = GraphPlan.for_rows(min(sizes.rows.values()) if self._captures else 0)
         return {
