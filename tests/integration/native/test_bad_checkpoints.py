@@ -67,6 +67,25 @@ def test_config_that_cannot_be_computed(copy: Path, changes: dict[str, Any], sai
     assert said in refusal(copy)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("llama-untied-biased", {"attention_bias": False}, "self_attn.q_proj.bias, but config.json describes"),
+        ("qwen3", {"architectures": ["LlamaForCausalLM"]}, "self_attn.q_norm.weight, but config.json describes"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "'attn_logit_softcapping' 50.0 is not supported"),
+        ("gpt-oss", {"layer_types": ["full_attention"]}, "layer_types must name full_attention or sliding_attention"),
+        ("qwen3-moe", {"decoder_sparse_step": 2}, "'decoder_sparse_step' 2 is not supported"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)  # fmt: skip
+def test_config_that_contradicts_its_tensors(
+    make_family: Callable[[str], Family], tmp_path: Path, name: str, changes: dict[str, Any], said: str
+) -> None:
+    path = Path(shutil.copytree(make_family(name).path, tmp_path / "model"))
+    edit(path, **changes)
+    assert said in refusal(path)
+
+
 def test_missing_directory(tmp_path: Path) -> None:
     assert "no such model directory" in refusal(tmp_path / "nothing")
 

@@ -1,7 +1,7 @@
 """Names and shapes of a checkpoint's tensors, and the share of each that a rank reads."""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -63,7 +63,11 @@ class ShardLoader:
 
     def norm(self, name: str) -> torch.Tensor:
         """float32[hidden]"""
-        return self.vector(name, self._whole.hidden_size) + self._whole.norm_offset
+        return self._shifted(self.vector(name, self._whole.hidden_size))
+
+    def _shifted(self, weight: torch.Tensor) -> torch.Tensor:
+        offset = self._whole.norm_offset
+        return weight + offset if offset else weight
 
     def layer(self, number: int) -> Layer:
         c, part, at = self._whole, self._part, f"model.layers.{number}."
@@ -90,7 +94,7 @@ class ShardLoader:
         c = self._whole
         number = (c.num_heads, c.num_kv_heads) if c.qk_norm_of_all_heads else (1, 1)
         queries, keys = (
-            self.vector(f"{at}self_attn.{name}_norm.weight", heads * c.head_dim) + c.norm_offset
+            self._shifted(self.vector(f"{at}self_attn.{name}_norm.weight", heads * c.head_dim))
             for name, heads in zip("qk", number, strict=True)
         )
         return (queries, keys) if order is None else (queries[order], keys[order])
@@ -104,8 +108,10 @@ class ShardLoader:
     def _mlp(self, at: str) -> Mlp:
         c, own = self._whole, self._part.intermediate
         gate_up = _parts(c.names.gate_up, *[(c.intermediate_size, own, None)] * 2)
-        down = self._by_inputs(at + c.names.down, c.intermediate_size, own, c.mlp_bias)
-        return Mlp(self._by_outputs(at, gate_up, c.mlp_bias), down)
+        return Mlp(
+            self._by_outputs(at, gate_up, c.mlp_bias),
+            self._by_inputs(at + c.names.down, c.intermediate_size, own, c.mlp_bias),
+        )
 
     def _experts(self, at: str, experts: ExpertsConfig) -> Experts:
         """The experts of this rank, and the whole router. Raises: LoadError, where experts are not supported."""
@@ -153,8 +159,9 @@ class ShardLoader:
                 stored = torch.cat((stored[0::2], stored[1::2]))
                 bias = None if bias is None else torch.cat((bias[0::2], bias[1::2]))
             kind = self._quantization
-            coded = kind is not None and kind != "none"
-            weight: Weight = quantized(stored, kind) if coded else stored.contiguous()  # type: ignore[arg-type]
+            weight: Weight = stored.contiguous()
+            if kind == "int8" or kind == "int4":
+                weight = quantized(stored, kind)
             self._count(weight)
             products.append(self._network.linear(weight, bias))
         return products[0], products[1]
@@ -203,9 +210,10 @@ class ShardLoader:
             _ordered(self._weight(f"{at}{x.name}.weight", (x.outputs, hidden), (x.own,), kind), x.order)
             for x in parts
         ]
-        biases = [
-            _ordered(self._product(f"{at}{x.name}.bias", (x.outputs,), x.own), x.order) for x in parts if bias
-        ]
+        biases = []
+        for x in parts if bias else ():
+            read = self._product(f"{at}{x.name}.bias", (x.outputs,), x.own)
+            biases.append(read if x.order is None else read[_rows_in_order(len(read), x.order)])
         return self._network.linear(stacked(weights), torch.cat(biases) if biases else None)
 
     def _by_inputs(self, name: str, width: int, own: slice, bias: bool) -> Linear:
@@ -267,15 +275,16 @@ def _parts(names: Sequence[str], *sizes: tuple[int, slice, torch.Tensor | None])
     return parts
 
 
-W = TypeVar("W", torch.Tensor, Weight)
+def _rows_in_order(outputs: int, order: torch.Tensor) -> torch.Tensor:
+    """Return int64[outputs]: the rows of heads in another order within each head."""
+    return torch.arange(outputs).view(-1, len(order))[:, order].flatten()
 
 
-def _ordered(rows: W, order: torch.Tensor | None) -> W:
-    """Return the rows of heads, or their biases, in another order within each head."""
+def _ordered(weight: Weight, order: torch.Tensor | None) -> Weight:
     if order is None:
-        return rows
-    index = torch.arange(rows.shape[0]).view(-1, len(order))[:, order].flatten()
-    return rows.rows(index) if isinstance(rows, QuantizedWeight) else rows[index]
+        return weight
+    index = _rows_in_order(weight.shape[0], order)
+    return weight.rows(index) if isinstance(weight, QuantizedWeight) else weight[index]
 
 
 def has_blocks(checkpoint: Checkpoint, config: ModelConfig) -> bool:

@@ -41,7 +41,8 @@ class Model:
             progress("loading weights", len(self.layers) / (len(part.layers) + 1))
         if part.is_last:
             self.final_norm = loader.norm("model.norm.weight")
-            self.head_norm = self.final_norm * part.whole.logits_scale
+            scale = part.whole.logits_scale
+            self.head_norm = self.final_norm if scale == 1.0 else self.final_norm * scale
             """Norm of the head's input. The head has no bias, so a factor of the logits is a factor of its input."""
             self.head = loader.head(self.embedding)
         progress("loading weights", 1.0)

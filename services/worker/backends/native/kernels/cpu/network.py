@@ -29,7 +29,7 @@ from services.worker.backends.native.kernels.interface.kv_cache import CacheShap
 from services.worker.backends.native.kernels.interface.network import Activation
 from services.worker.backends.native.kernels.interface.products import EmbeddingTable, Linear
 from services.worker.backends.native.kernels.interface.recording import Recording
-from services.worker.backends.native.kernels.interface.routing import Routed
+from services.worker.backends.native.kernels.interface.routing import Routed, RoutingKernels
 from services.worker.backends.native.kernels.plain_embedding import PlainEmbedding
 from services.worker.backends.native.kernels.quantized_weight import QuantizedWeight, Weight
 from services.worker.backends.native.layout import kv_block_bytes, padded
@@ -56,7 +56,7 @@ class CpuNetwork:
         self._launcher = Launcher(beside_torch=half and own is None)
         self._norm, self._most_likely = norm_kernel(half), most_likely_kernel()
         self._gates: dict[Activation, Kernel] = {}
-        self.routing = CpuRouting()
+        self.routing: RoutingKernels | None = CpuRouting()
         self._copies = {
             torch.float32: copy_kernel(half=False, beside_torch=half),
             torch.bfloat16: copy_kernel(half=True, beside_torch=half),
@@ -195,9 +195,9 @@ class CpuAttention:
         self._launcher, self._shape, self._cache, self._table = launcher, shape, cache, table
         dim, block_size = cache.shape.head_dim, cache.shape.block_size
         self._queries = torch.empty(most_tokens, shape.heads, padded(dim))
-        kinds = len(shape.frequencies)
-        self._cos, self._sin = (torch.empty(kinds, most_tokens, dim // 2) for _ in range(2))
-        self._amplitudes = torch.ones(kinds, dim // 2) if shape.amplitudes is None else shape.amplitudes
+        turns = len(shape.frequencies)
+        self._cos, self._sin = (torch.empty(turns, most_tokens, dim // 2) for _ in range(2))
+        self._amplitudes = torch.ones(turns, dim // 2) if shape.amplitudes is None else shape.amplitudes
         self._shared = (
             *(table.data_ptr(), table.shape[1], block_size, padded(block_size)),
             *(shape.heads, cache.shape.kv_heads, dim, padded(dim), self._queries.data_ptr()),

@@ -20,6 +20,7 @@ from services.worker.backends.native.kernels.interface.kv_cache import CacheShap
 from services.worker.backends.native.kernels.interface.network import Activation
 from services.worker.backends.native.kernels.interface.products import EmbeddingTable, Linear
 from services.worker.backends.native.kernels.interface.recording import EagerRecording, Recording
+from services.worker.backends.native.kernels.interface.routing import RoutingKernels
 from services.worker.backends.native.kernels.plain_embedding import PlainEmbedding
 from services.worker.backends.native.kernels.quantized_weight import Weight
 
@@ -36,7 +37,7 @@ class CudaNetwork:
         graphs: makes what captures the decode steps of a recording; None: recordings are eager
     """
 
-    routing = None
+    routing: RoutingKernels | None = None
 
     def __init__(
         self,

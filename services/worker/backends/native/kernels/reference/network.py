@@ -12,7 +12,7 @@ from services.worker.backends.native.kernels.interface.kv_cache import CacheShap
 from services.worker.backends.native.kernels.interface.network import Activation
 from services.worker.backends.native.kernels.interface.products import EmbeddingTable, Linear
 from services.worker.backends.native.kernels.interface.recording import EagerRecording, Recording
-from services.worker.backends.native.kernels.interface.routing import Routed
+from services.worker.backends.native.kernels.interface.routing import Routed, RoutingKernels
 from services.worker.backends.native.kernels.quantized_weight import QuantizedWeight, Weight
 
 B = TypeVar("B", bound=Buffers)
@@ -24,7 +24,7 @@ class ReferenceNetwork:
 
     def __init__(self, activations: torch.dtype) -> None:
         self.activations = activations
-        self.routing = ReferenceRouting()
+        self.routing: RoutingKernels | None = ReferenceRouting()
 
     def linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Linear:
         return ReferenceLinear(weight, bias, self.activations)
@@ -109,7 +109,7 @@ class ReferenceRouting:
 
     def route(self, logits: torch.Tensor, per_token: int, normalised: bool) -> Routed:
         chances, every = logits.float().softmax(-1), logits.shape[1]
-        chosen = logits.float().sort(1, descending=True, stable=True).indices[:, :per_token]
+        chosen = logits.float().sort(stable=True, dim=1, descending=True).indices[:, :per_token]
         weights = chances.gather(1, chosen)
         if normalised:
             weights = weights / weights.sum(1, keepdim=True)
