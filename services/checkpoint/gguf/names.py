@@ -43,7 +43,7 @@ _EXPERTS = {
 
 
 class GgufArchitecture(NamedTuple):
-    """What distinguishes an architecture from Llama in its files."""
+    """The differences of an architecture's files from those of Llama."""
 
     hf: str
     """Class in `transformers`."""

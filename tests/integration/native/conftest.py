@@ -123,12 +123,7 @@ VARIANTS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "qwen3-moe": lambda: Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
-            **SMALL, head_dim=32, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=40, norm_topk_prob=True
-        )
-    ),
-    "qwen3-moe-not-normalised": lambda: Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            **SMALL, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=40, norm_topk_prob=False
+            **SMALL, head_dim=32, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=40, norm_topk_prob=False
         )
     ),
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2)),

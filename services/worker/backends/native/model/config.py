@@ -126,7 +126,7 @@ class ModelConfig:
 
 
 class Architecture(NamedTuple):
-    """What distinguishes an architecture from Llama."""
+    """The differences of an architecture from Llama."""
 
     configure: Callable[[ConfigReader, ModelConfig], ModelConfig]
     """Changes the configuration that is read as that of a Llama without biases. Raises: LoadError"""

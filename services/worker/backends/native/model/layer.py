@@ -32,7 +32,8 @@ class Layer:
     qkv: Linear
     """hidden to (heads + 2 * kv_heads) * head_dim"""
     head_norms: tuple[torch.Tensor, torch.Tensor] | None
-    """Of queries and of keys: float32[head_dim] each, or float32[heads * head_dim] and float32[kv_heads * head_dim]"""
+    """Norms of queries and of keys: float32[head_dim] each, or float32[heads * head_dim] and float32[kv_heads *
+    head_dim]"""
     sinks: torch.Tensor | None
     """float32[heads]"""
     out: Linear
