@@ -22,7 +22,7 @@ from services.worker.backends.native.kernels.interface.kv_cache import (
     own_memory,
 )
 from services.worker.backends.native.kernels.interface.logit_rules import LogitRule, LogitRules
-from services.worker.backends.native.kernels.interface.network import NetworkKernels
+from services.worker.backends.native.kernels.interface.network import Activation, NetworkKernels
 from services.worker.backends.native.kernels.interface.products import EmbeddingTable, Linear
 from services.worker.backends.native.kernels.interface.recording import Captured, Recording
 from services.worker.backends.native.kernels.interface.rows import (
@@ -74,6 +74,7 @@ class LazyNetwork:
     def __init__(self, inner: NetworkKernels, device: LazyDevice) -> None:
         self._inner, self._launch, self._device = inner, device.launch, device
         self.activations = inner.activations
+        self.routing = None
 
     def linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Linear:
         return LazyLinear(self._inner.linear(weight, bias), self._device)
@@ -99,24 +100,27 @@ class LazyNetwork:
     def gather(self, index: torch.Tensor, source: torch.Tensor, out: torch.Tensor) -> None:
         self._launch(lambda: self._inner.gather(index, source, out))
 
-    def copy(self, source: torch.Tensor, out: torch.Tensor) -> None:
-        self._launch(lambda: self._inner.copy(source, out))
+    def copy(self, source: torch.Tensor, out: torch.Tensor, factor: float = 1.0) -> None:
+        self._launch(lambda: self._inner.copy(source, out, factor))
 
-    def add(self, source: torch.Tensor, out: torch.Tensor) -> None:
-        self._launch(lambda: self._inner.add(source, out))
+    def add(self, source: torch.Tensor, out: torch.Tensor, factor: float = 1.0) -> None:
+        self._launch(lambda: self._inner.add(source, out, factor))
 
     def norm(
         self,
-        residual: torch.Tensor,
+        residual: torch.Tensor | None,
         delta: torch.Tensor | None,
-        weight: torch.Tensor,
+        weight: torch.Tensor | None,
         eps: float,
         out: torch.Tensor,
+        factor: float = 1.0,
     ) -> None:
-        self._launch(lambda: self._inner.norm(residual, delta, weight, eps, out))
+        self._launch(lambda: self._inner.norm(residual, delta, weight, eps, out, factor))
 
-    def silu_and_multiply(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
-        self._launch(lambda: self._inner.silu_and_multiply(gate_up, out))
+    def gate_and_multiply(
+        self, gate_up: torch.Tensor, out: torch.Tensor, activation: Activation = "silu"
+    ) -> None:
+        self._launch(lambda: self._inner.gate_and_multiply(gate_up, out, activation))
 
     def most_likely(
         self, logits: torch.Tensor, sharpness: torch.Tensor, ids: torch.Tensor, chances: torch.Tensor
@@ -196,8 +200,10 @@ class LazyAttention:
     ) -> None:
         self._launch(lambda: self._inner.write(layer, qkv, norms))
 
-    def attend(self, layer: int, tiles: torch.Tensor, out: torch.Tensor) -> None:
-        self._launch(lambda: self._inner.attend(layer, tiles, out))
+    def attend(
+        self, layer: int, tiles: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> None:
+        self._launch(lambda: self._inner.attend(layer, tiles, out, sinks))
 
 
 class LazyRows:
