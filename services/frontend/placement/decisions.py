@@ -1,0 +1,80 @@
+"""Input and output of the placement core, as data."""
+
+import enum
+
+import msgspec
+
+from services.frontend.placement.engine_states import Condition
+
+
+class EngineReport(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An engine as its last message, and the frontend's measurements, show it."""
+
+    condition: Condition
+    identity: str = ""
+    """Digest of all that a stream's tokens depend on: weights, dtype, tokenizer, batch invariance. "": unknown."""
+    queue_seconds: float = 0.0
+    """Expected time before the first step of a new request."""
+    block_size: int = 0
+    """Tokens per KV block; 0: unknown, nothing is known of its prefix cache."""
+    seconds_per_prompt_token: float = 0.0
+    """Measured time to compute a prompt token; 0.0: unknown."""
+    num_streams: int = 0
+    """Open requests on the engine, those of other frontends included."""
+    seconds_per_output_token: float = 0.0
+    """Measured time between two tokens of a stream; 0.0: unknown. A stream that waits longer counts with its wait."""
+
+
+class Reason(enum.StrEnum):
+    """Reason of a decision; a label of metrics."""
+
+    ONLY_ENGINE = "only_engine"
+    PREFIX = "prefix"
+    """The engine holds a prefix of the prompt."""
+    LOAD = "load"
+    """Other engines hold a prefix of the prompt, but to wait for them costs more than it saves."""
+    NO_PREFIX = "no_prefix"
+    """No ready engine is known to hold a prefix of the prompt."""
+    POLICY = "policy"
+    """The policy does not look at prefixes."""
+    LOST = "lost"
+    """The stream's engine is gone."""
+    DRAINING = "draining"
+    SLOW = "slow"
+    """The stream's engine is far slower than others."""
+
+
+class Place(msgspec.Struct, frozen=True, tag="place"):
+    """Send the request to this engine. It counts as placed there from now on."""
+
+    engine: str
+    reason: Reason
+    hit_tokens: int = 0
+    """Tokens that the engine is expected to find in its prefix cache."""
+
+
+class Hold(msgspec.Struct, frozen=True, tag="hold"):
+    """Keep the request, and call `place` again when an engine has changed: one is expected to serve."""
+
+    reason: str
+
+
+class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
+    """End the request with an error."""
+
+    retry_after: float
+    """Seconds, > 0."""
+    message: str
+    """One line for the client."""
+
+
+class Move(msgspec.Struct, frozen=True, tag="move"):
+    """Send the stream, with its delivered tokens, to another engine. It counts as placed there from now on."""
+
+    key: int
+    source: str
+    target: str
+    reason: Reason
+
+
+Decision = Place | Hold | Refuse
