@@ -74,10 +74,14 @@ def check_keys(config: ServiceConfig) -> None:
 def check_endpoints(config: ServiceConfig) -> None:
     """Raises: ConfigurationError, if an endpoint is invalid."""
     for name in ENDPOINTS & set(type(config).model_fields):
-        try:
-            check_endpoint(getattr(config, name), config.security)
-        except ValueError as error:
-            raise ConfigurationError(f"{flag(name)}: {error}") from None
+        if isinstance(config, FrontendConfig) and config.engines is not None:
+            continue  # checked line by line
+        given = getattr(config, name)
+        for endpoint in given if isinstance(given, list) else [given]:
+            try:
+                check_endpoint(endpoint, config.security)
+            except ValueError as error:
+                raise ConfigurationError(f"{flag(name)}: {error}") from None
     if isinstance(config, SchedulerConfig):
         check_kv_events(config)
         check_record(config)

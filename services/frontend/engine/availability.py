@@ -12,8 +12,8 @@ NOT_CONNECTED = EngineState(EnginePhase.WAITING_FOR_WORKERS, "connecting to the 
 SERVING = (EnginePhase.READY, EnginePhase.RECOVERING)
 """Phases of an engine that takes requests."""
 STARTING = (EnginePhase.WAITING_FOR_WORKERS, EnginePhase.LOADING)
-SIZES = ("max_model_len", "vocab_size", "num_blocks", "block_size", "max_num_seqs", "hidden_size")
-"""Fields of `EngineState` that requests are checked against."""
+SIZES = ("max_model_len", "vocab_size", "num_blocks", "block_size", "max_num_seqs", "hidden_size", "identity")
+"""Fields of `EngineState` that requests are checked against, and that decide where they may go."""
 
 
 def checked(state: EngineState, limit: float) -> EngineState:

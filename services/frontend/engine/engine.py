@@ -59,7 +59,11 @@ class Engine:
         self.address = address
         self.name = address.name
         self.connection = SchedulerConnection(
-            address.endpoint, security.with_server_key(address.public_key), silence, self._on_frame, self._on_lost
+            address.endpoint,
+            security.with_server_key(address.public_key),
+            silence,
+            self._on_frame,
+            self._on_lost,
         )
         self._ledger = ledger
         self._tokenizer = tokenizer
@@ -67,6 +71,8 @@ class Engine:
         self._on_change, self._on_finish = on_change, on_finish
         self.availability = Availability(patience, recoveries)
         self.condition = Condition.CONNECTING
+        self.is_listed = True
+        """False: it is kept until it owns no request."""
         self.draining = False
         """Its streams move to other engines, and it gets no new ones."""
         self.refusal = ""
@@ -124,10 +130,6 @@ class Engine:
         if before is not self.condition:
             log.info("engine %s: %s -> %s", self.name, before, self.condition)
 
-    async def run(self) -> None:
-        """Connect and read until cancelled. Raises: HandshakeRefused"""
-        await self.connection.run()
-
     def drain(self, draining: bool) -> None:
         """Let the streams of this engine move to others, and send it no new ones; or take that back."""
         self.draining = draining
@@ -167,6 +169,12 @@ class Engine:
     def abort(self, numbers: list[int]) -> None:
         """End requests there whose outputs are no longer needed."""
         self.connection.send_quietly(AbortRequest(numbers, self.state.incarnation))
+
+    def on_refused(self, why: str) -> None:
+        """It, or this frontend, has refused the connection."""
+        self.refusal = why
+        if self.condition is not Condition.GONE:
+            self._on_lost(is_expelled=False)
 
     # -- events --------------------------------------------------------------------------------------------------
 

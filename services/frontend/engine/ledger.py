@@ -7,12 +7,13 @@ Rules (docs/invariants.md):
 - Next index: a token is delivered if its index is the next one. So each arrives exactly once, whatever is sent twice.
 - One owner: one engine owns a request, or none does while it waits for one. A request that moves to another engine gets
   another number, so a late answer of the former owner has a number that is not open.
-- Suspects: a request that was open when several schedulers in a row died, of whichever engines, without progress in
-  between, is submitted alone among its like. If the scheduler dies again, the request is refused. An expulsion of this
-  frontend for a message that the scheduler could not read counts like a death, for requests without an output since they
-  were sent. An engine that is lost counts as dead until the same scheduler is connected again.
+- Suspects: a request that was open when several schedulers in a row died, of any engines, without progress in between,
+  is submitted alone among its like. If the scheduler dies again, the request is refused. An expulsion of this frontend
+  for a message that the scheduler could not read counts like a death, for requests without an output since they were
+  sent. An engine that is lost counts as dead until the same scheduler is connected again.
 """
 
+import itertools
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -36,7 +37,8 @@ GUILTY = (
     "the last time without any other suspect; it is refused"
 )
 OTHER_MODEL = (
-    "the engine that had this request is gone, and there are other weights in its place; send the request again"
+    "the engine that had this request is gone, and there are other weights in its place; "
+    "send the request again"
 )
 
 
@@ -47,6 +49,8 @@ class LedgerEntry:
     """As it was submitted first, with the number that it has now."""
     since: float
     """When it was submitted first: monotonic seconds."""
+    key: int = 0
+    """Identifies the request as long as it is open, whatever number it has."""
     engine: str = NOBODY
     """Name of the engine that owns it."""
     identity: str = ""
@@ -55,6 +59,8 @@ class LedgerEntry:
     """The scheduler that had it last and is not known to be dead."""
     blamed_for: Holder | None = None
     """The scheduler whose death `attempts` counted last."""
+    num_rejections: int = 0
+    """Number of engines that did not admit it."""
     attempts: int = 0
     """Number of schedulers that have died, and of expulsions, since the request made progress."""
     sent_length: int = 0
@@ -110,13 +116,15 @@ class RequestLedger:
     """Open requests by number, oldest first, and the engine that owns each.
 
     Args:
-        on_closed: called with the number of each request that is removed.
+        on_closed: called with the key of each request that is removed.
     """
 
     def __init__(self, on_closed: Callable[[int], None] = lambda _: None) -> None:
         self._entries: dict[int, LedgerEntry] = {}
         self.streams: dict[int, RequestStream] = {}
         """The same requests, for the path of each token."""
+        self._by_key: dict[int, LedgerEntry] = {}
+        self._keys = itertools.count(1)
         self._unsent: defaultdict[str, dict[int, LedgerEntry]] = defaultdict(dict)
         """By owner: requests that its scheduler does not have."""
         self._on_trial: LedgerEntry | None = None
@@ -136,12 +144,33 @@ class RequestLedger:
         """Return the requests that an engine owns, oldest first. NOBODY: those that wait for an engine."""
         return [entry for entry in self._entries.values() if entry.engine == engine]
 
+    @property
+    def waiting(self) -> list[LedgerEntry]:
+        """Requests that no engine owns, oldest first."""
+        return list(self._unsent[NOBODY].values())
+
+    def owners_of_unsent(self) -> list[str]:
+        """Return the engines that own requests which their schedulers do not have."""
+        return [engine for engine, unsent in self._unsent.items() if unsent and engine != NOBODY]
+
     def entry(self, number: int) -> LedgerEntry | None:
         return self._entries.get(number)
 
-    def open(self, stream: RequestStream, request: GenerateRequest, now: float, engine: str) -> None:
-        """Keep a request. `submissions` returns it next. `now`: monotonic seconds."""
-        self._add(request.number, LedgerEntry(stream, request, now, engine, progress=now))
+    def with_key(self, key: int) -> LedgerEntry | None:
+        return self._by_key.get(key)
+
+    def open(self, stream: RequestStream, request: GenerateRequest, now: float) -> LedgerEntry:
+        """Keep a request, which nobody owns. `now`: monotonic seconds."""
+        entry = LedgerEntry(stream, request, now, next(self._keys), progress=now)
+        self._by_key[entry.key] = entry
+        self._add(request.number, entry)
+        return entry
+
+    def assign(self, entry: LedgerEntry, engine: str) -> None:
+        """Give a request that nobody owns an owner. `submissions` returns it next."""
+        number = entry.request.number
+        self._unsent[engine][number] = self._unsent[entry.engine].pop(number)
+        entry.engine = engine
 
     def _add(self, number: int, entry: LedgerEntry) -> None:
         self._entries[number] = self._unsent[entry.engine][number] = entry
@@ -167,19 +196,20 @@ class RequestLedger:
         if entry is self._on_trial:
             self._on_trial = None
 
-    def close(self, number: int) -> RequestStream | None:
+    def close(self, number: int) -> LedgerEntry | None:
         """Remove a request that has ended; None if it is not open."""
         if (entry := self._entries.get(number)) is None:
             return None
         self._remove(number, entry)
-        self._on_closed(number)
-        return entry.stream
+        del self._by_key[entry.key]
+        self._on_closed(entry.key)
+        return entry
 
     def end(self, number: int, end: Finish | APIError) -> None:
         """Remove a request and pass its end to it. Unknown numbers are ignored."""
-        if (stream := self.close(number)) is not None:
-            stream.end = end
-            stream.response.mark_due(stream)
+        if (entry := self.close(number)) is not None:
+            entry.stream.end = end
+            entry.stream.response.mark_due(entry.stream)
 
     def deliver(self, numbers: list[int], tokens: Iterable[Token]) -> None:
         """Pass tokens to their requests. One that is not the next is passed for its index alone: a repeated one is
