@@ -163,6 +163,65 @@ def _status(
     raise typer.Exit(status(url, api_key, as_json))
 
 
+ServerUrl = Annotated[str, typer.Argument(help="URL of the server.", metavar="URL")]
+ServerKey = Annotated[
+    str, typer.Option("--api-key", help="API key.", envvar="RUNAHEAD_API_KEY", show_envvar=False)
+]
+SERVER = "http://127.0.0.1:8000"
+
+
+@app.command("engines")
+def _engines(
+    url: ServerUrl = SERVER,
+    api_key: ServerKey = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
+) -> None:
+    """Print the engines of a running server with --enable-admin-routes.
+
+    Exits with status 0 if one of them is ready, else 1.
+    """
+    from services.cli.engines import engines
+
+    raise typer.Exit(engines(url, api_key, as_json))
+
+
+@app.command("drain")
+def _drain(
+    engine: Annotated[str, typer.Argument(help="Name of the engine.", metavar="ENGINE")],
+    url: ServerUrl = SERVER,
+    api_key: ServerKey = "",
+    cancel: Annotated[bool, typer.Option("--cancel", help="Let it take requests again.")] = False,
+) -> None:
+    """Move the streams of an engine to others, and wait until it has none. New requests go to others from now on."""
+    from services.cli.engines import drain
+
+    raise typer.Exit(drain(engine, url, api_key, cancel))
+
+
+@app.command("replan", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def _replan(
+    context: typer.Context,
+    api_key: ServerKey = "",
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=1, help="Seconds until the new engine must be ready.")
+    ] = 600.0,
+    drain_timeout: Annotated[
+        float,
+        typer.Option("--drain-timeout", min=0, help="Seconds until streams that cannot move are ended."),
+    ] = 60.0,
+) -> None:
+    """Change settings of `serve` while it serves: runahead replan [URL] --tensor-parallel-size 2 ...
+
+    Another engine starts beside those that there are. When it is ready, streams move to it, and the others end.
+    """
+    from services.cli.engines import replan
+
+    url, flags = SERVER, list(context.args)
+    if flags and not flags[0].startswith("-"):
+        url = flags.pop(0)
+    raise typer.Exit(replan(url, api_key, timeout, drain_timeout, flags))
+
+
 @app.command("trace")
 def _trace(
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.", metavar="FILE")],

@@ -14,6 +14,8 @@ from services.cli.healthcheck import own_tls
 
 TIMEOUT = 5.0
 """Seconds to wait for an answer."""
+CHANGE_TIMEOUT = 90.0
+"""Seconds to wait for the answer to a request that changes the server."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 """Hosts whose certificate is not checked: this machine, which has another name in it."""
 
@@ -30,16 +32,16 @@ def base_url(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-def ask(url: str, api_key: str) -> bytes:
-    """Return the body of the answer. Raises: NoAnswer"""
+def ask(url: str, api_key: str, body: bytes | None = None, timeout: float = TIMEOUT) -> bytes:
+    """Return the body of the answer to a GET request, or to a POST request with a body. Raises: NoAnswer"""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https"):
         raise NoAnswer(f"{url} is no URL of a server; give one such as http://127.0.0.1:8000")
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     context = own_tls() if parts.hostname in LOOPBACK else ssl.create_default_context()
     try:
-        request = urllib.request.Request(url, headers=headers)  # noqa: S310  the scheme is checked above
-        with urllib.request.urlopen(request, timeout=TIMEOUT, context=context) as answer:  # noqa: S310
+        request = urllib.request.Request(url, body, headers)  # noqa: S310  the scheme is checked above
+        with urllib.request.urlopen(request, timeout=timeout, context=context) as answer:  # noqa: S310
             return bytes(answer.read())
     except urllib.error.HTTPError as error:
         hint = "; set RUNAHEAD_API_KEY or --api-key" if error.code == 401 else _server_reason(error)
@@ -47,6 +49,13 @@ def ask(url: str, api_key: str) -> bytes:
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         raise NoAnswer(f"{url}: no answer: {reason_of(reason)}") from None
+
+
+def send(url: str, api_key: str, content: object = None) -> dict[str, Any]:
+    """Return the answer to a POST request with a JSON body. Raises: NoAnswer"""
+    answer = json.loads(ask(url, api_key, json.dumps(content).encode(), CHANGE_TIMEOUT))
+    assert isinstance(answer, dict)
+    return answer
 
 
 def reason_of(error: object) -> str:

@@ -55,14 +55,14 @@ def divided(config: ServeConfig) -> ServeConfig:
 
 class EngineSet:
     def __init__(self, config: ServeConfig, directory: Path) -> None:
-        self._config, self._directory = config, directory
+        self._config, self.directory = config, directory
         self._file = directory / "engines"
         self._listed: dict[str, str] = {}
         """Endpoint by name."""
 
     def frontend(self) -> Command:
         """Return the command of the frontend. Raises: OSError"""
-        control = str(self._directory / CONTROL)
+        control = str(self.directory / CONTROL)
         return self._command(
             "frontend", self._config, {"engines": str(self._file), "control_socket": control}
         )
@@ -78,7 +78,7 @@ class EngineSet:
         ]
 
     def _endpoint(self, kind: str, name: str) -> str:
-        return f"ipc://{self._directory}/{kind}" + ("" if name == "0" else f"-{name}")
+        return f"ipc://{self.directory}/{kind}" + ("" if name == "0" else f"-{name}")
 
     def show(self, name: str) -> None:
         """List an engine for the frontend. Raises: OSError"""
@@ -103,7 +103,7 @@ class EngineSet:
     def _command(self, name: str, config: ServeConfig, endpoints: dict[str, str]) -> Command:
         """Write the configuration to a file that only this user can read, and return the command that reads it."""
         service = name.partition("-")[0]
-        model, file = SERVICES[service], self._directory / f"{name}.json"
+        model, file = SERVICES[service], self.directory / f"{name}.json"
         file.write_text(
             model.model_validate(config.service_settings(model) | endpoints).model_dump_json(
                 exclude_unset=True

@@ -6,8 +6,9 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 
+from services.cli.control import EngineControl
 from services.cli.display import display
-from services.cli.engine_set import Command, EngineSet, divided, engine_names, service_names
+from services.cli.engine_set import CONTROL, Command, EngineSet, divided, engine_names, service_names
 from services.cli.keys import with_keys
 from services.cli.logs import json_line
 from services.cli.model_check import check_drafter, check_sizes, check_tokenizer
@@ -91,12 +92,22 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
         return None
 
     try:
-        with supervisor.signals(), _runtime(config) as commands:
-            # The worker first: it takes longest to start.
-            for command in reversed(commands):
-                supervisor.start(
-                    command.name, command.arguments, _environment(), FINAL[command.service], ABORT_SIGNALS
-                )
+        with supervisor.signals(), _runtime(config) as (engines, commands), contextlib.ExitStack() as stack:
+
+            def start(commands: list[Command], is_trial: bool = False) -> None:
+                # The worker first: it takes longest to start.
+                for command in reversed(commands) if not is_trial else commands:
+                    final = FINAL[command.service]
+                    supervisor.start(
+                        command.name, command.arguments, _environment(), final, ABORT_SIGNALS, is_trial
+                    )
+
+            start(commands)
+            path = engines.directory / CONTROL
+            control = EngineControl(
+                path, supervisor, engines, config, lambda more: start(more, is_trial=True)
+            )
+            stack.callback(control.close)
             status = supervisor.wait(tick)
     finally:
         screen.done()
@@ -106,9 +117,9 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
 
 
 @contextlib.contextmanager
-def _runtime(config: ServeConfig) -> Iterator[list[Command]]:
-    """Make the directory with the sockets and configurations of the server, and yield the commands of its services, in
-    the order in which they are stopped.
+def _runtime(config: ServeConfig) -> Iterator[tuple[EngineSet, list[Command]]]:
+    """Make the directory with the sockets and configurations of the server, and yield its engines, and the commands of
+    its services in the order in which they are stopped.
 
     Raises: ConfigurationError, if the directory cannot be made or written
     """
@@ -126,7 +137,7 @@ def _runtime(config: ServeConfig) -> Iterator[list[Command]]:
                 f"{base} cannot hold the sockets of the services: {error.strerror}; set XDG_RUNTIME_DIR to a directory "
                 "that can be written and has room"
             ) from None
-        yield commands
+        yield engines, commands
 
 
 def _names(config: ServeConfig) -> list[str]:

@@ -21,6 +21,8 @@ ABORT_GRACE = 2.0
 STOP_GRACE = 30.0
 """Seconds that the orderly stop of a child may take, except for the first one, which waits for its clients. It takes
 about one second on an idle machine."""
+RETIRE_GRACE = 10.0
+"""Seconds that a child may take to end which is stopped alone."""
 RESTARTS, RESTART_WINDOW = 3, 60.0
 """Maximum number of restarts of a child within a number of seconds."""
 STOPPED_GRACE = 10.0
@@ -51,6 +53,10 @@ class Child:
     """Times of unexpected ends within the window, monotonic clock, seconds."""
     stopped_at: float | None = None
     """Time at which the child was found to be stopped, monotonic clock, seconds. None: it runs."""
+    is_trial: bool = False
+    """The others go on without it if it ends unexpectedly, and it is not restarted."""
+    retired_at: float | None = None
+    """Time from which the child, which has been stopped alone, is killed, monotonic clock, seconds. None: it stays."""
     restart_dropped: bool = False
     """The child ended unexpectedly, and a stop began before its restart."""
     _incomplete_line: bytes = b""
@@ -146,6 +152,7 @@ class Supervisor:
         environment: dict[str, str],
         final: Collection[int] = (),
         abort_signals: Sequence[int] = (signal.SIGTERM,),
+        is_trial: bool = False,
     ) -> None:
         """Start a child in a process group of its own, so that only the supervisor handles Ctrl-C from the terminal.
 
@@ -154,6 +161,8 @@ class Supervisor:
         Args:
             final: exit statuses after which it is not restarted.
             abort_signals: signals that end it at once; two equal ones may arrive as one.
+            is_trial: start it beside those that run already: it is stopped after them, the others go on if it ends, and
+                it is not restarted before `adopt`.
         """
 
         def spawn() -> subprocess.Popen[bytes]:
@@ -170,7 +179,31 @@ class Supervisor:
             self._selector.register(process.stdout, selectors.EVENT_READ)
             return process
 
-        self.children.insert(0, Child(name, spawn(), spawn, final=final, abort_signals=abort_signals))
+        child = Child(name, spawn(), spawn, final=final, abort_signals=abort_signals, is_trial=is_trial)
+        self.children.insert(len(self.children) if is_trial else 0, child)
+
+    def watch(self, source: socket.socket, on_readable: Callable[[], None]) -> None:
+        """Call a function in the loop whenever a socket is readable. Call it within `signals`."""
+        self._selector.register(source, selectors.EVENT_READ, on_readable)
+
+    def adopt(self, names: Collection[str]) -> None:
+        """Treat children that were started on trial like the others from now on."""
+        for child in self.children:
+            if child.name in names:
+                child.is_trial = False
+
+    def end_of(self, names: Collection[str]) -> str:
+        """Return how the first of these children has ended, or ""."""
+        found = [child for child in self.children if child.name in names]
+        missing = "" if len(found) == len(names) else "its services have ended"
+        return next((child.describe_end() for child in found if not child.alive), missing)
+
+    def retire(self, names: Collection[str]) -> None:
+        """Stop some children, and forget them when they have ended. The others go on."""
+        for child in self.children:
+            if child.name in names:
+                child.signal(signal.SIGTERM)
+                child.retired_at = time.monotonic() + RETIRE_GRACE
 
     def wait(self, tick: Callable[[], float | None]) -> int:
         """Run until all children have ended.
@@ -183,7 +216,9 @@ class Supervisor:
         """
         try:
             while any(child.alive or child.restart_at is not None for child in self.children):
-                self._selector.select(self._timeout(None if self._stopping else tick()))
+                for key, _ in self._selector.select(self._timeout(None if self._stopping else tick())):
+                    if key.data is not None:
+                        key.data()
                 self._restart()
                 with contextlib.suppress(BlockingIOError):
                     self._on_signals(self._wakeup.recv(64))
@@ -235,6 +270,7 @@ class Supervisor:
     def _timeout(self, tick_seconds: float | None) -> float | None:
         now, times = time.monotonic(), [self._deadline, *(child.restart_at for child in self.children)]
         times += [child.stopped_at + STOPPED_GRACE for child in self.children if child.stopped_at is not None]
+        times += [child.retired_at for child in self.children if child.alive]
         left = [max(0.0, at - now) for at in times if at is not None]
         return min(left if tick_seconds is None else [tick_seconds, *left], default=None)
 
@@ -263,17 +299,31 @@ class Supervisor:
             self._kill_if_stopped(child)
             if child.alive or child.end_expected or child.restart_at is not None or self.failure is not None:
                 continue
+            if child.is_trial:
+                self._show(child.name, f"{child.describe_end()}; the others go on")
+                child.end_expected = True
+                continue
             if not self._stopping and child.schedule_restart(time.monotonic()):
                 self._show(child.name, f"{child.describe_end()}; restarting")
                 continue
             self.failure = child
             self._abort()
+        self._forget_retired()
         if self._draining and self.failure is None and not self._aborted_by:
             self._stop_next()
         if self._deadline is not None and time.monotonic() >= self._deadline:
             for child in self.children:
                 if child.end_expected:
                     child.signal(signal.SIGKILL)
+
+    def _forget_retired(self) -> None:
+        for child in [child for child in self.children if child.retired_at is not None]:
+            if child.alive and child.retired_at is not None and time.monotonic() >= child.retired_at:
+                child.process.kill()
+            if not child.alive and (child.output_ended or self._stopping):
+                if child.process.stdout is not None:
+                    child.process.stdout.close()
+                self.children.remove(child)
 
     def _kill_if_stopped(self, child: Child) -> None:
         """Kill a child that was stopped for too long. The others do not wait for it any more."""

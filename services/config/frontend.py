@@ -67,7 +67,7 @@ class FrontendConfig(HttpConfig):
     )
     enable_admin_routes: bool = Field(
         False,
-        description="Serve the routes that change the engine: /reset_prefix_cache.",
+        description="Serve the routes that show and change the engines: /reset_prefix_cache and /engines.",
     )
     request_timeout: float = Field(
         600.0,

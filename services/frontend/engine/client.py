@@ -277,6 +277,10 @@ class EngineClient:
         self._elect()
         self._settle()
 
+    def fail_engine(self, name: str, why: str) -> None:
+        """End the requests that an engine owns."""
+        self._fail([entry.stream for entry in self.ledger.owned(name)], APIError(503, why))
+
     def find(self, name: str) -> Engine:
         """Raises: APIError"""
         if (engine := self.engines.get(name)) is None:

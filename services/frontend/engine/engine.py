@@ -11,7 +11,15 @@ import numpy as np
 from protocol.codec import Decoder, ProtocolError
 from protocol.logprobs import Logprobs
 from protocol.records import StepRecords, Subscribe
-from protocol.requests import AbortRequest, EngineMessage, EngineState, Finish, RequestOutputs, ResetDone
+from protocol.requests import (
+    AbortRequest,
+    EngineMessage,
+    EnginePhase,
+    EngineState,
+    Finish,
+    RequestOutputs,
+    ResetDone,
+)
 from protocol.rows import LogprobRows, OutputRows
 from protocol.security import Security
 from protocol.transport import HandshakeRefused
@@ -110,6 +118,15 @@ class Engine:
             return ""
         parts = f"{state.identity} {state.tokenizer} {state.max_model_len} {state.vocab_size}"
         return hashlib.sha256(parts.encode()).hexdigest()[:32]
+
+    @property
+    def status(self) -> str:
+        """Condition in one word, for people."""
+        if self.refusal:
+            return "refused"
+        if self.condition is Condition.CONNECTING and self.state.phase is not EnginePhase.READY:
+            return self.state.phase.name.lower().replace("_", " ")
+        return str(self.condition)
 
     def report(self) -> EngineReport:
         """Return what placement needs."""

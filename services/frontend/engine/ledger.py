@@ -15,7 +15,7 @@ Rules (docs/invariants.md):
 
 import itertools
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -152,6 +152,10 @@ class RequestLedger:
     def owners_of_unsent(self) -> list[str]:
         """Return the engines that own requests which their schedulers do not have."""
         return [engine for engine, unsent in self._unsent.items() if unsent and engine != NOBODY]
+
+    def num_owned(self) -> Counter[str]:
+        """Return the number of requests by owner."""
+        return Counter(entry.engine for entry in self._entries.values())
 
     def entry(self, number: int) -> LedgerEntry | None:
         return self._entries.get(number)
