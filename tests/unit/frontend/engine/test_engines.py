@@ -1,6 +1,7 @@
 """Streams that move between engines, over real sockets: one owner at any time, each token once."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,7 +24,7 @@ from protocol.requests import (
 )
 from protocol.sampling import SamplingParams
 from protocol.suspects import SUSPECT_AFTER
-from protocol.transport import Server
+from protocol.transport import PeerGone, Server
 from services.frontend.engine.addresses import numbered
 from services.frontend.engine.client import EngineClient, RequestContext
 from services.frontend.engine.ledger import GUILTY, LedgerEntry, RequestLedger
@@ -40,6 +41,7 @@ class ScriptedEngine:
     def __init__(self, endpoint: str, incarnation: int, identity: str = MODEL) -> None:
         self.server, self._decoder = Server(endpoint, {"frontend"}), Decoder(ClientMessage)
         self.incarnation, self.identity, self.phase = incarnation, identity, EnginePhase.READY
+        self.detail = ""
         self.peers: list[bytes] = []
         self.requests: list[GenerateRequest] = []
         self.aborted: list[int] = []
@@ -60,10 +62,11 @@ class ScriptedEngine:
 
     def send_state(self, number: int = 0) -> None:
         state = EngineState(
-            self.phase, incarnation=self.incarnation, identity=self.identity, max_model_len=100, lease=1,
+            self.phase, self.detail, incarnation=self.incarnation, identity=self.identity, max_model_len=100, lease=1,
             round_trips=RoundTrips(number),
         )  # fmt: skip
-        self.server.send(self.peers[-1], state)
+        with contextlib.suppress(PeerGone):  # the frontend has left this engine
+            self.server.send(self.peers[-1], state)
 
     def send(self, number: int, first: int, *tokens: int, ends: bool = False) -> None:
         """Send tokens of a request from an index on."""
@@ -144,8 +147,10 @@ async def moved_stream(engines: Fleet, lose: bool) -> RecordingStream:
     if not lose:
         await engines.until(lambda: owner.aborted)
         owner.send(number, 2, 66, 67, ends=True)
+        owner.detail = "after the late answer"
         owner.send_state()
-        await engines.until(lambda: owner.aborted)
+        name = str(engines.engines.index(owner))
+        await engines.until(lambda: engines.client.engines[name].state.detail == owner.detail)
     other.send(again.number, 2, 9, 10, ends=True)
     await engines.until(lambda: stream.end is not None)
     return stream
