@@ -7,6 +7,7 @@ messages, then the actions of the group, then everything there is to send.
 import contextlib
 import gc
 import logging
+import math
 import os
 import socket
 import time
@@ -74,6 +75,8 @@ LINGER_MS = 1000
 """Milliseconds that the last messages to frontends and workers have to leave."""
 PROBE_MS = 50
 """Milliseconds between two checks of the connections while one is known to be broken."""
+GAUGE_INTERVAL = 0.1
+"""Seconds between two reports of the gauges while there are requests."""
 MASK_PATIENCE = 5e-4
 """Seconds that the loop waits for masks after it has submitted some, so that they are sent before the next plan."""
 MASK_SHARE = 1 / 3
@@ -118,7 +121,7 @@ class Service:
         self._stop_now = False
         self._reports = StateReports(config, incarnation, tokenizer)
         self._reported: GroupStatus | None = None
-        self._next_sign = 0.0
+        self._next_sign = self._next_gauges = 0.0
         self._was_busy = False
         self._subscriptions = Subscriptions(config.step_trace)
         self._listeners: tuple[CoreListener, ...] = (
@@ -181,10 +184,13 @@ class Service:
             os._exit(EXIT_REPLACED)
 
     def _poll_ms(self) -> int:
-        """Return the milliseconds to wait for messages. When idle, the loop wakes only to check heartbeats."""
+        """Return the milliseconds to wait for messages. When idle, the loop wakes only for its signs of life."""
         if self.workers.probing or self._subscriptions.pending:
             return PROBE_MS
-        return 200 if self.group.settling or (self.engine is not None and self.engine.has_requests) else 1000
+        if self.engine is not None and self.engine.has_requests:
+            return int(1000 * GAUGE_INTERVAL)
+        until_sign = math.ceil(1000 * max(0.0, self._next_sign - time.monotonic()))
+        return min(200 if self.group.settling else 1000, until_sign)
 
     def _finished(self) -> bool:
         idle = self.engine is None or not (self.engine.requests or self.engine.queue)
@@ -375,7 +381,8 @@ class Service:
                 self.frontends.send_if_connected(frontend, records)
 
     def _send_state(self) -> None:
-        """Give the signs of life that are due, and report the engine's state if it has changed."""
+        """Give the signs of life that are due, and report the engine's state if it has changed, and its gauges every
+        `GAUGE_INTERVAL` while there are requests."""
         busy = self.engine is not None and (self.engine.has_requests or len(self.engine.queue) > 0)
         now = time.monotonic()
         due = now >= self._next_sign
@@ -387,7 +394,9 @@ class Service:
             self.workers.beat(self.group.on_sign_of_life(), self._ranks)
             for frontend in self.leases.expired(now):
                 self.frontends.forget(frontend, "it has sent no sign of life")
-        if due or self._was_busy > busy or self._reported != self._status() or self.frontends.sweep_due:
+        stale = (busy or self._was_busy) and (not busy or now >= self._next_gauges)
+        if due or stale or self._reported != self._status() or self.frontends.sweep_due:
+            self._next_gauges = now + GAUGE_INTERVAL
             self._report_state()
         self._was_busy = busy
 

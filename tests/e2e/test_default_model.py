@@ -6,12 +6,13 @@ requests.
 
 import asyncio
 import json
+import re
 import signal
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import AsyncOpenAI, BadRequestError, OpenAI
 
 from services.checkpoint.default_model import NAME, packaged_model
 from tests.e2e.server import ServeProcess, is_alive, serving, wait_until
@@ -41,6 +42,14 @@ ADD: dict[str, Any] = {
         },
     },
 }
+
+
+def optional(number: int) -> dict[str, Any]:
+    """Return the response format of an object with so many optional properties, and a required one behind them."""
+    named = {f"property_{index}": {"type": "string"} for index in range(number + 1)}
+    last = [f"property_{number}"]
+    schema = {"type": "object", "properties": named, "required": last, "additionalProperties": False}
+    return {"type": "json_schema", "json_schema": {"name": "many", "schema": schema}}
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +127,14 @@ def test_choice_is_one_of_those_allowed(ask: OpenAI) -> None:
         extra_body={"structured_outputs": {"choice": ["Rome", "Paris"]}},
     )
     assert answer.choices[0].message.content == "Paris"
+
+
+def test_a_schema_of_many_optional_properties_is_followed_or_refused_before_it_begins(ask: OpenAI) -> None:
+    asked: dict[str, Any] = {"model": NAME, "messages": CAPITAL, "temperature": 0, "max_tokens": 24}
+    answer = ask.chat.completions.create(**asked, response_format=optional(1_000)).choices[0]
+    assert re.match(r'\{\s*"property_\d', answer.message.content or "")
+    with pytest.raises(BadRequestError, match="2,501 optional properties, at most 2,500"):
+        ask.chat.completions.create(**asked, response_format=optional(2_501))
 
 
 def test_embeddings_differ_by_meaning(ask: OpenAI) -> None:

@@ -85,6 +85,12 @@ class Availability:
             state = replace(state, phase=EnginePhase.RECOVERING, **sizes)
         self._set(state, now)
 
+    def on_doubt(self, now: float) -> None:
+        """The scheduler that is connected gives no sign of life. Its next state ends the doubt."""
+        if self.state.phase is EnginePhase.READY:
+            detail = "the scheduler gives no sign of life"
+            self._set(replace(self.state, phase=EnginePhase.RECOVERING, detail=detail), now)
+
     def on_lost(self, now: float) -> None:
         """The connection is lost. An engine that served is expected back."""
         self.executes = False

@@ -25,6 +25,7 @@ from services.frontend.engine.addresses import EngineAddress
 from services.frontend.engine.availability import NOT_CONNECTED, Recovery
 from services.frontend.engine.engine import Engine
 from services.frontend.engine.ledger import NOBODY, LedgerEntry, RequestLedger
+from services.frontend.engine.signs_of_life import CHECK_INTERVAL
 from services.frontend.engine.streams import FlushQueue, RequestStream
 from services.frontend.errors import APIError, invalid
 from services.frontend.placement import Hold, Move, Place, Placement, Reason
@@ -290,9 +291,15 @@ class EngineClient:
 
     async def _watch(self) -> None:
         """Send signs of life, and notice silence and the end of patience."""
+        next_sign = 0.0
         while True:
-            await asyncio.sleep(SIGN_INTERVAL)
-            self._check(time.monotonic())
+            await asyncio.sleep(CHECK_INTERVAL)
+            now = time.monotonic()
+            if now >= next_sign:
+                next_sign = now + SIGN_INTERVAL
+                for engine in self.engines.values():
+                    engine.connection.send_sign()
+            self._check(now)
 
     def _check(self, now: float) -> None:
         for engine in list(self.engines.values()):

@@ -114,16 +114,21 @@ class SchedulerConnection:
         self._lease = state.lease
         self._signs.on_state(state)
 
-    def check(self, now: float) -> None:
-        """Send a sign of life, and drop a connection without an answer. Call it every `SIGN_INTERVAL`.
+    def send_sign(self) -> None:
+        """Send a sign of life. Call it every `SIGN_INTERVAL`."""
+        if self._client is not None and (sign := self._signs.next()) is not None:
+            self.send_quietly(sign)
 
-        Args:
-            now: monotonic seconds.
-        """
+    @property
+    def in_doubt(self) -> bool:
+        """The scheduler that is connected has been silent for too long to be ready, and not for long enough to be lost,
+        at the last `check`."""
+        return self._client is not None and self._signs.in_doubt
+
+    def check(self, now: float) -> None:
+        """Drop a connection without an answer. Call it every `CHECK_INTERVAL`; `now`: monotonic seconds."""
         if self._client is None:
             return
-        if (sign := self._signs.next()) is not None:
-            self.send_quietly(sign)
         if (loss := self._signs.loss(now)) is not None:
             self.drop(f"{loss}; connecting again")
 

@@ -158,9 +158,11 @@ class Engine:
                 self._on_serving()
 
     def watch(self, now: float) -> bool:
-        """Send a sign of life, and notice silence. Return True if the engine is no longer expected back. `now`:
-        monotonic seconds."""
+        """Notice silence. Return True if the engine is no longer expected back. `now`: monotonic seconds."""
         self.connection.check(now)
+        if self.connection.in_doubt and self.condition is not Condition.GONE:
+            self.availability.on_doubt(now)
+            self._change(EngineEvent.SILENCE)
         return self.availability.gives_up(now, is_connected=self.connection.is_open)
 
     def follow_steps(self, steps: StepRing | None) -> None:

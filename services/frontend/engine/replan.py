@@ -95,7 +95,7 @@ class Replans:
             if error := (await self._ask({"do": "status", "engine": name})).get("error"):
                 raise ReplanFailed(error)
             if time.monotonic() > end:
-                raise ReplanFailed(f"it was not ready in time")
+                raise ReplanFailed("it was not ready in time")
             await asyncio.sleep(POLL_INTERVAL)
 
     async def _ask(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,12 @@
 from protocol.requests import EngineState, FrontendAlive
 from protocol.silence import SilenceWatch, unanswered
 
+CHECK_INTERVAL = 0.25
+"""Seconds between two checks."""
+DOUBT_SECONDS = 2.5
+"""Seconds without a sign of life, beyond the delays of the machine, after which the scheduler is not ready. It is lost,
+and another one is connected to, much later."""
+
 
 class SignsOfLife:
     """The scheduler is lost if nothing arrives from it, or if nothing from this frontend arrives there.
@@ -13,7 +19,7 @@ class SignsOfLife:
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
-        self._silence = SilenceWatch(limit)
+        self._silence = SilenceWatch(limit, CHECK_INTERVAL)
         self._silence.heard()  # the answer to the handshake
         self._sent = self._answered = 0
         """Numbers of signs of life: the last one that was sent, and the last one that was answered."""
@@ -36,8 +42,13 @@ class SignsOfLife:
         self._sent += 1
         return FrontendAlive(self._sent)
 
+    @property
+    def in_doubt(self) -> bool:
+        """The scheduler has been silent for longer than a live one is, at the last check. It may still be there."""
+        return self._are_exchanged and self._silence.exceeds(DOUBT_SECONDS)
+
     def loss(self, now: float) -> str | None:
-        """Return why the scheduler is lost, or None. Call it after `next`; `now`: monotonic seconds."""
+        """Return why the scheduler is lost, or None. Call it every `CHECK_INTERVAL`; `now`: monotonic seconds."""
         if not self._are_exchanged:
             return None
         if self._silence.check(now) is not None:

@@ -13,6 +13,13 @@ from services.frontend.openapi import GUARDED, errors
 router = APIRouter(responses=errors(400, *GUARDED, 503))
 
 
+_SETTINGS = {
+    "type": "object",
+    "maxProperties": 256,
+    "additionalProperties": {"type": "string", "maxLength": 65536},
+}
+
+
 class ResetResponse(TypedDict):
     success: bool
     """False: running requests still share blocks."""
@@ -78,7 +85,13 @@ async def engines(context: Context) -> EngineList:
     }
 
 
-@router.post("/engines/replan", summary="Replaces the engines by one with other settings", status_code=202)
+@router.post(
+    "/engines/replan",
+    summary="Replaces the engines by one with other settings",
+    operation_id="post_engines_replan",
+    responses=errors(409),
+    openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": _SETTINGS}}}},
+)
 async def replan(
     http: HTTPRequest,
     context: Context,
@@ -98,13 +111,13 @@ async def replan(
     return await replan_status(context)
 
 
-@router.get("/engines/replan", summary="Phase of the last replan")
+@router.get("/engines/replan", summary="Phase of the last replan", operation_id="get_engines_replan")
 async def replan_status(context: Context) -> ReplanStatus:
     phase, engine, detail = (context.replans.status[name] for name in ("phase", "engine", "detail"))
     return {"phase": phase, "engine": engine, "detail": detail}
 
 
-@router.post("/engines/{name}/drain", summary="Moves the streams of an engine", responses=errors(404))
+@router.post("/engines/{name}/drain", summary="Moves the streams of an engine", responses=errors(404, 409))
 async def drain(
     name: Annotated[str, Path(max_length=256)], context: Context, cancel: bool = False
 ) -> DrainResponse:

@@ -19,7 +19,7 @@ PHASE_TEXTS = {
     EnginePhase.READY: "ready",
     EnginePhase.DRAINING: "stopping; open requests finish",
     EnginePhase.FAILED: "failed; the log has the reason",
-    EnginePhase.RECOVERING: "replacing lost workers",
+    EnginePhase.RECOVERING: "waiting for the scheduler or for lost workers",
 }
 """Texts for clients without an API key. The engine's own may have paths, and errors of workers."""
 _LOADING_PHASES = frozenset({"loading weights", "weights", "simulated model"})

@@ -9,6 +9,12 @@ MAX_SCHEMA_NODES = 20_000
 """Values in a schema, including its keywords."""
 MAX_ALTERNATIVES = 5_000
 """Values in all enumerations of a schema together, or number of choices."""
+MAX_OPTIONAL_PROPERTIES = 2_500
+"""Optional properties of one object in a schema. A mask at a place where each of them may follow takes some 60 ms."""
+MAX_ROW_ITEMS = 12_000
+"""Alternatives that llguidance follows at one place of the output; an optional property is four."""
+MAX_STEP_ITEMS = 2_000_000
+"""Alternatives that llguidance follows to make one mask."""
 MAX_MINIMUM_SIZE = 1 << 20
 """Greatest `minLength`, `minItems` or `minProperties`; no context is as long."""
 MAX_REGEX_ATOMS = 20_000
@@ -45,9 +51,15 @@ MAX_WHITESPACE = 8
 
 
 def parser_limits() -> LLParserLimits:
-    """Return llguidance's limits, with lower values than its defaults for two of them.
+    """Return llguidance's limits. They count work, so that every machine accepts the same grammars.
 
-    Expressions (`initial_lexer_fuel`) and lexer states take about 1 KB each, which all requests with the same grammar
-    share.
+    Those of alternatives are higher than its defaults. Two are lower: expressions (`initial_lexer_fuel`) and lexer
+    states take about 1 KB each, which all requests with the same grammar share.
     """
-    return LLParserLimits(initial_lexer_fuel=200_000, max_lexer_states=50_000, verbose_errors=False)
+    return LLParserLimits(
+        max_items_in_row=MAX_ROW_ITEMS,
+        step_max_items=MAX_STEP_ITEMS,
+        initial_lexer_fuel=200_000,
+        max_lexer_states=50_000,
+        verbose_errors=False,
+    )

@@ -1,5 +1,6 @@
 """Matching state of one request's output, by llguidance."""
 
+import logging
 import time
 from collections import deque
 from ctypes import addressof, c_char
@@ -8,8 +9,11 @@ import numpy as np
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
+from services.scheduler.grammar.errors import row_limit
 from services.scheduler.grammar.limits import MAX_FILL_SECONDS, MAX_WHITESPACE
 from services.scheduler.grammar.whitespace import Whitespace
+
+log = logging.getLogger("runahead.scheduler.grammar")
 
 
 class Matcher:
@@ -59,6 +63,8 @@ class Matcher:
         self._ended = token_id in self._eos
         known = self._library_eos if self._ended else token_id
         self._failed = token_id in self._other_eos or not self._matcher.consume_token(known)
+        if self._failed:
+            self._log_failure("the token does not match it")
         if self._whitespace is not None:
             self._num_blank = self._num_blank + 1 if token_id in self._whitespace.token_ids else 0
         return not self._failed
@@ -68,7 +74,12 @@ class Matcher:
         if not mask.flags.c_contiguous:
             raise ValueError("a mask must be contiguous")
         if not (self._failed or self._ended or self._waits):
-            self._failed = self._compute(mask) or self._matcher.is_error()
+            too_slow = self._compute(mask)
+            self._failed = too_slow or self._matcher.is_error()
+            if self._failed:
+                self._log_failure(
+                    f"a mask took more than {MAX_FILL_SECONDS:g} s" if too_slow else "no token matches"
+                )
             if self._translates_eos:
                 self._translate_eos(mask)
                 self._failed |= not mask.any()
@@ -96,6 +107,12 @@ class Matcher:
         self._tail, self._waits, self._num_blank, self._suspect = tail, waits, blank, suspect
         self._failed = failed or self._matcher.is_error()
         return filled
+
+    def _log_failure(self, why: str) -> None:
+        """Log the cause. llguidance's own text may quote the grammar."""
+        log.warning(
+            "an output cannot be kept within its grammar: %s", row_limit(self._matcher.get_error()) or why
+        )
 
     def _compute(self, mask: NDArray[np.int32]) -> bool:
         """Let llguidance fill the mask. Return whether that took too long.

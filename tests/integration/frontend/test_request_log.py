@@ -17,6 +17,7 @@ from tests.integration.frontend.scripted import (
     ids_of,
     scripted,
     silent,
+    tokens,
     wait_until,
 )
 from tests.integration.frontend.test_connections import connect
@@ -99,6 +100,27 @@ def test_aborted_by_its_client(pair: tuple[Frontend, ScriptedScheduler], stream:
     *_, last = wait_lines(frontend, name, "aborted")
     assert last.startswith("request aborted: status=499 ")
     assert last.endswith(": the client closed the connection")
+
+
+def test_tokens_of_an_answer_that_its_client_leaves_are_counted() -> None:
+    count = len(ids_of("a b c"))
+    with scripted() as (frontend, scheduler):
+        for number, stream in enumerate(("false", "true")):
+            scheduler.script(lambda request: [tokens(request.number, ids_of("a b c"))])
+            body = f'{{"prompt": [5], "n": 2, "stream": {stream}}}'
+            head = (
+                f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: {stream}\r\n"
+                f"Content-Length: {len(body)}\r\n\r\n"
+            )
+            first = 2 * (number + 1)
+            with connect(frontend) as connection:
+                connection.sendall((head + body).encode())
+                wait_until(
+                    lambda first=first: frontend.metric("time_to_first_token_seconds_count") == first,
+                    "both choices have their tokens",
+                )
+            wait_until(lambda stream=stream: f"aborted: request_id={stream} " in frontend.log, "it is logged")
+        assert len(re.findall(rf"request aborted: .* output_tokens={2 * count} ", frontend.log)) == 2
 
 
 def test_line_is_there_by_default_and_has_no_text_of_the_request() -> None:

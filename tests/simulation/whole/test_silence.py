@@ -33,6 +33,47 @@ def test_a_frontend_that_seldom_runs_keeps_its_scheduler() -> None:
             check_answer(request)
 
 
+def test_a_scheduler_that_is_stopped_is_not_ready_long_before_it_is_lost() -> None:
+    """Within 3 s probes fail. When it runs again in time, it is the same scheduler, and nothing is submitted again."""
+    system = System(0, Layout(num_frontends=1))
+    with system.libraries():
+        system.start()
+        assert system.hub.run(30.0, lambda: system.quiet)
+        frontend, scheduler = system.frontends[0], system.scheduler
+        assert scheduler is not None
+        scheduler.stop()
+        assert system.hub.run(3.0, lambda: not frontend.engine.ready)
+        assert frontend.engine.state.detail == "the scheduler gives no sign of life"
+        request = system.draw_request(system.hub.now)
+        request.leaves_after = None
+        system.send_later(request)
+        system.hub.after(0.3, scheduler.go_on)
+        assert system.hub.run(30.0, lambda: system.answered and frontend.engine.ready)
+        assert scheduler.alive
+        assert not frontend.engine.ledger.resubmitted
+        assert [recovery.name for recovery in frontend.engine.recoveries] == [
+            "engine lost",
+            "engine recovered",
+        ]
+        check_answer(request)
+
+
+def test_a_scheduler_that_seldom_runs_is_not_taken_for_dead() -> None:
+    """Its first delays show that the machine is busy, and the later ones may be longer than on a quiet one."""
+    system = System(0, Layout(num_frontends=1))
+    with system.libraries():
+        system.start()
+        assert system.hub.run(30.0, lambda: system.quiet)
+        frontend, scheduler = system.frontends[0], system.scheduler
+        assert scheduler is not None
+        at = 0.0
+        for stopped in (1.5, 1.8, 2.2, 2.8, 2.8, 2.8):
+            system.hub.after(at, scheduler.stop)
+            system.hub.after(at + stopped, scheduler.go_on)
+            at += stopped + RUNNING
+        assert not system.hub.run(at + 2.0, lambda: not frontend.engine.ready)
+
+
 @pytest.mark.parametrize("within", ["_read_clients", "_watch_workers", "_publish", "_report_state"])
 def test_a_scheduler_that_was_stopped_within_a_turn_exits(
     within: str, monkeypatch: pytest.MonkeyPatch

@@ -99,6 +99,11 @@ class Choice(RequestStream):
     def _new_chunk(self) -> Chunk:
         return Chunk(token_ids=[] if self._context.options.token_ids else None)
 
+    @property
+    def num_unfinished_tokens(self) -> int:
+        """Number of output tokens of a choice that has not ended, 0 after its end."""
+        return self._assembler.num_tokens if self._finish is None else 0
+
     def add_logprobs(self, logprobs: RawLogprobs) -> None:
         if logprobs.position < len(self.prompt.token_ids):
             self.prompt.add_logprobs(logprobs)

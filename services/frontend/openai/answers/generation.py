@@ -45,7 +45,8 @@ class Generation:
         self._context = ChoiceContext(engine, metrics, usage, formatter, options, time.monotonic(), summary)
 
     def close(self) -> None:
-        """Abort the requests that are still open."""
+        """Abort the requests that are still open, and count the tokens that they have brought."""
+        self._context.summary.output_tokens += sum(choice.num_unfinished_tokens for choice in self.choices)
         self._engine.abort(self.choices)
 
     def submit(self, prompt: Prompt, params: SamplingParams) -> None:

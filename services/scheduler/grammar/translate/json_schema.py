@@ -6,7 +6,13 @@ from typing import Any
 from llguidance import LLMatcher
 
 from services.scheduler.grammar.errors import GrammarError
-from services.scheduler.grammar.limits import MAX_ALTERNATIVES, MAX_DEPTH, MAX_MINIMUM_SIZE, MAX_SCHEMA_NODES
+from services.scheduler.grammar.limits import (
+    MAX_ALTERNATIVES,
+    MAX_DEPTH,
+    MAX_MINIMUM_SIZE,
+    MAX_OPTIONAL_PROPERTIES,
+    MAX_SCHEMA_NODES,
+)
 from services.scheduler.grammar.translate.recursion import has_no_finite_match
 from services.scheduler.grammar.translate.regex import check_regex, ecma_classes
 
@@ -48,6 +54,7 @@ def check_schema(schema: Any) -> dict[str, Any]:
             if num_alternatives > MAX_ALTERNATIVES:
                 raise GrammarError(f"the JSON schema enumerates more than {MAX_ALTERNATIVES} values")
         _check_keyword(key, value)
+        _check_optional(value)
     if has_no_finite_match(schema):
         raise GrammarError(
             "the JSON schema requires a value of infinite size; make a property or item optional"
@@ -108,6 +115,20 @@ def _check_keyword(key: str, value: Any) -> None:
     if key == "patternProperties" and isinstance(value, dict):
         for pattern in value:
             check_regex(pattern, "pattern in the JSON schema")
+
+
+def _check_optional(schema: Any) -> None:
+    """Raises: GrammarError, if an object has too many properties that may follow one another in any selection"""
+    named = schema.get("properties") if isinstance(schema, dict) else None
+    if not isinstance(named, dict) or len(named) <= MAX_OPTIONAL_PROPERTIES:
+        return
+    required = schema.get("required")
+    names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+    if (count := len(named.keys() - names)) > MAX_OPTIONAL_PROPERTIES:
+        raise GrammarError(
+            f"an object of the JSON schema has {count:,} optional properties, at most {MAX_OPTIONAL_PROPERTIES:,} can "
+            "be served; make more of them required"
+        )
 
 
 def _walk(schema: Any) -> Iterator[tuple[str, Any, int, bool]]:

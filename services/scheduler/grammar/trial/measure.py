@@ -3,6 +3,7 @@
 import ctypes
 import random
 import time
+from collections.abc import Sequence
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
@@ -29,6 +30,9 @@ class _MallocInfo(ctypes.Structure):
 class TrialCompiler:
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self._tokenizer = tokenizer
+        opening = (tokenizer.tokenize_str(text) for text in ('{"', "{", '"'))
+        self._opening = [tokens[0] for tokens in opening if len(tokens) == 1]
+        """Tokens that lead into JSON objects, and to the ends of names and strings."""
         self._mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
         """Exists in glibc only; elsewhere the size is estimated from the length of the grammar."""
         if self._mallinfo is not None:
@@ -52,11 +56,15 @@ class TrialCompiler:
             raise from_library(what, matcher.get_error())
         compiled = self._generate(matcher.deep_copy(), what, 1)
         self._generate(matcher.deep_copy(), what, TRIAL_STEPS)
+        self._generate(matcher.deep_copy(), what, TRIAL_STEPS, self._opening)
         size = max(compiled - before, 64 * len(grammar), 1 << 14)
         return TrialVerdict("", grammar, size, max(self._heap_bytes() - compiled, 1 << 12))
 
-    def _generate(self, matcher: LLMatcher, what: str, max_tokens: int) -> int:
+    def _generate(self, matcher: LLMatcher, what: str, max_tokens: int, preferred: Sequence[int] = ()) -> int:
         """Generate a random output and check the cost of each mask. Return the heap's size afterwards, in bytes.
+
+        Args:
+            preferred: tokens that are taken where they are allowed, the first one before the others.
 
         Raises: GrammarError, if nothing matches or a mask costs too much.
         """
@@ -74,7 +82,10 @@ class TrialCompiler:
                 raise GrammarError(f"nothing can match the {what}")
             if matcher.is_stopped():
                 break
-            matcher.consume_token(int(allowed[draws.randrange(len(allowed))]))
+            drawn = int(allowed[draws.randrange(len(allowed))])
+            token = next((token for token in preferred if token in allowed), drawn)
+            if not matcher.consume_token(token):
+                raise from_library(what, matcher.get_error())
         return self._heap_bytes()
 
     def _is_special(self, text: str) -> bool:

@@ -147,6 +147,7 @@ class AnsweringScheduler:
 def rapid_signs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Signs of life follow each other within milliseconds. Their limits count them, and no time."""
     monkeypatch.setattr(client_module, "SIGN_INTERVAL", 0.002)
+    monkeypatch.setattr(client_module, "CHECK_INTERVAL", 0.002)
 
 
 @pytest.mark.usefixtures("rapid_signs")

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from protocol.sampling import MAX_GRAMMAR_CHARS, GrammarKind, StructuredOutputParams
-from services.scheduler.grammar.limits import MAX_ALTERNATIVES
+from services.scheduler.grammar.limits import MAX_ALTERNATIVES, MAX_OPTIONAL_PROPERTIES, MAX_ROW_ITEMS
 from services.scheduler.grammar.trial.messages import TrialVerdict
 from services.scheduler.grammar.trial.process import TrialProcess
 from tests.unit.scheduler.grammar.support import CompilerClient, matches, wait
@@ -86,6 +86,28 @@ def test_bomb_is_refused_and_the_next_request_is_served(compiler: CompilerClient
     refusal = compiler.refusal(kind, text)
     assert len(refusal) < 400
     assert matches(compiler.grammar(REGEX, f"next after {len(name)}"), f"next after {len(name)}")
+
+
+@pytest.mark.parametrize("number", [800, 2_000, MAX_OPTIONAL_PROPERTIES])
+def test_an_object_with_many_optional_properties_is_followed_to_its_end(
+    compiler: CompilerClient, number: int
+) -> None:
+    nested = {"type": "object", "properties": {"inner": json.loads(properties(number))}}
+    text = f'{{"inner": {{"p1": "a", "p{number // 2}": "b", "p{number - 1}": "c"}}}}'
+    assert matches(compiler.grammar(JSON, json.dumps(nested)), text)
+
+
+def test_too_many_optional_properties_are_refused_with_the_limit(compiler: CompilerClient) -> None:
+    """Also where no single object has too many of them: the trial walks into the first object."""
+    limit = f"{MAX_OPTIONAL_PROPERTIES:,}"
+    assert f"at most {limit} can be served" in compiler.refusal(JSON, properties(MAX_OPTIONAL_PROPERTIES + 1))
+    objects = [
+        {"type": "object", "properties": {f"{letter}{i}": {"type": "string"} for i in range(2_000)}}
+        for letter in "ab"
+    ]
+    assert f"at most {MAX_ROW_ITEMS:,} can be served" in compiler.refusal(
+        JSON, json.dumps({"anyOf": objects})
+    )
 
 
 INFINITE = '{"type":"object","properties":{"a":{"$ref":"#"}},"required":["a"],"additionalProperties":false}'
