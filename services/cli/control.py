@@ -46,7 +46,7 @@ class EngineControl:
     ) -> None:
         self._supervisor, self._engines, self._start = supervisor, engines, start
         self._config = config
-        """Of the engine that was started last."""
+        """Settings of the engine that was started last."""
         self._services = {name: service_names(name, config) for name in engine_names(config)}
         self._names = map(str, itertools.count(config.data_parallel_size))
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
