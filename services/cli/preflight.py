@@ -85,11 +85,12 @@ def _check_template(name: str) -> None:
 
 def check_policy(config: SchedulerConfig) -> None:
     """Raises: ConfigurationError, if the batching policy does not exist"""
-    from services.scheduler.policies import PolicyError, find_policy
+    from services.plugins import PluginError
+    from services.scheduler.policies import find_policy
 
     try:
         find_policy(config.policy)
-    except PolicyError as error:
+    except PluginError as error:
         raise ConfigurationError(str(error)) from None
 
 

@@ -6,6 +6,7 @@ from services.frontend.placement.decisions import (
     Hold,
     Move,
     Place,
+    PlacementLimits,
     Reason,
     Refuse,
 )
@@ -17,6 +18,7 @@ from services.frontend.placement.engine_states import (
     condition_after,
 )
 from services.frontend.placement.placement import Placement
+from services.frontend.placement.policies import PlacementPolicy, PlacementView, find_placement_policy
 
 __all__ = [
     "SILENT_AFTER",
@@ -29,7 +31,11 @@ __all__ = [
     "Move",
     "Place",
     "Placement",
+    "PlacementLimits",
+    "PlacementPolicy",
+    "PlacementView",
     "Reason",
     "Refuse",
     "condition_after",
+    "find_placement_policy",
 ]

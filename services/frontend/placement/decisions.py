@@ -25,6 +25,19 @@ class EngineReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """Measured time between two tokens of a stream; 0.0: unknown. A stream that waits longer counts with its wait."""
 
 
+class PlacementLimits(msgspec.Struct, frozen=True):
+    max_blocks: int = 2**18
+    """Names of blocks that the index keeps at least; twice as many, and those of one event, at most."""
+    max_queue_seconds: float | None = None
+    """An engine whose expected queue is longer gets no new request; None: no limit."""
+    lost_seconds: float = 1.0
+    """Seconds of recomputation that an engine is given at once by streams of lost engines."""
+    moved_seconds: float = 0.25
+    """The same by streams of engines that still execute them."""
+    share: float = 0.5
+    """Share of an engine's time that recomputation of such streams may take."""
+
+
 class Reason(enum.StrEnum):
     """Reason of a decision; a label of metrics."""
 

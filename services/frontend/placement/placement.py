@@ -1,61 +1,152 @@
-"""The placement core: events of engines and requests in, decisions out. No sockets, no clock."""
+"""The placement core: events of engines and requests in, decisions out. No sockets, no clock.
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+Rules (docs/invariants.md): placement purity, ready target, no return, paced moves, bounded index, salted index.
+"""
 
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.block_names import TOKEN_BYTES
+from services.frontend.placement import records
+from services.frontend.placement.block_index import BlockIndex
 from services.frontend.placement.decisions import (
     Decision,
     EngineReport,
     Hold,
     Move,
     Place,
+    PlacementLimits,
     Reason,
     Refuse,
 )
 from services.frontend.placement.engine_states import MAY_SERVE, MOVES_STREAMS, Condition
+from services.frontend.placement.fleet import Fleet, Rows
+from services.frontend.placement.policies import GuardedPolicy, PlacementView, find_placement_policy
+from services.frontend.placement.prefix_names import PrefixNames
+from services.frontend.placement.slowness import NO_LONGER_SLOW, mark_slow, reference
 
 RETRY_AFTER = 5.0
+"""Seconds after which a client may try again if no engine is expected to serve."""
+SLOW_CHECK = 1.0
+"""Seconds between two checks for slow engines."""
+GOLDEN = 0x9E3779B97F4A7C15
+"""Golden ratio of 2**64: its multiples are spread evenly."""
+REST = 30.0
+"""Seconds that a stream stays on an engine at least, before it leaves it for being slow."""
 
 
 @dataclass(slots=True)
-class _Engine:
-    report: EngineReport
-    streams: dict[int, str] = field(default_factory=dict)
-    """Identity by key."""
-    removed: bool = False
+class Stream:
+    key: int
+    row: int
+    """Its engine in the fleet."""
+    identity: str
+    """Of the engine when the stream was placed: the model of its tokens."""
+    num_tokens: int
+    names: Mapping[int, Sequence[bytes]]
+    since: float
+    """When it was placed or moved here, monotonic seconds."""
+    left: frozenset[str] = frozenset()
+    """Engines that it left because they were slow. It does not return to them for that reason."""
 
 
 class Placement:
-    """Engines by name, and where each open request is placed."""
+    """Engines by name, and where each open request of this frontend is placed."""
 
-    def __init__(self) -> None:
-        self._engines: dict[str, _Engine] = {}
-        self._engine_of: dict[int, str] = {}
+    def __init__(
+        self,
+        policy: str = "prefix_aware",
+        limits: PlacementLimits | None = None,
+        seed: int = 0,
+        record: records.Recorder | None = None,
+    ) -> None:
+        """`seed`: decides between equal engines; each frontend takes another one.
+
+        Raises: PluginError, if there is no such policy
+        """
+        self._limits = limits or PlacementLimits()
+        self._policy = GuardedPolicy(find_placement_policy(policy))
+        self._seed = seed
+        self._record = record
+        self._now = 0.0
+        self._fleet = Fleet()
+        self._index = BlockIndex(self._limits.max_blocks)
+        self._prefixes: dict[int, PrefixNames] = {}
+        self._streams: dict[int, Stream] = {}
+        self._streams_of: dict[int, dict[int, Stream]] = {}
+        """By row, oldest first."""
+        self._leaving: dict[int, Reason] = {}
+        """Rows whose streams move."""
+        self._removed: set[int] = set()
+        """Rows of engines that are listed no longer and have streams."""
+        self._slow_checked = -math.inf
+        self._count = 0
+        if record is not None:
+            record(records.Started(policy, seed, self._limits))
+
+    # -- events --------------------------------------------------------------------------------------------------------
 
     def advance(self, now: float) -> None:
-        """Set the time. Call it before other events and regularly. `now`: monotonic seconds."""
+        """Set the time. Call it regularly, and before other events. A time before the last one is ignored.
+
+        Args:
+            now: monotonic seconds.
+        """
+        if self._record is not None:
+            self._record(records.Advanced(now))
+        self._now = max(now, self._now)
 
     def on_engine(self, name: str, report: EngineReport) -> None:
-        """An engine is new, or its report has changed. Call it at least every second for each engine."""
-        if (engine := self._engines.get(name)) is None:
-            self._engines[name] = _Engine(report)
-        else:
-            engine.report, engine.removed = report, False
+        """An engine is new, or there is a later report. Call it about every second for each engine."""
+        if self._record is not None:
+            self._record(records.EngineReported(name, report))
+        row = self._fleet.report(name, report)
+        self._removed.discard(row)
+        self._set_leaving(row, report.condition)
 
     def on_engine_removed(self, name: str) -> None:
-        """An engine is listed no longer. Its streams move; unknown names are ignored."""
-        if (engine := self._engines.get(name)) is not None:
-            engine.report, engine.removed = EngineReport(Condition.GONE), True
-            self._drop(name)
+        """An engine is listed no longer. Its streams move. Unknown names are ignored."""
+        if self._record is not None:
+            self._record(records.EngineRemoved(name))
+        if (row := self._fleet.row_of.get(name)) is not None:
+            gone = EngineReport(Condition.GONE)
+            self._fleet.report(name, gone)
+            self._removed.add(row)
+            self._set_leaving(row, gone.condition)
+            self._drop(row)
 
     def on_blocks_stored(self, name: str, block_names: Sequence[bytes]) -> None:
         """An engine's prefix cache has these blocks, named as by `protocol.block_names`."""
+        if self._record is not None:
+            self._record(records.BlocksStored(name, list(block_names)))
+        if (row := self._fleet.row_of.get(name)) is not None:
+            self._index.add(row, block_names)
 
     def on_blocks_removed(self, name: str, block_names: Sequence[bytes]) -> None:
         """An engine's prefix cache has these blocks no longer."""
+        if self._record is not None:
+            self._record(records.BlocksRemoved(name, list(block_names)))
+        if (row := self._fleet.row_of.get(name)) is not None:
+            self._index.remove(row, block_names)
 
     def on_blocks_cleared(self, name: str) -> None:
-        """An engine's prefix cache is empty."""
+        """An engine's prefix cache is empty: it has started again, or its events were missed."""
+        if self._record is not None:
+            self._record(records.BlocksCleared(name))
+        if (row := self._fleet.row_of.get(name)) is not None:
+            self._index.clear(row)
+
+    def on_ended(self, key: int) -> None:
+        """A request has ended. Unknown keys are ignored."""
+        if self._record is not None:
+            self._record(records.RequestEnded(key))
+        self._end(key)
+
+    # -- decisions -----------------------------------------------------------------------------------------------------
 
     def place(self, key: int, token_bytes: bytes, salt: str = "", identity_required: str = "") -> Decision:
         """Choose the engine of a request. A key that is placed already is placed anew.
@@ -65,60 +156,188 @@ class Placement:
             salt: the request's cache salt.
             identity_required: identity of the engine that has sent output of this request; "": any engine will do.
         """
-        self.on_ended(key)
-        found = [
-            (engine.report.queue_seconds, engine.report.num_streams + len(engine.streams), name)
-            for name, engine in self._engines.items()
-            if engine.report.condition is Condition.READY
-            and (not identity_required or engine.report.identity == identity_required)
-        ]
-        if found:
-            name = min(found)[2]
-            self._put(key, name)
-            return Place(name, Reason.ONLY_ENGINE if len(found) == 1 else Reason.NO_PREFIX)
-        for engine in self._engines.values():
-            identity = engine.report.identity
-            if (
-                engine.report.condition in MAY_SERVE
-                and not engine.removed
-                and (not identity_required or not identity or identity == identity_required)
-            ):
-                return Hold("no engine is ready")
-        return Refuse(RETRY_AFTER, "no engine takes requests")
+        names = {}
+        if self._policy.uses_prefixes and len(self._fleet.row_of) > 1:
+            for size in self._fleet.candidates(identity_required).block_sizes:
+                names[size] = self._prefix_names(size).of(token_bytes, salt)
+        return self.place_named(key, len(token_bytes) // TOKEN_BYTES, names, identity_required)
 
-    def on_ended(self, key: int) -> None:
-        """A request has ended. Unknown keys are ignored."""
-        if (name := self._engine_of.pop(key, None)) is not None:
-            del self._engines[name].streams[key]
-            self._drop(name)
+    def place_named(
+        self, key: int, num_tokens: int, names: Mapping[int, Sequence[bytes]], identity_required: str
+    ) -> Decision:
+        """`place` for a prompt of which only the names of prefixes are known, by block size; see `PrefixNames.of`."""
+        if self._record is not None:
+            own = {size: list(prefixes) for size, prefixes in names.items()}
+            self._record(records.RequestArrived(key, num_tokens, own, identity_required))
+        self._end(key)
+        rows = self._fleet.candidates(identity_required).rows
+        decision = (
+            self._place(key, num_tokens, names, rows) if len(rows) else self._no_engine(identity_required)
+        )
+        if self._record is not None:
+            self._record(decision)
+        return decision
 
     def moves(self) -> list[Move]:
-        """Return the streams that move now. Call it regularly, and when an engine has changed."""
-        found = []
-        for source, engine in list(self._engines.items()):
-            if engine.report.condition not in MOVES_STREAMS:
-                continue
-            reason = Reason.LOST if engine.report.condition is Condition.GONE else Reason.DRAINING
-            for key, identity in list(engine.streams.items()):
-                targets = [
-                    (other.report.queue_seconds, len(other.streams), name)
-                    for name, other in self._engines.items()
-                    if other.report.condition is Condition.READY
-                    and identity
-                    and other.report.identity == identity
-                ]
-                if targets:
-                    target = min(targets)[2]
-                    del engine.streams[key]
-                    self._put(key, target)
-                    found.append(Move(key, source, target, reason))
-            self._drop(source)
+        """Return the streams that move now. Call it regularly, and when the condition of an engine has changed."""
+        if self._record is not None:
+            self._record(records.MovesRequested())
+        if self._now - self._slow_checked >= SLOW_CHECK:
+            self._slow_checked = self._now
+            mark_slow(self._fleet, self._fleet.candidates("").rows, self._now)
+        found: list[Move] = []
+        leaving = [*self._leaving.items(), *((row, Reason.SLOW) for row in sorted(self._fleet.slow))]
+        for reason in (Reason.LOST, Reason.DRAINING, Reason.SLOW):
+            for row, why in leaving:
+                if why is reason:
+                    self._move_from(row, reason, found)
+        if self._record is not None:
+            for move in found:
+                self._record(move)
         return found
 
-    def _put(self, key: int, name: str) -> None:
-        self._engine_of[key] = name
-        self._engines[name].streams[key] = self._engines[name].report.identity
+    # -- placing -------------------------------------------------------------------------------------------------------
 
-    def _drop(self, name: str) -> None:
-        if self._engines[name].removed and not self._engines[name].streams:
-            del self._engines[name]
+    def _place(
+        self, key: int, num_tokens: int, names: Mapping[int, Sequence[bytes]], rows: Rows
+    ) -> Place | Refuse:
+        fleet, most = self._fleet, self._limits.max_queue_seconds
+        if most is not None:
+            expected = fleet.queue_seconds.take(rows) + fleet.placed_seconds.take(rows)
+            if (least := float(expected.min())) > most:
+                text = f"a new request would wait about {least:.1f} s, and the limit is {most:g} s"
+                return Refuse(least - most, text)
+            rows = rows[expected <= most]
+        if fleet.slow:
+            fast = rows[~np.isin(rows, list(fleet.slow))]
+            rows = fast if len(fast) else rows
+        if len(rows) == 1:
+            at, hits, reason = 0, self._hits(rows, names), Reason.ONLY_ENGINE
+        else:
+            hits = self._hits(rows, names)
+            at = self._choose(rows, num_tokens, hits)
+            if not self._policy.uses_prefixes:
+                reason = Reason.POLICY
+            elif hits[at]:
+                reason = Reason.PREFIX
+            else:
+                reason = Reason.LOAD if hits.any() else Reason.NO_PREFIX
+        row, hit = int(rows[at]), int(hits[at])
+        stream = Stream(key, row, fleet.reports[row].identity, num_tokens, names, self._now)
+        self._put(stream, row, hit)
+        return Place(fleet.names[row], reason, hit)
+
+    def _choose(self, rows: Rows, num_tokens: int, hits: NDArray[np.int64]) -> int:
+        random = (self._seed + self._count) * GOLDEN % 2**64 / 2**64
+        self._count += 1
+        return self._policy.choose(
+            PlacementView(self._fleet, rows, num_tokens, hits, self._count - 1, random)
+        )
+
+    def _no_engine(self, identity: str) -> Hold | Refuse:
+        reports = (self._fleet.reports[row] for _, row in self._fleet if row not in self._removed)
+        serving = [report for report in reports if report.condition in MAY_SERVE]
+        if not identity or any(report.identity in ("", identity) for report in serving):
+            if serving:
+                return Hold("no engine is ready; " + ", ".join(sorted({r.condition.value for r in serving})))
+            return Refuse(RETRY_AFTER, "no engine takes requests")
+        return Refuse(RETRY_AFTER, "no engine has the model with which the output of this request began")
+
+    def _prefix_names(self, block_size: int) -> PrefixNames:
+        if (found := self._prefixes.get(block_size)) is None:
+            if len(self._prefixes) >= 8:  # engines that changed their block size have left these
+                self._prefixes.clear()
+            found = self._prefixes[block_size] = PrefixNames(block_size, self._limits.max_blocks)
+        return found
+
+    def _hits(self, rows: Rows, names: Mapping[int, Sequence[bytes]]) -> NDArray[np.int64]:
+        """Return the tokens that each engine is expected to hold, int64[rows]."""
+        hits = np.zeros(len(self._fleet.names), np.int64)
+        for size, prefixes in names.items():
+            num_tokens = self._prefix_names(size).num_tokens
+            for count, engines in self._index.holders(prefixes):
+                hits[engines] = num_tokens(count)
+        return hits.take(rows)
+
+    def _put(self, stream: Stream, row: int, hit: int, share: float = 0.0) -> None:
+        """Count a stream as placed on an engine. `share`: of the engine's time for moved streams; 0.0: it is new."""
+        fleet = self._fleet
+        stream.row, stream.since = row, self._now
+        self._streams[stream.key] = stream
+        self._streams_of.setdefault(row, {})[stream.key] = stream
+        seconds = float(max(stream.num_tokens - hit, 0) * fleet.token_seconds(np.array([row]))[0])
+        fleet.placed_seconds[row] += seconds
+        fleet.streams[row] += 1
+        if share:
+            fleet.moving_until[row] = max(fleet.moving_until[row], self._now) + seconds / share
+        if names := stream.names.get(fleet.reports[row].block_size):
+            self._index.add(row, names)
+
+    def _end(self, key: int) -> None:
+        if (stream := self._streams.pop(key, None)) is not None:
+            self._take_from(stream)
+
+    def _take_from(self, stream: Stream) -> None:
+        row = stream.row
+        del self._streams_of[row][stream.key]
+        self._fleet.streams[row] = max(0.0, self._fleet.streams[row] - 1)
+        self._drop(row)
+
+    def _set_leaving(self, row: int, condition: Condition) -> None:
+        if condition in MOVES_STREAMS:
+            self._leaving[row] = Reason.LOST if condition is Condition.GONE else Reason.DRAINING
+        else:
+            self._leaving.pop(row, None)
+        if condition is Condition.GONE:
+            self._index.clear(row)
+
+    def _drop(self, row: int) -> None:
+        """Free the row of an engine that is removed and has no streams."""
+        if row in self._removed and not self._streams_of.get(row):
+            self._removed.discard(row)
+            self._leaving.pop(row, None)
+            self._streams_of.pop(row, None)
+            self._fleet.remove(self._fleet.names[row])
+
+    # -- moving --------------------------------------------------------------------------------------------------------
+
+    def _move_from(self, row: int, reason: Reason, found: list[Move]) -> None:
+        """Move streams of an engine, oldest first, while other engines take more."""
+        source, full = self._fleet.names[row], set[str]()
+        for stream in list(self._streams_of.get(row, {}).values()):
+            if stream.identity in full or (reason is Reason.SLOW and self._now - stream.since < REST):
+                continue
+            targets = self._targets(stream, reason)
+            if not len(targets):
+                if not stream.left:
+                    full.add(stream.identity)
+                continue
+            if reason is Reason.SLOW:
+                stream.left |= {source}
+            self._take_from(stream)
+            hits = self._hits(targets, stream.names)
+            at = self._choose(targets, stream.num_tokens, hits) if len(targets) > 1 else 0
+            self._put(
+                stream, int(targets[at]), int(hits[at]), 1.0 if reason is Reason.LOST else self._limits.share
+            )
+            found.append(Move(stream.key, source, self._fleet.names[stream.row], reason))
+
+    def _targets(self, stream: Stream, reason: Reason) -> Rows:
+        """Return the engines that may take a stream now: ready, with the model of its tokens, and not busy with the
+        recomputation of others that moved."""
+        fleet, limits = self._fleet, self._limits
+        if not stream.identity:
+            return np.zeros(0, np.int64)
+        rows = fleet.candidates(stream.identity).rows
+        most = limits.lost_seconds if reason is Reason.LOST else limits.moved_seconds
+        chosen = fleet.moving_until.take(rows) - self._now < most
+        chosen &= rows != stream.row
+        if reason is Reason.SLOW:
+            seconds = fleet.output_seconds.take(rows)
+            chosen &= seconds <= NO_LONGER_SLOW * reference(fleet, rows)
+            chosen &= ~np.isin(rows, [fleet.row_of.get(name, -1) for name in stream.left])
+        rows = rows[chosen]
+        if fleet.slow:
+            fast = rows[~np.isin(rows, list(fleet.slow))]
+            rows = fast if len(fast) else rows
+        return rows

@@ -5,7 +5,7 @@ from services.scheduler.policies.base import BatchingPolicy, ConfigurablePolicy,
 from services.scheduler.policies.chunked import ChunkedPolicy
 from services.scheduler.policies.guarded import GuardedPolicy
 from services.scheduler.policies.phased import PhasedPolicy
-from services.scheduler.policies.registry import BUILT_IN, PolicyError, find_policy, make_policy
+from services.scheduler.policies.registry import BUILT_IN, find_policy, make_policy
 
 __all__ = [
     "BUILT_IN",
@@ -15,7 +15,6 @@ __all__ = [
     "ConfigurablePolicy",
     "GuardedPolicy",
     "PhasedPolicy",
-    "PolicyError",
     "SchedulerView",
     "StepBudget",
     "find_policy",

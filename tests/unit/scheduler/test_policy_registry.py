@@ -17,7 +17,6 @@ from services.scheduler.policies import (
     ChunkedPolicy,
     ConfigurablePolicy,
     GuardedPolicy,
-    PolicyError,
     find_policy,
     make_policy,
 )
@@ -77,7 +76,7 @@ def test_a_policy_of_an_installed_package(site: Path) -> None:
 def test_an_unknown_name_is_refused_with_the_list_of_names(site: Path) -> None:
     register_policy(site, "my_policies:Fair", "fair")
     with pytest.raises(
-        PolicyError, match="there is no such policy; choose one of chunked, balanced, phased, fair"
+        PluginError, match="there is no such policy; choose one of chunked, balanced, phased, fair"
     ):
         find_policy("fifo")
 
@@ -85,7 +84,7 @@ def test_an_unknown_name_is_refused_with_the_list_of_names(site: Path) -> None:
 def test_an_entry_point_that_does_not_load(site: Path) -> None:
     register_policy(site, "no_such_module:Policy")
     with pytest.raises(
-        PolicyError, match="mine: no_such_module:Policy of my-policies does not load: ModuleNotFoundError"
+        PluginError, match="mine: no_such_module:Policy of my-policies does not load: ModuleNotFoundError"
     ):
         find_policy("mine")
 
@@ -93,7 +92,7 @@ def test_an_entry_point_that_does_not_load(site: Path) -> None:
 def test_a_module_that_fails_on_import_is_one_line(site: Path) -> None:
     (site / "failing_policy.py").write_text("raise RuntimeError('first line\\nsecond line')")
     register_policy(site, "failing_policy:Policy")
-    with pytest.raises(PolicyError, match=r"does not load: RuntimeError: first line second line$"):
+    with pytest.raises(PluginError, match=r"does not load: RuntimeError: first line second line$"):
         find_policy("mine")
 
 
@@ -101,7 +100,7 @@ def test_a_module_that_fails_on_import_is_one_line(site: Path) -> None:
 def test_an_entry_point_that_is_no_policy(site: Path, value: str) -> None:
     register_policy(site, value)
     with pytest.raises(
-        PolicyError, match=f"{value} of my-policies is no batching policy: it must be a class with"
+        PluginError, match=f"{value} of my-policies is no batching policy: it must be a class with"
     ):
         find_policy("mine")
 
@@ -114,14 +113,14 @@ def test_a_policy_without_a_constructor_from_the_configuration(site: Path) -> No
         "    def admit(self, view, request, hit, count): ...\n"
     )
     register_policy(site, "partial_policy:Partial")
-    with pytest.raises(PolicyError, match="the methods from_config, begin, order and admit"):
+    with pytest.raises(PluginError, match="the methods from_config, begin, order and admit"):
         find_policy("mine")
 
 
 def test_a_name_that_two_packages_register(site: Path) -> None:
     register_policy(site, "one:Policy", package="one")
     register_policy(site, "two:Policy", package="two")
-    with pytest.raises(PolicyError, match="one and two register this name; uninstall all but one"):
+    with pytest.raises(PluginError, match="one and two register this name; uninstall all but one"):
         find_policy("mine")
 
 

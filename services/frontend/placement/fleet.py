@@ -1,0 +1,118 @@
+"""Columns of the engines that a frontend knows, by row."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.frontend.placement.decisions import EngineReport
+from services.frontend.placement.engine_states import Condition
+
+Rows = NDArray[np.int64]
+Column = NDArray[np.float64]
+
+NUM_COLUMNS = 7
+TYPICAL_TOKEN_SECONDS = 1e-4
+"""Assumed time of a prompt token while no engine has measured one."""
+
+
+class Candidates(NamedTuple):
+    rows: Rows
+    block_sizes: tuple[int, ...]
+    """Different known ones."""
+
+
+class Fleet:
+    """Rows are reused: that of an engine that is removed belongs to the next new one."""
+
+    def __init__(self) -> None:
+        self.row_of: dict[str, int] = {}
+        self.names: list[str] = []
+        self.reports: list[EngineReport] = []
+        self._free: list[int] = []
+        self._candidates: dict[str, Candidates] = {}
+        """By required identity, until a condition, an identity or a block size changes."""
+        self.slow: set[int] = set()
+        """Rows of engines that have been far slower than others for some time."""
+        self._set(np.zeros((NUM_COLUMNS, 0)))
+
+    def _set(self, columns: NDArray[np.float64]) -> None:
+        self._columns = columns
+        self.queue_seconds = columns[0]
+        """As reported."""
+        self.placed_seconds = columns[1]
+        """Seconds of computation that were placed since the last report."""
+        self.streams = columns[2]
+        """Open requests as reported, and those placed since then."""
+        self.prompt_seconds = columns[3]
+        """Seconds per prompt token; 0.0: unknown."""
+        self.output_seconds = columns[4]
+        """Seconds per output token; 0.0: unknown."""
+        self.moving_until = columns[5]
+        """When the streams that moved here are recomputed, at the pace of moves; monotonic seconds."""
+        self.slow_since = columns[6]
+        """When it was first found far slower than others; inf: it is not. Monotonic seconds."""
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        return iter(self.row_of.items())
+
+    def report(self, name: str, report: EngineReport) -> int:
+        """Set the columns of an engine. Return its row."""
+        if (row := self.row_of.get(name, -1)) < 0:
+            row = self._add(name, report)
+        else:
+            before, self.reports[row] = self.reports[row], report
+            if (before.condition, before.identity, before.block_size) != (
+                report.condition,
+                report.identity,
+                report.block_size,
+            ):
+                self._candidates.clear()
+        self.queue_seconds[row] = report.queue_seconds
+        self.streams[row] = report.num_streams
+        self.prompt_seconds[row] = report.seconds_per_prompt_token
+        self.output_seconds[row] = report.seconds_per_output_token
+        self.placed_seconds[row] = 0.0
+        return row
+
+    def remove(self, name: str) -> None:
+        row = self.row_of.pop(name)
+        self.reports[row] = EngineReport(Condition.GONE)
+        self._free.append(row)
+        self._candidates.clear()
+
+    def candidates(self, identity: str) -> Candidates:
+        """Return the ready engines, with this identity if it is not empty."""
+        if (found := self._candidates.get(identity)) is None:
+            rows = [
+                row
+                for row in self.row_of.values()
+                if self.reports[row].condition is Condition.READY
+                and (not identity or self.reports[row].identity == identity)
+            ]
+            sizes = {self.reports[row].block_size for row in rows} - {0}
+            found = Candidates(np.array(sorted(rows), np.int64), tuple(sorted(sizes)))
+            self._candidates[identity] = found
+        return found
+
+    def token_seconds(self, rows: Rows) -> Column:
+        """Return the seconds per prompt token. Those not measured are assumed to be as the mean of the others."""
+        seconds = self.prompt_seconds.take(rows)
+        known = seconds > 0
+        if not known.all():
+            seconds[~known] = seconds[known].mean() if known.any() else TYPICAL_TOKEN_SECONDS
+        return seconds
+
+    def _add(self, name: str, report: EngineReport) -> int:
+        if not self._free:
+            self._free.append(len(self.names))
+            self.names.append(name)
+            self.reports.append(report)
+            self._set(np.append(self._columns, np.zeros((NUM_COLUMNS, 1)), axis=1))
+        row = self._free.pop()
+        self.row_of[name], self.names[row], self.reports[row] = row, name, report
+        self.moving_until[row], self.slow_since[row] = 0.0, np.inf
+        self.slow.discard(row)
+        self._candidates.clear()
+        return row

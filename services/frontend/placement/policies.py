@@ -1,0 +1,186 @@
+"""The interface of placement policies, and the built-in ones.
+
+A policy stores nothing between calls: it derives every answer from the view, so that a recording replays.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.frontend.placement.fleet import Column, Fleet, Rows
+from services.plugins import find_class
+
+log = logging.getLogger("runahead.frontend")
+
+GROUP = "runahead.placement_policies"
+
+
+class PlacementView:
+    """The request that is placed, and the engines that may get it, in columns of equal length."""
+
+    def __init__(
+        self, fleet: Fleet, rows: Rows, num_tokens: int, hits: NDArray[np.int64], count: int, random: float
+    ) -> None:
+        self._fleet = fleet
+        self.rows = rows
+        """int64[engines]: each identifies an engine for as long as it is known."""
+        self.num_tokens = num_tokens
+        self.hits = hits
+        """int64[engines]: tokens that each is expected to find in its prefix cache; zeros for a policy that does not
+        use them."""
+        self.count = count
+        """Requests placed before this one."""
+        self.random = random
+        """Uniform in [0, 1): another number for each request and frontend."""
+
+    @property
+    def queue_seconds(self) -> Column:
+        """float64[engines]: expected time before the first step of a new request, as reported."""
+        return self._fleet.queue_seconds.take(self.rows)
+
+    @property
+    def placed_seconds(self) -> Column:
+        """float64[engines]: computation that this frontend has placed since the last report."""
+        return self._fleet.placed_seconds.take(self.rows)
+
+    @property
+    def streams(self) -> Column:
+        """float64[engines]: open requests as reported, and those placed since then."""
+        return self._fleet.streams.take(self.rows)
+
+    @property
+    def token_seconds(self) -> Column:
+        """float64[engines]: time to compute a prompt token, > 0."""
+        return self._fleet.token_seconds(self.rows)
+
+    def pick(self, chosen: NDArray[np.bool_]) -> int:
+        """Return one of the engines for which `chosen` is true, at random: many frontends that see the same reports
+        would all choose the first one."""
+        found = np.flatnonzero(chosen)
+        return int(found[int(self.random * len(found))])
+
+
+@runtime_checkable
+class PlacementPolicy(Protocol):
+    uses_prefixes: bool
+    """False: prompts are not hashed."""
+
+    def choose(self, view: PlacementView) -> int:
+        """Return the position of an engine in the columns of the view."""
+        ...
+
+
+class PrefixAwarePolicy:
+    """The engine from which the first token is expected soonest: the time that its queue takes, and the time to compute
+    the tokens that it does not hold. A hit counts as the seconds that it saves, and no more."""
+
+    uses_prefixes = True
+    TIE = 0.02
+    """Costs are equal up to this share of the time to compute the whole prompt."""
+
+    def choose(self, view: PlacementView) -> int:
+        seconds = view.token_seconds
+        costs = view.queue_seconds + view.placed_seconds + (view.num_tokens - view.hits) * seconds
+        return view.pick(costs <= costs.min() + self.TIE * view.num_tokens * seconds)
+
+
+class LeastLoadedPolicy:
+    """The engine with the fewest open requests."""
+
+    uses_prefixes = False
+
+    def choose(self, view: PlacementView) -> int:
+        streams = view.streams
+        return view.pick(streams == streams.min())
+
+
+class RoundRobinPolicy:
+    """Engines in turns."""
+
+    uses_prefixes = False
+
+    def choose(self, view: PlacementView) -> int:
+        return view.count % len(view.rows)
+
+
+class CacheAwarePolicy:
+    """The rule of SGLang's router (`cache_aware`), with the defaults of its documentation, for comparison: the least
+    loaded engine while loads are unequal; otherwise the one with the longest match, if it is long enough.
+
+    https://github.com/lightseekorg/smg/blob/main/docs/concepts/routing/cache-aware.md
+    """
+
+    uses_prefixes = True
+    CACHE_THRESHOLD = 0.3
+    BALANCE_ABS_THRESHOLD = 64
+    BALANCE_REL_THRESHOLD = 1.5
+
+    def choose(self, view: PlacementView) -> int:
+        streams = view.streams
+        least, most = streams.min(), streams.max()
+        is_even = most - least <= self.BALANCE_ABS_THRESHOLD or most <= self.BALANCE_REL_THRESHOLD * least
+        longest = view.hits.max()
+        if is_even and longest > self.CACHE_THRESHOLD * view.num_tokens:
+            return view.pick(view.hits == longest)
+        return view.pick(streams == least)
+
+
+BUILT_IN: dict[str, type[PlacementPolicy]] = {
+    "prefix_aware": PrefixAwarePolicy,
+    "least_loaded": LeastLoadedPolicy,
+    "round_robin": RoundRobinPolicy,
+    "cache_aware": CacheAwarePolicy,
+}
+
+
+def find_placement_policy(name: str) -> type[PlacementPolicy]:
+    """Return the class of a policy; a call without arguments makes one.
+
+    Raises: PluginError, if there is no such policy, its entry point does not load, or it is no `PlacementPolicy`.
+    """
+    found: type[PlacementPolicy] = find_class(
+        "--placement-policy",
+        name,
+        BUILT_IN,
+        GROUP,
+        _is_policy,
+        "placement policy: it must be a class with the attribute uses_prefixes and the method choose",
+    )
+    return found
+
+
+def _is_policy(loaded: type[Any]) -> bool:
+    members = {name for parent in loaded.__mro__ for name in vars(parent)}
+    return {"uses_prefixes", "choose"} <= members
+
+
+class GuardedPolicy:
+    """A policy whose exceptions and impossible answers are replaced by the least loaded engine (policy guard,
+    docs/invariants.md)."""
+
+    def __init__(self, make: Callable[[], PlacementPolicy]) -> None:
+        """Raises: what `make` raises"""
+        self._policy = make()
+        self.uses_prefixes = bool(self._policy.uses_prefixes)
+        self._reported: set[str] = set()
+
+    def choose(self, view: PlacementView) -> int:
+        problem: object
+        try:
+            at = self._policy.choose(view)
+            if 0 <= at < len(view.rows):
+                return int(at)
+            problem = f"position {at} of {len(view.rows)} engines"
+        except Exception as error:
+            problem = error
+        if (kind := type(problem).__name__) not in self._reported:
+            self._reported.add(kind)
+            log.error(
+                "the placement policy failed; the least loaded engine is used instead: %s",
+                problem,
+                exc_info=problem if isinstance(problem, Exception) else None,
+            )
+        return LeastLoadedPolicy().choose(view)

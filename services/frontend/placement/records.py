@@ -1,0 +1,83 @@
+"""Everything that enters the placement core, and every decision that leaves it, as data.
+
+A recording has names of blocks instead of tokens: it does not contain a text, but confirms a guess of one. It replays:
+`replay` (services.frontend.placement.replay) passes the events to a new core.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+
+import msgspec
+
+from services.frontend.placement.decisions import EngineReport, Hold, Move, Place, PlacementLimits, Refuse
+
+
+class Started(msgspec.Struct, frozen=True, tag="started"):
+    policy: str
+    seed: int
+    limits: PlacementLimits
+
+
+class Advanced(msgspec.Struct, frozen=True, tag="advanced"):
+    now: float
+
+
+class EngineReported(msgspec.Struct, frozen=True, tag="engine"):
+    name: str
+    report: EngineReport
+
+
+class EngineRemoved(msgspec.Struct, frozen=True, tag="engine_removed"):
+    name: str
+
+
+class BlocksStored(msgspec.Struct, frozen=True, tag="blocks_stored"):
+    name: str
+    block_names: list[bytes]
+
+
+class BlocksRemoved(msgspec.Struct, frozen=True, tag="blocks_removed"):
+    name: str
+    block_names: list[bytes]
+
+
+class BlocksCleared(msgspec.Struct, frozen=True, tag="blocks_cleared"):
+    name: str
+
+
+class RequestArrived(msgspec.Struct, frozen=True, tag="request"):
+    """A decision follows."""
+
+    key: int
+    num_tokens: int
+    names: dict[int, list[bytes]]
+    """Names of the prompt's prefixes by block size; empty if they were not needed."""
+    identity_required: str
+
+
+class RequestEnded(msgspec.Struct, frozen=True, tag="ended"):
+    key: int
+
+
+class MovesRequested(msgspec.Struct, frozen=True, tag="moves_requested"):
+    """The moves follow."""
+
+
+Event = (
+    Started | Advanced | EngineReported | EngineRemoved | BlocksStored | BlocksRemoved | BlocksCleared
+    | RequestArrived | RequestEnded | MovesRequested
+)  # fmt: skip
+Record = Event | Place | Hold | Refuse | Move
+Recorder = Callable[[Record], None]
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Record)
+
+
+def encode_line(record: Record) -> bytes:
+    """Return a record as a line of JSON."""
+    return _encoder.encode(record) + b"\n"
+
+
+def decode_lines(lines: Iterable[bytes]) -> Iterator[Record]:
+    """Raises: msgspec.MsgspecError, if a line is no record"""
+    return map(_decoder.decode, lines)

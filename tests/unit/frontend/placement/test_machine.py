@@ -1,0 +1,173 @@
+"""The placement core under any events in any order: hypothesis drives engines, requests and the clock."""
+
+from collections.abc import Callable
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from services.frontend.placement import (
+    Condition,
+    EngineReport,
+    Hold,
+    Place,
+    Placement,
+    PlacementLimits,
+    Reason,
+    Refuse,
+)
+from services.frontend.placement.engine_states import MAY_SERVE
+from services.frontend.placement.policies import BUILT_IN
+from services.frontend.placement.records import Record, decode_lines, encode_line
+from services.frontend.placement.replay import first_difference
+from tests.unit.frontend.placement.world import BLOCK_SIZE, names_of, prompt
+
+ENGINES = st.sampled_from("abcde")
+IDENTITIES = st.sampled_from(("", "x", "y"))
+SECONDS = st.sampled_from((0.0, 0.001, 0.1, 10.0))
+PROMPTS = [prompt((1, 3)), prompt((1, 40)), prompt((1, 40), (2, 400)), prompt((3, 1000))]
+KEYS = st.integers(0, 30)
+REPORTS = st.builds(
+    EngineReport,
+    st.sampled_from(Condition) | st.just(Condition.READY),
+    IDENTITIES,
+    SECONDS,
+    st.sampled_from((0, BLOCK_SIZE, 16)),
+    SECONDS,
+    st.integers(0, 200),
+    SECONDS,
+)
+
+
+class PlacementMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[Record] = []
+        self.now = 0.0
+        self.reports: dict[str, EngineReport] = {}
+        """Listed engines."""
+        self.engine_of: dict[int, str] = {}
+        self.identity_of: dict[int, str] = {}
+        """Model of the tokens of an open request."""
+
+    @initialize(policy=st.sampled_from(sorted(BUILT_IN)), limit=st.sampled_from((None, 1.0)))
+    def start(self, policy: str, limit: float | None) -> None:
+        self.core = Placement(policy, PlacementLimits(16, limit), 7, self.records.append)
+
+    # -- events --------------------------------------------------------------------------------------------------------
+
+    @rule(seconds=st.sampled_from((-5.0, 0.1, 3.0, 40.0)))
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+        self.core.advance(self.now)
+
+    @rule(name=ENGINES, report=REPORTS)
+    def report(self, name: str, report: EngineReport) -> None:
+        self.reports[name] = report
+        self.core.on_engine(name, report)
+
+    @rule(name=ENGINES)
+    def remove(self, name: str) -> None:
+        self.reports.pop(name, None)
+        self.core.on_engine_removed(name)
+
+    @rule(
+        name=ENGINES,
+        tokens=st.sampled_from(PROMPTS),
+        change=st.sampled_from(("stored", "removed", "cleared")),
+    )
+    def blocks(self, name: str, tokens: bytes, change: str) -> None:
+        names = names_of(tokens)
+        changes: dict[str, Callable[[], None]] = {
+            "stored": lambda: self.core.on_blocks_stored(name, names),
+            "removed": lambda: self.core.on_blocks_removed(name, names[len(names) // 2 :]),
+            "cleared": lambda: self.core.on_blocks_cleared(name),
+        }
+        changes[change]()
+
+    @rule(key=KEYS)
+    def end(self, key: int) -> None:
+        self.engine_of.pop(key, None)
+        self.identity_of.pop(key, None)
+        self.core.on_ended(key)
+
+    # -- decisions -----------------------------------------------------------------------------------------------------
+
+    @rule(key=KEYS, tokens=st.sampled_from(PROMPTS), identity=IDENTITIES)
+    def place(self, key: int, tokens: bytes, identity: str) -> None:
+        fitting = {
+            name: report
+            for name, report in self.reports.items()
+            if not identity
+            or report.identity in (identity, "" if report.condition in MAY_SERVE else identity)
+        }
+        ready = [name for name, report in fitting.items() if report.condition is Condition.READY]
+        decision = self.core.place(key, tokens, "", identity)
+        self.engine_of.pop(key, None)
+        self.identity_of.pop(key, None)
+        match decision:
+            case Place(engine=name, hit_tokens=hit):
+                assert name in ready
+                assert 0 <= hit <= len(tokens) // 4
+                self.engine_of[key], self.identity_of[key] = name, self.reports[name].identity
+            case Hold():
+                assert not ready
+                assert any(report.condition in MAY_SERVE for report in fitting.values())
+            case Refuse(retry_after=seconds, message=text):
+                assert seconds > 0
+                assert text
+                assert not any(report.condition in MAY_SERVE for report in fitting.values()) or ready
+
+    @rule()
+    def move(self) -> None:
+        for move in self.core.moves():
+            assert self.engine_of[move.key] == move.source != move.target
+            target = self.reports[move.target]
+            assert target.condition is Condition.READY
+            assert target.identity == self.identity_of[move.key] != ""
+            source = self.reports.get(move.source)
+            condition = Condition.GONE if source is None else source.condition
+            expected = {Condition.GONE: Reason.LOST, Condition.DRAINING: Reason.DRAINING}
+            assert move.reason is expected.get(condition, Reason.SLOW)
+            assert move.reason is not Reason.SLOW or condition is Condition.READY
+            self.engine_of[move.key] = move.target
+
+    @rule()
+    def streams_of_lost_engines_leave(self) -> None:
+        """A stream is on a lost engine only while no engine has its model."""
+        for _ in range(50):
+            self.now += 200.0
+            self.core.advance(self.now)
+            self.move()
+        ready = {report.identity for report in self.reports.values() if report.condition is Condition.READY}
+        for key, name in self.engine_of.items():
+            report = self.reports.get(name)
+            if report is None or report.condition in (Condition.GONE, Condition.DRAINING):
+                assert self.identity_of[key] not in ready - {""}
+
+    @invariant()
+    def index_is_bounded(self) -> None:
+        longest = max(len(tokens) for tokens in PROMPTS) // 4 // BLOCK_SIZE
+        assert self.records == [] or len(self.core._index) <= 2 * (16 + longest)  # noqa: SLF001
+
+    def teardown(self) -> None:
+        recording = [*decode_lines(map(encode_line, self.records))]
+        assert recording == self.records
+        assert first_difference(recording) is None
+
+
+def test_any_events_in_any_order() -> None:
+    run_state_machine_as_test(
+        PlacementMachine, settings=settings(max_examples=150, stateful_step_count=40, deadline=None)
+    )
+
+
+def test_a_recording_with_another_decision_is_noticed() -> None:
+    records: list[Record] = []
+    core = Placement(record=records.append)
+    core.on_engine("a", EngineReport(Condition.READY))
+    core.on_engine("b", EngineReport(Condition.READY, queue_seconds=1.0))
+    assert core.place(1, PROMPTS[1]) == records[-1]
+    changed = [*records[:-1], Place("b", Reason.NO_PREFIX)]
+    assert first_difference(records) is None
+    assert first_difference(changed) == (changed[-1], records[-1])

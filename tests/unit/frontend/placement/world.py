@@ -1,0 +1,56 @@
+"""A placement core with some engines, for tests."""
+
+import numpy as np
+
+from protocol.block_names import extend_names
+from protocol.codec import pack
+from services.frontend.placement import (
+    Condition,
+    EngineReport,
+    Place,
+    Placement,
+    PlacementLimits,
+)
+
+MODEL = "weights, float32"
+BLOCK_SIZE = 4
+TOKEN_SECONDS = 0.01
+
+
+def report(
+    condition: Condition = Condition.READY,
+    queue_seconds: float = 0.0,
+    identity: str = MODEL,
+    num_streams: int = 0,
+    output_seconds: float = 0.0,
+    block_size: int = BLOCK_SIZE,
+) -> EngineReport:
+    return EngineReport(
+        condition, identity, queue_seconds, block_size, TOKEN_SECONDS, num_streams, output_seconds
+    )
+
+
+def core(
+    *engines: str, policy: str = "prefix_aware", limits: PlacementLimits | None = None, seed: int = 0
+) -> Placement:
+    """Return a core with engines that are ready."""
+    placement = Placement(policy, limits, seed)
+    for name in engines:
+        placement.on_engine(name, report())
+    return placement
+
+
+def prompt(*parts: tuple[int, int]) -> bytes:
+    """Return a prompt of parts: a token, and how often it is repeated."""
+    return pack(np.concatenate([np.full(count, token, np.int32) for token, count in parts]))
+
+
+def names_of(tokens: bytes, salt: str = "") -> list[bytes]:
+    names: list[bytes] = []
+    extend_names(names, salt, tokens, BLOCK_SIZE)
+    return names
+
+
+def engine_of(decision: object) -> str:
+    assert isinstance(decision, Place), decision
+    return decision.engine
