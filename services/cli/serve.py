@@ -16,6 +16,7 @@ from services.cli.preflight import (
     check_files,
     check_kv_events,
     check_model,
+    check_placement,
     check_policy,
     check_record,
     check_tls,
@@ -59,6 +60,7 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
     check_tokenizer(config)
     check_drafter(config)
     check_policy(config)
+    check_placement(config)
     check_traces(config)
     check_kv_events(config)
     check_record(config)

@@ -45,10 +45,11 @@ def start(config: ServiceConfig) -> int:
 def _entry_point(config: ServiceConfig) -> Callable[[], int]:
     match config:
         case FrontendConfig():
-            from services.cli.preflight import check_traces
+            from services.cli.preflight import check_placement, check_traces
             from services.frontend.service import run as run_frontend
 
             check_traces(config)
+            check_placement(config)
             with_key_file = with_keys(config)
             return lambda: run_frontend(with_key_file)
         case SchedulerConfig():

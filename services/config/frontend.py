@@ -52,6 +52,10 @@ class FrontendConfig(HttpConfig):
         "[NAME]], which is read again when it changes; or dns://NAME:PORT, all addresses that NAME has, resolved again "
         "and again. Default: none.",
     )
+    placement_policy: str = Field(
+        "prefix_aware",
+        description="Policy that chooses the engine of a request, if there are several; or the name of an entry point.",
+    )
     control_socket: str | None = Field(
         None,
         description="Unix socket of the supervisor that starts and stops engines for `runahead replan`; `runahead "

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import resource
 import signal
 import socket
@@ -27,6 +28,7 @@ from services.frontend.load_log import log_load
 from services.frontend.metrics import Metrics
 from services.frontend.model import ServedModel
 from services.frontend.page.files import PageFiles
+from services.frontend.placement import Placement
 from services.frontend.request_log import EndedRequestLog
 from services.frontend.steps.ring import StepRing
 from services.frontend.traces import TraceExporter
@@ -78,6 +80,7 @@ class FrontendService:
             config.security,
             model.tokenizer.digest,
             StepRing(config.step_ring) if config.step_ring else None,
+            Placement(config.placement_policy, seed=os.getpid()),
         )
         self._metrics = Metrics(self.engine, model.names[0])
         endpoint, name = config.otlp_traces_endpoint, model.names[0]

@@ -10,6 +10,7 @@ Rules (docs/invariants.md):
 import asyncio
 import itertools
 import logging
+import os
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
@@ -80,6 +81,7 @@ class EngineClient:
         request_timeout: seconds without progress after which a request ends.
         tokenizer: digest of this frontend's tokenizer.json, to compare with the schedulers'; "": not compared.
         steps: receives the step records of one engine; None: they are not subscribed to.
+        placement: chooses engines; None: by the default policy.
     """
 
     def __init__(
@@ -92,11 +94,12 @@ class EngineClient:
         security: Security = LOCAL,
         tokenizer: str = "",
         steps: StepRing | None = None,
+        placement: Placement | None = None,
     ) -> None:
         self.steps = steps
         self._max_open = max_open_requests
         self._request_timeout = request_timeout
-        self._placement = Placement()
+        self._placement = placement or Placement(seed=os.getpid())
         self.ledger = RequestLedger(self._placement.on_ended)
         self._numbers = itertools.count(1)
         self.recoveries: deque[Recovery] = deque(maxlen=MAX_RECOVERIES)

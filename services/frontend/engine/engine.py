@@ -28,6 +28,7 @@ from services.frontend.engine.availability import Availability, Recovery, checke
 from services.frontend.engine.cache_resets import CacheResets
 from services.frontend.engine.connection import SchedulerConnection
 from services.frontend.engine.ledger import RequestLedger
+from services.frontend.engine.output_pace import OutputPace
 from services.frontend.engine.streams import RawLogprobs
 from services.frontend.placement import Condition, EngineEvent, EngineReport, condition_after
 from services.frontend.steps.ring import StepRing
@@ -88,6 +89,7 @@ class Engine:
         self.overloaded_until = 0.0
         """Until then the scheduler refuses new requests for load; monotonic seconds."""
         self.resets = CacheResets()
+        self._pace = OutputPace()
         self._steps: StepRing | None = None
         self._is_subscribed = False
         self._lost_incarnation = 0
@@ -135,11 +137,11 @@ class Engine:
         return EngineReport(
             self.condition,
             self.identity,
-            stats.get("expected_queue_seconds", 0.0),
+            max(stats.get("expected_queue_seconds", 0.0), self.overloaded_until - time.monotonic()),
             state.block_size,
             stats.get("seconds_per_prompt_token", 0.0),
             int(num_streams),
-            stats.get("seconds_per_output_token", 0.0),
+            self._pace.seconds,
         )
 
     def _change(self, event: EngineEvent) -> None:
@@ -225,8 +227,9 @@ class Engine:
                 self._ledger.returned((self.name, state.incarnation))
             if self.draining:
                 self._change(EngineEvent.DRAIN)
-        self.refusal = ""
-        self.availability.on_state(checked(state, self._max_silence), time.monotonic())
+        self.refusal, now = "", time.monotonic()
+        self._pace.on_stats(state.stats, now)
+        self.availability.on_state(checked(state, self._max_silence), now)
         self._on_serving()
         self._subscribe()
         self.submit_open()

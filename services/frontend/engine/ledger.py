@@ -80,6 +80,11 @@ class LedgerEntry:
     def is_suspect(self) -> bool:
         return self.attempts >= SUSPECT_AFTER and not self.has_progress
 
+    def set_owner(self, engine: str) -> None:
+        self.engine = engine
+        if engine not in (seen := self.stream.response.engines):
+            seen.append(engine)
+
     def count_death(self, scheduler: Holder) -> None:
         """Count the death of the scheduler that had it, if it is submitted to another one now."""
         if self.holder not in (None, scheduler):
@@ -174,7 +179,7 @@ class RequestLedger:
         """Give a request that nobody owns an owner. `submissions` returns it next."""
         number = entry.request.number
         self._unsent[engine][number] = self._unsent[entry.engine].pop(number)
-        entry.engine = engine
+        entry.set_owner(engine)
 
     def _add(self, number: int, entry: LedgerEntry) -> None:
         self._entries[number] = self._unsent[entry.engine][number] = entry
@@ -190,7 +195,8 @@ class RequestLedger:
         self._remove(number, entry)
         if not is_fault:
             entry.holder = None
-        entry.engine, entry.request = engine, replace(entry.request, number=new_number)
+        entry.set_owner(engine)
+        entry.request = replace(entry.request, number=new_number)
         entry.stream.number = new_number
         self._add(new_number, entry)
 
