@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import random
 import signal
 import subprocess
 import sys
 from typing import Any
 
 import pytest
+from openai import AsyncOpenAI
 
 from tests.e2e.server import ServeProcess, serving, wait_until
 from tests.e2e.streams import answers, assert_nothing_is_kept, bodies, requests_total
@@ -28,15 +30,63 @@ async def kill_engine(server: ServeProcess, name: str) -> None:
         server.find_services()
 
 
-@pytest.mark.parametrize("layout", [SIM, NATIVE], ids=["simulated", "demo model"])
-async def test_streams_move_when_an_engine_is_killed(layout: tuple[str, ...]) -> None:
-    with serving(*layout, *TWO) as server:
+CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 40}}, "required": ["city"]}
+TOOL: Any = {"type": "function", "function": {"name": "find_city", "parameters": CITY}}
+OTHER_KINDS = 40
+
+
+async def other_answers(client: AsyncOpenAI) -> list[Any]:
+    """Return answers that are no streams of completions: tool calls, responses, embeddings, prompts' log-probabilities
+    and stop strings."""
+    model = (await client.models.list()).data[0].id
+
+    async def call(i: int) -> Any:
+        messages: Any = [{"role": "user", "content": f"Where is {i}?"}]
+        done = await client.chat.completions.create(
+            model=model,
+            messages=messages,
+            tools=[TOOL],
+            tool_choice="required",
+            temperature=0.0,
+            max_tokens=80,
+        )
+        return [call.function.arguments for call in done.choices[0].message.tool_calls or []]  # type: ignore[union-attr]
+
+    async def respond(i: int) -> Any:
+        first = await client.responses.create(
+            model=model, input=f"Number {i}", temperature=0.0, max_output_tokens=40
+        )
+        more = await client.responses.create(
+            model=model, input="And?", previous_response_id=first.id, temperature=0.0, max_output_tokens=40
+        )
+        return first.output_text, more.output_text
+
+    async def embed(i: int) -> Any:
+        found = (await client.embeddings.create(model=model, input=[f"Text {i}", f"Text {i + 1}"])).data
+        return [round(value, 4) for entry in found for value in entry.embedding]
+
+    async def score(i: int) -> Any:
+        done = await client.completions.create(
+            model=model, prompt=f"Number {i} is", max_tokens=60, temperature=1.0, seed=i, stop=["qq"],
+            extra_body={"prompt_logprobs": 1},
+        )  # fmt: skip
+        return done.choices[0].text, done.choices[0].model_extra
+
+    kinds = (call, respond, embed, score)
+    return await asyncio.gather(*(kinds[i % len(kinds)](i) for i in range(OTHER_KINDS)))
+
+
+async def test_streams_move_when_an_engine_is_killed() -> None:
+    """Kill each of two engines, under streams of every kind."""
+    with serving(*NATIVE, *TWO) as server:
+        wait_until(lambda: server.metric("engine_ready") == 2, "both engines serve")
         async with server.async_client() as client:
-            undisturbed = await answers(client)
+            undisturbed = await asyncio.gather(answers(client), other_answers(client))
             for name in ("0", "1"):
-                assert await answers(client, lambda name=name: kill_engine(server, name)) == undisturbed
+                disturbed = answers(client, lambda name=name: kill_engine(server, name))
+                assert await asyncio.gather(disturbed, other_answers(client)) == undisturbed
         assert server.metric("stream_moves_total") >= 10
-        assert requests_total(server) == {"completed": 3 * len(bodies())}
+        assert requests_total(server) == {"completed": 3 * (len(bodies()) + OTHER_KINDS + OTHER_KINDS // 4)}
         assert_nothing_is_kept(server)
         server.signal(signal.SIGTERM)
         assert server.wait() == 0, server.log.read_text()
@@ -58,6 +108,25 @@ def run_command(*arguments: str, fails: bool = False) -> str:
 def engines_of(server: ServeProcess) -> dict[str, dict[str, Any]]:
     found = json.loads(run_command("engines", server.url, "--json"))
     return {engine["name"]: engine for engine in found}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(10))
+async def test_streams_move_when_engines_are_killed_at_random_moments(seed: int) -> None:
+    """Two deaths per server, of either engine."""
+    rng = random.Random(seed)
+    with serving(*(SIM if seed % 2 else NATIVE), *TWO) as server:
+        wait_until(lambda: server.metric("engine_ready") == 2, "both engines serve")
+        async with server.async_client() as client:
+            undisturbed = await answers(client)
+            for _ in range(2):
+
+                async def kill() -> None:
+                    await asyncio.sleep(3 * rng.random())
+                    await kill_engine(server, rng.choice("01"))
+
+                assert await answers(client, kill) == undisturbed
+                wait_until(lambda: server.metric("engine_ready") == 2, "both engines serve")
 
 
 async def test_streams_move_when_an_engine_drains() -> None:
