@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer.exceptions import TyperException
@@ -22,6 +22,9 @@ from services.config import (
     ServeConfig,
     ServiceConfig,
 )
+
+if TYPE_CHECKING:
+    from services.cli.ask import ServerAddress
 
 USAGE_ERROR = 2
 
@@ -112,7 +115,7 @@ app.command(
     help="Replay the recording in DIR and compare every decision of the scheduler.",
 )(command(ReplayConfig, _replay, positional="recording"))
 app.command("bench", cls=GroupedCommand, help="Measure the speed of an OpenAI-compatible API.")(
-    command(BenchConfig, _bench)
+    command(BenchConfig, _bench, positional="base_url")
 )
 
 
@@ -146,12 +149,34 @@ def _healthcheck(
     raise typer.Exit(main([target, "--transport-keys", transport_keys] + ["--connected"] * connected))
 
 
+_UrlArgument = Annotated[str | None, typer.Argument(help="URL of the server.", metavar="URL")]
+_UrlOption = Annotated[
+    str | None, typer.Option("--url", help="The same as URL. [default: http://127.0.0.1:8000]")
+]
+_ApiKey = Annotated[
+    str, typer.Option("--api-key", help="API key.", envvar="RUNAHEAD_API_KEY", show_envvar=False)
+]
+_Insecure = Annotated[bool, typer.Option("--insecure", help="Do not check the server's certificate.")]
+_CaCert = Annotated[str, typer.Option("--cacert", help="File with the authorities to trust.", metavar="FILE")]
+
+
+def _server(
+    argument: str | None, url: str | None, api_key: str, insecure: bool, cacert: str
+) -> "ServerAddress":
+    from services.cli.ask import ServerAddress, base_url
+
+    if None not in (argument, url) and argument != url:
+        raise ConfigurationError(f"{argument!r} contradicts --url {url!r}")
+    return ServerAddress(base_url(argument or url or ServerAddress.url), api_key, insecure, cacert)
+
+
 @app.command("status")
 def _status(
-    url: Annotated[str, typer.Argument(help="URL of the server.", metavar="URL")] = "http://127.0.0.1:8000",
-    api_key: Annotated[
-        str, typer.Option("--api-key", help="API key.", envvar="RUNAHEAD_API_KEY", show_envvar=False)
-    ] = "",
+    argument: _UrlArgument = None,
+    url: _UrlOption = None,
+    api_key: _ApiKey = "",
+    insecure: _Insecure = False,
+    cacert: _CaCert = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Print state, ranks and load of a running server.
@@ -160,20 +185,16 @@ def _status(
     """
     from services.cli.status import status
 
-    raise typer.Exit(status(url, api_key, as_json))
-
-
-ServerUrl = Annotated[str, typer.Argument(help="URL of the server.", metavar="URL")]
-ServerKey = Annotated[
-    str, typer.Option("--api-key", help="API key.", envvar="RUNAHEAD_API_KEY", show_envvar=False)
-]
-SERVER = "http://127.0.0.1:8000"
+    raise typer.Exit(status(_server(argument, url, api_key, insecure, cacert), as_json))
 
 
 @app.command("engines")
 def _engines(
-    url: ServerUrl = SERVER,
-    api_key: ServerKey = "",
+    argument: _UrlArgument = None,
+    url: _UrlOption = None,
+    api_key: _ApiKey = "",
+    insecure: _Insecure = False,
+    cacert: _CaCert = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
 ) -> None:
     """Print the engines of a running server with --enable-admin-routes.
@@ -182,26 +203,32 @@ def _engines(
     """
     from services.cli.engines import engines
 
-    raise typer.Exit(engines(url, api_key, as_json))
+    raise typer.Exit(engines(_server(argument, url, api_key, insecure, cacert), as_json))
 
 
 @app.command("drain")
 def _drain(
     engine: Annotated[str, typer.Argument(help="Name of the engine.", metavar="ENGINE")],
-    url: ServerUrl = SERVER,
-    api_key: ServerKey = "",
+    argument: _UrlArgument = None,
+    url: _UrlOption = None,
+    api_key: _ApiKey = "",
+    insecure: _Insecure = False,
+    cacert: _CaCert = "",
     cancel: Annotated[bool, typer.Option("--cancel", help="Let it take requests again.")] = False,
 ) -> None:
     """Move the streams of an engine to others, and wait until it has none. New requests go to others from now on."""
     from services.cli.engines import drain
 
-    raise typer.Exit(drain(engine, url, api_key, cancel))
+    raise typer.Exit(drain(_server(argument, url, api_key, insecure, cacert), engine, cancel))
 
 
 @app.command("replan", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def _replan(
     context: typer.Context,
-    api_key: ServerKey = "",
+    url: _UrlOption = None,
+    api_key: _ApiKey = "",
+    insecure: _Insecure = False,
+    cacert: _CaCert = "",
     timeout: Annotated[
         float, typer.Option("--timeout", min=1, help="Seconds until the new engine must be ready.")
     ] = 600.0,
@@ -216,19 +243,20 @@ def _replan(
     """
     from services.cli.engines import replan
 
-    url, flags = SERVER, list(context.args)
-    if flags and not flags[0].startswith("-"):
-        url = flags.pop(0)
-    raise typer.Exit(replan(url, api_key, timeout, drain_timeout, flags))
+    flags = list(context.args)
+    argument = flags.pop(0) if flags and not flags[0].startswith("-") else None
+    server = _server(argument, url, api_key, insecure, cacert)
+    raise typer.Exit(replan(server, timeout, drain_timeout, flags))
 
 
 @app.command("trace")
 def _trace(
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.", metavar="FILE")],
-    url: Annotated[str, typer.Option("--url", help="URL of the server.")] = "http://127.0.0.1:8000",
-    api_key: Annotated[
-        str, typer.Option("--api-key", help="API key.", envvar="RUNAHEAD_API_KEY", show_envvar=False)
-    ] = "",
+    argument: _UrlArgument = None,
+    url: _UrlOption = None,
+    api_key: _ApiKey = "",
+    insecure: _Insecure = False,
+    cacert: _CaCert = "",
     seconds: Annotated[
         float,
         typer.Option("--seconds", min=0, help="Record this long from now on. 0: what the server has kept."),
@@ -240,7 +268,7 @@ def _trace(
     """
     from services.cli.trace import trace
 
-    raise typer.Exit(trace(url, api_key, output, seconds))
+    raise typer.Exit(trace(_server(argument, url, api_key, insecure, cacert), output, seconds))
 
 
 @app.command("keys")

@@ -7,6 +7,7 @@ import os
 import ssl
 import urllib.error
 import urllib.request
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -32,13 +33,38 @@ def base_url(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-def ask(url: str, api_key: str, body: bytes | None = None, timeout: float = TIMEOUT) -> bytes:
+@dataclass(frozen=True)
+class ServerAddress:
+    """A running server, and how commands trust it."""
+
+    url: str = "http://127.0.0.1:8000"
+    """Without /v1 at its end."""
+    api_key: str = ""
+    insecure: bool = False
+    """Do not check the server's certificate."""
+    cacert: str = ""
+    """File with the certificates of authorities; "": those of the system, and none for this machine's addresses."""
+
+    def tls(self) -> ssl.SSLContext:
+        """Raises: NoAnswer, if the file cannot be used"""
+        if self.insecure or (not self.cacert and urlsplit(self.url).hostname in LOOPBACK):
+            return own_tls()
+        try:
+            return ssl.create_default_context(cafile=self.cacert or None)
+        except OSError as error:
+            raise NoAnswer(
+                f"--cacert: cannot use {self.cacert}: {error.strerror or 'it is not PEM'}"
+            ) from None
+
+
+def ask(server: ServerAddress, path: str, body: bytes | None = None, timeout: float = TIMEOUT) -> bytes:
     """Return the body of the answer to a GET request, or to a POST request with a body. Raises: NoAnswer"""
+    url = server.url + path
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https"):
         raise NoAnswer(f"{url} is no URL of a server; give one such as http://127.0.0.1:8000")
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    context = own_tls() if parts.hostname in LOOPBACK else ssl.create_default_context()
+    headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
+    context = server.tls()
     try:
         request = urllib.request.Request(url, body, headers)  # noqa: S310  the scheme is checked above
         with urllib.request.urlopen(request, timeout=timeout, context=context) as answer:  # noqa: S310
@@ -51,9 +77,9 @@ def ask(url: str, api_key: str, body: bytes | None = None, timeout: float = TIME
         raise NoAnswer(f"{url}: no answer: {reason_of(reason)}") from None
 
 
-def send(url: str, api_key: str, content: object = None) -> dict[str, Any]:
+def send(server: ServerAddress, path: str, content: object = None) -> dict[str, Any]:
     """Return the answer to a POST request with a JSON body. Raises: NoAnswer"""
-    answer = json.loads(ask(url, api_key, json.dumps(content).encode(), CHANGE_TIMEOUT))
+    answer = json.loads(ask(server, path, json.dumps(content).encode(), CHANGE_TIMEOUT))
     assert isinstance(answer, dict)
     return answer
 
@@ -72,12 +98,12 @@ def _server_reason(error: urllib.error.HTTPError) -> str:
         return ""
 
 
-def ask_object(url: str, api_key: str, *fields: str) -> dict[str, Any]:
+def ask_object(server: ServerAddress, path: str, *fields: str) -> dict[str, Any]:
     """Return the answer, a JSON object with at least `fields`. Raises: NoAnswer, also if another program answers"""
     try:
-        answer = json.loads(ask(url, api_key))
+        answer = json.loads(ask(server, path))
     except ValueError:
         answer = None
     if not isinstance(answer, dict) or not answer.keys() >= set(fields):
-        raise NoAnswer(f"{url}: the answer is not that of a Runahead server; check the address")
+        raise NoAnswer(f"{server.url}{path}: the answer is not that of a Runahead server; check the address")
     return answer

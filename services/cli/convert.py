@@ -1,20 +1,23 @@
 """`runahead convert`: a GGUF file as a checkpoint in Hugging Face format."""
 
+import sys
 from pathlib import Path
 
 from services.checkpoint import WEIGHT_FILES, CheckpointError, resolve
 from services.cli.settings import ConfigurationError
 from services.config import ConvertConfig
+from services.units import size_text
 
 
 def convert(config: ConvertConfig) -> int:
-    """Convert, and print the directory. Return the exit status.
+    """Convert, print the directory, and its files on stderr. Return the exit status.
 
     Raises: ConfigurationError, if the model cannot be converted.
     """
     from services.worker.runner import LoadError
     from services.worker.weights import conversion  # loads torch
 
+    is_new = True
     try:
         path = resolve(config.model, config.revision, WEIGHT_FILES)
         if config.out:
@@ -22,9 +25,15 @@ def convert(config: ConvertConfig) -> int:
             conversion.convert(path, directory, config.dtype)
         else:
             directory = conversion.cache_directory(path, config.dtype)
-            if not directory.is_dir():
+            if is_new := not directory.is_dir():
                 conversion.convert(path, directory, config.dtype)
     except (CheckpointError, LoadError, OSError) as error:
         raise ConfigurationError(str(error)) from None
     print(directory)
+    files = sorted(file for file in directory.iterdir() if file.is_file())
+    print(
+        f"{'written' if is_new else 'kept from an earlier conversion'}: "
+        + ", ".join(f"{file.name} ({size_text(file.stat().st_size)})" for file in files),
+        file=sys.stderr,
+    )
     return 0

@@ -5,8 +5,9 @@ import sys
 import time
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import quote
 
-from services.cli.ask import NoAnswer, ask_object, base_url, send
+from services.cli.ask import NoAnswer, ServerAddress, ask_object, send
 from services.cli.settings import ConfigurationError, flag, is_switch, meant_key
 from services.config import OMITTED, ServeConfig
 
@@ -15,10 +16,10 @@ POLL_INTERVAL = 0.3
 COLUMNS = "{:<20}  {:<20}  {:>7}  {:>6}  {}"
 
 
-def engines(url: str, api_key: str, as_json: bool) -> int:
+def engines(server: ServerAddress, as_json: bool) -> int:
     """Print the engines. Return the exit status: 0 if one is ready, else 1."""
     try:
-        found = ask_object(f"{base_url(url)}/engines", api_key, "engines")["engines"]
+        found = ask_object(server, "/engines", "engines")["engines"]
     except NoAnswer as error:
         return _fail(f"{error}; the server needs --enable-admin-routes")
     if as_json:
@@ -32,12 +33,11 @@ def engines(url: str, api_key: str, as_json: bool) -> int:
     return 0 if any(engine["state"] == "ready" for engine in found) else 1
 
 
-def drain(engine: str, url: str, api_key: str, cancel: bool) -> int:
+def drain(server: ServerAddress, engine: str, cancel: bool) -> int:
     """Let the streams of an engine move, and wait until it has none. Return the exit status."""
-    base = base_url(url)
     try:
-        send(f"{base}/engines/{engine}/drain?cancel={str(cancel).lower()}", api_key)
-        while not cancel and (left := _streams(base, api_key, engine)):
+        send(server, f"/engines/{quote(engine, safe='')}/drain?cancel={str(cancel).lower()}")
+        while not cancel and (left := _streams(server, engine)):
             print(f"{left} streams left", file=sys.stderr)
             time.sleep(POLL_INTERVAL)
     except NoAnswer as error:
@@ -46,27 +46,27 @@ def drain(engine: str, url: str, api_key: str, cancel: bool) -> int:
     return 0
 
 
-def _streams(base: str, api_key: str, name: str) -> int:
-    found = ask_object(f"{base}/engines", api_key, "engines")["engines"]
+def _streams(server: ServerAddress, name: str) -> int:
+    found = ask_object(server, "/engines", "engines")["engines"]
     return sum(engine["streams"] for engine in found if engine["name"] == name)
 
 
-def replan(url: str, api_key: str, timeout: float, drain_timeout: float, flags: Sequence[str]) -> int:
+def replan(server: ServerAddress, timeout: float, drain_timeout: float, flags: Sequence[str]) -> int:
     """Replace the engines by one with other settings, and wait until they have ended. Return the exit status.
 
     Raises: ConfigurationError, if a flag is not one of `serve`
     """
-    base, settings = base_url(url), given(flags)
+    settings = given(flags)
     query = f"timeout={timeout:g}&drain_timeout={drain_timeout:g}"
     shown = ""
     try:
-        status = send(f"{base}/engines/replan?{query}", api_key, settings)
+        status = send(server, f"/engines/replan?{query}", settings)
         while status["phase"] in ("starting", "moving"):
             if status["phase"] != shown:
                 shown = status["phase"]
                 print(f"engine {status['engine']}: {shown}: {status['detail']}", file=sys.stderr)
             time.sleep(POLL_INTERVAL)
-            status = ask_object(f"{base}/engines/replan", api_key, "phase", "engine", "detail")
+            status = ask_object(server, "/engines/replan", "phase", "engine", "detail")
     except NoAnswer as error:
         return _fail(error)
     if status["phase"] == "failed":

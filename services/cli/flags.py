@@ -21,8 +21,8 @@ from services.cli.settings import (
     type_name,
 )
 
-SHORT = {"input_file": "-i", "output_file": "-o"}
-"""Short forms of flags, by field."""
+SHORT = {"input_file": "-i", "output_file": "-o", "base_url": "--url"}
+"""Other forms of flags, by field."""
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -78,7 +78,8 @@ def _option(name: str, model: type[BaseModel]) -> inspect.Parameter:
 
 
 def _argument(name: str, info: FieldInfo) -> inspect.Parameter:
-    argument = typer.Argument(help=info.description, metavar=name.upper(), show_default=False)
+    metavar = "URL" if name == "base_url" else name.upper()
+    argument = typer.Argument(help=info.description, metavar=metavar, show_default=False)
     return _keyword("argument", Annotated[str | None, argument])
 
 

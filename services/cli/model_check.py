@@ -8,7 +8,7 @@ from protocol.membership import Shard
 from services.checkpoint import CheckpointError, is_gguf, is_local, resolve, weight_shards
 from services.checkpoint.default_model import packaged_model
 from services.cli.serving_memory import ServingMemory, serving_memory
-from services.cli.settings import ConfigurationError
+from services.cli.settings import ConfigurationError, flag
 from services.config import ServeConfig
 from services.units import size_text
 from services.worker.backends.kv_blocks import affordable_blocks
@@ -41,6 +41,7 @@ def check_sizes(config: ServeConfig) -> None:
     serving = serving_memory(config)
     if config.device != "cuda" and not serving.is_gpu:
         _check_packages(config, ("numba",))  # compiles the kernels of processors
+        _check_no_gpu_settings(config)
     if not is_local(config.model):
         return
     try:
@@ -50,6 +51,15 @@ def check_sizes(config: ServeConfig) -> None:
         check_native(config, path, serving)
     except (CheckpointError, LoadError) as error:
         raise ConfigurationError(str(error)) from None
+
+
+def _check_no_gpu_settings(config: ServeConfig) -> None:
+    """Raises: ConfigurationError, for a setting that has no effect without a GPU"""
+    for name in ("gpu_memory_utilization", "enforce_eager"):
+        if getattr(config, name) != ServeConfig.model_fields[name].default:
+            raise ConfigurationError(
+                f"{flag(name)} is for GPUs, and this machine has none that torch can use; leave it out"
+            )
 
 
 CHECKED = {

@@ -1,10 +1,14 @@
 """Checks of the configuration before any service starts."""
 
+import contextlib
 import importlib.util
 import re
 import socket
 import ssl
+import threading
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from services.checkpoint import CheckpointError, is_gguf, is_local, read_json, resolve
 from services.checkpoint.default_model import packaged_model
@@ -14,6 +18,8 @@ from services.config.traces import GRPC, HTTP, TRACES_PROTOCOL, traces_protocol
 
 HUB_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?(:[\w.-]+)?", re.ASCII)
 """A repository, or one of its GGUF files."""
+HUB_SECONDS = 2.0
+"""Time limit of a connection to the hub."""
 EXPORTERS = {
     GRPC: ("opentelemetry.exporter.otlp.proto.grpc", "grpc"),
     HTTP: ("opentelemetry.exporter.otlp.proto.http", "requests"),
@@ -22,8 +28,8 @@ EXPORTERS = {
 
 
 def check_model(model: str) -> None:
-    """Check that a model directory or file exists, and that a GGUF file is complete and supported. The services check
-    everything else, and whether the hub has a name.
+    """Check that a model directory or file exists, that a GGUF file is complete and supported, and that the hub can be
+    reached for a name that is not in its cache. The services check everything else, and whether the hub has the name.
 
     Raises:
         ConfigurationError: there is no such directory or file, a directory has several GGUF files, the file cannot
@@ -33,13 +39,45 @@ def check_model(model: str) -> None:
         raise ConfigurationError(
             f"model {model}: no such directory, and not a name on the hub, which is ORGANISATION/NAME"
         )
-    if is_local(model):
+    if not is_local(model):
+        _check_hub(model.partition(":")[0])
+    else:
         try:
             path = resolve(model)
             if is_gguf(path) and path != packaged_model():  # which has a fixed hash
                 read_json(path, "config.json")
         except CheckpointError as error:
             raise ConfigurationError(str(error)) from None
+
+
+def _check_hub(name: str) -> None:
+    """Raises: ConfigurationError, if the hub must be reached for a repository, and cannot be"""
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "snapshots"
+    if cache.is_dir() and any(cache.iterdir()):
+        return
+    place = f"model {name}: no such directory, not in the hub's cache"
+    remedy = "download it first, or give a directory or a GGUF file"
+    if constants.HF_HUB_OFFLINE:
+        raise ConfigurationError(f"{place}, and HF_HUB_OFFLINE is set; {remedy}")
+    address = urlsplit(constants.ENDPOINT)
+    host, port = address.hostname or "", address.port or (443 if address.scheme == "https" else 80)
+    if address.scheme in getproxies() and not proxy_bypass(host):
+        return
+    reached: list[bool] = []
+
+    def connect() -> None:
+        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=HUB_SECONDS):
+            reached.append(True)
+
+    connecting = threading.Thread(
+        target=connect, daemon=True
+    )  # a resolver without a network has no time limit
+    connecting.start()
+    connecting.join(HUB_SECONDS)
+    if not reached:
+        raise ConfigurationError(f"{place}, and the hub cannot be reached ({host} port {port}); {remedy}")
 
 
 def check_files(config: ServeConfig) -> None:
@@ -181,13 +219,19 @@ def check_traces(config: FrontendConfig | ServeConfig) -> None:
     """Check that traces can be exported if they are enabled.
 
     Raises:
-        ConfigurationError: the OpenTelemetry packages are not installed, or the protocol is unknown.
+        ConfigurationError: the OpenTelemetry packages are not installed, the protocol is unknown, or the endpoint is
+            that of another one.
     """
     if config.otlp_traces_endpoint is None:
         return
     protocol = traces_protocol()
     if protocol not in EXPORTERS:
         raise ConfigurationError(f"{TRACES_PROTOCOL} is {protocol!r}; use {' or '.join(EXPORTERS)}")
+    if protocol == GRPC and urlsplit(config.otlp_traces_endpoint).path.strip("/"):
+        raise ConfigurationError(
+            f"--otlp-traces-endpoint {config.otlp_traces_endpoint}: {GRPC} takes no path; set "
+            f"{TRACES_PROTOCOL}={HTTP}, or give the port of gRPC without a path, such as http://localhost:4317"
+        )
     missing = [name for name in ("opentelemetry.sdk", *EXPORTERS[protocol]) if not _is_installed(name)]
     if missing:
         raise ConfigurationError(

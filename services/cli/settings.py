@@ -5,6 +5,7 @@ The configuration model alone checks the values, so that every origin gives the 
 
 import difflib
 import os
+import re
 import typing
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,12 @@ from services.cli.vllm_names import HINTS
 from services.config.sizes import WITH_SUFFIX
 
 PREFIX = "RUNAHEAD_"
+_OF_OTHERS = re.compile(
+    r"SOAK\w*|FAILPOINT_\w+|PACED|SEED|VERSION|USER|ADDRESS|MODEL_DIR|FRONTENDS|(FRONTEND|SCHEDULER|WORKER)_MEMORY|(GRAFANA|PROMETHEUS)_PORT|"
+    r"METRICS_(KEY_FILE|RETENTION)|(\w+_)?SERVICE_(HOST|PORT\w*)|(\w+_)?PORT_\d+_\w+|\w+_PORT"
+)
+"""Names behind the prefix of variables that are no settings: those of the tests, of the compose file, and those that
+Kubernetes sets for a service whose name begins with "runahead"."""
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -142,12 +149,30 @@ def meant_key(key: str, fields: Collection[str]) -> str:
 
 
 def _from_environment(environ: Mapping[str, str], fields: Mapping[str, FieldInfo]) -> dict[str, object]:
-    """Read the variables of all fields. An empty variable counts as unset; commas separate the items of a list."""
+    """Read the variables of all fields. An empty variable counts as unset; commas separate the items of a list.
+
+    Raises: ConfigurationError, for a variable that belongs to no command
+    """
+    _check_names(environ, fields)
     found: dict[str, object] = {}
     for name, info in fields.items():
         if text := environ.get(PREFIX + name.upper()):
             found[name] = [part.strip() for part in text.split(",")] if is_list(info) else text
     return found
+
+
+def _check_names(environ: Mapping[str, str], fields: Collection[str]) -> None:
+    """Raises: ConfigurationError"""
+    from services.config import EVERY_SETTING
+
+    known = EVERY_SETTING.union(fields)
+    for variable in environ:
+        name = variable.removeprefix(PREFIX)
+        if name == variable or name.lower() in known or _OF_OTHERS.fullmatch(name) or not environ[variable]:
+            continue
+        similar = difflib.get_close_matches(name.lower(), sorted(known), 1, 0.7)
+        meant = f"; use {PREFIX}{similar[0].upper()}" if similar else "; remove it"
+        raise ConfigurationError(f"environment {variable}: there is no such setting{meant}")
 
 
 def _describe(error: ValidationError, fields: Mapping[str, FieldInfo], origins: Mapping[str, str]) -> str:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from services.cli.ask import NoAnswer, ask, ask_object, base_url
+from services.cli.ask import NoAnswer, ServerAddress, ask, ask_object
 
 _SAMPLE = re.compile(r"^runahead:(\w+)(?:\{.*\})? (\S+)$", re.MULTILINE)
 
@@ -15,25 +15,25 @@ _SHOWN = (
 )  # fmt: skip
 
 
-def status(url: str, api_key: str, as_json: bool) -> int:
+def status(server: ServerAddress, as_json: bool) -> int:
     """Print the status. Return the exit status: 0 if requests are served, 1 if not or without an answer."""
     try:
-        found = collect(base_url(url), api_key)
+        found = collect(server)
     except NoAnswer as error:
         print(f"runahead: {error}", file=sys.stderr)
         return 1
-    print(json.dumps(found, indent=2) if as_json else "\n".join(lines(url, found)))
+    print(json.dumps(found, indent=2) if as_json else "\n".join(lines(server.url, found)))
     return 0 if found["phase"] == "ready" else 1
 
 
-def collect(url: str, api_key: str) -> dict[str, Any]:
+def collect(server: ServerAddress) -> dict[str, Any]:
     """Return the answer of /server_info, and the metrics that have no labels of their own.
 
     Raises: NoAnswer
     """
-    info = ask_object(f"{url}/server_info", api_key, *_SHOWN)
+    info = ask_object(server, "/server_info", *_SHOWN)
     metrics: dict[str, float] = {}
-    for name, value in _SAMPLE.findall(ask(f"{url}/metrics", api_key).decode()):
+    for name, value in _SAMPLE.findall(ask(server, "/metrics").decode()):
         metrics[name] = metrics.get(name, 0.0) + float(value)
     return {**info, "metrics": metrics}
 

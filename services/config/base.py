@@ -20,6 +20,17 @@ class BaseConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+class TrustConfig(BaseConfig):
+    """Trust of a command in the server that it calls."""
+
+    insecure: bool = Field(False, description="Do not check the server's certificate.")
+    cacert: str = Field(
+        "",
+        description="File with the authorities to trust. Default: those of the system; certificates of this machine's "
+        "addresses are not checked.",
+    )
+
+
 class ServiceConfig(BaseConfig):
     """Settings of every service."""
 

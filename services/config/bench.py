@@ -4,10 +4,10 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from services.config.base import BaseConfig
+from services.config.base import TrustConfig
 
 
-class BenchConfig(BaseConfig):
+class BenchConfig(TrustConfig):
     """Settings of `runahead bench`. Names are those of `vllm bench serve` where the meaning is the same."""
 
     base_url: str = Field(

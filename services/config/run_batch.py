@@ -2,12 +2,12 @@
 
 from pydantic import Field
 
-from services.config.base import ServiceConfig
+from services.config.base import ServiceConfig, TrustConfig
 from services.config.http import HttpConfig
 from services.config.serve import OMITTED, ServeConfig
 
 
-class RunBatchConfig(ServeConfig):
+class RunBatchConfig(TrustConfig, ServeConfig):
     """Settings of a batch, and of the services that it starts. Names are those of `vllm run-batch`."""
 
     input_file: str = Field(

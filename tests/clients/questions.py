@@ -18,13 +18,13 @@ class Person(BaseModel):
     age: Literal[6, 7, 8]
 
 
-class Place(BaseModel):
+class City(BaseModel):
     city: Literal["Paris", "Rome"]
 
 
 WEATHER: Any = {
     "name": "get_weather",
     "description": "Returns the weather of a city.",
-    "parameters": Place.model_json_schema(),
+    "parameters": City.model_json_schema(),
 }
 TOOL: Any = {"type": "function", "function": WEATHER}

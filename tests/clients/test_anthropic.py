@@ -11,7 +11,7 @@ from anthropic import Anthropic
 from anthropic.types import MessageCountTokensParams, message_create_params
 
 from tests.clients.conftest import RunningServer
-from tests.clients.questions import ABOUT_ANN, MESSAGES, WEATHER, Person, Place
+from tests.clients.questions import ABOUT_ANN, MESSAGES, WEATHER, City, Person
 
 TOOL: Any = {key: value for key, value in WEATHER.items() if key != "parameters"} | {
     "input_schema": WEATHER["parameters"]
@@ -47,9 +47,9 @@ def test_a_tool_is_called_and_its_result_is_answered(client: Anthropic, server: 
     whole = client.messages.create(messages=MESSAGES, tool_choice=ONE, **request)
     call = whole.content[0]
     assert (whole.stop_reason, call.type, call.name) == ("tool_use", "tool_use", WEATHER["name"])
-    Place.model_validate(call.input)
+    City.model_validate(call.input)
     with client.messages.stream(messages=MESSAGES, tool_choice=ONE, **request) as stream:
-        Place.model_validate(stream.get_final_message().content[0].input)
+        City.model_validate(stream.get_final_message().content[0].input)
     result = {
         "role": "user",
         "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}],

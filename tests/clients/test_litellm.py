@@ -6,7 +6,7 @@ import litellm
 import pytest
 
 from tests.clients.conftest import RunningServer
-from tests.clients.questions import ABOUT_ANN, MESSAGES, TOOL, WEATHER, Person, Place
+from tests.clients.questions import ABOUT_ANN, MESSAGES, TOOL, WEATHER, City, Person
 
 
 @pytest.fixture(params=["openai", "hosted_vllm", "anthropic"])
@@ -34,7 +34,7 @@ def test_a_tool_is_called(request_fields: dict[str, Any]) -> None:
     )
     call = answer.choices[0].message.tool_calls[0]
     assert call.function.name == WEATHER["name"]
-    Place.model_validate_json(call.function.arguments)
+    City.model_validate_json(call.function.arguments)
 
 
 def test_structured_output_is_parsed(request_fields: dict[str, Any]) -> None:

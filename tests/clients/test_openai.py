@@ -7,7 +7,7 @@ import pytest
 from openai import OpenAI
 
 from tests.clients.conftest import RunningServer
-from tests.clients.questions import ABOUT_ANN, ASK, MESSAGES, TOOL, WEATHER, Person, Place
+from tests.clients.questions import ABOUT_ANN, ASK, MESSAGES, TOOL, WEATHER, City, Person
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_a_tool_is_called_and_its_result_is_answered(client: OpenAI, server: Run
     assert said.tool_calls
     call = said.tool_calls[0]
     assert call.function.name == WEATHER["name"]
-    Place.model_validate_json(call.function.arguments)
+    City.model_validate_json(call.function.arguments)
     with client.chat.completions.stream(messages=MESSAGES, tool_choice="required", **request) as stream:
         streamed = stream.get_final_completion().choices[0].message
     assert streamed.tool_calls
@@ -72,7 +72,7 @@ def test_responses(client: OpenAI, server: RunningServer) -> None:
     long = request | {"max_output_tokens": 256}
     called = client.responses.create(**long, tools=[tool], tool_choice="required", parallel_tool_calls=False)
     assert called.output[-1].type == "function_call"
-    Place.model_validate_json(called.output[-1].arguments)
+    City.model_validate_json(called.output[-1].arguments)
     assert isinstance(client.responses.parse(**long, text_format=Person).output_parsed, Person)
 
 

@@ -11,7 +11,7 @@ from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.tools import ToolDefinition
 
 from tests.clients.conftest import RunningServer
-from tests.clients.questions import ASK, WEATHER, Person, Place
+from tests.clients.questions import ASK, WEATHER, City, Person
 
 SETTINGS = {"temperature": 0, "max_tokens": 256}
 
@@ -47,7 +47,7 @@ def test_a_tool_is_called(model: Model) -> None:
     )
     call = answer.parts[-1]
     assert isinstance(call, ToolCallPart)
-    Place.model_validate(call.args_as_dict())
+    City.model_validate(call.args_as_dict())
 
 
 @pytest.mark.parametrize("form", [ToolOutput, NativeOutput])

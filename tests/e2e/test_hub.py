@@ -1,6 +1,8 @@
 """Models from a hub: a GGUF file is chosen by its quantisation, downloaded alone, and served; later without the hub."""
 
 import json
+import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -89,6 +91,24 @@ def test_choices_that_fit_no_file_or_several_are_refused_with_the_names(
     assert "divided into 2 files, which is not supported" in parts
     assert "no such directory or repository on the hub" in absent
     assert not any(file.endswith(".gguf") for file in hub.downloads)
+
+
+def test_a_name_without_a_hub_is_refused_in_one_line_before_any_service_starts(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    for variable, reason in (
+        ({"HF_ENDPOINT": f"http://127.0.0.1:{port}"}, f"the hub cannot be reached (127.0.0.1 port {port})"),
+        ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "services.cli", "serve", "example/model"],
+            env={**os.environ, "HF_HOME": str(tmp_path), "no_proxy": "127.0.0.1", **variable},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+        assert f"model example/model: no such directory, not in the hub's cache, and {reason}" in done.stderr
 
 
 def test_chosen_file_is_served_and_found_again_without_the_hub(

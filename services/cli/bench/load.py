@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import uvloop
 
-from services.cli.ask import base_url, reason_of
+from services.cli.ask import NoAnswer, ServerAddress, base_url, reason_of
 from services.config import BenchConfig
 
 
@@ -58,11 +58,15 @@ def prompts(config: BenchConfig, count: int, seed: int) -> list[list[int]]:
 
 async def _run(config: BenchConfig) -> LoadResult:
     headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+    try:
+        tls = ServerAddress(config.base_url, "", config.insecure, config.cacert).tls()
+    except NoAnswer as error:
+        raise ServerError(str(error)) from None
     async with aiohttp.ClientSession(
         base_url(config.base_url),
         headers=headers,
         # A connection for each request: a server may close one that it has kept open when the next request arrives.
-        connector=aiohttp.TCPConnector(limit=0, force_close=True),
+        connector=aiohttp.TCPConnector(limit=0, force_close=True, ssl=tls),
         timeout=aiohttp.ClientTimeout(total=config.timeout),
         read_bufsize=1 << 20,
     ) as session:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from services.cli.ask import ServerAddress
 from services.cli.keys import with_keys
 from services.cli.run_batch.batch import Batch, BatchCounts
 from services.cli.run_batch.connection import Target
@@ -36,7 +37,8 @@ def run_batch(config: RunBatchConfig) -> int:
     batch = Batch(files.source, files.target, config.max_concurrency or config.max_num_seqs)
     started = time.monotonic()
     if config.url:
-        target = Target.from_url(config.url, with_keys(config).api_key)
+        keys = with_keys(config).api_key
+        target = Target.from_url(ServerAddress(config.url, "".join(keys[:1]), config.insecure, config.cacert))
         asyncio.run(reach(target))
         asyncio.run(batch.run(target))
         status = 0

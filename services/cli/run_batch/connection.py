@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 import h11
 
+from services.cli.ask import NoAnswer, ServerAddress
 from services.cli.settings import ConfigurationError
 
 READ_BYTES = 1 << 16
@@ -28,7 +29,8 @@ class Target:
     host: str
     port: int | None = None
     socket: str = ""
-    is_tls: bool = False
+    tls: ssl.SSLContext | None = None
+    """None: no TLS."""
     root: str = ""
     headers: dict[str, str] = field(default_factory=dict)
 
@@ -37,8 +39,9 @@ class Target:
         return cls("localhost", socket=path)
 
     @classmethod
-    def from_url(cls, url: str, api_keys: list[str]) -> "Target":
+    def from_url(cls, server: ServerAddress) -> "Target":
         """Raises: ConfigurationError"""
+        url, key = server.url, server.api_key
         parts = urlsplit(url)
         try:
             host, port = parts.hostname, parts.port
@@ -46,17 +49,20 @@ class Target:
             host, port = None, None
         if not host:
             raise ConfigurationError(f"--url: {url} names no host; give one such as http://127.0.0.1:8000")
-        headers = {"authorization": f"Bearer {api_keys[0]}"} if api_keys else {}
+        headers = {"authorization": f"Bearer {key}"} if key else {}
         root = parts.path.rstrip("/").removesuffix("/v1")
-        return cls(host, port, is_tls=parts.scheme == "https", root=root, headers=headers)
+        try:
+            tls = server.tls() if parts.scheme == "https" else None
+        except NoAnswer as error:
+            raise ConfigurationError(str(error)) from None
+        return cls(host, port, tls=tls, root=root, headers=headers)
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Raises: OSError"""
         if self.socket:
             return await asyncio.open_unix_connection(self.socket)
-        port = self.port or (443 if self.is_tls else 80)
-        context = ssl.create_default_context() if self.is_tls else None
-        return await asyncio.open_connection(self.host, port, ssl=context)
+        port = self.port or (80 if self.tls is None else 443)
+        return await asyncio.open_connection(self.host, port, ssl=self.tls)
 
 
 class HttpConnection:

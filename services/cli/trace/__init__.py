@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from services.cli.ask import NoAnswer, ask_object, base_url
+from services.cli.ask import NoAnswer, ServerAddress, ask_object
 from services.cli.trace.events import TraceWriter
 
 __all__ = ["trace"]
@@ -16,10 +16,10 @@ ENTRIES = 512
 POLL_SECONDS = 0.5
 
 
-def trace(url: str, api_key: str, output: Path, seconds: float) -> int:
+def trace(server: ServerAddress, output: Path, seconds: float) -> int:
     """Write the file and print what it has. Return the exit status: 1 without an answer or a file."""
     try:
-        found = collect(f"{base_url(url)}/debug/steps", api_key, seconds)
+        found = collect(server, seconds)
         writer = TraceWriter(found)
         output.write_text(json.dumps(writer.document()))
     except (NoAnswer, OSError) as error:
@@ -30,13 +30,13 @@ def trace(url: str, api_key: str, output: Path, seconds: float) -> int:
     return 0
 
 
-def collect(url: str, api_key: str, seconds: float) -> list[dict[str, Any]]:
+def collect(server: ServerAddress, seconds: float) -> list[dict[str, Any]]:
     """Return the entries that the server keeps, or those of the next seconds. Raises: NoAnswer"""
     found: list[dict[str, Any]] = []
     ends = time.monotonic() + seconds
-    since = 0 if not seconds else _ask(url, api_key, 2**53 - 1)["last"]
+    since = 0 if not seconds else _ask(server, 2**53 - 1)["last"]
     while True:
-        answer = _ask(url, api_key, since)
+        answer = _ask(server, since)
         found += answer["entries"]
         since = answer["next"]
         if since < answer["last"]:
@@ -46,6 +46,6 @@ def collect(url: str, api_key: str, seconds: float) -> list[dict[str, Any]]:
         time.sleep(min(POLL_SECONDS, max(0.0, ends - time.monotonic())))
 
 
-def _ask(url: str, api_key: str, since: int) -> dict[str, Any]:
+def _ask(server: ServerAddress, since: int) -> dict[str, Any]:
     """Raises: NoAnswer"""
-    return ask_object(f"{url}?since={since}&limit={ENTRIES}", api_key, "entries", "next", "last")
+    return ask_object(server, f"/debug/steps?since={since}&limit={ENTRIES}", "entries", "next", "last")

@@ -30,7 +30,7 @@ from services.frontend.engine.connection import SchedulerConnection
 from services.frontend.engine.ledger import RequestLedger
 from services.frontend.engine.output_pace import OutputPace
 from services.frontend.engine.streams import RawLogprobs
-from services.frontend.placement import Condition, EngineEvent, EngineReport, condition_after
+from services.frontend.placement import Condition, ConditionEvent, EngineReport, condition_after
 from services.frontend.steps.ring import StepRing
 
 log = logging.getLogger("runahead.frontend")
@@ -144,7 +144,7 @@ class Engine:
             self._pace.seconds,
         )
 
-    def _change(self, event: EngineEvent) -> None:
+    def _change(self, event: ConditionEvent) -> None:
         before, self.condition = self.condition, condition_after(self.condition, event)
         if before is not self.condition:
             log.info("engine %s: %s -> %s", self.name, before, self.condition)
@@ -154,9 +154,9 @@ class Engine:
         self.draining = draining
         if self.condition is not Condition.GONE:
             if draining:
-                self._change(EngineEvent.DRAIN)
+                self._change(ConditionEvent.DRAIN)
             elif self.condition is Condition.DRAINING:
-                self._change(EngineEvent.RESUME)
+                self._change(ConditionEvent.RESUME)
                 self._on_serving()
 
     def watch(self, now: float) -> bool:
@@ -164,7 +164,7 @@ class Engine:
         self.connection.check(now)
         if self.connection.in_doubt and self.condition is not Condition.GONE:
             self.availability.on_doubt(now)
-            self._change(EngineEvent.SILENCE)
+            self._change(ConditionEvent.SILENCE)
         return self.availability.gives_up(now, is_connected=self.connection.is_open)
 
     def follow_steps(self, steps: StepRing | None) -> None:
@@ -207,7 +207,7 @@ class Engine:
             self._ledger.expelled(self.name)
         self._ledger.disconnected(self.name)
         self.availability.on_lost(time.monotonic())
-        self._change(EngineEvent.LOSE)
+        self._change(ConditionEvent.LOSE)
         self._on_change(self)
 
     def _on_state(self, state: EngineState) -> None:
@@ -222,11 +222,11 @@ class Engine:
         if not self.connection.is_open:
             return
         if self.condition is Condition.GONE:
-            self._change(EngineEvent.CONNECT)
+            self._change(ConditionEvent.CONNECT)
             if state.incarnation and state.incarnation == self._lost_incarnation:
                 self._ledger.returned((self.name, state.incarnation))
             if self.draining:
-                self._change(EngineEvent.DRAIN)
+                self._change(ConditionEvent.DRAIN)
         self.refusal, now = "", time.monotonic()
         self._pace.on_stats(state.stats, now)
         self.availability.on_state(checked(state, self._max_silence), now)
@@ -237,9 +237,9 @@ class Engine:
 
     def _on_serving(self) -> None:
         if self.availability.drains:
-            event = EngineEvent.DRAIN
+            event = ConditionEvent.DRAIN
         else:
-            event = EngineEvent.SERVE if self.availability.ready else EngineEvent.PAUSE
+            event = ConditionEvent.SERVE if self.availability.ready else ConditionEvent.PAUSE
         self._change(event)
 
     def _subscribe(self) -> None:

@@ -8,26 +8,30 @@ from services.frontend.placement.decisions import (
     Place,
     PlacementLimits,
     Reason,
-    Refuse,
+    RefuseRequest,
 )
 from services.frontend.placement.engine_states import (
     SILENT_AFTER,
     Condition,
-    EngineEvent,
-    IllegalTransition,
+    ConditionEvent,
+    IllegalCondition,
     condition_after,
 )
 from services.frontend.placement.placement import Placement
 from services.frontend.placement.policies import PlacementPolicy, PlacementView, find_placement_policy
 
+EngineEvent = ConditionEvent
+"""The name in the frontend's engines."""
+
 __all__ = [
     "SILENT_AFTER",
     "Condition",
+    "ConditionEvent",
     "Decision",
     "EngineEvent",
     "EngineReport",
     "Hold",
-    "IllegalTransition",
+    "IllegalCondition",
     "Move",
     "Place",
     "Placement",
@@ -35,7 +39,7 @@ __all__ = [
     "PlacementPolicy",
     "PlacementView",
     "Reason",
-    "Refuse",
+    "RefuseRequest",
     "condition_after",
     "find_placement_policy",
 ]

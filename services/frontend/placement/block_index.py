@@ -1,4 +1,4 @@
-"""What engines hold in their prefix caches, approximately and in bounded memory.
+"""Index of what engines hold in their prefix caches, approximate and in bounded memory.
 
 One map has, by the name of a block, the engines that hold it, as bits of an integer. Names chain over all tokens before
 them and begin with the salt, so to find a name is to find the whole prefix, under the same salt only (salted index,
@@ -26,7 +26,8 @@ class BlockIndex:
         self._live = 0
         """Bits of engines."""
         self._retired: list[tuple[int, int]] = []
-        """Bits that entries may still have, and the rotation after which none has."""
+        """Bits that entries may still have, and the rotation after which none has: entries lose them when they become
+        young again."""
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -35,13 +36,11 @@ class BlockIndex:
         """An engine holds these blocks."""
         if (bit := self._bit_of.get(engine)) is None:
             bit = self._new_bit(engine)
-        added = dict.fromkeys(names, bit)
-        young, old = self._holders.young, self._holders.old
-        keys = added.keys()
-        for generation in (old, young):
-            for name in generation.keys() & keys:
-                added[name] |= generation[name]
-        young.update(added)
+        added, live = dict.fromkeys(names, bit), self._live
+        for generation in (self._holders.old, self._holders.young):
+            for name in generation.keys() & added.keys():
+                added[name] |= generation[name] & live
+        self._holders.young.update(added)
         self._holders.rotate_if_full()
 
     def remove(self, engine: int, names: Iterable[bytes]) -> None:
@@ -69,10 +68,12 @@ class BlockIndex:
 
         Yields: (number of names, engines that hold so many and no more)
         """
-        mask, get = self._live, self._holders.get
+        mask = live = self._live
+        young, old = self._holders.young, self._holders.old
         for count, name in enumerate(names):
-            held = mask & (get(name) or 0)
-            if held != mask:
+            if (held := young.get(name, 0)) == 0 and (held := old.get(name, 0) & live):
+                young[name] = held
+            if (held := held & mask) != mask:
                 if count:
                     yield count, self._engines(mask & ~held)
                 mask = held

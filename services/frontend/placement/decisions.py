@@ -72,7 +72,7 @@ class Hold(msgspec.Struct, frozen=True, tag="hold"):
     reason: str
 
 
-class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
+class RefuseRequest(msgspec.Struct, frozen=True, tag="refuse"):
     """End the request with an error."""
 
     retry_after: float
@@ -90,4 +90,4 @@ class Move(msgspec.Struct, frozen=True, tag="move"):
     reason: Reason
 
 
-Decision = Place | Hold | Refuse
+Decision = Place | Hold | RefuseRequest

@@ -16,13 +16,13 @@ Rules:
 1. New requests go to READY engines only.
 2. Streams of DRAINING and GONE engines move. Those of a SILENT engine stay until it is lost; it may only be late.
 3. A DRAINING engine stays so whatever it sends, until it is lost or resumed.
-4. If the table has no row for an event, that is a bug: `IllegalTransition`.
+4. If the table has no row for an event, that is a bug: `IllegalCondition`.
 """
 
 import enum
 
 
-class IllegalTransition(Exception):
+class IllegalCondition(Exception):
     """A change of condition that is not in the table: a bug in the frontend, never the engine's fault."""
 
 
@@ -34,7 +34,7 @@ class Condition(enum.StrEnum):
     GONE = "gone"
 
 
-class EngineEvent(enum.Enum):
+class ConditionEvent(enum.Enum):
     CONNECT = enum.auto()
     """A connection to it is made, again."""
     SERVE = enum.auto()
@@ -57,9 +57,9 @@ MOVES_STREAMS = (Condition.DRAINING, Condition.GONE)
 MAY_SERVE = (Condition.CONNECTING, Condition.SILENT, Condition.GONE)
 """Conditions of an engine that may become READY without a change by an administrator."""
 
-_C, _E = Condition, EngineEvent
+_C, _E = Condition, ConditionEvent
 
-CONDITIONS: dict[tuple[Condition, EngineEvent], Condition] = {
+CONDITIONS: dict[tuple[Condition, ConditionEvent], Condition] = {
     (_C.CONNECTING, _E.CONNECT): _C.CONNECTING,
     (_C.GONE, _E.CONNECT): _C.CONNECTING,
     **{(condition, _E.SERVE): _C.READY for condition in (_C.CONNECTING, _C.READY, _C.SILENT)},
@@ -73,9 +73,9 @@ CONDITIONS: dict[tuple[Condition, EngineEvent], Condition] = {
 """(condition, event) -> next condition."""
 
 
-def condition_after(condition: Condition, event: EngineEvent) -> Condition:
-    """Return the next condition. Raises: IllegalTransition"""
+def condition_after(condition: Condition, event: ConditionEvent) -> Condition:
+    """Return the next condition. Raises: IllegalCondition"""
     after = CONDITIONS.get((condition, event))
     if after is None:
-        raise IllegalTransition(f"{event.name} has no place while an engine is {condition.name}")
+        raise IllegalCondition(f"{event.name} has no place while an engine is {condition.name}")
     return after

@@ -23,7 +23,7 @@ class Candidates(NamedTuple):
     """Different known ones."""
 
 
-class Fleet:
+class EngineColumns:
     """Rows are reused: that of an engine that is removed belongs to the next new one."""
 
     def __init__(self) -> None:
@@ -99,10 +99,13 @@ class Fleet:
     def token_seconds(self, rows: Rows) -> Column:
         """Return the seconds per prompt token. Those not measured are assumed to be as the mean of the others."""
         seconds = self.prompt_seconds.take(rows)
-        known = seconds > 0
-        if not known.all():
+        if not seconds.all():
+            known = seconds > 0
             seconds[~known] = seconds[known].mean() if known.any() else TYPICAL_TOKEN_SECONDS
         return seconds
+
+    def token_seconds_of(self, row: int) -> float:
+        return float(self.prompt_seconds[row]) or float(self.token_seconds(self.candidates("").rows).mean())
 
     def _add(self, name: str, report: EngineReport) -> int:
         if not self._free:

@@ -1,6 +1,6 @@
 """The placement core: events of engines and requests in, decisions out. No sockets, no clock.
 
-Rules (docs/invariants.md): placement purity, ready target, no return, paced moves, bounded index, salted index.
+docs/placement.md describes it; its rules are in docs/invariants.md, section "Placement".
 """
 
 import math
@@ -21,11 +21,11 @@ from services.frontend.placement.decisions import (
     Place,
     PlacementLimits,
     Reason,
-    Refuse,
+    RefuseRequest,
 )
 from services.frontend.placement.engine_states import MAY_SERVE, MOVES_STREAMS, Condition
-from services.frontend.placement.fleet import Fleet, Rows
-from services.frontend.placement.policies import GuardedPolicy, PlacementView, find_placement_policy
+from services.frontend.placement.fleet import EngineColumns, Rows
+from services.frontend.placement.policies import GuardedPlacementPolicy, PlacementView, find_placement_policy
 from services.frontend.placement.prefix_names import PrefixNames
 from services.frontend.placement.slowness import NO_LONGER_SLOW, mark_slow, reference
 
@@ -40,12 +40,12 @@ REST = 30.0
 
 
 @dataclass(slots=True)
-class Stream:
+class PlacedStream:
     key: int
     row: int
     """Its engine in the fleet."""
     identity: str
-    """Of the engine when the stream was placed: the model of its tokens."""
+    """Identity of the engine when the stream was placed: the model of its tokens."""
     num_tokens: int
     names: Mapping[int, Sequence[bytes]]
     since: float
@@ -69,15 +69,15 @@ class Placement:
         Raises: PluginError, if there is no such policy
         """
         self._limits = limits or PlacementLimits()
-        self._policy = GuardedPolicy(find_placement_policy(policy))
+        self._policy = GuardedPlacementPolicy(find_placement_policy(policy))
         self._seed = seed
         self._record = record
         self._now = 0.0
-        self._fleet = Fleet()
+        self._fleet = EngineColumns()
         self._index = BlockIndex(self._limits.max_blocks)
         self._prefixes: dict[int, PrefixNames] = {}
-        self._streams: dict[int, Stream] = {}
-        self._streams_of: dict[int, dict[int, Stream]] = {}
+        self._streams: dict[int, PlacedStream] = {}
+        self._streams_of: dict[int, dict[int, PlacedStream]] = {}
         """By row, oldest first."""
         self._leaving: dict[int, Reason] = {}
         """Rows whose streams move."""
@@ -86,7 +86,7 @@ class Placement:
         self._slow_checked = -math.inf
         self._count = 0
         if record is not None:
-            record(records.Started(policy, seed, self._limits))
+            record(records.PlacementStarted(policy, seed, self._limits))
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ class Placement:
         """`place` for a prompt of which only the names of prefixes are known, by block size; see `PrefixNames.of`."""
         if self._record is not None:
             own = {size: list(prefixes) for size, prefixes in names.items()}
-            self._record(records.RequestArrived(key, num_tokens, own, identity_required))
+            self._record(records.PlacementRequested(key, num_tokens, own, identity_required))
         self._end(key)
         rows = self._fleet.candidates(identity_required).rows
         decision = (
@@ -184,7 +184,7 @@ class Placement:
             self._record(records.MovesRequested())
         if self._now - self._slow_checked >= SLOW_CHECK:
             self._slow_checked = self._now
-            mark_slow(self._fleet, self._fleet.candidates("").rows, self._now)
+            mark_slow(self._fleet, self._now)
         found: list[Move] = []
         leaving = [*self._leaving.items(), *((row, Reason.SLOW) for row in sorted(self._fleet.slow))]
         for reason in (Reason.LOST, Reason.DRAINING, Reason.SLOW):
@@ -200,13 +200,13 @@ class Placement:
 
     def _place(
         self, key: int, num_tokens: int, names: Mapping[int, Sequence[bytes]], rows: Rows
-    ) -> Place | Refuse:
+    ) -> Place | RefuseRequest:
         fleet, most = self._fleet, self._limits.max_queue_seconds
         if most is not None:
             expected = fleet.queue_seconds.take(rows) + fleet.placed_seconds.take(rows)
             if (least := float(expected.min())) > most:
                 text = f"a new request would wait about {least:.1f} s, and the limit is {most:g} s"
-                return Refuse(least - most, text)
+                return RefuseRequest(least - most, text)
             rows = rows[expected <= most]
         if fleet.slow:
             fast = rows[~np.isin(rows, list(fleet.slow))]
@@ -223,7 +223,7 @@ class Placement:
             else:
                 reason = Reason.LOAD if hits.any() else Reason.NO_PREFIX
         row, hit = int(rows[at]), int(hits[at])
-        stream = Stream(key, row, fleet.reports[row].identity, num_tokens, names, self._now)
+        stream = PlacedStream(key, row, fleet.reports[row].identity, num_tokens, names, self._now)
         self._put(stream, row, hit)
         return Place(fleet.names[row], reason, hit)
 
@@ -234,14 +234,16 @@ class Placement:
             PlacementView(self._fleet, rows, num_tokens, hits, self._count - 1, random)
         )
 
-    def _no_engine(self, identity: str) -> Hold | Refuse:
+    def _no_engine(self, identity: str) -> Hold | RefuseRequest:
         reports = (self._fleet.reports[row] for _, row in self._fleet if row not in self._removed)
         serving = [report for report in reports if report.condition in MAY_SERVE]
         if not identity or any(report.identity in ("", identity) for report in serving):
             if serving:
                 return Hold("no engine is ready; " + ", ".join(sorted({r.condition.value for r in serving})))
-            return Refuse(RETRY_AFTER, "no engine takes requests")
-        return Refuse(RETRY_AFTER, "no engine has the model with which the output of this request began")
+            return RefuseRequest(RETRY_AFTER, "no engine takes requests")
+        return RefuseRequest(
+            RETRY_AFTER, "no engine has the model with which the output of this request began"
+        )
 
     def _prefix_names(self, block_size: int) -> PrefixNames:
         if (found := self._prefixes.get(block_size)) is None:
@@ -259,13 +261,13 @@ class Placement:
                 hits[engines] = num_tokens(count)
         return hits.take(rows)
 
-    def _put(self, stream: Stream, row: int, hit: int, share: float = 0.0) -> None:
+    def _put(self, stream: PlacedStream, row: int, hit: int, share: float = 0.0) -> None:
         """Count a stream as placed on an engine. `share`: of the engine's time for moved streams; 0.0: it is new."""
         fleet = self._fleet
         stream.row, stream.since = row, self._now
         self._streams[stream.key] = stream
         self._streams_of.setdefault(row, {})[stream.key] = stream
-        seconds = float(max(stream.num_tokens - hit, 0) * fleet.token_seconds(np.array([row]))[0])
+        seconds = max(stream.num_tokens - hit, 0) * fleet.token_seconds_of(row)
         fleet.placed_seconds[row] += seconds
         fleet.streams[row] += 1
         if share:
@@ -277,7 +279,7 @@ class Placement:
         if (stream := self._streams.pop(key, None)) is not None:
             self._take_from(stream)
 
-    def _take_from(self, stream: Stream) -> None:
+    def _take_from(self, stream: PlacedStream) -> None:
         row = stream.row
         del self._streams_of[row][stream.key]
         self._fleet.streams[row] = max(0.0, self._fleet.streams[row] - 1)
@@ -322,7 +324,7 @@ class Placement:
             )
             found.append(Move(stream.key, source, self._fleet.names[stream.row], reason))
 
-    def _targets(self, stream: Stream, reason: Reason) -> Rows:
+    def _targets(self, stream: PlacedStream, reason: Reason) -> Rows:
         """Return the engines that may take a stream now: ready, with the model of its tokens, and not busy with the
         recomputation of others that moved."""
         fleet, limits = self._fleet, self._limits

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from services.frontend.placement.fleet import Column, Fleet, Rows
+from services.frontend.placement.fleet import Column, EngineColumns, Rows
 from services.plugins import find_class
 
 log = logging.getLogger("runahead.frontend")
@@ -22,7 +22,13 @@ class PlacementView:
     """The request that is placed, and the engines that may get it, in columns of equal length."""
 
     def __init__(
-        self, fleet: Fleet, rows: Rows, num_tokens: int, hits: NDArray[np.int64], count: int, random: float
+        self,
+        fleet: EngineColumns,
+        rows: Rows,
+        num_tokens: int,
+        hits: NDArray[np.int64],
+        count: int,
+        random: float,
     ) -> None:
         self._fleet = fleet
         self.rows = rows
@@ -74,16 +80,20 @@ class PlacementPolicy(Protocol):
 
 
 class PrefixAwarePolicy:
-    """The engine from which the first token is expected soonest: the time that its queue takes, and the time to compute
-    the tokens that it does not hold. A hit counts as the seconds that it saves, and no more."""
+    """The engine with the least cost in seconds: the time that its queue takes, and the time to compute the tokens that
+    it does not hold, which the request waits for, and those behind it too. A hit counts as the seconds that it saves,
+    and no more."""
 
     uses_prefixes = True
+    DELAYED = 3.0
+    """Requests that a second of computation delays: this one and, on a busy engine, those behind it."""
     TIE = 0.02
     """Costs are equal up to this share of the time to compute the whole prompt."""
 
     def choose(self, view: PlacementView) -> int:
         seconds = view.token_seconds
-        costs = view.queue_seconds + view.placed_seconds + (view.num_tokens - view.hits) * seconds
+        waiting = view.queue_seconds + view.placed_seconds
+        costs = waiting + self.DELAYED * (view.num_tokens - view.hits) * seconds
         return view.pick(costs <= costs.min() + self.TIE * view.num_tokens * seconds)
 
 
@@ -157,7 +167,7 @@ def _is_policy(loaded: type[Any]) -> bool:
     return {"uses_prefixes", "choose"} <= members
 
 
-class GuardedPolicy:
+class GuardedPlacementPolicy:
     """A policy whose exceptions and impossible answers are replaced by the least loaded engine (policy guard,
     docs/invariants.md)."""
 

@@ -8,10 +8,17 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
-from services.frontend.placement.decisions import EngineReport, Hold, Move, Place, PlacementLimits, Refuse
+from services.frontend.placement.decisions import (
+    EngineReport,
+    Hold,
+    Move,
+    Place,
+    PlacementLimits,
+    RefuseRequest,
+)
 
 
-class Started(msgspec.Struct, frozen=True, tag="started"):
+class PlacementStarted(msgspec.Struct, frozen=True, tag="started"):
     policy: str
     seed: int
     limits: PlacementLimits
@@ -44,7 +51,7 @@ class BlocksCleared(msgspec.Struct, frozen=True, tag="blocks_cleared"):
     name: str
 
 
-class RequestArrived(msgspec.Struct, frozen=True, tag="request"):
+class PlacementRequested(msgspec.Struct, frozen=True, tag="request"):
     """A decision follows."""
 
     key: int
@@ -63,10 +70,10 @@ class MovesRequested(msgspec.Struct, frozen=True, tag="moves_requested"):
 
 
 Event = (
-    Started | Advanced | EngineReported | EngineRemoved | BlocksStored | BlocksRemoved | BlocksCleared
-    | RequestArrived | RequestEnded | MovesRequested
+    PlacementStarted | Advanced | EngineReported | EngineRemoved | BlocksStored | BlocksRemoved | BlocksCleared
+    | PlacementRequested | RequestEnded | MovesRequested
 )  # fmt: skip
-Record = Event | Place | Hold | Refuse | Move
+Record = Event | Place | Hold | RefuseRequest | Move
 Recorder = Callable[[Record], None]
 
 _encoder = msgspec.json.Encoder()

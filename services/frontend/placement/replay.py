@@ -10,11 +10,12 @@ from services.frontend.placement.placement import Placement
 def replay(recording: Iterable[records.Record]) -> list[records.Record]:
     """Pass the events of a recording to a new core. Return what it records: the same events and its own decisions.
 
-    Raises: ValueError, if the recording does not begin with `Started`; PluginError, if its policy is not installed.
+    Raises: ValueError, if the recording does not begin with the start of a core; PluginError, if its policy is not
+    installed.
     """
     found: list[records.Record] = []
     events = iter(recording)
-    if not isinstance(started := next(events, None), records.Started):
+    if not isinstance(started := next(events, None), records.PlacementStarted):
         raise ValueError("the recording does not begin with the start of a core")
     core = Placement(started.policy, started.limits, started.seed, found.append)
     for event in events:
@@ -31,7 +32,7 @@ def replay(recording: Iterable[records.Record]) -> list[records.Record]:
                 core.on_blocks_removed(name, names)
             case records.BlocksCleared(name=name):
                 core.on_blocks_cleared(name)
-            case records.RequestArrived():
+            case records.PlacementRequested():
                 core.place_named(event.key, event.num_tokens, event.names, event.identity_required)
             case records.RequestEnded(key=key):
                 core.on_ended(key)

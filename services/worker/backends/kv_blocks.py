@@ -1,10 +1,14 @@
 """The number of KV blocks and of positions that a rank offers to the scheduler."""
 
+import logging
+
 from protocol.membership import Assignment
 from services.config import WorkerConfig
 from services.units import size_text
 from services.worker import machine
 from services.worker.runner import LoadError
+
+log = logging.getLogger("runahead.worker")
 
 
 def num_kv_blocks(
@@ -25,7 +29,17 @@ def num_kv_blocks(
     """
     budget = budget or machine.cache_budget(config.kv_cache_memory_bytes)
     per_request = -(-max_model_len // assignment.block_size)
-    return min(affordable_blocks(budget, bytes_per_block, reserved), assignment.num_slots * per_request)
+    affordable, useful = (
+        affordable_blocks(budget, bytes_per_block, reserved),
+        assignment.num_slots * per_request,
+    )
+    if config.kv_cache_memory_bytes and affordable > useful:
+        log.warning(
+            "--kv-cache-memory-bytes: %s of %s are used: %d sequences (--max-num-seqs) of %d tokens fill no more",
+            size_text(useful * bytes_per_block), size_text(config.kv_cache_memory_bytes),
+            assignment.num_slots, max_model_len,
+        )  # fmt: skip
+    return min(affordable, useful)
 
 
 def affordable_blocks(budget: int, bytes_per_block: int, reserved: int = 0) -> int:

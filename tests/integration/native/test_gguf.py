@@ -1,11 +1,13 @@
 """GGUF files give the logits and the tokens of `transformers` with the dequantised weights."""
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
 from services.checkpoint.gguf.tensor_types import TENSOR_TYPES
+from services.cli.app import run
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.runner import LoadError
 from services.worker.weights import model_digest, open_checkpoint
@@ -94,3 +96,15 @@ def test_configuration_is_that_of_the_model(tmp_path: Path) -> None:
     ours, theirs = (ModelConfig.from_checkpoint(tmp_path / name) for name in ("model.gguf", "original"))
     assert (ours.rope, ours.num_heads, ours.norm_eps) == (theirs.rope, theirs.num_heads, theirs.norm_eps)
     assert ours.tied is theirs.tied is False
+
+
+def test_convert_prints_the_directory_and_says_what_it_has_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, out = tmp_path / "model.gguf", tmp_path / "out"
+    gguf_models.write(model, "llama", "Q8_0")
+    assert run(["convert", str(model), "--out", str(out)]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"{out}\n"
+    (line,) = [line for line in printed.err.splitlines() if line.startswith("written: ")]
+    assert {file.name for file in out.iterdir()} == set(re.findall(r"([\w.]+) \([\d.]+ \w+\)", line))

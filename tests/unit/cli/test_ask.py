@@ -1,13 +1,17 @@
 """`runahead status` and `runahead trace`, when another program answers at the address."""
 
+import ssl
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import certifi
 import pytest
 
 from tests.unit.cli.command import run_command
+
+CERTIFICATES = Path(__file__).parents[2] / "integration" / "frontend" / "certificates"
 
 ANSWERS = {"/page": b"<html>", "/list": b"[1]", "/other": b'{"version": "1"}', "/binary": b"\xff\xfe"}
 
@@ -22,7 +26,7 @@ REFUSALS = {
 class _OtherProgram(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = "/" + self.path.split("/")[1]
-        body = ANSWERS.get(path) or REFUSALS[path]
+        body = ANSWERS.get(path) or REFUSALS.get(path, b"")
         self.send_response(200 if path in ANSWERS else 404)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -62,3 +66,37 @@ def test_the_reason_of_a_refusal_is_shown_if_there_is_one(
     done = run_command(capsys, "trace", "--url", other_program + path, "-o", str(tmp_path / "trace.json"))
     reason = ": steps are not recorded here" if path == "/refused" else ""
     assert done.stderr.endswith(f"status 404{reason}\n")
+
+
+@pytest.fixture(scope="module")
+def tls_program() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _OtherProgram) as server:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(CERTIFICATES / "server.pem", CERTIFICATES / "server.key")
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"https://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("command", ["status", "trace", "bench", "run-batch"])
+def test_every_command_trusts_a_server_in_the_same_way(
+    tls_program: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An authority that is named is checked, also on this machine, unless nothing is to be checked."""
+    (tmp_path / "in.jsonl").write_text("")
+    more = {
+        "trace": ["-o", str(tmp_path / "trace.json")],
+        "run-batch": ["-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")],
+    }.get(command, [])
+    known, unknown = str(CERTIFICATES / "ca.pem"), certifi.where()
+
+    def complaint(*trust: str) -> str:
+        return run_command(capsys, command, "--url", tls_program, *more, *trust).stderr
+
+    assert "certificate verify failed" in complaint("--cacert", unknown).lower().replace("_", " ")
+    for trust in ([], ["--cacert", known], ["--insecure", "--cacert", unknown]):
+        assert "certificate" not in complaint(*trust).lower()
+    assert "--cacert: cannot use /no/such.pem: No such file" in complaint("--cacert", "/no/such.pem")

@@ -238,3 +238,26 @@ def test_contradicting_flags_are_refused(
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
         merge(ServeConfig, flags, None, environment)
+
+
+@pytest.mark.parametrize(
+    ("variable", "advice"),
+    [
+        ("RUNAHEAD_MAX_NUM_SEQ", "use RUNAHEAD_MAX_NUM_SEQS"),
+        ("RUNAHEAD_KV_CACHE_MEMORY", "use RUNAHEAD_KV_CACHE_MEMORY_BYTES"),
+        ("RUNAHEAD_XYZZY", "remove it"),
+    ],
+)
+def test_a_variable_of_no_setting_is_refused_with_a_suggestion(variable: str, advice: str) -> None:
+    with pytest.raises(
+        ConfigurationError, match=f"^environment {variable}: there is no such setting; {advice}$"
+    ):
+        merge(ServeConfig, {}, None, {variable: "3"})
+
+
+def test_variables_of_other_commands_and_of_kubernetes_are_no_mistakes() -> None:
+    others = (
+        *("MAX_CONCURRENCY", "SIM_STEP_MS", "FAILPOINT_MASK_SECONDS", "WORKER_MEMORY", "VERSION"),
+        *("SERVICE_HOST", "FRONTEND_SERVICE_PORT_HTTP", "FRONTEND_PORT", "FRONTEND_PORT_8000_TCP_ADDR"),
+    )
+    merge(SchedulerConfig, {}, None, {f"RUNAHEAD_{name}": "3" for name in others})

@@ -10,6 +10,7 @@ import pytest
 
 from protocol.codec import unpack
 from services.config import SchedulerConfig
+from services.plugins import PluginError
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.observer import StepDispatched
 from services.scheduler.policies import (

@@ -22,12 +22,18 @@ def test_memory_without_room_for_one_block_names_what_would_do() -> None:
         affordable_blocks(199, 100, reserved=1)
 
 
-def test_no_more_blocks_than_all_slots_can_fill() -> None:
+def test_no_more_blocks_than_all_slots_can_fill_and_the_log_says_what_was_cut(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     assignment = Assignment(
         epoch=1, rank=0, world_size=1, block_size=16, num_slots=8, max_num_batched_tokens=64
     )
     config = WorkerConfig(model="m", kv_cache_memory_bytes=1 << 40)
-    assert num_kv_blocks(config, assignment, 100, max_model_len=100) == 8 * 7
+    with caplog.at_level("WARNING"):
+        assert num_kv_blocks(config, assignment, 100, max_model_len=100) == 8 * 7
+    assert caplog.messages == [
+        "--kv-cache-memory-bytes: 5.5 KiB of 1.0 TiB are used: 8 sequences (--max-num-seqs) of 100 tokens fill no more"
+    ]
 
 
 def test_context_beyond_the_model_is_refused() -> None:

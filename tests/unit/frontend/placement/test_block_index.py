@@ -1,4 +1,4 @@
-"""What engines hold: a bounded index beside a model that keeps everything."""
+"""The index of what engines hold, beside a model that keeps everything."""
 
 from collections import defaultdict
 

@@ -14,7 +14,7 @@ from services.frontend.placement import (
     Placement,
     PlacementLimits,
     Reason,
-    Refuse,
+    RefuseRequest,
 )
 from services.frontend.placement.engine_states import MAY_SERVE
 from services.frontend.placement.policies import BUILT_IN
@@ -26,6 +26,7 @@ ENGINES = st.sampled_from("abcde")
 IDENTITIES = st.sampled_from(("", "x", "y"))
 SECONDS = st.sampled_from((0.0, 0.001, 0.1, 10.0))
 PROMPTS = [prompt((1, 3)), prompt((1, 40)), prompt((1, 40), (2, 400)), prompt((3, 1000))]
+PROMPT = st.integers(0, len(PROMPTS) - 1)
 KEYS = st.integers(0, 30)
 REPORTS = st.builds(
     EngineReport,
@@ -73,11 +74,11 @@ class PlacementMachine(RuleBasedStateMachine):
 
     @rule(
         name=ENGINES,
-        tokens=st.sampled_from(PROMPTS),
+        prompt=PROMPT,
         change=st.sampled_from(("stored", "removed", "cleared")),
     )
-    def blocks(self, name: str, tokens: bytes, change: str) -> None:
-        names = names_of(tokens)
+    def blocks(self, name: str, prompt: int, change: str) -> None:
+        names = names_of(PROMPTS[prompt])
         changes: dict[str, Callable[[], None]] = {
             "stored": lambda: self.core.on_blocks_stored(name, names),
             "removed": lambda: self.core.on_blocks_removed(name, names[len(names) // 2 :]),
@@ -93,8 +94,9 @@ class PlacementMachine(RuleBasedStateMachine):
 
     # -- decisions -----------------------------------------------------------------------------------------------------
 
-    @rule(key=KEYS, tokens=st.sampled_from(PROMPTS), identity=IDENTITIES)
-    def place(self, key: int, tokens: bytes, identity: str) -> None:
+    @rule(key=KEYS, prompt=PROMPT, identity=IDENTITIES)
+    def place(self, key: int, prompt: int, identity: str) -> None:
+        tokens = PROMPTS[prompt]
         fitting = {
             name: report
             for name, report in self.reports.items()
@@ -113,7 +115,7 @@ class PlacementMachine(RuleBasedStateMachine):
             case Hold():
                 assert not ready
                 assert any(report.condition in MAY_SERVE for report in fitting.values())
-            case Refuse(retry_after=seconds, message=text):
+            case RefuseRequest(retry_after=seconds, message=text):
                 assert seconds > 0
                 assert text
                 assert not any(report.condition in MAY_SERVE for report in fitting.values()) or ready
@@ -136,7 +138,7 @@ class PlacementMachine(RuleBasedStateMachine):
     def streams_of_lost_engines_leave(self) -> None:
         """A stream is on a lost engine only while no engine has its model."""
         for _ in range(50):
-            self.now += 200.0
+            self.now += 1e6
             self.core.advance(self.now)
             self.move()
         ready = {report.identity for report in self.reports.values() if report.condition is Condition.READY}

@@ -4,8 +4,9 @@ import hashlib
 
 import pytest
 
-from services.frontend.placement import Condition, Hold, Move, Place, PlacementLimits, Reason, Refuse
+from services.frontend.placement import Condition, Hold, Move, Place, PlacementLimits, Reason, RefuseRequest
 from services.frontend.placement.placement import REST
+from services.frontend.placement.policies import PrefixAwarePolicy
 from services.frontend.placement.slowness import SLOW_SECONDS
 from tests.unit.frontend.placement.world import (
     BLOCK_SIZE,
@@ -67,9 +68,10 @@ def test_the_blocks_of_events_are_found_and_those_removed_are_not() -> None:
 
 @pytest.mark.parametrize(("queued", "reason"), [(0.9, Reason.PREFIX), (1.1, Reason.LOAD)])
 def test_a_hit_is_worth_the_seconds_that_it_saves(queued: float, reason: Reason) -> None:
+    """The seconds of this request, and of those that would wait behind it."""
     placement = core(*"ab")
     placement.on_blocks_stored("a", names_of(prompt((7, 100))))
-    placement.on_engine("a", report(queue_seconds=queued * 100 * TOKEN_SECONDS))
+    placement.on_engine("a", report(queue_seconds=queued * PrefixAwarePolicy.DELAYED * 100 * TOKEN_SECONDS))
     decision = placement.place(1, prompt((7, 120)))
     assert isinstance(decision, Place)
     assert (decision.reason, decision.engine) == (reason, "a" if reason is Reason.PREFIX else "b")
@@ -120,7 +122,7 @@ def test_requests_wait_for_an_engine_that_may_come_back(condition: Condition) ->
 
 def test_requests_are_refused_if_no_engine_can_come_back() -> None:
     placement = core()
-    assert isinstance(refused := placement.place(1, LONG), Refuse)
+    assert isinstance(refused := placement.place(1, LONG), RefuseRequest)
     assert refused.retry_after > 0
     placement.on_engine("a", report(Condition.DRAINING))
     assert placement.place(1, LONG) == refused
@@ -133,7 +135,7 @@ def test_output_of_one_model_goes_on_with_the_same_model_only() -> None:
     placement.on_engine("b", report(Condition.SILENT, identity="other"))
     assert isinstance(placement.place(6, LONG, "", "other"), Hold)
     placement.on_engine_removed("b")
-    assert isinstance(refused := placement.place(6, LONG, "", "other"), Refuse)
+    assert isinstance(refused := placement.place(6, LONG, "", "other"), RefuseRequest)
     assert "model" in refused.message
 
 
@@ -141,7 +143,7 @@ def test_a_queue_above_the_limit_refuses_with_the_time_to_wait() -> None:
     placement = core(*"ab", limits=PlacementLimits(max_queue_seconds=2.0))
     for name, seconds in (("a", 5.0), ("b", 3.0)):
         placement.on_engine(name, report(queue_seconds=seconds))
-    assert placement.place(1, LONG) == Refuse(
+    assert placement.place(1, LONG) == RefuseRequest(
         1.0, "a new request would wait about 3.0 s, and the limit is 2 s"
     )
     placement.on_engine("a", report(queue_seconds=1.0))
@@ -238,6 +240,17 @@ def test_streams_leave_a_slow_engine_once_and_never_return() -> None:
     assert run(100, 160.0, a=1.0, b=0.03, c=0.03) == [Move(2, "a", "c", Reason.SLOW)]
     placement.on_engine_removed("b")  # a loss moves any stream anywhere
     assert [move.key for move in placement.moves()] == [1]
+
+
+def test_engines_of_different_models_are_not_compared() -> None:
+    placement = core("a")
+    placement.place(1, LONG)
+    for second in range(60):
+        placement.advance(float(second))
+        placement.on_engine("a", report(output_seconds=9.0))
+        placement.on_engine("b", report(output_seconds=0.1, identity="other"))
+        assert placement.moves() == []
+    assert {engine_of(placement.place(key, prompt((key, 100)))) for key in range(2, 6)} == {"a", "b"}
 
 
 def test_an_engine_that_is_slow_alone_keeps_its_streams() -> None:

@@ -114,7 +114,10 @@ def _family(raw: dict[str, Any], architectures: Mapping[str, str]) -> str:
     if name is None:
         raise LoadError(f"config.json names no architecture; the native backend computes {works}")
     if name not in architectures:
-        raise LoadError(f"architecture {name} is not supported; the native backend computes {works}")
+        raise LoadError(
+            f"architecture {name} is not supported; the native backend computes {works}; try --backend vllm "
+            "(docs/vllm.md)"
+        )
     return architectures[name]
 
 
