@@ -102,19 +102,20 @@ class FrontendConfig(HttpConfig):
         "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL chooses grpc (default) or http/protobuf, whose endpoint ends with "
         "/v1/traces. Needs the extra otel. Default: none.",
     )
-    enable_auto_tool_choice: bool = Field(
-        False, description="Let the model decide whether to call a tool. Needs --tool-call-parser."
-    )
-    tool_call_parser: ToolCallFormat | None = Field(
+    enable_auto_tool_choice: bool | None = Field(
         None,
-        description="Format of tool calls in the output of the model; Qwen 2.5 and 3 use hermes, Qwen 3 Coder "
-        "qwen3_xml, gpt-oss openai. Default: none.",
+        description="Let the model decide whether to call a tool. Default: on if the format of its calls is known.",
     )
-    reasoning_parser: ReasoningFormat | None = Field(
-        None,
-        description="Format of reasoning in the output of the model: between <think> and </think>, always present "
-        "(deepseek_r1) or present if the answer begins with <think> (qwen3, glm45); between [THINK] and [/THINK] "
-        "(mistral); after a sentence (granite). Default: none.",
+    tool_call_parser: Literal["auto", "none", ToolCallFormat] = Field(
+        "auto",
+        description="Format of tool calls in the output of the model: the one that its chat template shows (auto), no "
+        "calls (none), or a format by name. Qwen 2.5 and 3 use hermes, Qwen 3 Coder qwen3_xml, gpt-oss openai.",
+    )
+    reasoning_parser: Literal["auto", "none", ReasoningFormat] = Field(
+        "auto",
+        description="Format of reasoning in the output of the model: the one that its chat template shows (auto); no "
+        "reasoning (none); between <think> and </think>, always present (deepseek_r1) or present if the answer begins "
+        "with <think> (qwen3, glm45); between the same words in brackets (mistral); after a sentence (granite).",
     )
     generation_config: Literal["auto", "vllm"] = Field(
         "auto", description="Default sampling parameters of requests: the checkpoint's (auto) or none (vllm)."
@@ -139,6 +140,6 @@ class FrontendConfig(HttpConfig):
 
     @model_validator(mode="after")
     def _check_tool_calls(self) -> Self:
-        if self.enable_auto_tool_choice and self.tool_call_parser is None:
-            raise ValueError("--enable-auto-tool-choice needs --tool-call-parser")
+        if self.enable_auto_tool_choice and self.tool_call_parser == "none":
+            raise ValueError("--enable-auto-tool-choice needs a format of calls, not --tool-call-parser none")
         return self

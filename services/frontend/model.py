@@ -4,7 +4,7 @@ import logging
 from dataclasses import dataclass, field
 
 from protocol.sampling import Pooling
-from services.checkpoint import DEMO_MODEL, is_local, model_name, resolve
+from services.checkpoint import DEMO_MODEL, is_local, model_name, read_json, resolve
 from services.config import FrontendConfig
 from services.frontend.openai.parameters.sampling import SamplingDefaults
 from services.frontend.output_formats import OutputFormats
@@ -48,5 +48,7 @@ class ServedModel:
         template = ChatTemplate(text, tokenizer.special, tool_use)
         name = config.model if config.model and not is_local(config.model) else model_name(directory)
         pooling = Pooling[config.pooling_type.upper()]
-        formats = OutputFormats.from_config(config, tokenizer)
+        architectures = read_json(directory, "config.json").get("architectures")
+        architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+        formats = OutputFormats.from_config(config, tokenizer, tool_use or text or "", architecture)
         return cls(config.served_model_name or [name], tokenizer, template, defaults, pooling, formats)

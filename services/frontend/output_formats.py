@@ -3,9 +3,11 @@
 import logging
 from dataclasses import dataclass
 
+from services.checkpoint import CheckpointError
 from services.config import FrontendConfig
 from services.frontend.reasoning import formats as reasoning_formats
 from services.frontend.reasoning.think import THINK, ReasoningStart, ReasoningTags
+from services.frontend.recognition import recognised_reasoning, recognised_tools
 from services.frontend.text.tokenizer import Tokenizer
 from services.frontend.tools import formats as tool_formats
 from services.frontend.tools.parser import ToolParser
@@ -27,10 +29,36 @@ class OutputFormats:
     """True if the tags around reasoning are special tokens."""
     tags: ReasoningTags = THINK
     """Texts around reasoning."""
+    grammar_waits_for_tag: bool = True
+    """True if a grammar leaves room for reasoning that the prompt has not begun. Only a format that was named allows
+    it, because a model that does not reason then is not constrained."""
 
     @classmethod
-    def from_config(cls, config: FrontendConfig, tokenizer: Tokenizer) -> "OutputFormats":
-        reasoning = reasoning_formats.FORMATS[config.reasoning_parser] if config.reasoning_parser else None
+    def from_config(
+        cls, config: FrontendConfig, tokenizer: Tokenizer, template: str = "", architecture: str = ""
+    ) -> "OutputFormats":
+        """
+        Args:
+            template: text of the chat template that shows tools. `auto` looks for the formats in it.
+            architecture: its name in the checkpoint.
+
+        Raises: CheckpointError, if tools were asked for and the template does not show the format of calls.
+        """
+        tool_format, reasoning_format = config.tool_call_parser, config.reasoning_parser
+        if tool_format == "auto":
+            tool_format = recognised_tools(template, architecture) or "none"
+            if tool_format == "none" and config.enable_auto_tool_choice:
+                raise CheckpointError(
+                    "--enable-auto-tool-choice: the chat template does not show the format of tool calls; name it with "
+                    f"--tool-call-parser ({', '.join(tool_formats.FORMATS)})"
+                )
+        if reasoning_format == "auto":
+            reasoning_format = recognised_reasoning(template) or "none"
+        log.info(
+            "tool calls: %s, reasoning: %s (--tool-call-parser %s, --reasoning-parser %s)",
+            tool_format, reasoning_format, config.tool_call_parser, config.reasoning_parser,
+        )  # fmt: skip
+        reasoning = reasoning_formats.FORMATS.get(reasoning_format)
         tags = reasoning.tags if reasoning is not None else THINK
         reasoning_end = tuple(tokenizer.encode_rendered(tags.closing[-1])) if reasoning is not None else ()
         if len(reasoning_end) > 1:
@@ -39,16 +67,17 @@ class OutputFormats:
                 tags.closing[-1],
                 len(reasoning_end),
             )
-        tools = tool_formats.FORMATS[config.tool_call_parser] if config.tool_call_parser else None
+        tools = tool_formats.FORMATS.get(tool_format)
         return cls(
             tools,
-            config.enable_auto_tool_choice,
+            tools is not None and config.enable_auto_tool_choice is not False,
             tools is not None and any(_is_hidden(marker, tokenizer) for marker in tools.markers),
             reasoning.start if reasoning is not None else None,
             reasoning_end,
             reasoning is not None
             and any(_is_hidden(tag, tokenizer) for tag in (*tags.opening, *tags.closing)),
             tags,
+            config.reasoning_parser != "auto",
         )
 
 

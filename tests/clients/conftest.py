@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RUNAHEAD = ROOT / ".venv" / "bin" / "runahead"
 ARGUMENTS = (
     "serve", "--port", "0", "--max-model-len", "2048", "--kv-cache-memory-bytes", "256M", "--dtype", "float32",
-    "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--log-level", "warning",
+    "--log-level", "warning",
 )  # fmt: skip
 
 

@@ -86,3 +86,9 @@ def test_every_field_of_a_body_is_known(server: RunningServer) -> None:
     for name, official in kinds.items():
         fields = {field for kind in official for field in typing.get_type_hints(kind)}
         assert fields - set(schemas[name]["properties"]) - IGNORED == set(), name
+
+
+def test_models_are_listed(server: RunningServer) -> None:
+    (model,) = Anthropic().models.list()
+    assert (model.id, model.display_name) == (server.model, server.model)
+    assert Anthropic().models.retrieve(model.id) == model

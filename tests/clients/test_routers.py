@@ -45,6 +45,7 @@ def test_two_engines_behind_a_router(engines: list[RunningServer], name: str, tm
     try:
         wait_until_served(url, router, log)
         with OpenAI(base_url=f"{url}/v1") as client:
+            assert {model.id for model in client.models.list()} == {engines[0].model}
             for stream in (False, True) * 2:
                 request = {"model": engines[0].model, "messages": MESSAGES, "max_tokens": 4, "temperature": 0}
                 if stream:

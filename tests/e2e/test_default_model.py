@@ -20,7 +20,7 @@ from tests.e2e.server import ServeProcess, is_alive, serving, wait_until
 pytestmark = pytest.mark.skipif(packaged_model() is None, reason="deploy/model.txt is not installed")
 COMMON = "--dtype=float32", "--max-model-len=384", "--max-num-seqs=8"
 SETTINGS = (
-    *COMMON, f"--kv-cache-memory-bytes={20 << 20}", "--enable-auto-tool-choice", "--tool-call-parser=hermes",
+    *COMMON, f"--kv-cache-memory-bytes={20 << 20}",
     '--speculative-config={"method": "ngram", "num_speculative_tokens": 3, "adaptive": false}',
 )  # fmt: skip
 """Not adaptive: on a busy machine the measured times may speak against drafts."""

@@ -30,7 +30,10 @@ SOURCES = [
     and INSTALLED not in path.parts
 ]
 
-OTHER_PROGRAMS = {"--scale", "--from-file", "--index-url", "--no-index", "--no-deps", "--target", "--out"}
+OTHER_PROGRAMS = {
+    "--scale", "--from-file", "--index-url", "--no-index", "--no-deps", "--target", "--out", "--wheel-dir",
+    "--find-links", "--constraint", "--require-hashes", "--requirement", "--upgrade", "--worker-urls",
+}  # fmt: skip
 """Flags of docker, kubectl, pip and the measurements."""
 LONGEST_LINE = 120
 
@@ -147,7 +150,11 @@ def test_benchmarks_that_are_named_exist(page: Path) -> None:
         assert (ROOT / "tests" / "benchmarks" / f"{name}.py").exists(), name
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+EXAMPLES = [page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "clients.md"]
+"""Pages with examples that this environment can run; tests/clients/test_examples.py runs those of clients.md."""
+
+
+@pytest.mark.parametrize("page", EXAMPLES, ids=lambda page: page.name)
 def test_python_examples_run(page: Path) -> None:
     """`core` in an example is an `EngineCore`."""
     for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):

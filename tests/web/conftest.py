@@ -29,10 +29,7 @@ FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--force-color-profile=srgb",
 )  # fmt: skip
-NATIVE = (
-    "--max-model-len", "2048", "--kv-cache-memory-bytes", "256M", "--threads", "1", "--enable-auto-tool-choice",
-    "--tool-call-parser", "hermes",
-)  # fmt: skip
+NATIVE = ("--max-model-len", "2048", "--kv-cache-memory-bytes", "256M", "--threads", "1")
 SIM = ("--backend", "sim", "--sim-step-ms", "20", "--sim-decode-us", "200", "--tensor-parallel-size", "4")
 EIGHT = (*SIM, "--pipeline-parallel-size", "2")
 

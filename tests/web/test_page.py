@@ -76,11 +76,11 @@ def test_a_stream_appears_and_its_steps_are_seen(model: WebServer, open_page: Op
     page = open_page(model)
     answer = ask(page, ASK, max_tokens=160, temperature=0, parallel=1)
     expect(answer.locator(".markdown")).not_to_be_empty()
-    expect(answer.locator(".note")).to_contain_text("tokens/s")
     expect(page.locator("#send")).to_be_visible()
+    expect(answer.locator(".note")).to_contain_text("tokens/s, first after")
     wait_for_steps(page)
     assert page.locator("#server").inner_text().endswith("on 1 rank, native backend, batch queue depth 2")
-    select_step(page, "0 prefill and 1 decode tokens")
+    select_step(page, "0 prefill tokens and 1 decode token")
     expect(page.locator("#detail table").nth(2)).to_contain_text("decode")
     wait_for_frame(page)
     picture(page, "page")
@@ -106,7 +106,7 @@ def test_markup_from_a_model_is_harmless(model: WebServer, open_page: Opener) ->
     )
     page = open_page(model)
     answer = ask(page, "Go.", schema=json.dumps({"const": attack}), max_tokens=600, temperature=0)
-    expect(answer.locator(".note")).to_contain_text("tokens/s")
+    expect(answer.locator(".note")).to_contain_text("first after")
     expect(answer.locator(".markdown strong")).to_have_text("bold")
     assert page.evaluate("window.harm") is None
     for tag in ("img", "script", "style", "form", "input", "svg", "a[href^=javascript]"):
@@ -120,14 +120,79 @@ def test_a_tool_call_is_shown_with_its_arguments(model: WebServer, open_page: Op
     page.click("#options-toggle")
     page.select_option("#tool_choice", "required")
     answer = ask(page, "The weather in Paris?", tools=json.dumps(tools), max_tokens=200, temperature=0)
-    expect(answer.locator(".call h4")).to_have_text("calls weather")
-    expect(answer.locator(".call code")).to_contain_text('"city": "Paris"')
+    expect(answer.locator(".call h4").first).to_have_text("calls weather")
+    expect(answer.locator(".call code").first).to_contain_text('"city": "Paris"')
 
 
-def test_an_option_that_is_not_valid_is_named(model: WebServer, open_page: Opener) -> None:
-    page = open_page(model)
-    ask(page, "Hello", schema="{")
-    expect(page.get_by_role("alert")).to_contain_text("Structured output: this is not valid JSON")
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("temperature", "9", "Temperature: at most 2"),
+        ("seed", "1.5", "Seed: a whole number"),
+        ("schema", "{", "Structured output: this is not valid JSON"),
+    ],
+)
+def test_an_option_that_is_not_valid_is_named_at_its_field(
+    name: str, value: str, text: str, eight: WebServer, open_page: Opener
+) -> None:
+    page = open_page(eight)
+    ask(page, "Hello", **{name: value})
+    expect(page.locator("#options").get_by_role("alert")).to_contain_text(text)
+    expect(page.locator(f"#{name}")).to_be_focused()
+    expect(page.locator("#prompt")).to_have_value("Hello")
+    page.fill(f"#{name}", "")
+    expect(page.get_by_role("alert")).to_have_count(0)
+
+
+def test_numbers_between_the_steps_of_a_field_are_sent(eight: WebServer, open_page: Opener) -> None:
+    page = open_page(eight)
+    with page.expect_request("**/v1/chat/completions") as sent:
+        answer = ask(page, "Hello", temperature="0.75", top_p="0.925", max_tokens=4)
+    expect(answer.locator(".note")).to_contain_text("first after")
+    assert {"temperature": 0.75, "top_p": 0.925, "max_tokens": 4}.items() <= sent.value.post_data_json.items()
+
+
+def test_a_chat_survives_a_reload_and_is_edited_and_answered_again(
+    eight: WebServer, open_page: Opener
+) -> None:
+    page = open_page(eight)
+    expect(page.locator("#prompt")).to_be_focused()
+    answer = ask(page, "Hello", max_tokens=12, temperature=0)
+    expect(answer.locator(".note")).to_contain_text("first after")
+    text = answer.locator(".markdown").inner_text()
+    page.reload()
+    expect(answer.locator(".markdown")).to_have_text(text)
+    expect(page.locator("#prompt")).to_be_focused()
+    answer.get_by_role("button", name="Regenerate").click()
+    expect(answer.locator(".note")).to_contain_text("first after")
+    expect(page.locator(".turn")).to_have_count(2)
+    page.get_by_role("button", name="Edit").click()
+    expect(page.locator("#prompt")).to_have_value("Hello")
+    expect(page.locator(".turn")).to_have_count(0)
+    assert page.evaluate("sessionStorage.length") == 0
+    answer = ask(page, "Again", max_tokens=4)
+    expect(answer.locator(".note")).to_contain_text("first after")
+    page.click("#clear")
+    page.reload()
+    expect(page.locator(".empty")).to_be_visible()
+
+
+def test_an_answer_and_its_code_are_copied(eight: WebServer, open_page: Opener) -> None:
+    """No simulated model writes code: the conversation is that of an earlier visit of the tab."""
+    code = "print(" + "1 + " * 60 + "1)\n"
+    content = f"Run this:\n```\n{code}```"
+    chat = [{"role": "user", "content": "Code?"}, {"role": "assistant", "content": content}]
+    page = open_page(eight)
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.evaluate("chat => sessionStorage.setItem('chat', JSON.stringify(chat))", chat)
+    page.reload()
+    for place, expected in ((".block", code), (".actions", content)):
+        button = page.locator(f".turn.answer {place} .copy")
+        button.click()
+        expect(button).to_have_text("Copied")
+        assert page.evaluate("navigator.clipboard.readText()") == expected
+    bar = "(e => e.scrollWidth > e.clientWidth && e.offsetHeight > e.clientHeight)"
+    assert page.locator(".block pre").evaluate(bar), "a wide block has a scroll bar that takes room"
 
 
 def test_the_timeline_is_used_with_the_keyboard_alone(model: WebServer, open_page: Opener) -> None:
@@ -189,14 +254,14 @@ def test_a_click_on_a_step_tells_its_requests_tokens_and_times(
     served: WebServer = request.getfixturevalue(server)
     page = open_page(served, width, height, scheme)
     answer = ask(page, "Hello", max_tokens=40, temperature=0, parallel=6)
-    expect(answer.locator(".note")).to_contain_text("tokens/s")
+    expect(answer.locator(".note")).to_contain_text("first after")
     if width < 900:
         page.click("#tab-engine")
     wait_for_steps(page)
     expect(page.locator("#live")).to_contain_text("idle")
     number = "rank," if num_ranks == 1 else "ranks,"
     assert f"on {num_ranks} {number}" in page.locator("#server").inner_text()
-    row_height = 46 if num_ranks == 1 else 30
+    row_height = 46 if num_ranks == 1 else 36
     for rank in sorted({0, num_ranks - 1}):
         clicked = click_a_step(page, 64 + row_height * (rank + 0.4))
         entries = page.request.get(f"{served.url}debug/steps?limit=512").json()["entries"]
@@ -211,9 +276,9 @@ def test_a_click_on_a_step_tells_its_requests_tokens_and_times(
         requests = rows_of(tables.nth(2))
         assert [row[0] for row in requests] == step["requests"]
         assert [int(row[3]) for row in requests] == step["scheduled"]
-        assert f"{step['decode_tokens']} decode tokens" in page.locator("#detail p").inner_text()
-    page.locator("#timeline").press("ArrowRight")
-    expect(page.locator("#detail-title")).to_have_text(f"Step {clicked + 1} of epoch 1")
+        assert f"{step['decode_tokens']} decode token" in page.locator("#detail p").inner_text()
+    page.locator("#timeline").press("ArrowLeft")
+    expect(page.locator("#detail-title")).to_have_text(f"Step {clicked - 1} of epoch 1")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert page.evaluate("(e => e.scrollWidth <= e.clientWidth)(document.getElementById('engine'))")
     wait_for_frame(page)
@@ -244,7 +309,13 @@ def test_a_killed_rank_and_the_recovery_are_seen(ranks: WebServer, open_page: Op
     page.fill("#key", KEY)
     page.press("#key", "Enter")
     answer = ask(page, "Hello", max_tokens=400, parallel=8)
-    expect(answer.locator(".markdown")).not_to_be_empty()
+    expect(answer.locator(".note")).to_contain_text(
+        re.compile(r"streaming, \d+ tokens in 8 answers, .* tokens/s")
+    )
+    answer.locator(".note").evaluate(
+        """note => { window.notes = [];
+        new MutationObserver(() => notes.push(note.textContent)).observe(note, { childList: true }); }"""
+    )
     wait_for_steps(page)
     ranks.worker(2).kill()
     expect(page.locator("#events")).to_contain_text(
@@ -252,7 +323,10 @@ def test_a_killed_rank_and_the_recovery_are_seen(ranks: WebServer, open_page: Op
     )
     started = page.locator("#events button.started")
     expect(started.first).to_contain_text("Epoch 2 started after")
-    expect(answer.locator(".note")).to_contain_text("tokens/s")
+    expect(answer.locator(".note")).to_contain_text("first after")
+    notes = page.evaluate("notes")
+    assert "recovering; the answer goes on" in notes
+    assert notes[-2].startswith("streaming")
     started.first.click()
     expect(page.locator("#pause")).to_have_attribute("aria-pressed", "true")
     wait_for_frame(page)
@@ -269,12 +343,12 @@ def test_figure_of_run_ahead(open_page: Opener, depth: int) -> None:
     with serving(*NATIVE, "--batch-queue-depth", str(depth)) as server:
         page = open_page(server, 1240, 900)
         answer = ask(page, "Tell me a very long story.", max_tokens=120, temperature=0, parallel=8)
-        expect(answer.locator(".note")).to_contain_text("in 8 answers")
+        expect(answer.locator(".note")).to_contain_text(re.compile("in 8 answers.* first after"))
         for index in range(8):
             expect(page.locator(".turn .markdown").nth(index)).not_to_be_empty()
         expect(page.locator("#live")).to_contain_text("idle")
         in_flight = "2 steps in flight" if depth == 2 else "1 step in flight"
-        select_step(page, in_flight, "8 requests running, 0 waiting", "0 prefill and 8 decode tokens")
+        select_step(page, in_flight, "8 requests running, 0 waiting", "0 prefill tokens and 8 decode tokens")
         for _ in range(4):  # others like it stand beside it
             page.keyboard.press("ArrowLeft")
         page.keyboard.press("Escape")

@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import msgspec
-from fastapi import APIRouter, Path
+from fastapi import APIRouter, Path, Query
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 from services.frontend.context import AppContext, Context
-from services.frontend.errors import APIError
+from services.frontend.errors import APIError, invalid
 from services.frontend.openai.answers.chat_output import ChatOutput
 from services.frontend.openai.answers.usage import UsageCounter
 from services.frontend.openai.answers.writers import AnswerCollector
@@ -50,7 +50,19 @@ async def create(http: HTTPRequest, context: Context) -> Response:
     responses=_STORED,
     operation_id="get_v1_responses_id",
 )
-async def retrieve(http: HTTPRequest, context: Context, id: ResponseId) -> Response:
+async def retrieve(
+    http: HTTPRequest,
+    context: Context,
+    id: ResponseId,
+    stream: bool = False,
+    starting_after: Annotated[int | None, Query(ge=0, lt=2**31)] = None,
+) -> Response:
+    if stream or starting_after is not None:
+        raise invalid(
+            "events of a stored response are not kept, so a broken stream cannot be taken up again; send the request "
+            "once more, or leave out stream and starting_after to get the whole response",
+            "starting_after" if starting_after is not None else "stream",
+        )
     found = _required(context.responses).get(http.state.tenant, id)
     return Response(found.response, media_type="application/json")
 

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from typing_extensions import TypedDict
 
 from services import release
-from services.frontend.context import Context
+from services.frontend.context import AppContext, Context
 from services.frontend.openai.schemas.responses import Natural
 from services.frontend.openapi import GUARDED, errors
 from services.frontend.routes.probes import PHASE_TEXTS
@@ -18,7 +18,16 @@ class VersionResponse(TypedDict):
     version: str
 
 
-class ServerInfo(VersionResponse):
+class NamedModel(TypedDict):
+    """Name of the model in the API, under each key that routers read it from."""
+
+    model_id: str
+    model_path: str
+    tokenizer_path: str
+    served_model_name: str
+
+
+class ServerInfo(VersionResponse, NamedModel):
     phase: str
     detail: str
     """One line for people."""
@@ -33,11 +42,7 @@ class ServerInfo(VersionResponse):
     """Combination of features of the engine."""
 
 
-class ModelInfo(TypedDict):
-    model_path: str
-    """Name of the model in the API."""
-    tokenizer_path: str
-    served_model_name: str
+class ModelInfo(NamedModel):
     is_generation: Literal[True]
     max_model_len: Natural | None
 
@@ -61,6 +66,7 @@ async def version() -> VersionResponse:
 async def server_info(context: Context) -> ServerInfo:
     state = context.engine.state
     return {
+        **_named(context),
         "version": release.version(),
         "phase": state.phase.name.lower(),
         "detail": PHASE_TEXTS[state.phase],
@@ -73,13 +79,16 @@ async def server_info(context: Context) -> ServerInfo:
     }
 
 
-@router.get("/get_model_info", summary="The model, as SGLang's routers read it")
-async def model_info(context: Context) -> ModelInfo:
+def _named(context: AppContext) -> NamedModel:
     name = context.model.names[0]
+    return {"model_id": name, "model_path": name, "tokenizer_path": name, "served_model_name": name}
+
+
+@router.get("/model_info", summary="The model, as SGLang's routers read it")
+@router.get("/get_model_info", summary="The model, as older routers read it")
+async def model_info(context: Context) -> ModelInfo:
     return {
-        "model_path": name,
-        "tokenizer_path": name,
-        "served_model_name": name,
+        **_named(context),
         "is_generation": True,
         "max_model_len": context.engine.state.max_model_len or None,
     }

@@ -1,5 +1,6 @@
-"""/v1/models: the names under which the model is served."""
+"""/v1/models: the names under which the model is served, in OpenAI's and Anthropic's form at once."""
 
+from datetime import UTC, datetime
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path
@@ -19,16 +20,25 @@ class ModelEntry(TypedDict):
     created: Natural
     owned_by: str
     max_model_len: Natural | None
+    type: Literal["model"]
+    display_name: str
+    created_at: str
+    """RFC 3339."""
 
 
 class ModelList(TypedDict):
     object: Literal["list"]
     data: list[ModelEntry]
+    first_id: str
+    last_id: str
+    has_more: Literal[False]
 
 
 @router.get("/v1/models", summary="Models that are served")
 async def models(context: Context) -> ModelList:
-    return {"object": "list", "data": [_entry(context, name) for name in context.model.names]}
+    names = context.model.names
+    data = [_entry(context, name) for name in names]
+    return {"object": "list", "data": data, "first_id": names[0], "last_id": names[-1], "has_more": False}
 
 
 @router.get("/v1/models/{name:path}", summary="One of the models", responses=errors(400, 404))
@@ -45,4 +55,7 @@ def _entry(context: AppContext, name: str) -> ModelEntry:
         "created": context.started,
         "owned_by": "runahead",
         "max_model_len": context.engine.state.max_model_len or None,
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(context.started, UTC).isoformat().replace("+00:00", "Z"),
     }

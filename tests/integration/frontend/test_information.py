@@ -1,5 +1,7 @@
 """Routes that describe the server: models, sizes, load."""
 
+from datetime import datetime
+
 import httpx
 import pytest
 
@@ -26,6 +28,16 @@ def test_each_model_has_an_entry(frontend: Frontend, scheduler: ScriptedSchedule
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
 
 
+def test_models_have_the_names_and_times_of_anthropics_client(
+    frontend: Frontend, scheduler: ScriptedScheduler
+) -> None:
+    found = get(frontend, "/v1/models").json()
+    model = found["data"][0]
+    assert (model["type"], model["display_name"]) == ("model", model["id"])
+    assert datetime.fromisoformat(model["created_at"]).timestamp() == model["created"]
+    assert (found["first_id"], found["last_id"]) == (model["id"], found["data"][-1]["id"])
+
+
 def test_information_has_sizes_and_no_secrets() -> None:
     with scripted(served_model_name=["org/demo"], api_key=["sesame"]) as (frontend, _):
 
@@ -43,8 +55,10 @@ def test_information_has_sizes_and_no_secrets() -> None:
             CONTEXT,
             ["org/demo"],
         )
-        model = content("/get_model_info")
-        assert (model["model_path"], model["is_generation"]) == ("org/demo", True)
+        for path in ("/server_info", "/model_info", "/get_model_info"):
+            keys = "model_id", "model_path", "tokenizer_path", "served_model_name"
+            assert {content(path)[key] for key in keys} == {"org/demo"}
+        assert content("/model_info")["is_generation"] is True
         tokenizer = content("/tokenizer_info")
         assert tokenizer["special_tokens"] == TOKENIZER.special
         assert "messages" in str(tokenizer["chat_template"])

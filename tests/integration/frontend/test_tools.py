@@ -362,11 +362,29 @@ def test_bad_request_is_400_and_named(
     assert scheduler.requests == []
 
 
+def test_without_flags_formats_of_the_chat_template_are_parsed_and_grammars_are_always_enforced(
+    tmp_path: Path,
+) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE + '{# <tool_call>{"name": NAME, "arguments": ARGUMENTS}</tool_call> #}')
+    with scripted(served_model_name=["demo"], chat_template=str(template)) as (frontend, scheduler):
+        scheduler.script(answering(f"<think>Where?</think>{SPELLED['hermes']}"))
+        for choice in (whole(frontend, tools=TOOLS), streamed(frontend, tools=TOOLS)[0]):
+            assert (calls_of(choice), choice.message.reasoning) == (CALLS, "Where?")
+        scheduler.script(answering(ARGUMENTS))
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": CITY}}
+        assert whole(frontend, response_format=form).message.content == ARGUMENTS
+        assert scheduler.request(0).structured.begins_after == (), "the model may not reason"
+        on = {"extra_body": {"chat_template_kwargs": {"thinking": True}}}
+        whole(frontend, response_format=form, **on)
+        assert scheduler.request(1).structured.begins_after == tuple(ids_of("</think>"))
+
+
 def test_auto_needs_a_format_and_a_flag_but_required_calls_need_neither(
     frontend: Frontend, scheduler: ScriptedScheduler
 ) -> None:
     with frontend.client() as client:
-        with pytest.raises(openai.BadRequestError, match="--enable-auto-tool-choice and --tool-call-parser"):
+        with pytest.raises(openai.BadRequestError, match="needs --tool-call-parser with the format"):
             client.chat.completions.create(model="demo", messages=ASK, tools=TOOLS)
         scheduler.script(answering(ARGUMENTS))
         asked = {"model": "demo", "messages": ASK, "tools": TOOLS, "tool_choice": NAMED}

@@ -50,7 +50,10 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("serve", DEMO, "--port", "{port}"), "cannot listen on 127.0.0.1 port {port}: address already in use"),
     (("serve", DEMO, "--port", "80000"), "--port: input should be less than or equal to 65535, not '80000'"),
     (("serve", DEMO, "--host", "192.0.2.1"), "cannot listen on 192.0.2.1 port 8000: cannot assign requested address"),
-    (("serve", DEMO, "--enable-auto-tool-choice"), "--enable-auto-tool-choice needs --tool-call-parser"),
+    (
+        ("serve", DEMO, "--enable-auto-tool-choice", "--tool-call-parser", "none"),
+        "--enable-auto-tool-choice needs a format of calls",
+    ),
     (("serve", DEMO, "--tool-call-parser", "hermse"), "--tool-call-parser: input should be"),
     (("serve", DEMO, "--chat-template", "/no/such.jinja"), "--chat-template: cannot read /no/such.jinja"),
     (("serve", DEMO, "--api-key", ""), "--api-key: a key is empty; give a key, or leave the setting out"),

@@ -46,13 +46,15 @@ class ChatOutput:
     def grammar(
         self, content: StructuredOutputParams | None, start: ReasoningStart | None
     ) -> StructuredOutputParams | None:
-        """Return what constrains the output. A grammar begins after the reasoning.
+        """Return what constrains the output. A grammar begins after the reasoning, if there may be some.
 
         Args:
             content: the body's constraint on the content.
         """
         grammar = self.tools.grammar or content
         if grammar is None or start in (None, ReasoningStart.OUTSIDE):
+            return grammar
+        if start is ReasoningStart.BY_TAG and not self.formats.grammar_waits_for_tag:
             return grammar
         return msgspec.structs.replace(grammar, begins_after=self.formats.reasoning_end)
 

@@ -58,9 +58,13 @@ class ToolChoice:
             return cls(Mode.NONE, frozenset(), None, None, always)
         if given is None or given == "auto":
             if model_format is None or not auto_enabled:
+                missing = (
+                    "--tool-call-parser with the format of this model's calls, which its chat template does not show"
+                    if model_format is None
+                    else "a start without --no-enable-auto-tool-choice"
+                )
                 raise invalid(
-                    '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set; '
-                    'without them tool_choice can be "none", "required" or a function',
+                    f'tool_choice "auto" needs {missing}; "none", "required" and a function work without it',
                     "tool_choice",
                 )
             grammar = _either(body, model_format, tools, max_calls)

@@ -1,18 +1,17 @@
-// A conversation over /v1/chat/completions, streamed.
+// A conversation over /v1/chat/completions, streamed. It survives a reload of the tab, in the session storage.
 
+import { Answer } from "./answer.js";
 import { eventData, request } from "./api.js";
-import { byId, element } from "./dom.js";
-import { render } from "./markdown.js";
+import { actions, byId, copyButton, count, element } from "./dom.js";
+import { InvalidOption, options } from "./options.js";
 
-const NUMBERS = [
-  "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "frequency_penalty", "presence_penalty",
-  "repetition_penalty",
-];
+const STORED = "chat"; // key in the session storage
 
 export class Chat {
   #model;
-  #messages = [];
-  #running = null;
+  #turns = []; // {message, nodes}: of the conversation, oldest first
+  #running = null; // {controller, progress}
+  #phase = "ready"; // of the engine
 
   constructor(model) {
     this.#model = model;
@@ -26,60 +25,100 @@ export class Chat {
         this.#send();
       }
     });
-    byId("stop").addEventListener("click", () => this.#running?.abort());
+    byId("stop").addEventListener("click", () => this.#running?.controller.abort());
     byId("clear").addEventListener("click", () => this.#clear());
-    byId("options-toggle").addEventListener("click", ({ currentTarget: button }) => {
-      const shown = button.getAttribute("aria-expanded") !== "true";
-      button.setAttribute("aria-expanded", String(shown));
-      byId("options").hidden = !shown;
-    });
+    byId("options-toggle").addEventListener("click", () => showOptions(byId("options").hidden));
     this.#showEmpty();
+    this.#restore();
+    byId("prompt").focus();
   }
 
-  async #send() {
+  // Takes the phase of the engine, which an open answer waits for.
+  setPhase(phase) {
+    this.#phase = phase;
+    this.#running?.progress.show(phase);
+  }
+
+  #send() {
     const text = byId("prompt").value.trim();
     if (!text || this.#running) return;
+    if (this.#answer({ role: "user", content: text })) byId("prompt").value = "";
+  }
+
+  // Sends the conversation, with a new message at its end if there is one. Returns whether the options are valid.
+  #answer(message) {
     let body;
     try {
-      body = this.#body(text);
+      body = { ...options(), model: this.#model, stream: true };
     } catch (error) {
-      this.#notice(error.message);
-      return;
+      if (!(error instanceof InvalidOption)) throw error;
+      showOptions(true);
+      error.show();
+      return false;
     }
-    byId("prompt").value = "";
-    if (!this.#messages.length) byId("messages").replaceChildren();
-    const messages = this.#messages; // a new chat has another list
-    messages.push({ role: "user", content: text });
-    this.#add(element("div", { className: "turn user" }, element("p", { text })));
-    this.#setRunning(new AbortController());
-    const answers = Array.from({ length: body.n }, () => new Answer(this.#add(element("div", { className: "turn" }))));
-    await receive(body, this.#running.signal, answers, () => this.#follow());
+    if (message) this.#addUser(message);
+    body.messages = [...this.#system(), ...this.#turns.map((turn) => turn.message)];
+    body.stream_options = { include_usage: true, continuous_usage_stats: true };
+    this.#receive(body);
+    return true;
+  }
+
+  async #receive(body) {
+    const turns = this.#turns; // a new chat has another list
+    const answers = Array.from({ length: body.n }, () => this.#newAnswer());
+    const progress = new Progress(answers);
+    this.#setRunning({ controller: new AbortController(), progress });
+    progress.show(this.#phase);
+    await receive(body, this.#running.controller.signal, progress, () => {
+      progress.show(this.#phase);
+      this.#follow();
+    });
+    const { message } = answers[0];
+    if (message) turns.push({ message, nodes: answers.map((answer) => answer.node) });
+    else if (turns === this.#turns) this.#giveBack(turns.pop());
     this.#setRunning(null);
-    if (answers[0].message) messages.push(answers[0].message);
-    else messages.pop();
+    if (turns === this.#turns) this.#store();
+    if (document.activeElement === document.body) byId("prompt").focus();
   }
 
-  // Throws an Error with a text for the user if an option is not valid.
-  #body(text) {
-    const body = {
-      model: this.#model,
-      messages: [...this.#system(), ...this.#messages, { role: "user", content: text }],
-      stream: true,
-      stream_options: { include_usage: true },
-      n: this.#copies(),
-    };
-    for (const name of NUMBERS) if (byId(name).value !== "") body[name] = Number(byId(name).value);
-    const tools = parsed("tools", "Tools");
-    if (tools) body.tools = tools;
-    if (tools && byId("tool_choice").value) body.tool_choice = byId("tool_choice").value;
-    const schema = parsed("schema", "Structured output");
-    if (schema) body.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
-    return body;
+  // Puts a message that was not answered into the prompt again.
+  #giveBack({ message, nodes }) {
+    nodes[0].querySelector(".actions").remove();
+    byId("prompt").value ||= message.content;
   }
 
-  #copies() {
-    const { value, max } = byId("parallel");
-    return Math.min(Math.max(1, Math.trunc(Number(value))), Number(max));
+  #addUser(message) {
+    const node = element("div", { className: "turn user" }, element("p", { text: message.content }));
+    node.append(actions(this.#button("Edit", node, () => {
+      byId("prompt").value = message.content;
+      byId("prompt").focus();
+    }, "Change this message; what follows it is removed")));
+    if (!this.#turns.length) byId("messages").replaceChildren();
+    this.#add(node);
+    this.#turns.push({ message, nodes: [node] });
+    this.#store();
+  }
+
+  #newAnswer() {
+    const node = this.#add(element("div", { className: "turn answer" }));
+    const answer = new Answer(node);
+    const again = this.#button("Regenerate", node, () => this.#answer(null), "Answer again, in place of this answer");
+    again.classList.add("again");
+    node.append(actions(copyButton(() => answer.text), again));
+    return answer;
+  }
+
+  // A button that removes the turn of a node, and what follows it, and then acts.
+  #button(text, node, act, title) {
+    const button = element("button", { type: "button", text, title });
+    button.addEventListener("click", () => {
+      const at = this.#turns.findIndex((turn) => turn.nodes.includes(node));
+      if (this.#running || at < 0) return;
+      for (const turn of this.#turns.splice(at)) for (const gone of turn.nodes) gone.remove();
+      this.#store();
+      act();
+    });
+    return button;
   }
 
   #system() {
@@ -87,16 +126,19 @@ export class Chat {
     return content ? [{ role: "system", content }] : [];
   }
 
-  #setRunning(controller) {
-    this.#running = controller;
-    byId("stop").hidden = !controller;
-    byId("send").hidden = !!controller;
+  #setRunning(running) {
+    this.#running = running;
+    byId("stop").hidden = !running;
+    byId("send").hidden = !!running;
+    byId("messages").setAttribute("aria-busy", String(!!running));
   }
 
   #clear() {
-    this.#running?.abort();
-    this.#messages = [];
+    this.#running?.controller.abort();
+    this.#turns = [];
+    this.#store();
     this.#showEmpty();
+    byId("prompt").focus();
   }
 
   #showEmpty() {
@@ -104,8 +146,28 @@ export class Chat {
       element("p", { className: "empty", text: "Send a message, and watch the steps that compute the answer." }));
   }
 
-  #notice(text) {
-    this.#add(element("p", { className: "error", role: "alert", text }));
+  #store() {
+    const messages = this.#turns.map((turn) => turn.message);
+    try {
+      if (messages.length) sessionStorage.setItem(STORED, JSON.stringify(messages));
+      else sessionStorage.removeItem(STORED);
+    } catch {
+      // it is full, or switched off
+    }
+  }
+
+  #restore() {
+    const messages = JSON.parse(sessionStorage.getItem(STORED) ?? "[]");
+    for (const message of messages) {
+      if (message.role === "user") {
+        this.#addUser(message);
+        continue;
+      }
+      const answer = this.#newAnswer();
+      answer.restore(message);
+      this.#turns.push({ message, nodes: [answer.node] });
+    }
+    this.#store();
   }
 
   #add(node) {
@@ -121,131 +183,65 @@ export class Chat {
   }
 }
 
+function showOptions(shown) {
+  byId("options-toggle").setAttribute("aria-expanded", String(shown));
+  byId("options").hidden = !shown;
+}
+
 // Sends a request and shows its choices in the answers. All of them are in one response: a browser opens few connections
 // to a server, and the stream of steps needs one.
-async function receive(body, signal, answers, onChange) {
-  const began = performance.now();
-  let first = 0, usage = null, stopped = false;
+async function receive(body, signal, progress, onChange) {
+  let stopped = false;
   try {
     const response = await request("v1/chat/completions", { method: "POST", body: JSON.stringify(body), signal });
     for await (const event of eventData(response)) {
       if (event.error) throw new Error(event.error.message);
-      usage = event.usage ?? usage;
-      for (const choice of event.choices ?? []) {
-        first ||= performance.now();
-        answers[choice.index].add(choice, onChange);
-      }
+      progress.take(event, onChange);
     }
   } catch (error) {
     stopped = error.name === "AbortError";
-    if (!stopped) answers[0].fail(error.message);
+    if (!stopped) progress.answers[0].fail(error.message);
   }
-  const speed = first ? summary(answers.length, began, first, usage) : "no answer";
-  for (const answer of answers) answer.end(stopped ? "stopped" : answer === answers[0] ? speed : "");
+  progress.end(stopped);
   onChange();
 }
 
-// One answer of the model, while it arrives and afterwards.
-class Answer {
-  #node;
-  #text = "";
-  #reasoning = "";
-  #calls = [];
-  #finish = "";
-  #hasBegun = false;
-  #scheduled = false;
+// The numbers below the answers to one request.
+class Progress {
+  #began = performance.now();
+  #first = 0;
+  #tokens = 0;
+  #hasEnded = false;
 
-  constructor(node) {
-    this.#node = node;
-    this.content = element("div", { className: "markdown" });
-    this.thoughts = element("details", { className: "reasoning" }, element("summary", { text: "Reasoning" }));
-    this.thoughtText = element("p");
-    this.thoughts.append(this.thoughtText);
-    this.thoughts.hidden = true;
-    this.tools = element("div", { className: "calls" });
-    this.foot = element("p", { className: "note", text: "waiting for the first token …" });
-    node.append(this.thoughts, this.content, this.tools, this.foot);
+  constructor(answers) {
+    this.answers = answers;
   }
 
-  // The answer as a message of the conversation; null if nothing has arrived.
-  get message() {
-    if (!this.#hasBegun) return null;
-    const calls = this.#calls.filter(Boolean);
-    return { role: "assistant", content: this.#text, ...(calls.length ? { tool_calls: calls } : {}) };
-  }
-
-  add(choice, onChange) {
-    this.#hasBegun = true;
-    this.#finish = choice.finish_reason ?? this.#finish;
-    this.#append(choice.delta);
-    this.#draw(onChange);
-  }
-
-  fail(reason) {
-    this.#node.append(element("p", { className: "error", role: "alert", text: reason }));
-  }
-
-  end(note) {
-    this.#render();
-    const ended = this.#finish && this.#finish !== "stop" ? `ended by ${this.#finish.replace("_", " ")}` : "";
-    this.foot.textContent = [note, ended].filter(Boolean).join(", ");
-  }
-
-  #append(delta) {
-    this.#text += delta.content ?? "";
-    this.#reasoning += delta.reasoning ?? delta.reasoning_content ?? "";
-    for (const part of delta.tool_calls ?? []) {
-      const call = (this.#calls[part.index] ??= { id: "", type: "function", function: { name: "", arguments: "" } });
-      call.id ||= part.id ?? "";
-      call.function.name += part.function?.name ?? "";
-      call.function.arguments += part.function?.arguments ?? "";
+  take(event, onChange) {
+    this.#tokens = event.usage?.completion_tokens ?? this.#tokens;
+    for (const choice of event.choices ?? []) {
+      this.#first ||= performance.now();
+      this.answers[choice.index].add(choice, onChange);
     }
   }
 
-  // Draws at most once per frame: parsing the whole answer for every token would be quadratic.
-  #draw(onChange) {
-    if (this.#scheduled) return;
-    this.#scheduled = true;
-    requestAnimationFrame(() => {
-      this.#scheduled = false;
-      this.#render();
-      onChange();
-    });
+  show(phase) {
+    if (this.#hasEnded) return;
+    const state = phase !== "ready" && phase !== "draining" ? "recovering; the answer goes on" :
+      this.#first ? `streaming, ${this.#counts()}` : "waiting for the first token …";
+    for (const answer of this.answers) answer.note(answer === this.answers[0] ? state : "");
   }
 
-  #render() {
-    render(this.content, this.#text);
-    this.thoughts.hidden = !this.#reasoning;
-    this.thoughtText.textContent = this.#reasoning;
-    this.tools.replaceChildren(...this.#calls.filter(Boolean).map((call) =>
-      element("div", { className: "call" },
-        element("h4", { text: `calls ${call.function.name}` }),
-        element("pre", {}, element("code", { text: pretty(call.function.arguments) })))));
+  end(stopped) {
+    this.#hasEnded = true;
+    const latency = `first after ${Math.round(this.#first - this.#began)} ms`;
+    const numbers = this.#first ? `${this.#counts()}, ${latency}` : "no answer";
+    for (const answer of this.answers) answer.end(stopped ? "stopped" : answer === this.answers[0] ? numbers : "");
   }
-}
 
-function summary(copies, began, first, usage) {
-  const tokens = usage?.completion_tokens ?? 0;
-  const seconds = (performance.now() - first) / 1000;
-  const speed = tokens > copies && seconds > 0 ? `${((tokens - copies) / seconds).toFixed(1)} tokens/s, ` : "";
-  const answers = copies > 1 ? ` in ${copies} answers` : "";
-  return `${tokens} tokens${answers}, ${speed}first after ${Math.round(first - began)} ms`;
-}
-
-function pretty(text) {
-  try {
-    return JSON.stringify(JSON.parse(text), null, 2);
-  } catch {
-    return text;
-  }
-}
-
-function parsed(id, name) {
-  const text = byId(id).value.trim();
-  if (!text) return null;
-  try {
-    return JSON.parse(text);
-  } catch (error) {
-    throw new Error(`${name}: this is not valid JSON: ${error.message}`);
+  #counts() {
+    const copies = this.answers.length, later = this.#tokens - copies, seconds = (performance.now() - this.#first) / 1000;
+    const speed = later > 0 && seconds > 0 ? `, ${(later / seconds).toFixed(1)} tokens/s` : "";
+    return `${count(this.#tokens, "token")}${copies > 1 ? ` in ${copies} answers` : ""}${speed}`;
   }
 }

@@ -1,7 +1,7 @@
 // Facts about the selected step: its times on every rank, and its requests.
 
 import { getJSON } from "./api.js";
-import { byId, element, table } from "./dom.js";
+import { byId, count, element, table } from "./dom.js";
 import { keyOf } from "./history.js";
 
 const ms = (seconds) => (seconds * 1000).toFixed(2);
@@ -52,12 +52,11 @@ export class Detail {
 const hint = () =>
   element("p", { className: "note", text: "A click on a step, or an arrow key, shows its requests, tokens and times." });
 
-const count = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
-
 function facts(step) {
-  const drafts = step.draft_tokens ? `, ${step.accepted_tokens} of ${step.draft_tokens} drafts accepted` : "";
+  const drafts = step.draft_tokens ? `, ${step.accepted_tokens} of ${count(step.draft_tokens, "draft")} accepted` : "";
   return element("p", {
-    text: `${count(step.rows, "request")}, ${step.prefill_tokens} prefill and ${step.decode_tokens} decode tokens, ` +
+    text: `${count(step.rows, "request")}, ${count(step.prefill_tokens, "prefill token")} and ` +
+      `${count(step.decode_tokens, "decode token")}, ` +
       `${count(step.output_tokens, "output token")}${drafts}. ${count(step.steps_in_flight, "step")} in flight, ` +
       `${count(step.num_running, "request")} running, ${step.num_waiting} waiting, ` +
       `${(100 * step.kv_cache_usage).toFixed(1)} % of the KV cache in use.`,

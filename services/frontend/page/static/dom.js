@@ -18,3 +18,33 @@ export function table(head, rows, numeric = []) {
     element("thead", {}, element("tr", {}, ...cells("th", head))),
     element("tbody", {}, ...rows.map((row) => element("tr", {}, ...cells("td", row)))));
 }
+
+export const count = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
+
+export const actions = (...buttons) => element("div", { className: "actions" }, ...buttons);
+
+// A button that copies a text; it says so for a moment.
+export function copyButton(text) {
+  const button = element("button", { type: "button", text: "Copy", className: "copy" });
+  button.addEventListener("click", async () => {
+    button.textContent = (await copied(text())) ? "Copied" : "Not allowed";
+    setTimeout(() => (button.textContent = "Copy"), 1500);
+  });
+  return button;
+}
+
+// A page over HTTP from another machine has no clipboard of its own; the old command works there.
+async function copied(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    const area = element("textarea", { className: "hidden" });
+    area.value = text;
+    document.body.append(area);
+    area.select();
+    const done = document.execCommand("copy");
+    area.remove();
+    return done;
+  }
+}

@@ -11,7 +11,7 @@ export class Lanes {
 
   get rankHeight() {
     const ranks = this.history.numRanks;
-    return ranks > 4 ? 30 : ranks > 2 ? 38 : 46;
+    return ranks > 4 ? 36 : ranks > 2 ? 38 : 46;
   }
 
   get height() {

@@ -3,7 +3,7 @@
 import { eventData, getJSON, request, setKey } from "./api.js";
 import { Chat } from "./chat.js";
 import { Detail } from "./detail.js";
-import { byId, element } from "./dom.js";
+import { byId, count, element } from "./dom.js";
 import { History } from "./history.js";
 import { Timeline } from "./timeline.js";
 
@@ -18,6 +18,12 @@ class Engine {
   #detail = new Detail(this.#history);
   #timeline = new Timeline(this.#history, (step) => this.#detail.show(step));
   #newestEvent = -1;
+  #onPhase;
+
+  // onPhase is called with the engine's phase.
+  constructor(onPhase) {
+    this.#onPhase = onPhase;
+  }
 
   async run() {
     for (;;) {
@@ -40,9 +46,10 @@ class Engine {
 
   #showState() {
     const { engine, steps, missed } = this.#history, last = steps.at(-1), now = this.#history.now();
+    this.#onPhase(engine.phase);
     const idle = !last || now === null || now - last.applied > 1;
     const paused = this.#timeline.live ? "" : ", view paused";
-    const lost = missed ? `, ${missed} records missed` : "";
+    const lost = missed ? `, ${count(missed, "record")} missed` : "";
     this.#say(`${engine.phase === "ready" ? (idle ? "idle" : "live") : engine.phase.replaceAll("_", " ")}${paused}${lost}`);
     byId("live").dataset.state = engine.phase !== "ready" ? "lost" : idle ? "idle" : "live";
     const { events } = this.#history;
@@ -89,8 +96,8 @@ async function start() {
   byId("lock").hidden = true;
   byId("main").hidden = false;
   describe(info);
-  new Chat(info.served_model_names[0]);
-  new Engine().run();
+  const chat = new Chat(info.served_model_names[0]);
+  new Engine((phase) => chat.setPhase(phase)).run();
 }
 
 // Shows model and engine; the engine's features are known when it is ready.
@@ -98,7 +105,7 @@ function describe(info) {
   const { backend, batch_queue_depth: depth, ...features } = info.features;
   const ranks = Number(features.tensor_parallel_size) * Number(features.pipeline_parallel_size);
   const text = backend
-    ? ` on ${ranks} ${ranks === 1 ? "rank" : "ranks"}, ${backend} backend, batch queue depth ${depth}`
+    ? ` on ${count(ranks, "rank")}, ${backend} backend, batch queue depth ${depth}`
     : `: ${info.detail}`;
   byId("server").replaceChildren(element("strong", { text: info.served_model_names[0] }), text);
   if (!backend) setTimeout(async () => describe(await getJSON("server_info").catch(() => info)), 1000);

@@ -4,6 +4,7 @@ const GAP = 8;
 
 export class Strips {
   top = 0;
+  #tops = []; // text of the largest value that each strip shows
 
   constructor(history) {
     this.history = history;
@@ -19,10 +20,11 @@ export class Strips {
 
   draw(pen, view, colours, steps, selected) {
     let y = this.top;
+    this.#tops = [];
     for (const strip of this.strips) {
       pen.fillStyle = colours.panel;
       pen.fillRect(view.left, y, view.right - view.left, strip.height);
-      strip.draw(pen, view, colours, steps, y, strip.height);
+      this.#tops.push(strip.draw(pen, view, colours, steps, y, strip.height));
       if (selected) {
         const [began, ended] = extent(selected);
         pen.fillStyle = colours.ink;
@@ -41,6 +43,16 @@ export class Strips {
       const label = { text: strip.name, short: strip.short, value: step ? strip.value(step) : "", y: y + strip.height / 2 };
       y += strip.height + GAP;
       return label;
+    });
+  }
+
+  // The scale of each strip, for its right side.
+  scale() {
+    let y = this.top;
+    return this.strips.flatMap(({ height }, i) => {
+      const ends = [{ text: this.#tops[i], y: y + 6 }, { text: "0", y: y + height - 5 }];
+      y += height + GAP;
+      return ends;
     });
   }
 
@@ -69,6 +81,7 @@ function bars(pen, view, steps, y, height, parts) {
       base -= tall;
     }
   }
+  return String(most);
 }
 
 // A value holds from one dispatch to the next.
@@ -103,13 +116,15 @@ const ALL = [
     name: "steps in flight", short: "in flight", height: 30, value: (step) => String(step.steps_in_flight),
     draw(pen, view, colours, steps, y, height) {
       const depth = (step) => step.steps_in_flight;
-      stairs(pen, view, steps, y, height, depth, most(steps, depth, 2), colours.accent, true);
+      const top = most(steps, depth, 2);
+      stairs(pen, view, steps, y, height, depth, top, colours.accent, true);
+      return String(top);
     },
   },
   {
     name: "prefill + decode", short: "tokens", height: 44, value: (step) => `${step.prefill_tokens} + ${step.decode_tokens}`,
     draw(pen, view, colours, steps, y, height) {
-      bars(pen, view, steps, y, height, [
+      return bars(pen, view, steps, y, height, [
         [(step) => step.decode_tokens, colours.decode], [(step) => step.prefill_tokens, colours.prefill],
       ]);
     },
@@ -117,7 +132,7 @@ const ALL = [
   {
     name: "drafts accepted", short: "drafts", height: 30, value: (step) => `${step.accepted_tokens} of ${step.draft_tokens}`,
     draw(pen, view, colours, steps, y, height) {
-      bars(pen, view, steps, y, height, [
+      return bars(pen, view, steps, y, height, [
         [(step) => step.accepted_tokens, colours.decode],
         [(step) => step.draft_tokens - step.accepted_tokens, colours.line],
       ]);
@@ -127,7 +142,9 @@ const ALL = [
     name: "KV cache in use", short: "KV use", height: 30, value: (step) => `${(100 * step.kv_cache_usage).toFixed(1)} %`,
     draw(pen, view, colours, steps, y, height) {
       const use = (step) => step.kv_cache_usage;
-      stairs(pen, view, steps, y, height, use, most(steps, use, 0.01), colours.accent, true);
+      const top = most(steps, use, 0.01);
+      stairs(pen, view, steps, y, height, use, top, colours.accent, true);
+      return `${(100 * top).toFixed(top < 0.1 ? 1 : 0)} %`;
     },
   },
   {
@@ -137,6 +154,7 @@ const ALL = [
       const top = Math.max(most(steps, running, 1), most(steps, waiting, 1));
       stairs(pen, view, steps, y, height, running, top, colours.accent, false);
       stairs(pen, view, steps, y, height, waiting, top, colours.waiting, false);
+      return String(top);
     },
   },
 ];

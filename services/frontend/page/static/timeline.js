@@ -1,12 +1,12 @@
 // The canvas with lanes and charts: drawing, pointer and keyboard.
 
-import { byId } from "./dom.js";
+import { byId, count } from "./dom.js";
 import { Lanes } from "./lanes.js";
 import { Palette } from "./palette.js";
 import { Strips } from "./strips.js";
 import { View } from "./view.js";
 
-const AXIS = 24, GUTTER = 108, NARROW_GUTTER = 76, MARGIN = 12;
+const AXIS = 24, GUTTER = 108, NARROW_GUTTER = 76, MARGIN = 34;
 
 export class Timeline {
   selected = null;
@@ -250,12 +250,16 @@ export class Timeline {
       pen.textAlign = "right";
       pen.fillText(value, view.left - 8, y + 7);
     }
+    pen.font = `10px ${colours.font}`;
+    pen.textAlign = "left";
+    pen.fillStyle = colours.muted;
+    for (const { text, y } of this.#strips.scale()) pen.fillText(text, view.right + 4, y);
   }
 
   #describe() {
     const { steps, numRanks } = this.#history, last = steps.at(-1), step = this.selected;
     const text = step ? `Step ${step.step_id} of epoch ${step.epoch} is selected.` :
-      last ? `${steps.length} steps on ${numRanks} ranks; ${last.steps_in_flight} in flight, ${last.num_running} requests.` :
+      last ? `${count(steps.length, "step")} on ${count(numRanks, "rank")}; ${last.steps_in_flight} in flight, ${count(last.num_running, "request")}.` :
         "No steps yet.";
     if (this.#canvas.getAttribute("aria-label") !== text) this.#canvas.setAttribute("aria-label", text);
   }
