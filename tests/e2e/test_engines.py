@@ -3,14 +3,17 @@
 import asyncio
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
 
+from services.checkpoint import DEMO_MODEL
 from tests.e2e.server import ServeProcess, serving, wait_until
 from tests.e2e.streams import answers, assert_nothing_is_kept, bodies, requests_total
 
@@ -174,3 +177,24 @@ async def test_streams_move_when_settings_change() -> None:
         server.signal(signal.SIGTERM)
         assert server.wait() == 0, server.log.read_text()
         server.assert_nothing_is_left()
+
+
+def test_a_change_that_fails_leaves_the_engines_as_they_were(tmp_path: Path) -> None:
+    """The tokenizer of the new engine is not that of the frontend, which is found when it is connected."""
+    shutil.copytree(DEMO_MODEL, tmp_path / "other")
+    file = tmp_path / "other" / "tokenizer.json"
+    file.write_text(file.read_text() + "\n")
+    with serving(*SIM, ADMIN) as server:
+        before = engines_of(server)["0"]
+        for flags, why in (
+            (("--tokenizer", str(tmp_path / "other")), "tokenizer mismatch"),
+            (("--pipeline-parallel-size", "999"), "pipeline"),
+            (("--port", "1"), "--port is no setting of an engine"),
+            (("--frobnicate", "1"), "--frobnicate is no flag"),
+        ):
+            assert why in run_command("replan", server.url, *flags, fails=True)
+        wait_until(lambda: list(engines_of(server)) == ["0"], "the other engine is forgotten")
+        assert engines_of(server)["0"]["pids"] == before["pids"]
+        with server.client() as client:
+            model = client.models.list().data[0].id
+            assert client.completions.create(model=model, prompt="Still", max_tokens=3).usage

@@ -24,7 +24,7 @@ from protocol.silence import SIGN_INTERVAL
 from protocol.transport import HandshakeRefused
 from services.frontend.engine.addresses import EngineAddress
 from services.frontend.engine.availability import NOT_CONNECTED, Recovery
-from services.frontend.engine.engine import Engine
+from services.frontend.engine.engine import ConnectedEngine
 from services.frontend.engine.ledger import NOBODY, LedgerEntry, RequestLedger
 from services.frontend.engine.signs_of_life import CHECK_INTERVAL
 from services.frontend.engine.streams import FlushQueue, RequestStream
@@ -111,12 +111,12 @@ class EngineClient:
         self.flush_queue = FlushQueue()
         self.draining = False
         self._settings = silence, patience, security, tokenizer
-        self.engines: dict[str, Engine] = {}
+        self.engines: dict[str, ConnectedEngine] = {}
         """By name. One that is listed no longer stays until it owns no request."""
         self._connections: dict[str, asyncio.Task[None]] = {}
         self._refused: asyncio.Future[None] | None = None
         """Set while connections are made: ends with the refusal of the only engine."""
-        self._primary: Engine | None = None
+        self._primary: ConnectedEngine | None = None
         """The engine whose sizes hold for new requests."""
         self._identity = ""
         """Identity of the engines that get new requests; "": that of the first one that serves."""
@@ -197,7 +197,7 @@ class EngineClient:
                 continue
             if known is not None:  # its requests wait for the scheduler at the other endpoint
                 self._disconnect(known)
-            engine = self.engines[name] = Engine(
+            engine = self.engines[name] = ConnectedEngine(
                 *(address, self.ledger, *self._settings, self.recoveries),
                 *(self._on_engine, self._on_finish),
             )
@@ -207,10 +207,10 @@ class EngineClient:
         self._elect()
         self._settle()
 
-    def _connect(self, engine: Engine) -> None:
+    def _connect(self, engine: ConnectedEngine) -> None:
         self._connections[engine.name] = asyncio.create_task(self._run_engine(engine))
 
-    async def _run_engine(self, engine: Engine) -> None:
+    async def _run_engine(self, engine: ConnectedEngine) -> None:
         while True:
             try:
                 await engine.connection.run()
@@ -227,12 +227,12 @@ class EngineClient:
                 return
             await asyncio.sleep(REFUSED_PAUSE)
 
-    def _disconnect(self, engine: Engine) -> None:
+    def _disconnect(self, engine: ConnectedEngine) -> None:
         if (task := self._connections.pop(engine.name, None)) is not None:
             task.cancel()
         self.ledger.disconnected(engine.name)
 
-    def _report(self, engine: Engine) -> None:
+    def _report(self, engine: ConnectedEngine) -> None:
         self._placement.advance(time.monotonic())
         self._placement.on_engine(engine.name, engine.report())
 
@@ -246,7 +246,7 @@ class EngineClient:
             log.warning("new requests go to engines with other weights from now on")
             self._identity = ""
 
-        def rank(engine: Engine) -> tuple[bool, bool, bool]:
+        def rank(engine: ConnectedEngine) -> tuple[bool, bool, bool]:
             fits = not self._identity or engine.identity in ("", self._identity)
             return fits and engine.ready, fits and engine.accepts, not engine.refusal
 
@@ -260,7 +260,7 @@ class EngineClient:
                 best.follow_steps(self.steps)
         self._primary = best
 
-    def _on_engine(self, engine: Engine) -> None:
+    def _on_engine(self, engine: ConnectedEngine) -> None:
         """An engine has sent its state, or was lost."""
         self._report(engine)
         primary = self._primary
@@ -285,7 +285,7 @@ class EngineClient:
         """End the requests that an engine owns."""
         self._fail([entry.stream for entry in self.ledger.owned(name)], APIError(503, why))
 
-    def find(self, name: str) -> Engine:
+    def find(self, name: str) -> ConnectedEngine:
         """Raises: APIError"""
         if (engine := self.engines.get(name)) is None:
             known = ", ".join(self.engines)
@@ -406,7 +406,7 @@ class EngineClient:
             move.reason,
         )  # fmt: skip
 
-    def _on_finish(self, engine: Engine, finish: Finish) -> bool:
+    def _on_finish(self, engine: ConnectedEngine, finish: Finish) -> bool:
         """Return True if a request that an engine did not admit was placed at another one."""
         if finish.reason is not FinishReason.REJECTED or len(self.engines) == 1:
             return False

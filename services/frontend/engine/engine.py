@@ -39,7 +39,7 @@ MAX_SHEDDING = 1.0
 """Seconds after a refusal for load in which no further request is sent to the scheduler, at most."""
 
 
-class Engine:
+class ConnectedEngine:
     """
     Args:
         ledger: the open requests of all engines.
@@ -62,8 +62,8 @@ class Engine:
         security: Security,
         tokenizer: str,
         recoveries: deque[Recovery],
-        on_change: Callable[["Engine"], None],
-        on_finish: Callable[["Engine", Finish], bool],
+        on_change: Callable[["ConnectedEngine"], None],
+        on_finish: Callable[["ConnectedEngine", Finish], bool],
     ) -> None:
         self.address = address
         self.name = address.name

@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 from protocol.requests import ITERATION_TOKENS
 from services import release
 from services.frontend.engine.client import EngineClient
-from services.frontend.engine.engine import Engine
+from services.frontend.engine.engine import ConnectedEngine
 from services.frontend.metrics.collectors import LABELS, OURS, histogram_family
 
 _GAUGES = {
@@ -62,7 +62,7 @@ class EngineStatistics(Collector):
             family.add_metric((*labels, part) if part else labels, value)
 
     @staticmethod
-    def _about_an_engine(families: "_Families", named: dict[str, str], engine: Engine) -> None:
+    def _about_an_engine(families: "_Families", named: dict[str, str], engine: ConnectedEngine) -> None:
         state = engine.state
         if state.info:
             name, text = f"{OURS}engine", "features that are combined in this engine"

@@ -117,7 +117,9 @@ async def replan_status(context: Context) -> ReplanStatus:
     return {"phase": phase, "engine": engine, "detail": detail}
 
 
-@router.post("/engines/{name}/drain", summary="Moves the streams of an engine", responses=errors(404, 409))
+@router.post(
+    "/engines/{name:path}/drain", summary="Moves the streams of an engine", responses=errors(404, 409)
+)
 async def drain(
     name: Annotated[str, Path(max_length=256)], context: Context, cancel: bool = False
 ) -> DrainResponse:
