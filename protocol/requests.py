@@ -203,6 +203,11 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     connection, the requests of the one before have ended."""
     round_trips: RoundTrips | None = None
     """None: the scheduler does not answer signs of life."""
+    identity: Name = ""
+    """Digest of everything that the engine's tokens depend on, besides the tokenizer: backend, weights, data type,
+    batch invariance. Streams move between engines of equal identity only. "": not known yet."""
+    pids: Annotated[list[Count], msgspec.Meta(max_length=MAX_ITEMS)] = []
+    """Process ids on their machines: of the scheduler, then of the workers by rank."""
 
 
 ClientMessage = GenerateRequest | AbortRequest | Subscribe | FrontendAlive | ResetPrefixCache

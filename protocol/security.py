@@ -11,7 +11,7 @@ of workers. The files are those of `zmq.auth.create_certificates`: NAME.key hold
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 SERVER = "scheduler"
@@ -29,11 +29,17 @@ class Security:
     """Directory with the keys of this service. It is read at every connection, so changes need no restart."""
     insecure: bool = False
     """Allow unencrypted tcp connections beyond loopback."""
+    server_key: str = ""
+    """Public key (z85) of the side that binds; "": that in the directory."""
 
     @property
     def encrypted(self) -> bool:
         """True if tcp connections are encrypted."""
         return self.keys is not None
+
+    def with_server_key(self, key: str) -> "Security":
+        """Return the same for a server with another public key; "": the same."""
+        return replace(self, server_key=key) if key else self
 
     def check(self, is_server: bool) -> None:
         """Read every key that is needed. Raises: OSError, if one is missing, invalid or readable by every user."""
@@ -42,7 +48,7 @@ class Security:
                 server_pair(self.keys)
                 public_roles(self.keys)
             else:
-                client_keys(self.keys)
+                client_keys(self.keys, self.server_key)
 
 
 LOCAL = Security()
@@ -64,13 +70,16 @@ def server_pair(directory: Path) -> tuple[bytes, bytes]:
     return _pair(directory / (SERVER + SECRET))
 
 
-def client_keys(directory: Path) -> tuple[tuple[bytes, bytes], bytes]:
-    """Return a client's public and secret key, and the server's public key. Raises: OSError"""
+def client_keys(directory: Path, server_key: str = "") -> tuple[tuple[bytes, bytes], bytes]:
+    """Return a client's public and secret key, and the server's public key: `server_key`, or that in the directory.
+
+    Raises: OSError
+    """
     own = sorted(path for path in directory.iterdir() if path.suffix == SECRET)
     if len(own) != 1:
         found = ", ".join(path.name for path in own) or "none"
         raise OSError(f"{directory} must contain one file *{SECRET}, but contains {found}")
-    return _pair(own[0]), _read(directory / (SERVER + PUBLIC))[0]
+    return _pair(own[0]), server_key.encode() or _read(directory / (SERVER + PUBLIC))[0]
 
 
 def _pair(file: Path) -> tuple[bytes, bytes]:

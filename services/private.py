@@ -17,19 +17,13 @@ KV_MEMORY = "RUNAHEAD_KV_MEMORY"
 """Environment variable of a worker: number of the descriptor of the memory that its starter keeps for its KV cache."""
 
 
-@contextmanager
-def kept_memory() -> Iterator[int | None]:
-    """Keep memory without a name, for a child process that may be started again. Yield its descriptor; None: the system
-    has no such memory."""
+def kept_memory() -> int | None:
+    """Make memory without a name, for a child process that may be started again. Return its descriptor; None: the
+    system has no such memory."""
     try:
-        descriptor = os.memfd_create("runahead-kv")
+        return os.memfd_create("runahead-kv")
     except (AttributeError, OSError):
-        yield None
-        return
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+        return None
 
 
 @contextmanager

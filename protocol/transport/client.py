@@ -37,7 +37,7 @@ class Client:
                 # Imported here because it imports asyncio, which a service without keys may not need.
                 from protocol.transport.curve import secure_client
 
-                secure_client(self.socket, security.keys)
+                secure_client(self.socket, security.keys, security.server_key)
             self.socket.connect(endpoint)
         except BaseException:
             self.close()

@@ -76,7 +76,7 @@ class SecureContext:
         self.context.term()
 
 
-def secure_client(socket: zmq.Socket[bytes], keys: Path) -> None:
+def secure_client(socket: zmq.Socket[bytes], keys: Path, server_key: str = "") -> None:
     """Set the keys of a client's socket. Call it before connect. Raises: OSError, if a key is missing or invalid."""
-    pair, socket.curve_serverkey = client_keys(keys)
+    pair, socket.curve_serverkey = client_keys(keys, server_key)
     socket.curve_publickey, socket.curve_secretkey = pair

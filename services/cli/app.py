@@ -188,6 +188,67 @@ def _status(
     raise typer.Exit(status(_server(argument, url, api_key, insecure, cacert), as_json))
 
 
+@app.command("engines")
+def _engines(
+    argument: _UrlArgument = None,
+    url: _UrlOption = None,
+    api_key: _ApiKey = "",
+    insecure: _Insecure = False,
+    cacert: _CaCert = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
+) -> None:
+    """Print the engines of a running server with --enable-admin-routes.
+
+    Exits with status 0 if one of them is ready, else 1.
+    """
+    from services.cli.engines import engines
+
+    raise typer.Exit(engines(_server(argument, url, api_key, insecure, cacert), as_json))
+
+
+@app.command("drain")
+def _drain(
+    engine: Annotated[str, typer.Argument(help="Name of the engine.", metavar="ENGINE")],
+    argument: _UrlArgument = None,
+    url: _UrlOption = None,
+    api_key: _ApiKey = "",
+    insecure: _Insecure = False,
+    cacert: _CaCert = "",
+    cancel: Annotated[bool, typer.Option("--cancel", help="Let it take requests again.")] = False,
+) -> None:
+    """Move the streams of an engine to others, and wait until it has none. New requests go to others from now on."""
+    from services.cli.engines import drain
+
+    raise typer.Exit(drain(_server(argument, url, api_key, insecure, cacert), engine, cancel))
+
+
+@app.command("replan", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def _replan(
+    context: typer.Context,
+    url: _UrlOption = None,
+    api_key: _ApiKey = "",
+    insecure: _Insecure = False,
+    cacert: _CaCert = "",
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=1, help="Seconds until the new engine must be ready.")
+    ] = 600.0,
+    drain_timeout: Annotated[
+        float,
+        typer.Option("--drain-timeout", min=0, help="Seconds until streams that cannot move are ended."),
+    ] = 60.0,
+) -> None:
+    """Change settings of `serve` while it serves: runahead replan [URL] --tensor-parallel-size 2 ...
+
+    Another engine starts beside those that there are. When it is ready, streams move to it, and the others end.
+    """
+    from services.cli.engines import replan
+
+    flags = list(context.args)
+    argument = flags.pop(0) if flags and not flags[0].startswith("-") else None
+    server = _server(argument, url, api_key, insecure, cacert)
+    raise typer.Exit(replan(server, timeout, drain_timeout, flags))
+
+
 @app.command("trace")
 def _trace(
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.", metavar="FILE")],

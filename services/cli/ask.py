@@ -15,6 +15,8 @@ from services.cli.healthcheck import own_tls
 
 TIMEOUT = 5.0
 """Seconds to wait for an answer."""
+CHANGE_TIMEOUT = 90.0
+"""Seconds to wait for the answer to a request that changes the server."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 """Hosts whose certificate is not checked: this machine, which has another name in it."""
 
@@ -55,8 +57,8 @@ class ServerAddress:
             ) from None
 
 
-def ask(server: ServerAddress, path: str) -> bytes:
-    """Return the body of the answer. Raises: NoAnswer"""
+def ask(server: ServerAddress, path: str, body: bytes | None = None, timeout: float = TIMEOUT) -> bytes:
+    """Return the body of the answer to a GET request, or to a POST request with a body. Raises: NoAnswer"""
     url = server.url + path
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https"):
@@ -64,8 +66,8 @@ def ask(server: ServerAddress, path: str) -> bytes:
     headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
     context = server.tls()
     try:
-        request = urllib.request.Request(url, headers=headers)  # noqa: S310  the scheme is checked above
-        with urllib.request.urlopen(request, timeout=TIMEOUT, context=context) as answer:  # noqa: S310
+        request = urllib.request.Request(url, body, headers)  # noqa: S310  the scheme is checked above
+        with urllib.request.urlopen(request, timeout=timeout, context=context) as answer:  # noqa: S310
             return bytes(answer.read())
     except urllib.error.HTTPError as error:
         hint = "; set RUNAHEAD_API_KEY or --api-key" if error.code == 401 else _server_reason(error)
@@ -73,6 +75,13 @@ def ask(server: ServerAddress, path: str) -> bytes:
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         raise NoAnswer(f"{url}: no answer: {reason_of(reason)}") from None
+
+
+def send(server: ServerAddress, path: str, content: object = None) -> dict[str, Any]:
+    """Return the answer to a POST request with a JSON body. Raises: NoAnswer"""
+    answer = json.loads(ask(server, path, json.dumps(content).encode(), CHANGE_TIMEOUT))
+    assert isinstance(answer, dict)
+    return answer
 
 
 def reason_of(error: object) -> str:

@@ -83,6 +83,7 @@ def check_native(config: ServeConfig, path: Path, serving: ServingMemory) -> Non
     model = ModelConfig.from_checkpoint(path)
     context = context_length(config, model)
     memory = [rank_memory(config, path, part, config.block_size) for part in parts(config, model)]
+    memory *= config.data_parallel_size
     _check_memory(config, memory, context, serving)
     for rank in memory if config.kv_cache_memory_bytes else ():
         affordable_blocks(config.kv_cache_memory_bytes, rank.kv_block)

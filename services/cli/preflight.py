@@ -121,6 +121,17 @@ def _check_template(name: str) -> None:
         raise ConfigurationError(f"--chat-template: {name}, line {error.lineno}: {error.message}") from None
 
 
+def check_placement(config: FrontendConfig) -> None:
+    """Raises: ConfigurationError, if the placement policy cannot be used"""
+    from services.frontend.placement import find_placement_policy
+    from services.plugins import PluginError
+
+    try:
+        find_placement_policy(config.placement_policy)
+    except PluginError as error:
+        raise ConfigurationError(str(error)) from None
+
+
 def check_policy(config: SchedulerConfig) -> None:
     """Raises: ConfigurationError, if the batching policy does not exist"""
     from services.plugins import PluginError

@@ -3,12 +3,12 @@
 import contextlib
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
+from services.cli.control import EngineControl
 from services.cli.display import display
+from services.cli.engine_set import CONTROL, Command, EngineSet, divided, engine_names, service_names
 from services.cli.keys import with_keys
 from services.cli.logs import json_line
 from services.cli.model_check import check_drafter, check_sizes, check_tokenizer
@@ -16,6 +16,7 @@ from services.cli.preflight import (
     check_files,
     check_kv_events,
     check_model,
+    check_placement,
     check_policy,
     check_record,
     check_tls,
@@ -26,7 +27,7 @@ from services.cli.preflight import (
 from services.cli.readiness import FrontendProbe, LoadingState
 from services.cli.settings import PREFIX, ConfigurationError
 from services.cli.supervisor import Supervisor
-from services.config import SERVICES, ServeConfig
+from services.config import ServeConfig
 from services.private import KV_MEMORY, kept_memory, private_directory, short_base
 
 DIRECTORY_PREFIX = "runahead-serve-"
@@ -59,6 +60,7 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
     check_tokenizer(config)
     check_drafter(config)
     check_policy(config)
+    check_placement(config)
     check_traces(config)
     check_kv_events(config)
     check_record(config)
@@ -92,13 +94,25 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
         return None
 
     try:
-        with supervisor.signals(), _runtime(config) as commands, contextlib.ExitStack() as memories:
-            # The worker first: it takes longest to start.
-            for name, arguments in reversed(commands):
-                service, environment, kept = name.partition("-")[0], _environment(), list[int]()
-                if service == "worker" and (memory := memories.enter_context(kept_memory())) is not None:
-                    environment[KV_MEMORY], kept = str(memory), [memory]
-                supervisor.start(name, arguments, environment, FINAL[service], ABORT_SIGNALS, kept)
+        with supervisor.signals(), _runtime(config) as (engines, commands), contextlib.ExitStack() as stack:
+
+            def start(commands: list[Command], is_trial: bool = False) -> None:
+                # The worker first: it takes longest to start.
+                for command in reversed(commands) if not is_trial else commands:
+                    final, environment = FINAL[command.service], _environment()
+                    memory = kept_memory() if command.service == "worker" else None
+                    if memory is not None:
+                        environment[KV_MEMORY] = str(memory)
+                    supervisor.start(
+                        command.name, command.arguments, environment, final, ABORT_SIGNALS, memory, is_trial
+                    )
+
+            start(commands)
+            path = engines.directory / CONTROL
+            control = EngineControl(
+                path, supervisor, engines, config, lambda more: start(more, is_trial=True)
+            )
+            stack.callback(control.close)
             status = supervisor.wait(tick)
     finally:
         screen.done()
@@ -108,8 +122,9 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
 
 
 @contextlib.contextmanager
-def _runtime(config: ServeConfig) -> Iterator[list[tuple[str, list[str]]]]:
-    """Make the directory with the sockets and configurations of the server, and yield the commands of its services.
+def _runtime(config: ServeConfig) -> Iterator[tuple[EngineSet, list[Command]]]:
+    """Make the directory with the sockets and configurations of the server, and yield its engines, and the commands of
+    its services in the order in which they are stopped.
 
     Raises: ConfigurationError, if the directory cannot be made or written
     """
@@ -117,39 +132,22 @@ def _runtime(config: ServeConfig) -> Iterator[list[tuple[str, list[str]]]]:
     with contextlib.ExitStack() as stack:
         try:
             directory = stack.enter_context(private_directory(base, DIRECTORY_PREFIX))
-            commands = [*_commands(config, directory)]
+            engines = EngineSet(config, directory)
+            commands = [engines.frontend()]
+            for name in engine_names(config):
+                commands += engines.engine(name, divided(config))
+                engines.show(name)
         except OSError as error:
             raise ConfigurationError(
                 f"{base} cannot hold the sockets of the services: {error.strerror}; set XDG_RUNTIME_DIR to a directory "
                 "that can be written and has room"
             ) from None
-        yield commands
-
-
-def _commands(config: ServeConfig, directory: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield the name and the command of each service. Configurations are in files that only this user can read."""
-    clients, workers = f"ipc://{directory}/clients", f"ipc://{directory}/workers"
-    endpoints = {
-        "frontend": {"scheduler_endpoint": clients},
-        "scheduler": {"client_endpoint": clients, "worker_endpoint": workers},
-        "worker": {"scheduler_endpoint": workers},
-    }
-    for name in _names(config):
-        service = name.partition("-")[0]
-        model, file = SERVICES[service], directory / f"{name}.json"
-        file.write_text(
-            model.model_validate(config.service_settings(model) | endpoints[service]).model_dump_json()
-        )
-        # -P: do not import from the current directory, which may hold a folder with the name of our packages
-        command = [sys.executable, "-P", "-m", "services.cli.child", service, str(file), str(os.getpid())]
-        yield name, command
+        yield engines, commands
 
 
 def _names(config: ServeConfig) -> list[str]:
     """Return the names of the services, in the order in which they are stopped."""
-    frontend, scheduler, worker = SERVICES
-    workers = config.num_workers
-    return [frontend, scheduler, *([worker] if workers == 1 else [f"{worker}-{i}" for i in range(workers)])]
+    return ["frontend", *(name for engine in engine_names(config) for name in service_names(engine, config))]
 
 
 def _environment() -> dict[str, str]:

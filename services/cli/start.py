@@ -45,10 +45,11 @@ def start(config: ServiceConfig) -> int:
 def _entry_point(config: ServiceConfig) -> Callable[[], int]:
     match config:
         case FrontendConfig():
-            from services.cli.preflight import check_traces
+            from services.cli.preflight import check_placement, check_traces
             from services.frontend.service import run as run_frontend
 
             check_traces(config)
+            check_placement(config)
             with_key_file = with_keys(config)
             return lambda: run_frontend(with_key_file)
         case SchedulerConfig():
@@ -74,10 +75,14 @@ def check_keys(config: ServiceConfig) -> None:
 def check_endpoints(config: ServiceConfig) -> None:
     """Raises: ConfigurationError, if an endpoint is invalid."""
     for name in ENDPOINTS & set(type(config).model_fields):
-        try:
-            check_endpoint(getattr(config, name), config.security)
-        except ValueError as error:
-            raise ConfigurationError(f"{flag(name)}: {error}") from None
+        if isinstance(config, FrontendConfig) and config.engines is not None:
+            continue  # checked line by line
+        given = getattr(config, name)
+        for endpoint in given if isinstance(given, list) else [given]:
+            try:
+                check_endpoint(endpoint, config.security)
+            except ValueError as error:
+                raise ConfigurationError(f"{flag(name)}: {error}") from None
     if isinstance(config, SchedulerConfig):
         check_kv_events(config)
         check_record(config)

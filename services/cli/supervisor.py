@@ -21,6 +21,8 @@ ABORT_GRACE = 2.0
 STOP_GRACE = 30.0
 """Seconds that the orderly stop of a child may take, except for the first one, which waits for its clients. It takes
 about one second on an idle machine."""
+RETIRE_GRACE = 10.0
+"""Seconds that a child may take to end which is stopped alone."""
 RESTARTS, RESTART_WINDOW = 3, 60.0
 """Maximum number of restarts of a child within a number of seconds."""
 STOPPED_GRACE = 10.0
@@ -45,12 +47,18 @@ class Child:
     """Exit statuses after which the child is not restarted."""
     abort_signals: Sequence[int] = (signal.SIGTERM,)
     """Signals that end the child at once."""
+    memory: int | None = None
+    """Descriptor that the child inherits each time that it is started; None: there is none."""
     restart_at: float | None = None
     """Time of the next restart, monotonic clock, seconds. None: no restart is due."""
     unexpected_ends: list[float] = field(default_factory=list)
     """Times of unexpected ends within the window, monotonic clock, seconds."""
     stopped_at: float | None = None
     """Time at which the child was found to be stopped, monotonic clock, seconds. None: it runs."""
+    is_trial: bool = False
+    """The others go on without it if it ends unexpectedly, and it is not restarted."""
+    retired_at: float | None = None
+    """Time from which the child, which has been stopped alone, is killed, monotonic clock, seconds. None: it stays."""
     restart_dropped: bool = False
     """The child ended unexpectedly, and a stop began before its restart."""
     _incomplete_line: bytes = b""
@@ -108,6 +116,14 @@ class Child:
         if self.alive:
             self.process.send_signal(number)
 
+    def close(self) -> None:
+        """Close what is kept for a child that has ended and is not started again."""
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        if self.memory is not None:
+            os.close(self.memory)
+            self.memory = None
+
     def describe_end(self) -> str:
         code = self.process.poll()
         if code is not None and code < 0:
@@ -146,7 +162,8 @@ class Supervisor:
         environment: dict[str, str],
         final: Collection[int] = (),
         abort_signals: Sequence[int] = (signal.SIGTERM,),
-        descriptors: Collection[int] = (),
+        memory: int | None = None,
+        is_trial: bool = False,
     ) -> None:
         """Start a child in a process group of its own, so that only the supervisor handles Ctrl-C from the terminal.
 
@@ -155,7 +172,9 @@ class Supervisor:
         Args:
             final: exit statuses after which it is not restarted.
             abort_signals: signals that end it at once; two equal ones may arrive as one.
-            descriptors: open files that it inherits, each time that it is started.
+            memory: descriptor that it inherits each time it is started; closed when it has ended for good.
+            is_trial: start it beside those that run already: it is stopped after them, the others go on if it ends, and
+                it is not restarted before `adopt`.
         """
 
         def spawn() -> subprocess.Popen[bytes]:
@@ -166,14 +185,40 @@ class Supervisor:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 process_group=0,
-                pass_fds=descriptors,
+                pass_fds=() if memory is None else (memory,),
             )
             assert process.stdout is not None
             os.set_blocking(process.stdout.fileno(), False)
             self._selector.register(process.stdout, selectors.EVENT_READ)
             return process
 
-        self.children.insert(0, Child(name, spawn(), spawn, final=final, abort_signals=abort_signals))
+        child = Child(
+            name, spawn(), spawn, final=final, abort_signals=abort_signals, memory=memory, is_trial=is_trial
+        )
+        self.children.insert(len(self.children) if is_trial else 0, child)
+
+    def watch(self, source: socket.socket, on_readable: Callable[[], None]) -> None:
+        """Call a function in the loop whenever a socket is readable. Call it within `signals`."""
+        self._selector.register(source, selectors.EVENT_READ, on_readable)
+
+    def adopt(self, names: Collection[str]) -> None:
+        """Treat children that were started on trial like the others from now on."""
+        for child in self.children:
+            if child.name in names:
+                child.is_trial = False
+
+    def end_of(self, names: Collection[str]) -> str:
+        """Return how the first of these children has ended, or ""."""
+        found = [child for child in self.children if child.name in names]
+        missing = "" if len(found) == len(names) else "its services have ended"
+        return next((child.describe_end() for child in found if not child.alive), missing)
+
+    def retire(self, names: Collection[str]) -> None:
+        """Stop some children, and forget them when they have ended. The others go on."""
+        for child in self.children:
+            if child.name in names:
+                child.signal(signal.SIGTERM)
+                child.retired_at = time.monotonic() + RETIRE_GRACE
 
     def wait(self, tick: Callable[[], float | None]) -> int:
         """Run until all children have ended.
@@ -186,7 +231,9 @@ class Supervisor:
         """
         try:
             while any(child.alive or child.restart_at is not None for child in self.children):
-                self._selector.select(self._timeout(None if self._stopping else tick()))
+                for key, _ in self._selector.select(self._timeout(None if self._stopping else tick())):
+                    if key.data is not None:
+                        key.data()
                 self._restart()
                 with contextlib.suppress(BlockingIOError):
                     self._on_signals(self._wakeup.recv(64))
@@ -207,8 +254,7 @@ class Supervisor:
             child.signal(signal.SIGKILL)
             child.process.wait()
             self._read(child)
-            if child.process.stdout is not None:
-                child.process.stdout.close()
+            child.close()
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
@@ -238,6 +284,7 @@ class Supervisor:
     def _timeout(self, tick_seconds: float | None) -> float | None:
         now, times = time.monotonic(), [self._deadline, *(child.restart_at for child in self.children)]
         times += [child.stopped_at + STOPPED_GRACE for child in self.children if child.stopped_at is not None]
+        times += [child.retired_at for child in self.children if child.alive]
         left = [max(0.0, at - now) for at in times if at is not None]
         return min(left if tick_seconds is None else [tick_seconds, *left], default=None)
 
@@ -266,17 +313,30 @@ class Supervisor:
             self._kill_if_stopped(child)
             if child.alive or child.end_expected or child.restart_at is not None or self.failure is not None:
                 continue
+            if child.is_trial:
+                self._show(child.name, f"{child.describe_end()}; the others go on")
+                child.end_expected = True
+                continue
             if not self._stopping and child.schedule_restart(time.monotonic()):
                 self._show(child.name, f"{child.describe_end()}; restarting")
                 continue
             self.failure = child
             self._abort()
+        self._forget_retired()
         if self._draining and self.failure is None and not self._aborted_by:
             self._stop_next()
         if self._deadline is not None and time.monotonic() >= self._deadline:
             for child in self.children:
                 if child.end_expected:
                     child.signal(signal.SIGKILL)
+
+    def _forget_retired(self) -> None:
+        for child in [child for child in self.children if child.retired_at is not None]:
+            if child.alive and child.retired_at is not None and time.monotonic() >= child.retired_at:
+                child.process.kill()
+            if not child.alive and (child.output_ended or self._stopping):
+                child.close()
+                self.children.remove(child)
 
     def _kill_if_stopped(self, child: Child) -> None:
         """Kill a child that was stopped for too long. The others do not wait for it any more."""

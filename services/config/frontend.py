@@ -1,8 +1,9 @@
 """Settings of a frontend."""
 
-from typing import Literal, Self
+import re
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from services.config.base import CHECKPOINT, REVISION, TOKENIZER
 from services.config.http import HttpConfig
@@ -23,6 +24,11 @@ ToolCallFormat = Literal[
 ReasoningFormat = Literal["deepseek_r1", "glm45", "granite", "mistral", "qwen3"]
 
 
+def as_list(value: object) -> object:
+    """Return a list of one text, or another value as it is."""
+    return [value] if isinstance(value, str) else value
+
+
 class FrontendConfig(HttpConfig):
     model: str = Field("", description=CHECKPOINT)
     revision: str | None = Field(None, description=REVISION)
@@ -35,8 +41,25 @@ class FrontendConfig(HttpConfig):
         description="Model names that the API accepts; responses contain the first one. Default: the name "
         "of the model.",
     )
-    scheduler_endpoint: str = Field(
-        "ipc:///tmp/runahead/clients", description="Endpoint of the scheduler for frontends."
+    scheduler_endpoint: Annotated[list[str], BeforeValidator(as_list)] = Field(
+        default_factory=lambda: ["ipc:///tmp/runahead/clients"],
+        min_length=1,
+        description="Endpoint of the scheduler for frontends. It may be given several times, once for each engine.",
+    )
+    engines: str | None = Field(
+        None,
+        description="Engines in place of --scheduler-endpoint: a file with a line for each, ENDPOINT [PUBLIC_KEY "
+        "[NAME]], which is read again when it changes; or dns://NAME:PORT, all addresses that NAME has, resolved again "
+        "and again. Default: none.",
+    )
+    placement_policy: str = Field(
+        "prefix_aware",
+        description="Policy that chooses the engine of a request, if there are several; or the name of an entry point.",
+    )
+    control_socket: str | None = Field(
+        None,
+        description="Unix socket of the supervisor that starts and stops engines for `runahead replan`; `runahead "
+        "serve` sets it. Default: none.",
     )
     max_body_bytes: Size = Field(
         8 * 1024 * 1024, ge=1024, description="Maximum size of a request body, bytes."
@@ -48,7 +71,7 @@ class FrontendConfig(HttpConfig):
     )
     enable_admin_routes: bool = Field(
         False,
-        description="Serve the routes that change the engine: /reset_prefix_cache.",
+        description="Serve the routes that show and change the engines: /reset_prefix_cache and /engines.",
     )
     request_timeout: float = Field(
         600.0,
@@ -102,6 +125,18 @@ class FrontendConfig(HttpConfig):
         description="Hidden state that an embedding is made of: that of the last token (last) or the mean "
         "of all tokens (mean).",
     )
+
+    @model_validator(mode="after")
+    def _check_engines(self) -> Self:
+        if self.engines is None:
+            return self
+        if "scheduler_endpoint" in self.model_fields_set:
+            raise ValueError(
+                "--engines lists the schedulers; it cannot be combined with --scheduler-endpoint"
+            )
+        if self.engines.startswith("dns://") and not re.fullmatch(r"dns://[^/:\s]+:\d{1,5}", self.engines):
+            raise ValueError("--engines: a name is given with its port, such as dns://engines.llm.svc:5601")
+        return self
 
     @model_validator(mode="after")
     def _check_tool_calls(self) -> Self:

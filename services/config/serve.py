@@ -2,7 +2,7 @@
 
 from typing import Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from services.config.base import ServiceConfig
 from services.config.frontend import FrontendConfig
@@ -16,9 +16,17 @@ class ServeConfig(WorkerConfig, SchedulerConfig, FrontendConfig):
     `serve` sets the endpoints itself, so they have no flags. `--help` lists the bases from last to first.
     """
 
+    data_parallel_size: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Number of engines, each with a scheduler and workers of its own. Cores and the memory for KV "
+        "caches are divided among them.",
+    )
+
     @property
     def num_workers(self) -> int:
-        """Number of ranks of the group. `serve` starts one worker for each."""
+        """Number of ranks of an engine's group. `serve` starts one worker for each."""
         tp = self.tensor_parallel_size
         return self.pipeline_parallel_size * (1 if tp == "auto" else tp)
 
@@ -28,6 +36,20 @@ class ServeConfig(WorkerConfig, SchedulerConfig, FrontendConfig):
             raise ValueError(
                 "--tensor-parallel-size auto is for runahead scheduler, where workers register by themselves; "
                 "serve starts the workers and needs a number"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_engine_count(self) -> Self:
+        for name in ("record", "kv_events_config", "step_trace", "sim_trace"):
+            if self.data_parallel_size > 1 and getattr(self, name):
+                raise ValueError(
+                    f"--{name.replace('_', '-')}: two engines cannot share it; use --data-parallel-size 1, or start "
+                    "each engine by itself (docs/engines.md)"
+                )
+        if self.data_parallel_size > 1 and self.device == "cuda":
+            raise ValueError(
+                f"--data-parallel-size {self.data_parallel_size}: --device cuda computes on one GPU so far; use 1"
             )
         return self
 
@@ -57,7 +79,7 @@ class ServeConfig(WorkerConfig, SchedulerConfig, FrontendConfig):
 
 ENDPOINTS = frozenset({"worker_endpoint", "client_endpoint", "scheduler_endpoint"})
 """Settings with the endpoint of a socket between services."""
-OMITTED = ENDPOINTS | {"transport_keys"}
+OMITTED = ENDPOINTS | {"transport_keys", "engines", "control_socket"}
 """Settings that `serve` does not have: its services are connected by ipc sockets in a private directory."""
 
 SERVICES: dict[str, type[ServiceConfig]] = {

@@ -12,6 +12,7 @@ from services.config import FrontendConfig
 from services.frontend.anthropic import endpoints as anthropic
 from services.frontend.context import AppContext
 from services.frontend.engine.client import EngineClient
+from services.frontend.engine.replan import Replans
 from services.frontend.errors import APIError, error_response, invalid
 from services.frontend.metrics import Metrics
 from services.frontend.model import ServedModel
@@ -61,6 +62,7 @@ def build(
         metrics,
         Answering(engine, model, metrics, request_log, traces),
         BodyParser(config.unknown_parameters),
+        Replans(engine, config.control_socket),
         ResponseStore() if config.response_store else None,
     )
     if page is not None:

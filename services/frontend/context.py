@@ -8,6 +8,7 @@ from fastapi import Depends
 from starlette.requests import Request as HTTPRequest
 
 from services.frontend.engine.client import EngineClient
+from services.frontend.engine.replan import Replans
 from services.frontend.metrics import Metrics
 from services.frontend.model import ServedModel
 from services.frontend.openai.answering import Answering
@@ -22,6 +23,7 @@ class AppContext:
     metrics: Metrics
     answering: Answering
     bodies: BodyParser
+    replans: Replans
     responses: ResponseStore | None
     """None, if responses are not kept."""
     started: int = field(default_factory=lambda: int(time.time()))

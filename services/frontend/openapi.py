@@ -23,6 +23,7 @@ _ERRORS = {
     401: "no valid API key",
     404: "no such path or model",
     405: "no such method",
+    409: "the engines cannot be changed like this now",
     408: "the body did not arrive in time",
     413: "the body is too large",
     429: "overloaded; try again later",

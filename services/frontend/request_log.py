@@ -30,12 +30,14 @@ class EndedRequest(NamedTuple):
 
     def fields(self) -> dict[str, object]:
         """Return the members of the line in JSON."""
-        request = {
+        request: dict[str, object] = {
             "outcome": outcome_of(self.status),
             "request_id": self.request_id,
             "status": self.status,
             "route": self.route,
         }
+        if self.summary.engines:
+            request["engines"] = [*self.summary.engines]
         return {**request, **self.summary.fields(self.ended)}
 
 

@@ -1,6 +1,7 @@
 """Numbers of one HTTP request for its log line and its trace."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -32,6 +33,8 @@ class RequestSummary:
     first_token: float | None = None
     """Time to the first token of any choice, seconds."""
 
+    engines: Sequence[str] = ()
+    """Names of the engines that it was placed on, if there are several."""
     params: SamplingParams | None = None
     """Parameters of the first choice."""
     choices: list[ChoiceTimes] | None = None
@@ -55,7 +58,8 @@ class RequestSummary:
         queued = "" if self.queued is None else f" queue_seconds={self.queued:.3f}"
         first = "" if self.first_token is None else f" first_token_seconds={self.first_token:.3f}"
         tokens = f"prompt_tokens={self.prompt_tokens} output_tokens={self.output_tokens}"
-        return f"{tokens}{queued}{first} seconds={now - self.started:.3f}"
+        engines = f" engines={','.join(self.engines)}" if self.engines else ""
+        return f"{tokens}{queued}{first}{engines} seconds={now - self.started:.3f}"
 
     def fields(self, now: float) -> dict[str, float]:
         """Return the numbers that are known by their names. `now`: monotonic seconds."""

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import resource
 import signal
 import socket
@@ -16,6 +17,7 @@ from protocol.transport import HandshakeRefused
 from services.checkpoint import CheckpointError
 from services.config import FrontendConfig
 from services.frontend.app import build
+from services.frontend.engine.addresses import follow, numbered
 from services.frontend.engine.client import EngineClient
 from services.frontend.errors import APIError
 from services.frontend.http.connection import Connection
@@ -26,6 +28,7 @@ from services.frontend.load_log import log_load
 from services.frontend.metrics import Metrics
 from services.frontend.model import ServedModel
 from services.frontend.page.files import PageFiles
+from services.frontend.placement import Placement
 from services.frontend.request_log import EndedRequestLog
 from services.frontend.steps.ring import StepRing
 from services.frontend.traces import TraceExporter
@@ -67,9 +70,9 @@ class FrontendService:
     def __init__(
         self, config: FrontendConfig, model: ServedModel, listener: socket.socket, alarm: HangAlarm
     ) -> None:
-        self._listener, self._alarm = listener, alarm
+        self._config, self._listener, self._alarm = config, listener, alarm
         self.engine = EngineClient(
-            config.scheduler_endpoint,
+            [] if config.engines else numbered(config.scheduler_endpoint),
             config.max_open_requests,
             config.scheduler_timeout_seconds,
             config.recovery_timeout_seconds,
@@ -77,6 +80,7 @@ class FrontendService:
             config.security,
             model.tokenizer.digest,
             StepRing(config.step_ring) if config.step_ring else None,
+            Placement(config.placement_policy, seed=os.getpid()),
         )
         self._metrics = Metrics(self.engine, model.names[0])
         endpoint, name = config.otlp_traces_endpoint, model.names[0]
@@ -111,7 +115,7 @@ class FrontendService:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.on_signal)
-        connection = asyncio.create_task(self.engine.run())
+        connection = asyncio.create_task(self._run_engines())
         load = asyncio.create_task(log_load(self.engine, self._metrics))
         alarm = asyncio.create_task(self._set_alarm())
         serving = asyncio.create_task(self.server.serve([self._listener]))
@@ -133,6 +137,22 @@ class FrontendService:
             if self._traces is not None:
                 self._traces.close()
         return 0
+
+    async def _run_engines(self) -> None:
+        """Raises: HandshakeRefused"""
+        running = asyncio.create_task(self.engine.run())
+        tasks = {running}
+        if self._config.engines is not None:
+            security, listener = self._config.security, self.engine.set_engines
+            tasks.add(asyncio.create_task(follow(self._config.engines, security, listener)))
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
 
     async def _set_alarm(self) -> None:
         try:

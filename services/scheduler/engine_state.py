@@ -1,5 +1,7 @@
 """The state of the engine, its settings and its figures, as frontends receive them."""
 
+import os
+
 from protocol.requests import EngineState, RoundTrips
 from services.config import SchedulerConfig
 from services.scheduler.membership import GroupStatus, Started, WorkerGroup
@@ -36,6 +38,8 @@ class StateReports:
             incarnation=self._incarnation,
             tokenizer=self._tokenizer,
             round_trips=RoundTrips(unanswered=group.unanswered),
+            identity=group.identity,
+            pids=[os.getpid(), *group.pids],
         )
 
     def _info(self, group: WorkerGroup, started: Started | None) -> dict[str, str]:

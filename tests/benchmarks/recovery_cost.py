@@ -93,8 +93,9 @@ class LedgerLoad:
         stream.is_due = True  # the next flush has it already
         params = self._params
         request = GenerateRequest(number, self._prompt, len(self._prompt) // 4, params)
-        self.ledger.open(stream, request, time.monotonic())
-        self.ledger.submissions(1, time.monotonic())
+        now = time.monotonic()
+        self.ledger.assign(self.ledger.open(stream, request, now), "0")
+        self.ledger.submissions(("0", 1), "", now)
         return number
 
     def request(self) -> None:

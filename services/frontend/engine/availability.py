@@ -12,10 +12,8 @@ NOT_CONNECTED = EngineState(EnginePhase.WAITING_FOR_WORKERS, "connecting to the 
 SERVING = (EnginePhase.READY, EnginePhase.RECOVERING)
 """Phases of an engine that takes requests."""
 STARTING = (EnginePhase.WAITING_FOR_WORKERS, EnginePhase.LOADING)
-SIZES = ("max_model_len", "vocab_size", "num_blocks", "block_size", "max_num_seqs", "hidden_size")
-"""Fields of `EngineState` that requests are checked against."""
-MAX_RECOVERIES = 64
-"""Losses and returns of the engine that are kept for traces."""
+SIZES = ("max_model_len", "vocab_size", "num_blocks", "block_size", "max_num_seqs", "hidden_size", "identity")
+"""Fields of `EngineState` that requests are checked against, and that decide where they may go."""
 
 
 def checked(state: EngineState, limit: float) -> EngineState:
@@ -43,23 +41,27 @@ class Availability:
 
     Args:
         patience: seconds that open requests wait for another scheduler.
+        recoveries: receives losses and returns.
     """
 
-    def __init__(self, patience: float) -> None:
+    def __init__(self, patience: float, recoveries: deque["Recovery"]) -> None:
         self._patience = patience
         self.state = NOT_CONNECTED
-        self.draining = False
         self.executes = False
         """The scheduler that is connected executes requests, or will when it has its workers again."""
-        self.recoveries: deque[Recovery] = deque(maxlen=MAX_RECOVERIES)
-        """The latest ones, in order."""
+        self._recoveries = recoveries
         self._lost_at: float | None = None
         """When an engine that served was lost, until another one serves; monotonic seconds."""
 
     @property
     def accepts(self) -> bool:
         """New requests are taken. They may have to wait until the engine is back."""
-        return self.state.phase in SERVING and not self.draining
+        return self.state.phase in SERVING
+
+    @property
+    def drains(self) -> bool:
+        """The scheduler stops: it executes what it has, and takes no new requests."""
+        return self.state.phase is EnginePhase.DRAINING
 
     @property
     def ready(self) -> bool:
@@ -68,8 +70,6 @@ class Availability:
 
     def check(self) -> None:
         """Raises: APIError, with the reason why no request is taken"""
-        if self.draining:
-            raise APIError(503, "the server is stopping; no new requests are taken")
         if not self.accepts:
             reason = self.state.detail or self.state.phase.name.lower().replace("_", " ")
             raise APIError(503, f"the engine is not ready: {reason}")
@@ -115,7 +115,7 @@ class Availability:
     def _set(self, state: EngineState, now: float) -> None:
         was_lost, is_lost = (s.phase is EnginePhase.RECOVERING for s in (self.state, state))
         if is_lost and not was_lost:
-            self.recoveries.append(Recovery(now, "engine lost", state.detail))
+            self._recoveries.append(Recovery(now, "engine lost", state.detail))
         elif was_lost and state.phase is EnginePhase.READY:
-            self.recoveries.append(Recovery(now, "engine recovered", ""))
+            self._recoveries.append(Recovery(now, "engine recovered", ""))
         self.state = state

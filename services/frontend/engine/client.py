@@ -1,46 +1,43 @@
-"""Requests to the scheduler and its answers. The open ones are in the ledger, and survive the connection."""
+"""The engines of a frontend, and its open requests, which survive a connection and move from engine to engine.
+
+Rules (docs/invariants.md):
+
+- One owner: at any time one engine owns a request. What a former owner still sends carries a number that is not open.
+- Moved stream: a request goes on at another engine from its delivered tokens, as at a scheduler that was restarted. The
+  other engine has the same identity, so the tokens are those that the former owner would have sent.
+"""
 
 import asyncio
 import itertools
 import logging
+import os
 import time
-from collections import deque
-from collections.abc import Iterable
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from protocol.codec import Decoder, ProtocolError, encode, pack
-from protocol.logprobs import Logprobs
-from protocol.records import StepRecords, Subscribe
-from protocol.requests import (
-    AbortRequest,
-    EngineMessage,
-    EngineState,
-    Finish,
-    FinishReason,
-    GenerateRequest,
-    RequestOutputs,
-    ResetDone,
-)
-from protocol.rows import LogprobRows, OutputRows
+from protocol.requests import EngineState, Finish, FinishReason, GenerateRequest
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from protocol.security import LOCAL, Security
 from protocol.silence import SIGN_INTERVAL
 from protocol.transport import HandshakeRefused
-from services.frontend.engine.availability import Availability, Recovery, checked
-from services.frontend.engine.cache_resets import CacheResets
-from services.frontend.engine.connection import SchedulerConnection
-from services.frontend.engine.ledger import RequestLedger
+from services.frontend.engine.addresses import EngineAddress
+from services.frontend.engine.availability import NOT_CONNECTED, Recovery
+from services.frontend.engine.engine import ConnectedEngine
+from services.frontend.engine.ledger import NOBODY, LedgerEntry, RequestLedger
 from services.frontend.engine.signs_of_life import CHECK_INTERVAL
-from services.frontend.engine.streams import FlushQueue, RawLogprobs, RequestStream
+from services.frontend.engine.streams import FlushQueue, RequestStream
 from services.frontend.errors import APIError, invalid
+from services.frontend.placement import Hold, Move, Place, Placement, Reason
 from services.frontend.steps.ring import StepRing
 
 log = logging.getLogger("runahead.frontend")
 
-MAX_SHEDDING = 1.0
-"""Seconds after a refusal for load in which no further request is sent to the scheduler, at most."""
+MAX_RECOVERIES = 64
+"""Losses and returns of engines that are kept for traces."""
+REFUSED_PAUSE = 10.0
+"""Seconds until an engine that was refused is connected to again. Another one may be in its place then."""
 
 _requests: Decoder[GenerateRequest] = Decoder(GenerateRequest)
 _STATUSES = {FinishReason.REJECTED: 429, FinishReason.INVALID: 400, FinishReason.ABORT: 503}
@@ -75,20 +72,21 @@ class RequestContext:
 
 
 class EngineClient:
-    """Sends requests to the scheduler and groups the rows of its messages by request.
-
+    """
     Args:
-        silence: seconds without a message, or without the answer to a sign of life, after which the scheduler is lost;
-            and without a rank's answer to the scheduler after which the engine is not ready.
+        addresses: engines to begin with.
+        silence: seconds without a message, or without the answer to a sign of life, after which a scheduler is lost;
+            and without a rank's answer to the scheduler after which an engine is not ready.
         patience: seconds that open requests wait for another scheduler.
         request_timeout: seconds without progress after which a request ends.
-        tokenizer: digest of this frontend's tokenizer.json, to compare with the scheduler's; "": not compared.
-        steps: receives the step records; None: they are not subscribed to.
+        tokenizer: digest of this frontend's tokenizer.json, to compare with the schedulers'; "": not compared.
+        steps: receives the step records of one engine; None: they are not subscribed to.
+        placement: chooses engines; None: by the default policy.
     """
 
     def __init__(
         self,
-        endpoint: str,
+        addresses: Sequence[EngineAddress],
         max_open_requests: int,
         silence: float,
         patience: float,
@@ -96,48 +94,47 @@ class EngineClient:
         security: Security = LOCAL,
         tokenizer: str = "",
         steps: StepRing | None = None,
+        placement: Placement | None = None,
     ) -> None:
-        self._connection = SchedulerConnection(endpoint, security, silence, self._on_frame, self._on_lost)
-        self._tokenizer = tokenizer
         self.steps = steps
-        self._is_subscribed = False
         self._max_open = max_open_requests
-        self._max_silence = silence
         self._request_timeout = request_timeout
-        self.ledger = RequestLedger()
+        self._placement = placement or Placement(seed=os.getpid())
+        self.ledger = RequestLedger(self._placement.on_ended)
         self._numbers = itertools.count(1)
-        self._resets = CacheResets()
-        self._availability = Availability(patience)
-        self._decoder: Decoder[RequestOutputs | EngineState | StepRecords | ResetDone] = Decoder(
-            EngineMessage
-        )
-        self._overloaded_until = 0.0
-        """Until then the scheduler refuses new requests for load; monotonic seconds."""
+        self.recoveries: deque[Recovery] = deque(maxlen=MAX_RECOVERIES)
+        """Losses and returns of engines, the latest ones in order."""
         self.num_shed = 0
         """Requests that were refused for load before they were read."""
+        self.placements, self.moves = Counter[Reason](), Counter[Reason]()
+        """Decisions by reason, over all time."""
         self.flush_queue = FlushQueue()
+        self.draining = False
+        self._settings = silence, patience, security, tokenizer
+        self.engines: dict[str, ConnectedEngine] = {}
+        """By name. One that is listed no longer stays until it owns no request."""
+        self._connections: dict[str, asyncio.Task[None]] = {}
+        self._refused: asyncio.Future[None] | None = None
+        """Set while connections are made: ends with the refusal of the only engine."""
+        self._primary: ConnectedEngine | None = None
+        """The engine whose sizes hold for new requests."""
+        self._identity = ""
+        """Identity of the engines that get new requests; "": that of the first one that serves."""
+        self.set_engines(addresses)
 
     @property
     def state(self) -> EngineState:
-        return self._availability.state
-
-    @property
-    def recoveries(self) -> deque[Recovery]:
-        """Losses and returns of the engine, the latest ones in order."""
-        return self._availability.recoveries
+        """State of the engine whose sizes hold for new requests."""
+        return NOT_CONNECTED if self._primary is None else self._primary.state
 
     @property
     def ready(self) -> bool:
         """True if requests are executed now."""
-        return self._availability.ready
-
-    @property
-    def draining(self) -> bool:
-        return self._availability.draining
+        return not self.draining and self._primary is not None and self._primary.ready
 
     def drain(self) -> None:
         """Refuse new requests from now on; open ones finish."""
-        self._availability.draining = True
+        self.draining = True
         if self.steps is not None:
             self.steps.wake_viewers()
 
@@ -147,28 +144,153 @@ class EngineClient:
 
     def check_ready(self) -> None:
         """Raises: APIError, with the reason"""
-        self._availability.check()
+        if self.draining:
+            raise APIError(503, "the server is stopping; no new requests are taken")
+        if self._primary is None:
+            raise APIError(503, "no engine is known; try again later")
+        self._primary.availability.check()
+        if not self._primary.accepts:
+            raise APIError(503, "the engines drain, and no other one takes requests; try again later")
 
     def check_load(self) -> None:
-        """Raises: APIError, if the scheduler would certainly refuse a request for load"""
-        left = self._overloaded_until - time.monotonic()
+        """Raises: APIError, if all engines would certainly refuse a request for load"""
+        now = time.monotonic()
+        left = min((e.overloaded_until - now for e in self.engines.values() if e.accepts), default=0.0)
         if left > 0:
             self.num_shed += 1
             raise APIError(429, "the server is overloaded; try again later", retry_after=left)
 
     async def run(self) -> None:
-        """Connect and read until cancelled. When the scheduler is lost, connect to the next one, which gets the open
-        requests with the tokens that were delivered.
+        """Connect to the engines and read until cancelled. The open requests of one that is lost go on at another one,
+        or at its next scheduler, from the tokens that were delivered.
 
-        Raises: HandshakeRefused
+        Raises: HandshakeRefused, if the only engine, or this frontend, refuses the connection
         """
+        self._refused = asyncio.get_running_loop().create_future()
+        for engine in self.engines.values():
+            self._connect(engine)
         watch = asyncio.create_task(self._watch())
         try:
-            await self._connection.run()
+            await self._refused
         finally:
-            watch.cancel()
+            self._refused = None
+            for task in (watch, *self._connections.values()):
+                task.cancel()
+            await asyncio.wait({watch, *self._connections.values()})
 
-    # -- loss of the scheduler -----------------------------------------------------------------------------------
+    # -- engines that come and go --------------------------------------------------------------------------------
+
+    def set_engines(self, addresses: Sequence[EngineAddress]) -> None:
+        """Connect to the engines of this list. The streams of those that it no longer has move to others."""
+        listed = {address.name: address for address in addresses}
+        for name, engine in self.engines.items():
+            if name not in listed and engine.is_listed:
+                log.info("engine %s is listed no longer: %d streams", name, len(self.ledger.owned(name)))
+                engine.is_listed = False
+                engine.drain(True)
+        for name, address in listed.items():
+            known = self.engines.get(name)
+            if known is not None and known.address == address:
+                if not known.is_listed:
+                    known.is_listed = True
+                    known.drain(False)
+                continue
+            if known is not None:  # its requests wait for the scheduler at the other endpoint
+                self._disconnect(known)
+            engine = self.engines[name] = ConnectedEngine(
+                *(address, self.ledger, *self._settings, self.recoveries),
+                *(self._on_engine, self._on_finish),
+            )
+            self._report(engine)
+            if self._refused is not None:
+                self._connect(engine)
+        self._elect()
+        self._settle()
+
+    def _connect(self, engine: ConnectedEngine) -> None:
+        self._connections[engine.name] = asyncio.create_task(self._run_engine(engine))
+
+    async def _run_engine(self, engine: ConnectedEngine) -> None:
+        while True:
+            try:
+                await engine.connection.run()
+            except HandshakeRefused as error:
+                if len(self.engines) == 1:
+                    if self._refused is not None and not self._refused.done():
+                        self._refused.set_exception(error)
+                    return
+                log.error("engine %s is not used: %s", engine.name, error)
+                engine.on_refused(str(error))
+            except Exception as error:
+                if self._refused is not None and not self._refused.done():
+                    self._refused.set_exception(error)
+                return
+            await asyncio.sleep(REFUSED_PAUSE)
+
+    def _disconnect(self, engine: ConnectedEngine) -> None:
+        if (task := self._connections.pop(engine.name, None)) is not None:
+            task.cancel()
+        self.ledger.disconnected(engine.name)
+
+    def _report(self, engine: ConnectedEngine) -> None:
+        self._placement.advance(time.monotonic())
+        self._placement.on_engine(engine.name, engine.report())
+
+    def _elect(self) -> None:
+        """Choose the engine whose sizes hold for new requests. Engines with other weights get none, unless no engine
+        that stays has the weights of before."""
+        engines = [engine for engine in self.engines.values() if engine.is_listed]
+        staying = [engine for engine in engines if not engine.draining]
+        keeps = any(engine.identity in ("", self._identity) for engine in staying)
+        if self._identity and not keeps and any(engine.ready for engine in staying):
+            log.warning("new requests go to engines with other weights from now on")
+            self._identity = ""
+
+        def rank(engine: ConnectedEngine) -> tuple[bool, bool, bool]:
+            fits = not self._identity or engine.identity in ("", self._identity)
+            return fits and engine.ready, fits and engine.accepts, not engine.refusal
+
+        best = max(engines, key=rank, default=None)
+        if best is not None and best.ready and not self._identity:
+            self._identity = best.identity
+        if best is not self._primary and self.steps is not None:
+            if self._primary is not None:
+                self._primary.follow_steps(None)
+            if best is not None:
+                best.follow_steps(self.steps)
+        self._primary = best
+
+    def _on_engine(self, engine: ConnectedEngine) -> None:
+        """An engine has sent its state, or was lost."""
+        self._report(engine)
+        primary = self._primary
+        if primary is None or not primary.ready or primary.identity != self._identity:
+            self._elect()
+        self._settle()
+
+    def drain_engine(self, name: str, draining: bool = True) -> None:
+        """Let the streams of an engine move to others, and send it no new ones; or take that back.
+
+        Raises: APIError
+        """
+        engine = self.find(name)
+        if draining and not any(e.ready for e in self.engines.values() if e is not engine):
+            raise APIError(409, f"engine {name} is the only one that serves; start another one first")
+        engine.drain(draining)
+        self._report(engine)
+        self._elect()
+        self._settle()
+
+    def fail_engine(self, name: str, why: str) -> None:
+        """End the requests that an engine owns."""
+        self._fail([entry.stream for entry in self.ledger.owned(name)], APIError(503, why))
+
+    def find(self, name: str) -> ConnectedEngine:
+        """Raises: APIError"""
+        if (engine := self.engines.get(name)) is None:
+            known = ", ".join(self.engines)
+            raise APIError(404, f"there is no engine {name[:100]!r}; the engines are {known}")
+        return engine
 
     async def _watch(self) -> None:
         """Send signs of life, and notice silence and the end of patience."""
@@ -178,126 +300,37 @@ class EngineClient:
             now = time.monotonic()
             if now >= next_sign:
                 next_sign = now + SIGN_INTERVAL
-                self._connection.send_sign()
-            self._connection.check(now)
-            if self._connection.in_doubt:
-                self._availability.on_doubt(now)
-            if stuck := self.ledger.stuck(now, self._request_timeout):
-                why = f"the request made no progress for {self._request_timeout:g} s (--request-timeout)"
-                self._fail(stuck, APIError(504, why))
-            if self._availability.gives_up(now, is_connected=self._connection.is_open):
-                self.fail_all(APIError(503, "the engine is gone; the request was not completed"))
+                for engine in self.engines.values():
+                    engine.connection.send_sign()
+            self._check(now)
 
-    def _on_lost(self, is_expelled: bool) -> None:
-        """Open requests wait for the next scheduler, and so do new ones if this one served."""
-        self._is_subscribed = False
-        if is_expelled:
-            self.ledger.expelled()
-        self.ledger.disconnected()
-        self._availability.on_lost(time.monotonic())
+    def _check(self, now: float) -> None:
+        for engine in list(self.engines.values()):
+            if engine.watch(now):
+                gone = APIError(503, "the engine is gone; the request was not completed")
+                others = any(other.accepts for other in self.engines.values())
+                streams = self.ledger.owned(engine.name) + ([] if others else self.ledger.waiting)
+                self._fail([entry.stream for entry in streams], gone)
+            self._report(engine)
+            if not engine.is_listed and not self.ledger.owned(engine.name):
+                self._disconnect(engine)
+                del self.engines[engine.name]
+                self._placement.on_engine_removed(engine.name)
+                log.info("engine %s is forgotten: it has no streams", engine.name)
+        if stuck := self.ledger.stuck(now, self._request_timeout):
+            why = f"the request made no progress for {self._request_timeout:g} s (--request-timeout)"
+            self._fail(stuck, APIError(504, why))
+        self._elect()
+        self._settle()
 
-    def fail_all(self, error: APIError) -> None:
-        """End every open request with `error`."""
-        self._fail(list(self.ledger.streams.values()), error)
-
-    def _fail(self, streams: list[RequestStream], error: APIError) -> None:
-        self.abort(streams)
-        for stream in streams:
-            stream.end = error
-            stream.response.mark_due(stream)
-
-    # -- messages of the scheduler -------------------------------------------------------------------------------
-
-    def _check_tokenizer(self, state: EngineState) -> None:
-        """Raises: HandshakeRefused, if the scheduler compiles grammars for another tokenizer."""
-        ours, theirs = self._tokenizer, state.tokenizer
-        if ours and theirs and ours != theirs:
-            raise HandshakeRefused(
-                f"tokenizer mismatch: tokenizer.json of this frontend has the digest {ours}, that of the scheduler "
-                f"{theirs}; give both the same --model and --tokenizer"
-            )
-
-    def _on_state(self, state: EngineState) -> None:
-        self._check_tokenizer(state)
-        self._connection.on_state(state)
-        if not self._connection.is_open:
-            return
-        self._availability.on_state(checked(state, self._max_silence), time.monotonic())
-        self._subscribe()
-        self._submit_open()
-
-    def _subscribe(self) -> None:
-        """Subscribe to step records, once per connection."""
-        if self.steps is None or self._is_subscribed or not self.state.incarnation:
-            return
-        self._is_subscribed = True
-        self.steps.on_connected()
-        self._connection.send_quietly(Subscribe())
-
-    def _submit_open(self) -> None:
-        """Send what the scheduler does not have yet."""
-        if not self._connection.is_open or not self._availability.executes:
-            return
-        before = self.ledger.resubmitted
-        for message in self.ledger.submissions(self.state.incarnation, time.monotonic()):
-            if not self._connection.send(message):
-                return
-        if (count := self.ledger.resubmitted - before) > 0:
-            log.info("%d open requests were submitted again", count)
-
-    def _on_frame(self, frame: bytes) -> None:
-        try:
-            message = self._decoder.decode(frame)
-            if isinstance(message, EngineState):
-                self._on_state(message)
-                return
-            if isinstance(message, StepRecords):
-                if self.steps is not None:
-                    self.steps.add(message, time.monotonic())
-                return
-            if isinstance(message, ResetDone):
-                self._resets.on_done(message)
-                return
-            if message.incarnation != self.state.incarnation:
-                log.warning("a message of another scheduler was dropped")
-                return
-            rows = OutputRows.from_message(message)
-            self._group_logprobs(message.logprobs)
-        except ProtocolError as error:  # it may have had tokens; the requests submitted again get them
-            self._connection.drop(f"bad message from the scheduler: {error}; connecting again")
-            return
-        tokens = zip(rows.indices.tolist(), rows.token_ids.tolist(), strict=True)
-        self.ledger.deliver(rows.numbers.tolist(), tokens)
-        for embedding in message.embeddings:
-            if (stream := self.ledger.streams.get(embedding.number)) is not None:
-                stream.add_embedding(embedding.values)
-        for finish in message.finished:
-            if finish.retry_after:
-                self._overloaded_until = time.monotonic() + min(finish.retry_after, MAX_SHEDDING)
-            self.ledger.end(finish.number, finish)
-        if message.finished and self.ledger.has_unsent:
-            self._submit_open()
-
-    def _group_logprobs(self, logprobs: Logprobs | None) -> None:
-        """Raises: ProtocolError, before anything was stored"""
-        if logprobs is None:
-            return
-        rows = LogprobRows.from_message(logprobs)
-        ids, values, begin = rows.token_ids.tolist(), rows.values.tolist(), 0
-        columns = rows.owners.view(np.uint32), rows.positions, rows.token_ranks, rows.counts
-        for number, position, rank, count in zip(*(column.tolist() for column in columns), strict=True):
-            end = begin + count
-            if (stream := self.ledger.streams.get(number)) is not None:
-                stream.add_logprobs(RawLogprobs(position, rank, ids[begin:end], values[begin:end]))
-                stream.response.mark_due(stream)
-            begin = end
+    # -- requests ------------------------------------------------------------------------------------------------
 
     def submit(
         self, stream: RequestStream, prompt: list[int], params: SamplingParams, context: RequestContext
     ) -> None:
         """Send a request; its outputs arrive in `stream`.
 
-        Raises: APIError, when the engine cannot take a request now
+        Raises: APIError, when no engine can take a request now
         """
         self.check_ready()
         if len(self.ledger) >= self._max_open:
@@ -318,12 +351,76 @@ class EngineClient:
             _requests.decode(encode(message))
         except (ProtocolError, ValueError) as error:
             raise APIError(400, f"the request exceeds a limit of the engine: {error}") from None
-        self.ledger.open(stream, message, time.monotonic())
-        self._submit_open()
+        now = time.monotonic()
+        entry = self.ledger.open(stream, message, now)
+        self._placement.advance(now)
+        self._place(entry)
         log.debug(
-            "request accepted: request_id=%s number=%d prompt_tokens=%d",
-            context.request_id, stream.number, len(prompt),
+            "request accepted: request_id=%s number=%d prompt_tokens=%d engine=%s",
+            context.request_id, stream.number, len(prompt), entry.engine,
         )  # fmt: skip
+
+    def _place(self, entry: LedgerEntry) -> None:
+        """Send a request that has no owner to the engine that placement chooses, or let it wait.
+
+        Raises: APIError, if no engine takes it; it is closed then
+        """
+        request, identity = entry.request, entry.identity or self._identity
+        match self._placement.place(entry.key, request.token_ids, request.cache_salt, identity):
+            case Place(engine=name, reason=reason):
+                self.placements[reason] += 1
+                self.ledger.assign(entry, name)
+                self.engines[name].submit_open()
+            case Hold():
+                pass
+            case refused:
+                self.ledger.close(request.number)
+                raise APIError(503, f"{refused.message}; try again later", retry_after=refused.retry_after)
+
+    def _settle(self) -> None:
+        """Place the requests that have no owner, move those that must leave theirs, and send what is unsent."""
+        for entry in self.ledger.waiting:
+            if entry.engine != NOBODY:  # sent meanwhile, as an engine was lost
+                continue
+            try:
+                self._place(entry)
+            except APIError as error:
+                self._end(entry.stream, error)
+        for move in self._placement.moves():
+            self._move(move)
+        for name in self.ledger.owners_of_unsent():
+            if (engine := self.engines.get(name)) is not None:
+                engine.submit_open()
+
+    def _move(self, move: Move) -> None:
+        if (entry := self.ledger.with_key(move.key)) is None:
+            return
+        source, number = self.engines.get(move.source), entry.request.number
+        if source is not None:
+            source.abort([number])
+        self.ledger.move(number, self._next_number(), move.target, is_fault=move.reason is Reason.LOST)
+        self.moves[move.reason] += 1
+        log.debug(
+            "request moved: request_id=%s number=%d tokens=%d from=%s to=%s: %s",
+            entry.request.request_id, entry.request.number, len(entry.stream.output), move.source, move.target,
+            move.reason,
+        )  # fmt: skip
+
+    def _on_finish(self, engine: ConnectedEngine, finish: Finish) -> bool:
+        """Return True if a request that an engine did not admit was placed at another one."""
+        if finish.reason is not FinishReason.REJECTED or len(self.engines) == 1:
+            return False
+        entry = self.ledger.entry(finish.number)
+        if entry is None or entry.num_rejections >= len(self.engines):
+            return False
+        entry.num_rejections += 1
+        self._report(engine)
+        request, identity = entry.request, entry.identity or self._identity
+        match self._placement.place(entry.key, request.token_ids, request.cache_salt, identity):
+            case Place(engine=name) if name != engine.name:
+                self.ledger.move(finish.number, self._next_number(), name, is_fault=False)
+                return True
+        return False
 
     def _next_number(self) -> int:
         """Return a uint32 that no open request has, also after the counter has wrapped around."""
@@ -333,14 +430,34 @@ class EngineClient:
 
     def abort(self, streams: Iterable[RequestStream]) -> None:
         """End requests whose outputs are no longer needed. Those that have ended are ignored."""
-        numbers = [stream.number for stream in streams if self.ledger.close(stream.number) is not None]
-        if numbers:
-            self._connection.send_quietly(AbortRequest(numbers, self.state.incarnation))
+        numbers = defaultdict[str, list[int]](list)
+        for stream in streams:
+            if (entry := self.ledger.close(stream.number)) is not None:
+                numbers[entry.engine].append(stream.number)
+        for name, closed in numbers.items():
+            if (engine := self.engines.get(name)) is not None:
+                engine.abort(closed)
+
+    def fail_all(self, error: APIError) -> None:
+        """End every open request with `error`."""
+        self._fail(list(self.ledger.streams.values()), error)
+
+    def _fail(self, streams: list[RequestStream], error: APIError) -> None:
+        self.abort(streams)
+        for stream in streams:
+            self._end(stream, error)
+
+    @staticmethod
+    def _end(stream: RequestStream, error: APIError) -> None:
+        stream.end = error
+        stream.response.mark_due(stream)
 
     async def reset_prefix_cache(self, reset_running: bool) -> bool:
-        """Empty the prefix cache. Return False if running requests still share blocks.
+        """Empty the prefix caches. Return False if running requests still share blocks.
 
-        Raises: APIError, if the scheduler does not answer
+        Raises: APIError, if a scheduler does not answer
         """
         self.check_ready()
-        return await self._resets.request(reset_running, self._connection.send_quietly)
+        engines = [engine for engine in self.engines.values() if engine.connection.is_open]
+        done = [engine.resets.request(reset_running, engine.connection.send_quietly) for engine in engines]
+        return all(await asyncio.gather(*done))

@@ -5,13 +5,18 @@ Rules (docs/invariants.md):
 - The frontend owns the stream: prompt, parameters, seed and delivered tokens of every open request are kept here, so
   that a scheduler or a connection may be lost at any moment.
 - Next index: a token is delivered if its index is the next one. So each arrives exactly once, whatever is sent twice.
-- Suspects: a request that was open when several schedulers in a row died, without progress in between, is submitted
-  alone among its like. If the scheduler dies again, the request is refused. An expulsion of this frontend for a message
-  that the scheduler could not read counts like a death, for requests without an output since they were sent.
+- One owner: one engine owns a request, or none does while it waits for one. A request that moves to another engine gets
+  another number, so a late answer of the former owner has a number that is not open.
+- Suspects: a request that was open when several schedulers in a row died, of any engines, without progress in between,
+  is submitted alone among its like. If the scheduler dies again, the request is refused. An expulsion of this frontend
+  for a message that the scheduler could not read counts like a death, for requests without an output since they were
+  sent. An engine that is lost counts as dead until the same scheduler is connected again.
 """
 
+import itertools
 import sys
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -22,9 +27,18 @@ from protocol.suspects import PROGRESS, SUSPECT_AFTER
 from services.frontend.engine.streams import RequestStream, Token
 from services.frontend.errors import APIError
 
+Holder = tuple[str, int]
+"""Name of an engine, and the incarnation of its scheduler."""
+NOBODY = ""
+"""Owner of the requests that wait for an engine."""
+
 GUILTY = (
     f"the scheduler died {SUSPECT_AFTER + 1} times while it had this request, or could not read it, "
     "the last time without any other suspect; it is refused"
+)
+OTHER_MODEL = (
+    "the engine that had this request is gone, and there are other weights in its place; "
+    "send the request again"
 )
 
 
@@ -32,11 +46,21 @@ GUILTY = (
 class LedgerEntry:
     stream: RequestStream
     request: GenerateRequest
-    """As it was submitted first."""
+    """As it was submitted first, with the number that it has now."""
     since: float
     """When it was submitted first: monotonic seconds."""
-    holder: int = 0
-    """Incarnation of the scheduler that had it last and is not known to be dead; 0: none."""
+    key: int = 0
+    """Identifies the request as long as it is open, whatever number it has."""
+    engine: str = NOBODY
+    """Name of the engine that owns it."""
+    identity: str = ""
+    """Identity of the engines that have had it; "": none has, or it is not known."""
+    holder: Holder | None = None
+    """The scheduler that had it last and is not known to be dead."""
+    blamed_for: Holder | None = None
+    """The scheduler whose death `attempts` counted last."""
+    num_rejections: int = 0
+    """Number of engines that did not admit it."""
     attempts: int = 0
     """Number of schedulers that have died, and of expulsions, since the request made progress."""
     sent_length: int = 0
@@ -56,45 +80,61 @@ class LedgerEntry:
     def is_suspect(self) -> bool:
         return self.attempts >= SUSPECT_AFTER and not self.has_progress
 
-    def count_death(self, incarnation: int) -> None:
-        """Count the death of the scheduler that had it, if another one is connected now."""
-        if self.holder not in (0, incarnation):
-            self.attempts, self.holder = 1 if self.has_progress else self.attempts + 1, 0
+    def set_owner(self, engine: str) -> None:
+        self.engine = engine
+        if engine not in (seen := self.stream.response.engines):
+            seen.append(engine)
 
-    def end(self) -> Finish | None:
-        """Return the end of a request that no scheduler must see again, or None."""
+    def count_death(self, scheduler: Holder) -> None:
+        """Count the death of the scheduler that had it, if it is submitted to another one now."""
+        if self.holder not in (None, scheduler):
+            self.attempts, self.blamed_for = 1 if self.has_progress else self.attempts + 1, self.holder
+            self.holder = None
+
+    def end(self, identity: str) -> Finish | None:
+        """Return the end of a request that no scheduler of this identity must see again, or None."""
         number, output = self.request.number, self.stream.output
         if self.attempts > SUSPECT_AFTER:
             return Finish(number, FinishReason.ERROR, message=GUILTY)
         if self.was_sent and len(output) >= self.request.params.max_tokens:  # only its end was lost
             return Finish(number, FinishReason.LENGTH)
+        if self.was_sent and self.identity and identity and self.identity != identity:
+            return Finish(number, FinishReason.ERROR, message=OTHER_MODEL)
         return None
 
-    def submission(self, incarnation: int, now: float) -> GenerateRequest:
-        """Return the message for the scheduler that is connected; it has the request from now on."""
+    def submission(self, scheduler: Holder, identity: str, now: float) -> GenerateRequest:
+        """Return the message for a scheduler; it has the request from now on."""
         request, output = self.request, self.stream.output
         age = max(now - self.since, sys.float_info.min) if self.was_sent else 0.0
-        self.was_sent, self.holder, self.sent_length = True, incarnation, len(output)
+        self.was_sent, self.holder, self.sent_length = True, scheduler, len(output)
+        self.identity = identity or self.identity
         return replace(
             request,
             token_ids=request.token_ids + pack(output) if output else request.token_ids,
-            incarnation=incarnation,
+            incarnation=scheduler[1],
             attempts=self.attempts,
             age=age,
         )
 
 
 class RequestLedger:
-    """Open requests by number, oldest first."""
+    """Open requests by number, oldest first, and the engine that owns each.
 
-    def __init__(self) -> None:
+    Args:
+        on_closed: called with the key of each request that is removed.
+    """
+
+    def __init__(self, on_closed: Callable[[int], None] = lambda _: None) -> None:
         self._entries: dict[int, LedgerEntry] = {}
         self.streams: dict[int, RequestStream] = {}
         """The same requests, for the path of each token."""
-        self._unsent: dict[int, LedgerEntry] = {}
-        """Requests that the scheduler that is connected does not have."""
+        self._by_key: dict[int, LedgerEntry] = {}
+        self._keys = itertools.count(1)
+        self._unsent: defaultdict[str, dict[int, LedgerEntry]] = defaultdict(dict)
+        """By owner: requests that its scheduler does not have."""
         self._on_trial: LedgerEntry | None = None
-        """The suspect that it has."""
+        """The suspect that a scheduler has."""
+        self._on_closed = on_closed
         self.resubmitted = 0
         """Requests that were submitted again, over all time."""
 
@@ -103,27 +143,83 @@ class RequestLedger:
 
     @property
     def has_unsent(self) -> bool:
-        return bool(self._unsent)
+        return any(self._unsent.values())
 
-    def open(self, stream: RequestStream, request: GenerateRequest, now: float) -> None:
-        """Keep a request. `submissions` returns it next. `now`: monotonic seconds."""
-        entry = LedgerEntry(stream, request, now, progress=now)
-        self._entries[request.number] = self._unsent[request.number] = entry
-        self.streams[request.number] = stream
+    def owned(self, engine: str) -> list[LedgerEntry]:
+        """Return the requests that an engine owns, oldest first. NOBODY: those that wait for an engine."""
+        return [entry for entry in self._entries.values() if entry.engine == engine]
 
-    def close(self, number: int) -> RequestStream | None:
-        """Remove a request that has ended; None if it is not open."""
-        entry = self._entries.pop(number, None)
-        self._unsent.pop(number, None)
+    @property
+    def waiting(self) -> list[LedgerEntry]:
+        """Requests that no engine owns, oldest first."""
+        return list(self._unsent[NOBODY].values())
+
+    def owners_of_unsent(self) -> list[str]:
+        """Return the engines that own requests which their schedulers do not have."""
+        return [engine for engine, unsent in self._unsent.items() if unsent and engine != NOBODY]
+
+    def num_owned(self) -> Counter[str]:
+        """Return the number of requests by owner."""
+        return Counter(entry.engine for entry in self._entries.values())
+
+    def entry(self, number: int) -> LedgerEntry | None:
+        return self._entries.get(number)
+
+    def with_key(self, key: int) -> LedgerEntry | None:
+        return self._by_key.get(key)
+
+    def open(self, stream: RequestStream, request: GenerateRequest, now: float) -> LedgerEntry:
+        """Keep a request, which nobody owns. `now`: monotonic seconds."""
+        entry = LedgerEntry(stream, request, now, next(self._keys), progress=now)
+        self._by_key[entry.key] = entry
+        self._add(request.number, entry)
+        return entry
+
+    def assign(self, entry: LedgerEntry, engine: str) -> None:
+        """Give a request that nobody owns an owner. `submissions` returns it next."""
+        number = entry.request.number
+        self._unsent[engine][number] = self._unsent[entry.engine].pop(number)
+        entry.set_owner(engine)
+
+    def _add(self, number: int, entry: LedgerEntry) -> None:
+        self._entries[number] = self._unsent[entry.engine][number] = entry
+        self.streams[number] = entry.stream
+
+    def move(self, number: int, new_number: int, engine: str, is_fault: bool) -> None:
+        """Give a request another owner, and another number: what the former owner still sends belongs to no request.
+
+        Args:
+            is_fault: the former owner is lost; this counts as a death of its scheduler.
+        """
+        entry = self._entries[number]
+        self._remove(number, entry)
+        if not is_fault:
+            entry.holder = None
+        entry.set_owner(engine)
+        entry.request = replace(entry.request, number=new_number)
+        entry.stream.number = new_number
+        self._add(new_number, entry)
+
+    def _remove(self, number: int, entry: LedgerEntry) -> None:
+        del self._entries[number], self.streams[number]
+        self._unsent[entry.engine].pop(number, None)
         if entry is self._on_trial:
             self._on_trial = None
-        return self.streams.pop(number, None)
+
+    def close(self, number: int) -> LedgerEntry | None:
+        """Remove a request that has ended; None if it is not open."""
+        if (entry := self._entries.get(number)) is None:
+            return None
+        self._remove(number, entry)
+        del self._by_key[entry.key]
+        self._on_closed(entry.key)
+        return entry
 
     def end(self, number: int, end: Finish | APIError) -> None:
         """Remove a request and pass its end to it. Unknown numbers are ignored."""
-        if (stream := self.close(number)) is not None:
-            stream.end = end
-            stream.response.mark_due(stream)
+        if (entry := self.close(number)) is not None:
+            entry.stream.end = end
+            entry.stream.response.mark_due(entry.stream)
 
     def deliver(self, numbers: list[int], tokens: Iterable[Token]) -> None:
         """Pass tokens to their requests. One that is not the next is passed for its index alone: a repeated one is
@@ -151,37 +247,48 @@ class RequestLedger:
                 found.append(entry.stream)
         return found
 
-    def expelled(self) -> None:
-        """The scheduler has ended the connection for a bad message. Call it before `disconnected`."""
-        for number, entry in self._entries.items():
-            if number not in self._unsent and entry.holder and len(entry.stream.output) == entry.sent_length:
-                entry.attempts, entry.holder = entry.attempts + 1, 0
+    def expelled(self, engine: str) -> None:
+        """A scheduler has ended the connection for a bad message. Call it before `disconnected`."""
+        for entry in self.owned(engine):
+            is_unsent = entry.request.number in self._unsent[engine]
+            if not is_unsent and entry.holder and len(entry.stream.output) == entry.sent_length:
+                entry.attempts, entry.holder = entry.attempts + 1, None
 
-    def disconnected(self) -> None:
-        """The connection is lost: no scheduler has a request."""
-        self._unsent, self._on_trial = dict(self._entries), None
+    def disconnected(self, engine: str) -> None:
+        """The connection to an engine is lost: its scheduler has no request."""
+        self._unsent[engine] = {entry.request.number: entry for entry in self.owned(engine)}
+        if self._on_trial is not None and self._on_trial.engine == engine:
+            self._on_trial = None
 
-    def submissions(self, incarnation: int, now: float) -> list[GenerateRequest]:
+    def returned(self, scheduler: Holder) -> None:
+        """A scheduler is connected again: it had not died."""
+        for entry in self._entries.values():
+            if entry.blamed_for == scheduler:
+                entry.attempts, entry.blamed_for = max(entry.attempts - 1, 0), None
+
+    def submissions(self, scheduler: Holder, identity: str, now: float) -> list[GenerateRequest]:
         """Return the messages to send, oldest first. Suspects wait for the one before them; requests that no scheduler
         must see again end.
 
         Args:
-            incarnation: the scheduler that is connected.
+            scheduler: the engine, and the scheduler that is connected.
+            identity: its identity; "": not known.
             now: monotonic seconds.
         """
         messages = []
         if self._on_trial is not None and self._on_trial.has_progress:
             self._on_trial = None
-        for number, entry in list(self._unsent.items()):
-            entry.count_death(incarnation)
-            if (end := entry.end()) is not None:
+        unsent = self._unsent[scheduler[0]]
+        for number, entry in sorted(unsent.items(), key=lambda item: item[1].since):
+            entry.count_death(scheduler)
+            if (end := entry.end(identity)) is not None:
                 self.end(number, end)
                 continue
             if entry.is_suspect:
                 if self._on_trial is not None:
                     continue
                 self._on_trial = entry
-            del self._unsent[number]
+            del unsent[number]
             self.resubmitted += entry.was_sent
-            messages.append(entry.submission(incarnation, now))
+            messages.append(entry.submission(scheduler, identity, now))
         return messages

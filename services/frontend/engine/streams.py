@@ -132,6 +132,7 @@ class ResponseStream:
         "_sink",
         "_waiter",
         "_wants_first",
+        "engines",
         "num_open",
         "request_id",
         "write",
@@ -151,6 +152,8 @@ class ResponseStream:
         self._waiter: asyncio.Future[bytes] | None = None
         """Set while a task waits in `first` or `last`; outputs are read only then."""
         self._wants_first = False
+        self.engines: list[str] = []
+        """Names of the engines that its requests were placed on, in this order."""
         self.num_open = 0
         """Requests of this response that have not ended."""
         self.write: Callable[[bytes], None] = _discard

@@ -1,7 +1,7 @@
-"""Metrics of the engine, from the state that the scheduler reported last."""
+"""Metrics of the engines, from the states that their schedulers reported last."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -9,69 +9,80 @@ from prometheus_client.registry import Collector
 from protocol.requests import ITERATION_TOKENS
 from services import release
 from services.frontend.engine.client import EngineClient
+from services.frontend.engine.engine import ConnectedEngine
 from services.frontend.metrics.collectors import LABELS, OURS, histogram_family
 
 _GAUGES = {
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "inflight_steps", "epoch", "num_workers",
     "grammar_cache_bytes", "grammars_compiling", "weight_loads", "expected_queue_seconds",
+    "seconds_per_prompt_token",
 }  # fmt: skip
 _PART_LABELS = {"wasted_tokens_total": "cause", "admission_rejections": "reason"}
 """Label of the part behind the colon in the name of a statistic; "position", unless it is listed."""
 
 
 class EngineStatistics(Collector):
+    """Statistics of each engine under its name, and of this frontend's requests."""
+
     def __init__(self, engine: EngineClient, labels: tuple[str, str]) -> None:
+        """`labels`: of the metrics of this frontend."""
         self._engine = engine
         self._labels = labels
         self._named = dict(zip(LABELS, labels, strict=True))
         self._release = {"version": release.version()}
 
     def collect(self) -> Iterator[Metric]:
-        stats = dict(self._engine.state.stats)
-        if (total := stats.pop("iteration_tokens_sum", None)) is not None:
-            counts = [stats.pop(f"iteration_tokens:{i}", 0.0) for i in range(len(ITERATION_TOKENS) + 1)]
-            yield histogram_family(
-                f"{OURS}iteration_tokens_total",
-                "tokens of a step",
-                ITERATION_TOKENS,
-                counts,
-                total,
-                self._labels,
-            )
-        yield from self._by_name(stats)
-        yield from self._about_the_engine()
+        families = _Families()
+        for engine in self._engine.engines.values():
+            labels = (self._labels[0], engine.name)
+            self._about_steps(families, labels, engine.state.stats)
+            self._about_an_engine(families, dict(zip(LABELS, labels, strict=True)), engine)
+        yield from families.values()
         yield from self._about_this_frontend()
-        yield from self._about_waiting()
         yield from self._always_the_same()
 
-    def _by_name(self, stats: dict[str, float]) -> Iterator[Metric]:
-        """Yield statistics as they were reported. What follows a colon in a name is a label."""
-        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+    @staticmethod
+    def _about_steps(families: "_Families", labels: tuple[str, str], reported: Mapping[str, float]) -> None:
+        """Add statistics as they were reported. What follows a colon in a name is a label."""
+        stats = dict(reported)
+        if (total := stats.pop("iteration_tokens_sum", None)) is not None:
+            counts = [stats.pop(f"iteration_tokens:{i}", 0.0) for i in range(len(ITERATION_TOKENS) + 1)]
+            name, text = f"{OURS}iteration_tokens_total", "tokens of a step"
+            found = histogram_family(name, text, ITERATION_TOKENS, counts, total, labels)
+            families.setdefault(name, found)
+            if families[name] is not found:
+                families[name].samples += found.samples
         for key, value in stats.items():
             name, _, part = key.partition(":")
-            if name not in families:
-                kind = GaugeMetricFamily if name in _GAUGES else CounterMetricFamily
-                labels = (*LABELS, _PART_LABELS.get(name, "position")) if part else LABELS
-                families[name] = kind(
-                    f"{OURS}{name.removesuffix('_total')}", f"{name} of the engine", labels=labels
-                )
-            families[name].add_metric((*self._labels, part) if part else self._labels, value)
-        yield from families.values()
+            kind = GaugeMetricFamily if name in _GAUGES else CounterMetricFamily
+            names = (*LABELS, _PART_LABELS.get(name, "position")) if part else LABELS
+            full = f"{OURS}{name.removesuffix('_total')}"
+            family = families.setdefault(full, kind(full, f"{name} of the engine", labels=names))
+            assert isinstance(family, GaugeMetricFamily | CounterMetricFamily)
+            family.add_metric((*labels, part) if part else labels, value)
 
-    def _about_the_engine(self) -> Iterator[Metric]:
-        state = self._engine.state
+    @staticmethod
+    def _about_an_engine(families: "_Families", named: dict[str, str], engine: ConnectedEngine) -> None:
+        state = engine.state
         if state.info:
-            about = "features that are combined in this engine"
-            yield InfoMetricFamily(f"{OURS}engine", about, value=self._named | state.info)
+            name, text = f"{OURS}engine", "features that are combined in this engine"
+            families.setdefault(name, InfoMetricFamily(name, text)).add_sample(
+                f"{name}_info", named | state.info, 1
+            )
         if state.num_blocks:
             sizes = {
                 "block_size": str(state.block_size),
                 "num_gpu_blocks": str(state.num_blocks),
                 "enable_prefix_caching": state.info.get("prefix_caching", ""),
             }
-            yield _gauge("cache_config_info", "sizes of the KV cache", self._named | sizes, 1.0)
-        ready = float(self._engine.ready)
-        yield _gauge("engine_ready", "1 if requests are executed now", self._named, ready)
+            families.gauge("cache_config_info", "sizes of the KV cache", named | sizes, 1.0)
+        ready = "1 if requests are executed now"
+        families.gauge("engine_ready", ready, named, float(engine.ready))
+        name, stats = "num_requests_waiting_by_reason", state.stats
+        text = "requests that wait for room, or for something else (grammars)"
+        waiting, compiling = stats.get("num_requests_waiting", 0.0), stats.get("grammars_compiling", 0.0)
+        families.gauge(name, text, named | {"reason": "capacity"}, waiting)
+        families.gauge(name, text, named | {"reason": "deferred"}, compiling)
 
     def _about_this_frontend(self) -> Iterator[Metric]:
         yield InfoMetricFamily(f"{OURS}build", "version of this frontend", value=self._named | self._release)
@@ -90,15 +101,14 @@ class EngineStatistics(Collector):
             family = CounterMetricFamily(f"{OURS}{name}", text, labels=LABELS)
             family.add_metric(self._labels, value)
             yield family
-
-    def _about_waiting(self) -> Iterator[Metric]:
-        stats, name = self._engine.state.stats, "num_requests_waiting_by_reason"
-        text = "requests that wait for room, or for something else (grammars)"
-        room = self._named | {"reason": "capacity"}
-        waiting = _gauge(name, text, room, stats.get("num_requests_waiting", 0.0))
-        compiling = stats.get("grammars_compiling", 0.0)
-        waiting.add_sample(waiting.name, self._named | {"reason": "deferred"}, compiling)
-        yield waiting
+        for name, text, reasons in (
+            ("placements", "requests that were placed on an engine", self._engine.placements),
+            ("stream_moves", "streams that moved to another engine", self._engine.moves),
+        ):
+            family = CounterMetricFamily(f"{OURS}{name}", text, labels=(*LABELS, "reason"))
+            for reason, count in reasons.items():
+                family.add_metric((*self._labels, reason), count)
+            yield family
 
     def _always_the_same(self) -> Iterator[Metric]:
         """Yield families that routers expect of vLLM, for features that this engine does not have."""
@@ -110,6 +120,15 @@ class EngineStatistics(Collector):
         for other in ("weights_offloaded", "discard_all"):
             sleep.add_sample(sleep.name, self._named | {"sleep_state": other}, 0.0)
         yield sleep
+
+
+class _Families(dict[str, Metric]):
+    """Families by name; each has the samples of all engines."""
+
+    def gauge(self, name: str, text: str, labels: dict[str, str], value: float) -> None:
+        """Add a sample."""
+        full = f"{OURS}{name}"
+        self.setdefault(full, GaugeMetricFamily(full, text)).add_sample(full, labels, value)
 
 
 def _gauge(name: str, text: str, labels: dict[str, str], value: float) -> GaugeMetricFamily:

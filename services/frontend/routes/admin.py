@@ -1,12 +1,23 @@
-"""Routes of `--enable-admin-routes`, which change the engine."""
+"""Routes of `--enable-admin-routes`, which change the engines."""
 
-from fastapi import APIRouter
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query
+from starlette.requests import Request as HTTPRequest
 from typing_extensions import TypedDict
 
 from services.frontend.context import Context
+from services.frontend.errors import APIError
 from services.frontend.openapi import GUARDED, errors
 
 router = APIRouter(responses=errors(400, *GUARDED, 503))
+
+
+_SETTINGS = {
+    "type": "object",
+    "maxProperties": 256,
+    "additionalProperties": {"type": "string", "maxLength": 65536},
+}
 
 
 class ResetResponse(TypedDict):
@@ -14,6 +25,104 @@ class ResetResponse(TypedDict):
     """False: running requests still share blocks."""
 
 
-@router.post("/reset_prefix_cache", summary="Empties the prefix cache")
+class EngineEntry(TypedDict):
+    name: str
+    state: str
+    streams: int
+    """Requests of this frontend that it owns."""
+    endpoint: str
+    pids: list[int]
+    """Process ids on their machines: of the scheduler, then of the workers by rank."""
+    identity: str
+    """Streams move between engines of equal identity only."""
+    queue_seconds: float
+    """Expected wait of a new request."""
+    detail: str
+    """One line for people."""
+
+
+class EngineList(TypedDict):
+    engines: list[EngineEntry]
+
+
+class DrainResponse(TypedDict):
+    name: str
+    streams: int
+    """Requests that it still owns."""
+
+
+class ReplanStatus(TypedDict):
+    phase: str
+    """none, starting, moving, done or failed."""
+    engine: str
+    """Name of the new engine."""
+    detail: str
+
+
+@router.post("/reset_prefix_cache", summary="Empties the prefix caches of all engines")
 async def reset_prefix_cache(context: Context, reset_running_requests: bool = False) -> ResetResponse:
     return {"success": await context.engine.reset_prefix_cache(reset_running_requests)}
+
+
+@router.get("/engines", summary="Engines of this server")
+async def engines(context: Context) -> EngineList:
+    client = context.engine
+    counts = client.ledger.num_owned()
+    return {
+        "engines": [
+            {
+                "name": engine.name,
+                "state": engine.status,
+                "streams": counts[engine.name],
+                "endpoint": engine.address.endpoint,
+                "pids": engine.state.pids,
+                "identity": engine.identity,
+                "queue_seconds": engine.state.stats.get("expected_queue_seconds", 0.0),
+                "detail": engine.refusal or engine.state.detail,
+            }
+            for engine in client.engines.values()
+        ]
+    }
+
+
+@router.post(
+    "/engines/replan",
+    summary="Replaces the engines by one with other settings",
+    operation_id="post_engines_replan",
+    responses=errors(409),
+    openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": _SETTINGS}}}},
+)
+async def replan(
+    http: HTTPRequest,
+    context: Context,
+    timeout: Annotated[float, Query(gt=0, le=86400)] = 600.0,  # noqa: ASYNC109  of the new engine's start
+    drain_timeout: Annotated[float, Query(ge=0, le=86400)] = 60.0,
+) -> ReplanStatus:
+    """The body is an object with names and values of settings, such as {"tensor_parallel_size": "2"}."""
+    try:
+        settings = await http.json()
+    except ValueError:
+        settings = None
+    if not isinstance(settings, dict):
+        raise APIError(400, "the body must be an object with names and values of settings")
+    await context.replans.begin(
+        {name: str(value) for name, value in settings.items()}, timeout, drain_timeout
+    )
+    return await replan_status(context)
+
+
+@router.get("/engines/replan", summary="Phase of the last replan", operation_id="get_engines_replan")
+async def replan_status(context: Context) -> ReplanStatus:
+    phase, engine, detail = (context.replans.status[name] for name in ("phase", "engine", "detail"))
+    return {"phase": phase, "engine": engine, "detail": detail}
+
+
+@router.post(
+    "/engines/{name:path}/drain", summary="Moves the streams of an engine", responses=errors(404, 409)
+)
+async def drain(
+    name: Annotated[str, Path(max_length=256)], context: Context, cancel: bool = False
+) -> DrainResponse:
+    """New requests go to other engines from now on, and open ones move there; `cancel` takes that back."""
+    context.engine.drain_engine(name, not cancel)
+    return {"name": name, "streams": context.engine.ledger.num_owned()[name]}

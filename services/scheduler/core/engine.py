@@ -456,5 +456,6 @@ class EngineCore:
             "kv_cache_usage_perc": self.epoch.kv.usage,
             "inflight_steps": len(self.queue),
             "expected_queue_seconds": self.queue_seconds(),
+            "seconds_per_prompt_token": self._queue_time.seconds_per_prompt_token,
             **self.store.counters,
         }

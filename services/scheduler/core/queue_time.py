@@ -67,10 +67,15 @@ class QueueTime:
         """Return the estimate for a new request with so many tokens; 0.0 if nothing stands before it."""
         return max(self._for_prompts(store, epoch), self._for_seats(store, epoch, num_tokens))
 
+    @property
+    def seconds_per_prompt_token(self) -> float:
+        """Measured time per prompt token, of which some were found in the prefix cache; 0.0: nothing was measured."""
+        return self._seconds / self._tokens if self._tokens else 0.0
+
     def _for_prompts(self, store: RequestStore, epoch: EpochState) -> float:
         left = epoch.slots.entry.take(epoch.running) - epoch.slots.computed.take(epoch.running)
         tokens = store.num_waiting_tokens + int(left[left > 0].sum())
-        return tokens * self._seconds / self._tokens if self._tokens else 0.0
+        return tokens * self.seconds_per_prompt_token
 
     def _for_seats(self, store: RequestStore, epoch: EpochState, num_tokens: int) -> float:
         limits, running = epoch.limits, epoch.running

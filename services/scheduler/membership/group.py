@@ -5,6 +5,7 @@ cause an event of the group, and the actions of the group's row go to workers an
 formed if there is none and enough workers are spare.
 """
 
+import hashlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -115,6 +116,19 @@ class WorkerGroup:
     def backend(self) -> str:
         """The backend of the workers of the first epoch; "" before it."""
         return self._epoch.model.backend if self._epoch.model else ""
+
+    @property
+    def identity(self) -> str:
+        """Digest of everything that tokens depend on, besides the tokenizer; "": there was no epoch."""
+        if (model := self._epoch.model) is None:
+            return ""
+        parts = f"{model.backend} {model.model_hash} {model.dtype}"
+        return hashlib.sha256(parts.encode()).hexdigest()[:32]
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers of the current epoch by rank, on their machines."""
+        return [member.register.pid for member in self.roster.ranks]
 
     def may_return(self, peer: bytes, epoch: int) -> bool:
         """Return whether this worker may send results of an epoch. Those of an epoch that is not in effect are ignored

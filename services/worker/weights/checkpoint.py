@@ -1,5 +1,6 @@
 """The tensors of a checkpoint in any file format. Names and shapes are those of Hugging Face checkpoints."""
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -42,8 +43,23 @@ class Checkpoint(Protocol):
     def __contains__(self, name: str) -> bool: ...
 
     def digest(self, config: bytes) -> str:
-        """Return the SHA-256 of config.json and of every tensor's name, shape and dtype. All ranks of a group have the
-        same one."""
+        """Return the SHA-256 of config.json, and of every tensor's name, shape, dtype, and first, middle and last row.
+        All ranks of a group have the same one, however the tensors are cut for them."""
+
+
+def sampled_rows(shape: Sequence[int]) -> list[slice]:
+    """Return the rows of a tensor that its digest covers: all of a vector, three of a matrix. Other weights differ in
+    nearly every number, so three rows tell them apart without reading the files."""
+    if not shape or not shape[0]:
+        return []
+    if len(shape) == 1:
+        return [slice(0, shape[0])]
+    return [slice(row, row + 1) for row in sorted({0, shape[0] // 2, shape[0] - 1})]
+
+
+def raw_bytes(values: torch.Tensor) -> memoryview:
+    """Return the memory of a tensor's values."""
+    return values.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def missing_tensor(name: str) -> LoadError:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from services.worker.weights.checkpoint import Checkpoint, Cut, QuantizedRows
+from services.worker.weights.checkpoint import Checkpoint, Cut, QuantizedRows, raw_bytes
 from services.worker.weights.safetensors_checkpoint import SafetensorsCheckpoint
 
 DIGEST_CHARACTERS = 32
@@ -57,7 +57,7 @@ class HashedCheckpoint:
 
     def _add(self, part: str, kind: str, values: torch.Tensor) -> None:
         digest = hashlib.sha256(kind.encode())
-        digest.update(_bytes(values))
+        digest.update(raw_bytes(values))
         self.contents[f"{self._prefix}{part} {kind}"] = digest.hexdigest()[:DIGEST_CHARACTERS]
 
 
@@ -83,12 +83,8 @@ def layer_contents(checkpoint: SafetensorsCheckpoint, threads: int) -> dict[str,
         for name in names:
             values = checkpoint.files[name].get_tensor(name)
             digest.update(f"{name} {values.dtype}".encode())
-            digest.update(_bytes(values))
+            digest.update(raw_bytes(values))
         return digest.hexdigest()[:DIGEST_CHARACTERS]
 
     with ThreadPoolExecutor(threads) as pool:  # hashing releases the interpreter's lock
         return dict(zip(layers, pool.map(digest_of, layers.values()), strict=True))
-
-
-def _bytes(values: torch.Tensor) -> memoryview:
-    return values.contiguous().view(-1).view(torch.uint8).numpy().data

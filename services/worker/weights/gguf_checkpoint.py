@@ -14,7 +14,13 @@ from numpy.typing import NDArray
 from services.checkpoint import CheckpointError
 from services.checkpoint.gguf import GgufHeader, GgufTensor, architecture, read_header, tensors_by_name
 from services.worker.runner import LoadError
-from services.worker.weights.checkpoint import Cut, QuantizedRows, check_shape, missing_tensor
+from services.worker.weights.checkpoint import (
+    Cut,
+    QuantizedRows,
+    check_shape,
+    missing_tensor,
+    sampled_rows,
+)
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types without blocks."""
@@ -72,6 +78,8 @@ class GgufCheckpoint:
         digest = hashlib.sha256(config)
         for name, tensor in sorted(self._tensors.items()):
             digest.update(f"{name} {list(tensor.shape)} {tensor.type.name}\n".encode())
+            for rows in sampled_rows(tensor.shape):
+                digest.update(self._rows(name, tensor, rows).tobytes())
         return digest.hexdigest()
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> GgufTensor:

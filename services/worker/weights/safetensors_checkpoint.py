@@ -9,7 +9,14 @@ from safetensors import SafetensorError, safe_open
 
 from services.checkpoint import CheckpointError, weight_shards
 from services.worker.runner import LoadError
-from services.worker.weights.checkpoint import Cut, QuantizedRows, check_shape, missing_tensor
+from services.worker.weights.checkpoint import (
+    Cut,
+    QuantizedRows,
+    check_shape,
+    missing_tensor,
+    raw_bytes,
+    sampled_rows,
+)
 
 DTYPES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
 """Dtypes of safetensors that can be read, and their bytes."""
@@ -59,12 +66,15 @@ class SafetensorsCheckpoint:
         return name in self.files
 
     def digest(self, config: bytes) -> str:
-        """Return the SHA-256 of config.json and of every tensor's name, shape and dtype. All ranks of a group have the
-        same one."""
+        """Return the SHA-256 of config.json, and of every tensor's name, shape, dtype, and first, middle and last row.
+        All ranks of a group have the same one, however the tensors are cut for them."""
         digest = hashlib.sha256(config)
         for name in sorted(self.files):
             view = self.files[name].get_slice(name)
-            digest.update(f"{name} {view.get_shape()} {view.get_dtype()}\n".encode())
+            shape = view.get_shape()
+            digest.update(f"{name} {shape} {view.get_dtype()}\n".encode())
+            for rows in sampled_rows(shape):
+                digest.update(raw_bytes(view[rows]))
         return digest.hexdigest()
 
 

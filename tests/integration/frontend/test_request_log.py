@@ -51,7 +51,7 @@ def test_accepted_and_completed(pair: tuple[Frontend, ScriptedScheduler], stream
     frontend.post(COMPLETIONS, {"prompt": [5, 6], "n": 2, "stream": stream}, headers=headers)
     numbers = [scheduler.request(index).number for index in range(2)]
     assert {scheduler.request(index).request_id for index in range(2)} == {name}
-    accepted = [f"request accepted: number={number} prompt_tokens=2" for number in numbers]
+    accepted = [f"request accepted: number={number} prompt_tokens=2 engine=0" for number in numbers]
     *lines, last = wait_lines(frontend, name, "completed")
     assert lines == accepted
     assert re.fullmatch(

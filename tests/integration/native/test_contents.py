@@ -45,7 +45,12 @@ def test_one_changed_number_of_any_tensor_changes_the_contents(
         }
         assert different == {tensor}
     after = RunnerDriver(tmp_path / "model").loaded
-    assert after.model_hash == before.model_hash, "names, shapes and types are the same"
+    assert after.model_hash != before.model_hash, "the digest covers the last row"
+    changed = {key: value.clone() for key, value in tensors.items()}
+    changed[next(name for name in tensors if tensors[name].ndim == 2)][1] += 1
+    save_file(changed, file, {"format": "pt"})
+    after = RunnerDriver(tmp_path / "model").loaded
+    assert after.model_hash == before.model_hash, "the digest covers three rows of a matrix"
     assert after.contents != before.contents
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from protocol.requests import Finish, FinishReason
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from protocol.transport import HandshakeRefused
+from services.frontend.engine.addresses import numbered
 from services.frontend.engine.client import EngineClient, RequestContext, failure
 from services.frontend.engine.streams import RawLogprobs, RequestStream, ResponseStream, Token
 from services.frontend.errors import APIError
@@ -124,7 +125,7 @@ class SimulatedFrontend:
     ) -> None:
         self.process = SimulatedProcess(network.hub, name)
         self.loop = VirtualLoop(network, self.process)
-        self.engine = EngineClient(endpoint, 1024, silence, patience, timeout)
+        self.engine = EngineClient(numbered([endpoint]), 1024, silence, patience, timeout)
         self.requests: list[ClientRequest] = []
         self.process.on_end.append(self._break_connections)
         self.process.do(self._start)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from services.frontend.engine.connection import SchedulerConnection
-from services.frontend.engine.ledger import LedgerEntry, RequestLedger
+from services.frontend.engine.ledger import Holder, LedgerEntry, RequestLedger
 from services.scheduler.core.lifecycle import Lifecycle
 from services.scheduler.io.frontends import FrontendConnections
 from services.scheduler.leadership import Leadership
@@ -19,7 +19,7 @@ Patch = pytest.MonkeyPatch
 
 
 def requests_are_not_submitted_again(patch: Patch) -> None:
-    patch.setattr(RequestLedger, "disconnected", lambda self: None)
+    patch.setattr(RequestLedger, "disconnected", lambda self, engine: None)
 
 
 def a_token_with_any_index_is_stored(patch: Patch) -> None:
@@ -36,11 +36,11 @@ def a_token_with_any_index_is_stored(patch: Patch) -> None:
 def the_last_delivered_token_is_not_submitted(patch: Patch) -> None:
     submission = LedgerEntry.submission
 
-    def broken(self: LedgerEntry, incarnation: int, now: float) -> Any:
+    def broken(self: LedgerEntry, *arguments: Any) -> Any:
         output = self.stream.output
         self.stream.output = [*output[:-1], (output[-1] + 1) % 60 + 2] if output else output
         try:
-            return submission(self, incarnation, now)
+            return submission(self, *arguments)
         finally:
             self.stream.output = output
 
@@ -48,9 +48,9 @@ def the_last_delivered_token_is_not_submitted(patch: Patch) -> None:
 
 
 def a_scheduler_that_died_is_blamed_on_everyone(patch: Patch) -> None:
-    def count_death(self: LedgerEntry, incarnation: int) -> None:
-        if self.holder not in (0, incarnation):
-            self.attempts, self.holder = self.attempts + 3, 0
+    def count_death(self: LedgerEntry, scheduler: Holder) -> None:
+        if self.holder not in (None, scheduler):
+            self.attempts, self.holder = self.attempts + 3, None
 
     patch.setattr(LedgerEntry, "count_death", count_death)
 

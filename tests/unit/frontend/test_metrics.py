@@ -43,29 +43,37 @@ def test_histogram_equals_that_of_the_library(values: list[float]) -> None:
     assert samples(ours) == pytest.approx(samples(theirs)), "sums may differ in the last digits"
 
 
+def engines_in(*states: EngineState) -> SimpleNamespace:
+    """Return what metrics read of an `EngineClient` whose engines are in these states."""
+    engines = {
+        str(i): SimpleNamespace(name=str(i), state=state, ready=True) for i, state in enumerate(states)
+    }
+    return SimpleNamespace(
+        engines=engines, ledger=RequestLedger(), num_shed=0, placements={"load": 2}, moves={"lost": 1}
+    )
+
+
 def test_statistics_of_the_engine_are_labelled_by_position() -> None:
-    engine = SimpleNamespace(
-        state=EngineState(
-            EnginePhase.READY, stats={"accepted:0": 5.0, "accepted:1": 3.0, "steps_total": 7.0, "epoch": 2.0}
-        ),
-        ledger=RequestLedger(),
-        num_shed=0,
-        ready=True,
+    stats = {"accepted:0": 5.0, "accepted:1": 3.0, "steps_total": 7.0, "epoch": 2.0}
+    other = {"steps_total": 9.0}
+    engine = engines_in(
+        EngineState(EnginePhase.READY, stats=stats), EngineState(EnginePhase.READY, stats=other)
     )
     text = asyncio.run(Metrics(engine, "demo").render()).decode()  # type: ignore[arg-type]
     for line in (
         'runahead:accepted_total{engine="0",model_name="demo",position="0"} 5.0',
         'runahead:accepted_total{engine="0",model_name="demo",position="1"} 3.0',
         'runahead:steps_total{engine="0",model_name="demo"} 7.0',
+        'runahead:steps_total{engine="1",model_name="demo"} 9.0',
         'runahead:epoch{engine="0",model_name="demo"} 2.0',
+        'runahead:stream_moves_total{engine="0",model_name="demo",reason="lost"} 1.0',
     ):
         assert line in text
+    assert text.count("# TYPE runahead:steps_total") == 1
 
 
 async def test_other_tasks_run_while_metrics_are_rendered() -> None:
-    engine = SimpleNamespace(
-        state=EngineState(EnginePhase.READY), ledger=RequestLedger(), num_shed=0, ready=True
-    )
+    engine = engines_in(EngineState(EnginePhase.READY))
     turns = 0
 
     async def other_task() -> None:
@@ -81,9 +89,7 @@ async def test_other_tasks_run_while_metrics_are_rendered() -> None:
 
 
 def rendered(**state: object) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    engine = SimpleNamespace(
-        state=EngineState(EnginePhase.READY, **state), ledger=RequestLedger(), num_shed=0, ready=True
-    )  # type: ignore[arg-type]
+    engine = engines_in(EngineState(EnginePhase.READY, **state))  # type: ignore[arg-type]
     text = asyncio.run(Metrics(engine, "demo").render()).decode()  # type: ignore[arg-type]
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
@@ -138,12 +144,7 @@ def test_every_family_of_the_list_is_shown_under_both_names() -> None:
         ),
         1.0,
     )  # fmt: skip
-    engine = SimpleNamespace(
-        state=EngineState(EnginePhase.READY, num_blocks=2, block_size=16, stats=stats),
-        ledger=RequestLedger(),
-        num_shed=0,
-        ready=True,
-    )
+    engine = engines_in(EngineState(EnginePhase.READY, num_blocks=2, block_size=16, stats=stats))
     lines = asyncio.run(Metrics(engine, "demo").render()).decode().splitlines()  # type: ignore[arg-type]
     families = [
         line.split()[2] for line in lines if line.startswith("# TYPE") and not line.endswith("_created gauge")

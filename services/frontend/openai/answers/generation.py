@@ -48,6 +48,8 @@ class Generation:
         """Abort the requests that are still open, and count the tokens that they have brought."""
         self._context.summary.output_tokens += sum(choice.num_unfinished_tokens for choice in self.choices)
         self._engine.abort(self.choices)
+        if len(self._engine.engines) > 1:
+            self._context.summary.engines = self.response.engines
 
     def submit(self, prompt: Prompt, params: SamplingParams) -> None:
         """Submit the choices of one prompt. Each has its own seed; only the first requests the prompt's logprobs.

@@ -20,6 +20,7 @@ from protocol.requests import (
 from protocol.sampling import SamplingParams
 from protocol.transport import HandshakeRefused, Server
 from services.frontend.engine import client as client_module
+from services.frontend.engine.addresses import numbered
 from services.frontend.engine.client import EngineClient, RequestContext
 from services.frontend.engine.streams import FlushQueue, ResponseStream
 from tests.unit.frontend.engine.test_streams import RecordingStream
@@ -28,7 +29,7 @@ from tests.unit.frontend.engine.test_streams import RecordingStream
 @pytest.mark.parametrize(("theirs", "fits"), [("same", True), ("", True), ("other", False)])
 async def test_scheduler_with_another_tokenizer_is_refused(tmp_path: Path, theirs: str, fits: bool) -> None:
     server = Server(f"ipc://{tmp_path}/c", {"frontend"})
-    client = EngineClient(server.endpoint, 1, 10.0, 300.0, 600.0, tokenizer="same")
+    client = EngineClient(numbered([server.endpoint]), 1, 10.0, 300.0, 600.0, tokenizer="same")
     running = asyncio.create_task(client.run())
     while not running.done() and client.state.phase is not EnginePhase.READY:
         if (received := server.receive()) is not None:
@@ -49,7 +50,7 @@ async def test_scheduler_with_another_tokenizer_is_refused(tmp_path: Path, their
 async def test_a_frontend_whose_lease_has_ended_connects_again(tmp_path: Path) -> None:
     """Its requests have ended with the lease, so it must submit them on a new connection."""
     server = Server(f"ipc://{tmp_path}/c", {"frontend"})
-    client = EngineClient(server.endpoint, 1, 10.0, 300.0, 600.0)
+    client = EngineClient(numbered([server.endpoint]), 1, 10.0, 300.0, 600.0)
     running = asyncio.create_task(client.run())
     peers: list[bytes] = []
     while len(peers) < 2:
@@ -67,7 +68,7 @@ async def test_a_frontend_whose_lease_has_ended_connects_again(tmp_path: Path) -
 async def test_messages_behind_one_that_cannot_be_read_are_not_handled(tmp_path: Path) -> None:
     """The connection is dropped with the bad message. A state behind it must not make the frontend ready."""
     server = Server(f"ipc://{tmp_path}/c", {"frontend"})
-    client = EngineClient(server.endpoint, 1, 10.0, 300.0, 600.0)
+    client = EngineClient(numbered([server.endpoint]), 1, 10.0, 300.0, 600.0)
     running = asyncio.create_task(client.run())
     peers: list[bytes] = []
     ready, bad = EngineState(EnginePhase.READY, incarnation=7, lease=1), AbortRequest([1], 7)
@@ -88,7 +89,7 @@ async def test_a_message_that_the_scheduler_cannot_read_costs_its_request_and_no
 ) -> None:
     """The scheduler expels the frontend at each submission of a request; the frontend connects again without it."""
     server, decoder = Server(f"ipc://{tmp_path}/c", {"frontend"}), Decoder(ClientMessage)
-    client = EngineClient(server.endpoint, 1, 10.0, 300.0, 600.0)
+    client = EngineClient(numbered([server.endpoint]), 1, 10.0, 300.0, 600.0)
     running = asyncio.create_task(client.run())
     stream = RecordingStream(ResponseStream(FlushQueue()))
     peers, submissions = set[bytes](), 0
@@ -152,7 +153,7 @@ def rapid_signs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("rapid_signs")
 async def test_a_scheduler_that_hears_nothing_is_left_although_it_sends_states(tmp_path: Path) -> None:
     scheduler = AnsweringScheduler(tmp_path)
-    client = EngineClient(scheduler.server.endpoint, 1, 5.0, 300.0, 600.0)
+    client = EngineClient(numbered([scheduler.server.endpoint]), 1, 5.0, 300.0, 600.0)
     running = asyncio.create_task(client.run())
     while scheduler.received < 40:
         scheduler.turn()
@@ -178,7 +179,7 @@ async def test_a_scheduler_that_hears_nothing_is_left_although_it_sends_states(t
 @pytest.mark.usefixtures("rapid_signs")
 async def test_an_engine_with_a_rank_that_does_not_answer_is_not_ready(tmp_path: Path) -> None:
     scheduler = AnsweringScheduler(tmp_path)
-    client = EngineClient(scheduler.server.endpoint, 1, 5.0, 300.0, 600.0)
+    client = EngineClient(numbered([scheduler.server.endpoint]), 1, 5.0, 300.0, 600.0)
     running = asyncio.create_task(client.run())
     for unanswered, ready in (([5.0, 0.0], True), ([5.0, 6.0], False), ([0.0, 0.0], True)):
         scheduler.unanswered = unanswered

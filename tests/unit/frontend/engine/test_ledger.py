@@ -14,6 +14,7 @@ from tests.unit.frontend.engine.test_streams import RecordingStream
 
 FIRST, SECOND, THIRD, FOURTH = 11, 12, 13, 14
 """Incarnations."""
+ENGINE, OTHER = "0", "1"
 
 
 class OpenRequests:
@@ -34,14 +35,14 @@ class OpenRequests:
         request = GenerateRequest(
             number, pack([number]), 1, SamplingParams(max_tokens=max_tokens, seed=number)
         )
-        self.ledger.open(stream, request, self._now)
+        self.ledger.assign(self.ledger.open(stream, request, self._now), ENGINE)
 
     def connect(self, incarnation: int) -> list[GenerateRequest]:
         self._now += 1
-        return self.ledger.submissions(incarnation, self._now)
+        return self.ledger.submissions((ENGINE, incarnation), "", self._now)
 
     def reconnect(self, incarnation: int) -> list[GenerateRequest]:
-        self.ledger.disconnected()
+        self.ledger.disconnected(ENGINE)
         return self.connect(incarnation)
 
     def deliver(self, number: int, *tokens: int, at: int | None = None) -> None:
@@ -93,7 +94,7 @@ async def test_only_the_next_index_becomes_output() -> None:
 async def test_a_request_that_arrives_without_a_scheduler_is_new_for_the_next_one() -> None:
     requests = OpenRequests(1)
     requests.connect(FIRST)
-    requests.ledger.disconnected()
+    requests.ledger.disconnected(ENGINE)
     requests.open(2)
     assert [(r.number, r.attempts, r.age > 0) for r in requests.connect(SECOND)] == [
         (1, 1, True),
@@ -149,10 +150,10 @@ async def test_expulsions_accuse_requests_without_output_and_end_the_one_that_wa
     requests.connect(FIRST)
     requests.deliver(2, 7)
     for attempts in (1, 2):
-        requests.ledger.expelled()
+        requests.ledger.expelled(ENGINE)
         assert [(r.number, r.attempts) for r in requests.reconnect(FIRST)] == [(1, attempts), (2, 0)]
         requests.deliver(2, 7)
-    requests.ledger.expelled()
+    requests.ledger.expelled(ENGINE)
     assert [r.number for r in requests.reconnect(FIRST)] == [2]
     assert requests.streams[1].end == Finish(1, FinishReason.ERROR, message=GUILTY)
 
@@ -160,7 +161,7 @@ async def test_expulsions_accuse_requests_without_output_and_end_the_one_that_wa
 async def test_a_scheduler_that_expelled_a_request_and_died_counts_once_for_it() -> None:
     requests = OpenRequests(1)
     requests.connect(FIRST)
-    requests.ledger.expelled()
+    requests.ledger.expelled(ENGINE)
     assert [r.attempts for r in requests.reconnect(SECOND)] == [1]
 
 

@@ -1,0 +1,114 @@
+"""Engines of one server on this machine: the commands of their services, and the file that lists them for frontends.
+
+Each engine is a scheduler with its workers, over sockets of its own in the server's private directory. The frontend
+reads the file again when it changes, so engines may be added and removed while it serves.
+"""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.config import SERVICES, ServeConfig
+from services.worker import machine
+
+CONTROL = "control"
+"""Name of the supervisor's socket in the private directory."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """Command of a service."""
+
+    name: str
+    arguments: list[str]
+
+    @property
+    def service(self) -> str:
+        return self.name.partition("-")[0]
+
+
+def engine_names(config: ServeConfig) -> list[str]:
+    """Return the names of the engines that a server begins with."""
+    return [str(index) for index in range(config.data_parallel_size)]
+
+
+def service_names(engine: str, config: ServeConfig) -> list[str]:
+    """Return the names of an engine's services: the scheduler first. Those of a server with one engine carry no number
+    of it."""
+    scheduler, worker = ("scheduler", "worker")
+    if config.data_parallel_size > 1 or engine != "0":
+        scheduler, worker = f"{scheduler}-{engine}", f"{worker}-{engine}"
+    count = config.num_workers
+    return [scheduler, *([worker] if count == 1 else [f"{worker}-{rank}" for rank in range(count)])]
+
+
+def divided(config: ServeConfig) -> ServeConfig:
+    """Return the settings of one of several engines: cores, and memory for KV caches, are divided among them."""
+    count, changes = config.data_parallel_size, dict[str, object]()
+    if count > 1 and config.threads == 0 and config.backend != "sim":
+        changes["threads"] = max(1, machine.cores() // (count * config.num_workers))
+    if count > 1 and config.kv_cache_memory_bytes == 0 and config.backend != "sim":
+        changes["kv_cache_memory_bytes"] = machine.cache_budget(0) // count
+    return config.model_copy(update=changes)
+
+
+class EngineSet:
+    def __init__(self, config: ServeConfig, directory: Path) -> None:
+        self._config, self.directory = config, directory
+        self._file = directory / "engines"
+        self._listed: dict[str, str] = {}
+        """Endpoint by name."""
+
+    def frontend(self) -> Command:
+        """Return the command of the frontend. Raises: OSError"""
+        control = str(self.directory / CONTROL)
+        return self._command(
+            "frontend", self._config, {"engines": str(self._file), "control_socket": control}
+        )
+
+    def engine(self, name: str, config: ServeConfig) -> list[Command]:
+        """Return the commands of an engine's services, the scheduler first. Raises: OSError"""
+        clients, workers = self._endpoint("clients", name), self._endpoint("workers", name)
+        scheduler, *ranks = service_names(name, config)
+        scheduling = {"client_endpoint": clients, "worker_endpoint": workers}
+        return [
+            self._command(scheduler, config, scheduling),
+            *(self._command(rank, config, {"scheduler_endpoint": workers}) for rank in ranks),
+        ]
+
+    def _endpoint(self, kind: str, name: str) -> str:
+        return f"ipc://{self.directory}/{kind}" + ("" if name == "0" else f"-{name}")
+
+    def show(self, name: str) -> None:
+        """List an engine for the frontend. Raises: OSError"""
+        self._listed[name] = self._endpoint("clients", name)
+        self._write()
+
+    def hide(self, name: str) -> None:
+        """List an engine no longer: its streams move to others. Raises: OSError"""
+        self._listed.pop(name, None)
+        self._write()
+
+    @property
+    def names(self) -> list[str]:
+        """Engines that are listed."""
+        return list(self._listed)
+
+    def _write(self) -> None:
+        new = self._file.with_suffix(".new")
+        new.write_text("".join(f"{endpoint} - {name}\n" for name, endpoint in self._listed.items()))
+        new.replace(self._file)  # whole, whenever it is read
+
+    def _command(self, name: str, config: ServeConfig, endpoints: dict[str, str]) -> Command:
+        """Write the configuration to a file that only this user can read, and return the command that reads it."""
+        service = name.partition("-")[0]
+        model, file = SERVICES[service], self.directory / f"{name}.json"
+        file.write_text(
+            model.model_validate(config.service_settings(model) | endpoints).model_dump_json(
+                exclude_unset=True
+            )
+        )
+        # -P: do not import from the current directory, which may hold a folder with the name of our packages
+        arguments = ["-P", "-m", "services.cli.child", service, str(file), str(os.getpid())]
+        return Command(name, [sys.executable, *arguments])

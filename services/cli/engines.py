@@ -1,0 +1,106 @@
+"""`runahead engines`, `runahead drain` and `runahead replan`: the engines of a running server, by its HTTP API."""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import quote
+
+from services.cli.ask import NoAnswer, ServerAddress, ask_object, send
+from services.cli.settings import ConfigurationError, flag, is_switch, meant_key
+from services.config import OMITTED, ServeConfig
+
+POLL_INTERVAL = 0.3
+"""Seconds between two looks at a change that is under way."""
+COLUMNS = "{:<20}  {:<20}  {:>7}  {:>6}  {}"
+
+
+def engines(server: ServerAddress, as_json: bool) -> int:
+    """Print the engines. Return the exit status: 0 if one is ready, else 1."""
+    try:
+        found = ask_object(server, "/engines", "engines")["engines"]
+    except NoAnswer as error:
+        return _fail(f"{error}; the server needs --enable-admin-routes")
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        print(COLUMNS.format("ENGINE", "STATE", "STREAMS", "QUEUE", "PIDS"))
+        for engine in found:
+            pids = " ".join(map(str, engine["pids"]))
+            queue = f"{engine['queue_seconds']:.1f} s"
+            print(COLUMNS.format(engine["name"], engine["state"], engine["streams"], queue, pids))
+    return 0 if any(engine["state"] == "ready" for engine in found) else 1
+
+
+def drain(server: ServerAddress, engine: str, cancel: bool) -> int:
+    """Let the streams of an engine move, and wait until it has none. Return the exit status."""
+    try:
+        send(server, f"/engines/{quote(engine, safe='')}/drain?cancel={str(cancel).lower()}")
+        while not cancel and (left := _streams(server, engine)):
+            print(f"{left} streams left", file=sys.stderr)
+            time.sleep(POLL_INTERVAL)
+    except NoAnswer as error:
+        return _fail(error)
+    print(f"engine {engine} {'takes requests again' if cancel else 'has no streams'}")
+    return 0
+
+
+def _streams(server: ServerAddress, name: str) -> int:
+    found = ask_object(server, "/engines", "engines")["engines"]
+    return sum(engine["streams"] for engine in found if engine["name"] == name)
+
+
+def replan(server: ServerAddress, timeout: float, drain_timeout: float, flags: Sequence[str]) -> int:
+    """Replace the engines by one with other settings, and wait until they have ended. Return the exit status.
+
+    Raises: ConfigurationError, if a flag is not one of `serve`
+    """
+    settings = given(flags)
+    query = f"timeout={timeout:g}&drain_timeout={drain_timeout:g}"
+    shown = ""
+    try:
+        status = send(server, f"/engines/replan?{query}", settings)
+        while status["phase"] in ("starting", "moving"):
+            if status["phase"] != shown:
+                shown = status["phase"]
+                print(f"engine {status['engine']}: {shown}: {status['detail']}", file=sys.stderr)
+            time.sleep(POLL_INTERVAL)
+            status = ask_object(server, "/engines/replan", "phase", "engine", "detail")
+    except NoAnswer as error:
+        return _fail(error)
+    if status["phase"] == "failed":
+        return _fail(
+            f"engine {status['engine']} cannot serve: {status['detail']}; the engines are those of before"
+        )
+    print(f"engine {status['engine']} serves {status['detail']}")
+    return 0
+
+
+def given(flags: Sequence[str]) -> dict[str, Any]:
+    """Return settings by name from flags of `serve`. Raises: ConfigurationError"""
+    found: dict[str, Any] = {}
+    left = list(flags)
+    while left:
+        word, has_value, value = left.pop(0).partition("=")
+        name = word.removeprefix("--").replace("-", "_")
+        off = name.removeprefix("no_")
+        fields = ServeConfig.model_fields.keys() - OMITTED
+        if word.startswith("--no-") and off in fields and is_switch(ServeConfig.model_fields[off]):
+            found[off] = "false"
+        elif not word.startswith("--") or name not in fields:
+            raise ConfigurationError(f"{word} is no flag of runahead serve{meant_key(name, fields)}")
+        elif is_switch(ServeConfig.model_fields[name]):
+            found[name] = value if has_value else "true"
+        elif has_value or left:
+            found[name] = value if has_value else left.pop(0)
+        else:
+            raise ConfigurationError(f"{flag(name)} needs a value")
+    if not found:
+        raise ConfigurationError("no setting is given that would change, such as --tensor-parallel-size 2")
+    return found
+
+
+def _fail(reason: object) -> int:
+    print(f"runahead: {reason}", file=sys.stderr)
+    return 1

@@ -1,0 +1,300 @@
+"""One engine as a frontend sees it: the connection to its scheduler, its state, and the rows of its messages."""
+
+import hashlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from protocol.codec import Decoder, ProtocolError
+from protocol.logprobs import Logprobs
+from protocol.records import StepRecords, Subscribe
+from protocol.requests import (
+    AbortRequest,
+    EngineMessage,
+    EnginePhase,
+    EngineState,
+    Finish,
+    RequestOutputs,
+    ResetDone,
+)
+from protocol.rows import LogprobRows, OutputRows
+from protocol.security import Security
+from protocol.transport import HandshakeRefused
+from services.frontend.engine.addresses import EngineAddress
+from services.frontend.engine.availability import Availability, Recovery, checked
+from services.frontend.engine.cache_resets import CacheResets
+from services.frontend.engine.connection import SchedulerConnection
+from services.frontend.engine.ledger import RequestLedger
+from services.frontend.engine.output_pace import OutputPace
+from services.frontend.engine.streams import RawLogprobs
+from services.frontend.placement import Condition, ConditionEvent, EngineReport, condition_after
+from services.frontend.steps.ring import StepRing
+
+log = logging.getLogger("runahead.frontend")
+
+MAX_SHEDDING = 1.0
+"""Seconds after a refusal for load in which no further request is sent to the scheduler, at most."""
+
+
+class ConnectedEngine:
+    """
+    Args:
+        ledger: the open requests of all engines.
+        silence: seconds without a message, or without the answer to a sign of life, after which the scheduler is lost;
+            and without a rank's answer to the scheduler after which the engine is not ready.
+        patience: seconds that its requests wait for another scheduler.
+        tokenizer: digest of this frontend's tokenizer.json, to compare with the scheduler's; "": not compared.
+        recoveries: receives losses and returns of the engine.
+        on_change: called when the engine was lost, or has sent its state.
+        on_finish: called with the end of a request, before it is removed from the ledger. True: the request goes on at
+            another engine.
+    """
+
+    def __init__(
+        self,
+        address: EngineAddress,
+        ledger: RequestLedger,
+        silence: float,
+        patience: float,
+        security: Security,
+        tokenizer: str,
+        recoveries: deque[Recovery],
+        on_change: Callable[["ConnectedEngine"], None],
+        on_finish: Callable[["ConnectedEngine", Finish], bool],
+    ) -> None:
+        self.address = address
+        self.name = address.name
+        self.connection = SchedulerConnection(
+            address.endpoint,
+            security.with_server_key(address.public_key),
+            silence,
+            self._on_frame,
+            self._on_lost,
+        )
+        self._ledger = ledger
+        self._tokenizer = tokenizer
+        self._max_silence = silence
+        self._on_change, self._on_finish = on_change, on_finish
+        self.availability = Availability(patience, recoveries)
+        self.condition = Condition.CONNECTING
+        self.is_listed = True
+        """False: it is kept until it owns no request."""
+        self.draining = False
+        """Its streams move to other engines, and it gets no new ones."""
+        self.refusal = ""
+        """Reason why it, or this frontend, has refused the connection; "": it has not."""
+        self.overloaded_until = 0.0
+        """Until then the scheduler refuses new requests for load; monotonic seconds."""
+        self.resets = CacheResets()
+        self._pace = OutputPace()
+        self._steps: StepRing | None = None
+        self._is_subscribed = False
+        self._lost_incarnation = 0
+        self._decoder: Decoder[RequestOutputs | EngineState | StepRecords | ResetDone] = Decoder(
+            EngineMessage
+        )
+
+    @property
+    def state(self) -> EngineState:
+        return self.availability.state
+
+    @property
+    def accepts(self) -> bool:
+        """New requests may be sent to it, perhaps a little later."""
+        return self.availability.accepts and not self.draining
+
+    @property
+    def ready(self) -> bool:
+        """True if it executes new requests now."""
+        return self.availability.ready and not self.draining
+
+    @property
+    def identity(self) -> str:
+        """Digest of everything that the tokens of a request depend on, and of the length that a request may have; "":
+        not known."""
+        state = self.state
+        if not state.identity:
+            return ""
+        parts = f"{state.identity} {state.tokenizer} {state.max_model_len} {state.vocab_size}"
+        return hashlib.sha256(parts.encode()).hexdigest()[:32]
+
+    @property
+    def status(self) -> str:
+        """Condition in one word, for people."""
+        if self.refusal:
+            return "refused"
+        if self.condition is Condition.CONNECTING and self.state.phase is not EnginePhase.READY:
+            return self.state.phase.name.lower().replace("_", " ")
+        return str(self.condition)
+
+    def report(self) -> EngineReport:
+        """Return what placement needs."""
+        state, stats = self.state, self.state.stats
+        num_streams = stats.get("num_requests_running", 0.0) + stats.get("num_requests_waiting", 0.0)
+        return EngineReport(
+            self.condition,
+            self.identity,
+            max(stats.get("expected_queue_seconds", 0.0), self.overloaded_until - time.monotonic()),
+            state.block_size,
+            stats.get("seconds_per_prompt_token", 0.0),
+            int(num_streams),
+            self._pace.seconds,
+        )
+
+    def _change(self, event: ConditionEvent) -> None:
+        before, self.condition = self.condition, condition_after(self.condition, event)
+        if before is not self.condition:
+            log.info("engine %s: %s -> %s", self.name, before, self.condition)
+
+    def drain(self, draining: bool) -> None:
+        """Let the streams of this engine move to others, and send it no new ones; or take that back."""
+        self.draining = draining
+        if self.condition is not Condition.GONE:
+            if draining:
+                self._change(ConditionEvent.DRAIN)
+            elif self.condition is Condition.DRAINING:
+                self._change(ConditionEvent.RESUME)
+                self._on_serving()
+
+    def watch(self, now: float) -> bool:
+        """Notice silence. Return True if the engine is no longer expected back. `now`: monotonic seconds."""
+        self.connection.check(now)
+        if self.connection.in_doubt and self.condition is not Condition.GONE:
+            self.availability.on_doubt(now)
+            self._change(ConditionEvent.SILENCE)
+        return self.availability.gives_up(now, is_connected=self.connection.is_open)
+
+    def follow_steps(self, steps: StepRing | None) -> None:
+        """Subscribe to step records, which `steps` receives, once per connection; or end the subscription."""
+        if self._steps is not None and steps is None and self._is_subscribed:
+            self.connection.send_quietly(Subscribe(steps=False))
+            self._is_subscribed = False
+        self._steps = steps
+        self._subscribe()
+
+    def submit_open(self) -> None:
+        """Send what the scheduler does not have yet."""
+        if not self.connection.is_open or not self.availability.executes:
+            return
+        ledger, scheduler = self._ledger, (self.name, self.state.incarnation)
+        before = ledger.resubmitted
+        for message in ledger.submissions(scheduler, self.identity, time.monotonic()):
+            if not self.connection.send(message):
+                return
+        if (count := ledger.resubmitted - before) > 0:
+            log.info("engine %s: %d open requests were submitted again", self.name, count)
+
+    def abort(self, numbers: list[int]) -> None:
+        """End requests there whose outputs are no longer needed."""
+        self.connection.send_quietly(AbortRequest(numbers, self.state.incarnation))
+
+    def on_refused(self, why: str) -> None:
+        """It, or this frontend, has refused the connection."""
+        self.refusal = why
+        if self.condition is not Condition.GONE:
+            self._on_lost(is_expelled=False)
+
+    # -- events --------------------------------------------------------------------------------------------------
+
+    def _on_lost(self, is_expelled: bool) -> None:
+        """Its requests wait for its next scheduler, or move."""
+        self._is_subscribed = False
+        self._lost_incarnation = self.state.incarnation
+        if is_expelled:
+            self._ledger.expelled(self.name)
+        self._ledger.disconnected(self.name)
+        self.availability.on_lost(time.monotonic())
+        self._change(ConditionEvent.LOSE)
+        self._on_change(self)
+
+    def _on_state(self, state: EngineState) -> None:
+        """Raises: HandshakeRefused, if the scheduler compiles grammars for another tokenizer."""
+        ours, theirs = self._tokenizer, state.tokenizer
+        if ours and theirs and ours != theirs:
+            raise HandshakeRefused(
+                f"tokenizer mismatch: tokenizer.json of this frontend has the digest {ours}, that of the scheduler "
+                f"{theirs}; give both the same --model and --tokenizer"
+            )
+        self.connection.on_state(state)
+        if not self.connection.is_open:
+            return
+        if self.condition is Condition.GONE:
+            self._change(ConditionEvent.CONNECT)
+            if state.incarnation and state.incarnation == self._lost_incarnation:
+                self._ledger.returned((self.name, state.incarnation))
+            if self.draining:
+                self._change(ConditionEvent.DRAIN)
+        self.refusal, now = "", time.monotonic()
+        self._pace.on_stats(state.stats, now)
+        self.availability.on_state(checked(state, self._max_silence), now)
+        self._on_serving()
+        self._subscribe()
+        self.submit_open()
+        self._on_change(self)
+
+    def _on_serving(self) -> None:
+        if self.availability.drains:
+            event = ConditionEvent.DRAIN
+        else:
+            event = ConditionEvent.SERVE if self.availability.ready else ConditionEvent.PAUSE
+        self._change(event)
+
+    def _subscribe(self) -> None:
+        if self._steps is None or self._is_subscribed or not self.state.incarnation:
+            return
+        if self.connection.is_open:
+            self._is_subscribed = True
+            self._steps.on_connected()
+            self.connection.send_quietly(Subscribe())
+
+    def _on_frame(self, frame: bytes) -> None:
+        try:
+            message = self._decoder.decode(frame)
+            if isinstance(message, EngineState):
+                self._on_state(message)
+                return
+            if isinstance(message, StepRecords):
+                if self._steps is not None:
+                    self._steps.add(message, time.monotonic())
+                return
+            if isinstance(message, ResetDone):
+                self.resets.on_done(message)
+                return
+            if message.incarnation != self.state.incarnation:
+                log.warning("a message of another scheduler was dropped")
+                return
+            rows = OutputRows.from_message(message)
+            self._group_logprobs(message.logprobs)
+        except ProtocolError as error:  # it may have had tokens; the requests submitted again get them
+            self.connection.drop(f"bad message from the scheduler: {error}; connecting again")
+            return
+        ledger = self._ledger
+        tokens = zip(rows.indices.tolist(), rows.token_ids.tolist(), strict=True)
+        ledger.deliver(rows.numbers.tolist(), tokens)
+        for embedding in message.embeddings:
+            if (stream := ledger.streams.get(embedding.number)) is not None:
+                stream.add_embedding(embedding.values)
+        for finish in message.finished:
+            if finish.retry_after:
+                self.overloaded_until = time.monotonic() + min(finish.retry_after, MAX_SHEDDING)
+            if not self._on_finish(self, finish):
+                ledger.end(finish.number, finish)
+        if message.finished and ledger.has_unsent:
+            self._on_change(self)
+
+    def _group_logprobs(self, logprobs: Logprobs | None) -> None:
+        """Raises: ProtocolError, before anything was stored"""
+        if logprobs is None:
+            return
+        rows = LogprobRows.from_message(logprobs)
+        ids, values, begin = rows.token_ids.tolist(), rows.values.tolist(), 0
+        columns = rows.owners.view(np.uint32), rows.positions, rows.token_ranks, rows.counts
+        for number, position, rank, count in zip(*(column.tolist() for column in columns), strict=True):
+            end = begin + count
+            if (stream := self._ledger.streams.get(number)) is not None:
+                stream.add_logprobs(RawLogprobs(position, rank, ids[begin:end], values[begin:end]))
+                stream.response.mark_due(stream)
+            begin = end

@@ -1,0 +1,118 @@
+"""Change of an engine's settings while it serves: another engine starts beside it, streams move, and it ends.
+
+The supervisor of `serve` starts and stops processes; what happens between is decided here.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from typing import Any
+
+from services.frontend.engine.client import EngineClient
+from services.frontend.errors import APIError
+
+log = logging.getLogger("runahead.frontend")
+
+POLL_INTERVAL = 0.1
+"""Seconds between two looks at the new engine."""
+CONTROL_TIMEOUT = 60.0
+"""Seconds until the supervisor answers: it checks files and memory first."""
+
+
+class ReplanFailed(Exception):
+    """The new engine cannot serve. The others were left as they are."""
+
+
+class Replans:
+    """At most one change at a time.
+
+    Args:
+        control: Unix socket of the supervisor; None: there is none.
+    """
+
+    def __init__(self, client: EngineClient, control: str | None) -> None:
+        self._client, self._control = client, control
+        self._running: asyncio.Task[None] | None = None
+        self.status: dict[str, str] = {"phase": "none", "engine": "", "detail": ""}
+        """Phase of the last change: none, starting, moving, done or failed."""
+
+    async def begin(self, settings: dict[str, str], start_timeout: float, drain_timeout: float) -> str:
+        """Start an engine with other settings, which replaces those that there are. Return its name.
+
+        Args:
+            settings: names and texts of settings.
+            start_timeout: seconds until it must be ready.
+            drain_timeout: seconds until the streams that cannot move, as its weights are others, are ended.
+
+        Raises: APIError
+        """
+        if self._running is not None and not self._running.done():
+            raise APIError(409, "another change of engines is under way; /engines/replan shows it")
+        self._client.check_ready()
+        answer = await self._ask({"do": "start", "settings": settings})
+        if "error" in answer:
+            raise APIError(400, answer["error"])
+        name, replaced = answer["engine"], answer["replaces"]
+        self._set("starting", name, f"in place of {', '.join(replaced)}")
+        self._running = asyncio.create_task(self._run(name, replaced, start_timeout, drain_timeout))
+        return str(name)
+
+    def _set(self, phase: str, name: str, detail: str) -> None:
+        self.status = {"phase": phase, "engine": name, "detail": detail}
+        log.info("replan: engine %s: %s %s", name, phase, detail)
+
+    async def _run(self, name: str, replaced: list[str], start_timeout: float, drain_timeout: float) -> None:
+        try:
+            await self._wait_ready(name, time.monotonic() + start_timeout)
+        except (ReplanFailed, APIError) as error:
+            self._set("failed", name, str(error))
+            await self._ask({"do": "stop", "engine": name})
+            return
+        await self._ask({"do": "adopt", "engine": name})
+        self._set("moving", name, f"streams leave {', '.join(replaced)}")
+        for old in replaced:
+            if old in self._client.engines:
+                self._client.drain_engine(old)
+        end = time.monotonic() + drain_timeout
+        while any(map(self._client.ledger.owned, replaced)) and time.monotonic() < end:  # noqa: ASYNC110  rare
+            await asyncio.sleep(POLL_INTERVAL)
+        for old in replaced:
+            self._client.fail_engine(
+                old, "the engine of this request ends, and its successor has other weights"
+            )
+            await self._ask({"do": "stop", "engine": old})
+        self._set("done", name, f"in place of {', '.join(replaced)}")
+
+    async def _wait_ready(self, name: str, end: float) -> None:
+        """Raises: ReplanFailed"""
+        while True:
+            engine = self._client.engines.get(name)
+            if engine is not None and engine.ready:
+                return
+            if engine is not None and engine.refusal:
+                raise ReplanFailed(engine.refusal)
+            if error := (await self._ask({"do": "status", "engine": name})).get("error"):
+                raise ReplanFailed(error)
+            if time.monotonic() > end:
+                raise ReplanFailed("it was not ready in time")
+            await asyncio.sleep(POLL_INTERVAL)
+
+    async def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Raises: APIError, without an answer"""
+        if self._control is None:
+            raise APIError(
+                400,
+                "the engines of this server are started by others; change --engines, and drain the old one",
+            )
+        try:
+            reader, writer = await asyncio.open_unix_connection(self._control)
+            try:
+                writer.write(json.dumps(request).encode() + b"\n")
+                line = await asyncio.wait_for(reader.readline(), CONTROL_TIMEOUT)
+            finally:
+                writer.close()
+            answer: dict[str, Any] = json.loads(line)
+        except (OSError, ValueError, TimeoutError) as error:
+            raise APIError(503, f"the supervisor does not answer: {error}") from None
+        return answer

@@ -1,0 +1,78 @@
+"""Lists of engines: files with broken lines, files that change, names that are resolved."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from protocol.security import Security
+from services.frontend.engine.addresses import EngineAddress, follow, parse
+
+LOCAL = Security()
+KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
+
+
+def test_broken_lines_are_named_and_the_others_count() -> None:
+    text = f"""# comment
+ipc:///run/a - left
+ipc:///run/b - left
+tcp://127.0.0.1:5601 {KEY}
+
+http://x
+tcp://10.0.0.1:5601 - far
+ipc:///run/c short right
+ipc:///run/d - right more
+"""
+    found, problems = parse(text, LOCAL)
+    assert found == [
+        EngineAddress("left", "ipc:///run/a"),
+        EngineAddress("tcp://127.0.0.1:5601", "tcp://127.0.0.1:5601", KEY),
+    ]
+    assert [problem.partition(":")[0] for problem in problems] == [f"line {n}" for n in (3, 6, 7, 8, 9)]
+    assert "there is an engine left already" in problems[0]
+    assert "not the loopback address" in problems[2]
+
+
+async def changes(source: str, heard: list[list[EngineAddress]]) -> asyncio.Task[None]:
+    return asyncio.create_task(follow(source, LOCAL, heard.append))
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_a_file_is_read_again_when_it_changes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file, heard = tmp_path / "engines", list[list[EngineAddress]]()
+    file.write_text("ipc:///run/a\n")
+    task = await changes(str(file), heard)
+    await until(lambda: len(heard) == 1)
+    file.unlink()
+    with caplog.at_level(logging.ERROR):
+        await until(lambda: "cannot be read" in caplog.text)
+        file.write_text("ipc:///run/a\nnonsense\nipc:///run/b\n")
+        await until(lambda: len(heard) == 2)
+    assert [address.name for address in heard[1]] == ["ipc:///run/a", "ipc:///run/b"]
+    assert "line 2: " in caplog.text
+    task.cancel()
+
+
+async def test_a_name_is_resolved(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps its engines when it does not resolve."""
+    heard = list[list[EngineAddress]]()
+    monkeypatch.setattr("services.frontend.engine.addresses.DNS_INTERVAL", 0.01)
+    task = await changes("dns://localhost:5601", heard)
+    await until(lambda: heard)
+    assert "127.0.0.1:5601" in [address.name for address in heard[0]]
+
+    async def fails(*_: object, **__: object) -> None:
+        raise socket.gaierror("Name or service not known")
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", fails)
+    await until(lambda: "Name or service not known" in caplog.text)
+    assert len(heard) == 1
+    task.cancel()

@@ -1,0 +1,267 @@
+"""Streams that move between engines, over real sockets: one owner at any time, each token once."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.codec import Decoder, pack, unpack
+from protocol.requests import (
+    AbortRequest,
+    ClientMessage,
+    EnginePhase,
+    EngineState,
+    Finish,
+    FinishReason,
+    FrontendAlive,
+    GenerateRequest,
+    RequestOutputs,
+    RoundTrips,
+)
+from protocol.sampling import SamplingParams
+from protocol.suspects import SUSPECT_AFTER
+from protocol.transport import PeerGone, Server
+from services.frontend.engine.addresses import numbered
+from services.frontend.engine.client import EngineClient, RequestContext
+from services.frontend.engine.ledger import GUILTY, LedgerEntry, RequestLedger
+from services.frontend.engine.streams import FlushQueue, ResponseStream
+from services.frontend.placement import Reason
+from tests.unit.frontend.engine.test_streams import RecordingStream
+
+MODEL, OTHER_MODEL = "one model", "another model"
+
+
+class ScriptedEngine:
+    """A scheduler that does what the test says."""
+
+    def __init__(self, endpoint: str, incarnation: int, identity: str = MODEL) -> None:
+        self.server, self._decoder = Server(endpoint, {"frontend"}), Decoder(ClientMessage)
+        self.incarnation, self.identity, self.phase = incarnation, identity, EnginePhase.READY
+        self.detail = ""
+        self.peers: list[bytes] = []
+        self.requests: list[GenerateRequest] = []
+        self.aborted: list[int] = []
+
+    def turn(self) -> None:
+        for peer, message in self.server.messages(self._decoder):
+            match message:
+                case GenerateRequest():
+                    self.requests.append(message)
+                case AbortRequest(numbers=numbers):
+                    self.aborted += numbers
+                case FrontendAlive(number=number):
+                    self.send_state(number)
+                case _:
+                    if peer not in self.peers:
+                        self.peers.append(peer)
+                        self.send_state()
+
+    def send_state(self, number: int = 0) -> None:
+        state = EngineState(
+            self.phase, self.detail, incarnation=self.incarnation, identity=self.identity, max_model_len=100, lease=1,
+            round_trips=RoundTrips(number),
+        )  # fmt: skip
+        with contextlib.suppress(PeerGone):  # the frontend has left this engine
+            self.server.send(self.peers[-1], state)
+
+    def send(self, number: int, first: int, *tokens: int, ends: bool = False) -> None:
+        """Send tokens of a request from an index on."""
+        indices = range(first, first + len(tokens))
+        finished = [Finish(number, FinishReason.STOP)] if ends else []
+        columns = pack([number] * len(tokens)), pack([*indices]), pack([*tokens])
+        self.server.send(self.peers[-1], RequestOutputs(*columns, finished, incarnation=self.incarnation))
+
+    def close(self) -> None:
+        self.server.close(0)
+
+
+class Fleet:
+    """A frontend's client with two engines."""
+
+    def __init__(self, directory: Path, identities: tuple[str, str] = (MODEL, MODEL)) -> None:
+        self._endpoints = [f"ipc://{directory}/{name}" for name in "ab"]
+        self.engines = [
+            ScriptedEngine(endpoint, 10 + i, identities[i]) for i, endpoint in enumerate(self._endpoints)
+        ]
+        self.client = EngineClient(numbered(self._endpoints), 8, 10.0, 300.0, 600.0)
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():
+                for engine in self.engines:
+                    if not engine.server.socket.closed:
+                        engine.turn()
+                await asyncio.sleep(0.005)
+
+    async def serve(self) -> None:
+        await self.until(lambda: all(engine.ready for engine in self.client.engines.values()))
+
+    async def submit(self, prompt: list[int]) -> tuple[RecordingStream, ScriptedEngine, ScriptedEngine]:
+        """Submit a request; return its stream, its engine and the other one, when the engine has it."""
+        stream = RecordingStream(ResponseStream(FlushQueue()))
+        before = [len(engine.requests) for engine in self.engines]
+        self.client.submit(stream, prompt, SamplingParams(20, seed=5), RequestContext())
+        await self.until(lambda: before != [len(engine.requests) for engine in self.engines])
+        owner = self.engines[int(self.client.ledger.entry(stream.number).engine)]  # type: ignore[union-attr]
+        return stream, owner, self.engines[1 - self.engines.index(owner)]
+
+    def restart(self, engine: ScriptedEngine, incarnation: int, identity: str = MODEL) -> None:
+        index = self.engines.index(engine)
+        engine.close()
+        self.engines[index] = ScriptedEngine(self._endpoints[index], incarnation, identity)
+
+
+@asynccontextmanager
+async def fleet(directory: Path, *identities: str) -> AsyncIterator[Fleet]:
+    made = Fleet(directory, identities or (MODEL, MODEL))  # type: ignore[arg-type]
+    running = asyncio.create_task(made.client.run())
+    try:
+        yield made
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+        for engine in made.engines:
+            engine.close()
+
+
+async def moved_stream(engines: Fleet, lose: bool) -> RecordingStream:
+    """Move a stream after two tokens; its former owner still sends tokens, and the end."""
+    await engines.serve()
+    stream, owner, other = await engines.submit([1, 2])
+    number = stream.number
+    owner.send(number, 0, 7, 8)
+    await engines.until(lambda: stream.output == [7, 8])
+    if lose:
+        owner.close()
+    else:
+        owner.phase = EnginePhase.DRAINING
+        owner.send_state()
+    await engines.until(lambda: other.requests)
+    (again,) = other.requests
+    assert (unpack(again.token_ids).tolist(), again.num_prompt_tokens) == ([1, 2, 7, 8], 2)
+    assert (again.params.seed, again.age > 0, again.attempts) == (5, True, int(lose))
+    if not lose:
+        await engines.until(lambda: owner.aborted)
+        owner.send(number, 2, 66, 67, ends=True)
+        owner.detail = "after the late answer"
+        owner.send_state()
+        name = str(engines.engines.index(owner))
+        await engines.until(lambda: engines.client.engines[name].state.detail == owner.detail)
+    other.send(again.number, 2, 9, 10, ends=True)
+    await engines.until(lambda: stream.end is not None)
+    return stream
+
+
+@pytest.mark.parametrize("lose", [False, True], ids=["drained", "lost"])
+async def test_a_stream_goes_on_elsewhere_and_a_late_answer_is_dropped(tmp_path: Path, lose: bool) -> None:
+    async with fleet(tmp_path) as engines:
+        stream = await moved_stream(engines, lose)
+        assert stream.output == [7, 8, 9, 10]
+        assert [token for _, token in stream.tokens] == stream.output
+        assert stream.end.reason is FinishReason.STOP  # type: ignore[union-attr]
+        assert engines.client.moves == {Reason.LOST if lose else Reason.DRAINING: 1}
+        assert not engines.client.num_open
+
+
+def the_number_is_kept(patch: pytest.MonkeyPatch) -> None:
+    move = RequestLedger.move
+    patch.setattr(
+        RequestLedger,
+        "move",
+        lambda self, number, _, *arguments, **more: move(self, number, number, *arguments, **more),
+    )
+
+
+def the_last_token_is_not_sent(patch: pytest.MonkeyPatch) -> None:
+    submission = LedgerEntry.submission
+
+    def broken(self: LedgerEntry, *arguments: Any) -> Any:
+        output, self.stream.output = self.stream.output, self.stream.output[:-1]
+        try:
+            return submission(self, *arguments)
+        finally:
+            self.stream.output = output
+
+    patch.setattr(LedgerEntry, "submission", broken)
+
+
+def a_drain_is_blamed_on_the_request(patch: pytest.MonkeyPatch) -> None:
+    move = RequestLedger.move
+    patch.setattr(
+        RequestLedger, "move", lambda self, *arguments, is_fault: move(self, *arguments, is_fault=True)
+    )
+
+
+@pytest.mark.parametrize(
+    "mutant", [the_number_is_kept, the_last_token_is_not_sent, a_drain_is_blamed_on_the_request]
+)
+async def test_a_fault_of_the_move_is_noticed(
+    tmp_path: Path, mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant(monkeypatch)
+    async with fleet(tmp_path) as engines:
+        with pytest.raises(AssertionError):
+            assert (await moved_stream(engines, lose=False)).output == [7, 8, 9, 10]
+
+
+async def test_no_stream_moves_to_another_model_and_no_request_goes_there(tmp_path: Path) -> None:
+    """Not even when the engine with its model is gone. A successor with other weights ends it with an error."""
+    async with fleet(tmp_path, MODEL, OTHER_MODEL) as engines:
+        first, second = engines.engines
+        second.phase = EnginePhase.LOADING
+        await engines.until(lambda: engines.client.ready)
+        second.phase = EnginePhase.READY
+        await engines.serve()
+        stream, owner, other = await engines.submit([1])
+        assert owner is first
+        owner.send(stream.number, 0, 7)
+        await engines.until(lambda: stream.output == [7])
+        engines.restart(first, 20, OTHER_MODEL)
+        await engines.until(lambda: stream.end is not None)
+        assert "other weights" in stream.end.message  # type: ignore[union-attr]
+        assert not other.requests
+
+
+async def test_a_request_that_kills_engine_after_engine_is_refused(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as engines:
+        await engines.serve()
+        stream, victim, _ = await engines.submit([1])
+        for attempt in range(1, SUSPECT_AFTER + 1):
+            next_one = engines.engines[1 - engines.engines.index(victim)]
+            engines.restart(victim, 20 + attempt)
+            await engines.until(lambda: next_one.requests)  # noqa: B023
+            assert next_one.requests[-1].attempts == attempt
+            victim = next_one
+            await engines.serve()
+        engines.restart(victim, 30)
+        await engines.until(lambda: stream.end is not None)
+        assert stream.end.message == GUILTY  # type: ignore[union-attr]
+        assert all(not engine.requests for engine in engines.engines)
+
+
+async def test_an_engine_that_is_listed_no_longer_is_left_when_its_streams_have_moved(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as engines:
+        await engines.serve()
+        stream, owner, other = await engines.submit([1])
+        kept = engines.client.engines[str(engines.engines.index(other))]
+        engines.client.set_engines([kept.address])
+        await engines.until(lambda: other.requests and len(engines.client.engines) == 1)
+        other.send(other.requests[0].number, 0, 7, ends=True)
+        await engines.until(lambda: stream.end is not None)
+        assert owner.aborted
+
+
+async def test_a_partition_is_no_death(tmp_path: Path) -> None:
+    """The stream moves, and is not blamed once the same scheduler is connected again."""
+    async with fleet(tmp_path) as engines:
+        await engines.serve()
+        stream, owner, _ = await engines.submit([1])
+        engines.restart(owner, owner.incarnation)
+        entry = engines.client.ledger.entry
+        await engines.until(lambda: engines.client.moves)
+        await engines.serve()
+        assert entry(stream.number).attempts == 0  # type: ignore[union-attr]
