@@ -70,7 +70,6 @@ class Placement:
         """
         self._limits = limits or PlacementLimits()
         self._policy = GuardedPlacementPolicy(find_placement_policy(policy))
-        self._seed = seed
         self._record = record
         self._now = 0.0
         self._fleet = EngineColumns()
@@ -84,7 +83,7 @@ class Placement:
         self._removed: set[int] = set()
         """Rows of engines that are listed no longer and have streams."""
         self._slow_checked = -math.inf
-        self._count = 0
+        self._count = seed * GOLDEN % 2**32
         if record is not None:
             record(records.PlacementStarted(policy, seed, self._limits))
 
@@ -228,7 +227,7 @@ class Placement:
         return Place(fleet.names[row], reason, hit)
 
     def _choose(self, rows: Rows, num_tokens: int, hits: NDArray[np.int64]) -> int:
-        random = (self._seed + self._count) * GOLDEN % 2**64 / 2**64
+        random = self._count * GOLDEN % 2**64 / 2**64
         self._count += 1
         return self._policy.choose(
             PlacementView(self._fleet, rows, num_tokens, hits, self._count - 1, random)

@@ -38,7 +38,8 @@ class PlacementView:
         """int64[engines]: tokens that each is expected to find in its prefix cache; zeros for a policy that does not
         use them."""
         self.count = count
-        """Requests placed before this one."""
+        """Grows by one with each decision, from a number that depends on the frontend's seed: frontends that take turns
+        do not walk in step."""
         self.random = random
         """Uniform in [0, 1): another number for each request and frontend."""
 

@@ -242,6 +242,25 @@ def test_streams_leave_a_slow_engine_once_and_never_return() -> None:
     assert [move.key for move in placement.moves()] == [1]
 
 
+def test_a_stream_does_not_move_to_its_own_engine_that_has_just_become_fast() -> None:
+    placement = core(*"ab")
+    placement.on_engine("b", report(queue_seconds=99.0))
+    assert engine_of(placement.place(1, LONG)) == "a"
+    for second in range(20):
+        placement.advance(float(second))
+        placement.on_engine("a", report(output_seconds=1.0))
+        placement.on_engine("b", report(output_seconds=0.1, queue_seconds=99.0))
+        assert placement.moves() == []
+    placement.advance(19.0 + REST)
+    placement.on_engine("b", report(output_seconds=0.1, queue_seconds=99.0))
+    placement.on_engine("a", report(output_seconds=1.0))
+    placement.advance(19.5 + REST)
+    assert placement.moves() == [Move(1, "a", "b", Reason.SLOW)]
+    placement.place(2, LONG)
+    placement.on_engine("a", report(output_seconds=0.1))
+    assert placement.moves() == []
+
+
 def test_engines_of_different_models_are_not_compared() -> None:
     placement = core("a")
     placement.place(1, LONG)

@@ -92,6 +92,10 @@ def test_round_robin_takes_turns_over_ready_engines() -> None:
     placement = core(*"abc", policy="round_robin")
     placed = [engine_of(placement.place(key, prompt((1, 400)))) for key in range(6)]
     assert placed == [*"abc"] * 2
+    first = {
+        engine_of(core(*"abcdefgh", policy="round_robin", seed=seed).place(1, b"")) for seed in range(20)
+    }
+    assert len(first) > 4
 
 
 def test_cache_aware_follows_the_longest_match_while_loads_are_even() -> None:
