@@ -76,9 +76,13 @@ def _memory() -> Iterator[str]:
     """Print memory; yield remarks."""
     from services.worker import machine
     from services.worker.backends.native.kernels.cpu import compile_cache
+    from services.worker.bandwidth import read_bandwidth
 
     free, compiled = machine.free_memory(), compile_cache.directory()
-    print(f"memory      {size_text(free)} free; default KV cache: {size_text(machine.cache_budget(0))}")
+    speed = f"{size_text(round(read_bandwidth()))}/s read by all cores"
+    print(
+        f"memory      {size_text(free)} free; default KV cache: {size_text(machine.cache_budget(0))}; {speed}"
+    )
     if free < LITTLE_MEMORY:
         yield f"{size_text(free)} of memory are free: use a small model, or set --kv-cache-memory-bytes."
     if not any(compiled.glob("**/*.nbc")):

@@ -1,9 +1,10 @@
-"""`runahead plan MODEL`: memory per rank, KV blocks and sequences of each layout, without reading weights."""
+"""`runahead plan MODEL`: memory per rank, KV blocks and sequences of each layout, and the highest speed of each
+quantisation, without reading weights."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from services.checkpoint import CheckpointError, model_name, resolve
+from services.checkpoint import CheckpointError, is_gguf, model_name, resolve
 from services.cli.model_check import cache_bytes, context_length, parts
 from services.cli.serving_memory import ServingMemory, serving_memory
 from services.cli.settings import ConfigurationError
@@ -15,6 +16,7 @@ from services.worker.backends.native.layout import inputs_kept_together
 from services.worker.backends.native.memory import rank_memory, served_dtype
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.partition import tensor_parallel_sizes
+from services.worker.bandwidth import read_bandwidth
 from services.worker.runner import LoadError
 
 EXAMPLE_CONTEXT = 512
@@ -51,6 +53,8 @@ def plan(config: ServeConfig) -> int:
     for *columns, _ in rows:
         print(COLUMNS.format(*columns))
     print(f"sequences: of {context} tokens at the same time; --max-num-seqs is {config.max_num_seqs}")
+    if not serving.is_gpu:
+        print("\n".join(_quantisations(config, path, model, serving)))
     if config.record is not None:
         print("\n".join(_speeds(config, Path(config.record).expanduser(), context)))
     return 0 if any(fits for *_, fits in rows) else 1
@@ -72,6 +76,33 @@ def _speeds(config: ServeConfig, directory: Path, context: int) -> Iterator[str]
         seconds = cost.of_decodes(rows, length)
         speed = f"{1e3 * seconds:.1f} ms a step, {rows / seconds:,.0f} tokens/s"
         yield f"  {rows} decodes with {length} tokens each: {speed}"
+
+
+def _quantisations(
+    config: ServeConfig, path: Path, model: ModelConfig, serving: ServingMemory
+) -> Iterator[str]:
+    """Yield the memory and the highest speed of each quantisation that the model allows, on one rank."""
+    bandwidth, context = read_bandwidth(), context_length(config, model)
+    yield (
+        f"this machine reads {size_text(round(bandwidth))}/s (measured); a token of one stream reads its weights once:"
+    )
+    for name in (None, "int8", "int4", *(["none"] if is_gguf(path) else [])):
+        layout = config.model_copy(
+            update={"quantization": name, "tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+        )
+        label = "as stored" if name is None else f"--quantization {name}"
+        try:
+            (part,) = parts(layout, model)
+        except LoadError as error:
+            yield f"  {label}: not possible: {error}"
+            continue
+        rank = rank_memory(layout, path, part, config.block_size)
+        needed = rank.weights + -(-context // config.block_size) * rank.kv_block
+        fits = "fits" if needed <= serving.free else "does not fit"
+        yield (
+            f"  {label}: weights {size_text(rank.weights)}, with one sequence of {context} tokens {size_text(needed)}, "
+            f"{fits}; at most {bandwidth / rank.per_token:,.0f} tokens/s"
+        )
 
 
 def _rows(

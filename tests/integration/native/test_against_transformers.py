@@ -43,6 +43,9 @@ def test_batched(family: Family) -> None:
     stacked = torch.stack(driver.logits, 1)
     for request, logits in zip(requests, stacked, strict=True):
         check(family, driver, request.prompt, request.output, logits)
+    again = [driver.add(request.prompt) for request in requests]
+    driver.generate(again, TOKENS, chunk=7, depth=2)
+    assert [request.output for request in again] == [request.output for request in requests]
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16])

@@ -3,6 +3,7 @@
 import pytest
 
 from services.checkpoint import DEMO_MODEL
+from services.cli import plan as plan_module
 from services.cli import serving_memory
 from services.worker import gpus, machine
 from tests.unit.cli.command import Done, run_command
@@ -41,6 +42,20 @@ def test_context_beyond_the_model_is_refused(capsys: Capture) -> None:
     done, _ = plan(capsys, "--max-model-len", "4096")
     assert (done.status, done.stdout) == (2, "")
     assert "more than the 2048 positions" in done.stderr
+
+
+def test_the_speed_of_each_quantisation_is_bounded_by_the_bandwidth(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_module, "read_bandwidth", lambda: 2.0**30)
+    done, _ = plan(capsys, "--max-model-len", "1K")
+    lines = {line.split(":")[0].strip(): line for line in done.stdout.splitlines() if "tokens/s" in line}
+    assert list(lines) == ["as stored", "--quantization int8", "--quantization int4"]
+    speeds = [int(line.split("at most ")[1].split()[0].replace(",", "")) for line in lines.values()]
+    assert speeds == sorted(speeds)
+    assert speeds[-1] > 2 * speeds[0]
+    assert all("fits; at most" in line for line in lines.values())
+    assert "reads 1.0 GiB/s (measured)" in done.stdout
 
 
 def test_a_gpu_is_planned_with_its_own_memory(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,8 @@ class RankMemory(NamedTuple):
     memory; it is counted here, as the processor is not known."""
     kv_block: int
     """Bytes of a block of the KV cache."""
+    per_token: int
+    """Bytes of weights that one token reads: of a mixture of experts, those of the token's experts."""
 
 
 def served_dtype(config: WorkerConfig, model: ModelConfig) -> str:
@@ -44,15 +46,19 @@ def rank_memory(config: WorkerConfig, path: Path, part: ModelPart, block_size: i
     """
     bits, whole, own = _bits(config, path, part.whole), part.whole, part.config
     queries, keys = own.num_heads * own.head_dim, own.num_kv_heads * own.head_dim
-    width = own.intermediate_size if own.experts is None else len(part.experts) * own.experts.width
-    per_layer = whole.hidden_size * (2 * queries + 2 * keys + 3 * width)
+    width = read = own.intermediate_size
+    if own.experts is not None:
+        width = len(part.experts) * own.experts.width
+        read = width * own.experts.per_token // own.experts.number
+    per_layer, per_token = (whole.hidden_size * (2 * queries + 2 * keys + 3 * mlp) for mlp in (width, read))
     rows = part.vocabulary_width * whole.hidden_size
     is_shared = bits.is_quantised and whole.tied and part.is_first
     tables = part.is_first * bits.embedding + (part.is_last and not is_shared) * bits.head
     weights = (per_layer * own.num_layers * bits.layers + rows * tables) / 8
     itemsize = 2 if served_dtype(config, whole) == "bfloat16" else 4
     block = kv_block_bytes(own.num_layers, own.num_kv_heads, own.head_dim, block_size, itemsize)
-    return RankMemory(round(weights), block)
+    layers, head = per_token * own.num_layers * bits.layers, rows * part.is_last * bits.head
+    return RankMemory(round(weights), block, round((layers + head) / 8))
 
 
 class _Bits(NamedTuple):
