@@ -35,8 +35,8 @@ _TRIALS = 0.01
 """Share of the time that trials may lose."""
 _TRIAL_STEPS = 5
 """Steps of a trial that propose its number. The first of them still verifies the number before."""
-_REST = 8
-"""Steps between two trials."""
+_REST = 40
+"""Steps from the beginning of a trial to the next one."""
 _CORRECTIONS = (2, 64)
 """Steps that the fitted time counts for beside those that were measured, and the number of these that count."""
 _EXACT_LOADS = 8
