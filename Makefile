@@ -29,7 +29,7 @@ find_packages = site='import site; print(site.getsitepackages()[0])'; \
 	echo "import site; site.addsitedir('$$($(BIN)/python -c "$$site")')" \
 	>"$$($(1)/bin/python -c "$$site")/runahead-base.pth"
 
-.PHONY: setup serve images test test-avx2 test-docker test-clients test-web setup-vllm test-vllm check bench bench-gpu gpu-wheels soak soak-long clean
+.PHONY: setup serve images test test-avx2 test-docker test-clients test-web setup-vllm test-vllm check bench bench-gpu gpu-wheels soak soak-long release clean
 
 setup: $(STAMP)
 
@@ -159,6 +159,10 @@ soak: $(STAMP)
 
 soak-long: $(STAMP)
 	$(BIN)/python -m tests.soak --long $(PART)
+
+# Builds and tries the distribution; prints what to publish.
+release:
+	PYTHON=$(PYTHON) deploy/release/build
 
 clean:
 	rm -rf build dist .wheels *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
