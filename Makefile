@@ -29,7 +29,7 @@ find_packages = site='import site; print(site.getsitepackages()[0])'; \
 	echo "import site; site.addsitedir('$$($(BIN)/python -c "$$site")')" \
 	>"$$($(1)/bin/python -c "$$site")/runahead-base.pth"
 
-.PHONY: setup serve images test test-avx2 test-docker test-clients test-web setup-vllm test-vllm check bench bench-gpu gpu-wheels soak soak-long release clean
+.PHONY: setup serve images quick test test-avx2 test-docker test-clients test-web setup-vllm test-vllm check bench bench-gpu gpu-wheels soak soak-long release clean
 
 setup: $(STAMP)
 
@@ -58,6 +58,10 @@ images:
 # ARGS="-n 0".
 test: $(STAMP)
 	$(BIN)/python -m pytest @tests/parallel.args $(SUITES) $(ARGS)
+
+# The tests nearest to what has changed since the last commit (ARGS=COMMIT: since COMMIT), for at most a minute.
+quick: $(STAMP)
+	@$(BIN)/python -m tests.quick $(ARGS)
 
 # Runs the kernels' tests as on a processor with AVX2 only; `make test` uses all that this processor has.
 test-avx2: $(STAMP)
