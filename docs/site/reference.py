@@ -59,7 +59,7 @@ def cell(text: object) -> str:
 
 def settings() -> Iterator[str]:
     yield "# Settings\n\nEach flag can also be set in the environment (`RUNAHEAD_MAX_NUM_SEQS=64`) or in the file of"
-    yield "`--config` (`max-num-seqs: 64`). A flag takes precedence over the environment, the environment over the file."
+    yield "`--config` (`max-num-seqs: 64`). A flag precedes the environment, and the environment the file."
     for command, model in COMMANDS.items():
         yield f"\n## runahead {command}"
         group = ""
