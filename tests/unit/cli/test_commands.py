@@ -96,7 +96,7 @@ def test_hints_are_for_flags_that_do_not_exist() -> None:
             "it begins with b'GGML', not with b'GGUF'; download it again",
         ),
         (RawFile(counts=(3_000_000, 1)), "3000000 tensors and 1 metadata entries need at least"),
-        (RawFile([entry("general.architecture", "gemma3")]), "architecture gemma3 is not supported"),
+        (RawFile([entry("general.architecture", "mamba")]), "architecture mamba is not supported"),
     ],
 )
 def test_serve_refuses_an_unusable_gguf_file_before_a_service_starts(
