@@ -62,8 +62,8 @@ class _Loaded(NamedTuple):
 class NativeRunner:
     """A `ModelRunner`. Llama, Mistral, Qwen2 and Qwen3 checkpoints in float32 or bfloat16, on the CPU or a GPU.
 
-    Weights are kept from epoch to epoch. Everything else ends with the epoch. Steps are computed on a thread of their
-    own (stages.py).
+    Weights and, on the CPU, KV memory are kept from epoch to epoch. Everything else ends with the epoch. Steps are
+    computed on a thread of their own (stages.py).
 
     Args:
         poison: for tests; see `NativeEpoch`
