@@ -1,10 +1,41 @@
 """Names of KV blocks: hashes that chain over every token before them, starting with the request's salt. Equal names
 mean equal prefixes under the same salt."""
 
+from collections.abc import Sequence
 from hashlib import sha256
+
+import msgspec
+import numpy as np
+
+from protocol.codec import ProtocolError, pack, unpack
 
 TOKEN_BYTES = 4
 """Tokens are int32, little-endian."""
+NAME_BYTES = 32
+
+
+class NamedBlocks(msgspec.Struct, array_like=True, frozen=True):
+    """Whole blocks of a KV cache: confirmed steps have written them (adopted block, docs/invariants.md)."""
+
+    blocks: bytes
+    """int32[blocks]"""
+    names: bytes
+    """uint8[blocks, NAME_BYTES]"""
+    replaces: bool = False
+    """True: all blocks that were named before have lost their names."""
+
+    @classmethod
+    def from_lists(
+        cls, blocks: Sequence[int], names: Sequence[bytes], replaces: bool = False
+    ) -> "NamedBlocks":
+        return cls(pack(blocks), b"".join(names), replaces)
+
+    def pairs(self) -> list[tuple[int, bytes]]:
+        """Return each block with its name, in the order of the message. Raises: ProtocolError"""
+        blocks, names = unpack(self.blocks, np.int32).tolist(), self.names
+        if len(names) != len(blocks) * NAME_BYTES:
+            raise ProtocolError(f"{len(blocks)} blocks have names of {len(names)} bytes")
+        return [(block, names[i * NAME_BYTES : (i + 1) * NAME_BYTES]) for i, block in enumerate(blocks)]
 
 
 def extend_names(names: list[bytes], salt: str, tokens: bytes, block_size: int) -> None:

@@ -20,6 +20,7 @@ from typing import Annotated
 
 import msgspec
 
+from protocol.block_names import NamedBlocks
 from protocol.epochs import EpochId, RegisteredEpoch
 from protocol.fields import MAX_ITEMS, Bytes, Count, Finite, Fraction, Name, StepId, Text
 
@@ -145,6 +146,8 @@ class Loaded(msgspec.Struct, array_like=True, frozen=True, tag="loaded"):
     """Number of times that this process has read weights; it stays equal when they were kept from an epoch before."""
     contents: Annotated[dict[Text, Name], msgspec.Meta(max_length=MAX_ITEMS)] = {}
     """Digest of each part of the weights, by its tensor, its rows and columns, and its type; {}: not known."""
+    held: NamedBlocks | None = None
+    """Whole blocks in this rank's KV memory, in the order in which they became whole; None: it holds none."""
 
 
 class InitializeCache(msgspec.Struct, array_like=True, frozen=True, tag="init_cache"):
@@ -153,6 +156,8 @@ class InitializeCache(msgspec.Struct, array_like=True, frozen=True, tag="init_ca
     num_blocks: Count
     max_model_len: Count
     epoch: EpochId = 0
+    canary_block: Count = 0
+    """The block that the test step writes. It is not adopted."""
 
 
 class Ready(msgspec.Struct, array_like=True, frozen=True, tag="ready"):

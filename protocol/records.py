@@ -63,6 +63,10 @@ class StepRecord(msgspec.Struct, array_like=True, frozen=True):
     """Waiting requests at the dispatch."""
     kv_cache_usage: Fraction
     """Share of the KV blocks in use at the dispatch."""
+    num_speculative_tokens: Count = 0
+    """Number of drafts that the step proposed for each row that sampled."""
+    is_draft_trial: bool = False
+    """The step belonged to a trial: its number of drafts, or that of its verified ones, was chosen to measure it."""
 
 
 class EngineEventKind(enum.IntEnum):

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import msgspec
 
+from protocol.block_names import NamedBlocks
 from protocol.epochs import EpochId
 from protocol.fields import MAX_ITEMS, Count, Finite, Fraction, StepId, Text
 from protocol.logprobs import Logprobs
@@ -76,6 +77,9 @@ class SchedulerOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     """True: ranks that return no result send a `StepReport` for this step."""
     masked: bytes = b""
     """int32[slots]: slots of the constrained rows that sample, in plan order"""
+    whole: NamedBlocks | None = None
+    """Blocks that became whole since the last message; None: none did. They have these names before this plan's blocks
+    lose theirs: those of `block_ids`, and those of `new` from the first position that its row computes."""
 
 
 class ReleaseSlots(msgspec.Struct, array_like=True, frozen=True, tag="release"):
@@ -84,6 +88,8 @@ class ReleaseSlots(msgspec.Struct, array_like=True, frozen=True, tag="release"):
     epoch: EpochId
     slots: bytes
     """int32[slots]"""
+    whole: NamedBlocks | None = None
+    """As in `SchedulerOutput`."""
 
 
 class GrammarOutput(msgspec.Struct, array_like=True, frozen=True, tag="grammar"):

@@ -13,6 +13,24 @@ from pathlib import Path
 
 from protocol.fields import MAX_IPC_PATH
 
+KV_MEMORY = "RUNAHEAD_KV_MEMORY"
+"""Environment variable of a worker: number of the descriptor of the memory that its starter keeps for its KV cache."""
+
+
+@contextmanager
+def kept_memory() -> Iterator[int | None]:
+    """Keep memory without a name, for a child process that may be started again. Yield its descriptor; None: the system
+    has no such memory."""
+    try:
+        descriptor = os.memfd_create("runahead-kv")
+    except (AttributeError, OSError):
+        yield None
+        return
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
 
 @contextmanager
 def private_directory(base: Path, prefix: str) -> Iterator[Path]:

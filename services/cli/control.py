@@ -34,6 +34,7 @@ class EngineControl:
     """
     Args:
         start: starts the services of an engine.
+        release: frees what is kept for services that have been stopped, by their names.
     """
 
     def __init__(
@@ -43,8 +44,10 @@ class EngineControl:
         engines: EngineSet,
         config: ServeConfig,
         start: Callable[[list[Command]], None],
+        release: Callable[[list[str]], None],
     ) -> None:
-        self._supervisor, self._engines, self._start = supervisor, engines, start
+        self._supervisor, self._engines = supervisor, engines
+        self._start, self._release = start, release
         self._config = config
         """Settings of the engine that was started last."""
         self._services = {name: service_names(name, config) for name in engine_names(config)}
@@ -79,7 +82,9 @@ class EngineControl:
                 return {"error": ended} if ended else {}
             case {"do": "stop", "engine": str(name)}:
                 self._engines.hide(name)
-                self._supervisor.retire(self._services.pop(name, []))
+                services = self._services.pop(name, [])
+                self._supervisor.retire(services)
+                self._release(services)
                 return {}
             case {"do": "adopt", "engine": str(name)}:
                 self._supervisor.adopt(self._services.get(name, []))

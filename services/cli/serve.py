@@ -28,7 +28,7 @@ from services.cli.readiness import FrontendProbe, LoadingState
 from services.cli.settings import PREFIX, ConfigurationError
 from services.cli.supervisor import Supervisor
 from services.config import ServeConfig
-from services.private import private_directory, short_base
+from services.private import KV_MEMORY, kept_memory, private_directory, short_base
 
 DIRECTORY_PREFIX = "runahead-serve-"
 """Prefix of the private directory with the sockets and configurations of a server."""
@@ -95,19 +95,29 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
 
     try:
         with supervisor.signals(), _runtime(config) as (engines, commands), contextlib.ExitStack() as stack:
+            memories: dict[str, contextlib.ExitStack] = {}
 
             def start(commands: list[Command], is_trial: bool = False) -> None:
                 # The worker first: it takes longest to start.
                 for command in reversed(commands) if not is_trial else commands:
+                    environment, kept = _environment(), list[int]()
+                    if command.service == "worker":
+                        held = memories[command.name] = stack.enter_context(contextlib.ExitStack())
+                        if (memory := held.enter_context(kept_memory())) is not None:
+                            environment[KV_MEMORY], kept = str(memory), [memory]
                     final = FINAL[command.service]
-                    supervisor.start(
-                        command.name, command.arguments, _environment(), final, ABORT_SIGNALS, is_trial
-                    )
+                    arguments = command.arguments, environment, final, ABORT_SIGNALS, kept, is_trial
+                    supervisor.start(command.name, *arguments)
+
+            def release(names: list[str]) -> None:
+                for name in names:
+                    if (held := memories.pop(name, None)) is not None:
+                        held.close()
 
             start(commands)
             path = engines.directory / CONTROL
             control = EngineControl(
-                path, supervisor, engines, config, lambda more: start(more, is_trial=True)
+                path, supervisor, engines, config, lambda more: start(more, is_trial=True), release
             )
             stack.callback(control.close)
             status = supervisor.wait(tick)

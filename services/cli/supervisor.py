@@ -152,6 +152,7 @@ class Supervisor:
         environment: dict[str, str],
         final: Collection[int] = (),
         abort_signals: Sequence[int] = (signal.SIGTERM,),
+        descriptors: Collection[int] = (),
         is_trial: bool = False,
     ) -> None:
         """Start a child in a process group of its own, so that only the supervisor handles Ctrl-C from the terminal.
@@ -161,6 +162,7 @@ class Supervisor:
         Args:
             final: exit statuses after which it is not restarted.
             abort_signals: signals that end it at once; two equal ones may arrive as one.
+            descriptors: open files that it inherits, each time that it is started.
             is_trial: start it beside those that run already: it is stopped after them, the others go on if it ends, and
                 it is not restarted before `adopt`.
         """
@@ -173,6 +175,7 @@ class Supervisor:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 process_group=0,
+                pass_fds=descriptors,
             )
             assert process.stdout is not None
             os.set_blocking(process.stdout.fileno(), False)

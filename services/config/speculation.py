@@ -23,7 +23,7 @@ class SpeculativeConfig(BaseConfig):
     prompt_lookup_max: int = Field(5, ge=1, le=64)
     """ngram: longest match, tokens."""
     adaptive: bool = True
-    """Propose fewer drafts while few are accepted or many requests run. False: always `num_speculative_tokens`."""
+    """Propose the number of drafts with the highest measured rate of tokens. False: always `num_speculative_tokens`."""
 
     @property
     def has_kv_cache(self) -> bool:

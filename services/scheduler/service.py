@@ -339,6 +339,15 @@ class Service:
             self._build_engine(started, policy)
         else:
             self.engine.start_epoch(limits, policy, started.epoch)
+        self._adopt(started)
+
+    def _adopt(self, started: Started) -> None:
+        """Begin with the blocks that all ranks hold. A recording without tokens cannot contain their names."""
+        c = self.config
+        if started.held is not None and self.engine is not None and (not c.record or c.record_tokens):
+            self.engine.adopt(started.held)
+            pool = self.engine.epoch.kv.pool
+            log.info("%d of %d KV blocks are adopted", len(pool.cached), pool.num_blocks)
 
     def _build_engine(self, started: Started, policy: BatchingPolicy) -> None:
         vocab_size, hidden_size = started.loaded.vocab_size, started.loaded.hidden_size

@@ -302,4 +302,6 @@ def _record(step: _Step) -> StepRecord:
         num_running=event.num_running,
         num_waiting=event.num_waiting,
         kv_cache_usage=event.kv_cache_usage,
+        num_speculative_tokens=row.proposes,
+        is_draft_trial=row.is_trial,
     )

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from protocol.fields import MAX_TEXT
 from protocol.membership import Assignment, InitializeCache, Loaded, RankLost
 from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepTimes
+from services.worker.kv_memory import KVMemory
 
 Progress = Callable[[str, float], None]
 """Called with the name of a phase and a fraction from 0 to 1 while loading."""
@@ -80,6 +81,9 @@ class ForwardDone:
 
 
 class ModelRunner(Protocol):
+    kv_memory: KVMemory
+    """Memory of the KV cache. The runner begins and takes it; one that keeps no cache for the next epoch does not."""
+
     def identify(self) -> Identity:
         """Read the checkpoint's configuration, but not its weights.
 

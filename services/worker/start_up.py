@@ -100,7 +100,8 @@ class StartUp:
         self._shard = assignment.shard
         size = size_text(loaded.num_blocks * loaded.bytes_per_block)
         log.info("loaded: the KV cache has %s in %d blocks", size, loaded.num_blocks)
-        self._link.client.send(replace(loaded, epoch=assignment.epoch))
+        held = self._runner.kv_memory.held()
+        self._link.client.send(replace(loaded, epoch=assignment.epoch, held=held))
         self._session.loaded()
 
     def _progress(self, phase: str, fraction: float) -> None:
@@ -113,7 +114,9 @@ class StartUp:
         """Raises: LoadError, after it was sent; RanksLost"""
         with self._starting():
             self._runner.init_kv_cache(init)
-            _run_canary(self._runner)
+            if (names := self._runner.kv_memory.names) is not None:
+                names.drop([init.canary_block])
+            _run_canary(self._runner, init.canary_block)
         self._link.client.send(Ready(self._session.epoch))
         self._session.ready()
         log.info("ready: %d KV blocks, context %d", init.num_blocks, init.max_model_len)
@@ -142,14 +145,14 @@ class StartUp:
         self._link.client.send(LoadFailed(" ".join(str(error).split())[:MAX_TEXT]))
 
 
-def _run_canary(runner: ModelRunner) -> None:
+def _run_canary(runner: ModelRunner, block: int) -> None:
     """Run one step through forward pass and sampling before the first real one.
 
     Afterwards its slot is empty and no step is pending (single pending state; docs/invariants.md). Its generation is 0;
     requests have generations from 1 on.
     """
     zero, one = pack([0]), pack([1])
-    request = NewRequest(0, 0, zero, 1, zero, SamplingParams(max_tokens=1, temperature=0.0))
+    request = NewRequest(0, 0, zero, 1, pack([block]), SamplingParams(max_tokens=1, temperature=0.0))
     runner.execute_model(SchedulerOutput(0, 0, zero, zero, zero, one, b"\1", [request]))
     runner.sample_tokens(None).get()
     runner.release(np.zeros(1, np.int32))

@@ -94,6 +94,7 @@ class StepExecution:
         match action:
             case ExecuteStep(step=step):
                 self._received = received
+                self._follow(step)
                 self._request_ids |= {request.slot: request.request_id for request in step.new}
                 self._runner.execute_model(step)
                 if self._session.phase is not Phase.SAMPLING and not self._queue.waits:
@@ -105,7 +106,13 @@ class StepExecution:
             case ResendResult():
                 self._link.results.put(action)
             case ReleaseSlots(slots=slots):
+                self._follow(action)
                 self._runner.release(unpack(slots))
+
+    def _follow(self, message: SchedulerOutput | ReleaseSlots) -> None:
+        """Keep the names of the blocks in memory: they change before the step writes."""
+        if (names := self._runner.kv_memory.names) is not None:
+            names.follow(message)
 
     def _sample(self, step: SchedulerOutput, grammar: GrammarOutput | None) -> None:
         output = self._runner.sample_tokens(grammar)

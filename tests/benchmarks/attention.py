@@ -57,7 +57,7 @@ def paged(load: AttentionLoad, dtype: torch.dtype) -> Callable[[], object]:
     cache.keys.normal_()
     cache.values.normal_()
     shape = AttentionShape(
-        load.heads, HEAD_DIM, (0,), 1e-6, 1e4 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+        load.heads, HEAD_DIM, (0,), 1e-6, 1e4 ** -(torch.arange(0, HEAD_DIM, 2)[None] / HEAD_DIM)
     )
     attention = network.attention(shape, cache, table, tokens)
     slots = np.arange(load.requests, dtype=np.int32)

@@ -1,9 +1,10 @@
-"""Effect of drafts: tokens/s of the demo model with and without them, greedy, at concurrency 1 and 8.
+"""Effect of drafts: tokens/s of the demo model with and without them, greedy, at several numbers of streams.
 
 The prompts are parts of `prose_and_code.txt`; the model ends the outputs. Further comparisons: random prompts with a
 high temperature, where drafts fail; the acceptance at depth 1 and 2; and on `sim`, with 5 ms steps and 256 requests,
 the gain of run-ahead with and without drafts. Engines of a comparison exist at the same time and run in turn, so that
-noise of the machine affects all; the engine without drafts exists twice.
+noise of the machine affects all; the engine without drafts exists twice. With `--fixed`, every fixed number of drafts
+is an engine too, and `of_best_fixed` compares the chosen number with the best of them.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from tests.benchmarks.support.report import report
 
 TEXT = Path(__file__).parent / "prose_and_code.txt"
 EOS = 2
-CONCURRENCY = (1, 8)
+CONCURRENCY = (1, 4, 8, 16, 32)
 PLAIN, CONTROL = "none", "none again"
 """Names of two equal engines. The ratio between them shows the noise of the machine."""
 PROMPTS_PER_RUN = 16
@@ -74,6 +75,15 @@ def speculative(methods: Mapping[str, int], adaptive: bool) -> dict[str, dict[st
     return {method: {"speculative_config": json.dumps(config)} for method, config in configs.items()}
 
 
+def fixed_numbers(methods: Mapping[str, int]) -> dict[str, dict[str, object]]:
+    """Return the settings of an engine for every method and fixed number of drafts."""
+    return {
+        f"{method}, always {k}": speculative({method: k}, adaptive=False)[method]
+        for method, most in methods.items()
+        for k in range(1, most + 1)
+    }
+
+
 def run_prompts(
     client: BenchmarkClient, prompts: Prompts, concurrency: int, params: SamplingParams
 ) -> EngineRun:
@@ -99,7 +109,7 @@ def compared(
     args: argparse.Namespace,
 ) -> Runs:
     """Run all engines in turn with the same prompts, then with the next ones."""
-    runs: dict[int, dict[str, list[EngineRun]]] = {c: {name: [] for name in engines} for c in CONCURRENCY}
+    runs: dict[int, dict[str, list[EngineRun]]] = {c: {name: [] for name in engines} for c in args.streams}
     worker = {"threads": args.threads, "log_level": "warning", "kv_cache_memory_bytes": 256 << 20}
     with ExitStack() as stack:
         clients = {
@@ -109,12 +119,11 @@ def compared(
         for client in clients.values():  # a warm-up, in which the number of drafts adapts
             run_prompts(client, prompts[:4], 4, params)
         for _ in range(args.repeats):
-            for concurrency in CONCURRENCY:
-                for first in range(0, len(prompts), PROMPTS_PER_RUN):
+            for concurrency in args.streams:
+                size = max(PROMPTS_PER_RUN, 2 * concurrency)
+                for first in range(0, len(prompts), size):
                     for name, client in clients.items():
-                        run = run_prompts(
-                            client, prompts[first : first + PROMPTS_PER_RUN], concurrency, params
-                        )
+                        run = run_prompts(client, prompts[first : first + size], concurrency, params)
                         runs[concurrency][name].append(run)
     return runs
 
@@ -124,6 +133,17 @@ def over_none(runs: Mapping[str, Sequence[EngineRun]], method: str) -> float:
     return statistics.median(
         ours.rate / none.rate for ours, none in zip(runs[method], runs[PLAIN], strict=True)
     )
+
+
+def of_best_fixed(runs: Runs, method: str) -> dict[str, float]:
+    """Return by concurrency the tokens/s of the chosen number over those of the best fixed one, none included."""
+    return {
+        str(concurrency): over_none(by_name, method)
+        / max(
+            over_none(by_name, name) for name in by_name if name in (PLAIN, CONTROL) or f"{method}, " in name
+        )
+        for concurrency, by_name in runs.items()
+    }
 
 
 def totals(runs: Sequence[EngineRun]) -> dict[str, float]:
@@ -181,27 +201,31 @@ def main() -> None:
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--skip-sim", action="store_true")
+    parser.add_argument("--streams", type=int, nargs="+", default=CONCURRENCY)
+    parser.add_argument("--fixed", action="store_true", help="compare with every fixed number of drafts too")
     args = parser.parse_args()
-    methods = {"eagle": args.eagle, "ngram": args.ngram}
-    engines = {PLAIN: {}, **speculative(methods, adaptive=True), CONTROL: {}}
+    methods = {method: k for method, k in (("eagle", args.eagle), ("ngram", args.ngram)) if k}
+    fixed = fixed_numbers(methods) if args.fixed else {}
+    engines = {PLAIN: {}, **speculative(methods, adaptive=True), **fixed, CONTROL: {}}
     greedy = SamplingParams(args.output_len, temperature=0.0, eos_token_ids=(EOS,))
     hot = SamplingParams(args.output_len, temperature=1.5, seed=1)
     text = text_prompts(args.prompts, args.input_len)
     good = compared(engines, text, greedy, args)
-    bad = compared(engines, random_prompts(args.prompts, args.input_len), hot, args)
-    speedup = {m: {str(c): over_none(good[c], m) for c in CONCURRENCY} for m in methods}
-    floor = {m: {str(c): over_none(bad[c], m) for c in CONCURRENCY} for m in methods}
+    adaptive = {name: settings for name, settings in engines.items() if name not in fixed}
+    bad = compared(adaptive, random_prompts(args.prompts, args.input_len), hot, args)
+    speedup = {m: {str(c): over_none(good[c], m) for c in args.streams} for m in methods}
+    floor = {m: {str(c): over_none(bad[c], m) for c in args.streams} for m in methods}
     rows = [
         {
             "prompts": kind,
             "concurrency": concurrency,
-            "drafts by": f"{name}, k={methods[name]}" if name in methods else name,
+            "drafts by": f"{name}, up to {methods[name]}" if name in methods else name,
             **totals(runs[concurrency][name]),
             "over none": over_none(runs[concurrency], name),
         }
         for kind, runs in (("text", good), ("random, sampled", bad))
-        for concurrency in CONCURRENCY
-        for name in engines
+        for concurrency in args.streams
+        for name in runs[concurrency]
     ]  # fmt: skip
     report(
         "speculation",
@@ -211,10 +235,11 @@ def main() -> None:
             "acceptance_equal": acceptance_equal(methods, text[:8], greedy, args.threads),
             "speedup": {method: min(speedup[method].values()) for method in methods},
             "speedup_by_concurrency": speedup,
+            **({"of_best_fixed": {m: of_best_fixed(good, m) for m in methods}} if fixed else {}),
             "adaptive_floor": min(value for by in floor.values() for value in by.values()),
             "adaptive_floor_by_method": floor,
             "control": {
-                kind: {str(c): over_none(runs[c], CONTROL) for c in CONCURRENCY}
+                kind: {str(c): over_none(runs[c], CONTROL) for c in args.streams}
                 for kind, runs in (("text", good), ("random", bad))
             },
             **({} if args.skip_sim else {"sim": run_ahead_gain(args)}),

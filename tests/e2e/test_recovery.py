@@ -66,6 +66,55 @@ async def test_streams_continue_with_the_next_scheduler(layout: tuple[str, ...],
         server.assert_nothing_is_left()
 
 
+async def stream_with_a_kill(server: ServeProcess, service: str | None) -> str:
+    """Return the text of a stream with 300 tokens of prompt. The service is killed in the middle of it."""
+    async with server.async_client() as client:
+        model, parts = (await client.models.list()).data[0].id, list[str]()
+        async for chunk in await client.completions.create(
+            model=model,
+            prompt=[300 + i % 100 for i in range(300)],
+            max_tokens=200,
+            stream=True,
+            temperature=0,
+            extra_body={"ignore_eos": True},
+        ):
+            parts += [choice.text for choice in chunk.choices]
+            if service is not None and len(parts) >= 20:
+                server.services[service].kill()
+                service = None
+    return "".join(parts)
+
+
+def recomputed(server: ServeProcess) -> float:
+    """Return the number of tokens that no prefix was found for, of all requests that entered a slot."""
+    return server.metric("prefix_cache_queries_total") - server.metric("prefix_cache_hits_total")
+
+
+@pytest.mark.parametrize(
+    ("layout", "service"),
+    [
+        (SIM, "worker"),
+        ((*SIM, "--tensor-parallel-size", "2"), "worker-1"),
+        ((*SIM, "--pipeline-parallel-size", "2"), "worker-0"),
+        (NATIVE, "scheduler"),
+        (NATIVE, "worker"),
+    ],
+)
+async def test_the_next_process_finds_the_blocks_of_the_one_before(
+    layout: tuple[str, ...], service: str
+) -> None:
+    """Only the last block and the steps in flight are computed again."""
+    with serving(*layout) as server:
+        undisturbed = await stream_with_a_kill(server, None)
+        before = recomputed(server)
+        assert await stream_with_a_kill(server, service) == undisturbed
+        if service == "scheduler":
+            before = 0  # its counters begin anew
+        in_flight = 3 * (1 + json.loads(DRAFTS)["num_speculative_tokens"])
+        assert recomputed(server) - before <= 300 % 16 + 16 + in_flight
+        assert "KV blocks are adopted" in server.log.read_text()
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(7))
 async def test_streams_continue_when_the_scheduler_dies_at_random_moments(seed: int) -> None:

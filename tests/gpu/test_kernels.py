@@ -14,13 +14,13 @@ from tests.unit.native.cuda.test_logit_rules import (
     test_rows_of_a_slot_count_the_drafts_before_them,
 )
 from tests.unit.native.cuda.test_network import (
+    test_gate_and_multiply,
     test_gather_clamps_what_is_no_row,
     test_gather_copy_and_add,
     test_linear_and_tied_head,
     test_most_likely,
     test_norm,
     test_quantised_weights_are_refused_by_name,
-    test_silu_and_multiply,
 )
 from tests.unit.native.cuda.test_rows import (
     test_layouts_are_equal_and_padding_rows_follow,
@@ -47,6 +47,7 @@ __all__ = [
     "test_choices_in_a_vocabulary_with_more_blocks_than_programs",
     "test_equals_the_reference",
     "test_every_rule_equals_the_reference",
+    "test_gate_and_multiply",
     "test_gather_clamps_what_is_no_row",
     "test_gather_copy_and_add",
     "test_greedy_takes_the_lowest_of_equal_maxima",
@@ -62,7 +63,6 @@ __all__ = [
     "test_quantised_weights_are_refused_by_name",
     "test_rows_of_a_slot_count_the_drafts_before_them",
     "test_settled_rows_are_equal",
-    "test_silu_and_multiply",
     "test_tokens_are_written_and_read",
     "test_verified_drafts_are_equal",
 ]

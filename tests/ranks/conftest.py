@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from tests.integration.native.conftest import SMALL, Family, save
+from tests.integration.native.conftest import SMALL, VARIANTS, Family, save
 from tests.ranks.group import GroupDriver, NativeRankProcess, RankGroup
 from tests.ranks.sim_group import group_fixture  # noqa: F401  the fixture `make_group`
 
@@ -19,6 +19,8 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         LlamaConfig(**DEEP, tie_word_embeddings=False, attention_bias=True, mlp_bias=True, head_dim=24)
     ),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**DEEP, head_dim=32)),
+    "gemma3": lambda: VARIANTS["gemma3"](),
+    "gpt-oss": lambda: VARIANTS["gpt-oss"](),
 }
 UNEQUAL: dict[str, Callable[[], PreTrainedModel]] = {
     "nine-heads": lambda: LlamaForCausalLM(_heads(9, 3, attention_bias=True)),

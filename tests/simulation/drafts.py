@@ -24,6 +24,7 @@ class Drawn:
     """A `Drafting` with another number of drafts in every step."""
 
     min_acceptance = 0.0
+    is_trial = False
 
     def __init__(self, lengths: tuple[int, ...], seed: int) -> None:
         self._lengths, self._rng = lengths, Random(seed)
@@ -31,7 +32,7 @@ class Drawn:
     def length(self, num_rows: int) -> int:
         return self._rng.choice(self._lengths)
 
-    def observe(self, step: InflightStep, drafted: Column, counts: Column, seconds: float) -> None:
+    def observe(self, step: InflightStep, drafted: Column, counts: Column, sampled: float) -> None:
         """Ignored."""
 
 

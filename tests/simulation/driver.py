@@ -26,8 +26,13 @@ def play(
     parts: Parts = DEFAULT_PARTS,
     engine: type[EngineCore] = EngineCore,
     restarts: bool = False,
+    adopts: bool = True,
 ) -> World:
-    """Run the seed's workload at a depth to its end. `restarts`: the core is restarted whenever it is empty.
+    """Run the seed's workload at a depth to its end.
+
+    Args:
+        restarts: the core is restarted whenever it is empty.
+        adopts: some workers keep their memory.
 
     Raises: AssertionError, with the name of the broken rule.
     """
@@ -51,15 +56,19 @@ def play(
     world.coverage[f"policies: {load.policy}"] += 1
     world.coverage[f"stages: {load.limits.stages}"] += 1
     world.log(load)
-    _Player(world, load, seed, Random(f"{seed}/{depth}"), restarts).run()
+    _Player(world, load, seed, Random(f"{seed}/{depth}"), restarts, adopts).run()
     return world
 
 
 class _Player:
-    def __init__(self, world: World, load: Workload, seed: int, rng: Random, restarts: bool) -> None:
+    def __init__(
+        self, world: World, load: Workload, seed: int, rng: Random, restarts: bool, adopts: bool
+    ) -> None:
+        self.adopts = adopts
         self.world, self.load, self.seed, self.rng, self.restarts = world, load, seed, rng, restarts
         self.arrivals = list(reversed(load.arrivals))
         self.of_masks = Random(f"masks/{seed}/{world.depth}")
+        self.of_memory = Random(f"memory/{seed}/{world.depth}")
 
     def run(self) -> None:
         """Play rounds. A round is one turn of the service's loop: frontends, then results, then dispatch."""
@@ -130,8 +139,13 @@ class _Player:
             if rng.random() < 0.7:
                 longest = min(longest, num_blocks * base.block_size)
             limits = replace(base, num_blocks=num_blocks, max_model_len=longest)
-            world.start_epoch(limits, build(self.load, limits, self.seed))
+            keeps = self._remembers if self.adopts and self.of_memory.random() < 0.8 else None
+            world.start_epoch(limits, build(self.load, limits, self.seed), keeps_memory=keeps)
             again = rng.random() < 0.15
+
+    def _remembers(self, block: int) -> bool:
+        """Return whether every rank still holds a block; sometimes one does not."""
+        return self.of_memory.random() < 0.95
 
     def _frontends(self) -> None:
         world, rng, load = self.world, self.rng, self.load

@@ -38,6 +38,11 @@ from tests.simulation.reference import HIDDEN_SIZE, choose, hidden, logits
 MESSAGES: Decoder[StepMessage] = Decoder(StepMessage)
 
 
+TORN = -1
+"""Hash at a position that a lost step may have written in part."""
+MOST_IN_FLIGHT = 64
+
+
 class OracleViolation(AssertionError):
     """A plan contradicts the worker's state, or a KV position does not hold what its reader expects."""
 
@@ -122,6 +127,8 @@ class OracleWorker:
         """The newest step that sampled an input of the last plan; 0: none did."""
         self.kv: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
         """KV by block and offset; None: the block was given away and not written since."""
+        self._written: dict[int, list[tuple[int, int]]] = {}
+        """Step -> (block, offset) of the positions that it wrote, of the latest steps."""
         self.slots: dict[int, _Slot] = {}
         self._generations: dict[int, int] = {}
         self._last_step = 0
@@ -235,6 +242,7 @@ class OracleWorker:
         self._demand(plan.epoch == self.epoch, f"epoch {plan.epoch}")
         self._demand(plan.step_id == self._last_step + 1, f"step {plan.step_id} after {self._last_step}")
         self._last_step, self.needs = plan.step_id, 0
+        self._written.pop(plan.step_id - MOST_IN_FLIGHT, None)
         self._computed.clear()
         self._release(plan.released)
         for new in plan.new:
@@ -283,6 +291,12 @@ class OracleWorker:
             self.slots[slot].table.append(block)
             self._poison(block)
 
+    def tear(self, last_whole: int) -> None:
+        """The rank is lost in the middle of the steps behind `last_whole`: nobody knows what they have written."""
+        for step, places in self._written.items():
+            for block, offset in places if step > last_whole else ():
+                self.kv[block][offset] = TORN
+
     def _poison(self, block: int) -> None:
         self.kv[block] = [None] * self.block_size
 
@@ -324,6 +338,7 @@ class OracleWorker:
             )
         for position in range(start, end):
             self.kv[s.table[position // size]][position % size] = s.prefixes[position]
+            self._written.setdefault(self._last_step, []).append((s.table[position // size], position % size))
             s.hidden_sum += hidden(s.prefixes[position]) if s.pooling is Pooling.MEAN else 0
         s.computed = end
         self._computed.append((slot, start, end))

@@ -12,9 +12,11 @@ from tests.simulation.test_acceptance import DEPTHS, ROOMY, entered, prompt_of
 from tests.simulation.world import World, params
 
 
-def change_workers(world: World, limits: Limits | None = None) -> None:
+def change_workers(world: World, limits: Limits | None = None, keeps: bool = False) -> None:
+    """`keeps`: the workers live and keep their memory."""
     world.end_epoch()
-    world.start_epoch(limits or world.limits, ChunkedPolicy())
+    keeps_memory = (lambda _: True) if keeps else None
+    world.start_epoch(limits or world.limits, ChunkedPolicy(), keeps_memory=keeps_memory)
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -53,6 +55,47 @@ def test_the_cache_of_lost_workers_is_not_hit(depth: int) -> None:
     world.add(prompt_of(160), params(3, eos=False))
     world.drain()
     assert entered(world, 2)[1:] == (144, 16), "the new workers' own cache is hit"
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_only_steps_in_flight_are_recomputed_by_workers_that_live(depth: int) -> None:
+    world = World(ROOMY, depth)
+    stream = world.add(prompt_of(170), params(60, eos=False))
+    for _ in range(40):
+        world.step()
+    world.dispatch()
+    change_workers(world, keeps=True)
+    world.drain()
+    _, hit, count = entered(world, 1)
+    known = 170 + 40
+    assert hit == (known - 1) // 16 * 16, "every whole block of confirmed tokens is adopted"
+    assert count == known - hit
+    assert stream.scheduled == (170 + 59) + depth + (known - 1) % 16, (
+        "steps in flight, and a block that was not whole"
+    )
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_blocks_of_a_prompt_in_flight_are_not_adopted(depth: int) -> None:
+    """They are in the prefix cache already: eager registration."""
+    world = World(ROOMY, depth)
+    world.add(prompt_of(160), params(9, eos=False))
+    world.dispatch()
+    assert len(world.epoch.kv.pool.by_hash) >= 8
+    change_workers(world, keeps=True)
+    assert not world.epoch.kv.pool.by_hash
+    world.drain()
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_cache_that_was_reset_is_not_adopted(depth: int) -> None:
+    world = World(ROOMY, depth)
+    world.add(prompt_of(160), params(3, eos=False))
+    world.drain()
+    world.reset_prefix_cache(reset_running=False)
+    world.dispatch()
+    change_workers(world, keeps=True)
+    assert not world.epoch.kv.pool.by_hash
 
 
 @pytest.mark.parametrize("depth", DEPTHS[1:])

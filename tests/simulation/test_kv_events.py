@@ -9,6 +9,7 @@ import pytest
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.observer import (
     AllRequestsFailed,
+    BlocksAdopted,
     BlocksCached,
     BlocksEvicted,
     EpochEnded,
@@ -28,7 +29,8 @@ class CacheListener:
     def __init__(self, core: EngineCore) -> None:
         self._core = core
         self.tokens_of: dict[bytes, bytes] = {}
-        self.num_cached = self.num_evicted = 0
+        self.num_cached = self.num_evicted = self.num_hit = 0
+        self.adopted: set[bytes] = set()
 
     def observe(self, event: Event) -> None:
         match event:
@@ -40,6 +42,7 @@ class CacheListener:
                     assert sha256(before + tokens).digest() == block_hash
                     assert block_hash not in self.tokens_of
                     self.tokens_of[block_hash] = tokens
+                    self.num_hit += block_hash in self.adopted
                     before = block_hash
                 self.num_cached += len(hashes)
             case BlocksEvicted(hashes=hashes):
@@ -48,8 +51,15 @@ class CacheListener:
                 self.num_evicted += len(hashes)
             case PrefixCacheReset() | EpochEnded() | AllRequestsFailed():
                 self.tokens_of.clear()
+                self.adopted = set()
+            case BlocksAdopted(held=held):
+                self.adopted = {name for _, name in held.pairs()}
             case StepDispatched() | ResultApplied():
-                assert set(self.tokens_of) == set(self._core.epoch.kv.pool.by_hash)
+                cached = self._core.epoch.kv.pool.by_hash
+                if self.adopted:  # they are announced with the first request that hits them
+                    assert set(self.tokens_of) <= set(cached) <= set(self.tokens_of) | self.adopted
+                else:
+                    assert set(self.tokens_of) == set(cached)
 
 
 class ListenedCore(EngineCore):
@@ -75,6 +85,7 @@ def test_events_tell_which_blocks_can_be_found(depth: int) -> None:
             play(seed, depth, engine=Core)
     assert sum(listener.num_cached for listener in Core.listeners) > 100
     assert sum(listener.num_evicted for listener in Core.listeners) > 10
+    assert sum(listener.num_hit for listener in Core.listeners) > 0
 
 
 def test_events_of_blocks_are_not_recorded() -> None:

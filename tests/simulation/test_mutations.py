@@ -24,6 +24,7 @@ from services.scheduler.core.plan import StepPlanner
 from services.scheduler.core.request import Request
 from services.scheduler.core.slots import DELIVER, DROP, SlotColumns
 from services.scheduler.core.waiting import WaitingQueue
+from services.worker.kv_memory import BlockNames
 from tests.simulation.faults import Fault, assert_caught, parameters
 
 
@@ -443,7 +444,26 @@ def every_request_reads_the_prefix_cache(find: Any) -> Any:
     return broken
 
 
+def whole_when_dispatched(register: Any) -> Any:
+    def broken(self: KVCacheManager, rows: Any, frontiers: Any) -> None:
+        register(self, rows, frontiers)
+        self.note_whole(rows, frontiers)
+
+    return broken
+
+
+def whole_one_step_too_early(note: Any) -> Any:
+    """Positions of the steps in flight count as written."""
+
+    def broken(self: KVCacheManager, rows: Any, confirmed: Any) -> None:
+        note(self, rows, np.minimum(self._slots.computed[rows], self._slots.tokens[rows]))
+
+    return broken
+
+
 FAULTS = [
+    Fault("kv", "note_whole", whole_one_step_too_early),
+    Fault("kv", "register", whole_when_dispatched),
     Fault("deferred_masks", "grammar_output", masks_before_the_token_before_is_known),
     Fault("deferred_masks", "grammar_output", masks_of_other_rows),
     Fault("request", "matching", a_failed_grammar_is_overlooked),
@@ -499,3 +519,8 @@ FAULTS = [
 @pytest.mark.parametrize("fault", parameters(FAULTS))
 def test_fault_is_caught(fault: Fault) -> None:
     assert_caught(fault)
+
+
+def test_a_worker_that_keeps_the_names_of_rewritten_blocks_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockNames, "drop", lambda names, blocks: None)
+    assert_caught(Fault("kv", "take_whole", lambda take: take))

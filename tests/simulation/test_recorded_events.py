@@ -9,6 +9,7 @@ from services.scheduler.core.drafting import Drafting
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.observer import (
     AllRequestsFailed,
+    BlocksAdopted,
     BlocksCached,
     BlocksEvicted,
     CoreRestarted,
@@ -92,6 +93,8 @@ def replay(events: Iterable[Event], seed: int, depth: int, speculates: bool) -> 
                 engine.end_epoch(is_fault)
             case EpochStarted(epoch=epoch, limits=limits):
                 engine.start_epoch(limits, build(load, limits, seed), epoch)
+            case BlocksAdopted(held=held):
+                engine.adopt(held)
             case AllRequestsFailed(error=error):
                 engine.fail_all(error)
             case CoreRestarted(limits=limits):

@@ -85,7 +85,7 @@ def record(
 
     recorder = FlightRecorder(header(0), SegmentWriter(directory, header, 1 << 30))
     try:
-        play(seed, depth, speculates=speculates, observer=recorder, restarts=restarts)
+        play(*(seed, depth), speculates=speculates, observer=recorder, restarts=restarts, adopts=has_tokens)
     finally:
         recorder.close()
     return made

@@ -38,6 +38,7 @@ MUST_HAPPEN = [
     "epochs: smaller",
     "epochs: a request no longer fits",
     "epochs: ended in flight",
+    "adopted blocks",
     "epochs: ended twice",
     "epochs: ended with a filled cache",
     "epochs: ended with fences",

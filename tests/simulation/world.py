@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from protocol.block_names import NamedBlocks
 from protocol.codec import Decoder, encode, pack, unpack
 from protocol.requests import Finish, FinishReason, GenerateRequest, RequestOutputs
 from protocol.rows import LogprobRows, ResultRows
@@ -34,12 +35,14 @@ from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.slots import DELIVER, DROP, LIVE
 from services.scheduler.core.store import RequestStore
 from services.scheduler.grammar import INLINE_MASKS
+from services.scheduler.membership.epoch import common_blocks
 from services.scheduler.policies import BatchingPolicy, ChunkedPolicy
+from services.worker.kv_memory import BlockNames
 from tests.simulation.budgets import WatchedPolicy
 from tests.simulation.drafts import Speculating
 from tests.simulation.grammar import REFUSED, Automaton, Compilation, LateMasks
 from tests.simulation.invariants import Checker
-from tests.simulation.oracle import OracleWorker
+from tests.simulation.oracle import TORN, OracleWorker
 from tests.simulation.reference import HIDDEN_SIZE, ExpectedAnswer, reference
 from tests.simulation.stage_pipeline import StagePipeline
 
@@ -176,6 +179,8 @@ class World:
         )
         self.engine.observers.add(self)
         self.worker = OracleWorker(limits, vocab, epoch, speculating, self._future)
+        self.names = BlockNames.empty(limits.num_blocks, limits.block_size)
+        """The names of blocks that the workers keep."""
         self.pipeline = StagePipeline(limits.stages)
         self.checker = Checker(self.engine)
         self.lost = False
@@ -400,15 +405,26 @@ class World:
         self.orphans.extend(self.pipeline.take_results())
         self.pending.clear()
         self._rows.clear()
+        self.worker.tear(self.checker.confirmed)
         self.lost = True
         self.engine.end_epoch(is_fault)
         self.checker.on_void()
         self._transition()
         assert not queue, "ledger: steps are in flight without workers"
 
-    def start_epoch(self, limits: Limits, policy: BatchingPolicy, epoch: int | None = None) -> None:
+    def start_epoch(
+        self,
+        limits: Limits,
+        policy: BatchingPolicy,
+        epoch: int | None = None,
+        keeps_memory: Callable[[int], bool] | None = None,
+    ) -> None:
         """Start an epoch of other workers. Requests that no longer fit must end with an error, all others with their
-        answer."""
+        answer.
+
+        Args:
+            keeps_memory: whether every rank still holds a block; None: the workers have new memory.
+        """
         self.publish()
         for stream in self._by_key.values():
             assert stream.request is not None
@@ -429,9 +445,15 @@ class World:
         self.policy = WatchedPolicy(policy)
         self.engine.start_epoch(limits, self.policy, epoch)
         self._count_drafts()
-        self.worker = OracleWorker(limits, self.vocab, epoch, self.speculating, self._future)
-        self.pipeline, self.even = StagePipeline(limits.stages), True
         self.checker.on_new_epoch()
+        kv = self.worker.kv
+        self.worker = OracleWorker(limits, self.vocab, epoch, self.speculating, self._future)
+        held = None if keeps_memory is None or len(kv) < limits.num_blocks else self.names.held()
+        if held is None:
+            self.names = BlockNames.empty(limits.num_blocks, limits.block_size)
+        else:
+            self._adopt(kv, [held, self._subset(held, keeps_memory)])
+        self.pipeline, self.even = StagePipeline(limits.stages), True
         self._transition()
         self.publish()
         assert all(stream.finish is not None for stream in doomed), (
@@ -440,6 +462,21 @@ class World:
         self.coverage["epochs: a request no longer fits"] += len(doomed)
         for stream in self._by_key.values():
             stream.doomed = stream.refused
+
+    def _adopt(self, kv: list[list[int | None]], held: list[NamedBlocks | None]) -> None:
+        """The workers go on with their memory, of which each rank holds some blocks."""
+        self.worker.kv = kv
+        adopted, canary = common_blocks(held, self.limits.num_blocks)
+        self.names.drop([canary])
+        kv[canary] = [TORN] * self.limits.block_size
+        if adopted:
+            self.engine.adopt(NamedBlocks.from_lists([*adopted], [*adopted.values()]))
+        self.coverage["adopted blocks"] += len(adopted)
+
+    @staticmethod
+    def _subset(held: NamedBlocks, keeps: Callable[[int], bool] | None) -> NamedBlocks:
+        kept = [(block, name) for block, name in held.pairs() if keeps is None or keeps(block)]
+        return NamedBlocks.from_lists([block for block, _ in kept], [name for _, name in kept])
 
     def _fits(self, stream: SimulatedStream) -> bool:
         """Return whether a group with these limits can go on with the request."""
@@ -482,6 +519,8 @@ class World:
         for message in self.engine.dispatch():
             frame = encode(message)
             self._on_sent(frame)
+            if not isinstance(message, GrammarOutput):
+                self.names.follow(message)
             self._take_results(self.worker.receive(frame))
             if isinstance(message, SchedulerOutput):
                 self.plans.append(_PLANS.decode(frame))

@@ -1,10 +1,11 @@
 """config.json and generation_config.json from the metadata of a GGUF file."""
 
+from collections.abc import Callable
 from typing import Any
 
 from services.checkpoint.errors import CheckpointError
 from services.checkpoint.gguf.header import GgufHeader
-from services.checkpoint.gguf.names import ARCHITECTURES, architecture
+from services.checkpoint.gguf.names import architecture
 from services.checkpoint.gguf.rope import rope_scaling
 from services.checkpoint.gguf.special_tokens import end_tokens, token_id
 
@@ -21,13 +22,14 @@ _STORED = {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}
 
 def hf_config(header: GgufHeader) -> dict[str, Any]:
     """Return the content of config.json. Raises: CheckpointError, if the model is not supported."""
-    name = architecture(header)
+    kind, name = architecture(header), header.architecture
     heads, hidden = _size(header, "attention.head_count"), _size(header, "embedding_length")
     head_dim = _size(header, "attention.key_length", hidden // heads)
     theta = header.number(f"{name}.rope.freq_base", 10_000.0)
     _refuse_unsupported(header, head_dim)
-    return {
-        "architectures": [ARCHITECTURES[name]],
+    rotated = header.integer(f"{name}.rope.dimension_count", head_dim)
+    plain = {
+        "architectures": [kind.hf],
         "model_type": name,
         "vocab_size": _vocab_size(header),
         "hidden_size": hidden,
@@ -40,7 +42,8 @@ def hf_config(header: GgufHeader) -> dict[str, Any]:
         "rms_norm_eps": _rounded(header.number(f"{name}.attention.layer_norm_rms_epsilon")),
         "hidden_act": "silu",
         "rope_theta": theta,
-        "rope_scaling": rope_scaling(header, head_dim, theta),
+        "rope_scaling": rope_scaling(header, rotated, theta),
+        "partial_rotary_factor": rotated / head_dim,
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "attention_bias": name == "qwen2" or "blk.0.attn_output.bias" in header.tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in header.tensors,
@@ -48,6 +51,70 @@ def hf_config(header: GgufHeader) -> dict[str, Any]:
         "eos_token_id": token_id(header, "eos"),
         "dtype": _dtype(header),
     }
+    return {**plain, **(_OTHER[name](header) if name in _OTHER else {})}
+
+
+def _granite(header: GgufHeader) -> dict[str, Any]:
+    keys = {
+        "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale",
+        "attention_multiplier": "attention.scale",
+        "logits_scaling": "logit_scale",
+    }
+    given = {ours: header.metadata.get(f"granite.{key}") for ours, key in keys.items()}
+    head_dim = _size(header, "embedding_length") // _size(header, "attention.head_count")
+    head_dim = _size(header, "attention.key_length", head_dim)
+    multipliers = {name: _rounded(v) for name, v in given.items() if isinstance(v, int | float) and v}
+    return {"attention_multiplier": head_dim**-0.5, **multipliers}
+
+
+def _gemma3(header: GgufHeader) -> dict[str, Any]:
+    """The file has no pattern of layers and no base of layers with a window; they are those of all published models.
+    Scores are scaled by the size of heads, except in the model of 27 billion parameters."""
+    heads, hidden = _size(header, "attention.head_count"), _size(header, "embedding_length")
+    head_dim = _size(header, "attention.key_length", 256)
+    for key in ("final_logit_softcapping", "attn_logit_softcapping"):
+        if header.number(f"gemma3.{key}", 0.0):
+            raise CheckpointError(f"{header.path}: gemma3.{key} is not supported")
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": _size(header, "attention.sliding_window"),
+        "sliding_window_pattern": header.integer("gemma3.attention.sliding_window_pattern", 6),
+        "rope_theta": header.number("gemma3.rope.freq_base", 1_000_000.0),
+        "rope_local_base_freq": header.number("gemma3.rope.freq_base_swa", 10_000.0),
+        "query_pre_attn_scalar": hidden // heads if _size(header, "block_count") == 62 else head_dim,
+    }
+
+
+def _phi3(header: GgufHeader) -> dict[str, Any]:
+    window = header.integer("phi3.attention.sliding_window", 0)
+    return {"sliding_window": window or None}
+
+
+def _experts(header: GgufHeader) -> dict[str, Any]:
+    return {
+        "num_local_experts": _size(header, "expert_count"),
+        "num_experts_per_tok": _size(header, "expert_used_count"),
+        "norm_topk_prob": True,
+        "moe_intermediate_size": _size(header, "expert_feed_forward_length"),
+    }
+
+
+def _gpt_oss(header: GgufHeader) -> dict[str, Any]:
+    width = _size(header, "expert_feed_forward_length", _size(header, "feed_forward_length"))
+    window = _size(header, "attention.sliding_window")
+    experts = {**_experts(header), "intermediate_size": width}
+    return {
+        **experts,
+        "sliding_window": window,
+        "rope_theta": header.number("gpt-oss.rope.freq_base", 150_000.0),
+    }
+
+
+_OTHER: dict[str, Callable[[GgufHeader], dict[str, Any]]] = {
+    "granite": _granite, "gemma3": _gemma3, "phi3": _phi3, "qwen3moe": _experts, "gpt-oss": _gpt_oss,
+}  # fmt: skip
+"""Keys of config.json that only some architectures have."""
 
 
 def generation_config(header: GgufHeader) -> dict[str, Any]:
@@ -82,17 +149,23 @@ def _vocab_size(header: GgufHeader) -> int:
 
 def _refuse_unsupported(header: GgufHeader, head_dim: int) -> None:
     at = header.architecture + "."
-    if header.integer(at + "expert_count", 0):
-        raise CheckpointError(f"{header.path}: mixtures of experts are not supported")
+    if header.integer(at + "expert_count", 0) and "ffn_gate_exps" not in architecture(header).names:
+        raise CheckpointError(
+            f"{header.path}: mixtures of experts are not supported with architecture {header.architecture}"
+        )
     if header.integer("split.count", 1) > 1:
         raise CheckpointError(
             f"{header.path} is one of {header.integer('split.count')} parts, which is not supported; "
             "merge them with `llama-gguf-split --merge` first"
         )
     context = header.integer(at + "context_length")
-    if 0 < header.integer(at + "attention.sliding_window", 0) < context:
-        raise CheckpointError(f"{header.path}: attention with a sliding window is not supported")
-    for key in ("attention.value_length", "rope.dimension_count"):
+    is_windowed = 0 < header.integer(at + "attention.sliding_window", 0) < context
+    if is_windowed and header.architecture not in ("gemma3", "phi3", "gpt-oss"):
+        raise CheckpointError(
+            f"{header.path}: attention with a sliding window is not supported with architecture {header.architecture}"
+        )
+    partial = ("rope.dimension_count",) if header.architecture != "phi3" else ()
+    for key in ("attention.value_length", *partial):
         if (size := header.integer(at + key, head_dim)) != head_dim:
             raise CheckpointError(f"{header.path}: {at}{key} {size} is not supported; it must be {head_dim}")
 

@@ -1,14 +1,19 @@
 """Tensor names of GGUF files and of Hugging Face checkpoints, for the architectures that are supported."""
 
 import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
 
 from services.checkpoint.errors import CheckpointError
 from services.checkpoint.gguf.header import GgufHeader, GgufTensor
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""Class in `transformers` of each architecture that is supported."""
 ROPE_FACTORS = "rope_freqs.weight"
 """Divisors of the rotary frequencies; part of the configuration in Hugging Face checkpoints."""
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+"""The same for the contexts of longrope."""
+SINKS = "self_attn.sinks"
+"""A tensor without the suffix `weight`."""
 _WHOLE = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -28,9 +33,59 @@ _LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+"""Tensors of all experts of a layer together, which become one for each expert."""
 
 
-def architecture(header: GgufHeader) -> str:
+class GgufArchitecture(NamedTuple):
+    """The differences of an architecture's files from those of Llama."""
+
+    hf: str
+    """Class in `transformers`."""
+    names: Mapping[str, str] = {}
+    """Tensors of layers with other Hugging Face names."""
+    reorders: bool = False
+    """In the rows of query and key projections, the two halves of each head alternate."""
+    norm_offset: float = 0.0
+    """Added to the weights of norms by the converter."""
+
+
+_NORMED_OUTPUTS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+ARCHITECTURES: Mapping[str, GgufArchitecture] = {
+    "llama": GgufArchitecture("LlamaForCausalLM", reorders=True),
+    "qwen2": GgufArchitecture("Qwen2ForCausalLM"),
+    "qwen3": GgufArchitecture("Qwen3ForCausalLM"),
+    "smollm3": GgufArchitecture("SmolLM3ForCausalLM", reorders=True),
+    "granite": GgufArchitecture("GraniteForCausalLM", reorders=True),
+    "olmo2": GgufArchitecture("Olmo2ForCausalLM", _NORMED_OUTPUTS),
+    "phi3": GgufArchitecture(
+        "Phi3ForCausalLM", {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+    ),
+    "gemma3": GgufArchitecture(
+        "Gemma3ForCausalLM", {**_NORMED_OUTPUTS, "ffn_norm": "pre_feedforward_layernorm"}, norm_offset=1.0
+    ),
+    "qwen3moe": GgufArchitecture("Qwen3MoeForCausalLM", _EXPERTS),
+    "gpt-oss": GgufArchitecture(
+        "GptOssForCausalLM",
+        {
+            **_EXPERTS,
+            "ffn_gate_inp": "mlp.router",
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks": SINKS,
+        },
+    ),
+}
+
+
+def architecture(header: GgufHeader) -> GgufArchitecture:
     """Return the architecture. Raises: CheckpointError, if it is not supported."""
     name = header.architecture
     if name not in ARCHITECTURES:
@@ -38,7 +93,7 @@ def architecture(header: GgufHeader) -> str:
             f"{header.path}: architecture {name:.80} is not supported in GGUF files; "
             f"supported are {', '.join(ARCHITECTURES)}"
         )
-    return name
+    return ARCHITECTURES[name]
 
 
 def tensors_by_name(header: GgufHeader) -> dict[str, GgufTensor]:
@@ -46,15 +101,31 @@ def tensors_by_name(header: GgufHeader) -> dict[str, GgufTensor]:
 
     Raises: CheckpointError, if a tensor has no counterpart.
     """
-    return {_renamed(header, name): t for name, t in header.tensors.items() if name != ROPE_FACTORS}
+    found: dict[str, GgufTensor] = {}
+    for name, tensor in header.tensors.items():
+        if name in (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS):
+            continue
+        renamed = _renamed(header, name)
+        if "{}" not in renamed:
+            found[renamed] = tensor
+            continue
+        if len(tensor.shape) < 2:
+            raise CheckpointError(f"{header.path}: tensor {name:.80} has no dimension of experts")
+        number, *shape = tensor.shape
+        for expert in range(number):
+            begin = tensor.begin + expert * (tensor.size // number)
+            found[renamed.format(expert)] = replace(tensor, shape=tuple(shape), begin=begin)
+    return found
 
 
 def _renamed(header: GgufHeader, name: str) -> str:
     match = _NAME.fullmatch(name)
     layer, part, kind = match.groups() if match else (None, "", "")
-    known = (_WHOLE if layer is None else _LAYER).get(part)
+    known = (_WHOLE if layer is None else {**_LAYER, **architecture(header).names}).get(part)
     if known is None:
         raise CheckpointError(
             f"{header.path}: tensor {name:.80} is not supported with architecture {header.architecture}"
         )
+    if known == SINKS:
+        return f"model.layers.{int(layer or 0)}.{SINKS}"
     return f"{known}.{kind}" if layer is None else f"model.layers.{int(layer)}.{known}.{kind}"

@@ -12,6 +12,14 @@ _WORDS = (
 )
 
 
+_CASED_WORDS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""The pattern of o200k, which divides words where capital letters begin."""
+
+
 def _split(pattern: str) -> dict[str, Any]:
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
@@ -32,6 +40,11 @@ _BY_NAME: dict[str, list[dict[str, Any]]] = {
     "gpt-2": [_GPT2],
     "default": _DEFAULT,
     "smollm": [{"type": "Digits", "individual_digits": True}, _GPT2],
+    "refact": [{"type": "Digits", "individual_digits": True}, _GPT2],
+    "starcoder": [{"type": "Digits", "individual_digits": True}, _GPT2],
+    "dbrx": _words(r"\p{N}{1,3}"),
+    "smaug-bpe": _words(r"\p{N}{1,3}"),
+    "gpt-4o": [_split(_CASED_WORDS), _BYTES_ONLY],
     "llama-bpe": _words(r"\p{N}{1,3}"),
     "llama3": _words(r"\p{N}{1,3}"),
     "llama-v3": _words(r"\p{N}{1,3}"),

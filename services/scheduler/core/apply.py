@@ -79,7 +79,7 @@ class ResultApplier:
         if not all_used or len(rows) < len(step.slots):
             self._count_wasted(step, all_current)
         if self.drafting is not None:
-            self.drafting.observe(step, result.drafted, counts, result.seconds)
+            self.drafting.observe(step, result.drafted, counts, result.sampled)
         if step.drafts.any() or not all_used:
             self.settle(rows, drafts, result, live)
         logprobs = None if result.logprobs is None else self.wanted_logprobs(result.logprobs)

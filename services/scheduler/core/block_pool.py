@@ -16,6 +16,8 @@ class BlockPool:
         self.refs = [0] * num_blocks
         self.hash_of: list[bytes | None] = [None] * num_blocks
         self.by_hash: dict[bytes, int] = {}
+        self.whole = bytearray(num_blocks)
+        """1: confirmed steps have written the block under its present hash."""
         self.blank = list(range(num_blocks - 1, -1, -1))
         """Free blocks without a hash; the last one is taken first."""
         self.cached: OrderedDict[int, None] = OrderedDict()
@@ -67,10 +69,22 @@ class BlockPool:
         if block_hash is not None:
             del self.by_hash[block_hash]
             self.hash_of[block] = None
+            self.whole[block] = 0
 
     def forget_all(self) -> None:
         """Empty the prefix cache; held blocks stay with their holders."""
         self.by_hash.clear()
         self.hash_of = [None] * self.num_blocks
+        self.whole = bytearray(self.num_blocks)
         self.blank.extend(self.cached)
         self.cached.clear()
+
+    def adopt(self, blocks: Iterable[tuple[int, bytes]]) -> None:
+        """Fill the cache of a pool without holders with whole blocks and their hashes; those that became whole last are
+        evicted first, so that prefixes stay longest. A second block under a hash stays blank."""
+        for block, block_hash in blocks:
+            if 0 <= block < self.num_blocks:
+                self.register(block, block_hash)
+                self.whole[block] = self.hash_of[block] is not None
+        self.cached = OrderedDict.fromkeys(reversed(self.by_hash.values()))
+        self.blank = [block for block in self.blank if block not in self.cached]

@@ -1,24 +1,26 @@
-"""The number of drafts that a step proposes: fixed, or the one that yields the most tokens per second."""
+"""The number of drafts that a step proposes: fixed, or the one that yields the most tokens per second.
 
+What is unknown is measured, and what it costs to measure it is limited: a *trial* proposes another number for a few
+steps, and trials together may lose one per cent of the time. Everything follows from results: the tokens of the rows
+and the worker's clock. So a replay decides the same.
+"""
+
+import math
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from services.config import SpeculativeConfig
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.slots import Column
 
-_DECAY = 0.98
-"""Weight of a step's figures after one more step: about the last fifty steps count."""
-_PROBE_AFTER = (32, 1024)
-"""Steps without drafts before they are tried again: the first time, and at most after unsuccessful attempts."""
+_MEMORY = {"text": 0.2, "machine": 0.5}
+"""Seconds after which acceptance and times of a step count for a third; at least `_LEAST` steps."""
+_LEAST = 50
 _LOOK_EVERY = 4
 """Steps between two estimates of the best number."""
-_ENOUGH = 4
-"""Steps that the first estimate of the cost needs."""
-_VARY_EVERY = 12
-"""Steps after which one step proposes a draft less, to measure what a draft costs."""
+_FIT_EVERY = 4
+"""Steps between two fits of their times."""
 _OUTLIER = 2.0
 """A step that takes more than this multiple of the expected time was delayed by something else; the excess is cut."""
 _MIN_ACCEPTANCE = (0.1, 0.5)
@@ -27,25 +29,39 @@ _REMEMBERED = 1.0
 """Rows of a position below which its figures do not decay while no drafts are proposed: a failure stays known."""
 _PRIOR_ACCEPTANCE = 0.7
 """Acceptance at the first position until it was measured."""
-_MARGIN = 1.02
+_MARGIN = 1.01
 """Drafts must promise this multiple of the rate without drafts: estimates are noisy, and no draft costs nothing."""
+_TRIALS = 0.01
+"""Share of the time that trials may lose."""
+_TRIAL_STEPS = 5
+"""Steps of a trial that propose its number. The first of them still verifies the number before."""
+_REST = 8
+"""Steps between two trials."""
+_CORRECTIONS = (2, 64)
+"""Steps that the fitted time counts for beside those that were measured, and the number of these that count."""
+_EXACT_LOADS = 8
+"""Numbers of rows that are a load of their own; more rows share one within 19 %."""
+_RIDGE = (1e-6, 1e-3, 1e-3, 1e-3, 1e-3)
+_LEAST_SECONDS = (1e-6, 0, 0, 0, 0)
 
 
 class Drafting(Protocol):
     min_acceptance: float
     """Acceptance probability below which a draft of the step that is formed is not worth verifying."""
+    is_trial: bool
+    """The step that is formed belongs to a trial."""
 
     def length(self, num_rows: int) -> int:
         """Return the number of drafts per row that a step of `num_rows` rows proposes."""
         ...
 
-    def observe(self, step: InflightStep, drafted: Column, counts: Column, seconds: float) -> None:
+    def observe(self, step: InflightStep, drafted: Column, counts: Column, sampled: float) -> None:
         """Learn from a step that returned.
 
         Args:
             drafted: int32[sampling rows], verified drafts of each row.
             counts: int32[sampling rows], tokens of each row: accepted drafts and one more.
-            seconds: time of the step on the device; 0: unknown.
+            sampled: when it was sampled, seconds on the worker's clock; 0: unknown.
         """
         ...
 
@@ -54,6 +70,7 @@ class FixedDrafting:
     """A `Drafting` that always proposes the same number."""
 
     min_acceptance = 0.0
+    is_trial = False
 
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
@@ -61,101 +78,236 @@ class FixedDrafting:
     def length(self, num_rows: int) -> int:
         return self._num_drafts
 
-    def observe(self, step: InflightStep, drafted: Column, counts: Column, seconds: float) -> None:
+    def observe(self, step: InflightStep, drafted: Column, counts: Column, sampled: float) -> None:
         """Ignored."""
 
 
-class AdaptiveDrafting:
-    """A `Drafting` that proposes the number with the highest estimated rate of tokens.
+class Acceptance:
+    """Acceptance of drafts by position in their row."""
 
-    A row of a step with k drafts yields 1 + sum(P(at least j accepted), j = 1..k) tokens. The time of a step is
-    modelled as `a + b * computed tokens + c * proposed drafts`, fitted by least squares with exponential decay.
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._rows = np.zeros((4, most))
+        """Decayed counts of rows by draft position: a draft was planned; there was one; every draft before it was
+        accepted; it was accepted too."""
+        self._age = 0.0
+        """Age of these counts in units of the memory: they decay with the next step that had drafts."""
+        self._offsets = np.arange(4)[:, None] * (most + 1)
+
+    def add(self, planned: Column, drafted: Column, counts: Column, seconds: float) -> None:
+        """Count a step: int32[sampling rows], planned and verified drafts and tokens of each row."""
+        self._age += _age(seconds, _MEMORY["text"])
+        if not planned.any():
+            return
+        reached = np.minimum(counts, planned)
+        numbers = np.stack((planned, drafted, reached, np.maximum(counts - 1, 0))) + self._offsets
+        rows = np.bincount(numbers.ravel(), minlength=4 * (self._most + 1)).reshape(4, -1)
+        kept = np.minimum(_REMEMBERED / np.maximum(self._rows[2], _REMEMBERED), 1)
+        self._rows *= np.maximum(kept, math.exp(-self._age))
+        self._rows += rows[:, :0:-1].cumsum(1)[:, ::-1]
+        self._age = 0.0
+
+    def per_row(self) -> tuple[list[float], list[float]]:
+        """Return the tokens that a row with k drafts yields, and those that it computes, by k from 0 on.
+
+        A position with few figures takes those of the position before.
+        """
+        chance, here, yields, computes = 1.0, _PRIOR_ACCEPTANCE, [1.0], [1.0]
+        for planned, had, reached, accepted in self._rows.T.tolist():
+            here = (accepted + here) / (reached + 1)
+            chance *= here
+            yields.append(yields[-1] + chance)
+            computes.append(computes[-1] + (had + 1) / (planned + 1))
+        return yields, computes
+
+
+class StepSeconds:
+    """Time of a step by its number of rows and of proposed drafts.
+
+    A linear function of decode tokens, proposed drafts and prompt tokens is fitted to all steps, by least squares with
+    exponential decay. It is corrected by what steps of the same load and number took, relative to the fit at that time:
+    times are no linear functions, and a change of the machine's speed concerns all numbers alike.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._positions = np.arange(1, most + 1)
-        self._rows = np.zeros((4, most))
-        """Decayed counts of rows by draft position: a draft was planned; there was one; every draft before it was
-        accepted; it was accepted too."""
-        self._normal = np.zeros((3, 3))
-        self._moment = np.zeros(3)
-        self._cost: NDArray[np.float64] | None = None
-        """Seconds per step, per token and per proposed draft; None until known."""
+        self._normal = np.zeros((5, 5))
+        self._moment = np.zeros(5)
+        self._fit: list[float] = []
+        """Seconds per step, decode token, proposed draft, row with a proposed draft, prompt token; [] until known."""
+        self._new: list[tuple[float, ...]] = []
+        """Steps since the last fit: the features, and the seconds."""
+        self._age = 0.0
+        """Time since the last fit in units of the memory."""
+        self._corrections: dict[int, list[list[float]]] = {}
+        """By load and number of drafts: factor, and number of steps."""
+
+    @property
+    def known(self) -> bool:
+        return bool(self._fit)
+
+    @property
+    def per_token(self) -> float:
+        return self._fit[1]
+
+    def expected(self, num_rows: int, computes: list[float]) -> list[float]:
+        """Return the seconds of a step without prompts by the number of drafts, from 0 on. They must be known.
+
+        Args:
+            computes: tokens that a row computes, by the same number.
+        """
+        base, token, draft, row, _ = self._fit
+        each, per_token = draft + num_rows * row, num_rows * token
+        corrections = zip(self._of_load(num_rows), computes, strict=True)
+        return [
+            (base + per_token * tokens + each * number) * factor
+            for number, ((factor, _), tokens) in enumerate(corrections)
+        ]
+
+    def measured(self, num_rows: int, proposes: int) -> bool:
+        """Return whether a step of this load and number was measured."""
+        return self._of_load(num_rows)[proposes][1] > 0
+
+    def add(self, num_rows: int, drafted: int, proposes: int, prompt_tokens: int, seconds: float) -> float:
+        """Learn from a step. Return its seconds without those of another delay.
+
+        Args:
+            drafted: verified drafts.
+            prompt_tokens: positions beyond one of each row and its drafts.
+        """
+        features = (
+            1.0,
+            float(num_rows + drafted),
+            float(proposes),
+            float(num_rows * proposes),
+            float(prompt_tokens),
+        )
+        if self._fit:
+            fitted = sum(value * unit for value, unit in zip(features, self._fit, strict=True))
+            correction = self._of_load(num_rows)[proposes]
+            seconds = min(seconds, _OUTLIER * correction[0] * fitted)
+            if not prompt_tokens:
+                correction[1] = min(correction[1] + 1, _CORRECTIONS[1])
+                correction[0] += (seconds / fitted - correction[0]) / (correction[1] + _CORRECTIONS[0])
+        self._new.append((*features, seconds))
+        self._age += _age(seconds, _MEMORY["machine"])
+        if len(self._new) >= _FIT_EVERY:
+            self._update_fit()
+        return seconds
+
+    def _update_fit(self) -> None:
+        new, decay = np.array(self._new), math.exp(-self._age)
+        x = new[:, :5]
+        self._normal = decay * self._normal + x.T @ x
+        self._moment = decay * self._moment + x.T @ new[:, 5]
+        self._new, self._age = [], 0.0
+        # Ridge: what the steps cannot tell apart stays as it was. At first it is the step's own time.
+        ridge = self._normal.diagonal() * _RIDGE + 1e-9
+        moment = self._moment + ridge * np.array(self._fit or _LEAST_SECONDS)
+        solved = np.linalg.solve(self._normal + np.diag(ridge), moment)
+        self._fit = np.maximum(solved, _LEAST_SECONDS).tolist()
+
+    def _of_load(self, num_rows: int) -> list[list[float]]:
+        load = num_rows
+        if num_rows > _EXACT_LOADS:
+            load = _EXACT_LOADS + math.ceil(4 * math.log2(num_rows / _EXACT_LOADS))
+        if load not in self._corrections:
+            self._corrections[load] = [[1.0, 0.0] for _ in range(self._most + 1)]
+        return self._corrections[load]
+
+
+class AdaptiveDrafting:
+    """A `Drafting` that proposes the number with the highest estimated rate of tokens."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._acceptance = Acceptance(most)
+        self._seconds = StepSeconds(most)
         self._best, self._num_rows = most, 0
         """The latest estimate, and the number of rows it is for."""
+        self._rate = 0.0
+        """Tokens per second of the best number; 0: unknown."""
+        self._losses: list[float] = []
+        """Seconds that a step is expected to lose, by its number of drafts."""
         self.min_acceptance = _MIN_ACCEPTANCE[0]
-        self._steps = self._since_change = 0
-        self._patience = _PROBE_AFTER[0]
+        self.is_trial = False
+        self._credit = 0.0
+        """Seconds that trials may lose now."""
+        self._trial, self._left = 0, 0
+        """Number of drafts of the present trial, and steps of it that are not formed yet."""
+        self._rest = self._turn = 0
+        self._formed = 0
+        self._last = (0, 0.0)
+        """Id of the last step that returned, and when it was sampled."""
 
     def length(self, num_rows: int) -> int:
-        if self._steps % _LOOK_EVERY == 0 or num_rows != self._num_rows:
-            self._best, self._num_rows = self._best_for(num_rows), num_rows
-        best = self._best
-        self._since_change += 1
-        if best:
-            self._patience = _PROBE_AFTER[0]
-        if self._since_change < (_VARY_EVERY if best else self._patience):
-            return best
-        self._since_change = 0
-        if best:
-            return best - 1
-        self._patience = min(2 * self._patience, _PROBE_AFTER[1])
-        return 1
+        if self._formed % _LOOK_EVERY == 0 or num_rows != self._num_rows:
+            self._look(num_rows)
+        self._formed += 1
+        if not self._left:
+            self._begin_trial()
+        self.is_trial = self._left > 0
+        if not self._left:
+            return self._best
+        self._left -= 1
+        return (
+            self._trial if self._left else self._best
+        )  # the last step verifies the drafts of the one before
 
-    def _best_for(self, num_rows: int) -> int:
-        if self._cost is None:
-            return self._most
-        base, per_token, per_draft = self._cost.tolist()
-        planned, had = self._rows[:2].tolist()
-        tokens = computed = 1.0
-        best, best_rate = 0, _MARGIN / (base + per_token * num_rows)
-        for position, chance in enumerate(self._acceptance()):
-            tokens += chance
-            computed += (had[position] + 1) / (planned[position] + 1)
-            rate = tokens / (base + per_token * num_rows * computed + per_draft * (position + 1))
-            if rate > best_rate:
-                best, best_rate = position + 1, rate
+    def _look(self, num_rows: int) -> None:
+        """Estimate the best number."""
+        self._num_rows = num_rows
+        if not self._seconds.known:
+            return
+        yields, computes = self._acceptance.per_row()
+        seconds = self._seconds.expected(num_rows, computes)
+        rates = [num_rows * tokens / time for tokens, time in zip(yields, seconds, strict=True)]
+        best = max(range(self._most + 1), key=rates.__getitem__)
+        self._best = best if rates[best] > _MARGIN * rates[0] else 0
+        self._rate = rates[self._best]
+        self._losses = [
+            time - num_rows * tokens / self._rate for tokens, time in zip(yields, seconds, strict=True)
+        ]
         # A draft must yield more than its share of the step's time yields otherwise.
-        self.min_acceptance = min(per_token * num_rows * best_rate, _MIN_ACCEPTANCE[1])
-        return best
+        self.min_acceptance = min(self._seconds.per_token * self._rate, _MIN_ACCEPTANCE[1])
 
-    def _acceptance(self) -> list[float]:
-        """P(at least j accepted), j = 1 .. most. A position with few figures takes those of the position before."""
-        chances, all_so_far, here = [], 1.0, _PRIOR_ACCEPTANCE
-        for reached, accepted in self._rows[2:].T.tolist():
-            here = (accepted + here) / (reached + 1)
-            all_so_far *= here
-            chances.append(all_so_far)
-        return chances
+    def _begin_trial(self) -> None:
+        """Begin the next trial once its expected loss is covered: of no drafts, of the best other number, and of the
+        neighbours of the best one."""
+        self._rest -= 1
+        if self._rest > 0 or not self._rate:
+            return
+        best, losses = self._best, self._losses
+        others = (number for number in range(self._most + 1) if number != best)
+        number = (0, min(others, key=losses.__getitem__), best - 1, best + 1)[self._turn % 4]
+        if number == best or not 0 <= number <= self._most:
+            self._turn += 1
+            return
+        is_first = number == 0 and not self._seconds.measured(self._num_rows, 0)
+        if is_first or self._credit > _TRIAL_STEPS * losses[number]:
+            self._turn += 1
+            self._trial, self._left, self._rest = number, _TRIAL_STEPS + 1, _REST
 
-    def observe(self, step: InflightStep, drafted: Column, counts: Column, seconds: float) -> None:
-        self._steps += 1
-        if seconds > 0 and (step.counts - step.drafts == 1).all():  # a prefill has other costs
-            self._learn_cost(np.array((1.0, len(step.slots) + drafted.sum(), step.proposes)), seconds)
-        planned = step.drafts[step.samples][:, None]
-        self._rows *= np.where((self._rows[2] > _REMEMBERED) | (planned >= self._positions).any(0), _DECAY, 1)
-        if planned.any():
-            at, drafted, counts = self._positions, drafted[:, None], counts[:, None]
-            had_room = planned >= at
-            happened = (
-                had_room,
-                had_room & (drafted >= at),
-                had_room & (counts >= at),
-                had_room & (counts > at),
-            )
-            self._rows += [rows.sum(axis=0) for rows in happened]
+    def observe(self, step: InflightStep, drafted: Column, counts: Column, sampled: float) -> None:
+        (before, since), self._last = self._last, (step.step_id, sampled)
+        seconds = max(sampled - since, 0.0) if before + 1 == step.step_id and since and sampled else 0.0
+        planned = step.drafts if len(step.drafts) == len(counts) else step.drafts[step.samples]
+        self._acceptance.add(planned, drafted, counts, seconds)
+        if not seconds:
+            return
+        num_rows, most = len(step.slots), int(planned.max(initial=0))
+        prompt_tokens = int(step.counts.sum()) - num_rows - (int(planned.sum()) if most else 0)
+        if most == step.proposes:  # others verify and propose different numbers
+            num_drafted = int(drafted.sum()) if most else 0
+            seconds = self._seconds.add(num_rows, num_drafted, step.proposes, prompt_tokens, seconds)
+        if not prompt_tokens:
+            self._credit += _TRIALS * seconds
+            if step.is_trial and self._rate:
+                self._credit -= max(seconds - float(counts.sum()) / self._rate, 0.0)
 
-    def _learn_cost(self, x: NDArray[np.float64], seconds: float) -> None:
-        if self._cost is not None:
-            seconds = min(seconds, _OUTLIER * float(x @ self._cost))
-        self._normal = _DECAY * self._normal + x[:, None] * x
-        self._moment = _DECAY * self._moment + x * seconds
-        if self._normal[0, 0] > _ENOUGH and self._steps % _LOOK_EVERY == 0:
-            # Ridge: what the steps cannot tell apart counts as the step's own time, so drafts cost nothing at first.
-            ridge = np.diag(self._normal.diagonal() * (1e-6, 1e-3, 1e-3)) + 1e-9 * np.eye(3)
-            solved = np.linalg.solve(self._normal + ridge, self._moment)
-            self._cost = np.array(np.maximum(solved, (1e-6, 0, 0)), np.float64)
+
+def _age(seconds: float, memory: float) -> float:
+    return min(seconds / memory, 1 / _LEAST)
 
 
 def drafting_from_config(config: SpeculativeConfig | None) -> Drafting | None:

@@ -9,6 +9,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Generator, Iterable, Iterator
 
+from protocol.block_names import NamedBlocks
 from protocol.codec import pack, unpack
 from protocol.records import RequestTimes
 from protocol.requests import (
@@ -26,6 +27,7 @@ from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.observer import (
     AllRequestsFailed,
+    BlocksAdopted,
     CoreRestarted,
     DispatchInterrupted,
     DispatchStarted,
@@ -293,6 +295,12 @@ class EngineCore:
                 message = "the workers were replaced by others with less memory, in which it does not fit"
                 self.lifecycle.finish(request, request.finish_message(FinishReason.ERROR, message=message))
 
+    def adopt(self, held: NamedBlocks) -> None:
+        """Start the prefix cache of an epoch that has just begun with the whole blocks that all of its workers hold
+        (adopted block)."""
+        self.observers.emit(BlocksAdopted(held))
+        self.epoch.kv.begin_with(held)
+
     def fail_all(self, error: str) -> None:
         """The workers are lost for good: every request ends with the error."""
         self.observers.emit(AllRequestsFailed(error))
@@ -366,8 +374,9 @@ class EngineCore:
             if observers.listening:
                 observers.emit(self._dispatched(step, plan))
             yield plan
-        if not queue and (released := self.epoch.take_released()):
-            release = ReleaseSlots(self.epoch.number, pack(released))
+        if not queue and any(notice := (self.epoch.take_released(), self.epoch.kv.take_whole())):
+            released, whole = notice
+            release = ReleaseSlots(self.epoch.number, pack(released), whole)
             observers.emit(SlotsReleased(release))
             yield release
 

@@ -4,6 +4,9 @@ A block's hash chains over every token before it, starting with the request's sa
 block enters the cache when the step that writes it is about to be dispatched and its tokens are known (`register`,
 eager registration), or when a result has confirmed them (`commit`, confirmed registration). The planner chooses a step
 first and commits it as a whole, so the cache never refers to a block that no step writes.
+
+A cached block is *whole* when confirmed steps have written all of it. The workers are sent its hash then, which is the
+block's name, and the next epoch begins with the whole blocks that they still hold (adopted block).
 """
 
 from hashlib import sha256
@@ -11,7 +14,7 @@ from itertools import groupby, islice
 
 import numpy as np
 
-from protocol.block_names import extend_names
+from protocol.block_names import NamedBlocks, extend_names
 from services.scheduler.core.block_pool import BlockPool
 from services.scheduler.core.observer import BlocksCached, BlocksEvicted, Observers
 from services.scheduler.core.request import Request
@@ -33,6 +36,12 @@ class KVCacheManager:
         self._slots = slots
         self._observers = Observers() if observers is None else observers
         self.tables: list[list[int]] = [[] for _ in range(slots.num_slots)]
+        self._whole: list[int] = []
+        """Blocks that became whole since `take_whole`."""
+        self._forgotten = False
+        """True: every hash was dropped since `take_whole`."""
+        self._unseen: set[int] = set()
+        """Adopted blocks that were not emitted so far."""
 
     @property
     def num_free(self) -> int:
@@ -71,6 +80,9 @@ class KVCacheManager:
         covered = len(prefix) * self.block_size
         self._slots.capacity[slot] = covered
         self._slots.next_commit[slot] = covered + self.block_size
+        self._slots.next_whole[slot] = self.block_size  # the requests that wrote the prefix may have left
+        if self._unseen and self._observers.blocks:
+            self._emit_cached(self._slots.request(slot), slot, 0, len(prefix), is_hit=True)
 
     def missing(self, slots: SlotIds, num_tokens: Column) -> Column:
         """Blocks that each slot lacks to hold `num_tokens` tokens; int32[rows]."""
@@ -120,13 +132,19 @@ class KVCacheManager:
                 self._emit_cached(request, slot, first, last)
             at += width
 
-    def _emit_cached(self, request: Request, slot: int, first: int, last: int) -> None:
+    def _emit_cached(self, request: Request, slot: int, first: int, last: int, is_hit: bool = False) -> None:
         """Emit those blocks `first` .. `last - 1` of a slot that are cached, run after run; an equal block of another
-        request may have been cached before."""
-        hashes, table, size = request.block_hashes, self.tables[slot], self.block_size
+        request may have been cached before. Adopted blocks are emitted when the first request meets them.
+
+        Args:
+            is_hit: the request found them, so that all others were emitted before.
+        """
+        hashes, table, size, unseen = request.block_hashes, self.tables[slot], self.block_size, self._unseen
+        found = [(index, self.pool.by_hash.get(hashes[index])) for index in range(first, last)]
         cached = [
-            index for index in range(first, last) if self.pool.by_hash.get(hashes[index]) == table[index]
+            index for index, block in found if block in unseen or (block == table[index] and not is_hit)
         ]
+        unseen.difference_update(block for _, block in found if block is not None)
         for _, run in groupby(enumerate(cached), lambda pair: pair[1] - pair[0]):
             indices = [index for _, index in run]
             begin, end = indices[0], indices[-1] + 1
@@ -138,13 +156,56 @@ class KVCacheManager:
 
     def _emit_evicted(self, num_blocks: int) -> None:
         """Emit the blocks that leave the cache if `num_blocks` are taken now."""
-        evicted = islice(self.pool.cached, max(num_blocks - len(self.pool.blank), 0))
-        if hashes := tuple(filter(None, (self.pool.hash_of[block] for block in evicted))):
+        evicted = [*islice(self.pool.cached, max(num_blocks - len(self.pool.blank), 0))]
+        known = (self.pool.hash_of[block] for block in evicted if block not in self._unseen)
+        hashes = tuple(filter(None, known))
+        self._unseen.difference_update(evicted)
+        if hashes:
             self._observers.emit(BlocksEvicted(hashes))
 
     def commit(self, rows: SlotIds) -> None:
-        """Register what results have confirmed, without tokens behind the end of a request."""
-        self.register(rows, np.minimum(self._slots.committed(rows), self._slots.tokens.take(rows)))
+        """Register what results have confirmed, without tokens behind the end of a request. Only rows that crossed a
+        block boundary cost anything."""
+        confirmed = np.minimum(self._slots.committed(rows), self._slots.tokens.take(rows))
+        crossed = confirmed >= self._slots.next_whole.take(rows)
+        if self.enable_prefix_caching and crossed.any():
+            rows, confirmed = rows[crossed], confirmed[crossed]
+            self.register(rows, confirmed)
+            self.note_whole(rows, confirmed)
+
+    def note_whole(self, rows: SlotIds, confirmed: Column) -> None:
+        """Note which blocks are whole: confirmed steps have written the first `confirmed[i]` tokens of `rows[i]`."""
+        size, pool = self.block_size, self.pool
+        tables, whole, hash_of, became = self.tables, pool.whole, pool.hash_of, self._whole
+        lasts, firsts = confirmed // size, self._slots.next_whole[rows] // size - 1
+        self._slots.next_whole[rows] = (lasts + 1) * size
+        for slot, first, last in zip(rows.tolist(), firsts.tolist(), lasts.tolist(), strict=True):
+            for block in tables[slot][first:last]:
+                if not whole[block] and hash_of[block] is not None:
+                    whole[block] = 1
+                    became.append(block)
+
+    def take_whole(self) -> NamedBlocks | None:
+        """Return the blocks to name on the workers since the last call; None: there is no change."""
+        became, forgotten, pool = self._whole, self._forgotten, self.pool
+        if not (became or forgotten):
+            return None
+        self._whole, self._forgotten = [], False
+        blocks = [block for block in became if pool.whole[block]]  # others were evicted since
+        names = [pool.hash_of[block] or b"" for block in blocks]
+        return NamedBlocks.from_lists(blocks, names, forgotten) if blocks or forgotten else None
+
+    def begin_with(self, held: NamedBlocks) -> None:
+        """Start an epoch with the whole blocks that its workers hold."""
+        if self.enable_prefix_caching:
+            self.pool.adopt(held.pairs())
+            self._unseen = set(self.pool.cached)
+
+    def forget_all(self) -> None:
+        """Empty the prefix cache, on the workers too; held blocks stay with their holders."""
+        self.pool.forget_all()
+        self._whole, self._forgotten = [], True
+        self._unseen.clear()
 
     def release(self, slot: int) -> None:
         """Free the slot's blocks; no step in flight may write them any more (the fence)."""

@@ -20,6 +20,8 @@ class InflightStep:
     """Number of drafts among `counts`."""
     proposes: int = 0
     """Number of drafts that the step proposes for each sampling row."""
+    is_trial: bool = False
+    """The step belongs to a trial of this number."""
 
 
 class Ledger:

@@ -61,7 +61,7 @@ class Lifecycle:
         if reset_running:
             for slot in self.epoch.running.tolist()[::-1]:
                 self.preempt(slot, PreemptionCause.RESET, stale=DROP)
-        self.epoch.kv.pool.forget_all()
+        self.epoch.kv.forget_all()
         return not len(self.epoch.running)
 
     def void(self) -> None:

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.block_names import NamedBlocks
 from protocol.requests import Finish, GenerateRequest
 from protocol.steps import GrammarOutput, ModelRunnerOutput, ReleaseSlots, SchedulerOutput
 from services.scheduler.core.ledger import InflightStep
@@ -93,6 +94,12 @@ class EpochEnded(_Recordable, frozen=True):
 class EpochStarted(_Recordable, frozen=True):
     epoch: int
     limits: Limits
+
+
+class BlocksAdopted(_Recordable, frozen=True):
+    """The prefix cache of the epoch that has just begun starts with the whole blocks that its workers hold."""
+
+    held: NamedBlocks
 
 
 class AllRequestsFailed(_Recordable, frozen=True):
@@ -232,6 +239,7 @@ InboundEvent = (
     | PrefixCacheReset
     | EpochEnded
     | EpochStarted
+    | BlocksAdopted
     | AllRequestsFailed
     | CoreRestarted
 )

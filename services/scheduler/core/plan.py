@@ -248,9 +248,19 @@ class StepPlanner:
         drafts = starts + counts - (s.tokens.take(slots) + s.placeholders.take(slots))
         samples = drafts >= 0
         np.maximum(drafts, 0, out=drafts)
-        proposes = self.drafting.length(len(slots)) if self.drafting and samples.any() else 0
+        drafting = self.drafting if samples.any() else None
+        proposes = drafting.length(int(np.count_nonzero(samples))) if drafting else 0
+        is_trial = drafting is not None and drafting.is_trial
         step = InflightStep(
-            epoch.next_step, slots, s.generation.take(slots), starts, counts, samples, drafts, proposes
+            epoch.next_step,
+            slots,
+            s.generation.take(slots),
+            starts,
+            counts,
+            samples,
+            drafts,
+            proposes,
+            is_trial,
         )
         masked = slots[samples & s.constrained.take(slots)]
         plan = SchedulerOutput(
@@ -268,9 +278,10 @@ class StepPlanner:
             has_structured_output_requests=len(masked) > 0,
             drafts=pack(drafts) if drafts.any() else b"",
             num_speculative_tokens=proposes,
-            min_acceptance=self.drafting.min_acceptance if self.drafting and proposes else 0.0,
+            min_acceptance=drafting.min_acceptance if drafting and proposes else 0.0,
             report_times=self.store.observers.rank_times,
             masked=pack(masked.astype(np.int32)),
+            whole=epoch.kv.take_whole(),
         )
         epoch.next_step += 1
         epoch.ledger.add(step)

@@ -37,8 +37,8 @@ class DecodedResult(NamedTuple):
     """slot -> float32[hidden size], of pooling rows that sample."""
     progress: ProgressRows | None = None
     """Positions that prefill rows reached, where the runner reports them."""
-    seconds: float = 0.0
-    """Time of the step on the device."""
+    sampled: float = 0.0
+    """When the step was sampled, seconds on the worker's clock; 0: unknown."""
 
 
 def decode_result(
@@ -69,7 +69,7 @@ def decode_result(
         logprobs,
         embeddings,
         progress,
-        message.times.sampled - message.times.forward_began,
+        message.times.sampled,
     )
 
 

@@ -84,6 +84,8 @@ class SlotColumns:
         """Tokens that the slot's blocks hold."""
         self.next_commit = column()
         """Committed position at which the next full block can enter the prefix cache."""
+        self.next_whole = column()
+        """Committed position at which the next block becomes whole; never behind `next_commit`."""
         self.last_step = np.zeros(num_slots, np.int64)
         """Newest step that names the slot: its fence."""
         self.history = np.empty((num_slots, max_model_len), np.int32)
@@ -110,7 +112,7 @@ class SlotColumns:
         self.proposed[slot] = self.drafted[slot] = self.accepted[slot] = 0
         self.limit[slot] = request.token_limit(max_model_len)
         self.stops_from[slot] = request.stops_from
-        self.capacity[slot] = self.next_commit[slot] = 0
+        self.capacity[slot] = self.next_commit[slot] = self.next_whole[slot] = 0
         self.last_step[slot] = self.sampled_step[slot] = self.late_masks[slot] = 0
         self.constrained[slot] = request.grammar is not None
         self.pooling[slot] = request.pooling is not Pooling.NONE

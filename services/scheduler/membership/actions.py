@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from protocol.block_names import NamedBlocks
 from protocol.membership import GroupMessage, Loaded
 from services.scheduler.core.limits import Limits
 
@@ -34,6 +35,8 @@ class Started:
     peers: list[bytes]
     limits: Limits
     loaded: Loaded
+    held: NamedBlocks | None = None
+    """Whole blocks that all ranks hold; None: there is none."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """The current epoch: its identifier, its size, and what its ranks are sent."""
 
+from protocol.block_names import NamedBlocks
+from protocol.codec import ProtocolError
 from protocol.epochs import first_epoch
 from protocol.membership import EndEpoch, InitializeCache, Loaded, Register
 from services.config import SchedulerConfig
@@ -24,6 +26,8 @@ class Epoch:
         """None: there is no epoch."""
         self.model: Register | None = None
         """The registration of rank 0 of the first epoch; the frontends' tokenizer belongs to its model."""
+        self._adopted: dict[int, bytes] = {}
+        """Blocks that the current epoch begins with, by their names, in the order in which they became whole."""
 
     def shrink(self, failed: StepSize) -> str | None:
         """Let the steps of all later epochs have at most half of a step that ran out of memory: half of its rows if it
@@ -72,18 +76,21 @@ class Epoch:
         return fit(self._config, self._loaded(), leaves_rows_out)
 
     def initialize(self, now: float) -> list[Action]:
-        """All ranks have loaded: send each the size of its cache."""
+        """All ranks have loaded: send each the size of its cache. Adopt the blocks that all ranks hold (adopted block),
+        without the one that their test step writes."""
         limits, ranks = self.limits(), self._roster.ranks
         for member in ranks:
             self._roster.apply(member.peer, MemberEvent.INITIALIZE, now)
-        return [
-            Send(m.peer, InitializeCache(limits.num_blocks, limits.max_model_len, self.id)) for m in ranks
-        ]
+        self._adopted, canary = common_blocks([loaded.held for loaded in self._loaded()], limits.num_blocks)
+        sizes = limits.num_blocks, limits.max_model_len
+        return [Send(m.peer, InitializeCache(*sizes, self.id, canary)) for m in ranks]
 
     def start(self) -> Started:
         """All ranks are ready."""
         peers = [member.peer for member in self._roster.ranks]
-        return Started(self.id, peers, self.limits(), self._loaded()[0])
+        blocks, names = [*self._adopted], [*self._adopted.values()]
+        held = NamedBlocks.from_lists(blocks, names) if blocks else None
+        return Started(self.id, peers, self.limits(), self._loaded()[0], held)
 
     def end(self, reason: str, now: float) -> list[Action]:
         """Send all ranks that are left back to registration."""
@@ -95,3 +102,19 @@ class Epoch:
     def _loaded(self) -> list[Loaded]:
         """In the order of ranks."""
         return [member.loaded for member in self._roster.ranks if member.loaded is not None]
+
+
+def common_blocks(held: list[NamedBlocks | None], num_blocks: int) -> tuple[dict[int, bytes], int]:
+    """Return the blocks below `num_blocks` that every rank holds under the same name, in the order of rank 0, and a
+    block beside them, for the test step."""
+    try:
+        first, *others = [{} if blocks is None else dict(blocks.pairs()) for blocks in held]
+    except ProtocolError:
+        return {}, 0
+    common = {
+        block: name
+        for block, name in first.items()
+        if 0 <= block < num_blocks and all(other.get(block) == name for other in others)
+    }
+    free = next((block for block in range(num_blocks) if block not in common), None)
+    return common, common.popitem()[0] if free is None else free

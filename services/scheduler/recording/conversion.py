@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
+from protocol.block_names import NamedBlocks
 from protocol.codec import pack, unpack
 from protocol.requests import FinishReason, GenerateRequest
 from protocol.sampling import SamplingParams, StructuredOutputParams
@@ -35,6 +36,7 @@ from services.scheduler.core.observer import (
     RequestRefused,
     ResultApplied,
     ResultArrived,
+    SlotsReleased,
     StaleResultDropped,
     StepDispatched,
 )
@@ -64,6 +66,7 @@ class Converter:
             RequestArrived: self.arrival,
             StepDispatched: self.plan,
             GrammarSent: _masks,
+            SlotsReleased: self.release,
             ResultArrived: self.result,
             ResultApplied: _applied,
             StaleResultDropped: _stale,
@@ -81,12 +84,17 @@ class Converter:
     def plan(self, event: StepDispatched) -> PlanRecord:
         plan = event.plan
         num_tokens = tuple(len(new.token_ids) // 4 for new in plan.new)
-        if not self._keeps_tokens and plan.new:
+        if not self._keeps_tokens and (plan.new or plan.whole is not None):
             new = [replace(row, token_ids=b"", params=PLAIN) for row in plan.new]
-            plan = replace(plan, new=new)
+            plan = replace(plan, new=new, whole=_without_names(plan.whole))
         return PlanRecord(
             plan, num_tokens, event.requests, event.steps_in_flight, event.num_running, event.num_waiting
         )
+
+    def release(self, event: SlotsReleased) -> SlotsReleased:
+        if self._keeps_tokens or event.message.whole is None:
+            return event
+        return SlotsReleased(replace(event.message, whole=_without_names(event.message.whole)))
 
     def result(self, event: ResultArrived) -> ResultArrived:
         result = event.result
@@ -168,6 +176,11 @@ class TokenRemover:
 NO_ROWS = np.zeros(0, np.int64)
 PLAIN = SamplingParams(1)
 """Parameters in plans without tokens: those of the request are in its arrival."""
+
+
+def _without_names(whole: NamedBlocks | None) -> NamedBlocks | None:
+    """Names of blocks are hashes of tokens."""
+    return None if whole is None else replace(whole, names=b"")
 
 
 def without_tokens(result: ModelRunnerOutput) -> ModelRunnerOutput:

@@ -14,6 +14,7 @@ from protocol.steps import SchedulerOutput
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.observer import (
     AllRequestsFailed,
+    BlocksAdopted,
     CoreRestarted,
     DispatchInterrupted,
     DispatchStarted,
@@ -159,6 +160,7 @@ InboundRecord = (
     | PrefixCacheReset
     | EpochEnded
     | EpochStarted
+    | BlocksAdopted
     | AllRequestsFailed
     | CoreRestarted
 )

@@ -20,6 +20,7 @@ from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.observer import (
     AllRequestsFailed,
+    BlocksAdopted,
     CoreRestarted,
     DispatchInterrupted,
     DispatchStarted,
@@ -273,6 +274,8 @@ class Replay:
                 core.end_epoch(is_fault)
             case EpochStarted(epoch=epoch, limits=limits):
                 core.start_epoch(limits, self._factory.policy(limits), epoch)
+            case BlocksAdopted(held=held):
+                core.adopt(held)
             case AllRequestsFailed(error=error):
                 core.fail_all(error)
             case CoreRestarted(limits=limits):

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from services.checkpoint import CheckpointError
-from services.checkpoint.gguf import GgufHeader, GgufTensor, read_header, tensors_by_name
+from services.checkpoint.gguf import GgufHeader, GgufTensor, architecture, read_header, tensors_by_name
 from services.worker.runner import LoadError
 from services.worker.weights.checkpoint import (
     Cut,
@@ -51,7 +51,10 @@ class GgufCheckpoint:
             values = torch.from_numpy(stored).view(_PLAIN[tensor.type.name])[:, columns].to(dtype)
         else:
             values = _dequantised(tensor.type.name, stored, columns, dtype)
-        return values.reshape(-1) if len(tensor.shape) == 1 else values
+        if len(tensor.shape) > 1:
+            return values
+        offset = architecture(self._header).norm_offset if name.endswith("norm.weight") else 0.0
+        return values.reshape(-1) - offset if offset else values.reshape(-1)
 
     def blocks(self, name: str, shape: tuple[int, ...], cut: Cut = ()) -> QuantizedRows | None:
         tensor = self._tensor(name, shape)
@@ -101,14 +104,14 @@ class GgufCheckpoint:
     def _order(self, name: str, tensor: GgufTensor) -> NDArray[np.int64] | None:
         """Return the row of the file for each row of the tensor, None if they are the same.
 
-        In files of Llama models, the rows of a head's two halves alternate, because they are rotated in pairs.
+        In files of Llama and similar models, the rows of a head's two halves alternate: they are rotated in pairs.
         """
         match = _ROTATED.fullmatch(name)
-        if self._header.architecture != "llama" or match is None:
+        if match is None or not architecture(self._header).reorders:
             return None
-        outputs = tensor.shape[0]
-        heads = self._header.integer("llama." + _PERMUTED["q_proj"])
-        heads = self._header.integer("llama." + _PERMUTED[match[1]], heads)
+        outputs, at = tensor.shape[0], self._header.architecture + "."
+        heads = self._header.integer(at + _PERMUTED["q_proj"])
+        heads = self._header.integer(at + _PERMUTED[match[1]], heads)
         if outputs % (2 * heads):
             raise LoadError(f"tensor {name} has {outputs} outputs, which {heads} heads cannot share")
         return np.arange(outputs).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from services.worker.backends.native.model.config import ModelConfig, Rope
+from services.worker.backends.native.model.config import ModelConfig
+from services.worker.backends.native.model.rope_config import Rope
 from services.worker.weights.checkpoint import Cut, QuantizedRows
 
 TINY, TINY_SERVED = "tiny", "tiny-served"
@@ -33,7 +34,7 @@ def llama(
         max_position=positions,
         norm_eps=1e-5,
         tied=tied,
-        rope=Rope(500000.0, "default"),
+        ropes=(Rope(500000.0, "default"),) * layers,
         windows=(0,) * layers,
         qkv_bias=False,
         out_bias=False,

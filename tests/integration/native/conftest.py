@@ -2,19 +2,40 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 SMALL = {
@@ -30,6 +51,24 @@ SMALL = {
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
+}  # fmt: skip
+
+YARN = {
+    "rope_type": "yarn", "rope_theta": 5000.0, "factor": 8.0, "original_max_position_embeddings": 32,
+    "beta_fast": 32.0, "beta_slow": 1.0,
+}  # fmt: skip
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 5000.0, "factor": 4.0, "short_factor": [1.0, 1.1, 1.3, 1.5, 1.7, 2.0],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0],
+}  # fmt: skip
+TWO_ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+}
+TOKENS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+"""Within the small vocabulary, unlike the defaults of some architectures."""
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 2.5
 }  # fmt: skip
 
 VARIANTS: dict[str, Callable[[], PreTrainedModel]] = {
@@ -55,7 +94,46 @@ VARIANTS: dict[str, Callable[[], PreTrainedModel]] = {
             **{**SMALL, "num_attention_heads": 7, "num_key_value_heads": 1}, head_dim=16, attention_bias=True
         )
     ),
-}
+    "smollm3": lambda: SmolLM3ForCausalLM(SmolLM3Config(**SMALL, **TOKENS, no_rope_layer_interval=2)),
+    "granite": lambda: GraniteForCausalLM(GraniteConfig(**SMALL, **MULTIPLIERS)),
+    "granite4-dense": lambda: GraniteMoeHybridForCausalLM(
+        GraniteMoeHybridConfig(
+            **{**SMALL, "initializer_range": 0.3}, **MULTIPLIERS, num_local_experts=0, num_experts_per_tok=0,
+            shared_intermediate_size=104, layer_types=["attention"] * 3, position_embedding_type="rope",
+        )
+    ),
+    "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**SMALL, **TOKENS)),
+    "olmo3-yarn": lambda: Olmo3ForCausalLM(
+        Olmo3Config(
+            **SMALL, **TOKENS, sliding_window=19, rope_parameters={**TWO_ROPES, "full_attention": YARN},
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        )
+    ),
+    "phi3-longrope-partial": lambda: Phi3ForCausalLM(
+        Phi3Config(
+            **SMALL, **TOKENS, sliding_window=64, original_max_position_embeddings=256,
+            rope_parameters={**LONGROPE, "partial_rotary_factor": 0.75},
+        )
+    ),
+    "gemma3": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            **{**SMALL, "initializer_range": 0.3}, **TOKENS, head_dim=24, sliding_window=13, query_pre_attn_scalar=20,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"], rope_parameters=TWO_ROPES,
+        )
+    ),
+    "qwen3-moe": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **SMALL, head_dim=32, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=40, norm_topk_prob=False
+        )
+    ),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2)),
+    "gpt-oss": lambda: GptOssForCausalLM(
+        GptOssConfig(
+            **SMALL, **TOKENS, head_dim=24, num_local_experts=4, num_experts_per_tok=2, sliding_window=15,
+            rope_parameters={**YARN, "truncate": False},
+        )
+    ),
+}  # fmt: skip
 
 
 class Family:

@@ -1,25 +1,39 @@
 """Tiny models as GGUF files, written with the `gguf` package, and their counterparts in transformers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, RopeScalingType, get_tensor_name_map
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
-from tests.integration.native.conftest import Family
+from tests.integration.native.conftest import LONGROPE, MULTIPLIERS, TOKENS, YARN, Family
 
 SMALL = {
     "vocab_size": 260,
@@ -56,23 +70,57 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama-rope-linear": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=LINEAR)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=32, tie_word_embeddings=True)),
+    "smollm3": lambda: SmolLM3ForCausalLM(SmolLM3Config(**{**SMALL, "num_hidden_layers": 4}, **TOKENS)),
+    "granite": lambda: GraniteForCausalLM(GraniteConfig(**SMALL, **MULTIPLIERS)),
+    "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**SMALL, **TOKENS)),
+    "phi3": lambda: Phi3ForCausalLM(
+        Phi3Config(
+            **SMALL,
+            **TOKENS,
+            sliding_window=7,
+            original_max_position_embeddings=256,
+            rope_parameters={**LONGROPE, "attention_factor": 1.25, "partial_rotary_factor": 0.75},
+        )
+    ),
+    "gemma3": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            **{**SMALL, "initializer_range": 0.3, "num_hidden_layers": 7},
+            **TOKENS,
+            head_dim=32,
+            sliding_window=7,
+            query_pre_attn_scalar=32,
+            rope_parameters={
+                "full_attention": LINEAR,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        )
+    ),
+    "qwen3moe": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **SMALL,
+            head_dim=32,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            norm_topk_prob=True,
+        )
+    ),
+    "gpt-oss": lambda: GptOssForCausalLM(
+        GptOssConfig(
+            **SMALL,
+            **TOKENS,
+            head_dim=32,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=7,
+            rope_parameters={**YARN, "truncate": False},
+        )
+    ),
 }
-_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+_ORIGINAL = {"phi3": 256, "gpt-oss": 32}
+"""Positions before rotary scaling."""
+_REORDERED = ("llama", "smollm3", "granite")
+"""Families whose converter reorders the rows of queries and keys."""
 _K_TYPES = {"Q4_K": (0, 4), "Q5_K": (0, 4), "Q6_K": (208, 210)}
 """Types that the package cannot quantise, and the bytes of a block with its float16 factors."""
 
@@ -81,18 +129,30 @@ def write(path: Path, name: str, kind: str) -> Family:
     """Write the model `name` with matrices of the type `kind`; the weights of the returned model are dequantised."""
     torch.manual_seed(3)
     model = MODELS[name]().eval()
-    family, config = name.partition("-")[0], model.config
+    family = name if name == "gpt-oss" else name.partition("-")[0]
+    config = model.config
     writer = GGUFWriter(path, family)
     _write_sizes(writer, model)
+    arch = next(arch for arch, own in MODEL_ARCH_NAMES.items() if own == family)
+    known = get_tensor_name_map(arch, config.num_hidden_layers)
     with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if parameter.ndim == 1:
+        for key, parameter in _tensors(model):
+            if parameter.ndim == 1 and not key.endswith("sinks"):
                 parameter.normal_(1.0 if key.endswith("norm.weight") else 0.0, 0.3)
             heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-            turned = [n for part, n in heads.items() if f".{part}." in key and family == "llama"]
-            stored, number, values = _stored(parameter.float().numpy(), kind, turned[0] if turned else 0)
+            turned = [n for part, n in heads.items() if f".{part}." in key and family in _REORDERED]
+            number = "F32" if "router" in key or "mlp.gate." in key or key.endswith("bias") else kind
+            stored, number, values = _stored(parameter.float().numpy(), number, turned[0] if turned else 0)
             parameter.copy_(torch.from_numpy(values))
-            writer.add_tensor(_file_name(key), stored, raw_dtype=number)
+            offset = family == "gemma3" and key.endswith("norm.weight")
+            file_name = known.get_name(key.replace("mlp.router.", "mlp.gate."), (".weight", ".bias"))
+            assert file_name is not None, key
+            file_name += ".weight" if key.endswith("sinks") else ""
+            writer.add_tensor(file_name, stored + 1 if offset else stored, raw_dtype=number)
+    if family == "phi3":
+        for part in ("long", "short"):
+            factors = np.array(LONGROPE[f"{part}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{part}.weight", factors)
     if "llama3" in name:
         writer.add_tensor("rope_freqs.weight", _llama3_factors(model))
     writer.write_header_to_file()
@@ -111,8 +171,30 @@ def _write_sizes(writer: GGUFWriter, model: PreTrainedModel) -> None:
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if multiplier := getattr(config, "embedding_multiplier", None):
+        writer.add_embedding_scale(multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if window := getattr(config, "sliding_window", None):
+        writer.add_sliding_window(window)
+    if number := getattr(config, "num_local_experts", None):
+        writer.add_expert_count(number)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(
+            getattr(config, "moe_intermediate_size", config.intermediate_size)
+        )
     rope = config.rope_parameters
+    rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "longrope":
+        writer.add_rope_scaling_attn_factors(rope["attention_factor"])
+        writer.add_rope_dimension_count(12)
+    if original := _ORIGINAL.get(writer.arch):
+        writer.add_rope_scaling_orig_ctx_len(original)
     if rope["rope_type"] == "linear":
         writer.add_string(f"{writer.arch}.rope.scaling.type", "linear")
         writer.add_float32(f"{writer.arch}.rope.scaling.factor", rope["factor"])
@@ -127,12 +209,23 @@ def _write_sizes(writer: GGUFWriter, model: PreTrainedModel) -> None:
     writer.add_eos_token_id(1)
 
 
-def _file_name(key: str) -> str:
-    stem, _, kind = key.rpartition(".")
-    if not stem.startswith("model.layers."):
-        return f"{_NAMES[stem]}.{kind}"
-    _, _, layer, part = stem.split(".", 3)
-    return f"blk.{layer}.{_NAMES[part]}.{kind}"
+def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters, and those of experts as views with gate and up apart."""
+    for key, parameter in model.named_parameters():
+        prefix, _, part = key.rpartition("mlp.experts.")
+        if not prefix:
+            yield key, parameter
+            continue
+        alternates, kind = model.config.model_type == "gpt_oss", "bias" if part.endswith("bias") else "weight"
+        values = parameter.transpose(1, 2) if alternates and kind == "weight" else parameter
+        if part.startswith("down"):
+            yield f"{prefix}mlp.experts.down_proj.{kind}", values
+            continue
+        width = values.shape[1] // 2
+        gate = values[:, 0::2] if alternates else values[:, :width]
+        up = values[:, 1::2] if alternates else values[:, width:]
+        yield f"{prefix}mlp.experts.gate_proj.{kind}", gate
+        yield f"{prefix}mlp.experts.up_proj.{kind}", up
 
 
 def _stored(

@@ -49,8 +49,9 @@ def refusal(path: Path, **options: Any) -> str:
         ({"vision_config": {"depth": 2}}, "multimodal models (vision_config)"),
         ({"audio_config": {}}, "multimodal models (audio_config)"),
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn'"),
-        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial rotary"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.1}}, "partial_rotary_factor 0.1"),
+        ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2]}}, "8 short and long"),
         ({"rope_parameters": {"rope_type": "linear"}}, "'factor' must be a number above 0, it is None"),
         ({"num_attention_heads": "four"}, "'num_attention_heads' must be a whole number"),
         ({"num_key_value_heads": 3}, "4 heads cannot share 3"),
@@ -64,6 +65,25 @@ def refusal(path: Path, **options: Any) -> str:
 def test_config_that_cannot_be_computed(copy: Path, changes: dict[str, Any], said: str) -> None:
     edit(copy, **changes)
     assert said in refusal(copy)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("llama-untied-biased", {"attention_bias": False}, "self_attn.q_proj.bias, but config.json describes"),
+        ("qwen3", {"architectures": ["LlamaForCausalLM"]}, "self_attn.q_norm.weight, but config.json describes"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "'attn_logit_softcapping' 50.0 is not supported"),
+        ("gpt-oss", {"layer_types": ["full_attention"]}, "layer_types must name full_attention or sliding_attention"),
+        ("qwen3-moe", {"decoder_sparse_step": 2}, "'decoder_sparse_step' 2 is not supported"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)  # fmt: skip
+def test_config_that_contradicts_its_tensors(
+    make_family: Callable[[str], Family], tmp_path: Path, name: str, changes: dict[str, Any], said: str
+) -> None:
+    path = Path(shutil.copytree(make_family(name).path, tmp_path / "model"))
+    edit(path, **changes)
+    assert said in refusal(path)
 
 
 def test_missing_directory(tmp_path: Path) -> None:

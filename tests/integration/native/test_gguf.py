@@ -94,7 +94,7 @@ def test_configuration_is_that_of_the_model(tmp_path: Path) -> None:
     family = gguf_models.write(tmp_path / "model.gguf", "llama-rope-llama3", "Q8_0")
     family.model.save_pretrained(tmp_path / "original")
     ours, theirs = (ModelConfig.from_checkpoint(tmp_path / name) for name in ("model.gguf", "original"))
-    assert (ours.rope, ours.num_heads, ours.norm_eps) == (theirs.rope, theirs.num_heads, theirs.norm_eps)
+    assert (ours.ropes, ours.num_heads, ours.norm_eps) == (theirs.ropes, theirs.num_heads, theirs.norm_eps)
     assert ours.tied is theirs.tied is False
 
 

@@ -17,8 +17,10 @@ from protocol.codec import encode, pack, unpack
 from protocol.membership import Assignment, InitializeCache, Loaded, Shard
 from protocol.steps import GrammarOutput, ReleaseSlots, SchedulerOutput
 from services.scheduler.core.limits import Limits
+from services.worker.kv_memory import KVMemory
 from services.worker.runner import Identity, Output, Progress, RanksLost
 from tests.simulation.drafts import Speculating
+from tests.simulation.oracle import TORN
 from tests.simulation.reference import HIDDEN_SIZE
 from tests.simulation.whole.hub import Hub, SimulatedProcess, Waiters
 from tests.simulation.whole.stage import (
@@ -134,6 +136,9 @@ class SimulatedDevice:
         self._hub, self._process, self._collectives = hub, process, collectives
         self._traits, self._foresight, self._happened = traits, foresight, happened
         self._poisons = poisons
+        self.kv_memory = KVMemory()
+        """Only the names; the blocks are the oracle's."""
+        self._kv: list[list[int | None]] = []
         self.num_loads = 0
         """Number of times that weights were read."""
         self.hangs = False
@@ -178,7 +183,7 @@ class SimulatedDevice:
                 progress("weights", (part + 1) / LOAD_PARTS)
             self._shard = assignment.shard
         self._together("join", 0, assignment.world_size)
-        blocks = self._traits.num_blocks
+        blocks = self.kv_memory.find(_identity(assignment), assignment.block_size) or self._traits.num_blocks
         return Loaded(
             "hash", VOCAB, MAX_MODEL_LEN, 64, blocks, True, hidden_size=HIDDEN_SIZE, num_loads=self.num_loads
         )
@@ -201,6 +206,11 @@ class SimulatedDevice:
         messages = self._collectives.messages(a.epoch)
         decides = a.rank == a.output_rank or not limits.leaves_rows_out
         oracle = RankOracle(messages, decides, limits, VOCAB, a.epoch, speculating, self._future)
+        if self.kv_memory.begin(_identity(a), a.block_size, init.num_blocks, 1) == len(self._kv):
+            oracle.kv = self._kv
+        else:
+            self._kv = oracle.kv
+        self._kv[init.canary_block] = [TORN] * a.block_size
         self._stage = ComputeStage(self._hub, oracle, messages, a, self._happened)
         self._poisoned.clear()
 
@@ -256,6 +266,8 @@ class SimulatedDevice:
         self._leave_meetings()
         if self._stage is not None:
             self._stage.end()
+            if self._assignment is not None and not self._assignment.shard.tp_rank:
+                self._stage.oracle.tear(self._stage.last_whole)
         self._stage, self._in_canary = None, False
 
     def abort(self) -> None:
@@ -338,3 +350,7 @@ class SimulatedDevice:
         if epoch < self.last_epoch:
             self._hub.failures.append(AssertionError(f"epoch {epoch} is executed after {self.last_epoch}"))
         self.last_epoch = epoch
+
+
+def _identity(assignment: Assignment) -> str:
+    return f"{assignment.shard} {assignment.block_size} {assignment.speculation}"

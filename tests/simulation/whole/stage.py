@@ -108,6 +108,8 @@ class ComputeStage:
         self._sampled = 0.0
         """When the last step was sampled."""
         self._ended = False
+        self.last_whole = 0
+        """The last step that this rank has computed to its end."""
 
     def receive(self, frame: bytes) -> None:
         """Process a plan, masks or released slots."""
@@ -134,6 +136,7 @@ class ComputeStage:
         if end > hub.now:
             hub.sleep(end - hub.now)
         messages.passed[self._rank] = step_id
+        self.last_whole = self.last_whole if self.is_output else step_id
         if self._is_pipeline:
             messages.arrived.wake()
         if step_id not in self._results:
@@ -141,7 +144,7 @@ class ComputeStage:
             end = hub.now
         self._sampled = end
         if self.is_output:
-            messages.sampled = step_id
+            messages.sampled = self.last_whole = step_id
             if self._is_pipeline:
                 messages.arrived.wake()
         return self._results.pop(step_id)

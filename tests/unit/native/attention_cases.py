@@ -26,6 +26,12 @@ class AttentionCase:
     window: int = 0
     normed: bool = False
     """Queries and keys are normalised head by head."""
+    all_heads: bool = False
+    """They are normalised over all heads of a token."""
+    sinks: bool = False
+    """Each head has a sink, and sines and cosines have an amplitude of 1.25."""
+    turns: bool = True
+    """False: the layer has no positions."""
 
 
 class PagedTokens:
@@ -55,14 +61,25 @@ class PagedTokens:
         blocks = -(-context // case.block_size)
         total = SLOTS * blocks + 2
         table = torch.randperm(total, dtype=torch.int32)[: SLOTS * blocks].view(SLOTS, blocks)
-        norms = torch.rand(case.head_dim) + 0.5, torch.rand(case.head_dim) + 0.5
-        self.norms = norms if case.normed else None
+        number = (case.heads, case.kv_heads) if case.all_heads else (1, 1)
+        queries, keys = (torch.rand(heads * case.head_dim) + 0.5 for heads in number)
+        self.norms = (queries, keys) if case.normed or case.all_heads else None
+        self.sinks = torch.randn(case.heads) * 3 if case.sinks else None
         sizes = CacheShape(2, case.kv_heads, case.head_dim, case.block_size, cache)
         self.cache = kernels.network.kv_cache(sizes, total)
         self.cache.keys.fill_(float("nan"))
         self.cache.values.fill_(float("nan"))
         self.frequencies = 1e4 ** -(torch.arange(0, case.head_dim, 2) / case.head_dim)
-        shape = AttentionShape(case.heads, case.head_dim, (0, case.window), 1e-6, self.frequencies)
+        frequencies = torch.stack((self.frequencies, torch.zeros_like(self.frequencies)))
+        amplitudes = (
+            torch.tensor([1.25 if case.sinks else 1.0, 1.0])[:, None].expand_as(frequencies).contiguous()
+        )
+        shape = AttentionShape(
+            *(case.heads, case.head_dim, (0, case.window), 1e-6, frequencies),
+            *((0, 0 if case.turns else 1), amplitudes),
+        )
+        if not case.turns:
+            self.frequencies = frequencies[1]
         make = make or kernels.network.attention
         self._attention = make(shape, self.cache, table, SLOTS * context)
 
@@ -86,5 +103,5 @@ class PagedTokens:
         out = torch.full((tokens + padding, width), float("nan"), dtype=self.activations)
         self._attention.begin(batch.positions, batch.slots)
         self._attention.write(1, qkv, self.norms)
-        self._attention.attend(1, tiles[: number + padding], out)
+        self._attention.attend(1, tiles[: number + padding], out, self.sinks)
         return out[:tokens]

@@ -15,9 +15,14 @@ from services.worker.backends.native.device.interface import ComputeDevice
 from services.worker.backends.native.kernels.interface.attention import Attention, AttentionShape
 from services.worker.backends.native.kernels.interface.buffers import Buffers
 from services.worker.backends.native.kernels.interface.drafting import DraftingKernels
-from services.worker.backends.native.kernels.interface.kv_cache import CacheShape, KVCache
+from services.worker.backends.native.kernels.interface.kv_cache import (
+    Allocate,
+    CacheShape,
+    KVCache,
+    own_memory,
+)
 from services.worker.backends.native.kernels.interface.logit_rules import LogitRule, LogitRules
-from services.worker.backends.native.kernels.interface.network import NetworkKernels
+from services.worker.backends.native.kernels.interface.network import Activation, NetworkKernels
 from services.worker.backends.native.kernels.interface.products import EmbeddingTable, Linear
 from services.worker.backends.native.kernels.interface.recording import Captured, Recording
 from services.worker.backends.native.kernels.interface.rows import (
@@ -69,6 +74,7 @@ class LazyNetwork:
     def __init__(self, inner: NetworkKernels, device: LazyDevice) -> None:
         self._inner, self._launch, self._device = inner, device.launch, device
         self.activations = inner.activations
+        self.routing = None
 
     def linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Linear:
         return LazyLinear(self._inner.linear(weight, bias), self._device)
@@ -83,8 +89,8 @@ class LazyNetwork:
     def bytes_per_block(self, shape: CacheShape) -> int:
         return self._inner.bytes_per_block(shape)
 
-    def kv_cache(self, shape: CacheShape, num_blocks: int) -> KVCache:
-        return self._inner.kv_cache(shape, num_blocks)
+    def kv_cache(self, shape: CacheShape, num_blocks: int, allocate: Allocate = own_memory) -> KVCache:
+        return self._inner.kv_cache(shape, num_blocks, allocate)
 
     def attention(
         self, shape: AttentionShape, cache: KVCache, table: torch.Tensor, most_tokens: int
@@ -94,24 +100,27 @@ class LazyNetwork:
     def gather(self, index: torch.Tensor, source: torch.Tensor, out: torch.Tensor) -> None:
         self._launch(lambda: self._inner.gather(index, source, out))
 
-    def copy(self, source: torch.Tensor, out: torch.Tensor) -> None:
-        self._launch(lambda: self._inner.copy(source, out))
+    def copy(self, source: torch.Tensor, out: torch.Tensor, factor: float = 1.0) -> None:
+        self._launch(lambda: self._inner.copy(source, out, factor))
 
-    def add(self, source: torch.Tensor, out: torch.Tensor) -> None:
-        self._launch(lambda: self._inner.add(source, out))
+    def add(self, source: torch.Tensor, out: torch.Tensor, factor: float = 1.0) -> None:
+        self._launch(lambda: self._inner.add(source, out, factor))
 
     def norm(
         self,
-        residual: torch.Tensor,
+        residual: torch.Tensor | None,
         delta: torch.Tensor | None,
-        weight: torch.Tensor,
+        weight: torch.Tensor | None,
         eps: float,
         out: torch.Tensor,
+        factor: float = 1.0,
     ) -> None:
-        self._launch(lambda: self._inner.norm(residual, delta, weight, eps, out))
+        self._launch(lambda: self._inner.norm(residual, delta, weight, eps, out, factor))
 
-    def silu_and_multiply(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
-        self._launch(lambda: self._inner.silu_and_multiply(gate_up, out))
+    def gate_and_multiply(
+        self, gate_up: torch.Tensor, out: torch.Tensor, activation: Activation = "silu"
+    ) -> None:
+        self._launch(lambda: self._inner.gate_and_multiply(gate_up, out, activation))
 
     def most_likely(
         self, logits: torch.Tensor, sharpness: torch.Tensor, ids: torch.Tensor, chances: torch.Tensor
@@ -191,8 +200,10 @@ class LazyAttention:
     ) -> None:
         self._launch(lambda: self._inner.write(layer, qkv, norms))
 
-    def attend(self, layer: int, tiles: torch.Tensor, out: torch.Tensor) -> None:
-        self._launch(lambda: self._inner.attend(layer, tiles, out))
+    def attend(
+        self, layer: int, tiles: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> None:
+        self._launch(lambda: self._inner.attend(layer, tiles, out, sinks))
 
 
 class LazyRows:

@@ -16,6 +16,8 @@ CASES = [
     AttentionCase(7, 1, 8, 3, window=7, normed=True),
     AttentionCase(2, 1, 128, 32, window=1),
     AttentionCase(3, 3, 16, 1, normed=True),
+    AttentionCase(6, 2, 20, 16, all_heads=True, turns=False),
+    AttentionCase(8, 2, 64, 16, window=19, sinks=True),
 ]
 KINDS = [(F32, F32), (F32, BF16), (BF16, BF16)]
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
@@ -34,14 +36,28 @@ def contiguous(tokens: PagedTokens) -> torch.Tensor:
     heads = tokens.qkv.float().view(SLOTS, CONTEXT, -1, case.head_dim).transpose(1, 2)
     q, k, v = heads.split([case.heads, case.kv_heads, case.kv_heads], 1)
     if tokens.norms is not None:
-        q, k = (F.rms_norm(x, (case.head_dim,), w, 1e-6) for x, w in zip((q, k), tokens.norms, strict=True))
+        q, k = (heads_normed(x, w) for x, w in zip((q, k), tokens.norms, strict=True))
     query, key = torch.arange(CONTEXT)[:, None], torch.arange(CONTEXT)
     mask = (key <= query) & (key > query - (case.window or CONTEXT))
     angles = query * tokens.frequencies
-    out = F.scaled_dot_product_attention(
-        rotated(q, angles), rotated(k, angles), v, attn_mask=mask, enable_gqa=True
-    )
-    return out.transpose(1, 2).flatten(2)
+    if tokens.sinks is None:
+        q, k = rotated(q, angles), rotated(k, angles)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        return out.transpose(1, 2).flatten(2)
+    q, k = 1.25 * rotated(q, angles), 1.25 * rotated(k, angles)
+    k, v = (x.repeat_interleave(case.heads // case.kv_heads, 1) for x in (k, v))
+    scores = (q @ k.transpose(2, 3) * case.head_dim**-0.5).masked_fill(~mask, -torch.inf)
+    sinks = tokens.sinks[:, None, None].expand(SLOTS, -1, CONTEXT, 1)
+    chances = torch.cat((scores, sinks), 3).softmax(3)[..., :-1]
+    return (chances @ v).transpose(1, 2).flatten(2)
+
+
+def heads_normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """[sequences, heads, context, head_dim]"""
+    if len(weight) == x.shape[3]:
+        return F.rms_norm(x, (len(weight),), weight, 1e-6)
+    whole = F.rms_norm(x.transpose(1, 2).flatten(2), (len(weight),), weight, 1e-6)
+    return whole.unflatten(2, (x.shape[1], x.shape[3])).transpose(1, 2)
 
 
 def rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:

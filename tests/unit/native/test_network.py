@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from services.worker.backends.native.device.cpu import HOST
 from services.worker.backends.native.kernels.interface.buffers import Buffers
-from services.worker.backends.native.kernels.interface.network import NetworkKernels
+from services.worker.backends.native.kernels.interface.network import Activation, NetworkKernels
 from services.worker.backends.native.kernels.selection import ONEDNN_BFLOAT16, processor_features
 from tests.unit.native.implementations import BF16, F32, every_implementation, make
 
@@ -61,15 +61,83 @@ def test_norm(implementation: str, dtype: torch.dtype, width: int) -> None:
 
 @every_implementation
 @each_dtype
+@pytest.mark.parametrize("width", [5, 104])
+def test_norm_of_an_output_and_a_residual_without_a_norm(
+    implementation: str, dtype: torch.dtype, width: int
+) -> None:
+    torch.manual_seed(0)
+    kernels, weight = network(implementation, dtype), torch.randn(width)
+    for rows in ROWS:
+        delta, residual = torch.randn(rows, width).to(dtype), torch.randn(rows, width)
+        total, out = residual + 0.25 * delta.float(), torch.empty(rows, width, dtype=dtype)
+        kernels.norm(None, delta, weight, 1e-6, out)
+        normed = F.rms_norm(delta.float(), (width,), weight, 1e-6)
+        torch.testing.assert_close(out.float(), normed, atol=0.04 if dtype == BF16 else 1e-5, rtol=1e-5)
+        kernels.norm(residual, delta, None, 1e-6, out, 0.25)
+        assert torch.equal(residual, total)
+        assert torch.equal(out, total.to(dtype))
+
+
+@every_implementation
+@pytest.mark.parametrize("normalised", [True, False])
+def test_routing(implementation: str, normalised: bool) -> None:
+    """Rows of one expert lie together; equal logits choose the lowest number; a row alone has the same bits."""
+    torch.manual_seed(0)
+    routing, logits = network(implementation).routing, torch.randn(40, 6)
+    assert routing is not None
+    logits[3] = 0.5
+    routed = routing.route(logits, 2, normalised)
+    chances = logits.softmax(1)
+    best = chances.topk(2, 1)
+    for expert, (start, end) in enumerate(zip(routed.ends, routed.ends[1:], strict=False)):
+        tokens = routed.tokens[start:end]
+        expected = [
+            row for row in range(40) if expert in ([0, 1] if row == 3 else best.indices[row].tolist())
+        ]
+        assert tokens.tolist() == expected
+        weights = chances[tokens, expert] / (best.values[tokens].sum(1) if normalised else 1)
+        torch.testing.assert_close(routed.weights[start:end], weights)
+    results = torch.randn(80, 24)
+    combined = routing.combine(results, routed.tokens, routed.weights, 40)
+    own = [int(i) for i in (routed.tokens == 7).nonzero()]
+    alone = routing.combine(
+        results[own].contiguous(), torch.zeros(2, dtype=torch.int64), routed.weights[own], 1
+    )
+    assert torch.equal(combined[7], alone[0])
+    expected_sum = (results[own] * routed.weights[own, None]).sum(0)
+    torch.testing.assert_close(alone[0], expected_sum)
+
+
+@every_implementation
+@each_dtype
+@pytest.mark.parametrize("activation", ["gelu_tanh", "clamped_silu"])
+def test_other_activations(implementation: str, dtype: torch.dtype, activation: Activation) -> None:
+    torch.manual_seed(0)
+    for width in (5, 104):
+        gate_up = (torch.randn(40, 2 * width) * 10).to(dtype)
+        gate_up[0, 0], gate_up[1, 0] = -200.0, 200.0
+        out = torch.empty(40, width, dtype=dtype)
+        network(implementation, dtype).gate_and_multiply(gate_up, out, activation)
+        gate, up = gate_up.float().split(width, -1)
+        expected = F.gelu(gate, approximate="tanh") * up
+        if activation == "clamped_silu":
+            gate = gate.clamp(max=7)
+            expected = gate * (1.702 * gate).sigmoid() * (up.clamp(-7, 7) + 1)
+        close = {"atol": 1e-3, "rtol": 0.01 if dtype == BF16 else 1e-5}
+        torch.testing.assert_close(out.float(), expected, **close)
+
+
+@every_implementation
+@each_dtype
 @pytest.mark.parametrize("width", [1, 5, 16, 104])
-def test_silu_and_multiply(implementation: str, dtype: torch.dtype, width: int) -> None:
+def test_gate_and_multiply(implementation: str, dtype: torch.dtype, width: int) -> None:
     torch.manual_seed(0)
     for rows in ROWS:
         gate_up = (torch.randn(rows, 2 * width) * 30).to(dtype)
         if rows > 1:
             gate_up[0, 0], gate_up[1, 0] = -200.0, 200.0  # beyond the range of exp
         out = torch.empty(rows, width, dtype=dtype)
-        network(implementation, dtype).silu_and_multiply(gate_up, out)
+        network(implementation, dtype).gate_and_multiply(gate_up, out)
         gate, up = gate_up.float().split(width, -1)
         close = {"atol": 1e-3, "rtol": 0.01 if dtype == BF16 else 1e-5}
         torch.testing.assert_close(out.float(), F.silu(gate) * up, **close)
@@ -95,6 +163,8 @@ def test_gather_copy_and_add(implementation: str, dtype: torch.dtype, width: int
         assert torch.equal(total, expected)
         kernels.copy(delta, total)
         assert torch.equal(total, delta.float())
+        kernels.copy(total, total, 2.5)
+        assert torch.equal(total, delta.float() * 2.5)
 
 
 @every_implementation

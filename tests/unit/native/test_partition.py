@@ -1,10 +1,13 @@
 """Shares of the ranks: everything once, but for KV heads where there are more ranks than these."""
 
+from dataclasses import replace
+
 import pytest
 
 from protocol.membership import Shard
-from services.worker.backends.native.model.config import ModelConfig, Rope
+from services.worker.backends.native.model.config import ExpertsConfig, ModelConfig
 from services.worker.backends.native.model.partition import ModelPart, stage_layers, tensor_parallel_sizes
+from services.worker.backends.native.model.rope_config import Rope
 from services.worker.runner import LoadError
 
 
@@ -13,7 +16,7 @@ def model(**sizes: int) -> ModelConfig:
     values.update(sizes)
     return ModelConfig(
         **values, hidden_size=64, head_dim=16, max_position=128, norm_eps=1e-6, tied=True,
-        rope=Rope(10000.0, "default"), windows=tuple(range(values["num_layers"])),
+        ropes=(Rope(10000.0, "default"),) * values["num_layers"], windows=tuple(range(values["num_layers"])),
         qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm=False, dtype="float32",
     )  # fmt: skip
 
@@ -101,3 +104,14 @@ def test_what_cannot_be_cut_is_refused_with_what_can() -> None:
             ModelPart.from_shard(model(**sizes), Shard(0, size, 0, 1))
     with pytest.raises(LoadError, match="5 layers cannot be cut into 6 pipeline stages"):
         ModelPart.from_shard(model(), Shard(0, 1, 0, 6))
+
+
+def test_whole_experts_are_shared_and_norms_over_all_heads_are_not() -> None:
+    mixture = replace(model(num_kv_heads=8), experts=ExpertsConfig(6, 2, 40, normalised=True))
+    assert tensor_parallel_sizes(mixture) == (1, 2, 3, 6)
+    parts = [ModelPart.from_shard(mixture, Shard(rank, 3, 0, 1)) for rank in range(3)]
+    assert [part.experts for part in parts] == [range(2), range(2, 4), range(4, 6)]
+    with pytest.raises(LoadError, match="a layer has 6 experts"):
+        ModelPart.from_shard(mixture, Shard(0, 4, 0, 1))
+    with pytest.raises(LoadError, match="only for 1: the norm of queries and keys is over all heads"):
+        ModelPart.from_shard(replace(model(), qk_norm_of_all_heads=True), Shard(0, 2, 0, 1))

@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from protocol.block_names import NAME_BYTES, NamedBlocks
 from protocol.codec import ProtocolError
 from protocol.membership import (
     Assignment,
@@ -862,3 +863,34 @@ def test_only_auto_has_a_group_that_forms_by_the_passing_of_time() -> None:
     assert (explicit.settling, auto.settling) == (False, True)
     auto.check_at(5.0)
     assert not auto.settling
+
+
+def test_only_blocks_that_all_ranks_hold_are_adopted() -> None:
+    g = group(tensor_parallel_size=2)
+    g.register("a", "b")
+
+    def held(**blocks: str) -> NamedBlocks:
+        return NamedBlocks.from_lists(
+            [int(block[1:]) for block in blocks], [name.encode() * NAME_BYTES for name in blocks.values()]
+        )
+
+    loaded = msgspec.structs.replace(LOADED, num_blocks=6, epoch=g.epoch)
+    g.send("a", msgspec.structs.replace(loaded, held=held(b4="p", b0="q", b1="r", b2="s", b9="t")))
+    inits = sent(
+        g.send("b", msgspec.structs.replace(loaded, held=held(b0="q", b1="x", b4="p", b9="t", b3="u"))),
+        InitializeCache,
+    )
+    assert {init.canary_block for init in inits.values() if isinstance(init, InitializeCache)} == {1}
+    *_, started = g.send("ab", Ready(g.epoch))
+    assert isinstance(started, Started)
+    assert started.held == held(b4="p", b0="q"), "in the order of rank 0, and none beyond the cache"
+
+
+def test_the_test_step_takes_a_block_if_all_are_held() -> None:
+    g = group()
+    g.register("a")
+    held = NamedBlocks.from_lists([1, 0], [b"p" * NAME_BYTES, b"q" * NAME_BYTES])
+    loaded = msgspec.structs.replace(LOADED, num_blocks=2, max_model_len=32, epoch=g.epoch, held=held)
+    (init,) = sent(g.send("a", loaded), InitializeCache).values()
+    assert isinstance(init, InitializeCache)
+    assert init.canary_block == 0, "the one that became whole last"

@@ -38,7 +38,7 @@ class RecordedCore:
         slots, ones = np.array([3, 0], np.int64), np.ones(2, np.int32)
         samples = np.array([False, True])
         step = InflightStep(
-            step_id, slots, ones, ones, np.array([5, 1], np.int32), samples, np.zeros(2, np.int32)
+            step_id, slots, ones, ones, np.array([5, 1], np.int32), samples, np.zeros(2, np.int32), 3, True
         )
         plan = SchedulerOutput(epoch, step_id, b"", b"", b"", b"", b"", list(new))
         event = StepDispatched(
@@ -87,6 +87,7 @@ def test_a_record_tells_rows_counts_and_times_in_order() -> None:
     assert unpack(record.generated).tolist() == [0, 2]
     assert (record.steps_in_flight, record.num_running, record.num_waiting) == (2, 2, 5)
     assert record.kv_cache_usage == 0.25
+    assert (record.num_speculative_tokens, record.is_draft_trial) == (3, True)
     assert core.recorder.take() is None
 
 

@@ -20,6 +20,7 @@ from services.worker.backends.mask_inbox import MaskInbox
 from services.worker.backends.native.draft_table import DraftTable, positions_message, rows_from_message
 from services.worker.backends.native.drafters.base import Advance, Drafter, DrafterSlots
 from services.worker.backends.native.feedback import TokenFeedback
+from services.worker.backends.native.kernels.interface.kv_cache import Allocate, own_memory
 from services.worker.backends.native.kernels.interface.recording import Captured
 from services.worker.backends.native.left_out import RowsToSample
 from services.worker.backends.native.model.forward import FEW, ForwardPass, most_rows
@@ -44,7 +45,9 @@ class NativeEpoch:
 
     Args:
         drafter: None on other ranks than the output rank, and without speculation
+        num_blocks: blocks of the cache, at least those that the scheduler uses
         poison: fill buffers with garbage when a step has ended, so that tests notice a later reader
+        allocate: memory of the caches
     """
 
     def __init__(
@@ -54,7 +57,9 @@ class NativeEpoch:
         drafter: Drafter | None,
         assignment: Assignment,
         init: InitializeCache,
+        num_blocks: int,
         poison: bool = False,
+        allocate: Allocate = own_memory,
     ) -> None:
         slots, block_size = assignment.num_slots, assignment.block_size
         vocab_size, speculation = model.part.whole.vocab_size, assignment.speculation
@@ -70,7 +75,7 @@ class NativeEpoch:
         self._pooler = Pooler(slots, model.part.whole.hidden_size, device.where)
         self._reads = drafter.reads if drafter is not None else ()
         self.proposer = (
-            drafter.start(DrafterSlots(self.columns, self.history, init.num_blocks))
+            drafter.start(DrafterSlots(self.columns, self.history, num_blocks, allocate))
             if drafter is not None
             else None
         )
@@ -78,8 +83,9 @@ class NativeEpoch:
         """The block table, of which the device has a copy."""
         most = most_rows(assignment, model.kernels.rows.tile)
         self._forward = ForwardPass(
-            *(model, ranks, init.num_blocks, block_size, self._blocks.tensor, self._reads),
+            *(model, ranks, num_blocks, block_size, self._blocks.tensor, self._reads),
             device.capacity(FEW, most),
+            allocate,
         )
         self._ended = 0.0
         """When the last step was sampled: seconds on the monotonic clock; 0.0 before the first one."""

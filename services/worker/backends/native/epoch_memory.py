@@ -34,7 +34,7 @@ def epoch_memory(
     sizes = EpochSizes(
         *(rows, slots, max_model_len, vocab),
         speculation.num_speculative_tokens if speculation is not None else 0,
-        model.attention,
+        model.attention(max_model_len),
         model.cache_shape(assignment.block_size),
     )
     prompt_rows = min(tokens, max(1, SLICE // vocab))

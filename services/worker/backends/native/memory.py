@@ -44,7 +44,8 @@ def rank_memory(config: WorkerConfig, path: Path, part: ModelPart, block_size: i
     """
     bits, whole, own = _bits(config, path, part.whole), part.whole, part.config
     queries, keys = own.num_heads * own.head_dim, own.num_kv_heads * own.head_dim
-    per_layer = whole.hidden_size * (2 * queries + 2 * keys + 3 * own.intermediate_size)
+    width = own.intermediate_size if own.experts is None else len(part.experts) * own.experts.width
+    per_layer = whole.hidden_size * (2 * queries + 2 * keys + 3 * width)
     rows = part.vocabulary_width * whole.hidden_size
     is_shared = bits.is_quantised and whole.tied and part.is_first
     tables = part.is_first * bits.embedding + (part.is_last and not is_shared) * bits.head
@@ -72,7 +73,7 @@ def _bits(config: WorkerConfig, path: Path, model: ModelConfig) -> _Bits:
         # Products stored in bfloat16 stay so with float32 activations; the embedding does not.
         products = BITS["bfloat16" if model.dtype == "bfloat16" and not is_gguf(path) else dtype]
         return _Bits(BITS[dtype], products, products, False)
-    tensors = {name: t for name, t in read_header(path).tensors.items() if len(t.shape) == 2}
+    tensors = {name: t for name, t in read_header(path).tensors.items() if len(t.shape) > 1}
     kinds = {name: KEPT_TYPES.get(t.type.name, "int8") for name, t in tensors.items()}
     embedding = kinds.pop("token_embd.weight", "int8")
     head = BITS[kinds.pop("output.weight", embedding)]

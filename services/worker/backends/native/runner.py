@@ -23,11 +23,17 @@ from services.worker.backends.native.epoch_memory import epoch_memory
 from services.worker.backends.native.kept_model import KeptModel
 from services.worker.backends.native.kernels import selection
 from services.worker.backends.native.kernels.interface.kernels import Kernels
+from services.worker.backends.native.kernels.interface.kv_cache import (
+    Allocate,
+    memory_of,
+    own_memory,
+)
 from services.worker.backends.native.kernels.selection import KernelChoice
 from services.worker.backends.native.model.model import Model
 from services.worker.backends.native.stages import NativeOutput, NativeStages, Prepared
 from services.worker.batch.slots import SlotTable
 from services.worker.distributed.ranks import Ranks
+from services.worker.kv_memory import KVMemory
 from services.worker.runner import Identity, Progress
 
 log = logging.getLogger("runahead.worker")
@@ -41,6 +47,16 @@ class _Loaded(NamedTuple):
     model: Model
     drafter: Drafter | None
     """None on other ranks than the output rank, and without speculation."""
+    max_model_len: int
+    bytes_per_block: int
+
+    @property
+    def cache_identity(self) -> str:
+        """Everything that the content and the size of the caches depend on beside tokens."""
+        a, model = self.assignment, self.model
+        network = f"{type(model.kernels.network).__module__} {model.kernels.network.activations}"
+        sizes = a.num_slots, self.max_model_len, self.bytes_per_block
+        return f"native {network} {model.cache_shape(a.block_size)} {a.shard} {a.speculation} {sizes}"
 
 
 class NativeRunner:
@@ -65,6 +81,7 @@ class NativeRunner:
         self._poison, self._after_prepare = poison, after_prepare
         self._config = config
         self._kept = KeptModel(config, create_kernels)
+        self.kv_memory = KVMemory.kept()
         self._ranks: Ranks | None = None
         """Set at the beginning of `load`, so that `abort` ends a join as well."""
         self._loaded = EpochValue[_Loaded]("load")
@@ -100,15 +117,16 @@ class NativeRunner:
         drafter = self._kept.drafter(assignment, model, limit) if ranks.is_output else None
         torch.set_num_threads(threads)
         model.kernels.use_threads(threads)
-        self._loaded.set(_Loaded(assignment, ranks, model, drafter))
         bytes_per_block = model.bytes_per_block(assignment.block_size)
         bytes_per_block += drafter.bytes_per_block if drafter is not None else 0
+        self._loaded.set(_Loaded(assignment, ranks, model, drafter, limit, bytes_per_block))
         return Loaded(
             model_hash=self.identify().model_hash,
             vocab_size=model.part.whole.vocab_size,
             max_model_len=limit,
             bytes_per_block=bytes_per_block,
-            num_blocks=num_kv_blocks(
+            num_blocks=self._kept_blocks()
+            or num_kv_blocks(
                 self._config,
                 assignment,
                 bytes_per_block,
@@ -119,6 +137,17 @@ class NativeRunner:
             num_loads=self._kept.num_loads,
             contents=self._kept.contents(drafter),
         )
+
+    def _kept_blocks(self) -> int:
+        """Return the number of blocks of the cache in memory, if it can be used again, else 0: then it is freed."""
+        loaded = self._loaded.get()
+        if not loaded.model.kernels.device.is_host:
+            return 0
+        return self.kv_memory.find(self._cache_identity(), loaded.assignment.block_size)
+
+    def _cache_identity(self) -> str:
+        identity = self.identify()
+        return f"{identity.model_hash} {identity.dtype} {self._loaded.get().cache_identity}"
 
     def _cache_budget(self, assignment: Assignment, model: Model, drafter: Drafter | None, limit: int) -> int:
         """Return the bytes for the KV cache on a device with memory of its own, else 0. Logs the account of the memory.
@@ -141,7 +170,15 @@ class NativeRunner:
         loaded = self._loaded.get()
         self._end_epoch()  # freed before the next one is allocated
         assignment, ranks = loaded.assignment, loaded.ranks
-        epoch = NativeEpoch(loaded.model, ranks, loaded.drafter, assignment, init, self._poison)
+        allocate: Allocate = own_memory
+        num_blocks = init.num_blocks
+        if loaded.model.kernels.device.is_host:
+            identity, size = self._cache_identity(), assignment.block_size
+            num_blocks = self.kv_memory.begin(identity, size, num_blocks, loaded.bytes_per_block)
+            allocate = memory_of(self.kv_memory.take)
+        epoch = NativeEpoch(
+            *(loaded.model, ranks, loaded.drafter, assignment, init, num_blocks, self._poison, allocate)
+        )
         table = SlotTable(
             *(assignment.num_slots, assignment.block_size, init.num_blocks, init.max_model_len),
             leaves_rows_out=self.identify().leaves_rows_out,
@@ -158,8 +195,8 @@ class NativeRunner:
         self._loaded.end()
 
     def _end_epoch(self) -> None:
-        if (stages := self._stages.end()) is not None:
-            stages.close()
+        if (stages := self._stages.end()) is not None and not stages.close():
+            self.kv_memory.abandon()
 
     def abort(self) -> None:
         self.end_masks()

@@ -153,13 +153,17 @@ class NativeStages:
         """End a wait for masks with RanksLost. May be called from any thread."""
         self._masks.close()
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """End the compute thread. A wait for other ranks is aborted, and steps that were not begun are not computed.
 
-        After a step in flight or a failed one the connections end as well, as its messages may be incomplete."""
+        After a step in flight or a failed one the connections end as well, as its messages may be incomplete.
+
+        Returns: False, if the step in computation did not end."""
         self._masks.close()
         incomplete = self._last is not None and (not self._last.ended or self._last.failed)
         if incomplete and self._ranks.assignment.world_size > 1:
             self._ranks.abort()
-        if not self._thread.close():
+        ended = self._thread.close()
+        if not ended:
             log.error("the step in computation did not end; its thread is left behind")
+        return ended

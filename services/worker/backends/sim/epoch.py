@@ -19,6 +19,7 @@ from services.worker.backends.sim.device.columns import StepColumns
 from services.worker.backends.sim.device.interface import Device, DeviceEvent, no_inputs
 from services.worker.backends.sim.device.rigid import ChunkEnd, PaddedStep, RigidShapes
 from services.worker.backends.sim.faults import inject_faults
+from services.worker.backends.sim.model.hashing import U64
 from services.worker.backends.sim.model.hidden_states import HiddenSums
 from services.worker.backends.sim.model.logits import Logits
 from services.worker.backends.sim.model.oracle import Activations, DeviceRows, Oracle, OracleError, spread
@@ -89,10 +90,17 @@ class SimEpoch:
     Args:
         full_check: every row reads its whole context in every step; slow.
         chunk_end: where the chunks of a rigid device end.
+        kv: uint64[positions]: the KV cache, perhaps with blocks of an earlier epoch.
     """
 
     def __init__(
-        self, rank: LoadedRank, init: InitializeCache, device: Device, full_check: bool, chunk_end: ChunkEnd
+        self,
+        rank: LoadedRank,
+        init: InitializeCache,
+        device: Device,
+        full_check: bool,
+        chunk_end: ChunkEnd,
+        kv: U64,
     ) -> None:
         self._rank, self.device = rank, device
         assignment, config, checkpoint = rank.assignment, rank.config, rank.checkpoint
@@ -108,7 +116,9 @@ class SimEpoch:
         self.columns = StepColumns(slots, max_blocks)
         """On the device."""
         vocab_size = checkpoint.vocab_size
-        self.oracle = Oracle(slots, init.num_blocks, assignment.block_size, max_len, vocab_size, full_check)
+        self.oracle = Oracle(
+            slots, init.num_blocks, assignment.block_size, max_len, vocab_size, full_check, kv
+        )
         self._logits = Logits(vocab_size, checkpoint.eos_token_ids)
         self.sampler = SimSampler(self._logits, self.columns, self.oracle)
         speculation = assignment.speculation
@@ -138,6 +148,7 @@ class SimEpoch:
     def close(self) -> None:
         self._masks.close()
         self.device.close()
+        self.oracle.kv = self.oracle.kv.copy()  # a step that is still computed leaves the memory alone
 
     # -- the forward pass ----------------------------------------------------------------------------------------
 

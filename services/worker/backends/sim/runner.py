@@ -22,6 +22,7 @@ from services.worker.backends.sim.model.hidden_states import HIDDEN_SIZE
 from services.worker.backends.sim.output.stage_trace import StageTrace
 from services.worker.backends.sim.output.step_output import StepOutput
 from services.worker.backends.sim.ranks.exchange import RankExchange, SingleRank
+from services.worker.kv_memory import KVMemory
 from services.worker.runner import Identity, LoadError, Progress
 
 DEFAULT_BLOCKS = 16384
@@ -46,6 +47,7 @@ class SimRunner:
         chunk_end: ChunkEnd = planned_end,
     ) -> None:
         self._config = config
+        self.kv_memory = KVMemory.kept()
         self._make_device, self._full_check, self._chunk_end = make_device, full_check, chunk_end
         self.exchange: RankExchange = SingleRank()
         self._rank = EpochValue[LoadedRank]("load")
@@ -75,6 +77,7 @@ class SimRunner:
             blocks = affordable_blocks(config.kv_cache_memory_bytes, bytes_per_block)
         else:
             blocks = max(DEFAULT_BLOCKS, -(-limit // assignment.block_size) + 1)
+        blocks = self.kv_memory.find(_identity(assignment, checkpoint), assignment.block_size) or blocks
         shard = assignment.shard
         cost = CostModel(config, shard.pipeline_parallel_size)
         has_trace = bool(config.sim_trace) and not shard.tp_rank
@@ -110,7 +113,11 @@ class SimRunner:
     def init_kv_cache(self, init: InitializeCache) -> None:
         self._end_epoch()
         rank = self._rank.get()
-        self._epoch.set(SimEpoch(rank, init, self._make_device(), self._full_check, self._chunk_end))
+        assignment, identity = rank.assignment, _identity(rank.assignment, rank.checkpoint)
+        bytes_per_block = assignment.block_size * HASH_BYTES
+        self.kv_memory.begin(identity, assignment.block_size, init.num_blocks, bytes_per_block)
+        kv = np.frombuffer(self.kv_memory.take(init.num_blocks * bytes_per_block), np.uint64)
+        self._epoch.set(SimEpoch(rank, init, self._make_device(), self._full_check, self._chunk_end, kv))
 
     def execute_model(self, step: SchedulerOutput) -> None:
         self.epoch.execute(step)
@@ -145,3 +152,9 @@ class SimRunner:
 
     def shutdown(self) -> None:
         self.leave()
+
+
+def _identity(assignment: Assignment, checkpoint: SimCheckpoint) -> str:
+    """Return what the content of the cache depends on beside tokens, and its size on limits."""
+    sizes = assignment.block_size, assignment.num_slots, assignment.max_model_len
+    return f"sim {checkpoint.digest} {assignment.shard} {sizes} {assignment.speculation}"

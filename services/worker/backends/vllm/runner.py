@@ -28,6 +28,7 @@ from services.worker.backends.vllm.platforms.choice import worker_platform
 from services.worker.backends.vllm.platforms.interface import WorkerPlatform
 from services.worker.backends.vllm.process_groups import ProcessGroups
 from services.worker.batch.slots import SlotTable
+from services.worker.kv_memory import KVMemory
 from services.worker.runner import SINGLE_GPU, Identity, LoadError, Output, Progress
 from services.worker.weights import checkpoint_path, layer_contents
 from services.worker.weights.conversion import cached_conversion
@@ -47,6 +48,7 @@ class VllmRunner:
         create_platform: Callable[[WorkerConfig], WorkerPlatform] = worker_platform,
     ) -> None:
         self._config, self._create_platform = config, create_platform
+        self.kv_memory = KVMemory()  # vLLM allocates its own, for each epoch
         self._checkpoint: CheckpointInfo | None = None
         self._engine: VllmEngine | None = None
         self._groups: ProcessGroups | None = None

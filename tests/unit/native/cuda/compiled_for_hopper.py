@@ -89,7 +89,7 @@ def attend(case: AttentionCase, dtype: torch.dtype) -> None:
     network = CudaKernels(dtype, dtype, CopyingDevice()).network
     heads, head_dim, most = case.heads, case.head_dim, 512
     cache = network.kv_cache(CacheShape(1, case.kv_heads, head_dim, BLOCK_SIZE, dtype), 4)
-    shape = AttentionShape(heads, head_dim, (case.window,), 1e-5, torch.ones(head_dim // 2))
+    shape = AttentionShape(heads, head_dim, (case.window,), 1e-5, torch.ones(1, head_dim // 2))
     table, tokens = torch.zeros(1, 4, dtype=torch.int32), torch.zeros(most, dtype=torch.int32)
     attention = PagedAttention(shape, cache, table, most, dtype, PROCESSORS)
     attention.begin(tokens, tokens)
@@ -108,7 +108,7 @@ def compute(name: str) -> None:
     network.gather(torch.zeros(4, dtype=torch.int32), normed, residual)
     for delta in (None, normed):
         network.norm(residual, delta, torch.zeros(hidden), 1e-5, normed)
-    network.silu_and_multiply(torch.zeros(4, 2 * mlp, dtype=BF16), torch.zeros(4, mlp, dtype=BF16))
+    network.gate_and_multiply(torch.zeros(4, 2 * mlp, dtype=BF16), torch.zeros(4, mlp, dtype=BF16))
     one, logits = np.ones(1, np.int32), torch.zeros(1, shape.vocab_size)
     kernels.sampling.greedy(logits)
     for min_p, top_k, top_p in ((0.0, 0, 1.0), (0.1, 5, 0.9)):

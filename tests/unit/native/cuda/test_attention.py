@@ -22,6 +22,8 @@ CASES = [
     AttentionCase(2, 1, 128, 32, window=1),
     AttentionCase(1, 1, 16, 1, normed=True),
     AttentionCase(20, 1, 16, 64, window=60),
+    AttentionCase(6, 2, 20, 16, all_heads=True, turns=False),
+    AttentionCase(8, 2, 16, 16, window=19, sinks=True),
 ]
 SERVED = [AttentionCase(8, 2, 64, 16), AttentionCase(8, 2, 128, 16)]
 """Groups and heads of Llama 3, whose programs are the largest ones."""
@@ -53,7 +55,7 @@ def test_equals_the_reference(
         torch.testing.assert_close(ours.step(*step), theirs.step(*step), **accuracy.attention[dtype])
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[2]], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[-1]], ids=str)
 def test_keys_are_divided_among_programs(make: KernelMaker, case: AttentionCase) -> None:
     """Also where a part has no keys, and for decode rows with drafts."""
     ours, theirs = both(make, case, F32, processors=16)

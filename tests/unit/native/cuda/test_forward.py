@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from services.worker.backends.native.kernels.reference.kernels import ReferenceKernels
+from services.worker.runner import LoadError
+from tests.integration.native.conftest import VARIANTS, save
 from tests.unit.native.cuda.tiny_engine import TinyEngine, write_tiny_model
 from tests.unit.native.eagle_heads import VOCAB
 from tests.unit.native.interpreted import CountedGraphs, interpreted_kernels
@@ -49,6 +51,28 @@ def test_tokens_equal_the_reference(model: Path) -> None:
         torch.testing.assert_close(engines[0].logits, engines[1].logits, atol=1e-4, rtol=1e-4)
         assert ours.ids.tolist() == theirs.ids.tolist()
         assert (ours.logprobs is None) == (theirs.logprobs is None)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["gemma3", "olmo3-yarn", "phi3-longrope-partial"])
+def test_logits_of_other_architectures_equal_the_reference(tmp_path: Path, name: str) -> None:
+    torch.manual_seed(7)
+    path = save(VARIANTS[name](), tmp_path).path
+    engines = TinyEngine(path, interpreted_kernels()), TinyEngine(path, ReferenceKernels(torch.float32))
+    for engine in engines:
+        engine.add(0, prompt(13))
+        engine.add(1, prompt(5))
+    for step in ([(0, 0, 9, False), (1, 0, 5, True)], [(0, 9, 4, True), (1, 5, 1, True)]):
+        ours, theirs = (engine.step(step) for engine in engines)
+        torch.testing.assert_close(engines[0].logits, engines[1].logits, atol=1e-4, rtol=1e-4)
+        assert ours.ids.tolist() == theirs.ids.tolist()
+
+
+def test_mixtures_of_experts_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(
+        LoadError, match="mixtures of experts are not computed on this device; use --device cpu"
+    ):
+        TinyEngine(save(VARIANTS["qwen3-moe"](), tmp_path).path, interpreted_kernels())
 
 
 @torch.inference_mode()

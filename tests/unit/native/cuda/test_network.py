@@ -26,19 +26,31 @@ def test_norm(make: KernelMaker, accuracy: Accuracy, dtype: torch.dtype, width: 
                 results.append((residual, out))
             assert torch.equal(results[0][0], results[1][0])
             torch.testing.assert_close(results[0][1], results[1][1], **accuracy.network[dtype])
+        delta = torch.randn(rows, width).to(dtype)
+        for residual, own in ((None, weight), (x, None)):
+            results = []
+            for network in (ours, theirs):
+                stream, out = None if residual is None else x.clone(), torch.empty(rows, width, dtype=dtype)
+                network.norm(stream, delta, own, 1e-6, out, 0.25)
+                results.append(out)
+            torch.testing.assert_close(*results, **accuracy.network[dtype])
 
 
 @each_dtype
-@pytest.mark.parametrize("width", [1, 5, 1500])
-def test_silu_and_multiply(make: KernelMaker, accuracy: Accuracy, dtype: torch.dtype, width: int) -> None:
+@pytest.mark.parametrize(
+    ("width", "activation"), [(1, "silu"), (5, "silu"), (1500, "silu"), (5, "gelu_tanh"), (5, "clamped_silu")]
+)
+def test_gate_and_multiply(
+    make: KernelMaker, accuracy: Accuracy, dtype: torch.dtype, width: int, activation: str
+) -> None:
     torch.manual_seed(0)
     for rows in ROWS:
         gate_up = (torch.randn(rows, 2 * width) * 30).to(dtype)
         if rows > 1:
             gate_up[0, 0], gate_up[1, 0] = -200.0, 200.0  # beyond the range of exp
         ours, theirs = torch.empty(rows, width, dtype=dtype), torch.empty(rows, width, dtype=dtype)
-        make(dtype).network.silu_and_multiply(gate_up, ours)
-        ReferenceNetwork(dtype).silu_and_multiply(gate_up, theirs)
+        make(dtype).network.gate_and_multiply(gate_up, ours, activation)
+        ReferenceNetwork(dtype).gate_and_multiply(gate_up, theirs, activation)
         torch.testing.assert_close(ours, theirs, **accuracy.network[dtype])
 
 

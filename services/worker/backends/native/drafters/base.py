@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from protocol.membership import Speculation
+from services.worker.backends.native.kernels.interface.kv_cache import Allocate, own_memory
 from services.worker.backends.native.model.model import Model
 from services.worker.backends.native.token_history import TokenHistory
 from services.worker.batch.slots import BatchColumns
@@ -57,6 +58,8 @@ class DrafterSlots:
     history: TokenHistory
     num_blocks: int
     """Number of blocks in the cache."""
+    allocate: Allocate = own_memory
+    """Memory of the drafter's own cache."""
 
 
 class Advance(NamedTuple):
@@ -92,7 +95,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def start(self, slots: DrafterSlots) -> "Proposer":
-        """Return a proposer for one epoch, with an empty cache."""
+        """Return a proposer for one epoch, with the cache that the memory holds."""
 
 
 class Proposer(ABC):

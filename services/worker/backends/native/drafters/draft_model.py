@@ -57,7 +57,9 @@ class DraftModelDrafter(Drafter):
     def start(self, slots: DrafterSlots) -> Proposer:
         table = slots.table
         blocks = torch.from_numpy(table.block_table)
-        forward = ForwardPass(self._model, self._ranks, slots.num_blocks, table.block_size, blocks)
+        forward = ForwardPass(
+            *(self._model, self._ranks, slots.num_blocks, table.block_size, blocks), allocate=slots.allocate
+        )
         return DraftModelProposer(forward, self._model.kernels.sampling, slots, self._limit)
 
 

@@ -66,7 +66,7 @@ class EagleProposer(Proposer):
     def __init__(self, model: EagleModel, slots: DrafterSlots, limit: int) -> None:
         self._model, self._slots, self._limit = model, slots, limit
         shape = cache_shape(model.config.layer, slots.table.block_size, model.dtype)
-        self._cache = model.network.kv_cache(shape, slots.num_blocks)
+        self._cache = model.network.kv_cache(shape, slots.num_blocks, slots.allocate)
         self._make_room(_FEW)
 
     def _make_room(self, places: int) -> None:

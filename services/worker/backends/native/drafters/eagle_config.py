@@ -4,7 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.worker.backends.native.model.config import ConfigReader, ModelConfig, read_config
+from services.worker.backends.native.model.architectures import llama
+from services.worker.backends.native.model.config import ModelConfig
+from services.worker.backends.native.model.config_reader import ConfigReader, read_config
 from services.worker.backends.native.model.forward import FINAL
 from services.worker.runner import LoadError
 
@@ -36,7 +38,9 @@ class EagleConfig:
         raw = read_config(directory)
         config, nested = ConfigReader(raw), _object(raw, "eagle_config")
         _refuse(raw, nested)
-        layer = ModelConfig.from_checkpoint(directory, dict.fromkeys(ARCHITECTURES[method], "llama"))
+        layer = ModelConfig.from_checkpoint(
+            directory, dict.fromkeys(ARCHITECTURES[method], llama.ARCHITECTURE)
+        )
         if layer.num_layers != 1:
             raise LoadError(f"an EAGLE head has one layer, config.json says {layer.num_layers}")
         if layer.vocab_size != target.vocab_size:

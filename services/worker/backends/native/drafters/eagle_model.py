@@ -37,7 +37,8 @@ class EagleModel(ABC):
         self.network: NetworkKernels = target.model.kernels.float32_network()
         self.drafting = target.model.kernels.drafting
         self._where = target.model.kernels.device.where
-        self.attention, self.eps = attention_shape(config.layer), config.layer.norm_eps
+        self.attention = attention_shape(config.layer, config.layer.max_position)
+        self.eps = config.layer.norm_eps
         loader = EagleLoader(config, checkpoint, target, self.network)
         self._qkv, self._out = loader.qkv(self.inputs * config.layer.hidden_size), loader.out()
         self._post_norm = loader.vector("layers.0.post_attention_layernorm.weight")
@@ -90,7 +91,7 @@ class EagleModel(ABC):
         network.gather(b.last, self._residual(b), b.yielded)
         delta = self._out(b.last_attended, b.delta)
         network.norm(b.yielded, delta, self._post_norm, self.eps, b.normed)
-        network.silu_and_multiply(self._gate_up(b.normed, b.gate_up), b.gated)
+        network.gate_and_multiply(self._gate_up(b.normed, b.gate_up), b.gated)
         self._down(b.gated, b.delta)
         logits = self._head(self._head_input(b), b.logits)
         network.most_likely(logits, b.sharpness, b.chosen, b.sure)

@@ -34,8 +34,12 @@ class QuantizedWeight:
 
     def select(self, index: torch.Tensor) -> torch.Tensor:
         """float32[rows, in]: the weights of some outputs, int64[rows]."""
+        return self.rows(index).dequantized()
+
+    def rows(self, index: torch.Tensor) -> "QuantizedWeight":
+        """Return the weights of some outputs, int64[rows]."""
         minima = None if self.minima is None else self.minima[index]
-        return QuantizedWeight(self.kind, self.codes[index], self.scales[index], minima).dequantized()
+        return QuantizedWeight(self.kind, self.codes[index], self.scales[index], minima)
 
     def dequantized(self) -> torch.Tensor:
         """float32[out, in]"""

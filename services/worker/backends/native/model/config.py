@@ -1,38 +1,66 @@
 """A checkpoint's config.json, checked. Models that this backend cannot compute are refused by name."""
 
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from services.checkpoint import CheckpointError, read_json
+from services.worker.backends.native.model.config_reader import ConfigReader, read_config
+from services.worker.backends.native.model.rope_config import Rope, read_rope
 from services.worker.runner import LoadError
 
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
+Activation = Literal["silu", "gelu_tanh", "clamped_silu"]
+"""Function of the gate; `NetworkKernels.gate_and_multiply` defines them."""
+ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"
+}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Rope:
-    """Rotary position embedding. Only scalings that do not depend on the length of the sequence are supported."""
+class TensorNames(NamedTuple):
+    """Names of a layer's tensors, without prefix and suffix. An empty name: the layer has no such norm."""
 
-    theta: float
-    kind: str
-    """"default", "linear" or "llama3"."""
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 0
+    attention_in: str = "input_layernorm"
+    """Norm of the input of attention."""
+    attention_out: str = ""
+    """Norm of its output, before that is added to the residual stream."""
+    mlp_in: str = "post_attention_layernorm"
+    mlp_out: str = ""
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    """Three tensors, or one with the rows of all."""
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    """Two tensors, or one with the rows of both."""
+    down: str = "mlp.down_proj"
+    router: str = "mlp.gate"
+    expert_gate_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
+    expert_down: str = "mlp.experts.{}.down_proj"
+    stacked_experts: str = "mlp.experts."
+    """Prefix of `gate_up_proj` and `down_proj`, which some checkpoints store for all experts of a layer together."""
+
+
+class ExpertsConfig(NamedTuple):
+    """The MLP is a mixture of experts. A router chooses the experts of each token."""
+
+    number: int
+    per_token: int
+    width: int
+    """Intermediate dimensions of an expert."""
+    normalised: bool
+    """The weights of a token's experts sum to 1: their softmax is over these experts only."""
+    router_bias: bool = False
+    bias: bool = False
+    """Products of experts have biases."""
+
+
+LLAMA_NAMES = TensorNames()
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer: pre-norm, rotary positions, grouped-query attention, gated MLP with SiLU."""
+    """A decoder-only transformer with RMS norms, grouped-query attention and a gated MLP.
+
+    Defaults of the fields are those of Llama. An architecture is a function that changes them
+    (`services/worker/backends/native/model/architectures/`); everything else reads only this configuration.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -44,70 +72,69 @@ class ModelConfig:
     max_position: int
     norm_eps: float
     tied: bool
-    rope: Rope
+    ropes: tuple[Rope | None, ...]
+    """Rotary positions by layer; None: the layer has no positions."""
     windows: tuple[int, ...]
     """Number of keys that a query reads, by layer, its own included; 0: all."""
     qkv_bias: bool
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    """Queries and keys are normalised before the rotation."""
     dtype: str
     """dtype of the checkpoint, for `--dtype auto`; other dtypes are read as float32."""
+    names: TensorNames = LLAMA_NAMES
+    qk_norm_of_all_heads: bool = False
+    """The norm is over all heads of a token together, so that a rank needs all of them."""
+    norm_offset: float = 0.0
+    """Added to the weights of norms as the checkpoint stores them."""
+    activation: Activation = "silu"
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Factor of the outputs of attention and MLP."""
+    attention_scale: float = 0.0
+    """Factor of the scores; 0: 1 / sqrt(head_dim)."""
+    logits_scale: float = 1.0
+    sinks: bool = False
+    """Each head has a sink: one more score in the softmax, without a value."""
+    experts: ExpertsConfig | None = None
 
     @classmethod
-    def from_checkpoint(cls, path: Path, architectures: Mapping[str, str] = ARCHITECTURES) -> "ModelConfig":
+    def from_checkpoint(
+        cls, path: Path, architectures: "Mapping[str, Architecture] | None" = None
+    ) -> "ModelConfig":
         """Read the configuration of a directory or of a GGUF file.
+
+        Args:
+            architectures: the ones that are supported, by their names in `transformers`; None: all
 
         Raises: LoadError, when config.json is missing or broken, or its model is not supported.
         """
-        return _parse(ConfigReader(read_config(path)), path, architectures)
+        if architectures is None:
+            from services.worker.backends.native.model.architectures import ARCHITECTURES
+
+            architectures = ARCHITECTURES
+        raw = read_config(path)
+        _refuse_unsupported(raw)
+        architecture = _architecture(raw, architectures)
+        if (path / "adapter_config.json").is_file():
+            raise LoadError(
+                f"{path} holds a LoRA adapter; adapters are not served, merge it into its base model first"
+            )
+        reader = ConfigReader({**architecture.defaults, **raw})
+        return architecture.configure(reader, _plain(reader))
 
 
-class ConfigReader:
-    """Typed access to the raw JSON. Errors name the key and its value."""
+class Architecture(NamedTuple):
+    """The differences of an architecture from Llama."""
 
-    def __init__(self, raw: dict[str, Any], where: str = "config.json") -> None:
-        self.raw, self.where = raw, where
-
-    def size(self, key: str, default: int | None = None) -> int:
-        value = self.raw.get(key)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise LoadError(f"{self.where}: {key!r} must be a whole number of at least 1, it is {value!r}")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.raw.get(key)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise LoadError(f"{self.where}: {key!r} must be a number above 0, it is {value!r}")
-        return float(value)
-
-    def flag(self, key: str) -> bool:
-        value = self.raw.get(key)
-        if value is not None and not isinstance(value, bool):
-            raise LoadError(f"{self.where}: {key!r} must be true or false, it is {value!r}")
-        return bool(value)
+    configure: Callable[[ConfigReader, ModelConfig], ModelConfig]
+    """Changes the configuration that is read as that of a Llama without biases. Raises: LoadError"""
+    defaults: Mapping[str, Any] = {}
+    """Values of keys that config.json may leave out."""
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """Return the content of config.json. Raises: LoadError"""
-    try:
-        raw = read_json(path, "config.json")
-    except CheckpointError as error:
-        raise LoadError(str(error)) from error
-    if raw:
-        return raw
-    if (path / "adapter_config.json").is_file():
-        raise LoadError(
-            f"{path} is a LoRA adapter; adapters are not served, merge it into its base model first"
-        )
-    raise LoadError(f"{path / 'config.json'} is missing; give a model directory in Hugging Face format")
-
-
-def _family(raw: dict[str, Any], architectures: Mapping[str, str]) -> str:
+def _architecture(raw: dict[str, Any], architectures: Mapping[str, Architecture]) -> Architecture:
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
     works = ", ".join(architectures)
@@ -131,31 +158,29 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
     for key in ("vision_config", "audio_config"):
         if raw.get(key) is not None:
             raise LoadError(f"multimodal models ({key}) are not supported; use the text-only checkpoint")
-    act = raw.get("hidden_act", "silu")
-    if act not in ("silu", "swish"):
-        raise LoadError(f"activation {act!r} is not supported; the native backend computes silu")
 
 
-def _parse(config: ConfigReader, path: Path, architectures: Mapping[str, str]) -> ModelConfig:
-    raw = config.raw
-    _refuse_unsupported(raw)
-    family = _family(raw, architectures)
-    if (path / "adapter_config.json").is_file():
-        raise LoadError(
-            f"{path} holds a LoRA adapter; adapters are not served, merge it into its base model first"
-        )
+def _activation(config: ConfigReader) -> Activation:
+    name = config.raw.get("hidden_activation") or config.raw.get("hidden_act", "silu")
+    if name not in ACTIVATIONS:
+        works = ", ".join(ACTIVATIONS)
+        raise LoadError(f"activation {name!r:.80} is not supported; the native backend computes {works}")
+    return ACTIVATIONS[name]
+
+
+def _plain(config: ConfigReader) -> ModelConfig:
+    """Return the configuration of a Llama without biases whose layers read all keys."""
     heads, hidden, layers = (
         config.size(k) for k in ("num_attention_heads", "hidden_size", "num_hidden_layers")
     )
-    kv_heads = config.size("num_key_value_heads", {"llama": heads, "mistral": 8}.get(family, 32))
-    head_dim = config.size("head_dim", 128 if family == "qwen3" else max(1, hidden // heads))
+    kv_heads = config.size("num_key_value_heads", heads)
+    head_dim = config.size("head_dim", max(1, hidden // heads))
     if heads % kv_heads or head_dim % 2:
         raise LoadError(
             f"config.json: {heads} heads cannot share {kv_heads} key-value heads of size {head_dim}; "
             "heads must be a multiple, the size even"
         )
     max_position = config.size("max_position_embeddings")
-    biased = config.flag("attention_bias") and family in ("llama", "qwen3")
     return ModelConfig(
         vocab_size=config.size("vocab_size"),
         hidden_size=hidden,
@@ -167,60 +192,12 @@ def _parse(config: ConfigReader, path: Path, architectures: Mapping[str, str]) -
         max_position=max_position,
         norm_eps=config.number("rms_norm_eps", 1e-6),
         tied=config.flag("tie_word_embeddings"),
-        rope=_rope(config, max_position),
-        windows=_windows(config, family, layers),
-        qkv_bias=biased or family == "qwen2",
-        out_bias=biased,
-        mlp_bias=family == "llama" and config.flag("mlp_bias"),
-        qk_norm=family == "qwen3",
-        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+        ropes=(read_rope(config, head_dim),) * layers,
+        windows=(0,) * layers,
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        dtype=str(config.raw.get("dtype") or config.raw.get("torch_dtype") or "float32"),
+        activation=_activation(config),
     )
-
-
-def _rope(config: ConfigReader, max_position: int) -> Rope:
-    """`rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before)."""
-    values = config.raw.get("rope_parameters") or config.raw.get("rope_scaling") or {}
-    if not isinstance(values, dict):
-        raise LoadError(f"config.json: the rotary parameters must be an object, they are {values!r}")
-    rope = ConfigReader(
-        {"rope_theta": config.raw.get("rope_theta"), **values}, "config.json, rotary parameters"
-    )
-    kind = values.get("rope_type", values.get("type", "default"))
-    if kind not in ("default", "linear", "llama3"):
-        raise LoadError(
-            f"rope type {kind!r} is not supported; the native backend computes default, linear and llama3"
-        )
-    if rope.number("partial_rotary_factor", 1.0) != 1.0:
-        raise LoadError("partial rotary embedding is not supported; the native backend rotates whole heads")
-    theta = rope.number("rope_theta", 10000.0)
-    if kind == "default":
-        return Rope(theta, kind)
-    if kind == "linear":
-        return Rope(theta, kind, rope.number("factor"))
-    return Rope(
-        theta,
-        kind,
-        rope.number("factor"),
-        rope.number("low_freq_factor"),
-        rope.number("high_freq_factor"),
-        rope.size("original_max_position_embeddings", max_position),
-    )
-
-
-def _windows(config: ConfigReader, family: str, layers: int) -> tuple[int, ...]:
-    raw = config.raw
-    if family == "llama" or (family == "mistral" and raw.get("sliding_window", 4096) is None):
-        return (0,) * layers
-    if family == "mistral":
-        return (config.size("sliding_window", 4096),) * layers
-    if not config.flag("use_sliding_window") or raw.get("sliding_window", 4096) is None:
-        return (0,) * layers
-    window, first = config.size("sliding_window", 4096), raw.get("max_window_layers", 28)
-    types = raw.get("layer_types") or [
-        "sliding_attention" if i >= first else "full_attention" for i in range(layers)
-    ]
-    if len(types) != layers or not set(types) <= {"sliding_attention", "full_attention"}:
-        raise LoadError(
-            f"config.json: layer_types must name sliding_attention or full_attention for each of {layers} layers"
-        )
-    return tuple(window if kind == "sliding_attention" else 0 for kind in types)

@@ -9,8 +9,11 @@ from numpy.typing import NDArray
 
 from protocol.membership import Assignment
 from services.worker.backends.native.kernels.interface.buffers import Buffers
+from services.worker.backends.native.kernels.interface.kv_cache import Allocate, own_memory
 from services.worker.backends.native.kernels.interface.recording import Captured
 from services.worker.backends.native.kernels.interface.rows import BatchTensors
+from services.worker.backends.native.model.experts import Experts
+from services.worker.backends.native.model.layer import Mlp
 from services.worker.backends.native.model.model import Model
 from services.worker.backends.native.sampling.logprobs import PromptScores
 from services.worker.backends.native.token_history import TokenHistory
@@ -40,10 +43,14 @@ class ForwardBuffers(Buffers):
         self.normed = self._rows("tokens", hidden, dtype=kind)
         self.qkv = self._rows("tokens", heads + 2 * c.num_kv_heads * c.head_dim, dtype=kind)
         self.attended = self._rows("tokens", heads, dtype=kind)
-        self.gate_up = self._rows("tokens", 2 * c.intermediate_size, dtype=kind)
-        self.gated = self._rows("tokens", c.intermediate_size, dtype=kind)
+        width = c.intermediate_size if c.experts is None else 1
+        self.gate_up = self._rows("tokens", 2 * width, dtype=kind)
+        self.gated = self._rows("tokens", width, dtype=kind)
         self.attention_out = self._rows("tokens", hidden, dtype=kind)
         self.mlp_out = self._rows("tokens", hidden, dtype=kind)
+        norms_outputs = c.names.attention_out or c.names.mlp_out
+        self.out_normed = self._rows("tokens", hidden if norms_outputs else 1, dtype=kind)
+        """Output of attention or MLP after a norm of its own."""
         self.reduced = self._rows("tokens", hidden, dtype=kind)
         """Sums over ranks; not in place, because sent data must not change before the next exchange."""
         self.taps = tuple(
@@ -79,6 +86,7 @@ class ForwardPass:
         table: int32[slots, blocks] on the device, the block table of every slot; plans change it in place.
         taps: hidden states that a drafter reads: numbers of layers, whose input it is, or FINAL.
         capacity: initial rows of the buffers.
+        allocate: memory of the cache.
     """
 
     def __init__(
@@ -90,11 +98,13 @@ class ForwardPass:
         table: torch.Tensor,
         taps: Collection[int] = (),
         capacity: Mapping[str, int] = FEW,
+        allocate: Allocate = own_memory,
     ) -> None:
         self._model, self._network, self._ranks = model, model.kernels.network, ranks
         self._device = model.kernels.device
         self._table, self._taps = table, tuple(taps)
-        self._cache = self._network.kv_cache(model.cache_shape(block_size), num_blocks)
+        self._cache = self._network.kv_cache(model.cache_shape(block_size), num_blocks, allocate)
+        self._context = table.shape[1] * block_size
         self._counts = Counts(0, 0, 0)
         self._make_room(dict(capacity))
 
@@ -104,7 +114,7 @@ class ForwardPass:
         self._buffers = ForwardBuffers(model, self._taps, self._device.where, **capacity)
         self._smallest = min(capacity.values())
         self._attention = self._network.attention(
-            model.attention, self._cache, self._table, capacity["tokens"]
+            model.attention(self._context), self._cache, self._table, capacity["tokens"]
         )
         self._recording = self._network.record(self._body, self._buffers)
 
@@ -168,11 +178,12 @@ class ForwardPass:
             pipeline.send_activations(residual.clone())
             return None
         if pooled is not None:
-            states = self._final_normed(pooled.tokens)
+            states = self._final_normed(pooled.tokens, self._model.final_norm)
             self._device.launch(lambda: pooled.take(states.float()))
         if prompts is not None:
             for tokens in prompts.slices(part.whole.vocab_size):
-                if (scored := self._whole_logits(self._head(self._final_normed(tokens)))) is not None:
+                states = self._final_normed(tokens, self._model.head_norm)
+                if (scored := self._whole_logits(self._head(states))) is not None:
                     prompts.take(scored)
         return self._whole_logits(logits[: counts.sampled])
 
@@ -193,33 +204,50 @@ class ForwardPass:
     def _body(self, b: ForwardBuffers) -> torch.Tensor:
         """From token ids to logits, or from the stage before to the next one. Returns [sampled, vocabulary width]."""
         network, model, team = self._network, self._model, self._ranks.tensor_parallel
-        if model.embedding is not None and team.size == 1:
-            model.embedding.look_up(b.ids, b.residual)
+        config, eps, factor, delta = model.config, model.config.norm_eps, model.config.residual_scale, None
+        if model.embedding is not None:
+            if team.size == 1:
+                model.embedding.look_up(b.ids, b.residual)
+            if config.embedding_scale != 1.0:
+                network.copy(b.residual, b.residual, config.embedding_scale)
         self._attention.begin(b.positions, b.slots)
-        eps, delta = model.config.norm_eps, None
         for number, layer in enumerate(model.layers):
-            network.norm(b.residual, delta, layer.input_norm, eps, b.normed)
+            network.norm(b.residual, delta, layer.attention_in, eps, b.normed, factor)
             if (whole := model.part.layers[number]) in self._taps:
                 network.copy(b.residual, b.taps[self._taps.index(whole)])
             self._attention.write(number, layer.qkv(b.normed, b.qkv), layer.head_norms)
-            self._attention.attend(number, b.tiles, b.attended)
-            delta = self._sum_over_ranks(layer.out(b.attended, b.attention_out), b)
-            network.norm(b.residual, delta, layer.post_norm, eps, b.normed)
-            network.silu_and_multiply(layer.gate_up(b.normed, b.gate_up), b.gated)
-            delta = self._sum_over_ranks(layer.down(b.gated, b.mlp_out), b)
+            self._attention.attend(number, b.tiles, b.attended, layer.sinks)
+            delta = self._completed(layer.out(b.attended, b.attention_out), layer.attention_out, b)
+            network.norm(b.residual, delta, layer.mlp_in, eps, b.normed, factor)
+            delta = self._completed(self._mlp(layer.mlp, b), layer.mlp_out, b)
         assert delta is not None, "a stage has at least one layer"
-        network.add(delta, b.residual)
+        network.add(delta, b.residual, factor)
         if not model.part.is_last:
             return b.logits
         if FINAL in self._taps:
             network.norm(b.residual, None, model.final_norm, eps, b.taps[self._taps.index(FINAL)])
         network.gather(b.sampled, b.residual, b.final)
-        network.norm(b.final, None, model.final_norm, eps, b.final_normed)
+        network.norm(b.final, None, model.head_norm, eps, b.final_normed)
         logits = model.head(b.final_normed, b.logits)
         if b.float32_logits is None:
             return logits
         network.copy(logits, b.float32_logits)
         return b.float32_logits
+
+    def _mlp(self, mlp: Mlp | Experts, b: ForwardBuffers) -> torch.Tensor:
+        if isinstance(mlp, Experts):
+            return self._network.call(mlp, b.normed, b.mlp_out)
+        activation = self._model.config.activation
+        self._network.gate_and_multiply(mlp.gate_up(b.normed, b.gate_up), b.gated, activation)
+        return mlp.down(b.gated, b.mlp_out)
+
+    def _completed(self, partial: torch.Tensor, norm: torch.Tensor | None, b: ForwardBuffers) -> torch.Tensor:
+        """Return an output of attention or MLP, summed over ranks and normalised."""
+        delta = self._sum_over_ranks(partial, b)
+        if norm is None:
+            return delta
+        self._network.norm(None, delta, norm, self._model.config.norm_eps, b.out_normed)
+        return b.out_normed
 
     def _sum_over_ranks(self, partial: torch.Tensor, b: ForwardBuffers) -> torch.Tensor:
         team = self._ranks.tensor_parallel
@@ -236,14 +264,14 @@ class ForwardPass:
         embedding.look_up(own.masked_fill_(foreign, 0), rows)
         return self._ranks.tensor_parallel.all_reduce(rows.masked_fill_(foreign[:, None], 0))
 
-    def _final_normed(self, tokens: NDArray[np.int32]) -> torch.Tensor:
-        """activations[some, hidden] after the final norm, of int32[some] tokens of the step."""
+    def _final_normed(self, tokens: NDArray[np.int32], norm: torch.Tensor) -> torch.Tensor:
+        """activations[some, hidden] after the final norm, or that of the head, of int32[some] tokens of the step."""
         (index,) = self._device.upload(tokens)
         shape = len(tokens), self._model.config.hidden_size
         residual = torch.empty(shape, device=self._device.where)
         self._network.gather(index, self._buffers.residual, residual)
         out = torch.empty(shape, dtype=self._network.activations, device=self._device.where)
-        self._network.norm(residual, None, self._model.final_norm, self._model.config.norm_eps, out)
+        self._network.norm(residual, None, norm, self._model.config.norm_eps, out)
         return out
 
     def _head(self, states: torch.Tensor) -> torch.Tensor:

@@ -5,23 +5,42 @@ from dataclasses import dataclass
 import torch
 
 from services.worker.backends.native.kernels.interface.products import Linear
+from services.worker.backends.native.model.experts import Experts
 
 
 @dataclass(frozen=True)
-class Layer:
-    """Numbers of heads, KV heads and intermediate dimensions are those of this rank."""
-
-    input_norm: torch.Tensor
-    """float32[hidden]"""
-    qkv: Linear
-    """hidden to (heads + 2 * kv_heads) * head_dim"""
-    head_norms: tuple[torch.Tensor, torch.Tensor] | None
-    """float32[head_dim] each, of queries and of keys"""
-    out: Linear
-    """heads * head_dim to hidden"""
-    post_norm: torch.Tensor
-    """float32[hidden]"""
+class Mlp:
     gate_up: Linear
     """hidden to 2 * intermediate"""
     down: Linear
     """intermediate to hidden"""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.gate_up.num_bytes + self.down.num_bytes
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Numbers of heads, KV heads and intermediate dimensions are those of this rank. Norms are float32[hidden]; None:
+    the layer has no such norm."""
+
+    attention_in: torch.Tensor | None
+    attention_out: torch.Tensor | None
+    mlp_in: torch.Tensor | None
+    mlp_out: torch.Tensor | None
+    qkv: Linear
+    """hidden to (heads + 2 * kv_heads) * head_dim"""
+    head_norms: tuple[torch.Tensor, torch.Tensor] | None
+    """Norms of queries and of keys: float32[head_dim] each, or float32[heads * head_dim] and float32[kv_heads *
+    head_dim]"""
+    sinks: torch.Tensor | None
+    """float32[heads]"""
+    out: Linear
+    """heads * head_dim to hidden"""
+    mlp: Mlp | Experts
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weights of products."""
+        return self.qkv.num_bytes + self.out.num_bytes + self.mlp.num_bytes

@@ -1,6 +1,7 @@
 """Names and shapes of a checkpoint's tensors, and the share of each that a rank reads."""
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -15,10 +16,13 @@ from services.worker.backends.native.kernels.quantized_weight import (
     quantized,
     stacked,
 )
-from services.worker.backends.native.model.config import ModelConfig
+from services.worker.backends.native.model.config import ExpertsConfig, ModelConfig
+from services.worker.backends.native.model.experts import Expert, Experts
 from services.worker.backends.native.model.gguf_blocks import weight_from_blocks
-from services.worker.backends.native.model.layer import Layer
+from services.worker.backends.native.model.layer import Layer, Mlp
 from services.worker.backends.native.model.partition import ModelPart
+from services.worker.backends.native.model.rope import head_order
+from services.worker.runner import LoadError
 from services.worker.weights import Checkpoint, Cut
 
 Wanted = Quantization | Literal["none"] | None
@@ -57,28 +61,127 @@ class ShardLoader:
         """float32[size]"""
         return self._device.keep(self._checkpoint.take(name, (size,), self._dtype).float())
 
+    def norm(self, name: str) -> torch.Tensor:
+        """float32[hidden]"""
+        return self._shifted(self.vector(name, self._whole.hidden_size))
+
+    def _shifted(self, weight: torch.Tensor) -> torch.Tensor:
+        offset = self._whole.norm_offset
+        return weight + offset if offset else weight
+
     def layer(self, number: int) -> Layer:
         c, part, at = self._whole, self._part, f"model.layers.{number}."
         heads, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        intermediate, hidden = c.intermediate_size, c.hidden_size
         own_heads, own_kv = (_scaled(s, c.head_dim) for s in (part.heads, part.kv_heads))
-        q_norm, k_norm = (at + f"self_attn.{x}_norm.weight" for x in "qk")
-        qkv = {"q_proj": (heads, own_heads), "k_proj": (kv, own_kv), "v_proj": (kv, own_kv)}
-        gate_up = {
-            "gate_proj": (intermediate, part.intermediate),
-            "up_proj": (intermediate, part.intermediate),
-        }
+        order = head_order(c.ropes[number], c.head_dim)
+        qkv = _parts(c.names.qkv, (heads, own_heads, order), (kv, own_kv, order), (kv, own_kv, None))
+        self._refuse_unread(at)
+        norms = (at + name + ".weight" if name else "" for name in c.names[:4])
+        attention_in, attention_out, mlp_in, mlp_out = (self.norm(x) if x else None for x in norms)
         return Layer(
-            input_norm=self.vector(at + "input_layernorm.weight", hidden),
-            qkv=self._by_outputs(at + "self_attn.", qkv, c.qkv_bias),
-            head_norms=(self.vector(q_norm, c.head_dim), self.vector(k_norm, c.head_dim))
-            if c.qk_norm
-            else None,
+            attention_in,
+            attention_out,
+            mlp_in,
+            mlp_out,
+            qkv=self._by_outputs(at, qkv, c.qkv_bias),
+            head_norms=self._head_norms(at, order) if c.qk_norm else None,
+            sinks=self._sinks(at) if c.sinks else None,
             out=self._by_inputs(at + "self_attn.o_proj", heads, own_heads, c.out_bias),
-            post_norm=self.vector(at + "post_attention_layernorm.weight", hidden),
-            gate_up=self._by_outputs(at + "mlp.", gate_up, c.mlp_bias),
-            down=self._by_inputs(at + "mlp.down_proj", intermediate, part.intermediate, c.mlp_bias),
+            mlp=self._mlp(at) if c.experts is None else self._experts(at, c.experts),
         )
+
+    def _head_norms(self, at: str, order: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        c = self._whole
+        number = (c.num_heads, c.num_kv_heads) if c.qk_norm_of_all_heads else (1, 1)
+        queries, keys = (
+            self._shifted(self.vector(f"{at}self_attn.{name}_norm.weight", heads * c.head_dim))
+            for name, heads in zip("qk", number, strict=True)
+        )
+        return (queries, keys) if order is None else (queries[order], keys[order])
+
+    def _sinks(self, at: str) -> torch.Tensor:
+        whole = self._checkpoint.take(
+            at + "self_attn.sinks", (self._whole.num_heads,), torch.float32, (self._part.heads,)
+        )
+        return self._device.keep(whole.contiguous())
+
+    def _mlp(self, at: str) -> Mlp:
+        c, own = self._whole, self._part.intermediate
+        gate_up = _parts(c.names.gate_up, *[(c.intermediate_size, own, None)] * 2)
+        return Mlp(
+            self._by_outputs(at, gate_up, c.mlp_bias),
+            self._by_inputs(at + c.names.down, c.intermediate_size, own, c.mlp_bias),
+        )
+
+    def _experts(self, at: str, experts: ExpertsConfig) -> Experts:
+        """The experts of this rank, and the whole router. Raises: LoadError, where experts are not supported."""
+        c, whole = self._whole, slice(None)
+        router = [_Part(c.names.router, experts.number, whole)]
+        read = (
+            self._stacked_expert
+            if at + c.names.stacked_experts + "gate_up_proj" in self._checkpoint
+            else None
+        )
+        return Experts(
+            self._network,
+            experts,
+            self._by_outputs(at, router, experts.router_bias, "none"),
+            self._part.experts,
+            [(read or self._expert)(at, number, experts) for number in self._part.experts],
+            c.activation,
+        )
+
+    def _expert(self, at: str, number: int, experts: ExpertsConfig) -> Expert:
+        names, size = self._whole.names, (experts.width, slice(None), None)
+        gate_up = _parts([name.format(number) for name in names.expert_gate_up], size, size)
+        down = f"{at}{names.expert_down.format(number)}"
+        weight = self._weight(
+            f"{down}.weight", (self._whole.hidden_size, experts.width), (), self._quantization
+        )
+        bias = self._product(f"{down}.bias", (self._whole.hidden_size,)) if experts.bias else None
+        return self._by_outputs(at, gate_up, experts.bias), self._network.linear(weight, bias)
+
+    def _stacked_expert(self, at: str, number: int, experts: ExpertsConfig) -> Expert:
+        """One of the experts that are stored together as [experts, inputs, outputs]; rows of gate and up alternate."""
+        at, hidden, width = at + self._whole.names.stacked_experts, self._whole.hidden_size, experts.width
+        products = []
+        for name, inputs, outputs in (("gate_up_proj", hidden, 2 * width), ("down_proj", width, hidden)):
+            cut = (slice(number, number + 1),)
+            stored = self._checkpoint.take(at + name, (experts.number, inputs, outputs), self._dtype, cut)[
+                0
+            ].t()
+            bias = (
+                self._product(f"{at}{name}_bias", (experts.number, outputs), *cut)[0]
+                if experts.bias
+                else None
+            )
+            if name == "gate_up_proj":
+                stored = torch.cat((stored[0::2], stored[1::2]))
+                bias = None if bias is None else torch.cat((bias[0::2], bias[1::2]))
+            kind = self._quantization
+            weight: Weight = stored.contiguous()
+            if kind == "int8" or kind == "int4":
+                weight = quantized(stored, kind)
+            self._count(weight)
+            products.append(self._network.linear(weight, bias))
+        return products[0], products[1]
+
+    def _refuse_unread(self, at: str) -> None:
+        """Raises: LoadError, if the checkpoint has tensors that the configuration does not use."""
+        c = self._whole
+        unread = [f"{name}.bias" for name in c.names.qkv if not c.qkv_bias]
+        unread += [] if c.out_bias else ["self_attn.o_proj.bias"]
+        unread += (
+            [] if c.mlp_bias or c.experts else [f"{name}.bias" for name in (*c.names.gate_up, c.names.down)]
+        )
+        unread += [] if c.qk_norm else ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
+        unread += [] if c.sinks else ["self_attn.sinks"]
+        for name in unread:
+            if at + name in self._checkpoint:
+                raise LoadError(
+                    f"the checkpoint has a tensor {at}{name}, but config.json describes a model without it; "
+                    "the files do not belong together"
+                )
 
     def head(self, embedding: EmbeddingTable | None) -> Linear:
         """A product from hidden states to `vocabulary_width` logits; logits beyond the rank's token ids are zero."""
@@ -98,14 +201,19 @@ class ShardLoader:
         wanted = "int8" if self._quantization == "int4" else self._quantization
         return self._weight(name, shape, (self._part.vocabulary,), wanted)
 
-    def _by_outputs(self, at: str, parts: dict[str, tuple[int, slice]], bias: bool) -> Linear:
-        """Stack several products of the checkpoint. `parts`: number of outputs of each, and this rank's share."""
-        hidden = self._whole.hidden_size
+    def _by_outputs(
+        self, at: str, parts: "Sequence[_Part]", bias: bool, wanted: Wanted | Literal["default"] = "default"
+    ) -> Linear:
+        """Stack rows of several tensors of the checkpoint."""
+        kind, hidden = self._quantization if wanted == "default" else wanted, self._whole.hidden_size
         weights = [
-            self._weight(f"{at}{x}.weight", (size, hidden), (own,), self._quantization)
-            for x, (size, own) in parts.items()
+            _ordered(self._weight(f"{at}{x.name}.weight", (x.outputs, hidden), (x.own,), kind), x.order)
+            for x in parts
         ]
-        biases = [self._product(f"{at}{x}.bias", (size,), own) for x, (size, own) in parts.items() if bias]
+        biases = []
+        for x in parts if bias else ():
+            read = self._product(f"{at}{x.name}.bias", (x.outputs,), x.own)
+            biases.append(read if x.order is None else read[_rows_in_order(len(read), x.order)])
         return self._network.linear(stacked(weights), torch.cat(biases) if biases else None)
 
     def _by_inputs(self, name: str, width: int, own: slice, bias: bool) -> Linear:
@@ -119,8 +227,11 @@ class ShardLoader:
 
     def _weight(self, name: str, shape: tuple[int, int], cut: Cut, wanted: Wanted) -> Weight:
         weight = self._read(name, shape, cut, wanted)
-        self.types.add(weight.kind if isinstance(weight, QuantizedWeight) else str(weight.dtype))
+        self._count(weight)
         return weight
+
+    def _count(self, weight: Weight) -> None:
+        self.types.add(weight.kind if isinstance(weight, QuantizedWeight) else str(weight.dtype))
 
     def _read(self, name: str, shape: tuple[int, int], cut: Cut, wanted: Wanted) -> Weight:
         if wanted == "none":
@@ -138,10 +249,53 @@ class ShardLoader:
         return self._checkpoint.take(name, shape, self._dtype, cut)
 
 
+class _Part(NamedTuple):
+    """Rows of a tensor that one rank multiplies by."""
+
+    name: str
+    outputs: int
+    """Rows of the whole tensor."""
+    own: slice
+    order: torch.Tensor | None = None
+    """int64[head_dim]: order of the rows of each head; None: they stay."""
+
+
+def _parts(names: Sequence[str], *sizes: tuple[int, slice, torch.Tensor | None]) -> list[_Part]:
+    """Return the rows of several tensors, or of one that has the rows of all, one after the other.
+
+    Args:
+        sizes: of each, its outputs, this rank's share of them, and their order.
+    """
+    if len(names) == len(sizes):
+        return [_Part(name, *size) for name, size in zip(names, sizes, strict=True)]
+    parts, first, total = [], 0, sum(outputs for outputs, *_ in sizes)
+    for outputs, own, order in sizes:
+        parts.append(_Part(names[0], total, slice(first + own.start, first + own.stop), order))
+        first += outputs
+    return parts
+
+
+def _rows_in_order(outputs: int, order: torch.Tensor) -> torch.Tensor:
+    """Return int64[outputs]: the rows of heads in another order within each head."""
+    return torch.arange(outputs).view(-1, len(order))[:, order].flatten()
+
+
+def _ordered(weight: Weight, order: torch.Tensor | None) -> Weight:
+    if order is None:
+        return weight
+    index = _rows_in_order(weight.shape[0], order)
+    return weight.rows(index) if isinstance(weight, QuantizedWeight) else weight[index]
+
+
 def has_blocks(checkpoint: Checkpoint, config: ModelConfig) -> bool:
     """Return whether the file contains quantised products."""
-    shape = config.hidden_size, config.intermediate_size
-    return checkpoint.blocks("model.layers.0.mlp.down_proj.weight", shape, (slice(1),)) is not None
+    name, width = config.names.down, config.intermediate_size
+    if config.experts is not None:
+        name, width = config.names.expert_down.format(0), config.experts.width
+        if f"model.layers.0.{name}.weight" not in checkpoint:
+            return False
+    shape = config.hidden_size, width
+    return checkpoint.blocks(f"model.layers.0.{name}.weight", shape, (slice(1),)) is not None
 
 
 def _scaled(share: slice, size: int) -> slice:

@@ -1,4 +1,4 @@
-"""The transformer's weights. Llama, Mistral, Qwen2 and Qwen3 share one forward pass with optional parts.
+"""The transformer's weights. All architectures share one forward pass, whose parts `ModelConfig` describes.
 
 Tensor parallelism divides products in pairs: the first of a pair by its outputs (queries, keys and values; gate and
 up), the second by its inputs (out; down). After one sum over the ranks per pair, every rank has the whole residual
@@ -13,7 +13,7 @@ from services.worker.backends.native.kernels.interface.kv_cache import CacheShap
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.loading import ShardLoader, Wanted
 from services.worker.backends.native.model.partition import ModelPart
-from services.worker.backends.native.model.rope import inverse_frequencies
+from services.worker.backends.native.model.rope import rotation
 from services.worker.runner import Progress
 from services.worker.weights import Checkpoint
 
@@ -32,7 +32,6 @@ class Model:
     ) -> None:
         """Read the weights. `quantization`: see `ShardLoader`. Raises: LoadError, if a tensor is missing or wrong."""
         self.part, self.config, self.dtype, self.kernels = part, part.config, dtype, kernels
-        self.attention = attention_shape(part.config)
         loader = ShardLoader(part, checkpoint, dtype, kernels.network, kernels.device, quantization)
         self.embedding = loader.embedding() if part.is_first else None
         """Vectors of this rank's token ids."""
@@ -41,7 +40,10 @@ class Model:
             self.layers.append(loader.layer(number))
             progress("loading weights", len(self.layers) / (len(part.layers) + 1))
         if part.is_last:
-            self.final_norm = loader.vector("model.norm.weight", part.whole.hidden_size)
+            self.final_norm = loader.norm("model.norm.weight")
+            scale = part.whole.logits_scale
+            self.head_norm = self.final_norm if scale == 1.0 else self.final_norm * scale
+            """Norm of the head's input. The head has no bias, so a factor of the logits is a factor of its input."""
             self.head = loader.head(self.embedding)
         progress("loading weights", 1.0)
         self.weight_types = " and ".join(sorted(kind.removeprefix("torch.") for kind in loader.types))
@@ -49,11 +51,14 @@ class Model:
     @property
     def num_bytes(self) -> int:
         """Memory of the embedding and of the weights of products."""
-        products = [p for layer in self.layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        total = sum(product.num_bytes for product in products)
+        total = sum(layer.num_bytes for layer in self.layers)
         total += self.embedding.num_bytes if self.embedding is not None else 0
         shared = self.embedding is not None and self.embedding.tensor is None and self.part.whole.tied
         return total + (self.head.num_bytes if self.part.is_last and not shared else 0)
+
+    def attention(self, context: int) -> AttentionShape:
+        """`context`: tokens of the longest sequence"""
+        return attention_shape(self.config, context)
 
     def cache_shape(self, block_size: int) -> CacheShape:
         return cache_shape(self.config, block_size, self.dtype)
@@ -62,9 +67,20 @@ class Model:
         return self.kernels.network.bytes_per_block(self.cache_shape(block_size))
 
 
-def attention_shape(config: ModelConfig) -> AttentionShape:
-    frequencies = inverse_frequencies(config.rope, config.head_dim)
-    return AttentionShape(config.num_heads, config.head_dim, config.windows, config.norm_eps, frequencies)
+def attention_shape(config: ModelConfig, context: int) -> AttentionShape:
+    """`context`: tokens of the longest sequence"""
+    kinds = list(dict.fromkeys(config.ropes))
+    frequencies, amplitudes = zip(*(rotation(kind, config.head_dim, context) for kind in kinds), strict=True)
+    return AttentionShape(
+        config.num_heads,
+        config.head_dim,
+        config.windows,
+        config.norm_eps,
+        torch.stack(frequencies),
+        tuple(map(kinds.index, config.ropes)),
+        torch.stack(amplitudes),
+        config.attention_scale,
+    )
 
 
 def cache_shape(config: ModelConfig, block_size: int, dtype: torch.dtype) -> CacheShape:

@@ -23,6 +23,8 @@ class ModelPart:
     several ranks have the same one."""
     intermediate: slice
     """The MLP's intermediate dimension."""
+    experts: range
+    """Experts of a mixture, whole ones; the MLP's intermediate dimension is not divided then."""
     vocabulary: slice
     """Token ids. The last rank's slice may be shorter than the others'."""
     vocabulary_width: int
@@ -69,6 +71,7 @@ class ModelPart:
                 config,
                 num_layers=len(layers),
                 windows=config.windows[layers.start : layers.stop],
+                ropes=config.ropes[layers.start : layers.stop],
                 num_heads=heads.stop - heads.start,
                 num_kv_heads=kv_heads.stop - kv_heads.start,
                 intermediate_size=config.intermediate_size // size,
@@ -77,6 +80,7 @@ class ModelPart:
             heads=heads,
             kv_heads=kv_heads,
             intermediate=_share(config.intermediate_size // size, shard.tp_rank),
+            experts=_experts(config, size, shard.tp_rank),
             vocabulary=slice(shard.tp_rank * width, min((shard.tp_rank + 1) * width, config.vocab_size)),
             vocabulary_width=width,
         )
@@ -90,7 +94,7 @@ def tensor_parallel_sizes(config: ModelConfig, group: int = 1) -> tuple[int, ...
 
     Raises: LoadError, when not even the whole layer consists of such groups.
     """
-    inputs = config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size
+    inputs = config.hidden_size, config.num_heads * config.head_dim, _mlp_width(config)
     if any(size % group for size in inputs):
         raise LoadError(
             f"weights are quantised in groups of {group} inputs, but this model has products with "
@@ -115,7 +119,11 @@ def _problem(config: ModelConfig, size: int, group: int) -> str:
         return f"it has {heads} attention heads"
     if size > kv_heads and (size % kv_heads or heads % size):
         return f"a size above its {kv_heads} KV heads must be a multiple of them and divide its {heads} attention heads"
-    if config.intermediate_size % size:
+    if size > 1 and config.qk_norm_of_all_heads:
+        return "the norm of queries and keys is over all heads of a token"
+    if config.experts is not None and config.experts.number % size:
+        return f"a layer has {config.experts.number} experts"
+    if config.experts is None and config.intermediate_size % size:
         return f"the MLP is {config.intermediate_size} wide"
     if problem := _divided_group(config, size, group):
         return problem
@@ -126,7 +134,7 @@ def _problem(config: ModelConfig, size: int, group: int) -> str:
 
 def _divided_group(config: ModelConfig, size: int, group: int) -> str:
     """Return why groups of inputs would be divided, or an empty text."""
-    if config.intermediate_size // size % group:
+    if config.experts is None and config.intermediate_size // size % group:
         return f"the MLP is {config.intermediate_size} wide, quantised in groups of {group}"
     if any(_heads(config, size, rank)[0].stop * config.head_dim % group for rank in range(size)):
         return f"heads of size {config.head_dim} are quantised in groups of {group}"
@@ -144,6 +152,15 @@ def _heads(config: ModelConfig, size: int, rank: int) -> tuple[slice, slice]:
     kv_heads = slice(first, first + each + (rank < rest))
     group = config.num_heads // config.num_kv_heads
     return slice(kv_heads.start * group, kv_heads.stop * group), kv_heads
+
+
+def _mlp_width(config: ModelConfig) -> int:
+    return config.intermediate_size if config.experts is None else config.experts.width
+
+
+def _experts(config: ModelConfig, size: int, rank: int) -> range:
+    each = 0 if config.experts is None else config.experts.number // size
+    return range(rank * each, (rank + 1) * each)
 
 
 def _share(width: int, rank: int) -> slice:

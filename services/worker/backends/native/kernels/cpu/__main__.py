@@ -8,7 +8,8 @@ import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 
-import services.worker.backends.native.kernels.cpu.compiled.rows  # noqa: F401 - compiled when it is imported
+import services.worker.backends.native.kernels.cpu.compiled.routing
+import services.worker.backends.native.kernels.cpu.compiled.rows  # noqa: F401 - both are compiled when imported
 from services.worker.backends.native.kernels.cpu.compiled.attention import attention_kernel, write_kernel
 from services.worker.backends.native.kernels.cpu.compiled.choosing import draw_kernel, greedy_kernel
 from services.worker.backends.native.kernels.cpu.compiled.copying import copy_kernel

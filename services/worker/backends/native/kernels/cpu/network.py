@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import torch
 
-from services.worker.backends.native.kernels.cpu.compiled import copying
+from services.worker.backends.native.kernels.cpu.compiled import copying, routing
 from services.worker.backends.native.kernels.cpu.compiled.attention import attention_kernel, write_kernel
 from services.worker.backends.native.kernels.cpu.compiled.copying import copy_kernel
 from services.worker.backends.native.kernels.cpu.compiled.most_likely import most_likely_kernel
@@ -22,11 +22,19 @@ from services.worker.backends.native.kernels.cpu.products import (
     OneDnnProduct,
     float32_panel_product,
 )
+from services.worker.backends.native.kernels.cpu.thread_team import Kernel
 from services.worker.backends.native.kernels.interface.attention import Attention, AttentionShape
 from services.worker.backends.native.kernels.interface.buffers import Buffers
-from services.worker.backends.native.kernels.interface.kv_cache import CacheShape, KVCache
+from services.worker.backends.native.kernels.interface.kv_cache import (
+    Allocate,
+    CacheShape,
+    KVCache,
+    own_memory,
+)
+from services.worker.backends.native.kernels.interface.network import Activation
 from services.worker.backends.native.kernels.interface.products import EmbeddingTable, Linear
 from services.worker.backends.native.kernels.interface.recording import Recording
+from services.worker.backends.native.kernels.interface.routing import Routed, RoutingKernels
 from services.worker.backends.native.kernels.plain_embedding import PlainEmbedding
 from services.worker.backends.native.kernels.quantized_weight import QuantizedWeight, Weight
 from services.worker.backends.native.layout import kv_block_bytes, padded
@@ -51,7 +59,9 @@ class CpuNetwork:
         self._float32 = WIDE if wide else NARROW
         half = activations == torch.bfloat16
         self._launcher = Launcher(beside_torch=half and own is None)
-        self._norm, self._gate, self._most_likely = norm_kernel(half), gate_kernel(half), most_likely_kernel()
+        self._norm, self._most_likely = norm_kernel(half), most_likely_kernel()
+        self._gates: dict[Activation, Kernel] = {}
+        self.routing: RoutingKernels | None = CpuRouting()
         self._copies = {
             torch.float32: copy_kernel(half=False, beside_torch=half),
             torch.bfloat16: copy_kernel(half=True, beside_torch=half),
@@ -83,12 +93,12 @@ class CpuNetwork:
         layers, kv_heads, head_dim, block_size, dtype = shape
         return kv_block_bytes(layers, kv_heads, head_dim, block_size, dtype.itemsize)
 
-    def kv_cache(self, shape: CacheShape, num_blocks: int) -> KVCache:
+    def kv_cache(self, shape: CacheShape, num_blocks: int, allocate: Allocate = own_memory) -> KVCache:
         """keys[layer]: [blocks, kv_heads, padded head_dim, padded block_size], transposed for the attention kernel;
-        values[layer]: [blocks, kv_heads, block_size, padded head_dim]. The system allocates the pages at first use."""
+        values[layer]: [blocks, kv_heads, block_size, padded head_dim]."""
         layers, heads, dim, size, dtype = shape
-        keys = torch.empty(layers, num_blocks, heads, padded(dim), padded(size), dtype=dtype)
-        values = torch.empty(layers, num_blocks, heads, size, padded(dim), dtype=dtype)
+        keys = allocate((layers, num_blocks, heads, padded(dim), padded(size)), dtype)
+        values = allocate((layers, num_blocks, heads, size, padded(dim)), dtype)
         return KVCache(shape, num_blocks, keys, values)
 
     def attention(
@@ -97,36 +107,47 @@ class CpuNetwork:
         return CpuAttention(self._launcher, self.activations, shape, cache, table, most_tokens)
 
     def gather(self, index: torch.Tensor, source: torch.Tensor, out: torch.Tensor) -> None:
-        self._copied(index, source, index.data_ptr(), out, adds=False)
+        self._copied(index, source, index.data_ptr(), out, adds=False, factor=1.0)
 
-    def copy(self, source: torch.Tensor, out: torch.Tensor) -> None:
-        self._copied(source, source, 0, out, adds=False)
+    def copy(self, source: torch.Tensor, out: torch.Tensor, factor: float = 1.0) -> None:
+        self._copied(source, source, 0, out, adds=False, factor=factor)
 
-    def add(self, source: torch.Tensor, out: torch.Tensor) -> None:
-        self._copied(source, source, 0, out, adds=True)
+    def add(self, source: torch.Tensor, out: torch.Tensor, factor: float = 1.0) -> None:
+        self._copied(source, source, 0, out, adds=True, factor=factor)
 
     def _copied(
-        self, counted: torch.Tensor, source: torch.Tensor, index: int, out: torch.Tensor, adds: bool
+        self,
+        counted: torch.Tensor,
+        source: torch.Tensor,
+        index: int,
+        out: torch.Tensor,
+        adds: bool,
+        factor: float,
     ) -> None:
         sizes, kernel = (source.shape[1], out.stride(0)), self._copies[source.dtype]
         kernel.cost = -(-copying.WORTH // sizes[0])
-        values = (source.data_ptr(), index, out.data_ptr(), *sizes, int(adds))
+        values = (source.data_ptr(), index, out.data_ptr(), *sizes, int(adds), factor)
         self._launcher.launch(kernel, counted, values)
 
     def norm(
         self,
-        residual: torch.Tensor,
+        residual: torch.Tensor | None,
         delta: torch.Tensor | None,
-        weight: torch.Tensor,
+        weight: torch.Tensor | None,
         eps: float,
         out: torch.Tensor,
+        factor: float = 1.0,
     ) -> None:
-        added = 0 if delta is None else delta.data_ptr()
-        addresses = residual.data_ptr(), added, weight.data_ptr(), out.data_ptr()
-        self._launcher.launch(self._norm, residual, (*addresses, residual.shape[1], eps))
+        addresses = (0 if x is None else x.data_ptr() for x in (residual, delta, weight, out))
+        self._launcher.launch(self._norm, out, (*addresses, out.shape[1], eps, factor))
 
-    def silu_and_multiply(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
-        self._launcher.launch(self._gate, gate_up, (gate_up.data_ptr(), out.data_ptr(), out.shape[1]))
+    def gate_and_multiply(
+        self, gate_up: torch.Tensor, out: torch.Tensor, activation: Activation = "silu"
+    ) -> None:
+        if activation not in self._gates:
+            self._gates[activation] = gate_kernel(self.activations == torch.bfloat16, activation)
+        values = gate_up.data_ptr(), out.data_ptr(), out.shape[1]
+        self._launcher.launch(self._gates[activation], gate_up, values)
 
     def most_likely(
         self, logits: torch.Tensor, sharpness: torch.Tensor, ids: torch.Tensor, chances: torch.Tensor
@@ -141,6 +162,21 @@ class CpuNetwork:
 
     def record(self, body: Callable[[B], T], buffers: B) -> Recording[T]:
         return self._launcher.record(body, buffers)
+
+
+class CpuRouting:
+    """`RoutingKernels`"""
+
+    def route(self, logits: torch.Tensor, per_token: int, normalised: bool) -> Routed:
+        tokens, weights, ends = routing.route(logits.float().numpy(), per_token, normalised)
+        return Routed(torch.from_numpy(tokens), torch.from_numpy(weights), ends.tolist())
+
+    def combine(
+        self, results: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor, rows: int
+    ) -> torch.Tensor:
+        out = torch.zeros(rows, results.shape[1])
+        routing.combine(results.float().numpy(), tokens.numpy(), weights.numpy(), out.numpy())
+        return out
 
 
 class CpuAttention:
@@ -164,28 +200,36 @@ class CpuAttention:
         self._launcher, self._shape, self._cache, self._table = launcher, shape, cache, table
         dim, block_size = cache.shape.head_dim, cache.shape.block_size
         self._queries = torch.empty(most_tokens, shape.heads, padded(dim))
-        self._cos, self._sin = torch.empty(most_tokens, dim // 2), torch.empty(most_tokens, dim // 2)
+        turns = len(shape.frequencies)
+        self._cos, self._sin = (torch.empty(turns, most_tokens, dim // 2) for _ in range(2))
+        self._amplitudes = torch.ones(turns, dim // 2) if shape.amplitudes is None else shape.amplitudes
         self._shared = (
             *(table.data_ptr(), table.shape[1], block_size, padded(block_size)),
             *(shape.heads, cache.shape.kv_heads, dim, padded(dim), self._queries.data_ptr()),
         )
 
     def begin(self, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        turns = self._cos.data_ptr(), self._sin.data_ptr()
-        self._where = (slots.data_ptr(), positions.data_ptr(), *turns)
-        values = (positions.data_ptr(), self._shape.frequencies.data_ptr(), *turns, self._cos.shape[1])
-        self._launcher.launch(self._rotary, positions, values)
+        self._where = slots.data_ptr(), positions.data_ptr()
+        for tables in zip(self._shape.frequencies, self._amplitudes, self._cos, self._sin, strict=True):
+            addresses = positions.data_ptr(), *(table.data_ptr() for table in tables)
+            self._launcher.launch(self._rotary, positions, (*addresses, self._cos.shape[2]))
 
     def write(
         self, layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None = None
     ) -> None:
+        kind, dim = self._shape.rotation_of(layer), self._cache.shape.head_dim
+        turns = self._cos[kind].data_ptr(), self._sin[kind].data_ptr()
         weights = tuple(weight.data_ptr() for weight in norms) if norms else (0, 0)
-        numbers = self._shape.norm_eps, self._cache.shape.head_dim**-0.5
-        values = (*self._of(layer), qkv.data_ptr(), *self._where, *weights, *numbers)
+        all_heads = norms is not None and len(norms[0]) != dim
+        numbers = int(all_heads), self._shape.norm_eps, self._shape.score_factor
+        values = (*self._of(layer), qkv.data_ptr(), *self._where, *turns, *weights, *numbers)
         self._launcher.launch(self._write, qkv, values)
 
-    def attend(self, layer: int, tiles: torch.Tensor, out: torch.Tensor) -> None:
+    def attend(
+        self, layer: int, tiles: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> None:
         values = (*self._of(layer), out.data_ptr(), tiles.data_ptr(), self._shape.windows[layer])
+        values = (*values, 0 if sinks is None else sinks.data_ptr())
         self._launcher.launch(self._attend, tiles, values, self._cache.shape.kv_heads)
 
     def _of(self, layer: int) -> tuple[int, ...]:

@@ -71,18 +71,24 @@ class PagedAttention:
         where = table.device
         self._processors = processors or num_processors(where)
         self._frequencies = shape.frequencies.to(where)
+        turned = shape.amplitudes is not None and bool((shape.amplitudes != 1).any())
+        self._amplitudes = shape.amplitudes.to(where) if turned and shape.amplitudes is not None else None
         self._buffers = AttentionBuffers(
-            *(shape.heads, self._group, shape.head_dim, most_tokens, activations, self._processors, where)
+            *(shape.heads, self._group, shape.head_dim, most_tokens, activations, self._processors, where),
+            len(shape.frequencies),
         )
         self._positions = self._slots = torch.empty(0, dtype=torch.int32, device=where)
 
     def begin(self, positions: torch.Tensor, slots: torch.Tensor) -> None:
         self._positions, self._slots = positions, slots
         tables = self._buffers.angles, self._buffers.cosines, self._buffers.sines
-        angles, cosines, sines = (table[: len(positions)] for table in tables)
-        torch.mul(positions[:, None], self._frequencies, out=angles)
+        angles, cosines, sines = (table[:, : len(positions)] for table in tables)
+        torch.mul(positions[:, None], self._frequencies[:, None], out=angles)
         torch.cos(angles, out=cosines)
         torch.sin(angles, out=sines)
+        if self._amplitudes is not None:
+            cosines.mul_(self._amplitudes[:, None])
+            sines.mul_(self._amplitudes[:, None])
 
     def write(
         self, layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -91,9 +97,10 @@ class PagedAttention:
             return
         b, keys, values = self._buffers, self._cache.keys[layer], self._cache.values[layer]
         query_norm, key_norm = norms if norms is not None else (self._frequencies, self._frequencies)
+        kind = self._shape.rotation_of(layer)
         grid = len(qkv), triton.cdiv(self._heads + 2 * self._kv_heads, _HEADS_AT_ONCE)
         write_kernel[grid](
-            *(qkv, b.cosines, b.sines, self._positions, self._slots, self._table),
+            *(qkv, b.cosines[kind], b.sines[kind], self._positions, self._slots, self._table),
             *(query_norm, key_norm, b.queries, keys, values, self._shape.norm_eps, self._table.stride(0)),
             heads=self._heads,
             kv_heads=self._kv_heads,
@@ -101,10 +108,13 @@ class PagedAttention:
             width=triton.next_power_of_2(self._head_dim // 2),
             block_size=self._cache.shape.block_size,
             normed=norms is not None,
+            all_heads=len(query_norm) > self._head_dim,
             at_once=_HEADS_AT_ONCE,
         )
 
-    def attend(self, layer: int, tiles: torch.Tensor, out: torch.Tensor) -> None:
+    def attend(
+        self, layer: int, tiles: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> None:
         if not len(tiles):
             return
         group, most = self._group, self._sizes.most_rows
@@ -112,13 +122,20 @@ class PagedAttention:
         few = padded(group if decodes else max(group, min(DRAFTED * group, most)))
         small = max(1, few // group)
         splits = num_splits(len(tiles), self._kv_heads, self._processors)
-        self._launch(layer, tiles, out, _Launch(1, small, few, 1, splits))
+        self._launch(layer, tiles, out, sinks, _Launch(1, small, few, 1, splits))
         if not decodes:
             many = min(most, padded(TILE * group))
             programs = triton.cdiv(TILE * group, many)
-            self._launch(layer, tiles, out, _Launch(small + 1, TILE, many, programs, 1))
+            self._launch(layer, tiles, out, sinks, _Launch(small + 1, TILE, many, programs, 1))
 
-    def _launch(self, layer: int, tiles: torch.Tensor, out: torch.Tensor, launch: _Launch) -> None:
+    def _launch(
+        self,
+        layer: int,
+        tiles: torch.Tensor,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None,
+        launch: _Launch,
+    ) -> None:
         b, head_dim = self._buffers, self._head_dim
         least, most, rows, programs, splits = launch
         width = max(LEAST_ROWS, triton.next_power_of_2(head_dim))
@@ -126,9 +143,18 @@ class PagedAttention:
         shared = {"group": self._group, "head_dim": head_dim, "width": width, "rows": rows, "splits": splits}
         attention_kernel[len(tiles) * programs, self._kv_heads, splits](
             *(b.queries, self._cache.keys[layer], self._cache.values[layer], self._table, tiles, out),
-            *(*parts, head_dim**-0.5 * _LOG2_E, self._table.stride(0), self._kv_heads, least, most),
+            *(
+                *parts,
+                b.sums if sinks is None else sinks,
+                self._shape.score_factor * _LOG2_E,
+                self._table.stride(0),
+                self._kv_heads,
+                least,
+                most,
+            ),
             block_size=self._cache.shape.block_size,
             window=self._shape.windows[layer],
+            has_sinks=sinks is not None,
             programs=programs,
             keys_at_once=self._sizes.keys if width <= 128 else self._sizes.keys // 2,
             num_warps=8 if rows > 64 and width > 64 else 4,

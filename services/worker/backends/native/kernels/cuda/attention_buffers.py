@@ -19,6 +19,7 @@ class AttentionBuffers:
         tokens: of the largest step
         processors: multiprocessors to occupy
         where: the device; "meta" to know `num_bytes` only
+        rotations: kinds of rotary positions
     """
 
     def __init__(
@@ -30,9 +31,10 @@ class AttentionBuffers:
         activations: torch.dtype,
         processors: int,
         where: torch.device,
+        rotations: int = 1,
     ) -> None:
         self.angles, self.cosines, self.sines = (
-            torch.empty(tokens, head_dim // 2, device=where) for _ in range(3)
+            torch.empty(rotations, tokens, head_dim // 2, device=where) for _ in range(3)
         )
         self.queries = torch.empty(tokens, heads * head_dim, dtype=activations, device=where)
         rows = max(padded(group), padded(DRAFTED * group))

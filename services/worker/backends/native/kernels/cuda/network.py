@@ -16,9 +16,16 @@ from services.worker.backends.native.kernels.cuda.products import CudaLinear, de
 from services.worker.backends.native.kernels.cuda.recording import GraphRecording
 from services.worker.backends.native.kernels.interface.attention import Attention, AttentionShape
 from services.worker.backends.native.kernels.interface.buffers import Buffers
-from services.worker.backends.native.kernels.interface.kv_cache import CacheShape, KVCache
+from services.worker.backends.native.kernels.interface.kv_cache import (
+    Allocate,
+    CacheShape,
+    KVCache,
+    own_memory,
+)
+from services.worker.backends.native.kernels.interface.network import Activation
 from services.worker.backends.native.kernels.interface.products import EmbeddingTable, Linear
 from services.worker.backends.native.kernels.interface.recording import EagerRecording, Recording
+from services.worker.backends.native.kernels.interface.routing import RoutingKernels
 from services.worker.backends.native.kernels.plain_embedding import PlainEmbedding
 from services.worker.backends.native.kernels.quantized_weight import Weight
 
@@ -34,6 +41,8 @@ class CudaNetwork:
     Args:
         graphs: makes what captures the decode steps of a recording; None: recordings are eager
     """
+
+    routing: RoutingKernels | None = None
 
     def __init__(
         self,
@@ -57,7 +66,7 @@ class CudaNetwork:
         per_head = 2 * shape.block_size * shape.head_dim
         return shape.layers * shape.kv_heads * per_head * shape.dtype.itemsize
 
-    def kv_cache(self, shape: CacheShape, num_blocks: int) -> KVCache:
+    def kv_cache(self, shape: CacheShape, num_blocks: int, allocate: Allocate = own_memory) -> KVCache:
         """keys[layer] and values[layer]: [blocks, kv_heads, block_size, head_dim]."""
         sizes = shape.layers, num_blocks, shape.kv_heads, shape.block_size, shape.head_dim
         keys, values = (torch.empty(sizes, dtype=shape.dtype, device=self._device.where) for _ in range(2))
@@ -76,34 +85,46 @@ class CudaNetwork:
             grid = rows, triton.cdiv(width, _COLUMNS)
             gather_kernel[grid](index, source, out, len(source), width, *strides, at_once=_COLUMNS)
 
-    def copy(self, source: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(source)
+    def copy(self, source: torch.Tensor, out: torch.Tensor, factor: float = 1.0) -> None:
+        if factor == 1.0:
+            out.copy_(source)
+        else:
+            torch.mul(source, factor, out=out)
 
-    def add(self, source: torch.Tensor, out: torch.Tensor) -> None:
-        out.add_(source)
+    def add(self, source: torch.Tensor, out: torch.Tensor, factor: float = 1.0) -> None:
+        out.add_(source, alpha=factor)
 
     def norm(
         self,
-        residual: torch.Tensor,
+        residual: torch.Tensor | None,
         delta: torch.Tensor | None,
-        weight: torch.Tensor,
+        weight: torch.Tensor | None,
         eps: float,
         out: torch.Tensor,
+        factor: float = 1.0,
     ) -> None:
-        rows, width = residual.shape
+        rows, width = out.shape
         if not rows:
             return
-        padded, adds = triton.next_power_of_2(width), delta is not None
-        added = residual if delta is None else delta
+        padded = triton.next_power_of_2(width)
         warps = min(max(padded // 512, 1), 16)
+        given = (out if x is None else x for x in (residual, delta, weight))
         norm_kernel[(rows,)](
-            residual, added, weight, out, eps, width, adds=adds, padded=padded, num_warps=warps
+            *(*given, out, eps, factor, width),
+            keeps=residual is not None,
+            adds=delta is not None,
+            normalises=weight is not None,
+            padded=padded,
+            num_warps=warps,
         )
 
-    def silu_and_multiply(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
+    def gate_and_multiply(
+        self, gate_up: torch.Tensor, out: torch.Tensor, activation: Activation = "silu"
+    ) -> None:
         rows, width = out.shape
         if rows:
-            gate_kernel[(rows, triton.cdiv(width, _COLUMNS))](gate_up, out, width, at_once=_COLUMNS)
+            grid = rows, triton.cdiv(width, _COLUMNS)
+            gate_kernel[grid](gate_up, out, width, activation=activation, at_once=_COLUMNS)
 
     def most_likely(
         self, logits: torch.Tensor, sharpness: torch.Tensor, ids: torch.Tensor, chances: torch.Tensor

@@ -14,7 +14,20 @@ class AttentionShape(NamedTuple):
     """Number of keys that a query reads in each layer, its own included; 0: all."""
     norm_eps: float
     frequencies: torch.Tensor
-    """float32[head_dim / 2]: frequencies of the rotary position embedding, radians per position."""
+    """float32[rotations, head_dim / 2]: frequencies of the rotary position embedding, radians per position."""
+    rotations: tuple[int, ...] = ()
+    """The rotation of each layer; (): the first one in all."""
+    amplitudes: torch.Tensor | None = None
+    """float32[rotations, head_dim / 2]: factors of sines and cosines; None: 1."""
+    scale: float = 0.0
+    """Factor of the scores; 0: 1 / sqrt(head_dim)."""
+
+    def rotation_of(self, layer: int) -> int:
+        return self.rotations[layer] if self.rotations else 0
+
+    @property
+    def score_factor(self) -> float:
+        return self.scale or self.head_dim**-0.5
 
 
 class Attention(Protocol):
@@ -31,15 +44,19 @@ class Attention(Protocol):
 
         Args:
             qkv: activations[tokens, (heads + 2 * kv_heads) * head_dim]
-            norms: float32[head_dim] weights that normalise each query head and each key head first
+            norms: weights that normalise queries and keys first: float32[head_dim] each, head by head; or
+                float32[heads * head_dim] and float32[kv_heads * head_dim], over all heads of a token
         """
         ...
 
-    def attend(self, layer: int, tiles: torch.Tensor, out: torch.Tensor) -> None:
+    def attend(
+        self, layer: int, tiles: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> None:
         """Compute the attention of the queries that were written last.
 
         Args:
             tiles: int32[tiles, 4]: slot, first position, first token, tokens
             out: activations[tokens, heads * head_dim]
+            sinks: float32[heads]: one more score of each head in the softmax, without a value
         """
         ...

@@ -1,9 +1,28 @@
 """The paged KV cache of a rank."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import torch
+
+Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
+"""Returns memory for a tensor of these sizes."""
+
+
+def own_memory(sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An `Allocate`. The system allocates the pages at first use."""
+    return torch.empty(*sizes, dtype=dtype)
+
+
+def memory_of(take: Callable[[int], memoryview]) -> Allocate:
+    """Return an `Allocate` that takes memory from elsewhere."""
+
+    def allocate(sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.frombuffer(take(prod(sizes) * dtype.itemsize), dtype=dtype).view(*sizes)
+
+    return allocate
 
 
 class CacheShape(NamedTuple):

@@ -1,18 +1,25 @@
 """The operations of a forward pass."""
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import torch
 
 from services.worker.backends.native.kernels.interface.attention import Attention, AttentionShape
 from services.worker.backends.native.kernels.interface.buffers import B
-from services.worker.backends.native.kernels.interface.kv_cache import CacheShape, KVCache
+from services.worker.backends.native.kernels.interface.kv_cache import (
+    Allocate,
+    CacheShape,
+    KVCache,
+    own_memory,
+)
 from services.worker.backends.native.kernels.interface.products import EmbeddingTable, Linear
 from services.worker.backends.native.kernels.interface.recording import Recording
+from services.worker.backends.native.kernels.interface.routing import RoutingKernels
 from services.worker.backends.native.kernels.quantized_weight import Weight
 
 T = TypeVar("T")
+Activation = Literal["silu", "gelu_tanh", "clamped_silu"]
 
 
 class NetworkKernels(Protocol):
@@ -20,6 +27,8 @@ class NetworkKernels(Protocol):
 
     activations: torch.dtype
     """dtype that products read and write."""
+    routing: RoutingKernels | None
+    """None: mixtures of experts are not supported."""
 
     def linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Linear:
         """Prepare a product. Takes ownership of weight [out, in] and bias [out]."""
@@ -35,7 +44,9 @@ class NetworkKernels(Protocol):
 
     def bytes_per_block(self, shape: CacheShape) -> int: ...
 
-    def kv_cache(self, shape: CacheShape, num_blocks: int) -> KVCache: ...
+    def kv_cache(self, shape: CacheShape, num_blocks: int, allocate: Allocate = own_memory) -> KVCache:
+        """`allocate`: used if the device computes in the host's memory."""
+        ...
 
     def attention(
         self, shape: AttentionShape, cache: KVCache, table: torch.Tensor, most_tokens: int
@@ -47,35 +58,42 @@ class NetworkKernels(Protocol):
         """out[i] = source[index[i]] in float32; int32[rows], [any, width], float32[rows, width]."""
         ...
 
-    def copy(self, source: torch.Tensor, out: torch.Tensor) -> None:
-        """out = source; float32 or activations[rows, width], float32[rows, width]. `out` may be columns of a wider
-        matrix."""
+    def copy(self, source: torch.Tensor, out: torch.Tensor, factor: float = 1.0) -> None:
+        """out = factor * source; float32 or activations[rows, width], float32[rows, width]. `out` may be columns of a
+        wider matrix, or the source."""
         ...
 
-    def add(self, source: torch.Tensor, out: torch.Tensor) -> None:
-        """out += source; activations[rows, width], float32[rows, width]."""
+    def add(self, source: torch.Tensor, out: torch.Tensor, factor: float = 1.0) -> None:
+        """out += factor * source; activations[rows, width], float32[rows, width]."""
         ...
 
     def norm(
         self,
-        residual: torch.Tensor,
+        residual: torch.Tensor | None,
         delta: torch.Tensor | None,
-        weight: torch.Tensor,
+        weight: torch.Tensor | None,
         eps: float,
         out: torch.Tensor,
+        factor: float = 1.0,
     ) -> None:
-        """residual += delta; out = residual / rms(residual) * weight.
+        """residual += factor * delta; out = residual / rms(residual) * weight.
 
         Args:
-            residual: float32[rows, width]
+            residual: float32[rows, width]; None: out = delta / rms(delta) * weight
             delta: activations[rows, width], or None: nothing is added
-            weight: float32[width]
-            out: activations[rows, width]
+            weight: float32[width]; None: out = residual
+            out: activations[rows, width], other memory than `delta`
         """
         ...
 
-    def silu_and_multiply(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
-        """out = silu(gate) * up; activations[rows, 2 * width] to [rows, width]."""
+    def gate_and_multiply(
+        self, gate_up: torch.Tensor, out: torch.Tensor, activation: Activation = "silu"
+    ) -> None:
+        """out = activation(gate) * up; activations[rows, 2 * width] to [rows, width].
+
+        gelu_tanh(x) = x * sigmoid(1.5957691216 * (x + 0.044715 * x^3)). With clamped_silu, gates are at most 7 and
+        up is in -7 .. 7: out = gate * sigmoid(1.702 * gate) * (up + 1).
+        """
         ...
 
     def most_likely(

@@ -8,9 +8,16 @@ from torch.nn import functional
 
 from services.worker.backends.native.kernels.interface.attention import Attention, AttentionShape
 from services.worker.backends.native.kernels.interface.buffers import Buffers
-from services.worker.backends.native.kernels.interface.kv_cache import CacheShape, KVCache
+from services.worker.backends.native.kernels.interface.kv_cache import (
+    Allocate,
+    CacheShape,
+    KVCache,
+    own_memory,
+)
+from services.worker.backends.native.kernels.interface.network import Activation
 from services.worker.backends.native.kernels.interface.products import EmbeddingTable, Linear
 from services.worker.backends.native.kernels.interface.recording import EagerRecording, Recording
+from services.worker.backends.native.kernels.interface.routing import Routed, RoutingKernels
 from services.worker.backends.native.kernels.quantized_weight import QuantizedWeight, Weight
 
 B = TypeVar("B", bound=Buffers)
@@ -22,6 +29,7 @@ class ReferenceNetwork:
 
     def __init__(self, activations: torch.dtype) -> None:
         self.activations = activations
+        self.routing: RoutingKernels | None = ReferenceRouting()
 
     def linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Linear:
         return ReferenceLinear(weight, bias, self.activations)
@@ -37,10 +45,10 @@ class ReferenceNetwork:
         per_head = 2 * shape.block_size * shape.head_dim
         return shape.layers * shape.kv_heads * per_head * shape.dtype.itemsize
 
-    def kv_cache(self, shape: CacheShape, num_blocks: int) -> KVCache:
+    def kv_cache(self, shape: CacheShape, num_blocks: int, allocate: Allocate = own_memory) -> KVCache:
         """keys[layer] and values[layer]: [blocks, block_size, kv_heads, head_dim]."""
         sizes = shape.layers, num_blocks, shape.block_size, shape.kv_heads, shape.head_dim
-        keys, values = torch.empty(sizes, dtype=shape.dtype), torch.empty(sizes, dtype=shape.dtype)
+        keys, values = allocate(sizes, shape.dtype), allocate(sizes, shape.dtype)
         return KVCache(shape, num_blocks, keys, values)
 
     def attention(
@@ -51,27 +59,40 @@ class ReferenceNetwork:
     def gather(self, index: torch.Tensor, source: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(source[index.long()])
 
-    def copy(self, source: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(source)
+    def copy(self, source: torch.Tensor, out: torch.Tensor, factor: float = 1.0) -> None:
+        out.copy_(source * factor)
 
-    def add(self, source: torch.Tensor, out: torch.Tensor) -> None:
-        out.add_(source)
+    def add(self, source: torch.Tensor, out: torch.Tensor, factor: float = 1.0) -> None:
+        out.add_(source, alpha=factor)
 
     def norm(
         self,
-        residual: torch.Tensor,
+        residual: torch.Tensor | None,
         delta: torch.Tensor | None,
-        weight: torch.Tensor,
+        weight: torch.Tensor | None,
         eps: float,
         out: torch.Tensor,
+        factor: float = 1.0,
     ) -> None:
-        if delta is not None:
-            residual.add_(delta)
-        out.copy_(_normalised(residual, weight, eps))
+        if residual is None:
+            assert delta is not None, "there is something to normalise"
+            residual = delta.float()
+        elif delta is not None:
+            residual.add_(delta, alpha=factor)
+        out.copy_(residual if weight is None else _normalised(residual, weight, eps))
 
-    def silu_and_multiply(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
+    def gate_and_multiply(
+        self, gate_up: torch.Tensor, out: torch.Tensor, activation: Activation = "silu"
+    ) -> None:
         gate, up = gate_up.float().chunk(2, -1)
-        out.copy_(functional.silu(gate) * up)
+        match activation:
+            case "silu":
+                out.copy_(functional.silu(gate) * up)
+            case "gelu_tanh":
+                out.copy_(functional.gelu(gate, approximate="tanh") * up)
+            case "clamped_silu":
+                gate = gate.clamp(max=7.0)
+                out.copy_(gate * (1.702 * gate).sigmoid() * (up.clamp(-7.0, 7.0) + 1))
 
     def most_likely(
         self, logits: torch.Tensor, sharpness: torch.Tensor, ids: torch.Tensor, chances: torch.Tensor
@@ -86,6 +107,26 @@ class ReferenceNetwork:
 
     def record(self, body: Callable[[B], T], buffers: B) -> Recording[T]:
         return EagerRecording(body, buffers)
+
+
+class ReferenceRouting:
+    """`RoutingKernels`"""
+
+    def route(self, logits: torch.Tensor, per_token: int, normalised: bool) -> Routed:
+        chances, every = logits.float().softmax(-1), logits.shape[1]
+        chosen = logits.float().sort(stable=True, dim=1, descending=True).indices[:, :per_token]
+        weights = chances.gather(1, chosen)
+        if normalised:
+            weights = weights / weights.sum(1, keepdim=True)
+        order = chosen.flatten().argsort(stable=True)
+        ends = [0, *torch.bincount(chosen.flatten(), minlength=every).cumsum(0).tolist()]
+        return Routed(order // per_token, weights.flatten()[order], ends)
+
+    def combine(
+        self, results: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor, rows: int
+    ) -> torch.Tensor:
+        out = torch.zeros(rows, results.shape[1])
+        return out.index_add_(0, tokens, results.float() * weights[:, None])
 
 
 class ReferenceLinear:
@@ -127,7 +168,7 @@ class ReferenceAttention:
 
     def begin(self, positions: torch.Tensor, slots: torch.Tensor) -> None:
         size = self._cache.shape.block_size
-        self._angles = positions[:, None].float() * self._shape.frequencies
+        self._angles = [positions[:, None].float() * each for each in self._shape.frequencies]
         self._blocks = self._table[slots.long(), positions.long() // size].long()
         self._offsets = positions.long() % size
 
@@ -138,26 +179,32 @@ class ReferenceAttention:
         heads = qkv.float().unflatten(-1, (-1, self._cache.shape.head_dim))
         queries, keys, values = heads.split([shape.heads, kv_heads, kv_heads], 1)
         if norms is not None:
-            queries = _normalised(queries, norms[0], shape.norm_eps)
-            keys = _normalised(keys, norms[1], shape.norm_eps)
-        self._queries = self._rotated(queries)
+            queries = _heads_normalised(queries, norms[0], shape.norm_eps)
+            keys = _heads_normalised(keys, norms[1], shape.norm_eps)
+        self._queries = self._rotated(queries, layer)
         dtype = self._cache.shape.dtype
-        self._cache.keys[layer, self._blocks, self._offsets] = self._rotated(keys).to(dtype)
+        self._cache.keys[layer, self._blocks, self._offsets] = self._rotated(keys, layer).to(dtype)
         self._cache.values[layer, self._blocks, self._offsets] = values.to(dtype)
 
-    def _rotated(self, heads: torch.Tensor) -> torch.Tensor:
+    def _rotated(self, heads: torch.Tensor, layer: int) -> torch.Tensor:
         """float32[tokens, heads, head_dim]"""
-        cos, sin = self._angles.cos()[:, None], self._angles.sin()[:, None]
+        number, amplitudes = self._shape.rotation_of(layer), self._shape.amplitudes
+        factor = 1.0 if amplitudes is None else amplitudes[number]
+        angles = self._angles[number]
+        cos, sin = (angles.cos() * factor)[:, None], (angles.sin() * factor)[:, None]
         first, second = heads.chunk(2, -1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
-    def attend(self, layer: int, tiles: torch.Tensor, out: torch.Tensor) -> None:
+    def attend(
+        self, layer: int, tiles: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> None:
         for slot, position, token, count in tiles.tolist():
             queries = self._queries[token : token + count]
             end = position + count
             keys, values = (self._positions(tensor[layer], slot, end) for tensor in self._kept)
             where = torch.arange(position, end)
-            out[token : token + count] = self._attended(queries, keys, values, where, layer).flatten(1)
+            attended = self._attended(queries, keys, values, where, layer, sinks)
+            out[token : token + count] = attended.flatten(1)
 
     @property
     def _kept(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -176,14 +223,25 @@ class ReferenceAttention:
         values: torch.Tensor,
         where: torch.Tensor,
         layer: int,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """float32[tokens, heads, head_dim]; `where` are the queries' positions."""
-        scores = queries.transpose(0, 1) @ keys.transpose(1, 2) * self._cache.shape.head_dim**-0.5
+        scores = queries.transpose(0, 1) @ keys.transpose(1, 2) * self._shape.score_factor
         at, window = torch.arange(keys.shape[1]), self._shape.windows[layer]
         unseen = at > where[:, None]
         if window:
             unseen |= at <= where[:, None] - window
-        return (scores.masked_fill(unseen, -torch.inf).softmax(-1) @ values).transpose(0, 1)
+        scores = scores.masked_fill(unseen, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(where), 1)), -1)
+        return (scores.softmax(-1)[..., : len(at)] @ values).transpose(0, 1)
+
+
+def _heads_normalised(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """float32[tokens, heads, head_dim]; head by head, or over all heads if there is a weight for each."""
+    if len(weight) == heads.shape[2]:
+        return _normalised(heads, weight, eps)
+    return _normalised(heads.flatten(1), weight, eps).view(heads.shape)
 
 
 def _normalised(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

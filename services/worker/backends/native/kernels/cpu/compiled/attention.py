@@ -41,6 +41,7 @@ WRITE = [
     ("sin", ADDRESS),
     ("q_norm", ADDRESS),  # float32[dim], or 0
     ("k_norm", ADDRESS),
+    ("all_heads", np.int64),  # 1: the norms are over all heads of a token; float32[heads * head_dim]
     ("eps", np.float32),
     ("scale", np.float32),
 ]
@@ -49,8 +50,22 @@ ATTEND = [
     ("out", ADDRESS),  # activations[tokens, heads * head_dim]
     ("tiles", ADDRESS),  # int32[items, 4]: slot, first position, first token, tokens
     ("window", np.int64),  # number of keys that a query reads, its own included; 0: all
+    ("sinks", ADDRESS),  # float32[heads], or 0
 ]
 _WRITE, _ATTEND = (np.dtype(HEADER + fields, align=True) for fields in (WRITE, ATTEND))
+
+
+@njit(inline="always")
+def _row_factor(source, size, eps, HALF):  # type: ignore[no-untyped-def]
+    """Return 1 / rms of `size` numbers."""
+    SIZE, total, rest = 2 if HALF else 4, simd.splat(np.float32(0)), np.float32(0)
+    for i in range(0, size // 16 * 16, 16):
+        value = simd.load16(source + i * SIZE, HALF)
+        total = simd.fma(value, value, total)
+    for i in range(size // 16 * 16, size):
+        one = simd.load1(source + i * SIZE, HALF)
+        rest += one * one
+    return np.float32(1) / np.sqrt((simd.reduce_add(total) + rest) / np.float32(size) + eps)
 
 
 def write_kernel(half: bool, half_cache: bool) -> Kernel:
@@ -73,6 +88,11 @@ def write_kernel(half: bool, half_cache: bool) -> Kernel:
             row = a.table + (slots[token] * a.stride + position // a.block_size) * 4
             block, offset = np.int64(raw.i32_at(row, 1)[0]), position % a.block_size
             cos, sin = a.cos + token * middle * 4, a.sin + token * middle * 4
+            q_factor = k_factor = np.float32(0)
+            if a.all_heads != 0:
+                source = a.qkv + token * width * SIZE
+                q_factor = _row_factor(source, a.heads * head_dim, a.eps, HALF)
+                k_factor = _row_factor(source + a.heads * head_dim * SIZE, a.kv_heads * head_dim, a.eps, HALF)
             for head in range(a.heads + 2 * a.kv_heads):
                 source = a.qkv + (token * width + head * head_dim) * SIZE
                 for d in range(head_dim):
@@ -84,7 +104,12 @@ def write_kernel(half: bool, half_cache: bool) -> Kernel:
                         simd.store1(target + d * CSIZE, plain[d], CHALF)
                     continue
                 weight = a.q_norm if head < a.heads else a.k_norm
-                if weight != 0:
+                if a.all_heads != 0:
+                    factor = q_factor if head < a.heads else k_factor
+                    weight += (head if head < a.heads else head - a.heads) * head_dim * 4
+                    for d in range(head_dim):
+                        plain[d] = plain[d] * factor * simd.load_f32(weight + d * 4)
+                elif weight != 0:
                     total = simd.splat(np.float32(0))
                     for d in range(0, dim, 16):
                         value = simd.load_f32x16(start + d * 4)
@@ -166,21 +191,23 @@ def _score_four(a, q0, q1, q2, q3, block, at, stride, rows, HALF):  # type: igno
 
 
 @njit(inline="always")
-def _softmax(row, size):  # type: ignore[no-untyped-def]
-    """Turn scores into weights, in place; return the inverse of their sum."""
-    most = simd.load_f32x16(row)
+def _softmax(row, size, sink):  # type: ignore[no-untyped-def]
+    """Turn scores into weights, in place; return the inverse of their sum, to which the score `sink` belongs."""
+    most = simd.maximum(simd.load_f32x16(row), simd.splat(sink))
     for j in range(16, size, 16):
         most = simd.maximum(simd.load_f32x16(row + j * 4), most)
-    top, total = simd.splat(-simd.reduce_max(most)), simd.splat(np.float32(0))
+    greatest = simd.reduce_max(most)
+    top, total = simd.splat(-greatest), simd.splat(np.float32(0))
     for j in range(0, size, 16):
         weight = simd.exp(simd.add(simd.load_f32x16(row + j * 4), top))
         total = simd.add(total, weight)
         simd.store_f32x16(row + j * 4, weight)
-    return np.float32(1) / simd.reduce_add(total)
+    rest = np.exp(sink - greatest) if sink > -np.inf else np.float32(0)
+    return np.float32(1) / (simd.reduce_add(total) + rest)
 
 
 @njit(inline="always")
-def _weights(a, row, low, high):  # type: ignore[no-untyped-def]
+def _weights(a, row, low, high, sink):  # type: ignore[no-untyped-def]
     """Turn the scores of the blocks with positions low .. high - 1 into weights, those of other positions into zeros.
     Return the inverse of their sum."""
     start, size = low // a.block_size, ((high - 1) // a.block_size + 1 - low // a.block_size) * a.lanes
@@ -191,7 +218,7 @@ def _weights(a, row, low, high):  # type: ignore[no-untyped-def]
             simd.store_f32(row + (j * a.lanes + lane) * 4, np.float32(-np.inf))
     for j in range(size - a.lanes + (high - 1) % a.block_size + 1, size):
         simd.store_f32(row + j * 4, np.float32(-np.inf))
-    return _softmax(row, size)
+    return _softmax(row, size, sink)
 
 
 @njit(inline="always")
@@ -356,7 +383,10 @@ def attention_kernel(half: bool, half_cache: bool) -> Kernel:
                     high = first + s // group + 1
                     low = max(0, high - a.window) if a.window else 0
                     row = scores + s * stride + (low // block_size - begin) * lanes * 4
-                    simd.store_f32(inverses + (s - r) * 4, _weights(a, row, low, high))
+                    sink = np.float32(-np.inf)
+                    if a.sinks != 0:
+                        sink = simd.load_f32(a.sinks + (head * group + s % group) * 4)
+                    simd.store_f32(inverses + (s - r) * 4, _weights(a, row, low, high, sink))
                 for d in range(0, a.head_dim, 64):
                     wide = d + 64 <= a.head_dim
                     if wide and is_shared:

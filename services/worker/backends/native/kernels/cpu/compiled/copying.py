@@ -15,6 +15,7 @@ COPY = [
     ("width", np.int64),
     ("stride", np.int64),
     ("adds", np.int64),  # 1: added to the present numbers; 0: written
+    ("factor", np.float32),  # of the source
 ]
 _COPY = np.dtype(HEADER + COPY, align=True)
 
@@ -26,7 +27,7 @@ def copy_kernel(half: bool, beside_torch: bool) -> Kernel:
 
     def copy(address):  # type: ignore[no-untyped-def]
         a = carray(raw.pointer(address), 1, _COPY)[0]
-        index, whole = raw.i32_at(a.index, a.items), a.width // 16 * 16
+        index, whole, factors = raw.i32_at(a.index, a.items), a.width // 16 * 16, simd.splat(a.factor)
         while True:
             item = take(address)
             if item >= a.items:
@@ -36,10 +37,12 @@ def copy_kernel(half: bool, beside_torch: bool) -> Kernel:
             for i in range(0, whole, 16):
                 value = simd.load16(source + i * SIZE, HALF)
                 if a.adds != 0:
-                    value = simd.add(simd.load_f32x16(out + i * 4), value)
+                    value = simd.fma(value, factors, simd.load_f32x16(out + i * 4))
+                else:
+                    value = simd.mul(value, factors)
                 simd.store_f32x16(out + i * 4, value)
             for i in range(whole, a.width):
-                one = simd.load1(source + i * SIZE, HALF)
+                one = simd.load1(source + i * SIZE, HALF) * a.factor
                 if a.adds != 0:
                     one += simd.load_f32(out + i * 4)
                 simd.store_f32(out + i * 4, one)

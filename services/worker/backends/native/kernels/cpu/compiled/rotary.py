@@ -9,6 +9,7 @@ from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kern
 ROTARY = [
     ("positions", np.int64),  # int32[items]
     ("frequencies", np.int64),  # float32[width], radians per position
+    ("amplitudes", np.int64),  # float32[width]
     ("cos", np.int64),  # float32[items, width]
     ("sin", np.int64),
     ("width", np.int64),
@@ -28,8 +29,8 @@ def rotary_kernel() -> Kernel:
                 break
             for i in range(a.width):
                 angle = np.float32(positions[item]) * simd.load_f32(a.frequencies + i * 4)
-                at = (item * a.width + i) * 4
-                simd.store_f32(a.cos + at, np.cos(angle))
-                simd.store_f32(a.sin + at, np.sin(angle))
+                at, amplitude = (item * a.width + i) * 4, simd.load_f32(a.amplitudes + i * 4)
+                simd.store_f32(a.cos + at, np.cos(angle) * amplitude)
+                simd.store_f32(a.sin + at, np.sin(angle) * amplitude)
 
     return Kernel(rotate, ROTARY, cost=8)

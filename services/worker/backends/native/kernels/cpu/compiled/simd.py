@@ -173,6 +173,7 @@ def _binary(name: str, emit: Any) -> Any:
 add = _binary("add", lambda builder, a, b: builder.fadd(a, b))
 mul = _binary("mul", lambda builder, a, b: builder.fmul(a, b))
 div = _binary("div", lambda builder, a, b: builder.fdiv(a, b))
+minimum = _binary("minimum", lambda builder, a, b: builder.select(builder.fcmp_ordered("<", a, b), a, b))
 maximum = _binary("maximum", lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
 
 

@@ -21,6 +21,7 @@ def attention_kernel(
     parts,  # float32[tiles, kv_heads, splits, rows, head_dim]; used with splits > 1
     maxima,  # float32[tiles, kv_heads, splits, rows]
     sums,  # float32[tiles, kv_heads, splits, rows]
+    sinks,  # float32[heads], read if `has_sinks`
     scale,  # float32: factor of the scores, log2(e) included
     table_stride,
     kv_heads,
@@ -31,6 +32,7 @@ def attention_kernel(
     width: tl.constexpr,  # head_dim, padded
     block_size: tl.constexpr,
     window: tl.constexpr,  # 0: all keys
+    has_sinks: tl.constexpr,
     rows: tl.constexpr,  # pairs of token and query head in a program
     programs: tl.constexpr,  # programs of a tile and KV head, side by side
     keys_at_once: tl.constexpr,
@@ -63,6 +65,12 @@ def attention_kernel(
 
     greatest = tl.full([rows], float("-inf"), tl.float32)
     total = tl.zeros([rows], tl.float32)
+    if has_sinks:  # the first part has a score without a key
+        greatest = tl.load(sinks + head) * 1.4426950408889634
+        total += 1.0
+        if splits > 1:
+            total = tl.where(split == 0, total, 0.0)
+            greatest = tl.where(split == 0, greatest, float("-inf"))
     mixed = tl.zeros([rows, width], tl.float32)
     for first in range(begin, end, keys_at_once):
         key_at = first + tl.arange(0, keys_at_once)

@@ -13,7 +13,7 @@ def write_kernel(
     positions,  # int32[tokens]
     slots,  # int32[tokens]; below 0: a padding row, which is not written to the cache
     table,  # int32[slots, blocks]
-    query_norm,  # float32[head_dim]; read if `normed`
+    query_norm,  # float32[head_dim], or of all heads; read if `normed`
     key_norm,
     queries,  # activations[tokens, heads, head_dim], written
     keys,  # [blocks, kv_heads, block_size, head_dim] of one layer, written
@@ -26,6 +26,7 @@ def write_kernel(
     width: tl.constexpr,  # `half`, padded
     block_size: tl.constexpr,
     normed: tl.constexpr,
+    all_heads: tl.constexpr,  # the norms are over all heads of a token, with a weight for each dimension
     at_once: tl.constexpr,  # heads of a program
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -39,10 +40,19 @@ def write_kernel(
     second = tl.load(at + half, mask=exists, other=0.0).to(tl.float32)
     left, right = first, second
     if normed:
-        squares = tl.sum(first * first + second * second, 1) / (2 * half)
+        if all_heads:
+            start = qkv + token * (heads + 2 * kv_heads) * 2 * half
+            queries_square = _mean_square(start, heads * 2 * half)
+            keys_square = _mean_square(start + heads * 2 * half, kv_heads * 2 * half)
+            squares = tl.where(head < heads, queries_square, keys_square)
+            number = tl.where(head < heads, head, tl.minimum(tl.maximum(head - heads, 0), kv_heads - 1))
+        else:
+            squares = tl.sum(first * first + second * second, 1) / (2 * half)
+            number = head * 0
         factor = (1.0 / tl.sqrt(squares + eps))[:, None]
-        left = first * factor * _weight(query_norm, key_norm, is_query, dim, half)
-        right = second * factor * _weight(query_norm + half, key_norm + half, is_query, dim, half)
+        place = (number * 2 * half)[:, None] + dim[None, :]
+        left = first * factor * _weight(query_norm, key_norm, is_query, place, inside)
+        right = second * factor * _weight(query_norm + half, key_norm + half, is_query, place, inside)
     angle = token * half + dim
     cosine = tl.load(cosines + angle, mask=dim < half, other=0.0)[None, :]
     sine = tl.load(sines + angle, mask=dim < half, other=0.0)[None, :]
@@ -66,8 +76,19 @@ def write_kernel(
 
 
 @triton.jit
-def _weight(query_norm, key_norm, is_query, dim, half: tl.constexpr):
+def _weight(query_norm, key_norm, is_query, place, inside):
     """float32[heads, width]: the norm's weights of query heads and of key heads."""
-    of_queries = tl.load(query_norm + dim, mask=dim < half, other=0.0)[None, :]
-    of_keys = tl.load(key_norm + dim, mask=dim < half, other=0.0)[None, :]
+    of_queries = tl.load(query_norm + place, mask=inside & is_query, other=0.0)
+    of_keys = tl.load(key_norm + place, mask=inside & (is_query == 0), other=0.0)
     return tl.where(is_query, of_queries, of_keys)
+
+
+@triton.jit
+def _mean_square(source, size: tl.constexpr):
+    """Return the mean of the squares of `size` numbers."""
+    total = tl.zeros([512], tl.float32)
+    for begin in range(0, size, 512):
+        at = begin + tl.arange(0, 512)
+        x = tl.load(source + at, mask=at < size, other=0.0).to(tl.float32)
+        total += x * x
+    return tl.sum(total, 0) / size

@@ -1,0 +1,20 @@
+"""SmolLM3: a Llama in which every fourth layer has no positions."""
+
+from dataclasses import replace
+
+from services.worker.backends.native.model.architectures import llama
+from services.worker.backends.native.model.config import Architecture, ModelConfig
+from services.worker.backends.native.model.config_reader import ConfigReader
+
+
+def configure(config: ConfigReader, model: ModelConfig) -> ModelConfig:
+    if config.flag("use_sliding_window"):
+        config.refuse("sliding_window")
+    interval = config.size("no_rope_layer_interval")
+    default = [int((number + 1) % interval != 0) for number in range(model.num_layers)]
+    rotated = config.by_layer("no_rope_layers", model.num_layers, default, {0, 1})
+    ropes = tuple(rope if turns else None for rope, turns in zip(model.ropes, rotated, strict=True))
+    return replace(llama.with_biases(config, model), ropes=ropes)
+
+
+ARCHITECTURE = Architecture(configure, {"no_rope_layer_interval": 4, "tie_word_embeddings": True})

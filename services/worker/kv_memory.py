@@ -1,0 +1,189 @@
+"""KV memory of a rank that outlives its epoch, with the names of the blocks in it (adopted block, docs/invariants.md).
+
+It is memory of this process, or shared memory without a file's name whose descriptor a keeper has passed: then it
+outlives the process, too, and the next worker maps it again. Its content is a header, the table of names, and the data
+that the backend takes. It can be left at any byte by a process that is killed: the header is valid last, and an entry
+of the table counts only while its number is set, which is written after the name and cleared before the name changes.
+"""
+
+import hashlib
+import logging
+import mmap
+import os
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.block_names import NAME_BYTES, NamedBlocks
+from protocol.codec import pack, unpack
+from protocol.steps import ReleaseSlots, SchedulerOutput
+from services.private import KV_MEMORY
+
+log = logging.getLogger("runahead.worker")
+
+PAGE = mmap.PAGESIZE
+MAX_HELD = 1 << 18
+"""Maximum number of blocks that are reported; the newest ones."""
+SLACK = 16 * PAGE
+"""Bytes for the rounding of the parts that are taken."""
+_HEADER = np.dtype([("valid", "<u8"), ("identity", "V32"), ("num_blocks", "<u8"), ("size", "<u8")])
+
+
+class BlockNames:
+    """Names of the whole blocks of one rank.
+
+    Args:
+        numbers: uint64[blocks]: 1, 2, 3 ... in the order in which the blocks became whole; 0: the block has no name.
+        names: uint8[blocks, NAME_BYTES]
+        block_size: tokens per block.
+    """
+
+    def __init__(self, numbers: NDArray[np.uint64], names: NDArray[np.uint8], block_size: int) -> None:
+        self._numbers, self._names, self._block_size = numbers, names, block_size
+        self._last = int(numbers.max(initial=0))
+
+    @classmethod
+    def empty(cls, num_blocks: int, block_size: int) -> "BlockNames":
+        return cls(np.zeros(num_blocks, np.uint64), np.zeros((num_blocks, NAME_BYTES), np.uint8), block_size)
+
+    def follow(self, message: SchedulerOutput | ReleaseSlots) -> None:
+        """Apply a message before it is executed: name the blocks that are whole, then drop the names of those that the
+        step's requests get to write."""
+        if message.whole is not None:
+            self._name(message.whole)
+        if isinstance(message, SchedulerOutput) and (message.block_ids or message.new):
+            self.drop(self._assigned(message))
+
+    def _name(self, whole: NamedBlocks) -> None:
+        if whole.replaces:
+            self._numbers[:] = 0
+        blocks = unpack(whole.blocks)
+        self._numbers[blocks] = 0
+        self._names[blocks] = np.frombuffer(whole.names, np.uint8).reshape(-1, NAME_BYTES)
+        self._numbers[blocks] = np.arange(self._last + 1, self._last + 1 + len(blocks), dtype=np.uint64)
+        self._last += len(blocks)
+
+    def drop(self, blocks: Sequence[int] | NDArray[np.int32]) -> None:
+        """Remove the names of blocks that are about to be written."""
+        self._numbers[blocks] = 0
+
+    def held(self) -> NamedBlocks | None:
+        """Return the blocks with a name, in the order in which they became whole; None: there is none."""
+        some = np.flatnonzero(self._numbers)
+        blocks = some[np.argsort(self._numbers[some])][-MAX_HELD:]
+        return (
+            NamedBlocks(pack(blocks.astype(np.int32)), self._names[blocks].tobytes()) if len(blocks) else None
+        )
+
+    def _assigned(self, step: SchedulerOutput) -> NDArray[np.int32]:
+        """int32[blocks]: the blocks that requests get to write. Those of a new one begin where its first row does."""
+        assigned = [unpack(step.block_ids)]
+        if step.new:
+            starts = dict(zip(unpack(step.slots).tolist(), unpack(step.starts).tolist(), strict=True))
+            firsts = ((new, starts.get(new.slot, 0) // self._block_size) for new in step.new)
+            assigned += [unpack(new.block_ids)[first:] for new, first in firsts]
+        return np.concatenate(assigned)
+
+
+class KVMemory:
+    """Memory of one rank. It holds the cache of the last epoch that used it, under one identity."""
+
+    def __init__(self, descriptor: int = -1) -> None:
+        """`descriptor`: shared memory, perhaps with the cache of a process that died; -1: memory of this process."""
+        self._descriptor = descriptor
+        self._map: mmap.mmap | None = None
+        self._taken = 0
+        self.names: BlockNames | None = None
+        """None: no cache, or one of a backend that keeps none."""
+        if descriptor >= 0 and os.fstat(descriptor).st_size >= PAGE:
+            self._map = mmap.mmap(descriptor, 0)
+
+    @classmethod
+    def kept(cls) -> "KVMemory":
+        """Return the memory that the starter of this process keeps for it, else memory of its own."""
+        descriptor = int(os.environ.pop(KV_MEMORY, -1))
+        if descriptor >= 0:
+            os.set_inheritable(descriptor, False)
+        return cls(descriptor)
+
+    def find(self, identity: str, block_size: int) -> int:
+        """Return the number of blocks of the cache with this identity, and 0 if there is none: then free the memory.
+
+        Args:
+            identity: everything that the content depends on beside tokens: model, dtype, layout, rank.
+        """
+        if self._map is not None:
+            header = self._header(self._map)
+            known = bool(header["valid"]) and header["identity"].tobytes() == _digest(identity)
+            if known and int(header["size"]) == len(self._map):
+                self._open(block_size)
+                return int(header["num_blocks"])
+        self._free()
+        return 0
+
+    def held(self) -> NamedBlocks | None:
+        """Return the whole blocks of the cache that was found; None: there is none."""
+        return None if self.names is None else self.names.held()
+
+    def begin(self, identity: str, block_size: int, num_blocks: int, bytes_per_block: int) -> int:
+        """Begin to take the memory of a cache: of the one with this identity, if it has as many blocks, else of a new
+        one. Return its number of blocks."""
+        if (found := self.find(identity, block_size)) >= num_blocks:
+            num_blocks = found
+        else:
+            self._free()
+            table = _up(8 * num_blocks) + _up(NAME_BYTES * num_blocks)
+            size = PAGE + table + _up(num_blocks * bytes_per_block) + SLACK
+            if self._descriptor >= 0:
+                os.ftruncate(self._descriptor, size)
+                self._map = mmap.mmap(self._descriptor, size)
+            else:
+                self._map = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            header = self._header(self._map)
+            header["identity"], header["num_blocks"], header["size"] = _digest(identity), num_blocks, size
+            self._open(block_size)
+            header["valid"] = 1
+        self._taken = PAGE + _up(8 * num_blocks) + _up(NAME_BYTES * num_blocks)
+        return num_blocks
+
+    def take(self, num_bytes: int) -> memoryview:
+        """Return the next part of the memory. It is the same one whenever the same sizes are taken in order."""
+        assert self._map is not None, "begin comes first"
+        at, self._taken = self._taken, self._taken + _up(num_bytes)
+        if self._taken > len(self._map):
+            raise ValueError(f"{num_bytes} bytes are more than the KV memory has left")
+        return memoryview(self._map)[at : at + num_bytes]
+
+    def abandon(self) -> None:
+        """Use other memory from now on: a thread that did not end may still write to this one."""
+        log.warning("the KV cache is dropped: a step may still write to it")
+        if self._map is not None:
+            self._header(self._map)["valid"] = 0
+        self._map, self.names, self._descriptor = None, None, -1
+
+    def _open(self, block_size: int) -> None:
+        assert self._map is not None
+        n = int(self._header(self._map)["num_blocks"])
+        numbers = np.frombuffer(self._map, np.uint64, n, PAGE)
+        names = np.frombuffer(self._map, np.uint8, n * NAME_BYTES, PAGE + _up(8 * n))
+        self.names = BlockNames(numbers, names.reshape(n, NAME_BYTES), block_size)
+
+    def _free(self) -> None:
+        """Give the memory back. Nobody reads the cache any more."""
+        self._map, self.names = None, None
+        if self._descriptor >= 0:
+            os.ftruncate(self._descriptor, 0)
+
+    @staticmethod
+    def _header(memory: mmap.mmap) -> NDArray[np.void]:
+        return np.frombuffer(memory, _HEADER, 1)[0]  # a record, which refers to the memory
+
+
+def _digest(identity: str) -> bytes:
+    return hashlib.sha256(identity.encode()).digest()
+
+
+def _up(num_bytes: int) -> int:
+    """Round up to whole pages."""
+    return -(-num_bytes // PAGE) * PAGE

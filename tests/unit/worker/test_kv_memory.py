@@ -1,0 +1,101 @@
+"""KV memory with the names of its blocks: what the next epoch, or the next process, finds in it."""
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from protocol.block_names import NAME_BYTES, NamedBlocks
+from protocol.codec import pack
+from protocol.sampling import SamplingParams
+from protocol.steps import NewRequest, ReleaseSlots, SchedulerOutput
+from services.worker.kv_memory import BlockNames, KVMemory
+
+BLOCK_SIZE, BLOCKS, BLOCK_BYTES = 4, 8, 100
+
+
+def named(*blocks: int, replaces: bool = False) -> NamedBlocks:
+    return NamedBlocks.from_lists(blocks, [bytes([block]) * NAME_BYTES for block in blocks], replaces)
+
+
+def blocks_of(held: NamedBlocks | None) -> list[int]:
+    return [] if held is None else [block for block, _ in held.pairs()]
+
+
+def plan(start: int, table: list[int], grown: list[int], whole: NamedBlocks | None = None) -> SchedulerOutput:
+    """A step with a new request in slot 1 that begins at `start`, and a row of slot 0 that gets blocks."""
+    new = NewRequest(1, 1, pack([7] * 9), 9, pack(table), SamplingParams(max_tokens=1))
+    return SchedulerOutput(
+        *(1, 1, pack([0, 1]), pack([1, 1]), pack([8, start]), pack([1, 1]), b"\1\0", [new]),
+        *(pack([0] * len(grown)), pack(grown)),
+        whole=whole,
+    )
+
+
+def test_a_block_loses_its_name_before_the_step_that_writes_it() -> None:
+    names = BlockNames.empty(BLOCKS, BLOCK_SIZE)
+    names.follow(ReleaseSlots(1, b"", named(5, 0, 1, 2, 3, 4)))
+    assert blocks_of(names.held()) == [5, 0, 1, 2, 3, 4], "in the order in which they became whole"
+    names.follow(plan(start=8, table=[0, 1, 2], grown=[3], whole=named(6, 3)))
+    assert blocks_of(names.held()) == [5, 0, 1, 4, 6], "a shared prefix keeps its names"
+    names.follow(ReleaseSlots(1, b"", named(7, replaces=True)))
+    assert blocks_of(names.held()) == [7]
+
+
+@pytest.fixture
+def descriptor() -> Iterator[int]:
+    """Shared memory that outlives a process."""
+    fd = os.memfd_create("kv")
+    yield fd
+    os.close(fd)
+
+
+def begun(descriptor: int, identity: str = "model", num_blocks: int = BLOCKS) -> KVMemory:
+    memory = KVMemory(descriptor)
+    memory.begin(identity, BLOCK_SIZE, num_blocks, BLOCK_BYTES)
+    return memory
+
+
+def test_the_next_process_finds_data_and_names(descriptor: int) -> None:
+    memory = begun(descriptor)
+    data = np.frombuffer(memory.take(BLOCKS * BLOCK_BYTES), np.uint8)
+    data[:] = 9
+    assert memory.names is not None
+    memory.names.follow(ReleaseSlots(1, b"", named(3, 1)))
+    after = KVMemory(descriptor)
+    assert after.find("model", BLOCK_SIZE) == BLOCKS
+    assert blocks_of(after.held()) == [3, 1]
+    assert after.begin("model", BLOCK_SIZE, BLOCKS - 2, BLOCK_BYTES) == BLOCKS, "more than the group uses"
+    assert bytes(after.take(BLOCKS * BLOCK_BYTES)) == data.tobytes()
+    assert after.names is not None
+    after.names.follow(ReleaseSlots(1, b"", named(0)))
+    assert blocks_of(after.held()) == [3, 1, 0], "numbers go on"
+
+
+@pytest.mark.parametrize("identity", ["model", "another model"])
+def test_a_cache_of_another_kind_or_size_is_dropped(descriptor: int, identity: str) -> None:
+    memory = begun(descriptor)
+    assert memory.names is not None
+    memory.names.follow(ReleaseSlots(1, b"", named(3)))
+    more = begun(descriptor, identity, BLOCKS + 1)
+    assert more.held() is None
+    assert not any(more.take(BLOCKS * BLOCK_BYTES))
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, 3 * 4096])
+def test_memory_that_was_cut_is_not_used(descriptor: int, size: int) -> None:
+    """A process that is killed while it allocates leaves any size."""
+    begun(descriptor)
+    os.ftruncate(descriptor, size)
+    memory = KVMemory(descriptor)
+    assert memory.find("model", BLOCK_SIZE) == 0
+    assert memory.held() is None
+
+
+def test_memory_that_a_thread_may_still_write_is_given_up(descriptor: int) -> None:
+    memory = begun(descriptor)
+    memory.abandon()
+    assert KVMemory(descriptor).find("model", BLOCK_SIZE) == 0
+    assert memory.begin("model", BLOCK_SIZE, BLOCKS, BLOCK_BYTES) == BLOCKS
+    assert KVMemory(descriptor).find("model", BLOCK_SIZE) == 0, "its memory is its own from now on"
