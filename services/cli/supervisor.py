@@ -47,7 +47,7 @@ class Child:
     last_error: str = ""
     output_ended: bool = False
     phase: str = FIRST_PHASE
-    """What it does at its start; `STARTED` when that has ended."""
+    """Phase of its start; `STARTED` when it has ended."""
     final: Collection[int] = ()
     """Exit statuses after which the child is not restarted."""
     abort_signals: Sequence[int] = (signal.SIGTERM,)
