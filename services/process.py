@@ -3,6 +3,7 @@
 import ctypes
 import faulthandler
 import gc
+import logging
 import os
 import signal
 import socket
@@ -15,6 +16,21 @@ from pathlib import Path
 from typing import Self
 
 _PR_SET_PDEATHSIG = 1
+
+start_log = logging.getLogger("runahead.start")
+"""Phases of a process's start, at level DEBUG, such as "importing torch"; `STARTED` ends them. `serve` shows them."""
+STARTED = ""
+PHASE_MARK = "\x1e"
+"""First character of a line of output that is a phase, not text for people."""
+
+
+def print_phases() -> None:
+    """Write the phases of this process's start to stdout, each as a line after `PHASE_MARK`."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter(f"{PHASE_MARK}%(message)s"))
+    start_log.addHandler(handler)
+    start_log.setLevel(logging.DEBUG)
+    start_log.propagate = False
 
 
 @contextmanager

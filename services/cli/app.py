@@ -122,8 +122,12 @@ app.command("bench", cls=GroupedCommand, help="Measure the speed of an OpenAI-co
 @app.command("healthcheck")
 def _healthcheck(
     target: Annotated[
-        str, typer.Argument(help="http://HOST:PORT/PATH, tcp://HOST:PORT or ipc://PATH", metavar="TARGET")
-    ],
+        str, typer.Argument(help="http://HOST:PORT, tcp://HOST:PORT or ipc://PATH", metavar="TARGET")
+    ] = "",
+    url: Annotated[str, typer.Option("--url", help="The same as TARGET.", show_default=False)] = "",
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Accepted as in other commands: certificates are not checked.")
+    ] = False,
     connected: Annotated[
         bool,
         typer.Option(
@@ -146,7 +150,8 @@ def _healthcheck(
     """
     from services.cli.healthcheck import main
 
-    raise typer.Exit(main([target, "--transport-keys", transport_keys] + ["--connected"] * connected))
+    switches = ["--connected"] * connected + ["--insecure"] * insecure
+    raise typer.Exit(main([*filter(None, (target, url)), "--transport-keys", transport_keys, *switches]))
 
 
 _UrlArgument = Annotated[str | None, typer.Argument(help="URL of the server.", metavar="URL")]

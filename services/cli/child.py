@@ -7,13 +7,15 @@ import signal
 import sys
 from pathlib import Path
 
-from services.config import SERVICES
-from services.process import collection_paused, die_with_parent
+from services.process import collection_paused, die_with_parent, print_phases, start_log
 
 # Without a handler of Python's there is no traceback of a KeyboardInterrupt until the service handles the signal
 signal.signal(signal.SIGINT, signal.SIG_DFL)
+print_phases()
+start_log.debug("importing the services")
 with collection_paused():
     from services.cli.start import start
+    from services.config import SERVICES
 
 
 def main(service: str, file: str, parent: str) -> int:

@@ -56,25 +56,32 @@ class TerminalDisplay:
 
     def __init__(self) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         self._console = Console(stderr=True, markup=False, highlight=False)
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
-            TaskProgressColumn(),
+            TextColumn("{task.fields[percent]}"),
             TimeElapsedColumn(),
             console=self._console,
             transient=True,
         )
-        self._task = self._bar.add_task("starting", total=1.0)
+        self._task = self._bar.add_task("starting", total=None, percent="")
         self._bar.start()
 
     def line(self, text: str) -> None:
         self._console.print(text, soft_wrap=True)
 
     def loading(self, state: LoadingState) -> None:
-        self._bar.update(self._task, description=state.phase, completed=state.progress)
+        share = state.progress  # 0: not known yet
+        self._bar.update(
+            self._task,
+            description=state.phase,
+            total=1.0 if share else None,
+            completed=share,
+            percent=f"{share:.0%}" if share else "",
+        )
 
     def done(self) -> None:
         self._bar.stop()

@@ -1,6 +1,6 @@
 """`runahead healthcheck TARGET`: the command of containers' health checks.
 
-    http://127.0.0.1:8000/readyz              the frontend answers with success
+    http://127.0.0.1:8000                     the frontend answers /readyz, or the path of the URL, with success
     tcp://scheduler:5601, ipc://PATH          the scheduler completes a handshake: its loop reads and answers
     --connected tcp://scheduler:5602          this container's worker runs and has a connection to the scheduler
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ANSWER_TIMEOUT = 5.0
 """Seconds."""
 USAGE = (
-    "usage: runahead healthcheck http[s]://HOST:PORT/PATH | [--transport-keys DIR] tcp://HOST:PORT | "
+    "usage: runahead healthcheck [--url] http[s]://HOST:PORT[/PATH] | [--transport-keys DIR] tcp://HOST:PORT | "
     "--connected tcp://HOST:PORT"
 )
 _ESTABLISHED = "01"
@@ -76,7 +76,10 @@ def _get(url: str, timeout: float) -> None:
     else:
         connection = http.client.HTTPConnection(*where, timeout=timeout)
     try:
-        connection.request("GET", parts.path or "/")
+        path = parts.path.rstrip("/")
+        if not path or path.endswith("/v1"):  # the address of a server, as other commands take it
+            path = path.removesuffix("/v1") + "/readyz"
+        connection.request("GET", path)
         with connection.getresponse() as response:
             body = response.read(1000).decode(errors="replace")
     except (OSError, http.client.HTTPException) as error:
@@ -167,6 +170,10 @@ def main(arguments: list[str], timeout: float = ANSWER_TIMEOUT) -> int:
                 connected = True
             elif name == "--transport-keys":
                 keys = value or next(rest, "")
+            elif name == "--url":
+                targets.append(value or next(rest, ""))
+            elif argument == "--insecure":
+                pass  # certificates are not checked anyway: the target is this machine
             else:
                 targets.append(argument)
         if len(targets) != 1 or targets[0].startswith("-"):

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from services.cli.control import EngineControl
 from services.cli.display import display
@@ -82,6 +83,8 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
         if is_ready:
             return None
         state = probe.loading_state() or LoadingState(False, "starting", 0.0)
+        if not state.progress and (phase := supervisor.phase()):
+            state = replace(state, phase=phase)
         if not state.ready:
             screen.loading(state)
             return POLL_INTERVAL

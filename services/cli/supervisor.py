@@ -10,11 +10,12 @@ import signal
 import socket
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from services.cli.logs import error_text
-from services.process import EXIT_HUNG
+from services.process import EXIT_HUNG, PHASE_MARK, STARTED
 
 ABORT_GRACE = 2.0
 """Seconds between SIGTERM and SIGKILL when all children are stopped at once. A frontend ends its streams meanwhile."""
@@ -29,6 +30,8 @@ STOPPED_GRACE = 10.0
 """Seconds after which a child that was stopped (SIGSTOP) is killed."""
 FIRST_PAUSE = 0.5
 """Seconds until the first restart, doubled for each further one."""
+FIRST_PHASE = "starting Python"
+"""Phase of a child that has sent none yet."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -43,6 +46,8 @@ class Child:
     last_line: str = ""
     last_error: str = ""
     output_ended: bool = False
+    phase: str = FIRST_PHASE
+    """Phase of its start; `STARTED` when it has ended."""
     final: Collection[int] = ()
     """Exit statuses after which the child is not restarted."""
     abort_signals: Sequence[int] = (signal.SIGTERM,)
@@ -78,7 +83,10 @@ class Child:
         return stopped is not None
 
     def lines(self) -> list[str]:
-        """Return the complete lines of output since the last call, and an incomplete one once the output has ended."""
+        """Return the complete lines of output since the last call, and an incomplete one once the output has ended.
+
+        Lines about the phase of the start are stored instead.
+        """
         pipe = self.process.stdout
         if pipe is None or self.output_ended:
             return []
@@ -90,8 +98,12 @@ class Child:
         *whole, self._incomplete_line = (self._incomplete_line + chunk).split(b"\n")
         if self.output_ended and self._incomplete_line:
             whole.append(self._incomplete_line)
-        lines = [line.decode(errors="replace") for line in whole]
-        for line in lines:
+        lines = []
+        for line in (line.decode(errors="replace") for line in whole):
+            if line.startswith(PHASE_MARK):
+                self.phase = line.removeprefix(PHASE_MARK)
+                continue
+            lines.append(line)
             self.last_line = line.strip() or self.last_line
             self.last_error = error_text(line) or self.last_error
         return lines
@@ -242,6 +254,17 @@ class Supervisor:
         finally:
             self.kill()
 
+    def phase(self) -> str:
+        """Return what the children that have not started do, such as "importing torch (2 workers)"; "": all have."""
+        doing = dict[str, Counter[str]]()
+        for child in reversed(self.children):
+            if child.phase != STARTED:
+                doing.setdefault(child.phase, Counter())[child.name.partition("-")[0]] += 1
+        return ", ".join(
+            f"{phase} ({', '.join(f'{n} {name}s' if n > 1 else name for name, n in counts.items())})"
+            for phase, counts in doing.items()
+        )
+
     def stop(self) -> None:
         """Stop the children in order, as after a first signal. May be called from any thread while `signals` is in
         effect."""
@@ -295,6 +318,7 @@ class Supervisor:
                 if child.process.stdout is not None:
                     child.process.stdout.close()
                 child.restart_at, child.output_ended, child.process = None, False, child.respawn()
+                child.phase = FIRST_PHASE
 
     def _on_signals(self, numbers: bytes) -> None:
         for number in numbers:

@@ -32,7 +32,7 @@ from services.frontend.placement import Placement
 from services.frontend.request_log import EndedRequestLog
 from services.frontend.steps.ring import StepRing
 from services.frontend.traces import TraceExporter
-from services.process import HANG_FACTOR, HangAlarm
+from services.process import HANG_FACTOR, STARTED, HangAlarm, start_log
 
 log = logging.getLogger("runahead.frontend")
 
@@ -191,6 +191,7 @@ def run(config: FrontendConfig) -> int:
 
     Raises: OSError, if the port is taken
     """
+    start_log.debug("loading the tokenizer")
     try:
         model = ServedModel.load(config)
     except CheckpointError as error:
@@ -203,8 +204,10 @@ def run(config: FrontendConfig) -> int:
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         alarm = HangAlarm.install(HANG_FACTOR * config.scheduler_timeout_seconds)
+        start_log.debug("building the API")
         service = FrontendService(config, model, listener, alarm)
         gc.collect()
         gc.freeze()  # what was made so far stays alive; the first collection would take tens of milliseconds for it
         gc.set_threshold(GC_THRESHOLD)
+        start_log.debug(STARTED)
         return runner.run(service.run())

@@ -14,18 +14,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from starlette.requests import Request as HTTPRequest
 
-from services.config.traces import GRPC, traces_protocol
 from services.frontend.engine.availability import Recovery
 from services.frontend.engine.client import EngineClient
 from services.frontend.request_summary import ChoiceTimes, RequestSummary
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
-    from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span
 
-EXPORT_SECONDS = 5
-"""Time limit of an export. Spans that cannot be exported are dropped with a log line."""
 _OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/chat/completions": "chat",
@@ -82,9 +78,11 @@ class TraceExporter:
         from opentelemetry.trace.propagation import set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+        from services.frontend.span_export import CollectorExporter
+
         resource = Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME", "runahead")})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(_span_exporter(endpoint)))
+        self._provider.add_span_processor(BatchSpanProcessor(CollectorExporter(endpoint)))
         self._tracer = self._provider.get_tracer("runahead.frontend")
         self._kinds = SpanKind
         self._statuses = StatusCode
@@ -188,13 +186,3 @@ class _WallClock:
 def _add_events(span: "Span", recoveries: Iterable[Recovery], clock: _WallClock) -> None:
     for event in recoveries:
         span.add_event(event.name, {"runahead.reason": event.reason}, clock.at(event.at))
-
-
-def _span_exporter(endpoint: str) -> "SpanExporter":
-    if traces_protocol() == GRPC:
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
-
-        return GrpcExporter(endpoint, insecure=not endpoint.startswith("https:"), timeout=EXPORT_SECONDS)
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
-
-    return HttpExporter(endpoint, timeout=EXPORT_SECONDS)

@@ -38,7 +38,7 @@ from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepReport, StepR
 from protocol.suspects import SUSPECT_AFTER
 from services.checkpoint import CheckpointError, text_digest
 from services.config import SchedulerConfig
-from services.process import HANG_FACTOR, NO_ALARM, HangAlarm, stop_signals
+from services.process import HANG_FACTOR, NO_ALARM, STARTED, HangAlarm, start_log, stop_signals
 from services.scheduler.build import CoreStart, build_core
 from services.scheduler.capabilities import Combination
 from services.scheduler.core.engine import EngineCore, StallError
@@ -468,6 +468,7 @@ def run(config: SchedulerConfig) -> int:
 
     Returns: the exit status: 0, or 5 when the workers were lost. A scheduler that was replaced exits with 8.
     """
+    start_log.debug("loading the tokenizer")
     vocabulary = _vocabulary(config)
     compiler = None if vocabulary is None else GrammarCompiler(vocabulary)
     tokenizer = "" if vocabulary is None else text_digest(vocabulary.text)
@@ -475,6 +476,7 @@ def run(config: SchedulerConfig) -> int:
         incarnation = time.time_ns() // 1_000_000
         alarm = HangAlarm.install(HANG_FACTOR * config.scheduler_timeout_seconds)
         service = Service(config, incarnation, compiler, tokenizer, MaskThread(), alarm)
+        start_log.debug(STARTED)
         try:
             status = service.run(wakeup)
         except OSError as error:  # no mistake of the configuration, after which it would not be started again

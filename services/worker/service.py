@@ -27,7 +27,7 @@ from protocol.membership import (
 from protocol.steps import ReleaseSlots, StepFault, StepMessage
 from protocol.transport import HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow
 from services.config import WorkerConfig
-from services.process import HANG_FACTOR, NO_ALARM, HangAlarm, collection_paused
+from services.process import HANG_FACTOR, NO_ALARM, HangAlarm, collection_paused, start_log
 from services.worker.backends.registry import create_runner
 from services.worker.runner import LoadError, ModelRunner, OutOfMemory, RanksLost
 from services.worker.scheduler_link import DRAIN_TIMEOUT, SchedulerLink
@@ -75,6 +75,7 @@ class Worker:
 
         Raises: LoadError, PeerGone, PeerSlow, HandshakeRefused, HandshakeTimeout
         """
+        start_log.debug("connecting to the scheduler")
         try:
             self._link.connect_within(CONNECT_TIMEOUT)
             while (loss := self._serve()) is not None:
@@ -219,6 +220,7 @@ def run(config: WorkerConfig) -> int:
     hide_exits()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
+    start_log.debug("importing the %s backend", config.backend)
     try:
         with collection_paused():
             runner = create_runner(config)

@@ -26,6 +26,7 @@ from protocol.sampling import SamplingParams
 from protocol.steps import NewRequest, SchedulerOutput
 from protocol.transport import PeerGone, PeerSlow
 from services.config import WorkerConfig
+from services.process import STARTED, start_log
 from services.units import size_text
 from services.worker.distributed.rendezvous import address_facing, listen
 from services.worker.runner import LoadError, ModelRunner, RanksLost
@@ -48,12 +49,15 @@ class StartUp:
         self._shard: Shard | None = None
         """The shard whose weights are in memory."""
         self._next_progress = 0.0
+        self._phase = ""
+        """Phase of the last message about loading."""
 
     def register(self) -> None:
         """Send this worker's model, its weights in memory, and its rendezvous.
 
         Raises: LoadError, after it was sent
         """
+        start_log.debug("reading the model's description")
         host = self._config.host_ip or address_facing(self._config.scheduler_endpoint)
         with self._starting():
             identity, listener = self._runner.identify(), _listen(host)
@@ -80,6 +84,7 @@ class StartUp:
                 single_rank=identity.single_rank,
             )
         )
+        start_log.debug(STARTED)
 
     def close_listener(self) -> None:
         if self._listener is not None:
@@ -106,8 +111,8 @@ class StartUp:
 
     def _progress(self, phase: str, fraction: float) -> None:
         now = time.monotonic()
-        if now >= self._next_progress or fraction >= 1:
-            self._next_progress = now + PROGRESS_INTERVAL
+        if now >= self._next_progress or fraction >= 1 or phase != self._phase:
+            self._next_progress, self._phase = now + PROGRESS_INTERVAL, phase
             self._link.client.send(LoadProgress(phase, min(1.0, max(0.0, fraction)), self._session.epoch))
 
     def initialize(self, init: InitializeCache) -> None:

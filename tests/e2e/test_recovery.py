@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from openai import APIError
 
+from tests.e2e.forked import STOPPED_GRACE
 from tests.e2e.server import ServeProcess, serving, wait_until
 from tests.e2e.streams import (
     answers,
@@ -214,7 +215,10 @@ async def test_streams_end_with_an_error_when_the_server_gives_up() -> None:
 
 
 def test_a_stopped_scheduler_fails_the_probe_before_it_is_lost() -> None:
-    with serving(*SIM, "--scheduler-timeout-seconds", "30") as server:
+    patient = {
+        STOPPED_GRACE: "60"
+    }  # on a loaded machine the probe may fail later than `serve` kills the process
+    with serving(*SIM, "--scheduler-timeout-seconds", "60", **patient) as server:
         server.services["scheduler"].send_signal(signal.SIGSTOP)
         wait_until(lambda: server.get("/readyz")[0] == 503, "the frontend has noticed")
         assert "waiting for the scheduler" in server.get("/readyz")[1]

@@ -22,7 +22,12 @@ PHASE_TEXTS = {
     EnginePhase.RECOVERING: "waiting for the scheduler or for lost workers",
 }
 """Texts for clients without an API key. The engine's own may have paths, and errors of workers."""
-_LOADING_PHASES = frozenset({"loading weights", "weights", "simulated model"})
+_LOADING_PHASES = frozenset(
+    {
+        *("preparing compiled kernels", "loading weights", "weights", "simulated model"),
+        "allocating the KV cache",
+    }
+)
 """Texts of the engine that every client may see."""
 
 router = APIRouter(responses=errors(*UNGUARDED))

@@ -395,6 +395,7 @@ class WorkerGroup:
             case GroupAction.ASSIGN:
                 self._assign(now)
             case GroupAction.INITIALIZE:
+                self._detail, self._progress = "allocating the KV cache", 1.0
                 self._actions += self._epoch.initialize(now)
             case GroupAction.START:
                 self.losses.on_start(now)

@@ -40,8 +40,15 @@ class CollectedTraces:
     def __init__(self) -> None:
         self.spans: list[CollectedSpan] = []
         self.raw = b""
+        self.refuses = False
+        """Exports are answered with an error."""
+        self.num_refused = 0
 
-    def add(self, message: ExportTraceServiceRequest) -> None:
+    def add(self, message: ExportTraceServiceRequest) -> bool:
+        """Return False for an export that is refused."""
+        if self.refuses:
+            self.num_refused += 1
+            return False
         self.raw += message.SerializeToString()
         for resource in message.resource_spans:
             for scope in resource.scope_spans:
@@ -59,6 +66,7 @@ class CollectedTraces:
                     )
                     for span in scope.spans
                 )
+        return True
 
     def request(self, request_id: str) -> tuple[CollectedSpan, list[CollectedSpan]]:
         """Wait for the span of a request. Return it and the spans below it, in order of time."""
@@ -87,8 +95,8 @@ def over_http() -> Iterator[tuple[str, CollectedTraces]]:
         def do_POST(self) -> None:
             assert self.path == "/v1/traces"
             body = self.rfile.read(int(self.headers["content-length"]))
-            collected.add(ExportTraceServiceRequest.FromString(body))
-            self.send_response(200)
+            is_added = collected.add(ExportTraceServiceRequest.FromString(body))
+            self.send_response(200 if is_added else 404)
             self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None:
@@ -110,8 +118,9 @@ def over_grpc() -> Iterator[tuple[str, CollectedTraces]]:
     collected = CollectedTraces()
 
     class Servicer(TraceServiceServicer):  # type: ignore[misc]  untyped
-        def Export(self, request: ExportTraceServiceRequest, _: object) -> ExportTraceServiceResponse:  # noqa: N802
-            collected.add(request)
+        def Export(self, request: ExportTraceServiceRequest, call: Any) -> ExportTraceServiceResponse:  # noqa: N802
+            if not collected.add(request):
+                call.abort(grpc.StatusCode.UNIMPLEMENTED, "no traces here")
             return ExportTraceServiceResponse()
 
     server = grpc.server(ThreadPoolExecutor(1))

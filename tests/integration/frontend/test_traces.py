@@ -139,6 +139,30 @@ def test_grpc_is_the_default_protocol_and_the_last_traces_leave_at_the_end() -> 
         assert [span.name for span in below] == ["queue", "prefill", "decode", "detokenise"]
 
 
+@pytest.mark.parametrize("protocol", TRANSPORTS)
+def test_failing_exports_are_logged_when_they_begin_and_when_they_end(protocol: str) -> None:
+    with (
+        TRANSPORTS[protocol]() as (url, collected),
+        scripted(environment(protocol), otlp_traces_endpoint=url) as (frontend, scheduler),
+    ):
+        collected.refuses = True
+        for number in range(1, 4):
+            scheduler.script(answering("a", times=TIMES))
+            frontend.post(COMPLETIONS, {"prompt": [5]})
+            wait_until(lambda n=number: collected.num_refused >= n, "the export was refused")
+        collected.refuses = False
+        scheduler.script(answering("a", times=TIMES))
+        frontend.post(COMPLETIONS, {"prompt": [5]}, headers={"x-request-id": "after"})
+        collected.request("after")
+        wait_until(lambda: "are exported" in frontend.log, "the second line is in the log")
+        lines = [line for line in frontend.log.splitlines() if "traces" in line or "opentelemetry" in line]
+    assert [" ".join(line.split()[2:7]) for line in lines] == [
+        "WARNING runahead.frontend: traces are dropped:",
+        "INFO runahead.frontend: traces are exported",
+    ]
+    assert f"{url} accepts {protocol} (OTEL_EXPORTER_OTLP_TRACES_PROTOCOL)" in lines[0]
+
+
 def test_without_the_packages_the_flag_is_refused_in_one_line() -> None:
     code = "import sys\nsys.modules['opentelemetry'] = None"
     with endpoint() as address:

@@ -58,6 +58,13 @@ def test_frontend_is_healthy_if_it_answers_with_success() -> None:
         healthcheck(url)
 
 
+@pytest.mark.parametrize("path", ["", "/", "/v1"])
+def test_the_address_of_a_server_is_enough(path: str) -> None:
+    with answering(200) as url:
+        server = url.removesuffix("/readyz") + path
+        assert main(["--url", server]) == main([f"--url={server}", "--insecure"]) == main([server]) == 0
+
+
 @pytest.mark.parametrize("status", [503, 302, 401])
 def test_any_other_status_is_reported_in_one_line(status: int) -> None:
     with answering(status) as url, pytest.raises(Unhealthy) as unhealthy:
@@ -161,7 +168,7 @@ def test_invalid_target_exits_2_with_the_usage(
     assert main(arguments) == 2
     done = capsys.readouterr()
     assert done.out == ""
-    assert "usage: runahead healthcheck http[s]://HOST:PORT/PATH" in done.err
+    assert "usage: runahead healthcheck [--url] http[s]://HOST:PORT[/PATH]" in done.err
 
 
 def test_help_of_the_command_lists_its_options() -> None:

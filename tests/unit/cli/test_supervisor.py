@@ -118,6 +118,18 @@ print(child.stdout.readline().strip(), child.pid, flush=True)
 child.wait()
 """
 
+STARTING = """
+from services.process import STARTED, print_phases, start_log
+print_phases()
+start_log.debug("importing torch")
+print("a line", flush=True)
+note("up")
+while not os.path.exists(journal + ".seen"):
+    time.sleep(0.01)
+start_log.debug(STARTED)
+note("started")
+signal.pause()
+"""
 NAMES = ("frontend", "scheduler", "worker")
 EVERY_STATUS = range(-signal.NSIG, 256)
 
@@ -185,6 +197,23 @@ def test_signal_stops_children_one_after_the_other(supervised: SupervisedChildre
     after_up = [line for line in supervised.events().splitlines() if not line.endswith("up")]
     assert after_up == [f"{name} {what}" for name in NAMES for what in ("signalled", "ended")]
     assert supervised.supervisor.failure is None
+
+
+def test_phases_of_the_start_are_collected_and_not_shown(supervised: SupervisedChildren) -> None:
+    seen = list[str]()
+
+    def tick() -> None:
+        phase = supervised.supervisor.phase()
+        seen.extend([phase] if phase not in seen else [])
+        if phase == "importing torch (worker, scheduler, frontend)":
+            Path(f"{supervised.journal}.seen").touch()
+        if not phase:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    assert supervised.run((STARTING, STARTING, STARTING), tick) == 0
+    assert "importing torch (worker, scheduler, frontend)" in seen
+    assert seen[-1] == ""
+    assert {line for _, line in supervised.lines} == {"a line"}
 
 
 def test_second_signal_stops_all_at_once(supervised: SupervisedChildren) -> None:

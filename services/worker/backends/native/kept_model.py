@@ -90,6 +90,7 @@ class KeptModel:
             raise LoadError(f"the files of {path} have changed; start this worker again")
         choice = self._choose_kernels(config, checkpoint)
         part, hashed = ModelPart.from_shard(config, shard, self._group), HashedCheckpoint(checkpoint)
+        progress("preparing compiled kernels", 0.0)
         kernels = self._create_kernels(choice)
         model = Model(part, hashed, choice.dtype, kernels, progress, self._quantization)
         log.info("weights: %.1f MiB in %s", model.num_bytes / 2**20, model.weight_types)
