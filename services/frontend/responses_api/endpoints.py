@@ -145,8 +145,8 @@ async def _create(http: HTTPRequest, context: AppContext) -> Response:
             generation = stack.enter_context(
                 answering.generation(http, body, request, submissions, usage, run.encoder)
             )
-            _required(store).begin(http.state.tenant, answer.id, run, history, input_items(given))
             run.start(generation.response)
+            _required(store).begin(http.state.tenant, answer.id, run, history, input_items(given))
             close = stack.pop_all().close
         task = asyncio.create_task(_finish(http, answering, run, close))
         context.tasks.add(task)

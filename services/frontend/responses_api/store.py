@@ -120,7 +120,7 @@ class ResponseStore:
     def begin(
         self, tenant: str, id: str, run: BackgroundRun, history: Sequence[Item], given: Sequence[Item]
     ) -> None:
-        """Store a response that is not generated yet, as `add`. `grow` must be called for the bytes of its run.
+        """Store a response whose run has started, as `add`. `grow` must be called for the bytes that it takes more.
 
         Raises: APIError, if it is larger than the store
         """
@@ -148,7 +148,7 @@ class ResponseStore:
         return True
 
     def grow(self, tenant: str, id: str, num_bytes: int) -> None:
-        """Count bytes that the run of a response takes more. The oldest responses make room, this one last."""
+        """Count bytes that the run of a response takes more. As in `add`, others make room, or this one fails."""
         share = self._shares.get(tenant)
         if share is not None and id in share.by_id:
             share.size += num_bytes

@@ -45,9 +45,9 @@ def begun(store: ResponseStore, id: str) -> tuple[BackgroundRun, Texts]:
     head: Any = {"id": id, "background": True}
     parser = AnswerParser(None, NO_TOOLS, eager=True)
     run = BackgroundRun(ResponseInProgress(head, parser, UsageCounter(), len), partial(store.grow, "", id))
-    store.begin("", id, run, [], GIVEN)
     stream = ResponseStream(FlushQueue())
     run.start(stream)
+    store.begin("", id, run, [], GIVEN)
     return run, Texts(run, stream)
 
 
@@ -57,15 +57,14 @@ async def events_of(run: BackgroundRun, after: int = -1) -> list[Any]:
 
 
 async def test_oldest_responses_make_room_for_a_run_and_then_it_fails() -> None:
-    store = ResponseStore(max_bytes=100_000)
+    store = ResponseStore(max_bytes=50_000)
     done: Any = {"id": "done", "output": []}
     store.add("", done, [], GIVEN)
     run, texts = begun(store, "run")
     finishing = asyncio.create_task(run.finish())
     events = asyncio.create_task(events_of(run))
     before = store.size
-    texts.say(100)
-    texts.say(200)
+    texts.say(300)
     failure = await finishing
     assert failure is not None
     assert failure.message == "the store of responses is full"
@@ -85,8 +84,7 @@ async def test_size_of_a_run_is_that_of_its_events_and_its_response() -> None:
     before = store.size
     finishing = asyncio.create_task(run.finish())
     texts.say(2 * MAX_EVENTS_PER_WRITE)
-    while b"word" not in run.response:
-        await asyncio.sleep(0)
+    assert b"word" in await anext(run.events.behind(1))
     run.fail(APIError(500, "it broke"))
     await finishing
     events = await events_of(run)
