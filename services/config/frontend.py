@@ -85,8 +85,8 @@ class FrontendConfig(HttpConfig):
     )
     response_store: bool = Field(
         True,
-        description="Keep answers of /v1/responses in memory for an hour, at most 64 MiB, so that a request can "
-        "continue one by previous_response_id.",
+        description="Keep responses of /v1/responses in memory for an hour, at most 64 MiB. previous_response_id and "
+        "background need them.",
     )
     step_ring: int = Field(
         1024,

@@ -1,5 +1,6 @@
 """Objects that the handlers of all routes share, as a dependency of FastAPI."""
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -26,6 +27,8 @@ class AppContext:
     replans: Replans
     responses: ResponseStore | None
     """None, if responses are not kept."""
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    """Requests that go on without a connection."""
     started: int = field(default_factory=lambda: int(time.time()))
     """Seconds since 1970."""
 

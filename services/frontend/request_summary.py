@@ -39,6 +39,8 @@ class RequestSummary:
     """Parameters of the first choice."""
     choices: list[ChoiceTimes] | None = None
     """None, if no traces are exported."""
+    is_detached: bool = False
+    """True if the request goes on after its response."""
 
     def on_first_token(self, now: float) -> None:
         if self.first_token is None:

@@ -107,7 +107,7 @@ class Answering:
         return None
 
     async def recorded(self, http: HTTPRequest, answer: Coroutine[Any, Any, Response]) -> Response:
-        """Record the end of the request in the metrics and the log. A stream records its own end.
+        """Record the end of the request in the metrics and the log. A stream or a detached request records its own.
 
         Raises: APIError
         """
@@ -117,7 +117,7 @@ class Answering:
         except Exception as error:
             self._record_failure(http, error)
             raise
-        if not isinstance(response, EventStream):
+        if not isinstance(response, EventStream) and not http.state.summary.is_detached:
             self.record_end(http, None)
         return response
 
@@ -182,7 +182,11 @@ class Answering:
         usage: UsageCounter,
         writer: AnswerWriter,
     ) -> Iterator[Generation]:
-        """Submit all choices. They end with this context, or when the client leaves. Raises: APIError"""
+        """Submit all choices. They end with this context, or when the client leaves, unless the request is detached.
+
+        Raises: APIError
+        """
+        summary: RequestSummary = http.state.summary
         generation = Generation(
             self.engine,
             self.metrics,
@@ -192,9 +196,11 @@ class Answering:
             request,
             usage,
             writer,
-            http.state.summary,
+            summary,
         )
-        with contextlib.closing(generation), watch_disconnect(http.receive, generation.response.fail):
+        fail = generation.response.fail
+        watch = contextlib.nullcontext() if summary.is_detached else watch_disconnect(http.receive, fail)
+        with contextlib.closing(generation), watch:
             for prompt, params in submissions:
                 generation.submit(prompt, params)
             yield generation

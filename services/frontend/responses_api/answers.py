@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from services.frontend.errors import APIError, invalid
+from services.frontend.errors import GONE, APIError, invalid
 from services.frontend.json_text import json_text
 from services.frontend.openai.answers.chunk import Chunk
 from services.frontend.openai.answers.events import one_line
@@ -14,6 +14,7 @@ from services.frontend.openai.answers.tool_dialect import AnswerParser
 from services.frontend.openai.answers.usage import UsageCounter
 from services.frontend.responses_api.items import OutputItems
 from services.frontend.responses_api.responses import (
+    ResponseFailure,
     ResponseHead,
     ResponseObject,
     ResponseStatus,
@@ -24,6 +25,9 @@ from services.frontend.responses_api.schemas import ResponsesRequest
 JSON = dict[str, Any]
 _OPENING = ("response.created", "response.in_progress")
 """Types of the first events of a stream."""
+END_OF_EVENT = b"\n\n"
+_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+"""OpenAI's codes of the errors of failed responses; others are a server_error."""
 
 
 def head_json(body: ResponsesRequest, id: str, model: str, is_stored: bool, metadata: JSON) -> ResponseHead:
@@ -36,7 +40,7 @@ def head_json(body: ResponsesRequest, id: str, model: str, is_stored: bool, meta
         "object": "response",
         "created_at": int(time.time()),
         "model": model,
-        "background": False,
+        "background": bool(body.background),
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": None,
@@ -95,6 +99,10 @@ class ResponseInProgress:
         self._items = OutputItems()
         self._finish: str | None = None
 
+    @property
+    def id(self) -> str:
+        return self._head["id"]
+
     def push(self, chunk: Chunk) -> list[JSON]:
         """Add a chunk; return the events of the items."""
         is_last = chunk.finish is not None
@@ -105,15 +113,22 @@ class ResponseInProgress:
         return events
 
     def to_json(self, error: APIError | None = None) -> ResponseObject:
-        """Return the response as it is now."""
+        """Return the response as it is now, or, with an error, as it ends."""
         is_ended = self._finish is not None
         is_incomplete = self._finish == "length"
         status: ResponseStatus = "incomplete" if is_incomplete else "completed" if is_ended else "in_progress"
+        if self._head["background"] and not is_ended and not self._items.items:
+            status = "queued"
+        failure: ResponseFailure | None = None
+        if error is not None:
+            status = "cancelled" if error.status == GONE else "failed"
+        if error is not None and status == "failed":
+            failure = {"code": _CODES.get(error.status, "server_error"), "message": error.message}
         return {
             **self._head,
-            "status": "failed" if error is not None else status,
+            "status": status,
             "completed_at": int(time.time()) if status == "completed" else None,
-            "error": {"code": "server_error", "message": error.message} if error is not None else None,
+            "error": failure,
             "incomplete_details": {"reason": "max_output_tokens"} if is_incomplete else None,
             "output": [*self._items.items],
             "usage": self._usage_json() if is_ended else None,
@@ -134,11 +149,11 @@ class ResponseEvents:
     """Writes the events of one streamed response, which has one choice.
 
     Args:
-        on_complete: called with the whole response before its last event.
+        on_end: called with the response before its last event.
     """
 
-    def __init__(self, answer: ResponseInProgress, on_complete: Callable[[ResponseObject], None]) -> None:
-        self._answer, self._on_complete = answer, on_complete
+    def __init__(self, answer: ResponseInProgress, on_end: Callable[[ResponseObject], None]) -> None:
+        self._answer, self._on_end = answer, on_end
         self._initial = answer.to_json()
         self._number = len(_OPENING)  # the first items are encoded before `opening`
 
@@ -146,7 +161,9 @@ class ResponseEvents:
         return self
 
     def opening(self) -> bytes:
-        events = [{"type": kind, "response": self._initial} for kind in _OPENING]
+        running: ResponseObject = {**self._initial, "status": "in_progress"}
+        responses = zip(_OPENING, (self._initial, running), strict=True)
+        events = [{"type": kind, "response": response} for kind, response in responses]
         return b"".join(_event(event, number) for number, event in enumerate(events))
 
     def text(self, text: str) -> bytes:
@@ -157,11 +174,15 @@ class ResponseEvents:
 
     def closing(self) -> bytes:
         response = self._answer.to_json()
-        self._on_complete(response)
-        return self._encoded([{"type": f"response.{response['status']}", "response": response}])
+        return self._ending(f"response.{response['status']}", response)
 
     def error(self, error: APIError) -> bytes:
-        return self._encoded([{"type": "response.failed", "response": self._answer.to_json(error)}])
+        """Return the last event; OpenAI has none of its own for a cancelled response."""
+        return self._ending("response.failed", self._answer.to_json(error))
+
+    def _ending(self, kind: str, response: ResponseObject) -> bytes:
+        self._on_end(response)
+        return self._encoded([{"type": kind, "response": response}])
 
     def _encoded(self, events: list[JSON]) -> bytes:
         first, self._number = self._number, self._number + len(events)
@@ -171,4 +192,4 @@ class ResponseEvents:
 def _event(event: JSON, number: int) -> bytes:
     numbered = {"type": event["type"], "sequence_number": number, **event}
     data = one_line(msgspec.json.encode(numbered))
-    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), data)
+    return b"event: %b\ndata: %b%b" % (event["type"].encode(), data, END_OF_EVENT)

@@ -1,21 +1,26 @@
 """/v1/responses: OpenAI's Responses API."""
 
+import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, Path, Query
 from starlette.requests import Request as HTTPRequest
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from services.frontend.context import AppContext, Context
-from services.frontend.errors import APIError, invalid
+from services.frontend.errors import GONE, APIError, invalid
+from services.frontend.openai.answering import Answering
 from services.frontend.openai.answers.chat_output import ChatOutput
 from services.frontend.openai.answers.usage import UsageCounter
 from services.frontend.openai.answers.writers import AnswerCollector
 from services.frontend.openai.parameters.structured import structured_params
 from services.frontend.openapi import GUARDED, WITH_BODY, errors, read_by_handler
 from services.frontend.responses_api.answers import ResponseEvents, ResponseInProgress, head_json
+from services.frontend.responses_api.background import BackgroundRun
 from services.frontend.responses_api.conversation import chat_request, input_items
 from services.frontend.responses_api.items import new_id
 from services.frontend.responses_api.responses import (
@@ -45,7 +50,7 @@ async def create(http: HTTPRequest, context: Context) -> Response:
 
 @router.get(
     "/{id}",
-    summary="A stored response",
+    summary="A stored response; with stream, its events behind starting_after and those that follow",
     response_model=ResponseObject,
     responses=_STORED,
     operation_id="get_v1_responses_id",
@@ -57,14 +62,24 @@ async def retrieve(
     stream: bool = False,
     starting_after: Annotated[int | None, Query(ge=0, lt=2**31)] = None,
 ) -> Response:
-    if stream or starting_after is not None:
-        raise invalid(
-            "events of a stored response are not kept, so a broken stream cannot be taken up again; send the request "
-            "once more, or leave out stream and starting_after to get the whole response",
-            "starting_after" if starting_after is not None else "stream",
-        )
     found = _required(context.responses).get(http.state.tenant, id)
+    if stream:
+        return _events(found.run("stream"), -1 if starting_after is None else starting_after)
+    if starting_after is not None:
+        raise invalid("starting_after is only allowed when stream is true", "starting_after")
     return Response(found.response, media_type="application/json")
+
+
+@router.post(
+    "/{id}/cancel",
+    summary="Cancels a response with background, if it has not ended",
+    response_model=ResponseObject,
+    responses=_STORED,
+)
+async def cancel(http: HTTPRequest, context: Context, id: ResponseId) -> Response:
+    run = _required(context.responses).get(http.state.tenant, id).run()
+    await run.cancel()
+    return Response(run.response, media_type="application/json")
 
 
 @router.delete(
@@ -97,10 +112,19 @@ def _required(store: ResponseStore | None, param: str | None = None) -> Response
     return store
 
 
+def _events(run: BackgroundRun, after: int) -> Response:
+    headers = {"cache-control": "no-cache"}
+    return StreamingResponse(run.events.behind(after), 200, headers, "text/event-stream")
+
+
 async def _create(http: HTTPRequest, context: AppContext) -> Response:
     given = await context.bodies.parse(http, ResponsesRequest)
     answering, model, state = context.answering, context.model, context.engine.state
     answering.check(given.model)
+    if given.background and (context.responses is None or given.store is False):
+        raise invalid(
+            "background needs a stored response: leave out store and --no-response-store", "background"
+        )
     history = _history(http, context, given)
     body = chat_request(given, history)
     output = ChatOutput.from_body(body, model.formats)
@@ -112,8 +136,22 @@ async def _create(http: HTTPRequest, context: AppContext) -> Response:
     name = given.model or model.names[0]
     head = head_json(given, new_id("resp"), name, store is not None, given.metadata or {})
     usage = UsageCounter()
-    parser = output.parser(start, eager=bool(given.stream))
+    parser = output.parser(start, eager=bool(given.stream or given.background))
     answer = ResponseInProgress(head, parser, usage, lambda text: len(model.tokenizer.encode_rendered(text)))
+    if given.background:
+        run = BackgroundRun(answer, partial(_required(store).grow, http.state.tenant, answer.id))
+        http.state.summary.is_detached = True
+        with contextlib.ExitStack() as stack:
+            generation = stack.enter_context(
+                answering.generation(http, body, request, submissions, usage, run.encoder)
+            )
+            run.start(generation.response)
+            _required(store).begin(http.state.tenant, answer.id, run, history, input_items(given))
+            close = stack.pop_all().close
+        task = asyncio.create_task(_finish(http, answering, run, close))
+        context.tasks.add(task)
+        task.add_done_callback(context.tasks.discard)
+        return _events(run, -1) if given.stream else Response(run.response, media_type="application/json")
     keep = _keeper(store, http.state.tenant, history, input_items(given))
     if given.stream:
         encoder = ResponseEvents(answer, keep)
@@ -126,6 +164,18 @@ async def _create(http: HTTPRequest, context: AppContext) -> Response:
     content = answer.to_json()
     keep(content)
     return Response(msgspec.json.encode(content), media_type="application/json")
+
+
+async def _finish(
+    http: HTTPRequest, answering: Answering, run: BackgroundRun, close: Callable[[], None]
+) -> None:
+    """Generate a response with background, and record its end."""
+    failure: APIError | None = APIError(GONE, "the response was cancelled")
+    try:
+        failure = await run.finish()
+    finally:
+        close()
+        answering.record_end(http, failure)
 
 
 def _history(http: HTTPRequest, context: AppContext, given: ResponsesRequest) -> Sequence[Item]:
@@ -148,7 +198,7 @@ def _keeper(
     """
 
     def keep(response: ResponseObject) -> None:
-        if store is not None:
+        if store is not None and response["status"] in ("completed", "incomplete"):
             store.add(tenant, response, history, given)
 
     return keep

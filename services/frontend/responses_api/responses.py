@@ -24,7 +24,7 @@ class ResponsesUsage(TypedDict):
     total_tokens: Natural
 
 
-ResponseStatus = Literal["completed", "incomplete", "failed", "in_progress"]
+ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
 class ReasoningSetting(TypedDict):
@@ -39,7 +39,7 @@ class ResponseHead(TypedDict):
     object: Literal["response"]
     created_at: Natural
     model: str
-    background: Literal[False]
+    background: bool
     instructions: str | None
     max_output_tokens: Natural | None
     max_tool_calls: None

@@ -154,7 +154,6 @@ Include = Literal[
 
 
 _UNSERVED: Neutral = {
-    "background": (False,),
     "conversation": (),
     "max_tool_calls": (),
     "top_logprobs": (0,),
@@ -173,6 +172,8 @@ class ResponsesRequest(SampledRequest):
     previous_response_id: str | None = Field(None, max_length=256)
     store: bool | None = True
     """Keep the answer for `previous_response_id` and GET, if the server has a store."""
+    background: bool | None = False
+    """Generate the answer apart from the connection. Needs a store."""
     stream_options: ResponsesStreamOptions | None = None
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
     text: TextOptions | None = None

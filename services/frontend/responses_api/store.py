@@ -7,16 +7,19 @@ from dataclasses import dataclass, field
 import msgspec
 from pydantic import TypeAdapter
 
-from services.frontend.errors import APIError
+from services.frontend.errors import APIError, invalid
+from services.frontend.responses_api.background import BackgroundRun
 from services.frontend.responses_api.responses import ResponseObject
 from services.frontend.responses_api.schemas import Item
 
 MAX_BYTES = 64 << 20
 """Size of all stored conversations together. Responses of the API key that has the most bytes make room."""
 MAX_SECONDS = 3600.0
-"""Age at which a response is deleted."""
+"""Age at which a response is deleted; one that is still generated then fails."""
 OVERHEAD = 1024
 """Bytes that a stored response takes besides its JSON, at most."""
+_NOT_CONTINUED = ("queued", "in_progress", "failed", "cancelled")
+"""Statuses of responses without a whole answer."""
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 
 
@@ -25,7 +28,7 @@ class StoredResponse:
     """JSON, as parsed items take eight times as much memory."""
 
     id: str
-    response: bytes
+    written: bytes | BackgroundRun
     conversation: bytes
     """Items before the answer."""
     num_given: int
@@ -33,13 +36,33 @@ class StoredResponse:
     expires: float
 
     @property
+    def response(self) -> bytes:
+        """The response as it is now."""
+        return self.written if isinstance(self.written, bytes) else self.written.response
+
+    @property
     def size(self) -> int:
-        return len(self.response) + len(self.conversation) + OVERHEAD
+        written = len(self.written) if isinstance(self.written, bytes) else self.written.size
+        return written + len(self.conversation) + OVERHEAD
 
     def items(self) -> list[Item]:
-        """Return the conversation up to and with the answer."""
-        answered = _ITEMS.validate_python(msgspec.json.decode(self.response)["output"])
-        return self._before() + answered
+        """Return the conversation up to and with the answer. Raises: APIError, if the answer is not whole"""
+        response = msgspec.json.decode(self.response)
+        if response.get("status") in _NOT_CONTINUED:
+            raise invalid(
+                f"the response is {response['status']}; only one that is completed or incomplete can be continued",
+                "previous_response_id",
+            )
+        return self._before() + _ITEMS.validate_python(response["output"])
+
+    def run(self, param: str | None = None) -> BackgroundRun:
+        """Return the run of a response with `background`. Raises: APIError, if it is another one"""
+        if isinstance(self.written, bytes):
+            raise invalid(
+                "this response was not created with background; its events were not kept, and it cannot be cancelled",
+                param,
+            )
+        return self.written
 
     def given(self) -> list[Item]:
         """Return the items of this turn's request."""
@@ -65,8 +88,12 @@ class _Share:
         self.by_id[stored.id] = stored
         self.size += stored.size
 
-    def drop(self, id: str) -> None:
-        self.size -= self.by_id.pop(id).size
+    def drop(self, id: str, reason: str) -> None:
+        """Delete a response. One that is still generated fails with `reason`."""
+        dropped = self.by_id.pop(id)
+        self.size -= dropped.size
+        if isinstance(dropped.written, BackgroundRun):
+            dropped.written.fail(APIError(500, reason))
 
 
 class ResponseStore:
@@ -88,20 +115,49 @@ class ResponseStore:
             history: items of the earlier turns.
             given: items of this turn's request, at least one.
         """
+        self._add(tenant, response["id"], msgspec.json.encode(response), history, given)
+
+    def begin(
+        self, tenant: str, id: str, run: BackgroundRun, history: Sequence[Item], given: Sequence[Item]
+    ) -> None:
+        """Store a response whose run has started, as `add`. `grow` must be called for the bytes that it takes more.
+
+        Raises: APIError, if it is larger than the store
+        """
+        if not self._add(tenant, id, run, history, given):
+            raise APIError(
+                413, f"the request is larger than the store of responses ({self._max_bytes} bytes)"
+            )
+
+    def _add(
+        self,
+        tenant: str,
+        id: str,
+        written: bytes | BackgroundRun,
+        history: Sequence[Item],
+        given: Sequence[Item],
+    ) -> bool:
+        """Return False if the response is larger than the store."""
         self._expire()
-        stored = StoredResponse(
-            response["id"],
-            msgspec.json.encode(response),
-            _ITEMS.dump_json([*history, *given], exclude_none=True),
-            len(given),
-            self._clock() + MAX_SECONDS,
-        )
+        conversation = _ITEMS.dump_json([*history, *given], exclude_none=True)
+        stored = StoredResponse(id, written, conversation, len(given), self._clock() + MAX_SECONDS)
         if stored.size > self._max_bytes:
-            return
+            return False
         self._shares.setdefault(tenant, _Share()).add(stored)
+        self._make_room()
+        return True
+
+    def grow(self, tenant: str, id: str, num_bytes: int) -> None:
+        """Count bytes that the run of a response takes more. As in `add`, others make room, or this one fails."""
+        share = self._shares.get(tenant)
+        if share is not None and id in share.by_id:
+            share.size += num_bytes
+            self._make_room()
+
+    def _make_room(self) -> None:
         while self.size > self._max_bytes:
             largest = max(self._shares.values(), key=lambda share: share.size)
-            largest.drop(largest.oldest().id)
+            largest.drop(largest.oldest().id, "the store of responses is full")
 
     @property
     def size(self) -> int:
@@ -125,11 +181,11 @@ class ResponseStore:
     def delete(self, tenant: str, id: str) -> None:
         """Raises: APIError, if this key has no such response"""
         self.get(tenant, id)
-        self._shares[tenant].drop(id)
+        self._shares[tenant].drop(id, "the response was deleted")
 
     def _expire(self) -> None:
         now = self._clock()
         for share in self._shares.values():
             while share.by_id and share.oldest().expires <= now:
-                share.drop(share.oldest().id)
+                share.drop(share.oldest().id, f"the response was not complete after {MAX_SECONDS:g} s")
         self._shares = {tenant: share for tenant, share in self._shares.items() if share.by_id}

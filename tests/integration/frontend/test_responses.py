@@ -231,19 +231,6 @@ def test_stored_response_is_continued(frontend: Frontend, scheduler: ScriptedSch
         responses.retrieve(third.id)
 
 
-def test_stream_of_a_stored_response_is_refused_by_name(
-    frontend: Frontend, scheduler: ScriptedScheduler
-) -> None:
-    scheduler.script(answering("Hello"))
-    stored = answer_of(frontend, stream=False)
-    responses = client(frontend).responses
-    for query, param in (({}, "stream"), ({"starting_after": 3}, "starting_after")):
-        with pytest.raises(openai.BadRequestError, match="cannot be taken up again") as refused:
-            responses.retrieve(stored.id, stream=True, **query)
-        assert refused.value.param == param
-    assert responses.retrieve(stored.id).output_text == "Hello"
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_response_that_is_not_stored_is_not_found(
     frontend: Frontend, scheduler: ScriptedScheduler, stream: bool
@@ -283,7 +270,7 @@ BAD: list[dict[str, Any]] = [
     {"tools": [{"type": "web_search"}]},
     {"tool_choice": "required"},
     {"tool_choice": {"type": "function", "name": "other"}, "tools": [TOOL]},
-    {"background": True},
+    {"background": True, "store": False},
     {"truncation": "auto"},
     {"top_logprobs": 2},
     {"conversation": "c"},
