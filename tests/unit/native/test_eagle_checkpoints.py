@@ -61,7 +61,7 @@ def refusal(setup: EagleSetup, **speculation: Any) -> str:
         ({"draft_vocab_size": 70}, "no tensor d2t"),
         ({"intermediate_size": 96}, "mlp.gate_proj.weight is [104, 64], but config.json says [96, 64]"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised weights (awq)"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope type 'yarn'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
         ({"attention_bias": True}, "no tensor layers.0.self_attn.q_proj.bias"),
     ],
 )
