@@ -81,20 +81,24 @@ class PlacementPolicy(Protocol):
 
 
 class PrefixAwarePolicy:
-    """The engine with the least cost in seconds: the time that its queue takes, and the time to compute the tokens that
-    it does not hold, which the request waits for, and those behind it too. A hit counts as the seconds that it saves,
-    and no more."""
+    """The engine with the least cost in seconds: the time that its queue takes, the time to compute the tokens that it
+    does not hold, which the request waits for, and those behind it too, and the time by which this request and the
+    open ones delay one another while they decode. A hit counts as the seconds that it saves, and no more."""
 
     uses_prefixes = True
     DELAYED = 3.0
     """Requests that a second of computation delays: this one and, on a busy engine, those behind it."""
+    OUTPUT = 32
+    """Output tokens that a request is assumed to have. For each one, a step computes a row of every open request."""
     TIE = 0.02
     """Costs are equal up to this share of the time to compute the whole prompt."""
 
     def choose(self, view: PlacementView) -> int:
         seconds = view.token_seconds
         waiting = view.queue_seconds + view.placed_seconds
-        costs = waiting + self.DELAYED * (view.num_tokens - view.hits) * seconds
+        computing = self.DELAYED * (view.num_tokens - view.hits)
+        decoding = 2 * self.OUTPUT * view.streams
+        costs = waiting + (computing + decoding) * seconds
         return view.pick(costs <= costs.min() + self.TIE * view.num_tokens * seconds)
 
 

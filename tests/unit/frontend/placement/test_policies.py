@@ -110,3 +110,16 @@ def test_cache_aware_follows_the_longest_match_while_loads_are_even() -> None:
     placement.on_engine("b", report(num_streams=most))
     placement.on_ended(2)
     assert engine_of(placement.place(3, prompt((7, 20), (8, 80)))) != "b"  # 20 % match
+
+
+def test_a_short_shared_prompt_does_not_gather_requests_at_one_idle_engine() -> None:
+    placement = core(*"abcd")
+    placed = [engine_of(placement.place(key, prompt((1, 16), (10 + key, 40)))) for key in range(8)]
+    assert sorted(placed) == sorted("abcd" * 2)
+
+
+def test_a_long_shared_prompt_does() -> None:
+    placement = core(*"abcd")
+    first = engine_of(placement.place(0, prompt((1, 400), (10, 40))))
+    placement.on_engine(first, report())  # it is computed
+    assert engine_of(placement.place(1, prompt((1, 400), (11, 40)))) == first
