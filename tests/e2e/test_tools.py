@@ -118,7 +118,7 @@ def test_tools_do_not_change_a_template_without_tools(client: OpenAI, model: str
         model=model, messages=MESSAGES, temperature=0.0, seed=0, max_tokens=24
     )
     assert with_tools.choices[0].message.content == without.choices[0].message.content
-    with pytest.raises(openai.BadRequestError, match="--enable-auto-tool-choice"):
+    with pytest.raises(openai.BadRequestError, match="--tool-call-parser"):
         client.chat.completions.create(**request_of("auto", 0, model=model))
 
 

@@ -105,6 +105,8 @@ def write_checkpoint(directory: Path, shape: ModelConfig, dtype: torch.dtype) ->
 
 
 def config_json(shape: ModelConfig) -> dict[str, object]:
+    rope = shape.ropes[0]
+    assert rope is not None
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -117,7 +119,7 @@ def config_json(shape: ModelConfig) -> dict[str, object]:
         "head_dim": shape.head_dim,
         "max_position_embeddings": shape.max_position,
         "rms_norm_eps": shape.norm_eps,
-        "rope_theta": shape.rope.theta,
+        "rope_theta": rope.theta,
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,

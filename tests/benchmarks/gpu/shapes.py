@@ -87,7 +87,7 @@ class RandomCheckpoint:
         raise KeyError(name)
 
     def __contains__(self, name: str) -> bool:
-        return "bias" not in name
+        return not any(part in name for part in ("bias", "q_norm", "k_norm", "sinks"))
 
     def digest(self, config: bytes) -> str:
         return "random"

@@ -178,8 +178,8 @@ class ForwardPass:
             pipeline.send_activations(residual.clone())
             return None
         if pooled is not None:
-            states = self._final_normed(pooled.tokens, self._model.final_norm)
-            self._device.launch(lambda: pooled.take(states.float()))
+            pooling = self._final_normed(pooled.tokens, self._model.final_norm)
+            self._device.launch(lambda: pooled.take(pooling.float()))
         if prompts is not None:
             for tokens in prompts.slices(part.whole.vocab_size):
                 states = self._final_normed(tokens, self._model.head_norm)
