@@ -268,7 +268,7 @@ def _open(system: System) -> list[str]:
 
 def check(system: System, noisy: bool, probes: set[str]) -> None:
     for request in system.requests:
-        check_answer(request)
+        check_answer(request, noisy)
         allowed = {"done", "left", "broken"} | (TYPED if noisy and request.name not in probes else set())
         if request.is_poison:
             allowed = (allowed | {"500"}) - {"done"}
