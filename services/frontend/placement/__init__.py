@@ -20,15 +20,11 @@ from services.frontend.placement.engine_states import (
 from services.frontend.placement.placement import Placement
 from services.frontend.placement.policies import PlacementPolicy, PlacementView, find_placement_policy
 
-EngineEvent = ConditionEvent
-"""The name in the frontend's engines."""
-
 __all__ = [
     "SILENT_AFTER",
     "Condition",
     "ConditionEvent",
     "Decision",
-    "EngineEvent",
     "EngineReport",
     "Hold",
     "IllegalCondition",
