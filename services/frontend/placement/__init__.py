@@ -11,7 +11,6 @@ from services.frontend.placement.decisions import (
     RefuseRequest,
 )
 from services.frontend.placement.engine_states import (
-    SILENT_AFTER,
     Condition,
     ConditionEvent,
     IllegalCondition,
@@ -21,7 +20,6 @@ from services.frontend.placement.placement import Placement
 from services.frontend.placement.policies import PlacementPolicy, PlacementView, find_placement_policy
 
 __all__ = [
-    "SILENT_AFTER",
     "Condition",
     "ConditionEvent",
     "Decision",

@@ -3,7 +3,7 @@
     CONNECTING  no connection yet, or its workers are not ready: it starts, loads or recovers
     READY       executes requests
     DRAINING    ends on purpose: it still executes what it has
-    SILENT      has given no sign of life for `SILENT_AFTER` seconds
+    SILENT      has given no sign of life for longer than a live one (doubt, docs/invariants.md)
     GONE        lost: its connection broke, or it was silent for too long
 
     CONNECTING ──SERVE──► READY ──PAUSE──► CONNECTING
@@ -42,7 +42,7 @@ class ConditionEvent(enum.Enum):
     PAUSE = enum.auto()
     """It has sent that it does not: its workers load, or were lost."""
     SILENCE = enum.auto()
-    """It has given no sign of life for `SILENT_AFTER` seconds."""
+    """It has given no sign of life for longer than a live one does (doubt, docs/invariants.md)."""
     DRAIN = enum.auto()
     """It was sent to stop, or says that it stops."""
     RESUME = enum.auto()
@@ -51,8 +51,6 @@ class ConditionEvent(enum.Enum):
     """The connection is lost, or it was silent for too long."""
 
 
-SILENT_AFTER = 2.0
-"""Seconds without a sign of life after which an engine gets no new requests."""
 MOVES_STREAMS = (Condition.DRAINING, Condition.GONE)
 MAY_SERVE = (Condition.CONNECTING, Condition.SILENT, Condition.GONE)
 """Conditions of an engine that may become READY without a change by an administrator."""
