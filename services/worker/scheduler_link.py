@@ -1,6 +1,7 @@
 """The connection of a worker to its scheduler: one for messages, one for results and heartbeats. Both are made anew
 when another scheduler takes the place of a lost one."""
 
+import logging
 import os
 import secrets
 import socket
@@ -11,6 +12,8 @@ from services.config import WorkerConfig
 from services.process import HangAlarm
 from services.worker.result_sender import ResultSender
 from services.worker.runner import ModelRunner
+
+log = logging.getLogger("runahead.worker")
 
 CONNECT_ATTEMPT = 5.0
 """Seconds to wait for an answer from a scheduler before connecting anew."""
@@ -40,13 +43,17 @@ class SchedulerLink:
 
         Raises: HandshakeRefused; HandshakeTimeout, PeerGone or PeerSlow of the last attempt.
         """
-        deadline = time.monotonic() + seconds
+        deadline, reported = time.monotonic() + seconds, False
         while True:
             self._alarm.set()
             try:
                 self._connect(CONNECT_ATTEMPT)
                 return
             except (HandshakeTimeout, PeerGone, PeerSlow):
+                if not reported:
+                    endpoint = self._config.scheduler_endpoint
+                    log.info("no scheduler answers at %s; trying again for %.0f s", endpoint, seconds)
+                    reported = True
                 if time.monotonic() >= deadline or not self.renew():
                     raise
                 time.sleep(RECONNECT_PAUSE)
