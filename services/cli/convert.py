@@ -14,12 +14,15 @@ def convert(config: ConvertConfig) -> int:
 
     Raises: ConfigurationError, if the model cannot be converted.
     """
+    try:
+        path = resolve(config.model, config.revision, WEIGHT_FILES)
+    except (CheckpointError, OSError) as error:
+        raise ConfigurationError(str(error)) from None
     from services.worker.runner import LoadError
     from services.worker.weights import conversion  # loads torch
 
     is_new = True
     try:
-        path = resolve(config.model, config.revision, WEIGHT_FILES)
         if config.out:
             directory = Path(config.out).expanduser()
             conversion.convert(path, directory, config.dtype)
