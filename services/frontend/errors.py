@@ -1,6 +1,7 @@
 """Errors for clients, with OpenAI's body; below /v1/messages with Anthropic's."""
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -118,3 +119,9 @@ def invalid(message: str, param: str | None = None, logged: str | None = None) -
         logged: message for the log, if `message` quotes the request.
     """
     return APIError(400, message, param, logged=logged)
+
+
+def no_such_model(name: str, names: Sequence[str]) -> APIError:
+    """`names`: those of the models that are served."""
+    message = f"the model {name!r:.200} does not exist; this server has {', '.join(names)}"
+    return APIError(404, message, "model", "model_not_found", logged="the model does not exist")

@@ -12,7 +12,7 @@ from starlette.types import Scope
 
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from services.frontend.engine.client import EngineClient, RequestContext
-from services.frontend.errors import APIError
+from services.frontend.errors import APIError, no_such_model
 from services.frontend.http.disconnect import watch_disconnect
 from services.frontend.metrics import Metrics
 from services.frontend.model import ServedModel
@@ -87,7 +87,7 @@ class Answering:
     def check_model(self, name: str | None) -> None:
         """Raises: APIError"""
         if name is not None and name not in self.model.names:
-            raise APIError(404, f"the model {name!r} does not exist", "model", "model_not_found")
+            raise no_such_model(name, self.model.names)
 
     def shed(self, scope: Scope) -> APIError | None:
         """Return why the engine would certainly refuse the request for load, or None. A refusal is recorded.

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Path
 from typing_extensions import TypedDict
 
 from services.frontend.context import AppContext, Context
-from services.frontend.errors import APIError
+from services.frontend.errors import no_such_model
 from services.frontend.openai.schemas.responses import Natural
 from services.frontend.openapi import GUARDED, errors
 
@@ -44,7 +44,7 @@ async def models(context: Context) -> ModelList:
 @router.get("/v1/models/{name:path}", summary="One of the models", responses=errors(400, 404))
 async def model(name: Annotated[str, Path(max_length=512)], context: Context) -> ModelEntry:
     if name not in context.model.names:
-        raise APIError(404, f"the model {name!r:.200} does not exist", "model", "model_not_found")
+        raise no_such_model(name, context.model.names)
     return _entry(context, name)
 
 

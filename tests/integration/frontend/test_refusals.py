@@ -228,9 +228,28 @@ def test_prompt_beyond_the_context_is_refused_with_both_lengths(
     assert str(len(tokens_of)) in message
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "messages: this field is missing"),
+        ({"messages": []}, "messages: at least 1 are needed, not 0"),
+        ({"messages": [MESSAGE], "stop": ["x"] * 17}, "stop: at most 16 are possible, not 17"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x{y"}}]}]},
+            "messages.0.content.0: 'image_url' is not supported here, only 'text', 'refusal'",
+        ),
+    ],
+)
+def test_wrong_body_is_refused_in_plain_words(
+    frontend: Frontend, scheduler: ScriptedScheduler, body: dict[str, object], message: str
+) -> None:
+    assert error_of(frontend.post(CHAT, body), 400)["message"] == message
+
+
 def test_unknown_model_path_and_method(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     unknown = error_of(frontend.post(COMPLETIONS, {"prompt": "x", "model": "gpt-9"}), 404)
     assert (unknown["param"], unknown["code"]) == ("model", "model_not_found")
+    assert "this server has " in str(unknown["message"])
     nowhere = error_of(httpx.get(f"{frontend.url}/nowhere"), 404)
     assert nowhere["message"] == "GET /nowhere is not served here; /openapi.json lists all routes"
     error_of(httpx.get(frontend.url + COMPLETIONS), 405)

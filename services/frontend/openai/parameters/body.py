@@ -84,16 +84,27 @@ def _json(raw: bytes) -> Any:
         raise invalid(f"the request body is not valid JSON: {error!s:.200}") from None
 
 
+_PLAIN = {
+    "missing": "this field is missing",
+    "too_short": "at least {min_length} are needed, not {actual_length}",
+    "too_long": "at most {max_length} are possible, not {actual_length}",
+    "union_tag_invalid": "{tag!r:.100} is not supported here, only {expected_tags}",
+}
+"""Pydantic's type of an error -> message, where pydantic's own speaks of its validation."""
+
+
 def _named(error: pydantic.ValidationError) -> APIError:
     """Return the most specific of the errors in the first bad field: the one at the deepest location, and among equals
     one of a value, as another type may be allowed."""
     if error.error_count() > MAX_ERRORS:
         return invalid(f"the request body has {error.error_count()} wrong values")
-    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    errors = error.errors(include_url=False, include_input=False)
     field = str(errors[0]["loc"][0]) if errors[0]["loc"] else ""
     deepest = max((e for e in errors if not field or str(e["loc"][0]) == field), key=_specificity)
     where = ".".join(str(part) for part in (field, *deepest["loc"][1:]) if _is_name(part))
-    message = f"{where}: {deepest['msg']}" if where else deepest["msg"]
+    plain = _PLAIN.get(deepest["type"])
+    text = plain.format_map(deepest.get("ctx", {})) if plain else deepest["msg"]
+    message = f"{where}: {text}" if where else text
     return invalid(message, field or None, logged=f"{field or 'the request body'}: {deepest['type']}")
 
 
