@@ -143,7 +143,7 @@ class FrontendService:
         running = asyncio.create_task(self.engine.run())
         tasks = {running}
         if self._config.engines is not None:
-            security, listener = self._config.security, self.engine.set_engines
+            security, listener = self._config.security, self.engine.engines.set_addresses
             tasks.add(asyncio.create_task(follow(self._config.engines, security, listener)))
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -73,7 +73,7 @@ class Replans:
         self._set("moving", name, f"streams leave {', '.join(replaced)}")
         for old in replaced:
             if old in self._client.engines:
-                self._client.drain_engine(old)
+                self._client.engines.drain(old)
         end = time.monotonic() + drain_timeout
         while any(map(self._client.ledger.owned, replaced)) and time.monotonic() < end:  # noqa: ASYNC110  rare
             await asyncio.sleep(POLL_INTERVAL)
