@@ -7,11 +7,12 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI
+from openai import APIError, AsyncOpenAI
 
 from services.checkpoint import DEMO_MODEL
 from tests.e2e.server import ServeProcess, serving, wait_until
@@ -20,6 +21,33 @@ from tests.e2e.streams import answers, assert_nothing_is_kept, bodies, requests_
 SIM = ("--backend", "sim", "--sim-step-ms", "20")
 NATIVE = ("--threads", "1", "--kv-cache-memory-bytes", str(64 << 20))
 TWO = ("--data-parallel-size", "2")
+ADMIN = "--enable-admin-routes"
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[ServeProcess]:
+    """Two native engines."""
+    with serving(*NATIVE, *TWO, ADMIN) as server:
+        wait_until(lambda: server.metric("engine_ready") == 2, "both engines serve")
+        yield server
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pair: ServeProcess) -> list[Any]:
+    """Streams of a run without a fault."""
+
+    async def run() -> list[Any]:
+        async with pair.async_client() as client:
+            return await answers(client)
+
+    return asyncio.run(run())
+
+
+def completed(server: ServeProcess) -> float:
+    """Return the requests that have ended; each was completed."""
+    totals = requests_total(server)
+    assert totals.keys() == {"completed"}
+    return totals["completed"]
 
 
 async def kill_engine(server: ServeProcess, name: str) -> None:
@@ -79,24 +107,17 @@ async def other_answers(client: AsyncOpenAI) -> list[Any]:
     return await asyncio.gather(*(kinds[i % len(kinds)](i) for i in range(OTHER_KINDS)))
 
 
-async def test_streams_move_when_an_engine_is_killed() -> None:
+async def test_streams_move_when_an_engine_is_killed(pair: ServeProcess, undisturbed: list[Any]) -> None:
     """Kill each of two engines, under streams of every kind."""
-    with serving(*NATIVE, *TWO) as server:
-        wait_until(lambda: server.metric("engine_ready") == 2, "both engines serve")
-        async with server.async_client() as client:
-            undisturbed = await asyncio.gather(answers(client), other_answers(client))
-            for name in ("0", "1"):
-                disturbed = answers(client, lambda name=name: kill_engine(server, name))
-                assert await asyncio.gather(disturbed, other_answers(client)) == undisturbed
-        assert server.metric("stream_moves_total") >= 10
-        assert requests_total(server) == {"completed": 3 * (len(bodies()) + OTHER_KINDS + OTHER_KINDS // 4)}
-        assert_nothing_is_kept(server)
-        server.signal(signal.SIGTERM)
-        assert server.wait() == 0, server.log.read_text()
-        server.assert_nothing_is_left()
-
-
-ADMIN = "--enable-admin-routes"
+    before, moved = completed(pair), pair.metric("stream_moves_total")
+    async with pair.async_client() as client:
+        others = await other_answers(client)
+        for name in ("0", "1"):
+            disturbed = answers(client, lambda name=name: kill_engine(pair, name))
+            assert await asyncio.gather(disturbed, other_answers(client)) == [undisturbed, others]
+    assert pair.metric("stream_moves_total") - moved >= 10
+    assert completed(pair) - before == 2 * len(bodies()) + 3 * (OTHER_KINDS + OTHER_KINDS // 4)
+    assert_nothing_is_kept(pair)
 
 
 def run_command(*arguments: str, fails: bool = False) -> str:
@@ -132,69 +153,102 @@ async def test_streams_move_when_engines_are_killed_at_random_moments(seed: int)
                 wait_until(lambda: server.metric("engine_ready") == 2, "both engines serve")
 
 
-async def test_streams_move_when_an_engine_drains() -> None:
-    with serving(*SIM, *TWO, ADMIN) as server:
-        async with server.async_client() as client:
-            undisturbed = await answers(client)
+async def test_streams_move_when_an_engine_drains(pair: ServeProcess, undisturbed: list[Any]) -> None:
+    before = completed(pair)
+    wait_until(lambda: pair.metric("engine_ready") == 2, "both engines serve")
+    async with pair.async_client() as client:
 
-            async def drain() -> None:
-                await asyncio.to_thread(run_command, "drain", "0", server.url)
-                found = engines_of(server)
-                assert found["0"]["state"] == "draining"
-                assert (found["0"]["streams"], found["1"]["streams"] > 0) == (0, True)
+        async def drain() -> None:
+            await asyncio.to_thread(run_command, "drain", "0", pair.url)
+            found = engines_of(pair)
+            assert found["0"]["state"] == "draining"
+            assert (found["0"]["streams"], found["1"]["streams"] > 0) == (0, True)
 
-            assert await answers(client, drain) == undisturbed
-        refused = run_command("drain", "1", server.url, fails=True)
-        assert "the only one that serves" in refused
-        run_command("drain", "0", server.url, "--cancel")
-        wait_until(lambda: engines_of(server)["0"]["state"] == "ready", "it serves again")
-        assert len(engines_of(server)["0"]["pids"]) == 2
-        assert requests_total(server) == {"completed": 2 * len(bodies())}
-
-
-async def test_streams_move_when_settings_change() -> None:
-    """From one rank to two and back, to another policy, and to another depth. The old processes end."""
-    with serving(*NATIVE, ADMIN) as server:
-        async with server.async_client() as client:
-            undisturbed = await answers(client)
-            for flags in (
-                ("--tensor-parallel-size", "2"),
-                ("--tensor-parallel-size=1", "--batching-policy", "balanced"),
-                ("--batch-queue-depth", "3"),
-            ):
-
-                async def change(flags: tuple[str, ...] = flags) -> None:
-                    await asyncio.to_thread(run_command, "replan", server.url, *flags)
-
-                assert await answers(client, change) == undisturbed
-            assert list(engines_of(server)) == ["3"]
-            info = json.loads(server.get("/server_info")[1])["features"]
-            assert (info["batching_policy"], info["batch_queue_depth"]) == ("balanced", "3")
-        assert requests_total(server) == {"completed": 4 * len(bodies())}
-        server.services.clear()
-        server.find_services()
-        assert sorted(server.services) == ["frontend", "scheduler-3", "worker-3"]
-        server.signal(signal.SIGTERM)
-        assert server.wait() == 0, server.log.read_text()
-        server.assert_nothing_is_left()
+        assert await answers(client, drain) == undisturbed
+    refused = run_command("drain", "1", pair.url, fails=True)
+    assert "the only one that serves" in refused
+    run_command("drain", "0", pair.url, "--cancel")
+    wait_until(lambda: engines_of(pair)["0"]["state"] == "ready", "it serves again")
+    assert len(engines_of(pair)["0"]["pids"]) == 2
+    assert completed(pair) - before == len(bodies())
 
 
-def test_a_change_that_fails_leaves_the_engines_as_they_were(tmp_path: Path) -> None:
+def test_a_change_that_fails_leaves_the_engines_as_they_were(pair: ServeProcess, tmp_path: Path) -> None:
     """The tokenizer of the new engine is not that of the frontend, which is found when it is connected."""
     shutil.copytree(DEMO_MODEL, tmp_path / "other")
     file = tmp_path / "other" / "tokenizer.json"
     file.write_text(file.read_text() + "\n")
-    with serving(*SIM, ADMIN) as server:
-        before = engines_of(server)["0"]
-        for flags, why in (
-            (("--tokenizer", str(tmp_path / "other")), "tokenizer mismatch"),
-            (("--pipeline-parallel-size", "999"), "pipeline"),
-            (("--port", "1"), "--port is no setting of an engine"),
-            (("--frobnicate", "1"), "--frobnicate is no flag"),
+    before = engines_of(pair)
+    for flags, why in (
+        (("--tokenizer", str(tmp_path / "other")), "tokenizer mismatch"),
+        (("--pipeline-parallel-size", "999"), "pipeline"),
+        (("--port", "1"), "--port is no setting of an engine"),
+        (("--frobnicate", "1"), "--frobnicate is no flag"),
+    ):
+        assert why in run_command("replan", pair.url, *flags, fails=True)
+    wait_until(lambda: list(engines_of(pair)) == ["0", "1"], "the other engine is forgotten")
+    assert [engine["pids"] for engine in engines_of(pair).values()] == [e["pids"] for e in before.values()]
+    with pair.client() as client:
+        model = client.models.list().data[0].id
+        assert client.completions.create(model=model, prompt="Still", max_tokens=3).usage
+
+
+async def test_streams_move_when_settings_change(pair: ServeProcess, undisturbed: list[Any]) -> None:
+    """From two engines to one of two ranks, of two stages, and back, with another policy and another depth. The old
+    processes end; this is the last test of these engines."""
+    before, last = completed(pair), ""
+    async with pair.async_client() as client:
+        for flags in (
+            ("--tensor-parallel-size", "2"),
+            ("--tensor-parallel-size=1", "--pipeline-parallel-size", "2"),
+            ("--pipeline-parallel-size=1", "--batching-policy", "balanced", "--batch-queue-depth", "3"),
         ):
-            assert why in run_command("replan", server.url, *flags, fails=True)
-        wait_until(lambda: list(engines_of(server)) == ["0"], "the other engine is forgotten")
-        assert engines_of(server)["0"]["pids"] == before["pids"]
-        with server.client() as client:
-            model = client.models.list().data[0].id
-            assert client.completions.create(model=model, prompt="Still", max_tokens=3).usage
+
+            async def change(flags: tuple[str, ...] = flags) -> None:
+                await asyncio.to_thread(run_command, "replan", pair.url, *flags)
+
+            assert await answers(client, change) == undisturbed
+            (last,) = engines_of(pair)
+    info = json.loads(pair.get("/server_info")[1])["features"]
+    assert (info["batching_policy"], info["batch_queue_depth"]) == ("balanced", "3")
+    assert completed(pair) - before == 3 * len(bodies())
+    pair.services.clear()
+    pair.find_services()
+    assert sorted(pair.services) == ["frontend", f"scheduler-{last}", f"worker-{last}"]
+    pair.signal(signal.SIGTERM)
+    assert pair.wait() == 0, pair.log.read_text()
+    pair.assert_nothing_is_left()
+
+
+async def test_streams_end_with_an_error_when_the_weights_change() -> None:
+    """Within --drain-timeout. Each one has tokens of the former weights alone."""
+    streams, reference, text = 6, 150, {"temperature": 0.0, "extra_body": {"ignore_eos": True}}
+    with serving("--backend", "sim", "--sim-step-ms", "5", ADMIN) as server:
+        async with server.async_client() as client:
+            model = (await client.models.list()).data[0].id
+
+            async def ask(i: int, tokens: int) -> tuple[str, str]:
+                """Return the text and the error that ended it."""
+                found, prompt = "", f"Number {i} is"
+                body: Any = {"model": model, "prompt": prompt, "max_tokens": tokens, "stream": True, **text}
+                try:
+                    async for chunk in await client.completions.create(**body):
+                        found += chunk.choices[0].text if chunk.choices else ""
+                except APIError as error:
+                    return found, str(error)
+                return found, ""
+
+            expected = [
+                text for text, _ in await asyncio.gather(*(ask(i, reference) for i in range(streams)))
+            ]
+            running = [asyncio.create_task(ask(i, 100_000)) for i in range(streams)]
+            while (await asyncio.to_thread(engines_of, server))["0"]["streams"] < streams:
+                await asyncio.sleep(0.1)
+            flags = ("--sim-vocab-size", "300", "--max-model-len", "2000", "--drain-timeout", "0.5")
+            await asyncio.to_thread(run_command, "replan", server.url, *flags)
+            for before, (found, error) in zip(expected, await asyncio.gather(*running), strict=True):
+                assert "its successor has other weights" in error
+                assert found.startswith(before) or before.startswith(found)
+            after = [text for text, _ in await asyncio.gather(*(ask(i, 20) for i in range(streams)))]
+            assert not any(map(str.startswith, expected, after))
+        assert list(engines_of(server)) == ["1"]

@@ -41,7 +41,7 @@ def undisturbed(services: SeparateServices) -> list[Any]:
 
 
 def link_of(services: SeparateServices, name: str) -> TcpProxy:
-    return services.frontend_link if name == "frontend" else services.worker_link
+    return services.frontend_link() if name == "frontend" else services.worker_link()
 
 
 @pytest.mark.parametrize(
@@ -77,11 +77,11 @@ def test_an_idle_engine_whose_link_is_broken_is_not_ready(
 def test_a_worker_that_receives_no_plans_connects_again(services: SeparateServices) -> None:
     """Its other connection works, and so would a new one: the fault need not end."""
     services.wait_ready()
-    services.proxies.do(services.worker_link.stall_plans())
+    services.proxies.do(services.worker_link().stall_plans())
     services.wait_ready(False)
     services.wait_ready()
-    assert "sends nothing on the connection for plans" in services.log("worker").read_text()
-    services.proxies.do(services.worker_link.restore())
+    assert "sends nothing on the connection for plans" in services.log("worker-0").read_text()
+    services.proxies.do(services.worker_link().restore())
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ async def test_streams_end_with_an_error_when_the_link_does_not_come_back() -> N
                 model=model, prompt="Hi", max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
             )
             await anext(stream)
-            services.proxies.do(services.frontend_link.cut())
+            services.proxies.do(services.frontend_link().cut())
             with pytest.raises(APIError, match="the engine is gone"):
                 async for _ in stream:
                     pass

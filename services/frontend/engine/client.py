@@ -168,18 +168,14 @@ class EngineClient:
                 gone = APIError(503, "the engine is gone; the request was not completed")
                 others = any(other.accepts for other in self.engines.values())
                 streams = self.ledger.owned(engine.name) + ([] if others else self.ledger.waiting)
-                self._fail([entry.stream for entry in streams], gone)
+                self.fail([entry.stream for entry in streams], gone)
             self.engines.report(engine)
         self.engines.forget_unlisted()
         if stuck := self.ledger.stuck(now, self._request_timeout):
             why = f"the request made no progress for {self._request_timeout:g} s (--request-timeout)"
-            self._fail(stuck, APIError(504, why))
+            self.fail(stuck, APIError(504, why))
         self.engines.elect()
         self._settle()
-
-    def fail_engine(self, name: str, why: str) -> None:
-        """End the requests that an engine owns."""
-        self._fail([entry.stream for entry in self.ledger.owned(name)], APIError(503, why))
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -298,9 +294,10 @@ class EngineClient:
 
     def fail_all(self, error: APIError) -> None:
         """End every open request with `error`."""
-        self._fail(list(self.ledger.streams.values()), error)
+        self.fail(list(self.ledger.streams.values()), error)
 
-    def _fail(self, streams: list[RequestStream], error: APIError) -> None:
+    def fail(self, streams: list[RequestStream], error: APIError) -> None:
+        """End open requests with `error`."""
         self.abort(streams)
         for stream in streams:
             self._end(stream, error)

@@ -1,0 +1,266 @@
+"""Two engines and one frontend over links that break, a list of engines that changes, and engines that differ: streams
+move, late answers are dropped, and no token differs."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+from openai import APIError
+
+from protocol.handshake import PROTOCOL_VERSION
+from tests.e2e.proxy import TcpProxy, Way
+from tests.e2e.separate import SeparateServices, separate_services
+from tests.e2e.server import wait_until
+from tests.e2e.streams import answers, assert_nothing_is_kept
+
+ADMIN = "--enable-admin-routes"
+soak = pytest.mark.soak
+
+
+async def blackhole(link: TcpProxy) -> None:
+    for way in Way:
+        await link.stall(way)
+
+
+Fault = Callable[[TcpProxy], Coroutine[Any, Any, None]]
+FAULTS: dict[str, Fault] = {
+    "cut": TcpProxy.cut,
+    "mute": lambda link: link.stall(Way.TO_CLIENT),
+    "both directions": blackhole,
+}
+
+
+@pytest.fixture(scope="module")
+def services() -> Iterator[SeparateServices]:
+    with separate_services(ADMIN, engines=2) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def undisturbed(services: SeparateServices) -> list[Any]:
+    """Streams of a run without a fault."""
+
+    async def run() -> list[Any]:
+        async with services.async_client() as client:
+            return await answers(client)
+
+    return asyncio.run(run())
+
+
+def engines_of(services: SeparateServices) -> dict[str, dict[str, Any]]:
+    return {engine["name"]: engine for engine in json.loads(services.get("/engines")[1])["engines"]}
+
+
+def moves(services: SeparateServices) -> float:
+    text = services.get("/metrics")[1]
+    return services.metric("stream_moves_total") if "stream_moves_total{" in text else 0.0
+
+
+def drain(services: SeparateServices, *arguments: str) -> None:
+    command = [sys.executable, "-m", "services.cli", "drain", *arguments, services.url]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param("cut", marks=soak), "mute", pytest.param("both directions", marks=soak)]
+)
+async def test_streams_leave_an_engine_behind_a_link_that_is_down(
+    services: SeparateServices, undisturbed: list[Any], fault: str
+) -> None:
+    """The link is up again while they run elsewhere."""
+    link, do = services.frontend_link(0), services.proxies.do
+
+    async def disturb() -> None:
+        before = moves(services)
+        do(FAULTS[fault](link))
+        await asyncio.to_thread(wait_until, lambda: moves(services) > before, "streams have moved")
+        do(link.restore())
+
+    services.wait_engines(2)
+    async with services.async_client() as client:
+        assert await answers(client, disturb) == undisturbed
+    services.wait_engines(2)
+    assert_nothing_is_kept(services)
+
+
+async def test_late_answers_of_an_engine_that_does_not_hear_of_a_move_are_dropped(
+    services: SeparateServices, undisturbed: list[Any]
+) -> None:
+    """Its connection lives, and it goes on with streams that have another owner."""
+    link, do = services.frontend_link(0), services.proxies.do
+
+    async def disturb() -> None:
+        do(link.stall(Way.TO_SERVER))
+        await asyncio.to_thread(drain, services, "0")
+        assert engines_of(services)["0"]["streams"] == 0
+        assert 'num_requests_running{engine="0"' in services.get("/metrics")[1]
+
+        def late() -> bool:
+            (line,) = [
+                line
+                for line in services.get("/metrics")[1].splitlines()
+                if line.startswith('runahead:num_requests_running{engine="0"')
+            ]
+            return float(line.split()[-1]) > 0
+
+        assert late()
+
+    services.wait_engines(2)
+    try:
+        async with services.async_client() as client:
+            assert await answers(client, disturb) == undisturbed
+    finally:
+        do(link.restore())
+        drain(services, "0", "--cancel")
+    services.wait_engines(2)
+    assert_nothing_is_kept(services)
+
+
+async def test_broken_lines_and_engines_that_are_not_there_disturb_no_other_engine(
+    services: SeparateServices, undisturbed: list[Any]
+) -> None:
+    services.list_engines(
+        *(0, 1),
+        more="tcp://127.0.0.1:1 - nowhere\nhttp://127.0.0.1 - broken\ntcp://127.0.0.1:2 - 0\ntcp://127.0.0.1:3 key\n",
+    )
+    wait_until(lambda: list(engines_of(services)) == ["0", "1", "nowhere"], "three engines are listed")
+    log = services.log("frontend").read_text()
+    for problem in ("line 4: ", "line 5: there is an engine 0 already", "line 6: the public key has 3 char"):
+        assert problem in log
+    async with services.async_client() as client:
+        assert await answers(client) == undisturbed
+    assert services.get("/readyz")[0] == 200
+    services.list_engines(0, 1)
+    wait_until(lambda: list(engines_of(services)) == ["0", "1"], "one is forgotten")
+
+
+NEWER = """
+import msgspec
+from protocol.transport import client, server
+client.PROTOCOL_VERSION = server.PROTOCOL_VERSION = ({major}, {minor})
+def appended(message, encode=client.encode):
+    return msgspec.msgpack.encode([*msgspec.msgpack.decode(encode(message)), "of a newer release", [0.5]])
+client.encode = server.encode = appended
+"""
+"""A release with a newer minor version: each of its messages has two more fields."""
+
+
+async def test_streams_move_to_a_newer_release_and_back() -> None:
+    major, minor = PROTOCOL_VERSION
+    newer = NEWER.format(major=major, minor=minor + 1)
+    with separate_services(ADMIN, engines=2, patches={"scheduler-1": newer, "worker-1": newer}) as services:
+        async with services.async_client() as client:
+            services.list_engines(0)
+            wait_until(lambda: list(engines_of(services)) == ["0"], "there is one release")
+            undisturbed = await answers(client)
+            for old, new in ((0, 1), (1, 0)):
+
+                async def upgrade(old: int = old, new: int = new) -> None:
+                    services.list_engines(old, new)
+                    services.wait_engines(2)
+                    services.list_engines(new)
+
+                    def left() -> bool:
+                        return list(engines_of(services)) == [str(new)]
+
+                    await asyncio.to_thread(wait_until, left, "the old one is left")
+                    assert moves(services) > 0
+
+                assert await answers(client, upgrade) == undisturbed
+        assert_nothing_is_kept(services)
+
+
+async def test_no_request_goes_to_another_model_and_no_stream_mixes_two(undisturbed: list[Any]) -> None:
+    """The vocabulary of the second engine differs, and so would its answers."""
+    with separate_services(ADMIN, engines=2, worker={1: ("--sim-vocab-size", "300")}) as services:
+        services.list_engines(0)
+        wait_until(lambda: list(engines_of(services)) == ["0"], "one model is served")
+        services.list_engines(0, 1)
+        services.wait_engines(2)
+        assert len({engine["identity"] for engine in engines_of(services).values()}) == 2
+        async with services.async_client() as client:
+
+            async def unlist() -> None:
+                services.list_engines(1)
+
+            assert await answers(client) == undisturbed
+            assert await answers(client, unlist) == undisturbed  # its streams stay until they end
+            wait_until(lambda: list(engines_of(services)) == ["1"], "the other model is left")
+            services.list_engines(0)
+            services.wait_engines(1)
+
+            async def replace() -> None:  # what was the first engine's name now has the other model
+                services.list_engines(more=services.line_of(1).replace(" 1\n", " 0\n"))
+
+            with pytest.raises(APIError, match="other weights in its place"):
+                await answers(client, replace)
+
+
+FAST_RULES = """
+from services.frontend.placement import placement, slowness
+placement.REST, slowness.SLOW_SECONDS = 1.0, 0.5
+"""
+"""The rules about slow engines with a twentieth of their times."""
+
+
+async def test_streams_leave_an_engine_that_is_far_slower() -> None:
+    """Its worker is stopped most of the time."""
+    with separate_services(ADMIN, engines=2, patches={"frontend": FAST_RULES}) as services:
+        async with services.async_client() as client:
+            undisturbed = await answers(client)
+            worker, moved = services.processes["worker-0"], asyncio.Event()
+
+            async def stop_and_go() -> None:
+                try:
+                    while not moved.is_set():
+                        worker.send_signal(signal.SIGSTOP)
+                        await asyncio.sleep(0.3)
+                        worker.send_signal(signal.SIGCONT)
+                        await asyncio.sleep(0.02)
+                finally:
+                    worker.send_signal(signal.SIGCONT)
+
+            async def disturb() -> None:
+                slow = asyncio.create_task(stop_and_go())
+                found = 'stream_moves_total{engine="0",model_name="demo",reason="slow"}'
+                await asyncio.to_thread(
+                    wait_until, lambda: 'reason="slow"' in services.get("/metrics")[1], found
+                )
+                moved.set()
+                await slow
+
+            assert await answers(client, disturb) == undisturbed
+        assert_nothing_is_kept(services)
+
+
+JUMPING = """
+import signal, time
+real, wall, offset = time.monotonic, time.time, [0.0, 0.0]
+time.monotonic, time.time = lambda: real() + offset[0], lambda: wall() + offset[1]
+def jump(*_):
+    offset[0] += 3600.0
+    offset[1] -= 7200.0
+signal.signal(signal.SIGUSR1, jump)
+"""
+"""With each signal, the monotonic clock is an hour ahead, and the clock of the day two hours back."""
+
+
+async def test_a_frontend_whose_clocks_jump_loses_no_stream() -> None:
+    with separate_services(ADMIN, engines=2, patches={"frontend": JUMPING}) as services:
+        async with services.async_client() as client:
+            undisturbed = await answers(client)
+
+            async def jump() -> None:
+                for _ in range(3):
+                    services.processes["frontend"].send_signal(signal.SIGUSR1)
+                    await asyncio.sleep(0.5)
+
+            assert await answers(client, jump) == undisturbed
+            assert moves(services) == 0
+            assert await answers(client) == undisturbed
+        services.wait_engines(2)
