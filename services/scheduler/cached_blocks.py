@@ -66,11 +66,21 @@ class CachedBlockReports:
         self._reported[part] = names
         removed = []
         for name in filter(None, [before[index] for index in changed]):
-            if (elsewhere := pool.by_hash.get(name)) is None:
-                removed.append(name)
-            else:  # another block has it now, whose loss will be seen, too
-                self._reported[elsewhere] = pool.hash_of[elsewhere]
+            if (gone := self._follow(name, pool)) is not None:
+                removed.append(gone)
         return list(filter(None, [names[index] for index in changed])), removed
+
+    def _follow(self, name: bytes | None, pool: BlockPool) -> bytes | None:
+        """Return the name that is gone now that a block has lost `name`, which was reported; None: there is none.
+
+        Another block may have the name, which is reported there from now on, so that its loss will be seen. That block
+        may have lost a name itself.
+        """
+        while name is not None and (elsewhere := pool.by_hash.get(name)) is not None:
+            now = pool.hash_of[elsewhere]
+            name = None if self._reported[elsewhere] is now else self._reported[elsewhere]
+            self._reported[elsewhere] = now
+        return name
 
     def _everything(self) -> Iterator[tuple[list[bytes], list[bytes]]]:
         names = list(filter(None, self._reported))

@@ -9,7 +9,7 @@ from pathlib import Path
 from services.checkpoint import DEMO_MODEL
 from services.cli.preflight import free_port
 from tests.e2e.proxy import Proxies, TcpProxy
-from tests.e2e.server import HttpServer, wait_until
+from tests.e2e.server import HttpServer
 from tests.preloaded import PreloadedProcess
 
 LIMIT = 2.0
@@ -37,19 +37,25 @@ class SeparateServices(HttpServer):
             patches: code that runs first in some processes.
         """
         self._directory, self._patches = directory, patches or {}
-        ports = [free_port(HOST, 0) for _ in range(2 * engines + 1)]
-        http = ports.pop()
-        self.url = f"http://{HOST}:{http}"
+        ports = [free_port(HOST, 0) for _ in range(2 * engines)]
         self.proxies = Proxies(*ports)
         self.processes: dict[str, PreloadedProcess] = {}
         self.engines_file = directory / "engines"
         for engine in range(engines):
             self._start_engine(engine, ports[2 * engine : 2 * engine + 2], (worker or {}).get(engine, ()))
         self.list_engines(*range(engines))
+        self.url = self.start_frontend("frontend", *frontend).url
+
+    def start_frontend(self, name: str, *arguments: str) -> HttpServer:
+        """Start another frontend of the same engines."""
+        port = free_port(HOST, 0)
         self.start(
-            *("frontend", "frontend", "--model", str(DEMO_MODEL), "--port", str(http), *SILENCE),
-            *("--engines", str(self.engines_file), *frontend),
+            *(name, "frontend", "--model", str(DEMO_MODEL), "--port", str(port), *SILENCE),
+            *("--engines", str(self.engines_file), *arguments),
         )
+        started = HttpServer()
+        started.url = f"http://{HOST}:{port}"
+        return started
 
     def _start_engine(self, engine: int, ports: list[int], worker: tuple[str, ...]) -> None:
         clients, workers = (f"tcp://{HOST}:{port}" for port in ports)
@@ -92,14 +98,6 @@ class SeparateServices(HttpServer):
 
     def worker_link(self, engine: int = 0) -> TcpProxy:
         return self.proxies[2 * engine + 1]
-
-    def wait_ready(self, ready: bool = True) -> None:
-        status = 200 if ready else 503
-        wait_until(lambda: self.get("/readyz")[0] == status, f"/readyz is {status}")
-
-    def wait_engines(self, count: int) -> None:
-        """Wait until so many engines are ready."""
-        wait_until(lambda: self.metric("engine_ready") == count, f"{count} engines are ready")
 
     def close(self) -> None:
         for process in self.processes.values():

@@ -5,7 +5,7 @@ import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from openai import AsyncOpenAI
+from openai import APIError, AsyncOpenAI
 
 from tests.e2e.server import HttpServer, ServeProcess, wait_until
 
@@ -64,6 +64,20 @@ async def answers(client: AsyncOpenAI, fault: Fault | None = None) -> list[Any]:
 
     *texts, _ = await asyncio.gather(*map(one, requests), disturb())
     return texts
+
+
+async def text_and_error(client: AsyncOpenAI, prompt: str, max_tokens: int) -> tuple[str, str]:
+    """Return what a greedy stream has sent, and the error that has ended it; "": none has."""
+    found, model = "", (await client.models.list()).data[0].id
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0}
+    try:
+        async for chunk in await client.completions.create(
+            model=model, stream=True, extra_body={"ignore_eos": True}, **body
+        ):
+            found += chunk.choices[0].text if chunk.choices else ""
+    except APIError as error:
+        return found, str(error)
+    return found, ""
 
 
 async def restart(server: ServeProcess, name: str, number: int) -> None:

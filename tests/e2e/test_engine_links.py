@@ -3,20 +3,21 @@ move, late answers are dropped, and no token differs."""
 
 import asyncio
 import json
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import APIError
 
 from protocol.handshake import PROTOCOL_VERSION
 from tests.e2e.proxy import TcpProxy, Way
 from tests.e2e.separate import SeparateServices, separate_services
-from tests.e2e.server import wait_until
-from tests.e2e.streams import answers, assert_nothing_is_kept
+from tests.e2e.server import HttpServer, wait_until
+from tests.e2e.streams import answers, assert_nothing_is_kept, text_and_error
 
 ADMIN = "--enable-admin-routes"
 soak = pytest.mark.soak
@@ -36,8 +37,14 @@ FAULTS: dict[str, Fault] = {
 
 
 @pytest.fixture(scope="module")
-def services() -> Iterator[SeparateServices]:
-    with separate_services(ADMIN, engines=2) as running:
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """File with the placement of the frontend."""
+    return tmp_path_factory.mktemp("recording") / "placement.jsonl"
+
+
+@pytest.fixture(scope="module")
+def services(recording: Path) -> Iterator[SeparateServices]:
+    with separate_services(ADMIN, "--record-placement", str(recording), engines=2) as running:
         yield running
 
 
@@ -98,17 +105,9 @@ async def test_late_answers_of_an_engine_that_does_not_hear_of_a_move_are_droppe
         do(link.stall(Way.TO_SERVER))
         await asyncio.to_thread(drain, services, "0")
         assert engines_of(services)["0"]["streams"] == 0
-        assert 'num_requests_running{engine="0"' in services.get("/metrics")[1]
-
-        def late() -> bool:
-            (line,) = [
-                line
-                for line in services.get("/metrics")[1].splitlines()
-                if line.startswith('runahead:num_requests_running{engine="0"')
-            ]
-            return float(line.split()[-1]) > 0
-
-        assert late()
+        found = re.search(r'num_requests_running\{engine="0".*\} (\S+)', services.get("/metrics")[1])
+        assert found is not None
+        assert float(found[1]) > 0
 
     services.wait_engines(2)
     try:
@@ -137,6 +136,60 @@ async def test_broken_lines_and_engines_that_are_not_there_disturb_no_other_engi
     assert services.get("/readyz")[0] == 200
     services.list_engines(0, 1)
     wait_until(lambda: list(engines_of(services)) == ["0", "1"], "one is forgotten")
+
+
+def test_a_frontend_finds_the_prefixes_that_another_one_has_placed(services: SeparateServices) -> None:
+    """Under their salt alone."""
+    prompts = [f"{i}, " + "and so on, " * 40 for i in range(6)]
+    other = services.start_frontend("frontend-1")
+    other.wait_ready()
+    other.wait_engines(2)
+
+    def cached(server: HttpServer, salt: str) -> list[int]:
+        with server.client() as client:
+            model, counts = client.models.list().data[0].id, []
+            for prompt in prompts:
+                usage = client.completions.create(
+                    model=model, prompt=prompt, max_tokens=1, extra_body={"cache_salt": salt}
+                ).usage
+                assert usage is not None
+                assert usage.prompt_tokens_details is not None
+                counts.append(usage.prompt_tokens_details.cached_tokens or 0)
+            return counts
+
+    known = other.metric("placement_block_names")
+    assert cached(services, "one key") == [0] * len(prompts)
+    blocks = cached(services, "one key")[0] // 16 * len(prompts)
+    assert blocks > 0
+    wait_until(
+        lambda: other.metric("placement_block_names") >= known + blocks, "the other frontend knows them"
+    )
+    assert min(cached(other, "one key")) > 0
+    assert cached(other, "another key") == [0] * len(prompts)
+    services.processes["frontend-1"].send_signal(signal.SIGTERM)
+    assert services.processes["frontend-1"].wait(60) == 0
+
+
+def test_a_recording_of_placement_replays(services: SeparateServices, recording: Path) -> None:
+    """That of all tests so far. It has no text; a decision that was changed is found."""
+
+    def replay() -> tuple[int, str]:
+        command = [sys.executable, "-m", "services.cli", "replay", str(recording)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    frontend = services.processes["frontend"]
+    frontend.send_signal(signal.SIGTERM)
+    assert frontend.wait(60) == 0
+    status, text = replay()
+    assert (status, text.startswith("equal: ")) == (0, True), text
+    content = recording.read_text()
+    assert '"type":"move"' in content
+    assert recording.stat().st_mode & 0o077 == 0
+    assert "and so on" not in content
+    assert "one key" not in content
+    recording.write_text(content.replace('"type":"place","engine":"0"', '"type":"place","engine":"1"', 1))
+    assert replay()[0] == 1
 
 
 NEWER = """
@@ -194,11 +247,14 @@ async def test_no_request_goes_to_another_model_and_no_stream_mixes_two(undistur
             services.list_engines(0)
             services.wait_engines(1)
 
-            async def replace() -> None:  # what was the first engine's name now has the other model
-                services.list_engines(more=services.line_of(1).replace(" 1\n", " 0\n"))
-
-            with pytest.raises(APIError, match="other weights in its place"):
-                await answers(client, replace)
+            expected, _ = await text_and_error(client, "Number 0 is", 100)
+            running = asyncio.create_task(text_and_error(client, "Number 0 is", 1000))
+            one = lambda: engines_of(services)["0"]["streams"] == 1  # noqa: E731
+            await asyncio.to_thread(wait_until, one, "it runs")
+            services.list_engines(more=services.line_of(1).replace(" 1\n", " 0\n"))
+            found, error = await running
+            assert "other weights in its place" in error
+            assert found.startswith(expected) or expected.startswith(found)
 
 
 FAST_RULES = """

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import APIError, AsyncOpenAI
+from openai import AsyncOpenAI
 
 from services.checkpoint import DEMO_MODEL
 from tests.e2e.server import ServeProcess, serving, wait_until
-from tests.e2e.streams import answers, assert_nothing_is_kept, bodies, requests_total
+from tests.e2e.streams import answers, assert_nothing_is_kept, bodies, requests_total, text_and_error
 
 SIM = ("--backend", "sim", "--sim-step-ms", "20")
 NATIVE = ("--threads", "1", "--kv-cache-memory-bytes", str(64 << 20))
@@ -66,7 +66,7 @@ TOOL: Any = {"type": "function", "function": {"name": "find_city", "parameters":
 OTHER_KINDS = 40
 
 
-async def other_answers(client: AsyncOpenAI) -> list[Any]:
+async def other_answers(client: AsyncOpenAI, count: int = OTHER_KINDS) -> list[Any]:
     """Return answers that are no streams of completions: tool calls, responses, embeddings, prompts' log-probabilities
     and stop strings."""
     model = (await client.models.list()).data[0].id
@@ -104,7 +104,7 @@ async def other_answers(client: AsyncOpenAI) -> list[Any]:
         return done.choices[0].text, done.choices[0].model_extra
 
     kinds = (call, respond, embed, score)
-    return await asyncio.gather(*(kinds[i % len(kinds)](i) for i in range(OTHER_KINDS)))
+    return await asyncio.gather(*(kinds[i % len(kinds)](i) for i in range(count)))
 
 
 async def test_streams_move_when_an_engine_is_killed(pair: ServeProcess, undisturbed: list[Any]) -> None:
@@ -134,23 +134,30 @@ def engines_of(server: ServeProcess) -> dict[str, dict[str, Any]]:
     return {engine["name"]: engine for engine in found}
 
 
+ALL_KINDS = 48
+"""With those of `answers`, 64 requests."""
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(10))
 async def test_streams_move_when_engines_are_killed_at_random_moments(seed: int) -> None:
-    """Two deaths per server, of either engine."""
+    """64 requests of every kind, and two deaths of either engine."""
     rng = random.Random(seed)
     with serving(*(SIM if seed % 2 else NATIVE), *TWO) as server:
         wait_until(lambda: server.metric("engine_ready") == 2, "both engines serve")
         async with server.async_client() as client:
-            undisturbed = await answers(client)
+            undisturbed = await asyncio.gather(answers(client), other_answers(client, ALL_KINDS))
             for _ in range(2):
 
                 async def kill() -> None:
                     await asyncio.sleep(3 * rng.random())
                     await kill_engine(server, rng.choice("01"))
 
-                assert await answers(client, kill) == undisturbed
+                disturbed = await asyncio.gather(answers(client, kill), other_answers(client, ALL_KINDS))
+                assert disturbed == undisturbed
                 wait_until(lambda: server.metric("engine_ready") == 2, "both engines serve")
+        assert completed(server) == 3 * (len(bodies()) + ALL_KINDS + ALL_KINDS // 4)
+        assert_nothing_is_kept(server)
 
 
 async def test_streams_move_when_an_engine_drains(pair: ServeProcess, undisturbed: list[Any]) -> None:
@@ -222,33 +229,24 @@ async def test_streams_move_when_settings_change(pair: ServeProcess, undisturbed
 
 async def test_streams_end_with_an_error_when_the_weights_change() -> None:
     """Within --drain-timeout. Each one has tokens of the former weights alone."""
-    streams, reference, text = 6, 150, {"temperature": 0.0, "extra_body": {"ignore_eos": True}}
-    with serving("--backend", "sim", "--sim-step-ms", "5", ADMIN) as server:
+    prompts = [f"Number {i} is" for i in range(6)]
+    with serving("--backend", "sim", "--sim-step-ms", "10", ADMIN) as server:
         async with server.async_client() as client:
-            model = (await client.models.list()).data[0].id
 
-            async def ask(i: int, tokens: int) -> tuple[str, str]:
-                """Return the text and the error that ended it."""
-                found, prompt = "", f"Number {i} is"
-                body: Any = {"model": model, "prompt": prompt, "max_tokens": tokens, "stream": True, **text}
-                try:
-                    async for chunk in await client.completions.create(**body):
-                        found += chunk.choices[0].text if chunk.choices else ""
-                except APIError as error:
-                    return found, str(error)
-                return found, ""
+            async def ask(tokens: int) -> list[tuple[str, str]]:
+                return await asyncio.gather(*(text_and_error(client, prompt, tokens) for prompt in prompts))
 
-            expected = [
-                text for text, _ in await asyncio.gather(*(ask(i, reference) for i in range(streams)))
-            ]
-            running = [asyncio.create_task(ask(i, 100_000)) for i in range(streams)]
-            while (await asyncio.to_thread(engines_of, server))["0"]["streams"] < streams:
-                await asyncio.sleep(0.1)
-            flags = ("--sim-vocab-size", "300", "--max-model-len", "2000", "--drain-timeout", "0.5")
+            expected = await ask(100)
+            running = asyncio.create_task(ask(4000))
+            in_use = lambda: engines_of(server)["0"]["streams"] == len(prompts)  # noqa: E731
+            await asyncio.to_thread(wait_until, in_use, "all run")
+            flags = ("--sim-vocab-size", "300", "--drain-timeout", "0.5")
             await asyncio.to_thread(run_command, "replan", server.url, *flags)
-            for before, (found, error) in zip(expected, await asyncio.gather(*running), strict=True):
+            for (before, _), (found, error) in zip(expected, await running, strict=True):
                 assert "its successor has other weights" in error
                 assert found.startswith(before) or before.startswith(found)
-            after = [text for text, _ in await asyncio.gather(*(ask(i, 20) for i in range(streams)))]
-            assert not any(map(str.startswith, expected, after))
+            after = await ask(20)
+            assert not any(
+                before.startswith(found) for (before, _), (found, _) in zip(expected, after, strict=True)
+            )
         assert list(engines_of(server)) == ["1"]

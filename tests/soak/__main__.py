@@ -32,7 +32,7 @@ BODIES = ("tests/integration/frontend/test_fuzz.py", "tests/e2e/test_abuse.py")
 ABUSE = ("tests/e2e/test_abuse.py", "tests/e2e/test_api_document.py")
 RECOVERY = (
     "tests/ranks/test_recovery.py", "tests/e2e/test_recovery.py", "tests/e2e/test_poison.py",
-    "tests/e2e/test_partitions.py",
+    "tests/e2e/test_partitions.py", "tests/e2e/test_engines.py", "tests/e2e/test_engine_links.py",
 )  # fmt: skip
 
 
