@@ -1,7 +1,7 @@
 """Records of steps, requests and the prefix cache from the scheduler to subscribers.
 
-A frontend subscribes with `Subscribe` and then gets `StepRecords`, batched and bounded, or `CachedBlocks`. All times are
-in seconds on the scheduler's monotonic clock; times of workers are shifted by the clock offset measured on their
+A frontend subscribes with `Subscribe` and then gets `StepRecords`, batched and bounded, or `CachedBlocks`. All times
+are in seconds on the scheduler's monotonic clock; times of workers are shifted by the clock offset measured on their
 connection.
 """
 

@@ -64,14 +64,11 @@ class CachedBlockReports:
         before, names = self._reported[part], pool.hash_of[part]
         changed = [index for index, name in enumerate(names) if name is not before[index]]
         self._reported[part] = names
-        removed = []
-        for name in filter(None, [before[index] for index in changed]):
-            if (gone := self._follow(name, pool)) is not None:
-                removed.append(gone)
-        return list(filter(None, [names[index] for index in changed])), removed
+        removed = [self._gone(before[index], pool) for index in changed]
+        return list(filter(None, [names[index] for index in changed])), list(filter(None, removed))
 
-    def _follow(self, name: bytes | None, pool: BlockPool) -> bytes | None:
-        """Return the name that is gone now that a block has lost `name`, which was reported; None: there is none.
+    def _gone(self, name: bytes | None, pool: BlockPool) -> bytes | None:
+        """Return the name that is gone now that a block has lost `name`, which was reported; None: none is.
 
         Another block may have the name, which is reported there from now on, so that its loss will be seen. That block
         may have lost a name itself.

@@ -245,6 +245,7 @@ async def test_no_request_goes_to_another_model_and_no_stream_mixes_two(undistur
             assert await answers(client, unlist) == undisturbed  # its streams stay until they end
             wait_until(lambda: list(engines_of(services)) == ["1"], "the other model is left")
             services.list_engines(0)
+            wait_until(lambda: list(engines_of(services)) == ["0"], "the first model is back")
             services.wait_engines(1)
 
             expected, _ = await text_and_error(client, "Number 0 is", 100)
@@ -258,39 +259,40 @@ async def test_no_request_goes_to_another_model_and_no_stream_mixes_two(undistur
 
 
 FAST_RULES = """
+from services.frontend.engine import output_pace
 from services.frontend.placement import placement, slowness
-placement.REST, slowness.SLOW_SECONDS = 1.0, 0.5
+output_pace.WINDOW, placement.SLOW_CHECK, slowness.SLOW_SECONDS, placement.REST = 0.3, 0.2, 0.5, 0.5
 """
-"""The rules about slow engines with a twentieth of their times."""
+"""The rules about slow engines with a fraction of their times."""
 
 
-async def test_streams_leave_an_engine_that_is_far_slower() -> None:
-    """Its worker is stopped most of the time."""
+async def test_streams_leave_an_engine_that_is_far_slower(undisturbed: list[Any]) -> None:
+    """Its worker is stopped most of the time. Both engines have streams all the time."""
     with separate_services(ADMIN, engines=2, patches={"frontend": FAST_RULES}) as services:
-        async with services.async_client() as client:
-            undisturbed = await answers(client)
-            worker, moved = services.processes["worker-0"], asyncio.Event()
+        worker = services.processes["worker-0"]
 
-            async def stop_and_go() -> None:
-                try:
-                    while not moved.is_set():
-                        worker.send_signal(signal.SIGSTOP)
-                        await asyncio.sleep(0.3)
-                        worker.send_signal(signal.SIGCONT)
-                        await asyncio.sleep(0.02)
-                finally:
+        async def stop_and_go() -> None:
+            try:
+                while True:
+                    worker.send_signal(signal.SIGSTOP)
+                    await asyncio.sleep(0.3)
                     worker.send_signal(signal.SIGCONT)
+                    await asyncio.sleep(0.02)
+            finally:
+                worker.send_signal(signal.SIGCONT)
 
-            async def disturb() -> None:
-                slow = asyncio.create_task(stop_and_go())
-                found = 'stream_moves_total{engine="0",model_name="demo",reason="slow"}'
-                await asyncio.to_thread(
-                    wait_until, lambda: 'reason="slow"' in services.get("/metrics")[1], found
-                )
-                moved.set()
-                await slow
+        async def disturb() -> None:
+            slow = asyncio.create_task(stop_and_go())
+            have_left = lambda: 'reason="slow"' in services.get("/metrics")[1]  # noqa: E731
+            await asyncio.to_thread(wait_until, have_left, "streams have left it")
+            slow.cancel()
 
+        async with services.async_client() as client:
+            others = [asyncio.create_task(text_and_error(client, f"{i}", 2000)) for i in range(6)]
             assert await answers(client, disturb) == undisturbed
+            for other in others:
+                other.cancel()
+            await asyncio.wait(others)
         assert_nothing_is_kept(services)
 
 

@@ -20,9 +20,7 @@ CONTROL_TIMEOUT = 60.0
 """Seconds until the supervisor answers: it checks files and memory first."""
 
 
-OTHER_WEIGHTS = (
-    "the engine of this request ends, and its successor has other weights; send the request again"
-)
+OTHER_WEIGHTS = "the engine of this request ends, and its successor has other weights; send the request again"
 
 
 class ReplanFailed(Exception):

@@ -5,7 +5,7 @@ from pathlib import Path
 from protocol.block_names import extend_names, split_names
 from protocol.codec import Decoder, pack
 from protocol.records import CachedBlocks, Subscribe
-from protocol.requests import EngineMessage, ResetPrefixCache
+from protocol.requests import EngineMessage, FinishReason, ResetPrefixCache
 from protocol.sampling import SamplingParams
 from protocol.transport import Client
 from tests.integration.scheduler.engine import PATIENCE, FrontendConnection, engine
@@ -57,15 +57,17 @@ def test_followers_know_what_others_have_placed(tmp_path: Path) -> None:
     with engine(tmp_path, limits, SIM) as running:
         early = Follower(running.client_endpoint)
         client = FrontendConnection(running.client_endpoint)
+        client.wait_ready()
         for number, salt in enumerate(("one key", "another key")):
             client.generate(number, PROMPT, SamplingParams(40, temperature=0.0), cache_salt=salt)
         client.wait_finished(0, 1)
+        assert all(finish.reason is FinishReason.LENGTH for finish in client.finished.values())
         expected = names_of("one key") | names_of("another key")
         early.follow_until(expected)
         late = Follower(running.client_endpoint)
         late.follow_until(expected)
         assert early.names == late.names
-        assert len(early.names) == 2 * (len(PROMPT) + 40 - 1) // BLOCK
+        assert len(early.names) == 2 * ((len(PROMPT) + 40 - 1) // BLOCK)
         assert not early.names & names_of("")
         assert early.numbers == [*range(len(early.numbers))]
         early.send(ResetPrefixCache(1))
