@@ -119,7 +119,7 @@ def separate_services(
             Path(directory), *frontend, engines=engines, worker=worker, patches=patches
         )
         try:
-            services.wait_ready()
+            services.wait_readyz()
             services.wait_engines(engines)
             yield services
         finally:

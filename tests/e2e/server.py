@@ -53,7 +53,7 @@ class HttpServer:
         except OSError:
             return 0, ""
 
-    def wait_ready(self, ready: bool = True) -> None:
+    def wait_readyz(self, ready: bool = True) -> None:
         status = 200 if ready else 503
         wait_until(lambda: self.get("/readyz")[0] == status, f"/readyz is {status}")
 

@@ -114,6 +114,12 @@ def requests_total(server: HttpServer) -> dict[str, float]:
     return totals
 
 
+def moves(server: HttpServer) -> float:
+    """Return the number of moved streams."""
+    has_any = "stream_moves_total{" in server.get("/metrics")[1]
+    return server.metric("stream_moves_total") if has_any else 0.0
+
+
 def assert_nothing_is_kept(server: HttpServer) -> None:
     """No request runs or waits, and no KV block is in use."""
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):

@@ -17,7 +17,7 @@ from protocol.handshake import PROTOCOL_VERSION
 from tests.e2e.proxy import TcpProxy, Way
 from tests.e2e.separate import SeparateServices, separate_services
 from tests.e2e.server import HttpServer, wait_until
-from tests.e2e.streams import answers, assert_nothing_is_kept, text_and_error
+from tests.e2e.streams import answers, assert_nothing_is_kept, moves, text_and_error
 
 ADMIN = "--enable-admin-routes"
 soak = pytest.mark.soak
@@ -61,11 +61,6 @@ def undisturbed(services: SeparateServices) -> list[Any]:
 
 def engines_of(services: SeparateServices) -> dict[str, dict[str, Any]]:
     return {engine["name"]: engine for engine in json.loads(services.get("/engines")[1])["engines"]}
-
-
-def moves(services: SeparateServices) -> float:
-    text = services.get("/metrics")[1]
-    return services.metric("stream_moves_total") if "stream_moves_total{" in text else 0.0
 
 
 def drain(services: SeparateServices, *arguments: str) -> None:
@@ -142,7 +137,7 @@ def test_a_frontend_finds_the_prefixes_that_another_one_has_placed(services: Sep
     """Under their salt alone."""
     prompts = [f"{i}, " + "and so on, " * 40 for i in range(6)]
     other = services.start_frontend("frontend-1")
-    other.wait_ready()
+    other.wait_readyz()
     other.wait_engines(2)
 
     def cached(server: HttpServer, salt: str) -> list[int]:
@@ -288,7 +283,7 @@ async def test_streams_leave_an_engine_that_is_far_slower(undisturbed: list[Any]
             slow.cancel()
 
         async with services.async_client() as client:
-            others = [asyncio.create_task(text_and_error(client, f"{i}", 2000)) for i in range(6)]
+            others = [asyncio.create_task(text_and_error(client, f"{i}", 1900)) for i in range(6)]
             assert await answers(client, disturb) == undisturbed
             for other in others:
                 other.cancel()
