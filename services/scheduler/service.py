@@ -297,6 +297,7 @@ class Service:
         now = time.monotonic()
         for worker in self.workers.take_gone():
             self.group.on_gone(worker, "is gone: its connection broke", now)
+        self._act()
         self.group.check(now)
         self._act()
 
