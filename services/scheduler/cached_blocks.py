@@ -17,7 +17,7 @@ PART = 4096
 
 
 class CachedBlockReports:
-    """What frontends that follow the prefix cache know of it."""
+    """Names of cached blocks as frontends know them, and the messages that keep them up to date."""
 
     def __init__(self) -> None:
         self._next: dict[int, int] = {}

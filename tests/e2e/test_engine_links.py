@@ -166,7 +166,7 @@ def test_a_frontend_finds_the_prefixes_that_another_one_has_placed(services: Sep
 
 
 def test_a_recording_of_placement_replays(services: SeparateServices, recording: Path) -> None:
-    """That of all tests so far. It has no text; a decision that was changed is found."""
+    """It has the decisions of all tests so far, and no text. A decision that was changed is found."""
 
     def replay() -> tuple[int, str]:
         command = [sys.executable, "-m", "services.cli", "replay", str(recording)]

@@ -20,7 +20,7 @@ def names_of(salt: str) -> set[bytes]:
     return set(names)
 
 
-class Follower:
+class CacheFollower:
     """A frontend that sends no request."""
 
     def __init__(self, endpoint: str) -> None:
@@ -55,7 +55,7 @@ class Follower:
 def test_followers_know_what_others_have_placed(tmp_path: Path) -> None:
     limits = {"max_model_len": 512, "block_size": BLOCK}
     with engine(tmp_path, limits, SIM) as running:
-        early = Follower(running.client_endpoint)
+        early = CacheFollower(running.client_endpoint)
         client = FrontendConnection(running.client_endpoint)
         client.wait_ready()
         for number, salt in enumerate(("one key", "another key")):
@@ -64,7 +64,7 @@ def test_followers_know_what_others_have_placed(tmp_path: Path) -> None:
         assert all(finish.reason is FinishReason.LENGTH for finish in client.finished.values())
         expected = names_of("one key") | names_of("another key")
         early.follow_until(expected)
-        late = Follower(running.client_endpoint)
+        late = CacheFollower(running.client_endpoint)
         late.follow_until(expected)
         assert early.names == late.names
         assert len(early.names) == 2 * ((len(PROMPT) + 40 - 1) // BLOCK)

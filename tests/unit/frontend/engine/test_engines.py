@@ -285,7 +285,7 @@ def names_of(prompt: list[int], salt: str) -> list[bytes]:
 
 
 async def test_blocks_that_an_engine_reports_attract_requests_of_their_salt_alone(tmp_path: Path) -> None:
-    """What other frontends have placed. A report that is missing voids all before it, and all are asked for again."""
+    """A report that is missing voids all before it, and all names are requested again."""
     prompt, follows = [*range(40)], Subscribe(steps=False, cached_blocks=True)
     async with fleet(tmp_path) as engines:
         placement, reasons = engines.client.placement, engines.client.placements
