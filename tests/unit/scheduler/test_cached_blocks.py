@@ -100,6 +100,23 @@ def test_any_changes_are_known_a_pass_later() -> None:
     assert world.num_messages > 500
 
 
+def nothing_is_gone(self: CachedBlockReports, name: bytes | None, pool: BlockPool) -> bytes | None:
+    return None
+
+
+def other_blocks_are_not_followed(
+    self: CachedBlockReports, name: bytes | None, pool: BlockPool
+) -> bytes | None:
+    return None if name in pool.by_hash else name
+
+
+@pytest.mark.parametrize("mutant", [nothing_is_gone, other_blocks_are_not_followed])
+def test_a_fault_of_the_comparison_is_noticed(mutant: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CachedBlockReports, "_gone", mutant)
+    with pytest.raises(AssertionError):
+        test_any_changes_are_known_a_pass_later()
+
+
 @pytest.mark.parametrize("turns", range(8))
 def test_a_name_that_moved_to_another_block_is_removed_when_that_block_loses_it(turns: int) -> None:
     """Whichever of the two blocks has been compared in between."""
