@@ -27,12 +27,14 @@ class SeparateServices(HttpServer):
         directory: Path,
         *frontend: str,
         engines: int = 1,
+        listed: int | None = None,
         worker: Mapping[int, tuple[str, ...]] | None = None,
         patches: Mapping[str, str] | None = None,
     ) -> None:
         """
         Args:
             frontend: further arguments of the frontend.
+            listed: number of engines that the frontend knows at first; None: all.
             worker: further arguments of the workers of some engines.
             patches: code that runs first in some processes.
         """
@@ -43,7 +45,7 @@ class SeparateServices(HttpServer):
         self.engines_file = directory / "engines"
         for engine in range(engines):
             self._start_engine(engine, ports[2 * engine : 2 * engine + 2], (worker or {}).get(engine, ()))
-        self.list_engines(*range(engines))
+        self.list_engines(*range(engines if listed is None else listed))
         self.url = self.start_frontend("frontend", *frontend).url
 
     def start_frontend(self, name: str, *arguments: str) -> HttpServer:
@@ -110,17 +112,18 @@ class SeparateServices(HttpServer):
 def separate_services(
     *frontend: str,
     engines: int = 1,
+    listed: int | None = None,
     worker: Mapping[int, tuple[str, ...]] | None = None,
     patches: Mapping[str, str] | None = None,
 ) -> Iterator[SeparateServices]:
     """Start the services, and yield them when they serve. At the end, kill them."""
     with tempfile.TemporaryDirectory(prefix="ra-") as directory:
         services = SeparateServices(
-            Path(directory), *frontend, engines=engines, worker=worker, patches=patches
+            Path(directory), *frontend, engines=engines, listed=listed, worker=worker, patches=patches
         )
         try:
             services.wait_readyz()
-            services.wait_engines(engines)
+            services.wait_engines(engines if listed is None else listed)
             yield services
         finally:
             services.close()

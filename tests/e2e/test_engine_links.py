@@ -187,110 +187,21 @@ def test_a_recording_of_placement_replays(services: SeparateServices, recording:
     assert replay()[0] == 1
 
 
-NEWER = """
+NEWER = f"""
 import msgspec
 from protocol.transport import client, server
-client.PROTOCOL_VERSION = server.PROTOCOL_VERSION = ({major}, {minor})
+client.PROTOCOL_VERSION = server.PROTOCOL_VERSION = ({PROTOCOL_VERSION[0]}, {PROTOCOL_VERSION[1] + 1})
 def appended(message, encode=client.encode):
     return msgspec.msgpack.encode([*msgspec.msgpack.decode(encode(message)), "of a newer release", [0.5]])
 client.encode = server.encode = appended
 """
 """A release with a newer minor version: each of its messages has two more fields."""
-
-
-async def test_streams_move_to_a_newer_release_and_back() -> None:
-    major, minor = PROTOCOL_VERSION
-    newer = NEWER.format(major=major, minor=minor + 1)
-    with separate_services(ADMIN, engines=2, patches={"scheduler-1": newer, "worker-1": newer}) as services:
-        async with services.async_client() as client:
-            services.list_engines(0)
-            wait_until(lambda: list(engines_of(services)) == ["0"], "there is one release")
-            undisturbed = await answers(client)
-            for old, new in ((0, 1), (1, 0)):
-
-                async def upgrade(old: int = old, new: int = new) -> None:
-                    services.list_engines(old, new)
-                    services.wait_engines(2)
-                    services.list_engines(new)
-
-                    def left() -> bool:
-                        return list(engines_of(services)) == [str(new)]
-
-                    await asyncio.to_thread(wait_until, left, "the old one is left")
-                    assert moves(services) > 0
-
-                assert await answers(client, upgrade) == undisturbed
-        assert_nothing_is_kept(services)
-
-
-async def test_no_request_goes_to_another_model_and_no_stream_mixes_two(undisturbed: list[Any]) -> None:
-    """The vocabulary of the second engine differs, and so would its answers."""
-    with separate_services(ADMIN, engines=2, worker={1: ("--sim-vocab-size", "300")}) as services:
-        services.list_engines(0)
-        wait_until(lambda: list(engines_of(services)) == ["0"], "one model is served")
-        services.list_engines(0, 1)
-        services.wait_engines(2)
-        assert len({engine["identity"] for engine in engines_of(services).values()}) == 2
-        async with services.async_client() as client:
-
-            async def unlist() -> None:
-                services.list_engines(1)
-
-            assert await answers(client) == undisturbed
-            assert await answers(client, unlist) == undisturbed  # its streams stay until they end
-            wait_until(lambda: list(engines_of(services)) == ["1"], "the other model is left")
-            services.list_engines(0)
-            wait_until(lambda: list(engines_of(services)) == ["0"], "the first model is back")
-            services.wait_engines(1)
-
-            expected, _ = await text_and_error(client, "Number 0 is", 100)
-            running = asyncio.create_task(text_and_error(client, "Number 0 is", 1000))
-            one = lambda: engines_of(services)["0"]["streams"] == 1  # noqa: E731
-            await asyncio.to_thread(wait_until, one, "it runs")
-            services.list_engines(more=services.line_of(1).replace(" 1\n", " 0\n"))
-            found, error = await running
-            assert "other weights in its place" in error
-            assert found.startswith(expected) or expected.startswith(found)
-
-
 FAST_RULES = """
 from services.frontend.engine import output_pace
 from services.frontend.placement import placement, slowness
 output_pace.WINDOW, placement.SLOW_CHECK, slowness.SLOW_SECONDS, placement.REST = 0.3, 0.2, 0.5, 0.5
 """
 """The rules about slow engines with a fraction of their times."""
-
-
-async def test_streams_leave_an_engine_that_is_far_slower(undisturbed: list[Any]) -> None:
-    """Its worker is stopped most of the time. Both engines have streams all the time."""
-    with separate_services(ADMIN, engines=2, patches={"frontend": FAST_RULES}) as services:
-        worker = services.processes["worker-0"]
-
-        async def stop_and_go() -> None:
-            try:
-                while True:
-                    worker.send_signal(signal.SIGSTOP)
-                    await asyncio.sleep(0.3)
-                    worker.send_signal(signal.SIGCONT)
-                    await asyncio.sleep(0.02)
-            finally:
-                worker.send_signal(signal.SIGCONT)
-
-        async def disturb() -> None:
-            slow = asyncio.create_task(stop_and_go())
-            have_left = lambda: 'reason="slow"' in services.get("/metrics")[1]  # noqa: E731
-            await asyncio.to_thread(wait_until, have_left, "streams have left it")
-            slow.cancel()
-
-        async with services.async_client() as client:
-            others = [asyncio.create_task(text_and_error(client, f"{i}", 1900)) for i in range(6)]
-            assert await answers(client, disturb) == undisturbed
-            for other in others:
-                other.cancel()
-            await asyncio.wait(others)
-        assert_nothing_is_kept(services)
-
-
 JUMPING = """
 import signal, time
 real, wall, offset = time.monotonic, time.time, [0.0, 0.0]
@@ -301,19 +212,123 @@ def jump(*_):
 signal.signal(signal.SIGUSR1, jump)
 """
 """With each signal, the monotonic clock is an hour ahead, and the clock of the day two hours back."""
+NEWER_ENGINE, OTHER_MODEL = 1, 2
 
 
-async def test_a_frontend_whose_clocks_jump_loses_no_stream() -> None:
-    with separate_services(ADMIN, engines=2, patches={"frontend": JUMPING}) as services:
-        async with services.async_client() as client:
-            undisturbed = await answers(client)
+@pytest.fixture(scope="module")
+def unequal() -> Iterator[SeparateServices]:
+    """Engine 1 is of a newer release, and engine 2 has another vocabulary. Each test begins and ends with engine 0."""
+    with separate_services(
+        ADMIN,
+        engines=3,
+        listed=1,
+        worker={OTHER_MODEL: ("--sim-vocab-size", "300")},
+        patches={
+            f"scheduler-{NEWER_ENGINE}": NEWER,
+            f"worker-{NEWER_ENGINE}": NEWER,
+            "frontend": FAST_RULES + JUMPING,
+        },
+    ) as running:
+        yield running
 
-            async def jump() -> None:
-                for _ in range(3):
-                    services.processes["frontend"].send_signal(signal.SIGUSR1)
-                    await asyncio.sleep(0.5)
 
-            assert await answers(client, jump) == undisturbed
-            assert moves(services) == 0
-            assert await answers(client) == undisturbed
-        services.wait_engines(2)
+def use(services: SeparateServices, *engines: int) -> None:
+    """List these engines, and wait until they are ready and others are left."""
+    services.list_engines(*engines)
+    listed = [str(engine) for engine in engines]
+    wait_until(lambda: sorted(engines_of(services)) == listed, f"the engines are {listed}")
+    services.wait_engines(len(engines))
+
+
+async def test_streams_move_to_a_newer_release_and_back(
+    unequal: SeparateServices, undisturbed: list[Any]
+) -> None:
+    async with unequal.async_client() as client:
+        for old, new in ((0, NEWER_ENGINE), (NEWER_ENGINE, 0)):
+            moved = moves(unequal)
+
+            async def upgrade(old: int = old, new: int = new) -> None:
+                await asyncio.to_thread(use, unequal, *sorted((old, new)))
+                await asyncio.to_thread(use, unequal, new)
+
+            assert await answers(client, upgrade) == undisturbed
+            assert moves(unequal) > moved
+    assert_nothing_is_kept(unequal)
+
+
+async def test_no_request_goes_to_another_model_and_no_stream_mixes_two(
+    unequal: SeparateServices, undisturbed: list[Any]
+) -> None:
+    use(unequal, 0, OTHER_MODEL)
+    assert len({engine["identity"] for engine in engines_of(unequal).values()}) == 2
+    async with unequal.async_client() as client:
+
+        async def unlist() -> None:
+            unequal.list_engines(OTHER_MODEL)
+
+        assert await answers(client, unlist) == undisturbed  # its streams stay until they end
+        use(unequal, OTHER_MODEL)
+        use(unequal, 0)
+        expected, _ = await text_and_error(client, "Number 0 is", 100)
+        running = asyncio.create_task(text_and_error(client, "Number 0 is", 1000))
+        one = lambda: engines_of(unequal)["0"]["streams"] == 1  # noqa: E731
+        await asyncio.to_thread(wait_until, one, "it runs")
+        unequal.list_engines(more=unequal.line_of(OTHER_MODEL).replace(f" {OTHER_MODEL}\n", " 0\n"))
+        found, error = await running
+        assert "other weights in its place" in error
+        assert found.startswith(expected) or expected.startswith(found)
+    use(unequal, 0)
+
+
+async def test_streams_leave_an_engine_that_is_far_slower(
+    unequal: SeparateServices, undisturbed: list[Any]
+) -> None:
+    """Its worker is stopped most of the time. Both engines have streams all the time."""
+    use(unequal, 0, NEWER_ENGINE)
+    worker = unequal.processes["worker-0"]
+
+    async def stop_and_go() -> None:
+        try:
+            while True:
+                worker.send_signal(signal.SIGSTOP)
+                await asyncio.sleep(0.3)
+                worker.send_signal(signal.SIGCONT)
+                await asyncio.sleep(0.02)
+        finally:
+            worker.send_signal(signal.SIGCONT)
+
+    async def disturb() -> None:
+        slow = asyncio.create_task(stop_and_go())
+        have_left = lambda: 'reason="slow"' in unequal.get("/metrics")[1]  # noqa: E731
+        await asyncio.to_thread(wait_until, have_left, "streams have left it")
+        slow.cancel()
+
+    async with unequal.async_client() as client:
+        others = [asyncio.create_task(text_and_error(client, f"{i}", 1900)) for i in range(6)]
+        assert await answers(client, disturb) == undisturbed
+        for other in others:
+            other.cancel()
+        await asyncio.wait(others)
+    assert_nothing_is_kept(unequal)
+    use(unequal, 0)
+
+
+async def test_a_frontend_whose_clocks_jump_loses_no_stream(
+    unequal: SeparateServices, undisturbed: list[Any]
+) -> None:
+    use(unequal, 0, NEWER_ENGINE)
+
+    def lost() -> list[str]:
+        return re.findall(r'stream_moves_total\{.*reason="lost"\} (\S+)', unequal.get("/metrics")[1])
+
+    before = lost()
+
+    async def jump() -> None:
+        for _ in range(3):
+            unequal.processes["frontend"].send_signal(signal.SIGUSR1)
+            await asyncio.sleep(0.5)
+
+    async with unequal.async_client() as client:
+        assert await answers(client, jump) == undisturbed
+        assert lost() == before
+        assert (await text_and_error(client, "Still", 5))[1] == ""
