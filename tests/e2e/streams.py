@@ -1,7 +1,10 @@
 """Streams of many kinds against a server that is disturbed in the middle of them, and what must be true afterwards."""
 
 import asyncio
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -112,6 +115,20 @@ def requests_total(server: HttpServer) -> dict[str, float]:
     for outcome, count in found:
         totals[outcome] = totals.get(outcome, 0.0) + float(count)
     return totals
+
+
+def run_command(*arguments: str, fails: bool = False) -> str:
+    """Run a command of `runahead`, and return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "services.cli", *arguments], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode != 0) is fails, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def engines_of(server: HttpServer) -> dict[str, dict[str, Any]]:
+    """Return the engines of a server with routes for administrators, by name."""
+    return {engine["name"]: engine for engine in json.loads(server.get("/engines")[1])["engines"]}
 
 
 def moves(server: HttpServer) -> float:

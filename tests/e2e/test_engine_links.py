@@ -5,8 +5,6 @@ import asyncio
 import json
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from protocol.handshake import PROTOCOL_VERSION
 from tests.e2e.proxy import TcpProxy, Way
 from tests.e2e.separate import SeparateServices, separate_services
 from tests.e2e.server import HttpServer, wait_until
-from tests.e2e.streams import answers, assert_nothing_is_kept, moves, text_and_error
+from tests.e2e.streams import answers, assert_nothing_is_kept, engines_of, moves, run_command, text_and_error
 
 ADMIN = "--enable-admin-routes"
 soak = pytest.mark.soak
@@ -59,15 +57,6 @@ def undisturbed(services: SeparateServices) -> list[Any]:
     return asyncio.run(run())
 
 
-def engines_of(services: SeparateServices) -> dict[str, dict[str, Any]]:
-    return {engine["name"]: engine for engine in json.loads(services.get("/engines")[1])["engines"]}
-
-
-def drain(services: SeparateServices, *arguments: str) -> None:
-    command = [sys.executable, "-m", "services.cli", "drain", *arguments, services.url]
-    subprocess.run(command, check=True, capture_output=True)
-
-
 @pytest.mark.parametrize(
     "fault", [pytest.param("cut", marks=soak), "mute", pytest.param("both directions", marks=soak)]
 )
@@ -98,7 +87,7 @@ async def test_late_answers_of_an_engine_that_does_not_hear_of_a_move_are_droppe
 
     async def disturb() -> None:
         do(link.stall(Way.TO_SERVER))
-        await asyncio.to_thread(drain, services, "0")
+        await asyncio.to_thread(run_command, "drain", "0", services.url)
         assert engines_of(services)["0"]["streams"] == 0
         found = re.search(r'num_requests_running\{engine="0".*\} (\S+)', services.get("/metrics")[1])
         assert found is not None
@@ -110,7 +99,25 @@ async def test_late_answers_of_an_engine_that_does_not_hear_of_a_move_are_droppe
             assert await answers(client, disturb) == undisturbed
     finally:
         do(link.restore())
-        drain(services, "0", "--cancel")
+        run_command("drain", "0", services.url, "--cancel")
+    services.wait_engines(2)
+    assert_nothing_is_kept(services)
+
+
+async def test_streams_move_when_an_engine_drains(services: SeparateServices, undisturbed: list[Any]) -> None:
+    moved = moves(services)
+    async with services.async_client() as client:
+
+        async def drain() -> None:
+            await client.with_options(base_url=services.url).post("/engines/0/drain", cast_to=object)
+
+        assert await answers(client, drain) == undisturbed
+    assert moves(services) > moved
+    assert "engine 0 has no streams" in run_command("drain", "0", services.url)
+    listed = json.loads(run_command("engines", services.url, "--json"))
+    assert [(engine["state"], len(engine["pids"])) for engine in listed] == [("draining", 2), ("ready", 2)]
+    assert "the only one that serves" in run_command("drain", "1", services.url, fails=True)
+    run_command("drain", "0", services.url, "--cancel")
     services.wait_engines(2)
     assert_nothing_is_kept(services)
 
@@ -168,23 +175,17 @@ def test_a_frontend_finds_the_prefixes_that_another_one_has_placed(services: Sep
 def test_a_recording_of_placement_replays(services: SeparateServices, recording: Path) -> None:
     """It has the decisions of all tests so far, and no text. A decision that was changed is found."""
 
-    def replay() -> tuple[int, str]:
-        command = [sys.executable, "-m", "services.cli", "replay", str(recording)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        return done.returncode, done.stdout + done.stderr
-
     frontend = services.processes["frontend"]
     frontend.send_signal(signal.SIGTERM)
     assert frontend.wait(60) == 0
-    status, text = replay()
-    assert (status, text.startswith("equal: ")) == (0, True), text
+    assert run_command("replay", str(recording)).startswith("equal: ")
     content = recording.read_text()
     assert '"type":"move"' in content
     assert recording.stat().st_mode & 0o077 == 0
     assert "and so on" not in content
     assert "one key" not in content
     recording.write_text(content.replace('"type":"place","engine":"0"', '"type":"place","engine":"1"', 1))
-    assert replay()[0] == 1
+    assert "another decision" in run_command("replay", str(recording), fails=True)
 
 
 NEWER = f"""
@@ -222,7 +223,7 @@ def unequal() -> Iterator[SeparateServices]:
         ADMIN,
         engines=3,
         listed=1,
-        worker={OTHER_MODEL: ("--sim-vocab-size", "300")},
+        worker={OTHER_MODEL: ("--sim-vocab-size", "8192")},
         patches={
             f"scheduler-{NEWER_ENGINE}": NEWER,
             f"worker-{NEWER_ENGINE}": NEWER,
