@@ -1,0 +1,497 @@
+"""Responses in a directory that frontends share: a file for each, and a folder for each API key.
+
+A file has a line of JSON with what the response is made from, then a line for each write of its events. The last line
+has the response itself; one that is not complete was torn by a crash and does not count.
+
+Rules (docs/invariants.md):
+
+- Stored before sent: no client gets an event that is not in the file.
+- One writer: the frontend that generates a response holds a lock on its file (flock). The kernel drops the lock when the
+  process dies. Whoever gets it goes on from the tokens in the file, so no event is repeated, lost or changed.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import re
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from services.frontend.errors import GONE, APIError
+from services.frontend.json_text import json_text
+from services.frontend.openai.answers.choice import Delivered
+from services.frontend.responses_api.answers import failed_event, joined
+from services.frontend.responses_api.background import BackgroundRun, EventLog, Run, events_in
+from services.frontend.responses_api.responses import ResponseObject
+from services.frontend.responses_api.schemas import Item
+from services.frontend.responses_api.store import ITEM_LIST, MAX_SECONDS, Origin, StoredResponse, not_stored
+
+log = logging.getLogger("runahead.frontend")
+
+MAX_BYTES = 1 << 30
+"""Disk space of all responses. Those of the API key that takes the most make room, the oldest first."""
+MAX_FILES = 10_000
+PRUNE_INTERVAL = 10.0
+"""Seconds between two checks of these bounds."""
+POLL_INTERVAL = 0.05
+"""Seconds between two looks at a file that another frontend writes."""
+WATCH_INTERVAL = 0.25
+"""Seconds between two looks for another frontend that cancelled or deleted a response of this one."""
+READ_SIZE = 1 << 20
+_ID = re.compile(r"resp_[0-9a-f]{32}")
+_CANCEL = ".cancel"
+"""End of the name of a file that says that a response is to be cancelled."""
+
+
+class _Head(msgspec.Struct):
+    conversation: msgspec.Raw
+    num_given: int
+    origin: Origin | None = None
+
+
+class _Line(msgspec.Struct, omit_defaults=True):
+    events: str = ""
+    batches: list[list[int]] = []
+    """Tokens whose events these are, as they became chunks."""
+    identity: str = ""
+    """Identity of the engine that made them, if another one than before."""
+    response: msgspec.Raw = msgspec.Raw()
+
+
+_decode_head = msgspec.json.Decoder(_Head).decode
+_decode_line = msgspec.json.Decoder(_Line).decode
+
+
+class _Content:
+    """A file as it is now. Raises: APIError, if it is damaged"""
+
+    def __init__(self, data: bytes) -> None:
+        *lines, torn = data.split(b"\n")
+        self.size = len(data) - len(torn)
+        """Bytes of the lines that are complete."""
+        try:
+            self.head = _decode_head(lines[0])
+            self.lines = [_decode_line(line) for line in lines[1:]]
+        except (msgspec.DecodeError, IndexError) as error:
+            log.error("the file of a stored response cannot be read: %s", error)
+            raise APIError(500, "the stored response is damaged") from None
+
+    @property
+    def events(self) -> list[bytes]:
+        return [event for line in self.lines for event in events_in(line.events.encode())]
+
+    @property
+    def last(self) -> bytes:
+        """The response when it had ended, "" before."""
+        return bytes(self.lines[-1].response) if self.lines else b""
+
+    @property
+    def response(self) -> bytes:
+        return self.last or json_text(joined(self.events)).encode()
+
+    @property
+    def delivered(self) -> Delivered:
+        batches = [batch for line in self.lines for batch in line.batches]
+        identity = next((line.identity for line in reversed(self.lines) if line.identity), "")
+        return Delivered(batches, "".join(line.events for line in self.lines[1:]).encode(), identity)
+
+
+class FileLog(EventLog):
+    """Events of a response that this frontend generates. The file is made with the first ones.
+
+    Args:
+        lock: the open file, if there is one already.
+    """
+
+    def __init__(self, path: Path, head: _Head, lock: int | None = None) -> None:
+        super().__init__()
+        self.fed: Callable[[int], tuple[list[int], str]] = lambda begin: ([], "")
+        """Returns the tokens from an index on that have been fed, and the identity of their engine."""
+        self.path = path
+        self._head, self._lock = head, lock
+        self._batches: list[list[int]] = []
+        self._num_tokens = 0
+        self._identity = ""
+        self._unwritten = b""
+        """Events that the file does not have."""
+        self.on_failure: Callable[[APIError], None] = lambda error: None
+
+    def on_chunk(self) -> None:
+        tokens, identity = self.fed(self._num_tokens)
+        self._num_tokens += len(tokens)
+        self._identity = identity or self._identity
+        self._batches.append(tokens)
+
+    def skip(self, delivered: Delivered) -> None:
+        """The file has these tokens already."""
+        self._num_tokens = sum(map(len, delivered.batches))
+        self._batches.clear()
+
+    def _add(self, data: bytes, response: bytes) -> None:
+        """Raises: APIError, if the first events cannot be written"""
+        if self._unwritten:
+            self._unwritten += data
+        else:
+            line = _Line(data.decode(), self._batches, self._identity, msgspec.Raw(response))
+            self._batches = []
+            try:
+                self._append(msgspec.json.encode(line) + b"\n")
+            except OSError as error:
+                self._on_error(error, data)
+        if response and self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _append(self, line: bytes) -> None:
+        """Raises: OSError"""
+        if self._lock is None:
+            self.path.parent.mkdir(mode=0o700, exist_ok=True)
+            self._lock = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            line = msgspec.json.encode(self._head) + b"\n" + line
+        write_all(self._lock, line)
+
+    def _on_error(self, error: OSError, data: bytes) -> None:
+        """Give up the file, so that no other frontend goes on from it."""
+        is_first = self._lock is None or not os.fstat(self._lock).st_size
+        self._unwritten = data
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+        failure = not_written(error)
+        if is_first:
+            raise failure
+        self.on_failure(failure)
+
+    async def behind(self, number: int) -> AsyncIterator[bytes]:
+        with self.path.open("rb") as file:
+            async for events in _follow(file, number, self._more):
+                yield events
+        if self._unwritten:
+            yield self._unwritten
+
+    async def _more(self) -> bool:
+        if not self.is_complete and not self._unwritten:
+            await self.growth()
+            return True
+        await self.complete()
+        return False
+
+    async def watch(self, fail: Callable[[APIError], None]) -> None:
+        """Fail the response when another frontend cancels or deletes it, until it ends."""
+        marker = self.path.with_suffix(_CANCEL)
+        while True:
+            if self._lock is None or self.is_complete:
+                marker.unlink(missing_ok=True)
+                return
+            if not os.fstat(self._lock).st_nlink and not self._unwritten:
+                fail(APIError(500, "the response was deleted"))
+            elif marker.exists():
+                fail(APIError(GONE, "the response was cancelled"))
+            await asyncio.sleep(WATCH_INTERVAL)
+
+
+def write_all(file: int, data: bytes) -> None:
+    """Raises: OSError"""
+    while data:
+        data = data[os.write(file, data) :]
+
+
+def not_written(error: OSError) -> APIError:
+    log.error("a response cannot be stored (--response-store-dir): %s", error)
+    why = error.strerror or str(error)
+    return APIError(500, f"the response cannot be stored: {why} (--response-store-dir)", "store")
+
+
+async def _follow(file: BinaryIO, number: int, more: Callable[[], Awaitable[bool]]) -> AsyncIterator[bytes]:
+    """Yield the events behind a sequence number as a file has them, until the last one.
+
+    Args:
+        more: waits for more lines; returns False if none will follow.
+    """
+    next_number, rest, is_head = 0, b"", True
+    while True:
+        data = file.read(READ_SIZE)
+        *lines, rest = (rest + data).split(b"\n")
+        found, is_last = [], False
+        for encoded in lines[is_head:]:
+            line = _decode_line(encoded)
+            events = events_in(line.events.encode())
+            found += events[max(number + 1 - next_number, 0) :]
+            next_number += len(events)
+            is_last = bool(bytes(line.response))
+        is_head = is_head and not lines
+        if found:
+            yield b"".join(found)
+        if is_last or (not data and not await more()):
+            return
+
+
+@dataclass(frozen=True)
+class Orphan:
+    """A response whose frontend is lost. This one has the lock on its file now."""
+
+    id: str
+    origin: Origin
+    history: list[Item]
+    given: list[Item]
+    delivered: Delivered
+    opening: bytes
+    """The events of the beginning, before any token."""
+    log: FileLog
+    _content: _Content
+
+    def fail(self, error: APIError) -> None:
+        """End the response, which cannot go on."""
+        events = self._content.events
+        self.log.write(*failed_event(joined(events), error, len(events)))
+
+    def release(self) -> None:
+        """Leave it to another attempt."""
+        self.log.release()
+
+
+GoOn = Callable[[Orphan], None]
+"""Starts the run of a response from its orphan, or ends it. Raises: APIError, if neither can be done now"""
+
+
+@dataclass(frozen=True)
+class _OthersRun(Run):
+    """A response that another frontend generates, or generated."""
+
+    path: Path
+    content: _Content
+    take_up: Callable[[], bool]
+    """Goes on with the response if its frontend is lost; returns False if not. Raises: APIError"""
+
+    @property
+    def response(self) -> bytes:
+        return _Content(self.path.read_bytes()).response
+
+    async def behind(self, number: int) -> AsyncIterator[bytes]:
+        with self.path.open("rb") as file:
+            async for events in _follow(file, number, self._more):
+                yield events
+
+    async def _more(self) -> bool:
+        """Return False if the response was deleted or cannot be taken up now: its client asks again."""
+        await asyncio.sleep(POLL_INTERVAL)
+        with contextlib.suppress(APIError):
+            self.take_up()
+            return True
+        return False
+
+    async def cancel(self) -> None:
+        if not self.content.last:
+            self.path.with_suffix(_CANCEL).touch(mode=0o600)
+            async for _ in self.behind(2**63):
+                pass
+
+
+class ResponseFiles:
+    """The responses of all frontends that share a directory.
+
+    Raises: OSError, if the directory cannot be used
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        max_bytes: int = MAX_BYTES,
+        max_files: int = MAX_FILES,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._directory, self._clock = directory, clock
+        self._max_bytes, self._max_files = max_bytes, max_files
+        self._runs: dict[Path, BackgroundRun] = {}
+        """Those of this frontend that have not ended."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def _path(self, tenant: str, id: str) -> Path:
+        folder = hashlib.sha256(b"responses of " + tenant.encode()).hexdigest()[:32]
+        return self._directory / folder / f"{id}.jsonl"
+
+    def add(
+        self, tenant: str, response: ResponseObject, history: Sequence[Item], given: Sequence[Item]
+    ) -> None:
+        """Store a response without `background`. One that cannot be stored is logged."""
+        path = self._path(tenant, response["id"])
+        lines = _head(None, history, given), _Line(response=msgspec.Raw(msgspec.json.encode(response)))
+        data = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+        try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            with open(path, "xb", buffering=0, opener=_private) as file:
+                write_all(file.fileno(), data)
+        except OSError as error:
+            not_written(error)
+
+    def log(
+        self, tenant: str, id: str, origin: Origin, history: Sequence[Item], given: Sequence[Item]
+    ) -> EventLog:
+        """Return where the events of a response with `background` are kept."""
+        return FileLog(self._path(tenant, id), _head(origin, history, given))
+
+    def begin(
+        self, tenant: str, id: str, run: BackgroundRun, history: Sequence[Item], given: Sequence[Item]
+    ) -> None:
+        """Keep a run that has started until it ends."""
+        events = run.events
+        assert isinstance(events, FileLog)
+        self._runs[events.path] = run
+        events.on_failure = run.fail
+        task = asyncio.create_task(events.watch(run.fail))
+        self._tasks.add(task)
+
+        def on_end(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            self._runs.pop(events.path, None)
+
+        task.add_done_callback(on_end)
+
+    def get(
+        self, tenant: str, id: str, param: str | None = None, go_on: GoOn | None = None
+    ) -> StoredResponse:
+        """Return a response of any frontend.
+
+        Args:
+            go_on: called if its frontend is lost.
+
+        Raises: APIError, if this key has no such response, or it is damaged, or `go_on` cannot start it
+        """
+        path = self._path(tenant, id)
+
+        def take_up() -> bool:
+            return path not in self._runs and go_on is not None and self._take_up(path, id, param, go_on)
+
+        content = self._read(path, id, param)
+        if not content.last and take_up():
+            content = self._read(path, id, param)
+        written: bytes | Run
+        if content.head.origin is None:
+            written = content.last
+        else:
+            written = self._runs.get(path) or _OthersRun(path, content, take_up)
+        return StoredResponse(id, written, bytes(content.head.conversation), content.head.num_given)
+
+    def _read(self, path: Path, id: str, param: str | None) -> _Content:
+        """Raises: APIError"""
+        try:
+            data = path.read_bytes() if _ID.fullmatch(id) else b""
+        except FileNotFoundError:
+            data = b""
+        except OSError as error:
+            log.error("a stored response cannot be read: %s", error)
+            raise APIError(500, f"the stored response cannot be read: {error.strerror}", param) from None
+        if data.count(b"\n") < 2:  # nobody has got its id
+            raise not_stored(id, param)
+        return _Content(data)
+
+    def _take_up(self, path: Path, id: str, param: str | None, go_on: GoOn) -> bool:
+        """Raises: APIError"""
+        try:
+            lock = os.open(path, os.O_RDWR | os.O_APPEND)
+        except FileNotFoundError:
+            raise not_stored(id, param) from None
+        except OSError as error:
+            raise not_written(error) from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            content = self._read(path, id, param)
+            origin = content.head.origin
+            if content.last or origin is None or not os.fstat(lock).st_nlink:
+                os.close(lock)
+                return False
+            os.ftruncate(lock, content.size)
+        except BlockingIOError:
+            os.close(lock)
+            return False
+        except BaseException:
+            os.close(lock)
+            raise
+        events = FileLog(path, content.head, lock)
+        conversation = ITEM_LIST.validate_json(bytes(content.head.conversation))
+        split = len(conversation) - content.head.num_given
+        orphan = Orphan(
+            id, origin, conversation[:split], conversation[split:], content.delivered,
+            content.lines[0].events.encode(), events, content,
+        )  # fmt: skip
+        log.warning("a response of a lost frontend is taken up: id=%s", id)
+        go_on(orphan)
+        return True
+
+    def delete(self, tenant: str, id: str) -> None:
+        """Raises: APIError, if this key has no such response"""
+        path = self._path(tenant, id)
+        self._read(path, id, None)
+        path.unlink(missing_ok=True)
+        if (run := self._runs.get(path)) is not None:
+            run.fail(APIError(500, "the response was deleted"))
+
+    async def keep_bounds(self) -> None:
+        """Delete what is too old or too much, again and again."""
+        while True:
+            try:
+                await asyncio.to_thread(self.prune)
+            except OSError as error:
+                log.error("old responses cannot be deleted (--response-store-dir): %s", error)
+            await asyncio.sleep(PRUNE_INTERVAL)
+
+    def prune(self) -> None:
+        """Delete what is too old or too much. A response that is generated then fails.
+
+        Raises: OSError
+        """
+        shares: dict[str, list[tuple[float, int, str]]] = defaultdict(list)
+        for folder in _entries(self._directory):
+            for entry in _entries(folder):
+                with contextlib.suppress(FileNotFoundError):
+                    found = os.stat(entry)
+                    shares[folder].append((found.st_mtime, max(found.st_blocks * 512, found.st_size), entry))
+        sizes = {folder: sum(size for _, size, _ in files) for folder, files in shares.items()}
+        for files in shares.values():
+            files.sort(reverse=True)
+        oldest = self._clock() - MAX_SECONDS
+        while shares:
+            too_many = sum(map(len, shares.values())) > self._max_files
+            too_large = sum(sizes.values()) > self._max_bytes
+            if too_many or too_large:
+                folder = max(shares, key=lambda name: len(shares[name]) if too_many else sizes[name])
+            else:
+                folder = min(shares, key=lambda name: shares[name][-1][0])
+                if shares[folder][-1][0] > oldest:
+                    return
+            _, size, entry = shares[folder].pop()
+            sizes[folder] -= size
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(entry)
+            if not shares[folder]:
+                del shares[folder], sizes[folder]
+
+
+def _entries(folder: str | Path) -> list[str]:
+    try:
+        with os.scandir(folder) as entries:
+            return [entry.path for entry in entries]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _head(origin: Origin | None, history: Sequence[Item], given: Sequence[Item]) -> _Head:
+    conversation = ITEM_LIST.dump_json([*history, *given], exclude_none=True)
+    return _Head(msgspec.Raw(conversation), len(given), origin)
