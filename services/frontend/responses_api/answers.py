@@ -96,7 +96,7 @@ class ResponseInProgress:
         usage: UsageCounter,
         count_tokens: Callable[[str], int],
     ) -> None:
-        self._head, self._parser, self._usage, self._count_tokens = head, parser, usage, count_tokens
+        self._head, self._parser, self.usage, self._count_tokens = head, parser, usage, count_tokens
         self._items = OutputItems(head["id"])
         self._finish: str | None = None
 
@@ -136,10 +136,10 @@ class ResponseInProgress:
         }
 
     def _usage_json(self) -> ResponsesUsage:
-        counted, reasoning = self._usage.to_json(), self._items.reasoning
+        counted, reasoning = self.usage.to_json(), self._items.reasoning
         return {
             "input_tokens": counted["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": self._usage.num_cached or 0, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": self.usage.num_cached or 0, "cache_write_tokens": 0},
             "output_tokens": counted["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": self._count_tokens(reasoning) if reasoning else 0},
             "total_tokens": counted["total_tokens"],

@@ -69,7 +69,7 @@ class EventLog(ABC):
     @abstractmethod
     def behind(self, number: int) -> AsyncIterator[bytes]: ...
 
-    def on_chunk(self) -> None:
+    def on_chunk(self) -> None:  # noqa: B027  few need it
         """Some tokens became a chunk; its events are written next."""
 
     async def growth(self) -> None:

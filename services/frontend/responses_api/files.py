@@ -6,7 +6,7 @@ has the response itself; one that is not complete was torn by a crash and does n
 Rules (docs/invariants.md):
 
 - Stored before sent: no client gets an event that is not in the file.
-- One writer: the frontend that generates a response holds a lock on its file (flock). The kernel drops the lock when the
+- One writer: the frontend that generates a response holds a lock on its file (flock), which the kernel drops when the
   process dies. Whoever gets it goes on from the tokens in the file, so no event is repeated, lost or changed.
 """
 
@@ -27,9 +27,10 @@ from typing import BinaryIO
 
 import msgspec
 
+from services.frontend.engine.ledger import RequestLedger
 from services.frontend.errors import GONE, APIError
 from services.frontend.json_text import json_text
-from services.frontend.openai.answers.choice import Delivered
+from services.frontend.openai.answers.choice import Choice, Delivered
 from services.frontend.responses_api.answers import failed_event, joined
 from services.frontend.responses_api.background import BackgroundRun, EventLog, Run, events_in
 from services.frontend.responses_api.responses import ResponseObject
@@ -64,8 +65,8 @@ class _Line(msgspec.Struct, omit_defaults=True):
     batches: list[list[int]] = []
     """Tokens whose events these are, as they became chunks."""
     identity: str = ""
-    """Identity of the engine that made them, if another one than before."""
-    response: msgspec.Raw = msgspec.Raw()
+    """Identity of the engine that made them."""
+    response: msgspec.Raw | None = None
 
 
 _decode_head = msgspec.json.Decoder(_Head).decode
@@ -93,7 +94,7 @@ class _Content:
     @property
     def last(self) -> bytes:
         """The response when it had ended, "" before."""
-        return bytes(self.lines[-1].response) if self.lines else b""
+        return bytes(self.lines[-1].response or b"") if self.lines else b""
 
     @property
     def response(self) -> bytes:
@@ -115,40 +116,53 @@ class FileLog(EventLog):
 
     def __init__(self, path: Path, head: _Head, lock: int | None = None) -> None:
         super().__init__()
-        self.fed: Callable[[int], tuple[list[int], str]] = lambda begin: ([], "")
-        """Returns the tokens from an index on that have been fed, and the identity of their engine."""
         self.path = path
         self._head, self._lock = head, lock
         self._batches: list[list[int]] = []
-        self._num_tokens = 0
         self._identity = ""
+        self._num_tokens = 0
+        self._fed: Callable[[], tuple[list[int], str]] | None = None
         self._unwritten = b""
         """Events that the file does not have."""
-        self.on_failure: Callable[[APIError], None] = lambda error: None
+        self.on_failure: Callable[[APIError], None] = lambda _: None
+
+    def follow(self, choice: Choice, ledger: RequestLedger, delivered: Delivered) -> None:
+        """Write the tokens of this choice with their events, behind those that the file has."""
+        self._num_tokens = sum(map(len, delivered.batches))
+
+        def fed() -> tuple[list[int], str]:
+            entry = ledger.entry(choice.number)
+            return choice.output[
+                self._num_tokens : choice.num_unfinished_tokens
+            ], entry.identity if entry else ""
+
+        self._fed = fed
 
     def on_chunk(self) -> None:
-        tokens, identity = self.fed(self._num_tokens)
-        self._num_tokens += len(tokens)
-        self._identity = identity or self._identity
-        self._batches.append(tokens)
-
-    def skip(self, delivered: Delivered) -> None:
-        """The file has these tokens already."""
-        self._num_tokens = sum(map(len, delivered.batches))
-        self._batches.clear()
+        if self._fed is not None:  # not while the tokens of a lost frontend are replayed
+            tokens, self._identity = self._fed()
+            self._num_tokens += len(tokens)
+            self._batches.append(tokens)
 
     def _add(self, data: bytes, response: bytes) -> None:
         """Raises: APIError, if the first events cannot be written"""
         if self._unwritten:
             self._unwritten += data
         else:
-            line = _Line(data.decode(), self._batches, self._identity, msgspec.Raw(response))
+            line = _Line(
+                data.decode(), self._batches, self._identity, msgspec.Raw(response) if response else None
+            )
             self._batches = []
             try:
                 self._append(msgspec.json.encode(line) + b"\n")
             except OSError as error:
                 self._on_error(error, data)
-        if response and self._lock is not None:
+        if response:
+            self.release()
+
+    def release(self) -> None:
+        """Give up the lock."""
+        if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
@@ -173,7 +187,7 @@ class FileLog(EventLog):
         self.on_failure(failure)
 
     async def behind(self, number: int) -> AsyncIterator[bytes]:
-        with self.path.open("rb") as file:
+        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
             async for events in _follow(file, number, self._more):
                 yield events
         if self._unwritten:
@@ -228,7 +242,7 @@ async def _follow(file: BinaryIO, number: int, more: Callable[[], Awaitable[bool
             events = events_in(line.events.encode())
             found += events[max(number + 1 - next_number, 0) :]
             next_number += len(events)
-            is_last = bool(bytes(line.response))
+            is_last = line.response is not None
         is_head = is_head and not lines
         if found:
             yield b"".join(found)
@@ -242,22 +256,28 @@ class Orphan:
 
     id: str
     origin: Origin
-    history: list[Item]
-    given: list[Item]
-    delivered: Delivered
-    opening: bytes
-    """The events of the beginning, before any token."""
     log: FileLog
     _content: _Content
+
+    @property
+    def history(self) -> list[Item]:
+        """Items of the earlier turns."""
+        head = self._content.head
+        return ITEM_LIST.validate_json(bytes(head.conversation))[: -head.num_given]
+
+    @property
+    def delivered(self) -> Delivered:
+        return self._content.delivered
+
+    @property
+    def opening(self) -> bytes:
+        """The events before any token."""
+        return self._content.lines[0].events.encode()
 
     def fail(self, error: APIError) -> None:
         """End the response, which cannot go on."""
         events = self._content.events
         self.log.write(*failed_event(joined(events), error, len(events)))
-
-    def release(self) -> None:
-        """Leave it to another attempt."""
-        self.log.release()
 
 
 GoOn = Callable[[Orphan], None]
@@ -292,7 +312,10 @@ class _OthersRun(Run):
 
     async def cancel(self) -> None:
         if not self.content.last:
-            self.path.with_suffix(_CANCEL).touch(mode=0o600)
+            try:
+                self.path.with_suffix(_CANCEL).touch(mode=0o600)
+            except OSError as error:
+                raise not_written(error) from None
             async for _ in self.behind(2**63):
                 pass
 
@@ -315,9 +338,12 @@ class ResponseFiles:
         self._runs: dict[Path, BackgroundRun] = {}
         """Those of this frontend that have not ended."""
         self._tasks: set[asyncio.Task[None]] = set()
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory) as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=directory) as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise OSError(f"--response-store-dir {directory}: {error.strerror}") from None
 
     def _path(self, tenant: str, id: str) -> Path:
         folder = hashlib.sha256(b"responses of " + tenant.encode()).hexdigest()[:32]
@@ -400,42 +426,35 @@ class ResponseFiles:
 
     def _take_up(self, path: Path, id: str, param: str | None, go_on: GoOn) -> bool:
         """Raises: APIError"""
-        try:
-            lock = os.open(path, os.O_RDWR | os.O_APPEND)
-        except FileNotFoundError:
-            raise not_stored(id, param) from None
-        except OSError as error:
-            raise not_written(error) from None
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            content = self._read(path, id, param)
-            origin = content.head.origin
-            if content.last or origin is None or not os.fstat(lock).st_nlink:
-                os.close(lock)
+        with contextlib.ExitStack() as stack:
+            try:
+                lock = os.open(path, os.O_RDWR | os.O_APPEND)
+                stack.callback(os.close, lock)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                content = self._read(path, id, param)
+                origin = content.head.origin
+                if content.last or origin is None or not os.fstat(lock).st_nlink:
+                    return False
+                os.ftruncate(lock, content.size)
+            except BlockingIOError:  # it lives
                 return False
-            os.ftruncate(lock, content.size)
-        except BlockingIOError:
-            os.close(lock)
-            return False
-        except BaseException:
-            os.close(lock)
-            raise
-        events = FileLog(path, content.head, lock)
-        conversation = ITEM_LIST.validate_json(bytes(content.head.conversation))
-        split = len(conversation) - content.head.num_given
-        orphan = Orphan(
-            id, origin, conversation[:split], conversation[split:], content.delivered,
-            content.lines[0].events.encode(), events, content,
-        )  # fmt: skip
+            except FileNotFoundError:
+                raise not_stored(id, param) from None
+            except OSError as error:
+                raise not_written(error) from None
+            stack.pop_all()
         log.warning("a response of a lost frontend is taken up: id=%s", id)
-        go_on(orphan)
+        go_on(Orphan(id, origin, FileLog(path, content.head, lock), content))
         return True
 
     def delete(self, tenant: str, id: str) -> None:
         """Raises: APIError, if this key has no such response"""
         path = self._path(tenant, id)
         self._read(path, id, None)
-        path.unlink(missing_ok=True)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise not_written(error) from None
         if (run := self._runs.get(path)) is not None:
             run.fail(APIError(500, "the response was deleted"))
 

@@ -203,9 +203,7 @@ class ResponseStore:
         """Bytes of all responses."""
         return sum(share.size for share in self._shares.values())
 
-    def get(
-        self, tenant: str, id: str, param: str | None = None, go_on: object = None
-    ) -> StoredResponse:
+    def get(self, tenant: str, id: str, param: str | None = None, go_on: object = None) -> StoredResponse:
         """Raises: APIError, if this key has no such response. `go_on` is for responses of lost frontends."""
         self._expire()
         found = self._shares[tenant].by_id.get(id) if tenant in self._shares else None

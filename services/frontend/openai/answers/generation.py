@@ -21,9 +21,7 @@ from services.frontend.text.assembler import TextAssembler
 from services.frontend.text.tokenizer import Tokenizer
 
 NOTHING = Delivered()
-OTHER_EVENTS = (
-    "this frontend writes other events than the one that began the response: it has another release or other settings"
-)
+OTHER_EVENTS = "this frontend writes other events than the one that began the response: it has another release or other settings"
 
 
 class Generation:
@@ -73,9 +71,7 @@ class Generation:
             seed = (params.seed + 1) % 2**64
             params = msgspec.structs.replace(params, seed=seed, prompt_logprobs=None)
 
-    def _submit(
-        self, prompt: Prompt, params: SamplingParams, is_first: bool, delivered: Delivered
-    ) -> None:
+    def _submit(self, prompt: Prompt, params: SamplingParams, is_first: bool, delivered: Delivered) -> None:
         context, ids = self._context, prompt.token_ids
         options = context.options
         assembler = TextAssembler(
