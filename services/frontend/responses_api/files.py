@@ -66,7 +66,8 @@ class _Line(msgspec.Struct, omit_defaults=True):
     """Tokens whose events these are, as they became chunks."""
     identity: str = ""
     """Identity of the engine that made them."""
-    response: msgspec.Raw | None = None
+    response: msgspec.Raw = msgspec.Raw()
+    """In the last line."""
 
 
 _decode_head = msgspec.json.Decoder(_Head).decode
@@ -94,7 +95,7 @@ class _Content:
     @property
     def last(self) -> bytes:
         """The response when it had ended, "" before."""
-        return bytes(self.lines[-1].response or b"") if self.lines else b""
+        return bytes(self.lines[-1].response) if self.lines else b""
 
     @property
     def response(self) -> bytes:
@@ -149,9 +150,9 @@ class FileLog(EventLog):
         if self._unwritten:
             self._unwritten += data
         else:
-            line = _Line(
-                data.decode(), self._batches, self._identity, msgspec.Raw(response) if response else None
-            )
+            line = _Line(data.decode(), self._batches, self._identity)
+            if response:
+                line.response = msgspec.Raw(response)
             self._batches = []
             try:
                 self._append(msgspec.json.encode(line) + b"\n")
@@ -242,7 +243,7 @@ async def _follow(file: BinaryIO, number: int, more: Callable[[], Awaitable[bool
             events = events_in(line.events.encode())
             found += events[max(number + 1 - next_number, 0) :]
             next_number += len(events)
-            is_last = line.response is not None
+            is_last = bool(bytes(line.response))
         is_head = is_head and not lines
         if found:
             yield b"".join(found)

@@ -21,7 +21,9 @@ from services.frontend.text.assembler import TextAssembler
 from services.frontend.text.tokenizer import Tokenizer
 
 NOTHING = Delivered()
-OTHER_EVENTS = "this frontend writes other events than the one that began the response: it has another release or other settings"
+OTHER_EVENTS = (
+    "its frontend is lost, and this one, with another release or other settings, cannot go on with it"
+)
 
 
 class Generation:
