@@ -5,7 +5,8 @@ has the response itself; one that is not complete was torn by a crash and does n
 
 Rules (docs/invariants.md):
 
-- Stored before sent: no client gets an event that is not in the file.
+- Stored before sent: no client gets an event that is not in the file. If one cannot be written, the response ends and
+  its file is deleted.
 - One writer: the frontend that generates a response holds a lock on its file (flock), which the kernel drops when the
   process dies. Whoever gets it goes on from the tokens in the file, so no event is repeated, lost or changed.
 """
@@ -125,7 +126,8 @@ class FileLog(EventLog):
         self._fed: Callable[[], tuple[list[int], str]] | None = None
         self._unwritten = b""
         """Events that the file does not have."""
-        self.on_failure: Callable[[APIError], None] = lambda _: None
+        self.on_failure: Callable[[APIError], None] | None = None
+        """Fails the response. None until the first events are written."""
 
     def follow(self, choice: Choice, ledger: RequestLedger, delivered: Delivered) -> None:
         """Write the tokens of this choice with their events, behind those that the file has."""
@@ -178,12 +180,11 @@ class FileLog(EventLog):
 
     def _on_error(self, error: OSError, data: bytes) -> None:
         """Give up the file, so that no other frontend goes on from it."""
-        is_first = self._lock is None or not os.fstat(self._lock).st_size
         self._unwritten = data
         with contextlib.suppress(OSError):
             self.path.unlink()
         failure = not_written(error)
-        if is_first:
+        if self.on_failure is None:
             raise failure
         self.on_failure(failure)
 

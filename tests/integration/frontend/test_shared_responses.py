@@ -4,21 +4,22 @@ Each frontend has a scripted scheduler of its own, so that a test decides what t
 """
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 
 from protocol.codec import unpack
-from protocol.requests import EnginePhase, EngineState
+from protocol.requests import EngineState
 from services.frontend.responses_api.responses import ResponseObject
 from tests.integration.frontend.declared import strict
 from tests.integration.frontend.scripted import (
-    CONTEXT,
-    VOCAB,
+    READY,
     Frontend,
     ScriptedScheduler,
     answering,
@@ -38,7 +39,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
 def state(identity: str) -> EngineState:
-    return EngineState(EnginePhase.READY, CONTEXT, VOCAB, identity=identity)
+    return msgspec.structs.replace(READY, identity=identity)
 
 
 @contextlib.contextmanager
@@ -191,11 +192,64 @@ def test_response_of_a_killed_frontend_goes_on_at_another(tmp_path: Path, text: 
 
 
 def _batches(path: Path) -> list[list[int]]:
-    import json
-
     lines = path.read_bytes().split(b"\n")[1:-1]
     return [batch for line in lines for batch in json.loads(line).get("batches", [])]
 
 
 def _shape(item: Any) -> Any:
     return item.model_dump(exclude={"id", "call_id"})
+
+
+def test_response_of_other_weights_waits_and_one_of_other_settings_fails(tmp_path: Path) -> None:
+    with sharing(tmp_path, state=state("a")) as owner:
+        seen, _ = begun(owner, HELLO)
+        id = seen[0].response.id
+        owner[0].process.kill()
+        with sharing(tmp_path, state=state("b")) as other:
+            for _ in range(2):
+                with pytest.raises(openai.InternalServerError, match="no engine has the model") as refused:
+                    client(other[0]).retrieve(id)
+                assert refused.value.status_code == 503
+    (path,) = tmp_path.glob("*/*.jsonl")
+    before = path.read_bytes()
+    assert b"Hello" in before
+    path.write_bytes(before.replace(b"Hello", b"Hallo"))
+    with sharing(tmp_path, state=state("a")) as other:
+        failed = client(other[0]).retrieve(id)
+        assert (failed.status, failed.output_text) == ("failed", "Hallo")
+        assert "cannot go on" in failed.error.message
+        *_, last = client(other[0]).retrieve(id, stream=True)
+        assert (last.type, last.sequence_number, last.response) == (
+            "response.failed", before.count(b"event: "), failed,
+        )  # fmt: skip
+        assert other[1].requests == []
+        path.write_bytes(before[:-1].replace(b'"batches"', b"'batches'") + b"\n")
+        with pytest.raises(openai.InternalServerError, match="the stored response is damaged"):
+            client(other[0]).retrieve(id, stream=True)
+
+
+FULL = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (16384, 16384))"
+"""Files grow to 16 KiB, then writing fails."""
+
+
+def test_full_directory_fails_that_response_alone(tmp_path: Path) -> None:
+    with sharing(tmp_path, patch=FULL) as (frontend, scheduler):
+        events, stream = begun((frontend, scheduler), HELLO)
+        events += (next(stream), next(stream))
+        number = scheduler.request().number
+        while events[-1].type == "response.output_text.delta":
+            scheduler.send(tokens(number, WORLD[:1], len(events) - 5 + len(HELLO)))
+            events.append(next(stream))
+        last = events[-1]
+        assert last.type == "response.failed"
+        assert last.response.error.message == (
+            "the response cannot be stored: File too large (--response-store-dir)"
+        )
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert list(tmp_path.glob("*/*")) == []
+        with pytest.raises(openai.InternalServerError, match="cannot be stored: File too large"):
+            client(frontend).create(
+                model="demo", input="Hi", background=True, metadata={str(n): 500 * "x" for n in range(16)}
+            )
+        scheduler.script(answering("Hello"))
+        assert client(frontend).create(model="demo", input="Hi").output_text == "Hello"
