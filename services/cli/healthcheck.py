@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ANSWER_TIMEOUT = 5.0
 """Seconds."""
 USAGE = (
-    "usage: runahead healthcheck [--cacert FILE] [--url] http[s]://HOST:PORT[/PATH] | "
+    "usage: runahead healthcheck [--url] http[s]://HOST:PORT[/PATH] [--cacert FILE] | "
     "[--transport-keys DIR] tcp://HOST:PORT | --connected tcp://HOST:PORT"
 )
 _ESTABLISHED = "01"

@@ -48,7 +48,7 @@ def test_tls_with_a_root_path() -> None:
         healthcheck(f"{server.url}/readyz", cacert=AUTHORITY)
         with pytest.raises(Unhealthy, match="CERTIFICATE_VERIFY_FAILED"):
             healthcheck(f"{server.url}/readyz", cacert=certifi.where())
-        with pytest.raises(Unhealthy, match="--cacert: cannot use /missing.pem: No such file"):
+        with pytest.raises(Unhealthy, match=r"--cacert: cannot use /missing\.pem: No such file"):
             healthcheck(f"{server.url}/readyz", cacert="/missing.pem")
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{server.url}/readyz")  # nobody vouches for the certificate

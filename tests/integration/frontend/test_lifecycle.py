@@ -55,6 +55,9 @@ def test_readiness_follows_the_engine_and_shows_its_progress() -> None:
         assert httpx.get(readyz, headers=key).json()["detail"] == "the worker was killed"
 
 
+NUMBER = "waiting for workers: 1 of 2 have registered"
+
+
 def test_probes_without_a_key_show_fixed_texts() -> None:
     secret = EngineState(EnginePhase.FAILED, "OSError: /home/me/secret")
     for keys in ([], ["key"]):
@@ -67,10 +70,9 @@ def test_probes_without_a_key_show_fixed_texts() -> None:
                     answer = httpx.get(frontend.url + path, headers=headers)
                     assert answer.status_code == 503
                     assert answer.json()["detail"] == "failed; the log has the reason"
-            number = "waiting for workers: 1 of 2 have registered"
-            scheduler.send(EngineState(EnginePhase.WAITING_FOR_WORKERS, number))
+            scheduler.send(EngineState(EnginePhase.WAITING_FOR_WORKERS, NUMBER))
             wait_until(
-                lambda url=frontend.url: number in httpx.get(f"{url}/readyz").text, "the number is shown"
+                lambda url=frontend.url: NUMBER in httpx.get(f"{url}/readyz").text, "the number is shown"
             )
 
 
