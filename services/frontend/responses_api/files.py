@@ -338,7 +338,7 @@ class ResponseFiles:
         self._directory, self._clock = directory, clock
         self._max_bytes, self._max_files = max_bytes, max_files
         self._runs: dict[Path, BackgroundRun] = {}
-        """Those of this frontend that have not ended."""
+        """Runs of this frontend that have not ended."""
         self._tasks: set[asyncio.Task[None]] = set()
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -106,7 +106,7 @@ class _Share:
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """What a response with `background` is generated from, so that another frontend can go on with it."""
+    """The source of a response with `background`, from which another frontend can go on with it."""
 
     body: str
     """The request body, as the client sent it."""

@@ -42,7 +42,7 @@ class Delivered:
     batches: list[list[int]] = field(default_factory=list)
     """Token ids, as they became chunks."""
     written: bytes = b""
-    """What they became."""
+    """Bytes that they became."""
     identity: str = ""
     """Identity of the engines that made them."""
 
