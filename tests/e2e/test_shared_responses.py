@@ -71,7 +71,7 @@ async def test_streams_go_on_at_another_frontend_when_theirs_is_killed(tmp_path:
                 assert seen[-1].type == whole[-1].type
                 assert seen[-1].response.usage.output_tokens == whole[-1].response.usage.output_tokens
             assert (
-                len(server.log.read_text().split("a response of a lost frontend is taken up"))
+                len(server.log.read_text().split("a response of a lost frontend was taken up"))
                 == len(KINDS) + 1
             )
 

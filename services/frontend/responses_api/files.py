@@ -322,6 +322,19 @@ class _OthersRun(Run):
                 pass
 
 
+def prepare_directory(directory: Path) -> None:
+    """Make the directory, and check that files in it can be written and locked.
+
+    Raises: OSError, with a line for people
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise OSError(f"--response-store-dir {directory}: {error.strerror}") from None
+
+
 class ResponseFiles:
     """The responses of all frontends that share a directory.
 
@@ -340,12 +353,7 @@ class ResponseFiles:
         self._runs: dict[Path, BackgroundRun] = {}
         """Runs of this frontend that have not ended."""
         self._tasks: set[asyncio.Task[None]] = set()
-        try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=directory) as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise OSError(f"--response-store-dir {directory}: {error.strerror}") from None
+        prepare_directory(directory)
 
     def _path(self, tenant: str, id: str) -> Path:
         folder = hashlib.sha256(b"responses of " + tenant.encode()).hexdigest()[:32]
@@ -445,8 +453,8 @@ class ResponseFiles:
             except OSError as error:
                 raise not_written(error) from None
             stack.pop_all()
-        log.warning("a response of a lost frontend is taken up: id=%s", id)
         go_on(Orphan(id, origin, FileLog(path, content.head, lock), content))
+        log.warning("a response of a lost frontend was taken up: id=%s", id)
         return True
 
     def delete(self, tenant: str, id: str) -> None:
