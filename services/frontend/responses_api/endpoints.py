@@ -33,8 +33,9 @@ from services.frontend.openapi import GUARDED, WITH_BODY, errors, read_by_handle
 from services.frontend.responses_api.answers import ResponseEvents, ResponseInProgress, head_json
 from services.frontend.responses_api.background import BackgroundRun, EventLog, Run
 from services.frontend.responses_api.conversation import chat_request, input_items
-from services.frontend.responses_api.files import FileLog, Orphan, ResponseFiles
+from services.frontend.responses_api.files import Orphan, ResponseFiles
 from services.frontend.responses_api.items import new_id
+from services.frontend.responses_api.response_file import FileLog
 from services.frontend.responses_api.responses import (
     DeletedResponse,
     InputItemList,

@@ -1,8 +1,5 @@
 """Responses in a directory that frontends share: a file for each, and a folder for each API key.
 
-A file has a line of JSON with what the response is made from, then a line for each write of its events. The last line
-has the response itself; one that is not complete was torn by a crash and does not count.
-
 Rules (docs/invariants.md):
 
 - Stored before sent: no client gets an event that is not in the file. If one cannot be written, the response ends and
@@ -21,19 +18,26 @@ import re
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
-from services.frontend.engine.ledger import RequestLedger
-from services.frontend.errors import GONE, APIError
-from services.frontend.json_text import json_text
-from services.frontend.openai.answers.choice import Choice, Delivered
+from services.frontend.errors import APIError
+from services.frontend.openai.answers.choice import Delivered
 from services.frontend.responses_api.answers import failed_event, joined
-from services.frontend.responses_api.background import BackgroundRun, EventLog, Run, events_in
+from services.frontend.responses_api.background import BackgroundRun, EventLog, Run
+from services.frontend.responses_api.response_file import (
+    CANCEL,
+    FileContent,
+    FileLog,
+    StoredLine,
+    follow_file,
+    make_head,
+    not_written,
+    write_all,
+)
 from services.frontend.responses_api.responses import ResponseObject
 from services.frontend.responses_api.schemas import Item
 from services.frontend.responses_api.store import ITEM_LIST, MAX_SECONDS, Origin, StoredResponse, not_stored
@@ -47,209 +51,7 @@ PRUNE_INTERVAL = 10.0
 """Seconds between two checks of these bounds."""
 POLL_INTERVAL = 0.05
 """Seconds between two looks at a file that another frontend writes."""
-WATCH_INTERVAL = 0.25
-"""Seconds between two looks for another frontend that cancelled or deleted a response of this one."""
-READ_SIZE = 1 << 20
 _ID = re.compile(r"resp_[0-9a-f]{32}")
-_CANCEL = ".cancel"
-"""End of the name of a file that says that a response is to be cancelled."""
-
-
-class _Head(msgspec.Struct):
-    conversation: msgspec.Raw
-    num_given: int
-    origin: Origin | None = None
-
-
-class _Line(msgspec.Struct, omit_defaults=True):
-    events: str = ""
-    batches: list[list[int]] = []
-    """Tokens whose events these are, as they became chunks."""
-    identity: str = ""
-    """Identity of the engine that made them."""
-    response: msgspec.Raw = msgspec.Raw()
-    """In the last line."""
-
-
-_decode_head = msgspec.json.Decoder(_Head).decode
-_decode_line = msgspec.json.Decoder(_Line).decode
-
-
-class _Content:
-    """A file as it is now. Raises: APIError, if it is damaged"""
-
-    def __init__(self, data: bytes) -> None:
-        *lines, torn = data.split(b"\n")
-        self.size = len(data) - len(torn)
-        """Bytes of the lines that are complete."""
-        try:
-            self.head = _decode_head(lines[0])
-            self.lines = [_decode_line(line) for line in lines[1:]]
-        except (msgspec.DecodeError, IndexError) as error:
-            log.error("the file of a stored response cannot be read: %s", error)
-            raise APIError(500, "the stored response is damaged") from None
-
-    @property
-    def events(self) -> list[bytes]:
-        return [event for line in self.lines for event in events_in(line.events.encode())]
-
-    @property
-    def last(self) -> bytes:
-        """The response when it had ended, "" before."""
-        return bytes(self.lines[-1].response) if self.lines else b""
-
-    @property
-    def response(self) -> bytes:
-        return self.last or json_text(joined(self.events)).encode()
-
-    @property
-    def delivered(self) -> Delivered:
-        batches = [batch for line in self.lines for batch in line.batches]
-        identity = next((line.identity for line in reversed(self.lines) if line.identity), "")
-        return Delivered(batches, "".join(line.events for line in self.lines[1:]).encode(), identity)
-
-
-class FileLog(EventLog):
-    """Events of a response that this frontend generates. The file is made with the first ones.
-
-    Args:
-        lock: the open file, if there is one already.
-    """
-
-    def __init__(self, path: Path, head: _Head, lock: int | None = None) -> None:
-        super().__init__()
-        self.path = path
-        self._head, self._lock = head, lock
-        self._batches: list[list[int]] = []
-        self._identity = ""
-        self._num_tokens = 0
-        self._fed: Callable[[], tuple[list[int], str]] | None = None
-        self._unwritten = b""
-        """Events that the file does not have."""
-        self.on_failure: Callable[[APIError], None] | None = None
-        """Fails the response. None until the first events are written."""
-
-    def follow(self, choice: Choice, ledger: RequestLedger, delivered: Delivered) -> None:
-        """Write the tokens of this choice with their events, behind those that the file has."""
-        self._num_tokens = sum(map(len, delivered.batches))
-
-        def fed() -> tuple[list[int], str]:
-            entry = ledger.entry(choice.number)
-            return choice.output[
-                self._num_tokens : choice.num_unfinished_tokens
-            ], entry.identity if entry else ""
-
-        self._fed = fed
-
-    def on_chunk(self) -> None:
-        if self._fed is not None:  # not while the tokens of a lost frontend are replayed
-            tokens, self._identity = self._fed()
-            self._num_tokens += len(tokens)
-            self._batches.append(tokens)
-
-    def _add(self, data: bytes, response: bytes) -> None:
-        """Raises: APIError, if the first events cannot be written"""
-        if self._unwritten:
-            self._unwritten += data
-        else:
-            line = _Line(data.decode(), self._batches, self._identity)
-            if response:
-                line.response = msgspec.Raw(response)
-            self._batches = []
-            try:
-                self._append(msgspec.json.encode(line) + b"\n")
-            except OSError as error:
-                self._on_error(error, data)
-        if response:
-            self.release()
-
-    def release(self) -> None:
-        """Give up the lock."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-    def _append(self, line: bytes) -> None:
-        """Raises: OSError"""
-        if self._lock is None:
-            self.path.parent.mkdir(mode=0o700, exist_ok=True)
-            self._lock = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            line = msgspec.json.encode(self._head) + b"\n" + line
-        write_all(self._lock, line)
-
-    def _on_error(self, error: OSError, data: bytes) -> None:
-        """Give up the file, so that no other frontend goes on from it."""
-        self._unwritten = data
-        with contextlib.suppress(OSError):
-            self.path.unlink()
-        failure = not_written(error)
-        if self.on_failure is None:
-            raise failure
-        self.on_failure(failure)
-
-    async def behind(self, number: int) -> AsyncIterator[bytes]:
-        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
-            async for events in _follow(file, number, self._more):
-                yield events
-        if self._unwritten:
-            yield self._unwritten
-
-    async def _more(self) -> bool:
-        if not self.is_complete and not self._unwritten:
-            await self.growth()
-            return True
-        await self.complete()
-        return False
-
-    async def watch(self, fail: Callable[[APIError], None]) -> None:
-        """Fail the response when another frontend cancels or deletes it, until it ends."""
-        marker = self.path.with_suffix(_CANCEL)
-        while True:
-            if self._lock is None or self.is_complete:
-                marker.unlink(missing_ok=True)
-                return
-            if not os.fstat(self._lock).st_nlink and not self._unwritten:
-                fail(APIError(500, "the response was deleted"))
-            elif marker.exists():
-                fail(APIError(GONE, "the response was cancelled"))
-            await asyncio.sleep(WATCH_INTERVAL)
-
-
-def write_all(file: int, data: bytes) -> None:
-    """Raises: OSError"""
-    while data:
-        data = data[os.write(file, data) :]
-
-
-def not_written(error: OSError) -> APIError:
-    log.error("a response cannot be stored (--response-store-dir): %s", error)
-    why = error.strerror or str(error)
-    return APIError(500, f"the response cannot be stored: {why} (--response-store-dir)", "store")
-
-
-async def _follow(file: BinaryIO, number: int, more: Callable[[], Awaitable[bool]]) -> AsyncIterator[bytes]:
-    """Yield the events behind a sequence number as a file has them, until the last one.
-
-    Args:
-        more: waits for more lines; returns False if none will follow.
-    """
-    next_number, rest, is_head = 0, b"", True
-    while True:
-        data = file.read(READ_SIZE)
-        *lines, rest = (rest + data).split(b"\n")
-        found, is_last = [], False
-        for encoded in lines[is_head:]:
-            line = _decode_line(encoded)
-            events = events_in(line.events.encode())
-            found += events[max(number + 1 - next_number, 0) :]
-            next_number += len(events)
-            is_last = bool(bytes(line.response))
-        is_head = is_head and not lines
-        if found:
-            yield b"".join(found)
-        if is_last or (not data and not await more()):
-            return
 
 
 @dataclass(frozen=True)
@@ -259,7 +61,7 @@ class Orphan:
     id: str
     origin: Origin
     log: FileLog
-    _content: _Content
+    _content: FileContent
 
     @property
     def history(self) -> list[Item]:
@@ -291,17 +93,17 @@ class _OthersRun(Run):
     """A response that another frontend generates, or generated."""
 
     path: Path
-    content: _Content
+    content: FileContent
     take_up: Callable[[], bool]
     """Goes on with the response if its frontend is lost; returns False if not. Raises: APIError"""
 
     @property
     def response(self) -> bytes:
-        return _Content(self.path.read_bytes()).response
+        return FileContent(self.path.read_bytes()).response
 
     async def behind(self, number: int) -> AsyncIterator[bytes]:
         with self.path.open("rb") as file:
-            async for events in _follow(file, number, self._more):
+            async for events in follow_file(file, number, self._more):
                 yield events
 
     async def _more(self) -> bool:
@@ -315,7 +117,7 @@ class _OthersRun(Run):
     async def cancel(self) -> None:
         if not self.content.last:
             try:
-                self.path.with_suffix(_CANCEL).touch(mode=0o600)
+                self.path.with_suffix(CANCEL).touch(mode=0o600)
             except OSError as error:
                 raise not_written(error) from None
             async for _ in self.behind(2**63):
@@ -364,7 +166,10 @@ class ResponseFiles:
     ) -> None:
         """Store a response without `background`. One that cannot be stored is logged."""
         path = self._path(tenant, response["id"])
-        lines = _head(None, history, given), _Line(response=msgspec.Raw(msgspec.json.encode(response)))
+        lines = (
+            make_head(None, history, given),
+            StoredLine(response=msgspec.Raw(msgspec.json.encode(response))),
+        )
         data = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -377,7 +182,7 @@ class ResponseFiles:
         self, tenant: str, id: str, origin: Origin, history: Sequence[Item], given: Sequence[Item]
     ) -> EventLog:
         """Return where the events of a response with `background` are kept."""
-        return FileLog(self._path(tenant, id), _head(origin, history, given))
+        return FileLog(self._path(tenant, id), make_head(origin, history, given))
 
     def begin(
         self, tenant: str, id: str, run: BackgroundRun, history: Sequence[Item], given: Sequence[Item]
@@ -421,7 +226,7 @@ class ResponseFiles:
             written = self._runs.get(path) or _OthersRun(path, content, take_up)
         return StoredResponse(id, written, bytes(content.head.conversation), content.head.num_given)
 
-    def _read(self, path: Path, id: str, param: str | None) -> _Content:
+    def _read(self, path: Path, id: str, param: str | None) -> FileContent:
         """Raises: APIError"""
         try:
             data = path.read_bytes() if _ID.fullmatch(id) else b""
@@ -432,7 +237,7 @@ class ResponseFiles:
             raise APIError(500, f"the stored response cannot be read: {error.strerror}", param) from None
         if data.count(b"\n") < 2:  # nobody has got its id
             raise not_stored(id, param)
-        return _Content(data)
+        return FileContent(data)
 
     def _take_up(self, path: Path, id: str, param: str | None, go_on: GoOn) -> bool:
         """Raises: APIError"""
@@ -519,8 +324,3 @@ def _entries(folder: str | Path) -> list[str]:
 
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
-
-
-def _head(origin: Origin | None, history: Sequence[Item], given: Sequence[Item]) -> _Head:
-    conversation = ITEM_LIST.dump_json([*history, *given], exclude_none=True)
-    return _Head(msgspec.Raw(conversation), len(given), origin)
