@@ -202,8 +202,9 @@ def _shape(item: Any) -> Any:
 
 def test_response_of_other_weights_waits_and_one_of_other_settings_fails(tmp_path: Path) -> None:
     with sharing(tmp_path, state=state("a")) as owner:
-        seen, _ = begun(owner, HELLO)
+        seen, stream = begun(owner, HELLO)
         id = seen[0].response.id
+        stream.close()
         owner[0].process.kill()
         with sharing(tmp_path, state=state("b")) as other:
             for _ in range(2):

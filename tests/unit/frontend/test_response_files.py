@@ -9,6 +9,7 @@ import pytest
 from services.frontend.errors import APIError
 from services.frontend.responses_api.files import ResponseFiles
 from services.frontend.responses_api.items import new_id
+from services.frontend.responses_api.response_file import follow_file
 from services.frontend.responses_api.schemas import InputMessage
 from services.frontend.responses_api.store import MAX_SECONDS
 
@@ -68,3 +69,22 @@ def test_unusable_directory_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match=r"--response-store-dir .*/file: File exists"):
         ResponseFiles(tmp_path / "file")
+
+
+async def test_reader_of_a_torn_line_gets_what_replaces_it(tmp_path: Path) -> None:
+    first, second = (b'{"events":"event: a\\ndata: %d\\n\\n"}\n' % number for number in range(2))
+    path = tmp_path / "file"
+    path.write_bytes(b'{"conversation":[],"num_given":1}\n' + first + second[:-9])
+    whole = path.stat().st_size - len(second[:-9])
+
+    async def more() -> bool:
+        if path.stat().st_size == whole + len(second):
+            return False
+        os.truncate(path, whole)
+        with path.open("ab") as file:
+            file.write(second)
+        return True
+
+    with path.open("rb") as file:
+        events = [event async for event in follow_file(file, -1, more)]
+    assert events == [b"event: a\ndata: 0\n\n", b"event: a\ndata: 1\n\n"]
