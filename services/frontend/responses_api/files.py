@@ -216,15 +216,17 @@ class ResponseFiles:
         def take_up() -> bool:
             return path not in self._runs and go_on is not None and self._take_up(path, id, param, go_on)
 
-        content = self._read(path, id, param)
-        if not content.last and take_up():
-            content = self._read(path, id, param)
-        written: bytes | Run
-        if content.head.origin is None:
-            written = content.last
+        written: bytes | Run | None = self._runs.get(path)
+        if isinstance(written, BackgroundRun) and isinstance(written.events, FileLog) and path.exists():
+            head = written.events.head
         else:
-            written = self._runs.get(path) or _OthersRun(path, content, take_up)
-        return StoredResponse(id, written, bytes(content.head.conversation), content.head.num_given)
+            content = self._read(path, id, param)
+            head, written = content.head, content.last
+            if head.origin is not None:
+                if not content.last:
+                    take_up()
+                written = self._runs.get(path) or _OthersRun(path, content, take_up)
+        return StoredResponse(id, written, bytes(head.conversation), head.num_given)
 
     def _read(self, path: Path, id: str, param: str | None) -> FileContent:
         """Raises: APIError"""

@@ -102,7 +102,7 @@ class FileLog(EventLog):
     def __init__(self, path: Path, head: StoredHead, lock: int | None = None) -> None:
         super().__init__()
         self.path = path
-        self._head, self._lock = head, lock
+        self.head, self._lock = head, lock
         self._batches: list[list[int]] = []
         self._identity = ""
         self._num_tokens = 0
@@ -156,7 +156,7 @@ class FileLog(EventLog):
             self.path.parent.mkdir(mode=0o700, exist_ok=True)
             self._lock = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            line = msgspec.json.encode(self._head) + b"\n" + line
+            line = msgspec.json.encode(self.head) + b"\n" + line
         write_all(self._lock, line)
 
     def _on_error(self, error: OSError, data: bytes) -> None:
