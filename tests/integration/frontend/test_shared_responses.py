@@ -160,6 +160,7 @@ def test_response_of_a_killed_frontend_goes_on_at_another(tmp_path: Path, text: 
         owner[0].process.kill()
         with contextlib.suppress(httpx.HTTPError, openai.APIError):
             seen += stream
+        stream.close()
         with path.open("ab") as file:
             file.write(b'{"events":"torn')
         after = seen[-1].sequence_number
@@ -241,6 +242,7 @@ def test_full_directory_fails_that_response_alone(tmp_path: Path) -> None:
         while events[-1].type == "response.output_text.delta":
             scheduler.send(tokens(number, WORLD[:1], len(events) - 5 + len(HELLO)))
             events.append(next(stream))
+        stream.close()
         last = events[-1]
         assert last.type == "response.failed"
         assert last.response.error.message == (
