@@ -152,11 +152,13 @@ def test_response_of_a_killed_frontend_goes_on_at_another(tmp_path: Path, text: 
         stream = client(owner[0]).create(model="demo", input="Hi", background=True, stream=True, **fields)
         seen = [next(stream), next(stream)]
         before = owner[1].request()
-        for index, token in enumerate(ids[:cut]):  # each makes a chunk of its own
-            owner[1].send(tokens(before.number, [token], index))
         id = seen[0].response.id
         (path,) = tmp_path.glob("*/*.jsonl")
-        wait_until(lambda: sum(map(len, _batches(path))) >= cut - 3, "most are written")
+        owner[1].send(tokens(before.number, ids[:1]))
+        wait_until(lambda: _batches(path), "the first token is written")
+        owner[1].send(tokens(before.number, ids[1:cut], 1))
+        wait_until(lambda: sum(map(len, _batches(path))) >= max(2, cut - 3), "most are written")
+        assert len(_batches(path)) > 1
         owner[0].process.kill()
         with contextlib.suppress(httpx.HTTPError, openai.APIError):
             seen += stream
@@ -172,12 +174,14 @@ def test_response_of_a_killed_frontend_goes_on_at_another(tmp_path: Path, text: 
             assert (again.params, again.cache_salt, again.structured) == (
                 before.params, before.cache_salt, before.structured,
             )  # fmt: skip
-            for index, token in enumerate(ids[delivered:], delivered):
-                other[1].send(tokens(again.number, [token], index))
+            other[1].send(tokens(again.number, ids[delivered:], delivered))
+            wait_until(lambda: sum(map(len, _batches(path))) > delivered, "they are written")
             other[1].send(ended(again.number))
             rest = list(taken)
         whole = list(client(other[0]).retrieve(id, stream=True))
         assert whole == seen + rest
+        written = [token for batch in _batches(path) for token in batch]
+        assert written == ids[: len(written)]  # so that a third frontend could go on
         assert [event.sequence_number for event in whole] == list(range(len(whole)))
         assert whole[-1].type == "response.completed"
         assert whole[-1].response.usage.output_tokens == len(ids)
