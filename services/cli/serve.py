@@ -20,6 +20,7 @@ from services.cli.preflight import (
     check_placement,
     check_policy,
     check_record,
+    check_responses,
     check_tls,
     check_traces,
     free_port,
@@ -62,6 +63,7 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
     check_drafter(config)
     check_policy(config)
     check_placement(config)
+    check_responses(config)
     check_traces(config)
     check_kv_events(config)
     check_record(config)

@@ -326,9 +326,17 @@ class EngineClient:
     # -- requests ------------------------------------------------------------------------------------------------
 
     def submit(
-        self, stream: RequestStream, prompt: list[int], params: SamplingParams, context: RequestContext
+        self,
+        stream: RequestStream,
+        prompt: list[int],
+        params: SamplingParams,
+        context: RequestContext,
+        identity: str = "",
     ) -> None:
-        """Send a request; its outputs arrive in `stream`.
+        """Send a request; its outputs arrive in `stream`. If it has output already, the request goes on from there.
+
+        Args:
+            identity: identity of the engines that made the output which `stream` has.
 
         Raises: APIError, when no engine can take a request now
         """
@@ -352,7 +360,7 @@ class EngineClient:
         except (ProtocolError, ValueError) as error:
             raise APIError(400, f"the request exceeds a limit of the engine: {error}") from None
         now = time.monotonic()
-        entry = self.ledger.open(stream, message, now)
+        entry = self.ledger.open(stream, message, now, identity)
         self._placement.advance(now)
         self._place(entry)
         log.debug(

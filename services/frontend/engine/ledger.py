@@ -168,9 +168,17 @@ class RequestLedger:
     def with_key(self, key: int) -> LedgerEntry | None:
         return self._by_key.get(key)
 
-    def open(self, stream: RequestStream, request: GenerateRequest, now: float) -> LedgerEntry:
-        """Keep a request, which nobody owns. `now`: monotonic seconds."""
-        entry = LedgerEntry(stream, request, now, next(self._keys), progress=now)
+    def open(
+        self, stream: RequestStream, request: GenerateRequest, now: float, identity: str = ""
+    ) -> LedgerEntry:
+        """Keep a request, which nobody owns. If its stream has output, it goes on from there.
+
+        Args:
+            now: monotonic seconds.
+            identity: identity of the engines that made the output.
+        """
+        entry = LedgerEntry(stream, request, now, next(self._keys), identity=identity, progress=now)
+        entry.was_sent = bool(stream.output)
         self._by_key[entry.key] = entry
         self._add(request.number, entry)
         return entry
