@@ -160,7 +160,10 @@ def _runtime(config: ServeConfig) -> Iterator[tuple[EngineSet, list[Command]]]:
 
 def _names(config: ServeConfig) -> list[str]:
     """Return the names of the services, in the order in which they are stopped."""
-    return [*([] if config.headless else ["frontend"]), *(name for engine in engine_names(config) for name in service_names(engine, config))]
+    return [
+        *([] if config.headless else ["frontend"]),
+        *(name for engine in engine_names(config) for name in service_names(engine, config)),
+    ]
 
 
 def _environment() -> dict[str, str]:

@@ -24,7 +24,10 @@ class RunBatchConfig(TrustConfig, ServeConfig):
     )
 
 
-WITHOUT_SERVER = OMITTED | CONNECTION | {"headless"} | (
-    set(HttpConfig.model_fields) - set(ServiceConfig.model_fields) - {"api_key", "api_key_file"}
+WITHOUT_SERVER = (
+    OMITTED
+    | CONNECTION
+    | {"headless"}
+    | (set(HttpConfig.model_fields) - set(ServiceConfig.model_fields) - {"api_key", "api_key_file"})
 )
 """Settings of a server that has users; a batch has none of them."""

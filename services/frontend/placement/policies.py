@@ -45,8 +45,8 @@ class PlacementView:
 
     @property
     def waiting_seconds(self) -> Column:
-        """float64[engines]: expected time before the first step of a new request: as reported, and what this frontend has
-        placed since then."""
+        """float64[engines]: expected time before the first step of a new request: as reported, and the computation that
+        this frontend has placed since then."""
         return self._fleet.waiting_seconds.take(self.rows)
 
     @property

@@ -146,7 +146,16 @@ def test_images_are_targets_of_the_dockerfile_at_this_version() -> None:
 
 
 def test_every_overlay_is_tested_with_docker() -> None:
-    assert OVERLAYS == ["api-key", "engines", "frontends", "gpu", "model", "observability", "vllm", "vllm-gpu"]
+    assert OVERLAYS == [
+        "api-key",
+        "engines",
+        "frontends",
+        "gpu",
+        "model",
+        "observability",
+        "vllm",
+        "vllm-gpu",
+    ]
 
 
 @pytest.mark.parametrize("overlay", [name for name in OVERLAYS if name not in ("engines", "observability")])

@@ -416,5 +416,7 @@ def test_engines_are_pods_behind_the_headless_service() -> None:
     check_endpoints(config)
     (frontend,) = frontends["spec"]["template"]["spec"]["containers"]
     given = {e["name"]: e["value"] for e in frontend["env"]}
-    assert given["RUNAHEAD_ENGINES"] == f"dns://runahead-scheduler:{config.client_endpoint.rpartition(':')[2]}"
+    assert (
+        given["RUNAHEAD_ENGINES"] == f"dns://runahead-scheduler:{config.client_endpoint.rpartition(':')[2]}"
+    )
     check_endpoints(merge(SERVICES["frontend"], {}, environ=given).config)
