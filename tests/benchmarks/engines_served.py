@@ -1,7 +1,7 @@
 """Engines behind our frontend, and behind SGLang's router under its old and new name, with the same load.
 
-The engines are `sim`: real services that sleep as long as a device would compute. Ours are `serve --headless` behind one
-frontend. A router needs servers with HTTP, so each of its engines has a frontend of its own; its policy is cache_aware.
+The engines are `sim`: real services that sleep as long as a device would compute. Ours are `serve --headless` behind
+one frontend. A router needs servers with HTTP, so its engines have frontends of their own; its policy is cache_aware.
 Sessions begin with one of some system prompts and have several turns; they arrive at the same times with the same
 texts everywhere. Then the same load runs again, and all processes of one engine are killed in its middle.
 """
