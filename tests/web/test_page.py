@@ -348,6 +348,31 @@ def test_a_killed_rank_and_the_recovery_are_seen(ranks: WebServer, open_page: Op
     picture(page, "recovery")
 
 
+def test_engines_their_streams_and_moves_are_seen(open_page: Opener, eight: WebServer) -> None:
+    flags = "--backend", "sim", "--sim-step-ms", "40", "--data-parallel-size", "2"
+    with serving(*flags, "--enable-admin-routes") as server:
+        page = open_page(server, 1360, 1100)
+        expect(page.locator("#engine-list tbody tr")).to_have_count(2)
+        expect(page.locator("#engine-list")).to_contain_text(re.compile("0\\s*ready.*1\\s*ready", re.DOTALL))
+        answer = ask(page, "Hello", max_tokens=400, parallel=4)
+        expect(page.locator("#stream-list h4")).to_have_text("4 open streams")
+        expect(page.locator("#stream-list tbody tr")).to_have_count(4)
+        assert {row[1] for row in rows_of(page.locator("#stream-list"))} == {"0", "1"}
+        assert page.request.post(f"{server.url}engines/0/drain").ok
+        expect(page.locator("#move-list")).to_contain_text(re.compile("0 → 1\\s*draining"))
+        expect(page.locator("#engine-list tbody tr").first).to_contain_text("draining")
+        expect(page.locator("#stream-list tbody tr")).to_have_count(4)
+        expect(page.locator("#stream-list tbody")).to_contain_text("0, 1")
+        assert {row[1] for row in rows_of(page.locator("#stream-list"))} == {"1"}
+        picture(page, "engines", "#engines")
+        page.click("#stop")
+        expect(answer.locator(".note")).to_have_text("stopped")
+        expect(page.locator("#stream-list h4")).to_have_text("0 open streams")
+    page = open_page(eight)  # without the routes for administrators
+    wait_for_steps(page)
+    expect(page.locator("#engines")).to_be_hidden()
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_figure_of_run_ahead(open_page: Opener, depth: int) -> None:
     """Eight answers at once, at both depths of the batch queue: the figures of docs/run-ahead.md."""

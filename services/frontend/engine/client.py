@@ -15,6 +15,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from protocol.codec import Decoder, ProtocolError, encode, pack
 from protocol.requests import EngineState, Finish, FinishReason, GenerateRequest
@@ -36,6 +37,8 @@ log = logging.getLogger("runahead.frontend")
 
 MAX_RECOVERIES = 64
 """Losses and returns of engines that are kept for traces."""
+MAX_MOVES = 100
+"""Moves of streams that are kept for the page."""
 REFUSED_PAUSE = 10.0
 """Seconds until an engine that was refused is connected to again. Another one may be in its place then."""
 
@@ -69,6 +72,17 @@ class RequestContext:
     cache_salt: str = ""
     structured: StructuredOutputParams | None = None
     pooling: Pooling = Pooling.NONE
+
+
+class StreamMove(NamedTuple):
+    at: float
+    """Seconds since 1970."""
+    request_id: str
+    source: str
+    target: str
+    reason: Reason
+    output_tokens: int
+    """Tokens that were delivered before."""
 
 
 class EngineClient:
@@ -108,6 +122,7 @@ class EngineClient:
         """Requests that were refused for load before they were read."""
         self.placements, self.moves = Counter[Reason](), Counter[Reason]()
         """Decisions by reason, over all time."""
+        self.latest_moves: deque[StreamMove] = deque(maxlen=MAX_MOVES)
         self.flush_queue = FlushQueue()
         self.draining = False
         self._settings = silence, patience, security, tokenizer
@@ -408,6 +423,16 @@ class EngineClient:
             source.abort([number])
         self.ledger.move(number, self._next_number(), move.target, is_fault=move.reason is Reason.LOST)
         self.moves[move.reason] += 1
+        self.latest_moves.append(
+            StreamMove(
+                time.time(),
+                entry.request.request_id,
+                move.source,
+                move.target,
+                move.reason,
+                len(entry.stream.output),
+            )
+        )
         log.debug(
             "request moved: request_id=%s number=%d tokens=%d from=%s to=%s: %s",
             entry.request.request_id, entry.request.number, len(entry.stream.output), move.source, move.target,

@@ -16,7 +16,7 @@ Rules (docs/invariants.md):
 import itertools
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -148,6 +148,10 @@ class RequestLedger:
     def owned(self, engine: str) -> list[LedgerEntry]:
         """Return the requests that an engine owns, oldest first. NOBODY: those that wait for an engine."""
         return [entry for entry in self._entries.values() if entry.engine == engine]
+
+    def oldest(self, count: int) -> Iterator[LedgerEntry]:
+        """Return some requests, those that are open longest first."""
+        return itertools.islice(self._by_key.values(), count)
 
     @property
     def waiting(self) -> list[LedgerEntry]:
