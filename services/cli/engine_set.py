@@ -107,7 +107,7 @@ class EngineSet:
         service = name.partition("-")[0]
         model, file = SERVICES[service], self.directory / f"{name}.json"
         file.write_text(
-            model.model_validate(config.service_settings(model) | endpoints).model_dump_json(
+            model.model_validate({**config.service_settings(model), **endpoints}).model_dump_json(
                 exclude_unset=True
             )
         )

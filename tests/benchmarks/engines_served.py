@@ -60,7 +60,7 @@ class EngineShape:
 
 
 @dataclass
-class Turn:
+class SessionTurn:
     at: float
     """Seconds since the begin of the load."""
     ttft: float = -1.0
@@ -154,7 +154,7 @@ class SessionLoad:
         self._rng = random.Random(args.seed)
         self._rate = args.sessions_per_engine * engines
         self._systems = [self._text(args.system_words) for _ in range(args.systems)]
-        self.turns: list[Turn] = []
+        self.turns: list[SessionTurn] = []
         self._began = 0.0
 
     def _text(self, words: int) -> str:
@@ -185,14 +185,14 @@ class SessionLoad:
             if (at := time.monotonic() - self._began) > seconds:
                 return
             prompt += "\n" + text
-            self.turns.append(turn := Turn(at))
+            self.turns.append(turn := SessionTurn(at))
             answer = await self._ask(http, model, prompt, turn)
             if turn.error:
                 return
             prompt += answer
             await asyncio.sleep(pause)
 
-    async def _ask(self, http: aiohttp.ClientSession, model: str, prompt: str, turn: Turn) -> str:
+    async def _ask(self, http: aiohttp.ClientSession, model: str, prompt: str, turn: SessionTurn) -> str:
         body = {
             "model": model, "prompt": prompt, "max_tokens": self._args.output, "ignore_eos": True, "stream": True,
             "temperature": 0, "stream_options": {"include_usage": True},
@@ -230,7 +230,7 @@ def measured(name: str, count: int, args: argparse.Namespace) -> dict[str, objec
         asyncio.run(load.run(seconds))
         undisturbed = load.turns
 
-        async def with_a_death() -> list[Turn]:
+        async def with_a_death() -> list[SessionTurn]:
             load = SessionLoad(group.url, args, count)
             running = asyncio.create_task(load.run(seconds))
             await asyncio.sleep(seconds / 2)

@@ -47,7 +47,7 @@ class EngineList(TypedDict):
 
 class StreamEntry(TypedDict):
     request_id: str
-    """That of the HTTP request."""
+    """Id of the HTTP request."""
     engines: list[str]
     """Names of the engines that its HTTP request was placed on, in this order."""
     engine: str
