@@ -140,8 +140,17 @@ LLAMA_CPP := build/llama.cpp/bin/llama-server
 $(LLAMA_CPP): | $(STAMP)
 	-@PYTHON=$(abspath $(BIN)/python) tests/benchmarks/support/build_llama_cpp
 
+# SGLang's routers in an environment that also finds the packages of $(VENV), for `make bench NAME=engines_served`.
+ROUTERS := .venv-routers
+
+$(ROUTERS)/.installed: tests/benchmarks/support/routers.txt $(STAMP)
+	@test -x $(ROUTERS)/bin/python || $(PYTHON) -m venv $(ROUTERS)
+	@$(call find_packages,$(ROUTERS))
+	@$(ROUTERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-input --no-compile --no-deps --requirement $<
+	@touch $@
+
 # Prints a table and writes build/bench/NAME.json.
-bench: $(STAMP) $(if $(filter vllm_% peers,$(NAME)),$(VLLM)/.installed) $(if $(filter peers,$(NAME)),$(LLAMA_CPP))
+bench: $(STAMP) $(if $(filter engines_served,$(NAME)),$(ROUTERS)/.installed) $(if $(filter vllm_% peers,$(NAME)),$(VLLM)/.installed) $(if $(filter peers,$(NAME)),$(LLAMA_CPP))
 	$(if $(NAME),,$(error NAME is missing: make bench NAME=..., one of: $(notdir $(basename $(wildcard tests/benchmarks/*.py)))))
 	@mkdir -p build/bench
 	PYTHONPATH=. $(BIN)/python tests/benchmarks/$(NAME).py $(ARGS)

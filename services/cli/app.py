@@ -1,8 +1,10 @@
 """The commands of `runahead`. Their options come from services.config; their code is in the modules of this package."""
 
+import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.exceptions import TyperException
@@ -126,8 +128,14 @@ def _healthcheck(
     ] = "",
     url: Annotated[str, typer.Option("--url", help="The same as TARGET.", show_default=False)] = "",
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Accepted as in other commands: certificates are not checked.")
+        bool, typer.Option("--insecure", help="Do not check the server's certificate, as without --cacert.")
     ] = False,
+    cacert: Annotated[
+        str,
+        typer.Option(
+            "--cacert", help="File with the authorities to trust in place of no check.", metavar="FILE"
+        ),
+    ] = "",
     connected: Annotated[
         bool,
         typer.Option(
@@ -151,22 +159,24 @@ def _healthcheck(
     from services.cli.healthcheck import main
 
     switches = ["--connected"] * connected + ["--insecure"] * insecure
-    raise typer.Exit(main([*filter(None, (target, url)), "--transport-keys", transport_keys, *switches]))
-
-
-_UrlArgument = Annotated[str | None, typer.Argument(help="URL of the server.", metavar="URL")]
-_UrlOption = Annotated[
-    str | None, typer.Option("--url", help="The same as URL. [default: http://127.0.0.1:8000]")
-]
-_ApiKey = Annotated[
-    str, typer.Option("--api-key", help="API key.", envvar="RUNAHEAD_API_KEY", show_envvar=False)
-]
-_Insecure = Annotated[bool, typer.Option("--insecure", help="Do not check the server's certificate.")]
-_CaCert = Annotated[str, typer.Option("--cacert", help="File with the authorities to trust.", metavar="FILE")]
+    files = ["--transport-keys", transport_keys, "--cacert", cacert]
+    raise typer.Exit(main([*filter(None, (target, url)), *files, *switches]))
 
 
 def _server(
-    argument: str | None, url: str | None, api_key: str, insecure: bool, cacert: str
+    argument: Annotated[str | None, typer.Argument(help="URL of the server.", metavar="URL")] = None,
+    url: Annotated[
+        str | None, typer.Option("--url", help="The same as URL. [default: http://127.0.0.1:8000]")
+    ] = None,
+    api_key: Annotated[
+        str, typer.Option("--api-key", help="API key.", envvar="RUNAHEAD_API_KEY", show_envvar=False)
+    ] = "",
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Do not check the server's certificate.")
+    ] = False,
+    cacert: Annotated[
+        str, typer.Option("--cacert", help="File with the authorities to trust.", metavar="FILE")
+    ] = "",
 ) -> "ServerAddress":
     from services.cli.ask import ServerAddress, base_url
 
@@ -175,65 +185,78 @@ def _server(
     return ServerAddress(base_url(argument or url or ServerAddress.url), api_key, insecure, cacert)
 
 
-@app.command("status")
+def _of_server(name: str, **settings: Any) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Add a command about a running server. Its function returns the exit status; `server` is made from the options of
+    `_server`, which the command has in its place. With `context`, the URL is the first of the arguments that it does
+    not know.
+    """
+
+    def add(function: Callable[..., int]) -> Callable[..., int]:
+        own = [item for key, item in inspect.signature(function).parameters.items() if key != "server"]
+        takes_rest = any(item.name == "context" for item in own)
+        options = list(inspect.signature(_server).parameters.values())[takes_rest:]
+
+        def run(**given: Any) -> None:
+            values = {item.name: given.pop(item.name) for item in options}
+            if takes_rest:
+                rest = given["context"].args
+                values["argument"] = rest.pop(0) if rest and not rest[0].startswith("-") else None
+            raise typer.Exit(function(server=_server(**values), **given))
+
+        shown = [*own, *options]
+        run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+        run.__annotations__ = {item.name: item.annotation for item in shown}
+        run.__doc__ = function.__doc__
+        app.command(name, **settings)(run)
+        return function
+
+    return add
+
+
+@_of_server("status")
 def _status(
-    argument: _UrlArgument = None,
-    url: _UrlOption = None,
-    api_key: _ApiKey = "",
-    insecure: _Insecure = False,
-    cacert: _CaCert = "",
+    server: "ServerAddress",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
+) -> int:
     """Print state, ranks and load of a running server.
 
     Exits with status 0 if the server serves requests, else 1.
     """
     from services.cli.status import status
 
-    raise typer.Exit(status(_server(argument, url, api_key, insecure, cacert), as_json))
+    return status(server, as_json)
 
 
-@app.command("engines")
+@_of_server("engines")
 def _engines(
-    argument: _UrlArgument = None,
-    url: _UrlOption = None,
-    api_key: _ApiKey = "",
-    insecure: _Insecure = False,
-    cacert: _CaCert = "",
+    server: "ServerAddress",
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
-) -> None:
+) -> int:
     """Print the engines of a running server with --enable-admin-routes.
 
     Exits with status 0 if one of them is ready, else 1.
     """
     from services.cli.engines import engines
 
-    raise typer.Exit(engines(_server(argument, url, api_key, insecure, cacert), as_json))
+    return engines(server, as_json)
 
 
-@app.command("drain")
+@_of_server("drain")
 def _drain(
+    server: "ServerAddress",
     engine: Annotated[str, typer.Argument(help="Name of the engine.", metavar="ENGINE")],
-    argument: _UrlArgument = None,
-    url: _UrlOption = None,
-    api_key: _ApiKey = "",
-    insecure: _Insecure = False,
-    cacert: _CaCert = "",
     cancel: Annotated[bool, typer.Option("--cancel", help="Let it take requests again.")] = False,
-) -> None:
+) -> int:
     """Move the streams of an engine to others, and wait until it has none. New requests go to others from now on."""
     from services.cli.engines import drain
 
-    raise typer.Exit(drain(_server(argument, url, api_key, insecure, cacert), engine, cancel))
+    return drain(server, engine, cancel)
 
 
-@app.command("replan", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@_of_server("replan", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def _replan(
+    server: "ServerAddress",
     context: typer.Context,
-    url: _UrlOption = None,
-    api_key: _ApiKey = "",
-    insecure: _Insecure = False,
-    cacert: _CaCert = "",
     timeout: Annotated[
         float, typer.Option("--timeout", min=1, help="Seconds until the new engine must be ready.")
     ] = 600.0,
@@ -241,39 +264,32 @@ def _replan(
         float,
         typer.Option("--drain-timeout", min=0, help="Seconds until streams that cannot move are ended."),
     ] = 60.0,
-) -> None:
+) -> int:
     """Change settings of `serve` while it serves: runahead replan [URL] --tensor-parallel-size 2 ...
 
     Another engine starts beside those that there are. When it is ready, streams move to it, and the others end.
     """
     from services.cli.engines import replan
 
-    flags = list(context.args)
-    argument = flags.pop(0) if flags and not flags[0].startswith("-") else None
-    server = _server(argument, url, api_key, insecure, cacert)
-    raise typer.Exit(replan(server, timeout, drain_timeout, flags))
+    return replan(server, timeout, drain_timeout, context.args)
 
 
-@app.command("trace")
+@_of_server("trace")
 def _trace(
+    server: "ServerAddress",
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.", metavar="FILE")],
-    argument: _UrlArgument = None,
-    url: _UrlOption = None,
-    api_key: _ApiKey = "",
-    insecure: _Insecure = False,
-    cacert: _CaCert = "",
     seconds: Annotated[
         float,
         typer.Option("--seconds", min=0, help="Record this long from now on. 0: what the server has kept."),
     ] = 0.0,
-) -> None:
+) -> int:
     """Write the last steps of a running server as a trace.
 
     https://ui.perfetto.dev opens the file, as does chrome://tracing. Exits with status 0 if it was written, else 1.
     """
     from services.cli.trace import trace
 
-    raise typer.Exit(trace(_server(argument, url, api_key, insecure, cacert), output, seconds))
+    return trace(server, output, seconds)
 
 
 @app.command("keys")

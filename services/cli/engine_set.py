@@ -6,6 +6,7 @@ reads the file again when it changes, so engines may be added and removed while 
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,10 +72,11 @@ class EngineSet:
         """Return the commands of an engine's services, the scheduler first. Raises: OSError"""
         clients, workers = self._endpoint("clients", name), self._endpoint("workers", name)
         scheduler, *ranks = service_names(name, config)
-        scheduling = {"client_endpoint": clients, "worker_endpoint": workers}
+        scheduling = {"worker_endpoint": workers} | ({} if config.headless else {"client_endpoint": clients})
+        working = {"scheduler_endpoint": workers, "transport_keys": None}
         return [
             self._command(scheduler, config, scheduling),
-            *(self._command(rank, config, {"scheduler_endpoint": workers}) for rank in ranks),
+            *(self._command(rank, config, working) for rank in ranks),
         ]
 
     def _endpoint(self, kind: str, name: str) -> str:
@@ -100,12 +102,12 @@ class EngineSet:
         new.write_text("".join(f"{endpoint} - {name}\n" for name, endpoint in self._listed.items()))
         new.replace(self._file)  # whole, whenever it is read
 
-    def _command(self, name: str, config: ServeConfig, endpoints: dict[str, str]) -> Command:
+    def _command(self, name: str, config: ServeConfig, endpoints: Mapping[str, str | None]) -> Command:
         """Write the configuration to a file that only this user can read, and return the command that reads it."""
         service = name.partition("-")[0]
         model, file = SERVICES[service], self.directory / f"{name}.json"
         file.write_text(
-            model.model_validate(config.service_settings(model) | endpoints).model_dump_json(
+            model.model_validate({**config.service_settings(model), **endpoints}).model_dump_json(
                 exclude_unset=True
             )
         )

@@ -1,5 +1,6 @@
 """`runahead engines`, `runahead drain` and `runahead replan`: the engines of a running server, by its HTTP API."""
 
+import contextlib
 import json
 import sys
 import time
@@ -7,30 +8,60 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
 from services.cli.ask import NoAnswer, ServerAddress, ask_object, send
 from services.cli.settings import ConfigurationError, flag, is_switch, meant_key
 from services.config import OMITTED, ServeConfig
 
 POLL_INTERVAL = 0.3
 """Seconds between two looks at a change that is under way."""
-COLUMNS = "{:<20}  {:<20}  {:>7}  {:>6}  {}"
+COLUMNS = ("engine", "state", "streams", "queue, s", "endpoint", "pids")
+REFRESH = 1.0
+"""Seconds between two updates of the live table."""
+WIDE = 1000
+"""Characters of a line that is read by a program: nothing is cut."""
 
 
 def engines(server: ServerAddress, as_json: bool) -> int:
-    """Print the engines. Return the exit status: 0 if one is ready, else 1."""
+    """Print the engines; on a terminal, until Ctrl-C. Return the exit status: 0 if one is ready, else 1."""
     try:
-        found = ask_object(server, "/engines", "engines")["engines"]
+        found = _engines(server)
+        if as_json:
+            print(json.dumps(found, indent=2))
+        elif sys.stdout.isatty():
+            found = _watch(server, found)
+        else:
+            Console(width=WIDE).print(_table(found))
     except NoAnswer as error:
         return _fail(f"{error}; the server needs --enable-admin-routes")
-    if as_json:
-        print(json.dumps(found, indent=2))
-    else:
-        print(COLUMNS.format("ENGINE", "STATE", "STREAMS", "QUEUE", "PIDS"))
-        for engine in found:
-            pids = " ".join(map(str, engine["pids"]))
-            queue = f"{engine['queue_seconds']:.1f} s"
-            print(COLUMNS.format(engine["name"], engine["state"], engine["streams"], queue, pids))
     return 0 if any(engine["state"] == "ready" for engine in found) else 1
+
+
+def _watch(server: ServerAddress, found: list[Any]) -> list[Any]:
+    """Show the engines until Ctrl-C, and return what was shown last. Raises: NoAnswer"""
+    with Live(_table(found), auto_refresh=False) as live, contextlib.suppress(KeyboardInterrupt):
+        while True:
+            time.sleep(REFRESH)
+            found = _engines(server)
+            live.update(_table(found), refresh=True)
+    return found
+
+
+def _table(found: list[Any]) -> Table:
+    table = Table(*COLUMNS, box=None)
+    for engine in found:
+        pids, queue = " ".join(map(str, engine["pids"])), f"{engine['queue_seconds']:.1f}"
+        row = engine["name"], engine["state"], str(engine["streams"]), queue, engine["endpoint"], pids
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _engines(server: ServerAddress) -> list[Any]:
+    return ask_object(server, "/engines", "engines")["engines"]  # type: ignore[no-any-return]
 
 
 def drain(server: ServerAddress, engine: str, cancel: bool) -> int:
@@ -47,8 +78,7 @@ def drain(server: ServerAddress, engine: str, cancel: bool) -> int:
 
 
 def _streams(server: ServerAddress, name: str) -> int:
-    found = ask_object(server, "/engines", "engines")["engines"]
-    return sum(engine["streams"] for engine in found if engine["name"] == name)
+    return sum(engine["streams"] for engine in _engines(server) if engine["name"] == name)
 
 
 def replan(server: ServerAddress, timeout: float, drain_timeout: float, flags: Sequence[str]) -> int:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 ANSWER_TIMEOUT = 5.0
 """Seconds."""
 USAGE = (
-    "usage: runahead healthcheck [--url] http[s]://HOST:PORT[/PATH] | [--transport-keys DIR] tcp://HOST:PORT | "
-    "--connected tcp://HOST:PORT"
+    "usage: runahead healthcheck [--url] http[s]://HOST:PORT[/PATH] [--cacert FILE] | "
+    "[--transport-keys DIR] tcp://HOST:PORT | --connected tcp://HOST:PORT"
 )
 _ESTABLISHED = "01"
 _PROC = Path("/proc")
@@ -40,10 +40,12 @@ def healthcheck(
     timeout: float = ANSWER_TIMEOUT,
     proc: Path = _PROC,
     keys: str = "",
+    cacert: str = "",
 ) -> None:
     """Check that `target` is healthy.
 
     Args:
+        cacert: file with the authorities to trust; "": certificates are not checked, as the target is this machine.
         keys: directory with the keys of a service, for a scheduler that has keys.
         connected: check this container's main process and its connection to the target.
         timeout: seconds to wait for an answer.
@@ -56,14 +58,14 @@ def healthcheck(
         _main_process(proc)
         _connection(target, proc)
     elif target.startswith(("http://", "https://")):
-        _get(target, timeout)
+        _get(target, timeout, cacert)
     elif target.startswith(("tcp://", "ipc://")):
         _shake_hands(target, timeout, keys)
     else:
         raise ValueError(f"cannot check {target!r}; {USAGE}")
 
 
-def _get(url: str, timeout: float) -> None:
+def _get(url: str, timeout: float, cacert: str) -> None:
     """Require a success from the server itself, without redirects and proxies."""
     import http.client
 
@@ -71,7 +73,7 @@ def _get(url: str, timeout: float) -> None:
     where = parts.hostname or "", parts.port
     if parts.scheme == "https":
         connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-            *where, timeout=timeout, context=own_tls()
+            *where, timeout=timeout, context=_trusting(cacert) if cacert else own_tls()
         )
     else:
         connection = http.client.HTTPConnection(*where, timeout=timeout)
@@ -88,6 +90,15 @@ def _get(url: str, timeout: float) -> None:
         connection.close()
     if not 200 <= response.status < 300:
         raise Unhealthy(f"{url}: status {response.status}: {' '.join(body.split())}")
+
+
+def _trusting(cacert: str) -> "ssl.SSLContext":
+    import ssl
+
+    try:
+        return ssl.create_default_context(cafile=cacert)
+    except OSError as error:
+        raise Unhealthy(f"--cacert: cannot use {cacert}: {error.strerror or 'it is not PEM'}") from None
 
 
 def own_tls() -> "ssl.SSLContext":
@@ -161,7 +172,8 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 def main(arguments: list[str], timeout: float = ANSWER_TIMEOUT) -> int:
     """Return 0 if healthy, 1 with a line on stderr if not, 2 for an invalid command line."""
-    connected, keys = False, os.environ.get("RUNAHEAD_TRANSPORT_KEYS", "")
+    connected, insecure, cacert = False, False, ""
+    keys = os.environ.get("RUNAHEAD_TRANSPORT_KEYS", "")
     targets, rest = list[str](), iter(arguments)
     try:
         for argument in rest:
@@ -172,13 +184,15 @@ def main(arguments: list[str], timeout: float = ANSWER_TIMEOUT) -> int:
                 keys = value or next(rest, "")
             elif name == "--url":
                 targets.append(value or next(rest, ""))
+            elif name == "--cacert":
+                cacert = value or next(rest, "")
             elif argument == "--insecure":
-                pass  # certificates are not checked anyway: the target is this machine
+                insecure = True
             else:
                 targets.append(argument)
         if len(targets) != 1 or targets[0].startswith("-"):
             raise ValueError(USAGE)
-        healthcheck(targets[0], connected, timeout, keys=keys)
+        healthcheck(targets[0], connected, timeout, keys=keys, cacert="" if insecure else cacert)
     except Unhealthy as error:
         print(f"unhealthy: {error}", file=sys.stderr)
         return 1

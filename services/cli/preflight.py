@@ -182,6 +182,18 @@ def check_record(config: SchedulerConfig) -> None:
         raise ConfigurationError(error.strerror or str(error)) from None
 
 
+def check_responses(config: FrontendConfig) -> None:
+    """Make the directory of stored responses. Raises: ConfigurationError, if it cannot be used"""
+    if config.response_store_dir is None:
+        return
+    from services.frontend.responses_api.files import prepare_directory
+
+    try:
+        prepare_directory(Path(config.response_store_dir))
+    except OSError as error:
+        raise ConfigurationError(str(error)) from None
+
+
 def free_port(host: str, port: int) -> int:
     """Return `port` if it can be bound at `host`; for 0, return a free port.
 

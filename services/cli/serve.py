@@ -20,6 +20,7 @@ from services.cli.preflight import (
     check_placement,
     check_policy,
     check_record,
+    check_responses,
     check_tls,
     check_traces,
     free_port,
@@ -62,10 +63,11 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
     check_drafter(config)
     check_policy(config)
     check_placement(config)
+    check_responses(config)
     check_traces(config)
     check_kv_events(config)
     check_record(config)
-    if config.uds is None:
+    if config.uds is None and not config.headless:
         config = config.model_copy(update={"port": free_port(config.host, config.port)})
     screen = display(config.log_format)
     if (text := warning(config)) is not None:
@@ -82,6 +84,14 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
         nonlocal is_ready
         if is_ready:
             return None
+        if config.headless:
+            is_ready = not (phase := supervisor.phase())
+            if is_ready:
+                screen.done()
+                screen.line(f"The engine takes frontends at {config.client_endpoint} while its workers load.")
+            else:
+                screen.loading(LoadingState(False, phase, 0.0))
+            return POLL_INTERVAL
         state = probe.loading_state() or LoadingState(False, "starting", 0.0)
         if not state.progress and (phase := supervisor.phase()):
             state = replace(state, phase=phase)
@@ -136,7 +146,7 @@ def _runtime(config: ServeConfig) -> Iterator[tuple[EngineSet, list[Command]]]:
         try:
             directory = stack.enter_context(private_directory(base, DIRECTORY_PREFIX))
             engines = EngineSet(config, directory)
-            commands = [engines.frontend()]
+            commands = [] if config.headless else [engines.frontend()]
             for name in engine_names(config):
                 commands += engines.engine(name, divided(config))
                 engines.show(name)
@@ -150,7 +160,10 @@ def _runtime(config: ServeConfig) -> Iterator[tuple[EngineSet, list[Command]]]:
 
 def _names(config: ServeConfig) -> list[str]:
     """Return the names of the services, in the order in which they are stopped."""
-    return ["frontend", *(name for engine in engine_names(config) for name in service_names(engine, config))]
+    return [
+        *([] if config.headless else ["frontend"]),
+        *(name for engine in engine_names(config) for name in service_names(engine, config)),
+    ]
 
 
 def _environment() -> dict[str, str]:

@@ -94,6 +94,13 @@ class FrontendConfig(HttpConfig):
         description="Keep responses of /v1/responses in memory for an hour, at most 64 MiB. previous_response_id and "
         "background need them.",
     )
+    response_store_dir: str | None = Field(
+        None,
+        min_length=1,
+        description="Directory in which responses of /v1/responses are kept, in place of memory: for an hour, at most "
+        "1 GiB. Frontends that share it serve the responses of one another, and go on with those of one that is lost. "
+        "Default: none.",
+    )
     step_ring: int = Field(
         1024,
         ge=0,
@@ -142,6 +149,12 @@ class FrontendConfig(HttpConfig):
             )
         if self.engines.startswith("dns://") and not re.fullmatch(r"dns://[^/:\s]+:\d{1,5}", self.engines):
             raise ValueError("--engines: a name is given with its port, such as dns://engines.llm.svc:5601")
+        return self
+
+    @model_validator(mode="after")
+    def _check_responses(self) -> Self:
+        if self.response_store_dir is not None and not self.response_store:
+            raise ValueError("--response-store-dir cannot be combined with --no-response-store")
         return self
 
     @model_validator(mode="after")

@@ -4,7 +4,7 @@ from pydantic import Field
 
 from services.config.base import ServiceConfig, TrustConfig
 from services.config.http import HttpConfig
-from services.config.serve import OMITTED, ServeConfig
+from services.config.serve import CONNECTION, OMITTED, ServeConfig
 
 
 class RunBatchConfig(TrustConfig, ServeConfig):
@@ -24,7 +24,10 @@ class RunBatchConfig(TrustConfig, ServeConfig):
     )
 
 
-WITHOUT_SERVER = OMITTED | (
-    set(HttpConfig.model_fields) - set(ServiceConfig.model_fields) - {"api_key", "api_key_file"}
+WITHOUT_SERVER = (
+    OMITTED
+    | CONNECTION
+    | {"headless"}
+    | (set(HttpConfig.model_fields) - set(ServiceConfig.model_fields) - {"api_key", "api_key_file"})
 )
 """Settings of a server that has users; a batch has none of them."""

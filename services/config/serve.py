@@ -24,6 +24,11 @@ class ServeConfig(WorkerConfig, SchedulerConfig, FrontendConfig):
         "caches are divided among them.",
     )
 
+    headless: bool = Field(
+        False,
+        description="Start an engine without an HTTP server. Frontends connect to it at --client-endpoint.",
+    )
+
     @property
     def num_workers(self) -> int:
         """Number of ranks of an engine's group. `serve` starts one worker for each."""
@@ -54,6 +59,22 @@ class ServeConfig(WorkerConfig, SchedulerConfig, FrontendConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_headless(self) -> Self:
+        defaults = ServeConfig.model_construct()
+        changed = {n for n in self.model_fields_set if getattr(self, n) != getattr(defaults, n, None)}
+        if not self.headless:
+            wrong, reason = changed & CONNECTION, "is for --headless; other services of serve need no address"
+        else:
+            wrong, reason = changed & FRONTEND_ONLY, "--headless has no HTTP server"
+            if self.data_parallel_size > 1:
+                raise ValueError("--data-parallel-size: --headless starts one engine")
+            if "client_endpoint" not in changed:
+                raise ValueError("--headless needs --client-endpoint, such as tcp://10.0.0.4:5601")
+        if wrong:
+            raise ValueError(f"--{min(wrong).replace('_', '-')}: {reason}")
+        return self
+
+    @model_validator(mode="after")
     def _check_gpu(self) -> Self:
         if self.device == "cuda" and self.num_workers > 1:
             raise ValueError(
@@ -79,7 +100,15 @@ class ServeConfig(WorkerConfig, SchedulerConfig, FrontendConfig):
 
 ENDPOINTS = frozenset({"worker_endpoint", "client_endpoint", "scheduler_endpoint"})
 """Settings with the endpoint of a socket between services."""
-OMITTED = ENDPOINTS | {"transport_keys", "engines", "control_socket"}
+CONNECTION = frozenset({"client_endpoint", "transport_keys"})
+"""Settings of an engine's connection to frontends elsewhere."""
+FRONTEND_ONLY = (
+    set(FrontendConfig.model_fields)
+    - {"api_key"}  # the environment has it for clients, too
+    - WorkerConfig.model_fields.keys()
+    - SchedulerConfig.model_fields.keys()
+)
+OMITTED = ENDPOINTS - CONNECTION | {"engines", "control_socket"}
 """Settings that `serve` does not have: its services are connected by ipc sockets in a private directory."""
 
 SERVICES: dict[str, type[ServiceConfig]] = {

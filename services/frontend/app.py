@@ -1,6 +1,7 @@
 """The HTTP application: routers, what their handlers share, and the bodies of errors."""
 
 import logging
+from pathlib import Path
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -24,6 +25,7 @@ from services.frontend.openapi import DocumentedApp
 from services.frontend.page.files import PageFiles
 from services.frontend.request_log import EndedRequestLog
 from services.frontend.responses_api import endpoints as responses_api
+from services.frontend.responses_api.files import ResponseFiles
 from services.frontend.responses_api.store import ResponseStore
 from services.frontend.routes import admin, information, models, probes
 from services.frontend.steps import endpoints as steps
@@ -63,12 +65,19 @@ def build(
         Answering(engine, model, metrics, request_log, traces),
         BodyParser(config.unknown_parameters),
         Replans(engine, config.control_socket),
-        ResponseStore() if config.response_store else None,
+        _responses(config),
     )
     if page is not None:
         page.add_to(app)
     app.openapi()  # now, as it takes the event loop 0.2 s
     return app
+
+
+def _responses(config: FrontendConfig) -> ResponseStore | ResponseFiles | None:
+    """Raises: OSError, if the directory of responses cannot be used"""
+    if config.response_store_dir is not None:
+        return ResponseFiles(Path(config.response_store_dir))
+    return ResponseStore() if config.response_store else None
 
 
 def _add_errors(app: FastAPI) -> None:

@@ -14,6 +14,7 @@ from services.frontend.metrics import Metrics
 from services.frontend.model import ServedModel
 from services.frontend.openai.answering import Answering
 from services.frontend.openai.parameters.body import BodyParser
+from services.frontend.responses_api.files import ResponseFiles
 from services.frontend.responses_api.store import ResponseStore
 
 
@@ -25,7 +26,7 @@ class AppContext:
     answering: Answering
     bodies: BodyParser
     replans: Replans
-    responses: ResponseStore | None
+    responses: ResponseStore | ResponseFiles | None
     """None, if responses are not kept."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     """Requests that go on without a connection."""

@@ -31,6 +31,7 @@ from services.frontend.model import ServedModel
 from services.frontend.page.files import PageFiles
 from services.frontend.placement import Placement
 from services.frontend.request_log import EndedRequestLog
+from services.frontend.responses_api.files import ResponseFiles
 from services.frontend.steps.ring import StepRing
 from services.frontend.traces import TraceExporter
 from services.process import HANG_FACTOR, STARTED, HangAlarm, start_log
@@ -91,6 +92,8 @@ class FrontendService:
         page = PageFiles.load() if config.ui else None
         self._request_log = EndedRequestLog()
         app = build(config, model, self.engine, self._metrics, self._request_log, self._traces, page)
+        responses = app.state.context.responses
+        self._responses = responses if isinstance(responses, ResponseFiles) else None
         public = frozenset[str]() if page is None else page.paths
         shed = app.state.context.answering.shed
         guarded = with_cors(Guards(app, config, config.max_body_bytes, public, shed), config)
@@ -116,6 +119,9 @@ class FrontendService:
     async def run(self) -> int:
         """Serve until stopped. Return the exit status."""
         loop = asyncio.get_running_loop()
+        others = (
+            {asyncio.create_task(self._responses.keep_bounds())} if self._responses is not None else set()
+        )
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.on_signal)
         connection = asyncio.create_task(self._run_engines())
@@ -133,9 +139,10 @@ class FrontendService:
             log.error("the scheduler refused this frontend: %s", error)
             return EXIT_REFUSED
         finally:
-            for task in (connection, load, alarm):
+            others |= {connection, load, alarm}
+            for task in others:
                 task.cancel()
-            await asyncio.wait({connection, load, alarm})
+            await asyncio.wait(others)
             self._request_log.flush()
             if self._traces is not None:
                 self._traces.close()

@@ -14,10 +14,9 @@ from openai import OpenAI
 from tests.clients.conftest import RunningServer, serving
 from tests.clients.questions import MESSAGES
 
-BIN = Path(sys.executable).parent
 ROUTERS = {
     "sglang-router": (sys.executable, "-m", "sglang_router.launch_router"),
-    "smg": (str(BIN / "smg"), "launch"),
+    "smg": (sys.executable, "-m", "smg", "launch"),  # both packages have a program of this name
 }
 PATIENCE = 60.0
 """Seconds until the router serves."""

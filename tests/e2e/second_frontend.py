@@ -11,13 +11,14 @@ from tests.e2e.server import HttpServer, ServeProcess, wait_until
 
 
 class SecondFrontend(HttpServer):
-    def __init__(self, server: ServeProcess) -> None:
+    def __init__(self, server: ServeProcess, *arguments: str) -> None:
         (config,) = server.runtime.glob("*/frontend.json")
         port = free_port("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{port}"
         self._command = [
             sys.executable, "-m", "services.cli", "frontend", "--port", str(port), "--scheduler-endpoint",
             f"ipc://{config.with_name('clients')}", "--model", json.loads(config.read_text())["model"],
+            *arguments,
         ]  # fmt: skip
         self._process: asyncio.subprocess.Process | None = None
 
@@ -37,9 +38,9 @@ class SecondFrontend(HttpServer):
 
 
 @contextlib.asynccontextmanager
-async def second_frontend(server: ServeProcess) -> AsyncIterator[SecondFrontend]:
+async def second_frontend(server: ServeProcess, *arguments: str) -> AsyncIterator[SecondFrontend]:
     """Start another frontend, which is killed at the end."""
-    frontend = SecondFrontend(server)
+    frontend = SecondFrontend(server, *arguments)
     try:
         await frontend.start()
         yield frontend

@@ -108,5 +108,6 @@ def test_forbidden_bodies_are_refused(sim: ServeProcess, schema: Any, path: str)
 
 def test_routes_without_a_body_are_answered(sim: ServeProcess, schema: Any) -> None:
     for path in ("/v1/models", "/version", "/metrics", "/livez", "/readyz", "/health", "/ping", "/load",
-                 "/server_info", "/model_info", "/get_model_info", "/tokenizer_info", "/debug/steps"):  # fmt: skip
+                 "/server_info", "/get_server_info", "/model_info", "/get_model_info",
+                 "/tokenizer_info", "/debug/steps"):  # fmt: skip
         assert set(statuses_of(sim, schema[path]["GET"], GenerationMode.POSITIVE, 1)) == {200}

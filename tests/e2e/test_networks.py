@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import certifi
 import httpx
 import pytest
 
@@ -44,6 +45,11 @@ def test_tls_with_a_root_path() -> None:
             assert answer.text.endswith("data: [DONE]\n\n")
             assert client.get(server.url.removesuffix("/llm") + "/v1/models").status_code == 200
         healthcheck(f"{server.url}/readyz")
+        healthcheck(f"{server.url}/readyz", cacert=AUTHORITY)
+        with pytest.raises(Unhealthy, match="CERTIFICATE_VERIFY_FAILED"):
+            healthcheck(f"{server.url}/readyz", cacert=certifi.where())
+        with pytest.raises(Unhealthy, match=r"--cacert: cannot use /missing\.pem: No such file"):
+            healthcheck(f"{server.url}/readyz", cacert="/missing.pem")
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{server.url}/readyz")  # nobody vouches for the certificate
         with pytest.raises(httpx.RemoteProtocolError):

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Locator, Page, Route, expect
 
 from tests.web.conftest import KEY, NATIVE, PATIENCE_MS, Opener, WebServer, picture, serving
 
@@ -24,6 +24,15 @@ def ask(page: Page, text: str, **options: str | int) -> Locator:
     page.fill("#prompt", text)
     page.press("#prompt", "Enter")
     return page.locator(".turn:not(.user)").nth(count)
+
+
+def without_end(page: Page) -> None:
+    """Let no answer end before its maximum, whatever the model says."""
+
+    def add(route: Route) -> None:
+        route.continue_(post_data=json.dumps({**route.request.post_data_json, "ignore_eos": True}))
+
+    page.route("**/v1/chat/completions", add)
 
 
 def wait_for_steps(page: Page) -> None:
@@ -308,9 +317,10 @@ def test_a_killed_rank_and_the_recovery_are_seen(ranks: WebServer, open_page: Op
     page = open_page(ranks)
     page.fill("#key", KEY)
     page.press("#key", "Enter")
-    answer = ask(page, "Hello", max_tokens=400, parallel=8)
+    without_end(page)
+    answer = ask(page, "Hello", max_tokens=200, parallel=2)
     expect(answer.locator(".note")).to_contain_text(
-        re.compile(r"streaming, \d+ tokens in 8 answers, .* tokens/s")
+        re.compile(r"streaming, \d+ tokens in 2 answers, .* tokens/s")
     )
     answer.locator(".note").evaluate(
         """note => { window.notes = [];
@@ -334,7 +344,33 @@ def test_a_killed_rank_and_the_recovery_are_seen(ranks: WebServer, open_page: Op
     assert red > green
     assert red > blue
     assert "on 4 ranks" in page.locator("#server").inner_text()
+    page.click("#clear")  # the simulator's words have no meaning
     picture(page, "recovery")
+
+
+def test_engines_their_streams_and_moves_are_seen(open_page: Opener, eight: WebServer) -> None:
+    flags = "--backend", "sim", "--sim-step-ms", "40", "--data-parallel-size", "2"
+    with serving(*flags, "--enable-admin-routes") as server:
+        page = open_page(server, 1360, 1100)
+        expect(page.locator("#engine-list tbody tr")).to_have_count(2)
+        expect(page.locator("#engine-list")).to_contain_text(re.compile("0\\s*ready.*1\\s*ready", re.DOTALL))
+        answer = ask(page, "Hello", max_tokens=400, parallel=4)
+        expect(page.locator("#stream-list h4")).to_have_text("4 open streams")
+        expect(page.locator("#stream-list tbody tr")).to_have_count(4)
+        assert {row[1] for row in rows_of(page.locator("#stream-list"))} == {"0", "1"}
+        assert page.request.post(f"{server.url}engines/0/drain").ok
+        expect(page.locator("#move-list")).to_contain_text(re.compile("0 → 1\\s*draining"))
+        expect(page.locator("#engine-list tbody tr").first).to_contain_text("draining")
+        expect(page.locator("#stream-list tbody tr")).to_have_count(4)
+        expect(page.locator("#stream-list tbody")).to_contain_text("0, 1")
+        assert {row[1] for row in rows_of(page.locator("#stream-list"))} == {"1"}
+        picture(page, "engines", "#engines")
+        page.click("#stop")
+        expect(answer.locator(".note")).to_have_text("stopped")
+        expect(page.locator("#stream-list h4")).to_have_text("0 open streams")
+    page = open_page(eight)  # without the routes for administrators
+    wait_for_steps(page)
+    expect(page.locator("#engines")).to_be_hidden()
 
 
 @pytest.mark.parametrize("depth", [1, 2])

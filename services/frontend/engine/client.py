@@ -15,6 +15,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from protocol.codec import Decoder, ProtocolError, encode, pack
 from protocol.requests import EngineState, Finish, FinishReason, GenerateRequest
@@ -34,6 +35,8 @@ log = logging.getLogger("runahead.frontend")
 
 MAX_RECOVERIES = 64
 """Losses and returns of engines that are kept for traces."""
+MAX_MOVES = 100
+"""Moves of streams that are kept for the page."""
 
 _requests: Decoder[GenerateRequest] = Decoder(GenerateRequest)
 _STATUSES = {FinishReason.REJECTED: 429, FinishReason.INVALID: 400, FinishReason.ABORT: 503}
@@ -65,6 +68,17 @@ class RequestContext:
     cache_salt: str = ""
     structured: StructuredOutputParams | None = None
     pooling: Pooling = Pooling.NONE
+
+
+class StreamMove(NamedTuple):
+    at: float
+    """Seconds since 1970."""
+    request_id: str
+    source: str
+    target: str
+    reason: Reason
+    output_tokens: int
+    """Tokens that were delivered before."""
 
 
 class EngineClient:
@@ -104,6 +118,7 @@ class EngineClient:
         """Requests that were refused for load before they were read."""
         self.placements, self.moves = Counter[Reason](), Counter[Reason]()
         """Decisions by reason, over all time."""
+        self.latest_moves: deque[StreamMove] = deque(maxlen=MAX_MOVES)
         self.flush_queue = FlushQueue()
         self.draining = False
         settings = silence, patience, security, tokenizer
@@ -180,9 +195,17 @@ class EngineClient:
     # -- requests ------------------------------------------------------------------------------------------------
 
     def submit(
-        self, stream: RequestStream, prompt: list[int], params: SamplingParams, context: RequestContext
+        self,
+        stream: RequestStream,
+        prompt: list[int],
+        params: SamplingParams,
+        context: RequestContext,
+        identity: str = "",
     ) -> None:
-        """Send a request; its outputs arrive in `stream`.
+        """Send a request; its outputs arrive in `stream`. If it has output already, the request goes on from there.
+
+        Args:
+            identity: identity of the engines that made the output which `stream` has.
 
         Raises: APIError, when no engine can take a request now
         """
@@ -206,7 +229,7 @@ class EngineClient:
         except (ProtocolError, ValueError) as error:
             raise APIError(400, f"the request exceeds a limit of the engine: {error}") from None
         now = time.monotonic()
-        entry = self.ledger.open(stream, message, now)
+        entry = self.ledger.open(stream, message, now, identity)
         self.placement.advance(now)
         self._place(entry)
         log.debug(
@@ -254,6 +277,16 @@ class EngineClient:
             source.abort([number])
         self.ledger.move(number, self._next_number(), move.target, is_fault=move.reason is Reason.LOST)
         self.moves[move.reason] += 1
+        self.latest_moves.append(
+            StreamMove(
+                time.time(),
+                entry.request.request_id,
+                move.source,
+                move.target,
+                move.reason,
+                len(entry.stream.output),
+            )
+        )
         log.debug(
             "request moved: request_id=%s number=%d tokens=%d from=%s to=%s: %s",
             entry.request.request_id, entry.request.number, len(entry.stream.output), move.source, move.target,

@@ -16,7 +16,7 @@ Rules (docs/invariants.md):
 import itertools
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -152,6 +152,10 @@ class RequestLedger:
         """Return the requests that an engine owns, oldest first. NOBODY: those that wait for an engine."""
         return [entry for entry in self._entries.values() if entry.engine == engine]
 
+    def oldest(self, count: int) -> Iterator[LedgerEntry]:
+        """Return some requests, those that are open longest first."""
+        return itertools.islice(self._by_key.values(), count)
+
     @property
     def waiting(self) -> list[LedgerEntry]:
         """Requests that no engine owns, oldest first."""
@@ -171,9 +175,17 @@ class RequestLedger:
     def with_key(self, key: int) -> LedgerEntry | None:
         return self._by_key.get(key)
 
-    def open(self, stream: RequestStream, request: GenerateRequest, now: float) -> LedgerEntry:
-        """Keep a request, which nobody owns. `now`: monotonic seconds."""
-        entry = LedgerEntry(stream, request, now, next(self._keys))
+    def open(
+        self, stream: RequestStream, request: GenerateRequest, now: float, identity: str = ""
+    ) -> LedgerEntry:
+        """Keep a request, which nobody owns. If its stream has output, it goes on from there.
+
+        Args:
+            now: monotonic seconds.
+            identity: identity of the engines that made the output.
+        """
+        entry = LedgerEntry(stream, request, now, next(self._keys), identity=identity)
+        entry.was_sent = bool(stream.output)
         self._by_key[entry.key] = entry
         self._add(request.number, entry)
         return entry

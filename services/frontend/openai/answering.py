@@ -16,8 +16,9 @@ from services.frontend.errors import APIError, no_such_model
 from services.frontend.http.disconnect import watch_disconnect
 from services.frontend.metrics import Metrics
 from services.frontend.model import ServedModel
+from services.frontend.openai.answers.choice import Delivered
 from services.frontend.openai.answers.event_stream import EventStream, StreamEncoder
-from services.frontend.openai.answers.generation import Generation
+from services.frontend.openai.answers.generation import NOTHING, Generation
 from services.frontend.openai.answers.logprobs import LogprobFormatter
 from services.frontend.openai.answers.options import AnswerOptions
 from services.frontend.openai.answers.usage import UsageCounter
@@ -101,7 +102,7 @@ class Answering:
             self.engine.check_load()
         except APIError as error:
             http = HTTPRequest(scope)
-            self._begin_record(http)
+            self.begin_record(http)
             self._record_failure(http, error)
             return error
         return None
@@ -111,7 +112,7 @@ class Answering:
 
         Raises: APIError
         """
-        self._begin_record(http)
+        self.begin_record(http)
         try:
             response = await answer
         except Exception as error:
@@ -121,7 +122,8 @@ class Answering:
             self.record_end(http, None)
         return response
 
-    def _begin_record(self, http: HTTPRequest) -> None:
+    def begin_record(self, http: HTTPRequest) -> None:
+        """Start the numbers that `record_end` writes."""
         http.state.summary = RequestSummary(choices=None if self._traces is None else [])
 
     def _record_failure(self, http: HTTPRequest, error: Exception) -> None:
@@ -181,8 +183,12 @@ class Answering:
         submissions: list[Submission],
         usage: UsageCounter,
         writer: AnswerWriter,
+        delivered: Delivered = NOTHING,
     ) -> Iterator[Generation]:
         """Submit all choices. They end with this context, or when the client leaves, unless the request is detached.
+
+        Args:
+            delivered: what the only choice goes on from.
 
         Raises: APIError
         """
@@ -202,7 +208,7 @@ class Answering:
         watch = contextlib.nullcontext() if summary.is_detached else watch_disconnect(http.receive, fail)
         with contextlib.closing(generation), watch:
             for prompt, params in submissions:
-                generation.submit(prompt, params)
+                generation.submit(prompt, params, delivered)
             yield generation
 
     async def streamed(

@@ -91,7 +91,7 @@ class BlockIndex:
         if mask & (mask - 1) == 0:  # one engine
             return self._engine_of[mask.bit_length() - 1 : mask.bit_length()]
         data = np.frombuffer(mask.to_bytes(len(self._engine_of) // 8 + 1, "little"), np.uint8)
-        return self._engine_of[np.flatnonzero(np.unpackbits(data, bitorder="little"))]
+        return self._engine_of[np.unpackbits(data, bitorder="little").nonzero()[0]]
 
     def _new_bit(self, engine: int) -> int:
         if self._retired and self._retired[0][1] <= self._holders.rotations:

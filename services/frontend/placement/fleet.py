@@ -12,7 +12,7 @@ from services.frontend.placement.engine_states import Condition
 Rows = NDArray[np.int64]
 Column = NDArray[np.float64]
 
-NUM_COLUMNS = 7
+NUM_COLUMNS = 6
 TYPICAL_TOKEN_SECONDS = 1e-4
 """Assumed time of a prompt token while no engine has measured one."""
 
@@ -39,42 +39,36 @@ class EngineColumns:
 
     def _set(self, columns: NDArray[np.float64]) -> None:
         self._columns = columns
-        self.queue_seconds = columns[0]
-        """As reported."""
-        self.placed_seconds = columns[1]
-        """Seconds of computation that were placed since the last report."""
-        self.streams = columns[2]
+        self.waiting_seconds = columns[0]
+        """Expected queue as reported, and the computation that was placed since then."""
+        self.streams = columns[1]
         """Open requests as reported, and those placed since then."""
-        self.prompt_seconds = columns[3]
+        self.prompt_seconds = columns[2]
         """Seconds per prompt token; 0.0: unknown."""
-        self.output_seconds = columns[4]
+        self.output_seconds = columns[3]
         """Seconds per output token; 0.0: unknown."""
-        self.moving_until = columns[5]
+        self.moving_until = columns[4]
         """When the streams that moved here are recomputed, at the pace of moves; monotonic seconds."""
-        self.slow_since = columns[6]
+        self.slow_since = columns[5]
         """When it was first found far slower than others; inf: it is not. Monotonic seconds."""
 
     def __iter__(self) -> Iterator[tuple[str, int]]:
         return iter(self.row_of.items())
 
     def report(self, name: str, report: EngineReport) -> int:
-        """Set the columns of an engine. Return its row."""
+        """Set the columns of an engine. Return its row if its condition has changed, else -1."""
         if (row := self.row_of.get(name, -1)) < 0:
-            row = self._add(name, report)
+            changed = row = self._add(name, report)
         else:
             before, self.reports[row] = self.reports[row], report
-            if (before.condition, before.identity, before.block_size) != (
-                report.condition,
-                report.identity,
-                report.block_size,
-            ):
+            changed = -1 if before.condition is report.condition else row
+            if changed >= 0 or before.identity != report.identity or before.block_size != report.block_size:
                 self._candidates.clear()
-        self.queue_seconds[row] = report.queue_seconds
+        self.waiting_seconds[row] = report.queue_seconds
         self.streams[row] = report.num_streams
         self.prompt_seconds[row] = report.seconds_per_prompt_token
         self.output_seconds[row] = report.seconds_per_output_token
-        self.placed_seconds[row] = 0.0
-        return row
+        return changed
 
     def remove(self, name: str) -> None:
         row = self.row_of.pop(name)

@@ -110,9 +110,10 @@ class Placement:
         """An engine is new, or there is a later report. Call it about every second for each engine."""
         if self._record is not None:
             self._record(records.EngineReported(name, report))
-        row = self._fleet.report(name, report)
-        self._removed.discard(row)
-        self._set_leaving(row, report.condition)
+        if (row := self._fleet.report(name, report)) >= 0:
+            self._set_leaving(row, report.condition)
+        if self._removed:
+            self._removed.discard(self._fleet.row_of[name])
 
     def on_engine_removed(self, name: str) -> None:
         """An engine is listed no longer. Its streams move. Unknown names are ignored."""
@@ -209,7 +210,7 @@ class Placement:
     ) -> Place | RefuseRequest:
         fleet, most = self._fleet, self._limits.max_queue_seconds
         if most is not None:
-            expected = fleet.queue_seconds.take(rows) + fleet.placed_seconds.take(rows)
+            expected = fleet.waiting_seconds.take(rows)
             if (least := float(expected.min())) > most:
                 text = f"a new request would wait about {least:.1f} s, and the limit is {most:g} s"
                 return RefuseRequest(least - most, text)
@@ -274,7 +275,7 @@ class Placement:
         self._streams[stream.key] = stream
         self._streams_of.setdefault(row, {})[stream.key] = stream
         seconds = max(stream.num_tokens - hit, 0) * fleet.token_seconds_of(row)
-        fleet.placed_seconds[row] += seconds
+        fleet.waiting_seconds[row] += seconds
         fleet.streams[row] += 1
         if share:
             fleet.moving_until[row] = max(fleet.moving_until[row], self._now) + seconds / share

@@ -44,14 +44,10 @@ class PlacementView:
         """Uniform in [0, 1): another number for each request and frontend."""
 
     @property
-    def queue_seconds(self) -> Column:
-        """float64[engines]: expected time before the first step of a new request, as reported."""
-        return self._fleet.queue_seconds.take(self.rows)
-
-    @property
-    def placed_seconds(self) -> Column:
-        """float64[engines]: computation that this frontend has placed since the last report."""
-        return self._fleet.placed_seconds.take(self.rows)
+    def waiting_seconds(self) -> Column:
+        """float64[engines]: expected time before the first step of a new request: as reported, and the computation that
+        this frontend has placed since then."""
+        return self._fleet.waiting_seconds.take(self.rows)
 
     @property
     def streams(self) -> Column:
@@ -66,7 +62,7 @@ class PlacementView:
     def pick(self, chosen: NDArray[np.bool_]) -> int:
         """Return one of the engines for which `chosen` is true, at random: many frontends that see the same reports
         would all choose the first one."""
-        found = np.flatnonzero(chosen)
+        found = chosen.nonzero()[0]
         return int(found[int(self.random * len(found))])
 
 
@@ -95,10 +91,9 @@ class PrefixAwarePolicy:
 
     def choose(self, view: PlacementView) -> int:
         seconds = view.token_seconds
-        waiting = view.queue_seconds + view.placed_seconds
         computing = self.DELAYED * (view.num_tokens - view.hits)
         decoding = 2 * self.OUTPUT * view.streams
-        costs = waiting + (computing + decoding) * seconds
+        costs = view.waiting_seconds + (computing + decoding) * seconds
         return view.pick(costs <= costs.min() + self.TIE * view.num_tokens * seconds)
 
 

@@ -1,7 +1,8 @@
 """Answers in the form of the Responses API, whole and as events."""
 
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -30,21 +31,21 @@ _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 """OpenAI's codes of the errors of failed responses; others are a server_error."""
 
 
-def head_json(body: ResponsesRequest, id: str, model: str, is_stored: bool, metadata: JSON) -> ResponseHead:
-    """Return the fields of a response that its request decides. Raises: APIError"""
+def head_json(body: ResponsesRequest, id: str, model: str, is_stored: bool, created: int) -> ResponseHead:
+    """Return the fields of a response that its request decides. `created`: seconds since 1970. Raises: APIError"""
     text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text is not None else {}
     effort = body.reasoning.effort if body.reasoning is not None else None
     choice = body.tool_choice
     return {
         "id": id,
         "object": "response",
-        "created_at": int(time.time()),
+        "created_at": created,
         "model": model,
         "background": bool(body.background),
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": None,
-        "metadata": _raw(metadata),
+        "metadata": _raw(body.metadata or {}),
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
@@ -95,8 +96,8 @@ class ResponseInProgress:
         usage: UsageCounter,
         count_tokens: Callable[[str], int],
     ) -> None:
-        self._head, self._parser, self._usage, self._count_tokens = head, parser, usage, count_tokens
-        self._items = OutputItems()
+        self._head, self._parser, self.usage, self._count_tokens = head, parser, usage, count_tokens
+        self._items = OutputItems(head["id"])
         self._finish: str | None = None
 
     @property
@@ -135,10 +136,10 @@ class ResponseInProgress:
         }
 
     def _usage_json(self) -> ResponsesUsage:
-        counted, reasoning = self._usage.to_json(), self._items.reasoning
+        counted, reasoning = self.usage.to_json(), self._items.reasoning
         return {
             "input_tokens": counted["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": self._usage.num_cached or 0, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": self.usage.num_cached or 0, "cache_write_tokens": 0},
             "output_tokens": counted["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": self._count_tokens(reasoning) if reasoning else 0},
             "total_tokens": counted["total_tokens"],
@@ -150,10 +151,16 @@ class ResponseEvents:
 
     Args:
         on_end: called with the response before its last event.
+        on_chunk: called when a chunk becomes events.
     """
 
-    def __init__(self, answer: ResponseInProgress, on_end: Callable[[ResponseObject], None]) -> None:
-        self._answer, self._on_end = answer, on_end
+    def __init__(
+        self,
+        answer: ResponseInProgress,
+        on_end: Callable[[ResponseObject], None],
+        on_chunk: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._answer, self._on_end, self._on_chunk = answer, on_end, on_chunk
         self._initial = answer.to_json()
         self._number = len(_OPENING)  # the first items are encoded before `opening`
 
@@ -170,6 +177,7 @@ class ResponseEvents:
         return self.chunk(Chunk(text))
 
     def chunk(self, chunk: Chunk) -> bytes:
+        self._on_chunk()
         return self._encoded(self._answer.push(chunk))
 
     def closing(self) -> bytes:
@@ -193,3 +201,33 @@ def _event(event: JSON, number: int) -> bytes:
     numbered = {"type": event["type"], "sequence_number": number, **event}
     data = one_line(msgspec.json.encode(numbered))
     return b"event: %b\ndata: %b%b" % (event["type"].encode(), data, END_OF_EVENT)
+
+
+def joined(events: Iterable[bytes]) -> JSON:
+    """Return the response that these first events of a stream describe, as it was when the last one was written."""
+    response: JSON = {}
+    items: list[JSON] = []
+    for encoded in events:
+        event = json.loads(encoded.split(b"\ndata: ", 1)[1])  # integers may have any size
+        match event["type"]:
+            case "response.created":
+                response = event["response"]
+            case "response.output_item.added":
+                items.append(event["item"])
+            case "response.output_item.done":
+                items[-1] = event["item"]
+            case "response.content_part.added":
+                items[-1]["content"].append(event["part"])
+            case "response.function_call_arguments.delta":
+                items[-1]["arguments"] += event["delta"]
+            case kind if kind.endswith("_text.delta"):
+                items[-1]["content"][0]["text"] += event["delta"]
+    return {**response, "status": "in_progress" if items else response["status"], "output": items}
+
+
+def failed_event(response: JSON, error: APIError, number: int) -> tuple[bytes, bytes]:
+    """Return the event that ends a response of which no more is known than `joined` returns, and the response."""
+    failure = {"code": _CODES.get(error.status, "server_error"), "message": error.message}
+    content = {**response, "status": "failed", "error": failure}
+    encoded = msgspec.Raw(json_text(content).encode())
+    return _event({"type": "response.failed", "response": encoded}, number), bytes(encoded)

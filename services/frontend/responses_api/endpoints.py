@@ -2,38 +2,55 @@
 
 import asyncio
 import contextlib
+import logging
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Self
 
 import msgspec
 from fastapi import APIRouter, Path, Query
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response, StreamingResponse
 
+from protocol.codec import pack, unpack
+from protocol.sampling import SamplingParams
 from services.frontend.context import AppContext, Context
+from services.frontend.engine.client import RequestContext
 from services.frontend.errors import GONE, APIError, invalid
+from services.frontend.model import ServedModel
 from services.frontend.openai.answering import Answering
 from services.frontend.openai.answers.chat_output import ChatOutput
+from services.frontend.openai.answers.generation import NOTHING, OTHER_EVENTS
 from services.frontend.openai.answers.usage import UsageCounter
 from services.frontend.openai.answers.writers import AnswerCollector
+from services.frontend.openai.parameters.body import decoded, validated
 from services.frontend.openai.parameters.structured import structured_params
+from services.frontend.openai.prompts.prompt import Prompt
+from services.frontend.openai.schemas.requests import ChatRequest
 from services.frontend.openapi import GUARDED, WITH_BODY, errors, read_by_handler
 from services.frontend.responses_api.answers import ResponseEvents, ResponseInProgress, head_json
-from services.frontend.responses_api.background import BackgroundRun
+from services.frontend.responses_api.background import BackgroundRun, EventLog, Run
 from services.frontend.responses_api.conversation import chat_request, input_items
+from services.frontend.responses_api.files import Orphan, ResponseFiles
 from services.frontend.responses_api.items import new_id
+from services.frontend.responses_api.response_file import FileLog
 from services.frontend.responses_api.responses import (
     DeletedResponse,
     InputItemList,
+    ResponseHead,
     ResponseObject,
     ResponseStreamEvent,
 )
 from services.frontend.responses_api.schemas import Item, ResponsesRequest
-from services.frontend.responses_api.store import ResponseStore
+from services.frontend.responses_api.store import Origin, ResponseStore, StoredResponse
+
+log = logging.getLogger("runahead.frontend")
 
 router = APIRouter(prefix="/v1/responses")
 _STORED = errors(*GUARDED, 400, 404)
+Store = ResponseStore | ResponseFiles
 ResponseId = Annotated[str, Path(max_length=512)]
 
 
@@ -62,7 +79,7 @@ async def retrieve(
     stream: bool = False,
     starting_after: Annotated[int | None, Query(ge=0, lt=2**31)] = None,
 ) -> Response:
-    found = _required(context.responses).get(http.state.tenant, id)
+    found = _found(http, context, id)
     if stream:
         return _events(found.run("stream"), -1 if starting_after is None else starting_after)
     if starting_after is not None:
@@ -77,7 +94,7 @@ async def retrieve(
     responses=_STORED,
 )
 async def cancel(http: HTTPRequest, context: Context, id: ResponseId) -> Response:
-    run = _required(context.responses).get(http.state.tenant, id).run()
+    run = _found(http, context, id).run()
     await run.cancel()
     return Response(run.response, media_type="application/json")
 
@@ -92,7 +109,7 @@ async def delete(http: HTTPRequest, context: Context, id: ResponseId) -> Deleted
 
 @router.get("/{id}/input_items", summary="Items of the request of a stored response", responses=_STORED)
 async def list_input_items(http: HTTPRequest, context: Context, id: ResponseId) -> InputItemList:
-    items = _required(context.responses).get(http.state.tenant, id).given()
+    items = _found(http, context, id).given()
     written = [item.model_dump(mode="json", exclude_none=True) for item in items]
     data = [{"id": f"{id}_{number}", **item} for number, item in enumerate(written)]
     return {
@@ -104,7 +121,13 @@ async def list_input_items(http: HTTPRequest, context: Context, id: ResponseId) 
     }
 
 
-def _required(store: ResponseStore | None, param: str | None = None) -> ResponseStore:
+def _found(http: HTTPRequest, context: AppContext, id: str, param: str | None = None) -> StoredResponse:
+    """Return a stored response. One of a lost frontend goes on here. Raises: APIError"""
+    go_on = partial(_go_on, http, context)
+    return _required(context.responses, param).get(http.state.tenant, id, param, go_on)
+
+
+def _required(store: Store | None, param: str | None = None) -> Store:
     """Raises: APIError"""
     if store is None:
         code = "previous_response_not_found" if param else "response_not_found"
@@ -112,9 +135,29 @@ def _required(store: ResponseStore | None, param: str | None = None) -> Response
     return store
 
 
-def _events(run: BackgroundRun, after: int) -> Response:
+def _events(run: Run, after: int) -> Response:
     headers = {"cache-control": "no-cache"}
-    return StreamingResponse(run.events.behind(after), 200, headers, "text/event-stream")
+    return StreamingResponse(run.behind(after), 200, headers, "text/event-stream")
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """A request with the chat that has the same meaning."""
+
+    given: ResponsesRequest
+    history: Sequence[Item]
+    body: ChatRequest
+    output: ChatOutput
+
+    @classmethod
+    def make(cls, given: ResponsesRequest, history: Sequence[Item], model: ServedModel) -> Self:
+        """Raises: APIError"""
+        body = chat_request(given, history)
+        return cls(given, history, body, ChatOutput.from_body(body, model.formats))
+
+    @property
+    def items(self) -> Sequence[Item]:
+        return input_items(self.given)
 
 
 async def _create(http: HTTPRequest, context: AppContext) -> Response:
@@ -125,34 +168,27 @@ async def _create(http: HTTPRequest, context: AppContext) -> Response:
         raise invalid(
             "background needs a stored response: leave out store and --no-response-store", "background"
         )
-    history = _history(http, context, given)
-    body = chat_request(given, history)
-    output = ChatOutput.from_body(body, model.formats)
-    prompt = await answering.prompts.for_chat(body, state.vocab_size, state.max_model_len)
-    start = output.reasoning_start(prompt.token_ids, model.tokenizer)
-    request = answering.context(http, body, output.grammar(structured_params(body), start))
-    submissions = await answering.submissions(body, [prompt])
+    turn = _Turn.make(given, _history(http, context, given), model)
+    prompt = await answering.prompts.for_chat(turn.body, state.vocab_size, state.max_model_len)
+    submissions = await answering.submissions(turn.body, [prompt])
     store = context.responses if given.store is not False else None
-    name = given.model or model.names[0]
-    head = head_json(given, new_id("resp"), name, store is not None, given.metadata or {})
-    usage = UsageCounter()
-    parser = output.parser(start, eager=bool(given.stream or given.background))
-    answer = ResponseInProgress(head, parser, usage, lambda text: len(model.tokenizer.encode_rendered(text)))
+    id, tenant, name, created = (
+        new_id("resp"),
+        http.state.tenant,
+        given.model or model.names[0],
+        int(time.time()),
+    )
     if given.background:
-        run = BackgroundRun(answer, partial(_required(store).grow, http.state.tenant, answer.id))
-        http.state.summary.is_detached = True
-        with contextlib.ExitStack() as stack:
-            generation = stack.enter_context(
-                answering.generation(http, body, request, submissions, usage, run.encoder)
-            )
-            run.start(generation.response)
-            _required(store).begin(http.state.tenant, answer.id, run, history, input_items(given))
-            close = stack.pop_all().close
-        task = asyncio.create_task(_finish(http, answering, run, close))
-        context.tasks.add(task)
-        task.add_done_callback(context.tasks.discard)
+        params = msgspec.msgpack.encode(submissions[0][1])
+        text = (await http.body()).decode()
+        origin = Origin(text, name, created, pack(prompt.token_ids), params)
+        events = _required(store).log(tenant, id, origin, turn.history, turn.items)
+        run = _start(http, context, turn, id, origin, events)
         return _events(run, -1) if given.stream else Response(run.response, media_type="application/json")
-    keep = _keeper(store, http.state.tenant, history, input_items(given))
+    head = head_json(given, id, name, store is not None, created)
+    answer, request = _answer(http, context, turn, head, prompt.token_ids)
+    usage, body = answer.usage, turn.body
+    keep = _keeper(store, tenant, turn.history, turn.items)
     if given.stream:
         encoder = ResponseEvents(answer, keep)
         return await answering.streamed(http, body, request, submissions, usage, encoder)
@@ -164,6 +200,82 @@ async def _create(http: HTTPRequest, context: AppContext) -> Response:
     content = answer.to_json()
     keep(content)
     return Response(msgspec.json.encode(content), media_type="application/json")
+
+
+def _answer(
+    http: HTTPRequest, context: AppContext, turn: _Turn, head: ResponseHead, prompt: list[int]
+) -> tuple[ResponseInProgress, RequestContext]:
+    tokenizer, given, output = context.model.tokenizer, turn.given, turn.output
+    start = output.reasoning_start(prompt, tokenizer)
+    grammar = output.grammar(structured_params(turn.body), start)
+    parser = output.parser(start, eager=bool(given.stream or given.background))
+    answer = ResponseInProgress(
+        head, parser, UsageCounter(), lambda text: len(tokenizer.encode_rendered(text))
+    )
+    return answer, context.answering.context(http, turn.body, grammar)
+
+
+def _start(
+    http: HTTPRequest,
+    context: AppContext,
+    turn: _Turn,
+    id: str,
+    origin: Origin,
+    events: EventLog,
+    orphan: Orphan | None = None,
+) -> BackgroundRun:
+    """Generate a response apart from its connection.
+
+    Args:
+        orphan: what another frontend has done of it.
+
+    Raises: APIError
+    """
+    answering, store, tenant = context.answering, _required(context.responses), http.state.tenant
+    prompt = Prompt(unpack(origin.prompt).tolist())
+    params = msgspec.msgpack.decode(origin.params, type=SamplingParams)
+    head = head_json(turn.given, id, origin.model, True, origin.created)
+    answer, request = _answer(http, context, turn, head, prompt.token_ids)
+    run = BackgroundRun(answer, events)
+    opening = run.encoder.opening()
+    delivered = NOTHING if orphan is None else orphan.delivered
+    if orphan is not None and orphan.opening != opening:
+        raise APIError(500, OTHER_EVENTS)
+    http.state.summary.is_detached = True
+    generating = answering.generation(
+        *(http, turn.body, request, [(prompt, params)], answer.usage, run.encoder, delivered)
+    )
+    with contextlib.ExitStack() as stack:
+        generation = stack.enter_context(generating)
+        if isinstance(events, FileLog):
+            events.follow(generation.choices[0], context.engine.ledger, delivered)
+        run.start(generation.response)
+        if orphan is None:
+            events.write(opening)
+        store.begin(tenant, id, run, turn.history, turn.items)
+        close = stack.pop_all().close
+    task = asyncio.create_task(_finish(http, answering, run, close))
+    context.tasks.add(task)
+    task.add_done_callback(context.tasks.discard)
+    return run
+
+
+def _go_on(http: HTTPRequest, context: AppContext, orphan: Orphan) -> None:
+    """Go on with the response of a lost frontend. Raises: APIError, if that may work later"""
+    try:
+        context.answering.check(None)
+        context.answering.begin_record(http)
+        given = validated(decoded(orphan.origin.body.encode()), ResponsesRequest)
+        turn = _Turn.make(given, orphan.history, context.model)
+        _start(http, context, turn, orphan.id, orphan.origin, orphan.log, orphan)
+    except Exception as error:
+        if isinstance(error, APIError) and error.status in (429, 503):
+            orphan.log.release()
+            raise
+        if not isinstance(error, APIError):
+            log.exception("a response of a lost frontend cannot go on: id=%s", orphan.id)
+            error = APIError(500, "an internal error occurred; the log has its details")
+        orphan.fail(error)
 
 
 async def _finish(
@@ -182,14 +294,11 @@ def _history(http: HTTPRequest, context: AppContext, given: ResponsesRequest) ->
     """Return the items of the earlier turns. Raises: APIError"""
     if given.previous_response_id is None:
         return ()
-    param = "previous_response_id"
-    return (
-        _required(context.responses, param).get(http.state.tenant, given.previous_response_id, param).items()
-    )
+    return _found(http, context, given.previous_response_id, "previous_response_id").items()
 
 
 def _keeper(
-    store: ResponseStore | None, tenant: str, history: Sequence[Item], given: Sequence[Item]
+    store: Store | None, tenant: str, history: Sequence[Item], given: Sequence[Item]
 ) -> Callable[[ResponseObject], None]:
     """Return a function that stores a whole response.
 

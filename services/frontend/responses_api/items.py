@@ -19,11 +19,21 @@ def new_id(prefix: str) -> str:
 
 
 class OutputItems:
-    """Builds the items of one answer. Every method returns events, without their sequence numbers."""
+    """Builds the items of one answer. Every method returns events, without their sequence numbers.
 
-    def __init__(self) -> None:
+    Args:
+        response_id: the ids of the items follow from it, so that another frontend that goes on with the response makes
+            the same ones.
+    """
+
+    def __init__(self, response_id: str) -> None:
         self.items: list[JSON] = []
+        self._seed = response_id.rpartition("_")[2]
         self._is_open = False
+
+    def _id(self, prefix: str) -> str:
+        """Return the id of the next item."""
+        return f"{prefix}_{self._seed}{len(self.items):04x}"
 
     def push(self, parsed: list[ParsedEvent]) -> list[JSON]:
         events: list[JSON] = []
@@ -33,10 +43,10 @@ class OutputItems:
                     events += self._add_text("message", text)
                 case Reasoning(text) if text:
                     events += self._add_text("reasoning", text)
-                case CallStart(_, id, name):
-                    call = {"id": new_id("fc"), "type": "function_call", "status": "in_progress"}
-                    events += self._close("completed")
-                    events += self._open({**call, "call_id": id, "name": name, "arguments": ""})
+                case CallStart(_, _, name):
+                    call = {"id": self._id("fc"), "type": "function_call", "status": "in_progress"}
+                    call |= {"call_id": self._id("call"), "name": name, "arguments": ""}
+                    events += self._close("completed") + self._open(call)
                 case Arguments(_, text) if text:
                     self.items[-1]["arguments"] += text
                     events.append(self._event("response.function_call_arguments.delta", delta=text))
@@ -64,7 +74,7 @@ class OutputItems:
     def _begin(self, kind: str) -> list[JSON]:
         """Open an item whose content is one part."""
         prefix, part_type, _ = _KINDS[kind]
-        item: JSON = {"id": new_id(prefix), "type": kind, "status": "in_progress", "content": []}
+        item: JSON = {"id": self._id(prefix), "type": kind, "status": "in_progress", "content": []}
         part: JSON = {"type": part_type, "text": ""}
         if kind == "message":
             item, part = {**item, "role": "assistant"}, {**part, "annotations": [], "logprobs": []}

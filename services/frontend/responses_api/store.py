@@ -3,12 +3,13 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 from pydantic import TypeAdapter
 
 from services.frontend.errors import APIError, invalid
-from services.frontend.responses_api.background import BackgroundRun
+from services.frontend.responses_api.background import BackgroundRun, EventLog, MemoryLog, Run
 from services.frontend.responses_api.responses import ResponseObject
 from services.frontend.responses_api.schemas import Item
 
@@ -20,7 +21,7 @@ OVERHEAD = 1024
 """Bytes that a stored response takes besides its JSON, at most."""
 _NOT_CONTINUED = ("queued", "in_progress", "failed", "cancelled")
 """Statuses of responses without a whole answer."""
-_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
+ITEM_LIST: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +29,17 @@ class StoredResponse:
     """JSON, as parsed items take eight times as much memory."""
 
     id: str
-    written: bytes | BackgroundRun
+    written: bytes | Run
+    """The response; that of one which was created with `background` may grow."""
     conversation: bytes
     """Items before the answer."""
     num_given: int
     """Number of those at the end of the conversation that this turn's request had."""
-    expires: float
 
     @property
     def response(self) -> bytes:
         """The response as it is now."""
         return self.written if isinstance(self.written, bytes) else self.written.response
-
-    @property
-    def size(self) -> int:
-        written = len(self.written) if isinstance(self.written, bytes) else self.written.size
-        return written + len(self.conversation) + OVERHEAD
 
     def items(self) -> list[Item]:
         """Return the conversation up to and with the answer. Raises: APIError, if the answer is not whole"""
@@ -53,9 +49,9 @@ class StoredResponse:
                 f"the response is {response['status']}; only one that is completed or incomplete can be continued",
                 "previous_response_id",
             )
-        return self._before() + _ITEMS.validate_python(response["output"])
+        return self._before() + ITEM_LIST.validate_python(response["output"])
 
-    def run(self, param: str | None = None) -> BackgroundRun:
+    def run(self, param: str | None = None) -> Run:
         """Return the run of a response with `background`. Raises: APIError, if it is another one"""
         if isinstance(self.written, bytes):
             raise invalid(
@@ -69,22 +65,35 @@ class StoredResponse:
         return self._before()[-self.num_given :]
 
     def _before(self) -> list[Item]:
-        return _ITEMS.validate_json(self.conversation)
+        return ITEM_LIST.validate_json(self.conversation)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept(StoredResponse):
+    expires: float = 0.0
+
+    @property
+    def size(self) -> int:
+        if isinstance(self.written, BackgroundRun) and isinstance(self.written.events, MemoryLog):
+            written = self.written.events.size
+        else:
+            written = len(self.response)
+        return written + len(self.conversation) + OVERHEAD
 
 
 @dataclass
 class _Share:
     """Responses of one API key."""
 
-    by_id: dict[str, StoredResponse] = field(default_factory=dict)
+    by_id: dict[str, _Kept] = field(default_factory=dict)
     """Oldest first."""
     size: int = 0
     """Bytes."""
 
-    def oldest(self) -> StoredResponse:
+    def oldest(self) -> _Kept:
         return next(iter(self.by_id.values()))
 
-    def add(self, stored: StoredResponse) -> None:
+    def add(self, stored: _Kept) -> None:
         self.by_id[stored.id] = stored
         self.size += stored.size
 
@@ -94,6 +103,30 @@ class _Share:
         self.size -= dropped.size
         if isinstance(dropped.written, BackgroundRun):
             dropped.written.fail(APIError(500, reason))
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """The source of a response with `background`, from which another frontend can go on with it."""
+
+    body: str
+    """The request body, as the client sent it."""
+    model: str
+    created: int
+    """Seconds since 1970."""
+    prompt: bytes
+    """Token ids, int32 little-endian."""
+    params: bytes
+    """`SamplingParams` as MessagePack, with the seed that was drawn."""
+
+
+def not_stored(id: str, param: str | None) -> APIError:
+    return APIError(
+        404,
+        f"response {id!r:.80} is not stored here: it is unknown, deleted, expired, or was made by another frontend",
+        param,
+        "previous_response_not_found" if param else "response_not_found",
+        logged="this response is not stored here",
+    )
 
 
 class ResponseStore:
@@ -117,10 +150,16 @@ class ResponseStore:
         """
         self._add(tenant, response["id"], msgspec.json.encode(response), history, given)
 
+    def log(
+        self, tenant: str, id: str, origin: Origin, history: Sequence[Item], given: Sequence[Item]
+    ) -> EventLog:
+        """Return where the events of a response with `background` are kept."""
+        return MemoryLog(partial(self.grow, tenant, id))
+
     def begin(
         self, tenant: str, id: str, run: BackgroundRun, history: Sequence[Item], given: Sequence[Item]
     ) -> None:
-        """Store a response whose run has started, as `add`. `grow` must be called for the bytes that it takes more.
+        """Store a response whose run has started, as `add`.
 
         Raises: APIError, if it is larger than the store
         """
@@ -133,14 +172,14 @@ class ResponseStore:
         self,
         tenant: str,
         id: str,
-        written: bytes | BackgroundRun,
+        written: bytes | Run,
         history: Sequence[Item],
         given: Sequence[Item],
     ) -> bool:
         """Return False if the response is larger than the store."""
         self._expire()
-        conversation = _ITEMS.dump_json([*history, *given], exclude_none=True)
-        stored = StoredResponse(id, written, conversation, len(given), self._clock() + MAX_SECONDS)
+        conversation = ITEM_LIST.dump_json([*history, *given], exclude_none=True)
+        stored = _Kept(id, written, conversation, len(given), self._clock() + MAX_SECONDS)
         if stored.size > self._max_bytes:
             return False
         self._shares.setdefault(tenant, _Share()).add(stored)
@@ -164,18 +203,12 @@ class ResponseStore:
         """Bytes of all responses."""
         return sum(share.size for share in self._shares.values())
 
-    def get(self, tenant: str, id: str, param: str | None = None) -> StoredResponse:
-        """Raises: APIError, if this key has no such response"""
+    def get(self, tenant: str, id: str, param: str | None = None, go_on: object = None) -> StoredResponse:
+        """Raises: APIError, if this key has no such response. `go_on` is for responses of lost frontends."""
         self._expire()
         found = self._shares[tenant].by_id.get(id) if tenant in self._shares else None
         if found is None:
-            raise APIError(
-                404,
-                f"response {id!r:.80} is not stored here: it is unknown, expired, or was made by another frontend",
-                param,
-                "previous_response_not_found" if param else "response_not_found",
-                logged="this response is not stored here",
-            )
+            raise not_stored(id, param)
         return found
 
     def delete(self, tenant: str, id: str) -> None:

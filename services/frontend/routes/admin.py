@@ -45,6 +45,36 @@ class EngineList(TypedDict):
     engines: list[EngineEntry]
 
 
+class StreamEntry(TypedDict):
+    request_id: str
+    """Id of the HTTP request."""
+    engines: list[str]
+    """Names of the engines that its HTTP request was placed on, in this order."""
+    engine: str
+    """Name of its engine; "": it waits for one."""
+    output_tokens: int
+
+
+class MoveEntry(TypedDict):
+    at: float
+    """Seconds since 1970."""
+    request_id: str
+    source: str
+    target: str
+    reason: str
+    """lost, draining or slow."""
+    output_tokens: int
+    """Tokens that the former engine had delivered."""
+
+
+class StreamList(TypedDict):
+    open: int
+    """Open streams; `streams` has the oldest ones."""
+    streams: list[StreamEntry]
+    moves: list[MoveEntry]
+    """The latest ones, in their order."""
+
+
 class DrainResponse(TypedDict):
     name: str
     streams: int
@@ -82,6 +112,34 @@ async def engines(context: Context) -> EngineList:
             }
             for engine in client.engines.values()
         ]
+    }
+
+
+@router.get("/engines/streams", summary="Open streams by engine, and the latest moves")
+async def streams(context: Context, limit: Annotated[int, Query(ge=0, le=10000)] = 200) -> StreamList:
+    client = context.engine
+    return {
+        "open": len(client.ledger),
+        "streams": [
+            {
+                "request_id": entry.request.request_id,
+                "engine": entry.engine,
+                "engines": entry.stream.response.engines,
+                "output_tokens": len(entry.stream.output),
+            }
+            for entry in client.ledger.oldest(limit)
+        ],
+        "moves": [
+            {
+                "at": move.at,
+                "request_id": move.request_id,
+                "source": move.source,
+                "target": move.target,
+                "reason": move.reason,
+                "output_tokens": move.output_tokens,
+            }
+            for move in client.latest_moves
+        ],
     }
 
 

@@ -63,6 +63,7 @@ async def version() -> VersionResponse:
 
 
 @router.get("/server_info", summary="State and sizes of the engine")
+@router.get("/get_server_info", summary="State and sizes of the engine, as older routers read them")
 async def server_info(context: Context) -> ServerInfo:
     state = context.engine.state
     return {

@@ -1,5 +1,6 @@
 """Routes for the programs that watch this process: probes and metrics."""
 
+import re
 from typing import Annotated, Literal
 
 from fastapi import APIRouter
@@ -22,11 +23,9 @@ PHASE_TEXTS = {
     EnginePhase.RECOVERING: "waiting for the scheduler or for lost workers",
 }
 """Texts for clients without an API key. The engine's own may have paths, and errors of workers."""
-_LOADING_PHASES = frozenset(
-    {
-        *("preparing compiled kernels", "loading weights", "weights", "simulated model"),
-        "allocating the KV cache",
-    }
+_OPEN_DETAIL = re.compile(
+    "preparing compiled kernels|loading weights|weights|simulated model|allocating the KV cache|"
+    r"connecting to the scheduler|waiting for workers(: \d+ of \d+ have registered| that have the weights in memory)"
 )
 """Texts of the engine that every client may see."""
 
@@ -66,7 +65,7 @@ async def readyz(http: HTTPRequest, response: Response, context: Context) -> Rea
         response.status_code = 503
         response.headers.update(RETRY_AFTER)
     phase = EnginePhase.DRAINING if engine.draining else state.phase
-    is_open = http.state.tenant or state.detail in _LOADING_PHASES
+    is_open = http.state.tenant or _OPEN_DETAIL.fullmatch(state.detail)
     detail = state.detail if is_open else PHASE_TEXTS[phase]
     return {"phase": phase.name.lower(), "detail": detail, "progress": state.progress}
 

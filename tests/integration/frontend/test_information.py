@@ -55,7 +55,7 @@ def test_information_has_sizes_and_no_secrets() -> None:
             CONTEXT,
             ["org/demo"],
         )
-        for path in ("/server_info", "/model_info", "/get_model_info"):
+        for path in ("/server_info", "/get_server_info", "/model_info", "/get_model_info"):
             keys = "model_id", "model_path", "tokenizer_path", "served_model_name"
             assert {content(path)[key] for key in keys} == {"org/demo"}
         assert content("/model_info")["is_generation"] is True

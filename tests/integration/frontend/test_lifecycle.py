@@ -55,10 +55,13 @@ def test_readiness_follows_the_engine_and_shows_its_progress() -> None:
         assert httpx.get(readyz, headers=key).json()["detail"] == "the worker was killed"
 
 
+NUMBER = "waiting for workers: 1 of 2 have registered"
+
+
 def test_probes_without_a_key_show_fixed_texts() -> None:
     secret = EngineState(EnginePhase.FAILED, "OSError: /home/me/secret")
     for keys in ([], ["key"]):
-        with scripted(state=secret, api_key=keys) as (frontend, _):
+        with scripted(state=secret, api_key=keys) as (frontend, scheduler):
             for path in ("/readyz", "/health"):
                 wait_until(
                     lambda url=frontend.url + path: "failed" in httpx.get(url).text, "the state has arrived"
@@ -67,6 +70,10 @@ def test_probes_without_a_key_show_fixed_texts() -> None:
                     answer = httpx.get(frontend.url + path, headers=headers)
                     assert answer.status_code == 503
                     assert answer.json()["detail"] == "failed; the log has the reason"
+            scheduler.send(EngineState(EnginePhase.WAITING_FOR_WORKERS, NUMBER))
+            wait_until(
+                lambda url=frontend.url: NUMBER in httpx.get(f"{url}/readyz").text, "the number is shown"
+            )
 
 
 def test_probes_answer_head(frontend: Frontend, scheduler: ScriptedScheduler) -> None:

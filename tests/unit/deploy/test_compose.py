@@ -10,7 +10,7 @@ import yaml
 
 from services.cli.settings import PREFIX, merge
 from services.cli.start import check_endpoints
-from services.config import SERVICES
+from services.config import SERVICES, ServeConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 OVERLAYS = sorted(path.stem for path in (ROOT / "deploy" / "compose").glob("*.yml"))
@@ -146,10 +146,19 @@ def test_images_are_targets_of_the_dockerfile_at_this_version() -> None:
 
 
 def test_every_overlay_is_tested_with_docker() -> None:
-    assert OVERLAYS == ["api-key", "frontends", "gpu", "model", "observability", "vllm", "vllm-gpu"]
+    assert OVERLAYS == [
+        "api-key",
+        "engines",
+        "frontends",
+        "gpu",
+        "model",
+        "observability",
+        "vllm",
+        "vllm-gpu",
+    ]
 
 
-@pytest.mark.parametrize("overlay", [name for name in OVERLAYS if name != "observability"])
+@pytest.mark.parametrize("overlay", [name for name in OVERLAYS if name not in ("engines", "observability")])
 def test_overlays_keep_the_restrictions(overlay: str) -> None:
     base = services(**GIVEN)
     for service, definition in services(f"deploy/compose/{overlay}.yml", **GIVEN).items():
@@ -167,7 +176,26 @@ def test_overlays_keep_the_restrictions(overlay: str) -> None:
         environment = base[service]["environment"] | definition.get("environment", {})
         check_environment(service, environment)
         for volume in definition.get("volumes", []):
-            assert volume.endswith(":ro")
+            assert volume.endswith(":ro") or volume == "responses:/responses"  # in memory
+
+
+def test_an_engine_takes_the_place_of_scheduler_and_worker() -> None:
+    base, overlay = services(), services("deploy/compose/engines.yml")
+    engine, worker, scheduler = overlay["engine"], base["worker"], base["scheduler"]
+    own = {"command", "environment", "healthcheck", "volumes", "depends_on"}
+    assert {k: v for k, v in engine.items() if k not in own} == {
+        k: v for k, v in worker.items() if k not in own | {"build"}
+    }
+    assert (engine["volumes"], engine["depends_on"]) == (scheduler["volumes"], scheduler["depends_on"])
+    assert engine["command"] == ["serve", "--headless"]
+    config = merge(ServeConfig, {"headless": "true"}, environ=engine["environment"]).config
+    check_endpoints(config)
+    port = config.client_endpoint.rpartition(":")[2]
+    assert engine["healthcheck"]["test"][-1] == f"tcp://127.0.0.1:{port}"
+    assert overlay["scheduler"] == overlay["worker"] == {"scale": 0}
+    environment = base["frontend"]["environment"] | overlay["frontend"]["environment"]
+    assert environment["RUNAHEAD_ENGINES"] == f"dns://engine:{port}"
+    check_environment("frontend", environment)
 
 
 @pytest.mark.parametrize("service", ["prometheus", "grafana"])

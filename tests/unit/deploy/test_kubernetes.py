@@ -17,7 +17,7 @@ import yaml
 from services.cli.healthcheck import main as healthcheck
 from services.cli.settings import PREFIX, merge
 from services.cli.start import check_endpoints
-from services.config import SERVICES, SchedulerConfig, WorkerConfig
+from services.config import SERVICES, SchedulerConfig, ServeConfig, WorkerConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "deploy" / "kubernetes" / "base"
@@ -83,7 +83,7 @@ def test_every_object_matches_the_schema_of_its_kind(version: str) -> None:
 
 
 def test_schemas_refuse_a_misspelt_field() -> None:
-    broken = named("Deployment", "runahead-frontend")
+    broken = copy.deepcopy(named("Deployment", "runahead-frontend"))
     broken["spec"]["template"]["spec"]["containers"][0]["readinesProbe"] = {}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(broken, "1.33", strict=True)
@@ -312,9 +312,11 @@ def patched(found: Object, patches: list[Object]) -> Object:
             case "replace":
                 assert where[key] is not None
                 where[key] = patch["value"]
-            case "add":
-                assert last == "-"
+            case "add" if last == "-":
                 where.append(patch["value"])
+            case "add":
+                assert key not in where
+                where[key] = patch["value"]
     return found
 
 
@@ -324,7 +326,7 @@ def overlaid(overlay: str, kind: str, name: str) -> Object:
     (base,) = content["resources"]
     found = named(kind, name) if base == "../base" else overlaid(base.removeprefix("../"), kind, name)
     for entry in content["patches"]:
-        if entry["target"] == {"kind": kind, "name": name}:
+        if entry.get("target") == {"kind": kind, "name": name}:
             found = patched(found, yaml.safe_load((FOLDER.parent / overlay / entry["path"]).read_text()))
     return found
 
@@ -339,6 +341,7 @@ def image_of(overlay: str) -> tuple[str, str]:
 
 
 OVERLAYS = sorted({path.parent.name for path in FOLDER.parent.glob("*/kustomization.yaml")} - {"base"})
+GPU_OVERLAYS = [name for name in OVERLAYS if name != "engines"]
 
 
 def test_no_kustomization_is_made_from_a_folder_above_it() -> None:
@@ -354,12 +357,12 @@ def test_kubectl_builds_every_kustomization(overlay: str) -> None:
     command = ["kubectl", "kustomize", str(FOLDER.parent / overlay)]
     result = subprocess.run(command, check=True, capture_output=True, text=True)
     made = list(yaml.safe_load_all(result.stdout))
-    assert len(made) == len(objects())
-    image = "runahead-worker" if overlay == "." else image_of(overlay)[0]
+    assert len(made) == len(objects()) - (overlay == "engines")  # whose engines have their workers
+    image = image_of(overlay)[0] if overlay in GPU_OVERLAYS else "runahead-worker"
     assert f"image: {image}:" in result.stdout
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("overlay", GPU_OVERLAYS)
 def test_an_overlay_for_gpus_has_one_rank_with_one_gpu(overlay: str) -> None:
     group = overlaid(overlay, "LeaderWorkerSet", "runahead-worker")["spec"]["leaderWorkerTemplate"]
     assert group["size"] == 1
@@ -389,10 +392,31 @@ def test_an_overlay_for_gpus_has_the_image_of_its_backend(overlay: str, backend:
     (worker,) = pod["workerTemplate"]["spec"]["containers"]
     values = {entry["name"]: entry.get("value", "") for entry in worker["env"]}
     assert values.get("RUNAHEAD_BACKEND", "native") == backend
-    assert OVERLAYS == ["gpu", "vllm-gpu"]
+    assert GPU_OVERLAYS == ["gpu", "vllm-gpu"]
     name, tag = image_of(overlay)
     compose = yaml.safe_load((ROOT / "deploy" / "compose" / f"{overlay}.yml").read_text())["services"][
         "worker"
     ]
     assert compose["image"] == f"{name}:${{RUNAHEAD_VERSION:-{tag}}}"
     assert {image["newTag"] for image in kustomization["images"]} == {tag}
+
+
+def test_engines_are_pods_behind_the_headless_service() -> None:
+    engines = overlaid("engines", "Deployment", "runahead-scheduler")
+    frontends = overlaid("engines", "Deployment", "runahead-frontend")
+    for found in (engines, frontends):
+        kubernetes_validate.validate(found, "1.33", strict=True)
+    assert engines["spec"]["replicas"] > 1
+    assert engines["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
+    (engine,) = engines["spec"]["template"]["spec"]["containers"]
+    assert (engine["image"], engine["args"]) == ("runahead-worker", ["serve", "--headless"])
+    values = {e["name"]: e.get("value", "").replace("$(POD_IP)", "10.1.2.3") for e in engine["env"]}
+    del values["POD_IP"]
+    config = merge(ServeConfig, {"headless": "true"}, environ=values).config
+    check_endpoints(config)
+    (frontend,) = frontends["spec"]["template"]["spec"]["containers"]
+    given = {e["name"]: e["value"] for e in frontend["env"]}
+    assert (
+        given["RUNAHEAD_ENGINES"] == f"dns://runahead-scheduler:{config.client_endpoint.rpartition(':')[2]}"
+    )
+    check_endpoints(merge(SERVICES["frontend"], {}, environ=given).config)

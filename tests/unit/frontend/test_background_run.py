@@ -14,7 +14,12 @@ from services.frontend.openai.answers.tool_dialect import AnswerParser
 from services.frontend.openai.answers.usage import UsageCounter
 from services.frontend.openai.parameters.tool_choice import Mode, ToolChoice
 from services.frontend.responses_api.answers import ResponseInProgress
-from services.frontend.responses_api.background import EVENT_OVERHEAD, MAX_EVENTS_PER_WRITE, BackgroundRun
+from services.frontend.responses_api.background import (
+    EVENT_OVERHEAD,
+    MAX_EVENTS_PER_WRITE,
+    BackgroundRun,
+    MemoryLog,
+)
 from services.frontend.responses_api.schemas import InputMessage
 from services.frontend.responses_api.store import ResponseStore
 
@@ -44,15 +49,17 @@ class Texts(RequestStream):
 def begun(store: ResponseStore, id: str) -> tuple[BackgroundRun, Texts]:
     head: Any = {"id": id, "background": True}
     parser = AnswerParser(None, NO_TOOLS, eager=True)
-    run = BackgroundRun(ResponseInProgress(head, parser, UsageCounter(), len), partial(store.grow, "", id))
+    log = MemoryLog(partial(store.grow, "", id))
+    run = BackgroundRun(ResponseInProgress(head, parser, UsageCounter(), len), log)
     stream = ResponseStream(FlushQueue())
     run.start(stream)
+    log.write(run.encoder.opening())
     store.begin("", id, run, [], GIVEN)
     return run, Texts(run, stream)
 
 
 async def events_of(run: BackgroundRun, after: int = -1) -> list[Any]:
-    data = b"".join([events async for events in run.events.behind(after)])
+    data = b"".join([events async for events in run.behind(after)])
     return [msgspec.json.decode(event.split(b"\ndata: ")[1]) for event in data.split(b"\n\n")[:-1]]
 
 
@@ -84,14 +91,14 @@ async def test_size_of_a_run_is_that_of_its_events_and_its_response() -> None:
     before = store.size
     finishing = asyncio.create_task(run.finish())
     texts.say(2 * MAX_EVENTS_PER_WRITE)
-    assert b"word" in await anext(run.events.behind(1))
+    assert b"word" in await anext(run.behind(1))
     run.fail(APIError(500, "it broke"))
     await finishing
     events = await events_of(run)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert len(events) > 2 * MAX_EVENTS_PER_WRITE
     assert await events_of(run, after=300) == events[301:]
-    written = b"".join([event async for event in run.events.behind(1)])
+    written = b"".join([event async for event in run.behind(1)])
     num_bytes = len(written) + EVENT_OVERHEAD * (len(events) - 2) + len(run.response)
     assert store.size - before == num_bytes
     store.delete("", "run")

@@ -1,6 +1,7 @@
 """One choice of an answer: the outputs of its engine request become chunks."""
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 from protocol.requests import Finish, FinishReason
 from services.frontend.engine.client import EngineClient, failure
@@ -32,6 +33,18 @@ class ChoiceContext:
     started: float
     """Monotonic seconds when the HTTP request was accepted."""
     summary: RequestSummary
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """Output of a choice that another frontend has delivered."""
+
+    batches: list[list[int]] = field(default_factory=list)
+    """Token ids, as they became chunks."""
+    written: bytes = b""
+    """Bytes that they became."""
+    identity: str = ""
+    """Identity of the engines that made them."""
 
 
 class Choice(RequestStream):
@@ -103,6 +116,15 @@ class Choice(RequestStream):
     def num_unfinished_tokens(self) -> int:
         """Number of output tokens of a choice that has not ended, 0 after its end."""
         return self._assembler.num_tokens if self._finish is None else 0
+
+    def replay(self, batches: list[list[int]]) -> bytes:
+        """Take output that another frontend has delivered, in the same batches. Return the bytes that it wrote."""
+        written = []
+        for batch in batches:
+            tokens = list(enumerate(batch, len(self.output)))
+            self.output += batch
+            written.append(self.feed(tokens, None, time.monotonic()))
+        return b"".join(written)
 
     def add_logprobs(self, logprobs: RawLogprobs) -> None:
         if logprobs.position < len(self.prompt.token_ids):

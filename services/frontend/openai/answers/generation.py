@@ -9,7 +9,7 @@ from services.frontend.engine.client import EngineClient, RequestContext
 from services.frontend.engine.streams import ResponseStream
 from services.frontend.errors import APIError
 from services.frontend.metrics import Metrics
-from services.frontend.openai.answers.choice import Choice, ChoiceContext
+from services.frontend.openai.answers.choice import Choice, ChoiceContext, Delivered
 from services.frontend.openai.answers.logprobs import LogprobFormatter, LogprobQueue
 from services.frontend.openai.answers.options import AnswerOptions
 from services.frontend.openai.answers.usage import UsageCounter
@@ -19,6 +19,11 @@ from services.frontend.openai.schemas.responses import PromptLogprobs
 from services.frontend.request_summary import RequestSummary
 from services.frontend.text.assembler import TextAssembler
 from services.frontend.text.tokenizer import Tokenizer
+
+NOTHING = Delivered()
+OTHER_EVENTS = (
+    "its frontend is lost, and this one, with another release or other settings, cannot go on with it"
+)
 
 
 class Generation:
@@ -51,8 +56,11 @@ class Generation:
         if len(self._engine.engines) > 1:
             self._context.summary.engines = self.response.engines
 
-    def submit(self, prompt: Prompt, params: SamplingParams) -> None:
+    def submit(self, prompt: Prompt, params: SamplingParams, delivered: Delivered = NOTHING) -> None:
         """Submit the choices of one prompt. Each has its own seed; only the first requests the prompt's logprobs.
+
+        Args:
+            delivered: what the only choice goes on from.
 
         Raises: APIError
         """
@@ -61,11 +69,11 @@ class Generation:
         summary.prompt_tokens += len(prompt.token_ids)
         summary.params = summary.params or params
         for sample in range(self._context.options.num_samples):
-            self._submit(prompt, params, sample == 0)
+            self._submit(prompt, params, sample == 0, delivered)
             seed = (params.seed + 1) % 2**64
             params = msgspec.structs.replace(params, seed=seed, prompt_logprobs=None)
 
-    def _submit(self, prompt: Prompt, params: SamplingParams, is_first: bool) -> None:
+    def _submit(self, prompt: Prompt, params: SamplingParams, is_first: bool, delivered: Delivered) -> None:
         context, ids = self._context, prompt.token_ids
         options = context.options
         assembler = TextAssembler(
@@ -81,7 +89,9 @@ class Generation:
         choice = Choice(
             self.response, context, prompt, is_first, params.max_tokens, assembler, logprobs, writer
         )
-        self._engine.submit(choice, ids, params, self._request)
+        if choice.replay(delivered.batches) != delivered.written:
+            raise APIError(500, OTHER_EVENTS)
+        self._engine.submit(choice, ids, params, self._request, delivered.identity)
         self.choices.append(choice)
 
     def prompt_logprobs(self) -> list[PromptLogprobs]:

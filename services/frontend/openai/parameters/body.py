@@ -45,7 +45,12 @@ class BodyParser:
 
 async def parse_object(http: HTTPRequest) -> dict[str, Any]:
     """Read a JSON object. Raises: APIError"""
-    content = _json(await _read(http))
+    return decoded(await _read(http))
+
+
+def decoded(raw: bytes) -> dict[str, Any]:
+    """Return the JSON object that a body is. Raises: APIError"""
+    content = _json(raw)
     if not isinstance(content, dict):
         raise invalid("the request body must be a JSON object")
     return content

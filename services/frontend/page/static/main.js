@@ -4,6 +4,7 @@ import { eventData, getJSON, request, setKey } from "./api.js";
 import { Chat } from "./chat.js";
 import { Detail } from "./detail.js";
 import { byId, count, element } from "./dom.js";
+import { Engines } from "./engines.js";
 import { History } from "./history.js";
 import { Timeline } from "./timeline.js";
 
@@ -98,6 +99,7 @@ async function start() {
   describe(info);
   const chat = new Chat(info.served_model_names[0]);
   new Engine((phase) => chat.setPhase(phase)).run();
+  new Engines().run();
 }
 
 // Shows model and engine; the engine's features are known when it is ready.

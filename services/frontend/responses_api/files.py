@@ -1,0 +1,328 @@
+"""Responses in a directory that frontends share: a file for each, and a folder for each API key.
+
+Rules (docs/invariants.md):
+
+- Stored before sent: no client gets an event that is not in the file. If one cannot be written, the response ends and
+  its file is deleted.
+- One writer: the frontend that generates a response holds a lock on its file (flock), which the kernel drops when the
+  process dies. Whoever gets it goes on from the tokens in the file, so no event is repeated, lost or changed.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import re
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from services.frontend.errors import APIError
+from services.frontend.openai.answers.choice import Delivered
+from services.frontend.responses_api.answers import failed_event, joined
+from services.frontend.responses_api.background import BackgroundRun, EventLog, Run
+from services.frontend.responses_api.response_file import (
+    CANCEL,
+    FileContent,
+    FileLog,
+    StoredLine,
+    follow_file,
+    make_head,
+    not_written,
+    write_all,
+)
+from services.frontend.responses_api.responses import ResponseObject
+from services.frontend.responses_api.schemas import Item
+from services.frontend.responses_api.store import ITEM_LIST, MAX_SECONDS, Origin, StoredResponse, not_stored
+
+log = logging.getLogger("runahead.frontend")
+
+MAX_BYTES = 1 << 30
+"""Disk space of all responses. Those of the API key that takes the most make room, the oldest first."""
+MAX_FILES = 10_000
+PRUNE_INTERVAL = 10.0
+"""Seconds between two checks of these bounds."""
+POLL_INTERVAL = 0.05
+"""Seconds between two looks at a file that another frontend writes."""
+_ID = re.compile(r"resp_[0-9a-f]{32}")
+
+
+@dataclass(frozen=True)
+class Orphan:
+    """A response whose frontend is lost. This one has the lock on its file now."""
+
+    id: str
+    origin: Origin
+    log: FileLog
+    _content: FileContent
+
+    @property
+    def history(self) -> list[Item]:
+        """Items of the earlier turns."""
+        head = self._content.head
+        return ITEM_LIST.validate_json(bytes(head.conversation))[: -head.num_given]
+
+    @property
+    def delivered(self) -> Delivered:
+        return self._content.delivered
+
+    @property
+    def opening(self) -> bytes:
+        """The events before any token."""
+        return self._content.lines[0].events.encode()
+
+    def fail(self, error: APIError) -> None:
+        """End the response, which cannot go on."""
+        events = self._content.events
+        self.log.write(*failed_event(joined(events), error, len(events)))
+
+
+GoOn = Callable[[Orphan], None]
+"""Starts the run of a response from its orphan, or ends it. Raises: APIError, if neither can be done now"""
+
+
+@dataclass(frozen=True)
+class _OthersRun(Run):
+    """A response that another frontend generates, or generated."""
+
+    path: Path
+    content: FileContent
+    take_up: Callable[[], bool]
+    """Goes on with the response if its frontend is lost; returns False if not. Raises: APIError"""
+
+    @property
+    def response(self) -> bytes:
+        return FileContent(self.path.read_bytes()).response
+
+    async def behind(self, number: int) -> AsyncIterator[bytes]:
+        with self.path.open("rb") as file:
+            async for events in follow_file(file, number, self._more):
+                yield events
+
+    async def _more(self) -> bool:
+        """Return False if the response was deleted or cannot be taken up now: its client asks again."""
+        await asyncio.sleep(POLL_INTERVAL)
+        with contextlib.suppress(APIError):
+            self.take_up()
+            return True
+        return False
+
+    async def cancel(self) -> None:
+        if not self.content.last:
+            try:
+                self.path.with_suffix(CANCEL).touch(mode=0o600)
+            except OSError as error:
+                raise not_written(error) from None
+            async for _ in self.behind(2**63):
+                pass
+
+
+def prepare_directory(directory: Path) -> None:
+    """Make the directory, and check that files in it can be written and locked.
+
+    Raises: OSError, with a line for people
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise OSError(f"--response-store-dir {directory}: {error.strerror}") from None
+
+
+class ResponseFiles:
+    """The responses of all frontends that share a directory.
+
+    Raises: OSError, if the directory cannot be used
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        max_bytes: int = MAX_BYTES,
+        max_files: int = MAX_FILES,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._directory, self._clock = directory, clock
+        self._max_bytes, self._max_files = max_bytes, max_files
+        self._runs: dict[Path, BackgroundRun] = {}
+        """Runs of this frontend that have not ended."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        prepare_directory(directory)
+
+    def _path(self, tenant: str, id: str) -> Path:
+        folder = hashlib.sha256(b"responses of " + tenant.encode()).hexdigest()[:32]
+        return self._directory / folder / f"{id}.jsonl"
+
+    def add(
+        self, tenant: str, response: ResponseObject, history: Sequence[Item], given: Sequence[Item]
+    ) -> None:
+        """Store a response without `background`. One that cannot be stored is logged."""
+        path = self._path(tenant, response["id"])
+        lines = (
+            make_head(None, history, given),
+            StoredLine(response=msgspec.Raw(msgspec.json.encode(response))),
+        )
+        data = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+        try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            with open(path, "xb", buffering=0, opener=_private) as file:
+                write_all(file.fileno(), data)
+        except OSError as error:
+            not_written(error)
+
+    def log(
+        self, tenant: str, id: str, origin: Origin, history: Sequence[Item], given: Sequence[Item]
+    ) -> EventLog:
+        """Return where the events of a response with `background` are kept."""
+        return FileLog(self._path(tenant, id), make_head(origin, history, given))
+
+    def begin(
+        self, tenant: str, id: str, run: BackgroundRun, history: Sequence[Item], given: Sequence[Item]
+    ) -> None:
+        """Keep a run that has started until it ends."""
+        events = run.events
+        assert isinstance(events, FileLog)
+        self._runs[events.path] = run
+        events.on_failure = run.fail
+        task = asyncio.create_task(events.watch(run.fail))
+        self._tasks.add(task)
+
+        def on_end(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            self._runs.pop(events.path, None)
+
+        task.add_done_callback(on_end)
+
+    def get(
+        self, tenant: str, id: str, param: str | None = None, go_on: GoOn | None = None
+    ) -> StoredResponse:
+        """Return a response of any frontend.
+
+        Args:
+            go_on: called if its frontend is lost.
+
+        Raises: APIError, if this key has no such response, or it is damaged, or `go_on` cannot start it
+        """
+        path = self._path(tenant, id)
+
+        def take_up() -> bool:
+            return path not in self._runs and go_on is not None and self._take_up(path, id, param, go_on)
+
+        written: bytes | Run | None = self._runs.get(path)
+        if isinstance(written, BackgroundRun) and isinstance(written.events, FileLog) and path.exists():
+            head = written.events.head
+        else:
+            content = self._read(path, id, param)
+            head, written = content.head, content.last
+            if head.origin is not None:
+                if not content.last:
+                    take_up()
+                written = self._runs.get(path) or _OthersRun(path, content, take_up)
+        return StoredResponse(id, written, bytes(head.conversation), head.num_given)
+
+    def _read(self, path: Path, id: str, param: str | None) -> FileContent:
+        """Raises: APIError"""
+        try:
+            data = path.read_bytes() if _ID.fullmatch(id) else b""
+        except FileNotFoundError:
+            data = b""
+        except OSError as error:
+            log.error("a stored response cannot be read: %s", error)
+            raise APIError(500, f"the stored response cannot be read: {error.strerror}", param) from None
+        if data.count(b"\n") < 2:  # nobody has got its id
+            raise not_stored(id, param)
+        return FileContent(data)
+
+    def _take_up(self, path: Path, id: str, param: str | None, go_on: GoOn) -> bool:
+        """Raises: APIError"""
+        with contextlib.ExitStack() as stack:
+            try:
+                lock = os.open(path, os.O_RDWR | os.O_APPEND)
+                stack.callback(os.close, lock)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                content = self._read(path, id, param)
+                origin = content.head.origin
+                if content.last or origin is None or not os.fstat(lock).st_nlink:
+                    return False
+                os.ftruncate(lock, content.size)
+            except BlockingIOError:  # it lives
+                return False
+            except FileNotFoundError:
+                raise not_stored(id, param) from None
+            except OSError as error:
+                raise not_written(error) from None
+            stack.pop_all()
+        go_on(Orphan(id, origin, FileLog(path, content.head, lock), content))
+        log.warning("a response of a lost frontend was taken up: id=%s", id)
+        return True
+
+    def delete(self, tenant: str, id: str) -> None:
+        """Raises: APIError, if this key has no such response"""
+        path = self._path(tenant, id)
+        self._read(path, id, None)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise not_written(error) from None
+        if (run := self._runs.get(path)) is not None:
+            run.fail(APIError(500, "the response was deleted"))
+
+    async def keep_bounds(self) -> None:
+        """Delete what is too old or too much, again and again."""
+        while True:
+            try:
+                await asyncio.to_thread(self.prune)
+            except OSError as error:
+                log.error("old responses cannot be deleted (--response-store-dir): %s", error)
+            await asyncio.sleep(PRUNE_INTERVAL)
+
+    def prune(self) -> None:
+        """Delete what is too old or too much. A response that is generated then fails.
+
+        Raises: OSError
+        """
+        shares: dict[str, list[tuple[float, int, str]]] = defaultdict(list)
+        for folder in _entries(self._directory):
+            for entry in _entries(folder):
+                with contextlib.suppress(FileNotFoundError):
+                    found = os.stat(entry)
+                    shares[folder].append((found.st_mtime, max(found.st_blocks * 512, found.st_size), entry))
+        sizes = {folder: sum(size for _, size, _ in files) for folder, files in shares.items()}
+        for files in shares.values():
+            files.sort(reverse=True)
+        oldest = self._clock() - MAX_SECONDS
+        while shares:
+            too_many = sum(map(len, shares.values())) > self._max_files
+            too_large = sum(sizes.values()) > self._max_bytes
+            if too_many or too_large:
+                folder = max(shares, key=lambda name: len(shares[name]) if too_many else sizes[name])
+            else:
+                folder = min(shares, key=lambda name: shares[name][-1][0])
+                if shares[folder][-1][0] > oldest:
+                    return
+            _, size, entry = shares[folder].pop()
+            sizes[folder] -= size
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(entry)
+            if not shares[folder]:
+                del shares[folder], sizes[folder]
+
+
+def _entries(folder: str | Path) -> list[str]:
+    try:
+        with os.scandir(folder) as entries:
+            return [entry.path for entry in entries]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

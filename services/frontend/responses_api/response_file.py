@@ -1,0 +1,239 @@
+"""The file of one response that frontends share.
+
+It has a line of JSON with what the response is made from, then a line for each write of its events. The last line has
+the response itself; one that is not complete was torn by a crash and does not count.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from services.frontend.engine.ledger import RequestLedger
+from services.frontend.errors import GONE, APIError
+from services.frontend.json_text import json_text
+from services.frontend.openai.answers.choice import Choice, Delivered
+from services.frontend.responses_api.answers import joined
+from services.frontend.responses_api.background import EventLog, events_in
+from services.frontend.responses_api.schemas import Item
+from services.frontend.responses_api.store import ITEM_LIST, Origin
+
+log = logging.getLogger("runahead.frontend")
+
+WATCH_INTERVAL = 0.25
+"""Seconds between two looks for another frontend that cancelled or deleted a response of this one."""
+READ_SIZE = 1 << 20
+CANCEL = ".cancel"
+"""End of the name of a file that says that a response is to be cancelled."""
+
+
+class StoredHead(msgspec.Struct):
+    conversation: msgspec.Raw
+    num_given: int
+    origin: Origin | None = None
+
+
+class StoredLine(msgspec.Struct, omit_defaults=True):
+    events: str = ""
+    batches: list[list[int]] = []
+    """Tokens whose events these are, as they became chunks."""
+    identity: str = ""
+    """Identity of the engine that made them."""
+    response: msgspec.Raw = msgspec.Raw()
+    """In the last line."""
+
+
+_decode_head = msgspec.json.Decoder(StoredHead).decode
+_decode_line = msgspec.json.Decoder(StoredLine).decode
+
+
+def make_head(origin: Origin | None, history: Sequence[Item], given: Sequence[Item]) -> StoredHead:
+    conversation = ITEM_LIST.dump_json([*history, *given], exclude_none=True)
+    return StoredHead(msgspec.Raw(conversation), len(given), origin)
+
+
+class FileContent:
+    """A file as it is now. Raises: APIError, if it is damaged"""
+
+    def __init__(self, data: bytes) -> None:
+        *lines, torn = data.split(b"\n")
+        self.size = len(data) - len(torn)
+        """Bytes of the lines that are complete."""
+        try:
+            self.head = _decode_head(lines[0])
+            self.lines = [_decode_line(line) for line in lines[1:]]
+        except (msgspec.DecodeError, IndexError) as error:
+            log.error("the file of a stored response cannot be read: %s", error)
+            raise APIError(500, "the stored response is damaged") from None
+
+    @property
+    def events(self) -> list[bytes]:
+        return [event for line in self.lines for event in events_in(line.events.encode())]
+
+    @property
+    def last(self) -> bytes:
+        """The response when it had ended, "" before."""
+        return bytes(self.lines[-1].response) if self.lines else b""
+
+    @property
+    def response(self) -> bytes:
+        return self.last or json_text(joined(self.events)).encode()
+
+    @property
+    def delivered(self) -> Delivered:
+        batches = [batch for line in self.lines for batch in line.batches]
+        identity = next((line.identity for line in reversed(self.lines) if line.identity), "")
+        return Delivered(batches, "".join(line.events for line in self.lines[1:]).encode(), identity)
+
+
+class FileLog(EventLog):
+    """Events of a response that this frontend generates. The file is made with the first ones.
+
+    Args:
+        lock: the open file, if there is one already.
+    """
+
+    def __init__(self, path: Path, head: StoredHead, lock: int | None = None) -> None:
+        super().__init__()
+        self.path = path
+        self.head, self._lock = head, lock
+        self._batches: list[list[int]] = []
+        self._identity = ""
+        self._num_tokens = 0
+        self._fed: Callable[[], tuple[list[int], str]] | None = None
+        self._unwritten = b""
+        """Events that the file does not have."""
+        self.on_failure: Callable[[APIError], None] | None = None
+        """Fails the response. None until the first events are written."""
+
+    def follow(self, choice: Choice, ledger: RequestLedger, delivered: Delivered) -> None:
+        """Write the tokens of this choice with their events, behind those that the file has."""
+        self._num_tokens = sum(map(len, delivered.batches))
+
+        def fed() -> tuple[list[int], str]:
+            entry, end = ledger.entry(choice.number), choice.num_unfinished_tokens
+            return choice.output[self._num_tokens : end], entry.identity if entry else ""
+
+        self._fed = fed
+
+    def on_chunk(self) -> None:
+        if self._fed is not None:  # not while the tokens of a lost frontend are replayed
+            tokens, self._identity = self._fed()
+            self._num_tokens += len(tokens)
+            self._batches.append(tokens)
+
+    def _add(self, data: bytes, response: bytes) -> None:
+        """Raises: APIError, if the first events cannot be written"""
+        if self._unwritten:
+            self._unwritten += data
+        else:
+            line = StoredLine(data.decode(), self._batches, self._identity)
+            if response:
+                line.response = msgspec.Raw(response)
+            self._batches = []
+            try:
+                self._append(msgspec.json.encode(line) + b"\n")
+            except OSError as error:
+                self._on_error(error, data)
+        if response:
+            self.release()
+
+    def release(self) -> None:
+        """Give up the lock."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _append(self, line: bytes) -> None:
+        """Raises: OSError"""
+        if self._lock is None:
+            self.path.parent.mkdir(mode=0o700, exist_ok=True)
+            self._lock = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            line = msgspec.json.encode(self.head) + b"\n" + line
+        write_all(self._lock, line)
+
+    def _on_error(self, error: OSError, data: bytes) -> None:
+        """Give up the file, so that no other frontend goes on from it."""
+        self._unwritten = data
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+        failure = not_written(error)
+        if self.on_failure is None:
+            self.release()
+            raise failure
+        self.on_failure(failure)
+
+    async def behind(self, number: int) -> AsyncIterator[bytes]:
+        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
+            async for events in follow_file(file, number, self._more):
+                yield events
+        if self._unwritten:
+            yield self._unwritten
+
+    async def _more(self) -> bool:
+        if not self.is_complete and not self._unwritten:
+            await self.growth()
+            return True
+        await self.complete()
+        return False
+
+    async def watch(self, fail: Callable[[APIError], None]) -> None:
+        """Fail the response when another frontend cancels or deletes it, until it ends."""
+        marker = self.path.with_suffix(CANCEL)
+        while True:
+            if self._lock is None or self.is_complete:
+                marker.unlink(missing_ok=True)
+                return
+            if not os.fstat(self._lock).st_nlink and not self._unwritten:
+                fail(APIError(500, "the response was deleted"))
+            elif marker.exists():
+                fail(APIError(GONE, "the response was cancelled"))
+            await asyncio.sleep(WATCH_INTERVAL)
+
+
+def write_all(file: int, data: bytes) -> None:
+    """Raises: OSError"""
+    while data:
+        data = data[os.write(file, data) :]
+
+
+def not_written(error: OSError) -> APIError:
+    log.error("a response cannot be stored (--response-store-dir): %s", error)
+    why = error.strerror or str(error)
+    return APIError(500, f"the response cannot be stored: {why} (--response-store-dir)", "store")
+
+
+async def follow_file(
+    file: BinaryIO, number: int, more: Callable[[], Awaitable[bool]]
+) -> AsyncIterator[bytes]:
+    """Yield the events behind a sequence number as a file has them, until the last one.
+
+    Args:
+        more: waits for more lines; returns False if none will follow.
+    """
+    next_number, rest, is_head = 0, b"", True
+    while True:
+        data = file.read(READ_SIZE)
+        *lines, rest = (rest + data).split(b"\n")
+        if is_end := len(data) < READ_SIZE:  # a torn line may be cut off and replaced meanwhile
+            file.seek(-len(rest), os.SEEK_CUR)
+            rest = b""
+        found, is_last = [], False
+        for encoded in lines[is_head:]:
+            line = _decode_line(encoded)
+            events = events_in(line.events.encode())
+            found += events[max(number + 1 - next_number, 0) :]
+            next_number += len(events)
+            is_last = bool(bytes(line.response))
+        is_head = is_head and not lines
+        if found:
+            yield b"".join(found)
+        if is_last or (is_end and not lines and not await more()):
+            return

@@ -1,0 +1,90 @@
+"""Bounds and modes of the files of responses."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.frontend.errors import APIError
+from services.frontend.responses_api.files import ResponseFiles
+from services.frontend.responses_api.items import new_id
+from services.frontend.responses_api.response_file import follow_file
+from services.frontend.responses_api.schemas import InputMessage
+from services.frontend.responses_api.store import MAX_SECONDS
+
+GIVEN = [InputMessage(role="user", content="Hi")]
+BLOCK = 4096
+
+
+def added(files: ResponseFiles, directory: Path, tenant: str, age: float) -> str:
+    """Store a response of less than a block. Return its id."""
+    id = new_id("resp")
+    part = {"type": "output_text", "text": "x"}
+    response: Any = {"id": id, "output": [{"type": "message", "role": "assistant", "content": [part]}]}
+    files.add(tenant, response, GIVEN, GIVEN)
+    (path,) = directory.glob(f"*/{id}.jsonl")
+    os.utime(path, (1000 - age, 1000 - age))
+    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    return id
+
+
+def is_stored(files: ResponseFiles, tenant: str, id: str) -> bool:
+    try:
+        return files.get(tenant, id).id == id
+    except APIError:
+        return False
+
+
+def test_stored_response_is_that_which_was_added(tmp_path: Path) -> None:
+    files = ResponseFiles(tmp_path)
+    id = added(files, tmp_path, "", 0)
+    found = files.get("", id)
+    assert found.items()[:2] == [*GIVEN, *GIVEN]
+    assert found.given() == GIVEN
+    assert len(found.items()) == 3
+    files.delete("", id)
+    with pytest.raises(APIError):
+        files.delete("", id)
+
+
+def test_old_files_are_deleted(tmp_path: Path) -> None:
+    files = ResponseFiles(tmp_path, clock=lambda: 1000.0)
+    old, young = (added(files, tmp_path, "a", age) for age in (MAX_SECONDS + 1, MAX_SECONDS - 1))
+    files.prune()
+    assert (is_stored(files, "a", old), is_stored(files, "a", young)) == (False, True)
+
+
+@pytest.mark.parametrize("bounds", [{"max_bytes": 6 * BLOCK}, {"max_files": 6}])
+def test_the_key_that_has_most_loses_its_oldest(tmp_path: Path, bounds: Any) -> None:
+    files = ResponseFiles(tmp_path, clock=lambda: 1000.0, **bounds)
+    few = [added(files, tmp_path, "few", 500 + age) for age in range(2)]
+    many = [added(files, tmp_path, "many", age) for age in range(9)]
+    files.prune()
+    assert all(is_stored(files, "few", id) for id in few)
+    assert [is_stored(files, "many", id) for id in many] == [True] * 4 + [False] * 5
+
+
+def test_unusable_directory_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"--response-store-dir .*/file: File exists"):
+        ResponseFiles(tmp_path / "file")
+
+
+async def test_reader_of_a_torn_line_gets_what_replaces_it(tmp_path: Path) -> None:
+    first, second = (b'{"events":"event: a\\ndata: %d\\n\\n"}\n' % number for number in range(2))
+    path = tmp_path / "file"
+    path.write_bytes(b'{"conversation":[],"num_given":1}\n' + first + second[:-9])
+    whole = path.stat().st_size - len(second[:-9])
+
+    async def more() -> bool:
+        if path.stat().st_size == whole + len(second):
+            return False
+        os.truncate(path, whole)
+        with path.open("ab") as file:
+            file.write(second)
+        return True
+
+    with path.open("rb") as file:
+        events = [event async for event in follow_file(file, -1, more)]
+    assert events == [b"event: a\ndata: 0\n\n", b"event: a\ndata: 1\n\n"]
