@@ -50,14 +50,13 @@ class RayConfig(ServeConfig):
     )
     wait_for_resources: bool = Field(
         False,
-        description="Wait for nodes that an autoscaler of the cluster adds, instead of failing, if the nodes that there "
-        "are have too few CPUs or GPUs.",
+        description="Wait for nodes that an autoscaler of the cluster adds, instead of failing, if the nodes of now have "
+        "too few CPUs or GPUs.",
     )
     drain_timeout_seconds: float = Field(
         60.0,
         ge=0,
-        description="Seconds that an engine or a frontend that Ray Serve stops may take until its streams have moved or "
-        "ended.",
+        description="Seconds that the streams of an engine or a frontend that Ray Serve stops have to move or end.",
     )
 
     @property
@@ -76,7 +75,8 @@ class RayConfig(ServeConfig):
 
 class RayCommandConfig(RayConfig):
     address: str = Field(
-        "auto", description="Address of the cluster, such as 10.0.0.4:6379 or ray://HOST:10001. auto: that of this node."
+        "auto",
+        description="Address of the cluster, such as 10.0.0.4:6379. auto: that of this node.",
     )
     name: str = Field("default", pattern=r"^[^:\s]+$", description="Name of the application in Ray Serve.")
     route_prefix: str = Field(

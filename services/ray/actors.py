@@ -1,7 +1,7 @@
 """Actors of an engine: its scheduler and its ranks. Each runs its service as a child process.
 
-A peer of a scheduler calls `join` with its public key every second and gets the address in return. So it finds a
-scheduler that Ray has started again, perhaps on another node, and a scheduler without keys of its former life gets them.
+Every second, a peer of a scheduler calls `join` with its public key and gets the address in return. So it finds a
+scheduler that Ray has started again, perhaps on another node, and that scheduler gets the keys of its peers.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from protocol.security import SERVER
 from services import release
-from services.config import SERVICES, RayConfig, ServiceConfig
+from services.config import SERVICES, RayConfig
 from services.ray.child import ServiceChild
 from services.ray.keys import KeyDirectory, key_directory
 from services.worker import machine

@@ -10,13 +10,17 @@ from ray.serve import Application
 
 from services import release
 from services.cli.preflight import check_placement, check_policy
-from services.cli.settings import merge
+from services.cli.settings import ConfigurationError, flag, is_list, meant_key, merge
 from services.config import OF_RAY, RayConfig
 from services.ray.cluster import check_resources
 from services.ray.engine import Engine
 from services.ray.frontend import Frontend
 from services.ray.resources import FRONTEND_CPUS, bundles
 
+WHY_REFUSED = (
+    "an application on Ray does not have this setting: Ray places the services, they make their keys themselves, and "
+    "engines that come and go cannot share a file"
+)
 ATTEMPTS = 3
 """Starts of a replica that fail before the deployment does."""
 METRICS_INTERVAL = 2.0
@@ -33,7 +37,17 @@ def app(args: dict[str, Any]) -> Application:
 
 def settings(args: Mapping[str, Any]) -> RayConfig:
     """Raises: ConfigurationError"""
-    return merge(RayConfig, dict(args), omitted=OF_RAY).config
+    if refused := sorted(OF_RAY.intersection(args)):
+        raise ConfigurationError(f"{flag(refused[0])}: {WHY_REFUSED}")
+    if unknown := sorted(args.keys() - RayConfig.model_fields.keys()):
+        raise ConfigurationError(
+            f"there is no setting {unknown[0]}{meant_key(unknown[0], RayConfig.model_fields)}"
+        )
+    given = {
+        name: [value] if is_list(RayConfig.model_fields[name]) and isinstance(value, str) else value
+        for name, value in args.items()
+    }
+    return merge(RayConfig, given, omitted=OF_RAY).config
 
 
 def application(config: RayConfig) -> Application:

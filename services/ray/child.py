@@ -63,7 +63,5 @@ class ServiceChild:
             self._supervisor.wait(lambda: None)
 
 
-def _show(name: str, line: str) -> None:
+def _show(_: str, line: str) -> None:
     print(line, flush=True)
-
-

@@ -19,7 +19,12 @@ def run(config: RayCommandConfig) -> int:
     Raises: ConfigurationError, if the cluster cannot be reached, or is too small, or the application does not start
     """
     try:
-        ray.init(config.address, namespace=NAMESPACE, logging_level="warning", log_to_driver=config.log_level == "debug")
+        ray.init(
+            config.address,
+            namespace=NAMESPACE,
+            logging_level="warning",
+            log_to_driver=config.log_level == "debug",
+        )
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConfigurationError(
             f"--address {config.address}: {str(error).splitlines()[0]} (start a cluster: ray start --head)"
@@ -33,7 +38,10 @@ def run(config: RayCommandConfig) -> int:
         serve.delete(config.name)
         raise ConfigurationError(str(error)) from None
     try:
-        print(f"Serving behind Ray Serve, and at port {config.port} of each frontend. Ctrl-C removes it.", flush=True)
+        print(
+            f"Serving behind Ray Serve, and at port {config.port} of each frontend. Ctrl-C removes it.",
+            flush=True,
+        )
         stop.wait()
     finally:
         serve.delete(config.name)

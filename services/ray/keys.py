@@ -1,4 +1,4 @@
-"""Keys of one process: it makes its pair itself, so that no secret leaves it. Only public keys travel between actors."""
+"""Keys of one process: it makes its pair itself, and no secret leaves it. Actors exchange public keys only."""
 
 import hashlib
 import tempfile

@@ -47,13 +47,13 @@ def missing(config: RayConfig, nodes: Sequence[Resources]) -> str:
     for bundle in needed:
         node = next((node for node in free if _fits(bundle, node)), None)
         if node is None:
-            return f"{_words(config, needed)}; the nodes have {_nodes(nodes)}, and {_text(bundle)} on one node are missing"
+            return f"{_words(config, needed, nodes)}, and {_text(bundle)} on one node are missing"
         for name, amount in bundle.items():
             node[name] = node.get(name, 0.0) - amount
     if len(nodes) < config.api_server_count:
         return f"{config.api_server_count} frontends need as many nodes, and there are {len(nodes)}"
     if sum(node.get("CPU", 0.0) >= FRONTEND_CPUS for node in free) < config.api_server_count:
-        return f"{_words(config, needed)}; the nodes have {_nodes(nodes)}, and {FRONTEND_CPUS:g} CPU for a frontend is missing"
+        return f"{_words(config, needed, nodes)}, and {FRONTEND_CPUS:g} CPU for a frontend is missing"
     return ""
 
 
@@ -61,18 +61,20 @@ def _fits(bundle: Resources, node: Resources) -> bool:
     return all(node.get(name, 0.0) >= amount for name, amount in bundle.items())
 
 
-def _words(config: RayConfig, needed: Sequence[Resources]) -> str:
+def _words(config: RayConfig, needed: Sequence[Resources], nodes: Sequence[Resources]) -> str:
     total = {name: sum(bundle.get(name, 0.0) for bundle in needed) for name in rank_resources(config)}
     total["CPU"] += FRONTEND_CPUS * config.api_server_count
     engines, frontends = config.data_parallel_size, config.api_server_count
     return (
         f"{engines} engine{'s' * (engines > 1)} of {config.num_workers} rank{'s' * (config.num_workers > 1)} and "
-        f"{frontends} frontend{'s' * (frontends > 1)} need {_text(total)}"
+        f"{frontends} frontend{'s' * (frontends > 1)} need {_text(total)}; the nodes have {_nodes(nodes)}"
     )
 
 
 def _nodes(nodes: Sequence[Resources]) -> str:
-    return " + ".join(_text({name: node.get(name, 0.0) for name in ("CPU", "GPU") if name in node}) for node in nodes)
+    return " + ".join(
+        _text({name: node.get(name, 0.0) for name in ("CPU", "GPU") if name in node}) for node in nodes
+    )
 
 
 def _text(resources: Resources) -> str:

@@ -3,9 +3,10 @@ differ by orders of magnitude in the work that they are."""
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ray.serve.config import AutoscalingContext
+if TYPE_CHECKING:
+    from ray.serve.config import AutoscalingContext
 
 BUSY = 0.7
 """Share of the engines that stay which may be in use after one less."""
@@ -35,7 +36,7 @@ class QueueSeconds:
     def __init__(self, target: float) -> None:
         self._target = target
 
-    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+    def __call__(self, context: "AutoscalingContext") -> tuple[int, dict[str, Any]]:
         metrics: Mapping[str, Mapping[Any, float]] = context.aggregated_metrics or {}
         waits = metrics.get("expected_queue_seconds", {})
         known = [replica for replica in context.running_replicas if replica in waits]

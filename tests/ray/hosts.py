@@ -1,0 +1,145 @@
+"""Hosts that are network namespaces of this machine, joined by a bridge: each has an address, a name and a /tmp of its
+own."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+
+NETWORK = "10.213.77"
+SWITCH = "rh-switch"
+TEST_ADDRESS = f"{NETWORK}.254"
+
+
+def why_not() -> str:
+    """Return why this machine cannot have such hosts, or ""."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if shutil.which("ip") is None:
+        return "the command ip (iproute2) is not installed"
+    made = subprocess.run(["ip", "netns", "add", "rh-try"], capture_output=True, text=True)
+    subprocess.run(["ip", "netns", "del", "rh-try"], capture_output=True)
+    return f"ip netns add failed: {made.stderr.strip()}" if made.returncode else ""
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+class Host:
+    def __init__(self, number: int, directory: Path) -> None:
+        self.name, self.address = f"rh-{number}", f"{NETWORK}.{number}"
+        self._link = f"rh-port-{number}"
+        self.tmp = directory / self.name
+        self.tmp.mkdir(mode=0o1777)
+        _ip("netns", "add", self.name)
+        _ip(
+            "link",
+            "add",
+            self._link,
+            "netns",
+            SWITCH,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "netns",
+            self.name,
+        )
+        _ip("-n", SWITCH, "link", "set", self._link, "master", "bridge", "up")
+        _ip("-n", self.name, "addr", "add", f"{self.address}/24", "dev", "eth0")
+        for device in ("lo", "eth0"):
+            _ip("-n", self.name, "link", "set", device, "up")
+
+    def command(self, words: Sequence[str]) -> list[str]:
+        """Return a command that runs another one on this host."""
+        script = f'mount --bind {self.tmp} /tmp && hostname {self.name} && exec "$@"'
+        return [
+            "ip",
+            "netns",
+            "exec",
+            self.name,
+            "unshare",
+            "--mount",
+            "--uts",
+            "sh",
+            "-c",
+            script,
+            "sh",
+            *words,
+        ]
+
+    def run(self, words: Sequence[str], environment: dict[str, str], timeout: float = 180) -> str:
+        """Run a command to its end and return its output. Raises: subprocess.CalledProcessError, with the output"""
+        done = subprocess.run(
+            self.command(words), env=environment, text=True, timeout=timeout,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        if done.returncode:
+            raise subprocess.CalledProcessError(done.returncode, words, done.stdout)
+        return done.stdout
+
+    def start(
+        self, words: Sequence[str], environment: dict[str, str], output: Path
+    ) -> "subprocess.Popen[bytes]":
+        with output.open("ab") as file:
+            return subprocess.Popen(
+                self.command(words), env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+            )
+
+    def processes(self, title: str = "") -> list[psutil.Process]:
+        """Return the processes of this host whose command line contains a text."""
+        pids = subprocess.run(
+            ["ip", "netns", "pids", self.name], capture_output=True, text=True
+        ).stdout.split()
+        found = []
+        for pid in map(int, pids):
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                if title in " ".join(process.cmdline()):
+                    found.append(process)
+        return found
+
+    def kill(self) -> None:
+        """End all of its processes at once, as if the power failed."""
+        while processes := self.processes():
+            for process in processes:
+                with contextlib.suppress(psutil.Error):
+                    process.send_signal(signal.SIGKILL)
+            time.sleep(0.05)
+
+    def plug(self, connected: bool = True) -> None:
+        _ip("-n", SWITCH, "link", "set", self._link, "up" if connected else "down")
+
+    def remove(self) -> None:
+        self.kill()
+        subprocess.run(["ip", "netns", "del", self.name], capture_output=True)
+
+
+@contextlib.contextmanager
+def hosts(number: int, directory: Path) -> Iterator[list[Host]]:
+    """Yield hosts that reach each other, and that the test reaches."""
+    made: list[Host] = []
+    _ip("netns", "add", SWITCH)
+    try:
+        _ip("-n", SWITCH, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", SWITCH, "link", "set", "bridge", "up")
+        _ip("link", "add", "rh-test", "type", "veth", "peer", "name", "rh-port-test", "netns", SWITCH)
+        _ip("-n", SWITCH, "link", "set", "rh-port-test", "master", "bridge", "up")
+        _ip("addr", "add", f"{TEST_ADDRESS}/24", "dev", "rh-test")
+        _ip("link", "set", "rh-test", "up")
+        for index in range(number):
+            made.append(Host(index + 1, directory))
+        yield made
+    finally:
+        for host in made:
+            host.remove()
+        subprocess.run(["ip", "link", "del", "rh-test"], capture_output=True)
+        subprocess.run(["ip", "netns", "del", SWITCH], capture_output=True)
