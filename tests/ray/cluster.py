@@ -82,8 +82,9 @@ class Cluster:
 
     def python(self, code: str) -> str:
         """Run code as a driver on the head, and return its output."""
-        words = f"import ray; ray.init({self.address!r}, namespace='serve', log_to_driver=False, logging_level='error')\n"
-        return self.hosts[0].run([str(BIN / "python"), "-c", words + code], self.environment)
+        options = "namespace='serve', log_to_driver=False, logging_level='error'"
+        begin = f"import ray; ray.init({self.address!r}, {options})\n"
+        return self.hosts[0].run([str(BIN / "python"), "-c", begin + code], self.environment)
 
     def status(self) -> dict[str, str]:
         """Return the status of the application and of each deployment, and the message of the first."""

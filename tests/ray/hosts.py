@@ -135,8 +135,8 @@ def hosts(number: int, directory: Path) -> Iterator[list[Host]]:
         _ip("-n", SWITCH, "link", "set", "rh-port-test", "master", "bridge", "up")
         _ip("addr", "add", f"{TEST_ADDRESS}/24", "dev", "rh-test")
         _ip("link", "set", "rh-test", "up")
-        for index in range(number):
-            made.append(Host(index + 1, directory))
+        for index in range(number):  # one by one, so that those before a failure are removed
+            made.append(Host(index + 1, directory))  # noqa: PERF401
         yield made
     finally:
         for host in made:
