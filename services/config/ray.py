@@ -50,8 +50,8 @@ class RayConfig(ServeConfig):
     )
     wait_for_resources: bool = Field(
         False,
-        description="Wait for nodes that an autoscaler of the cluster adds, instead of failing, if those of now have too "
-        "few CPUs or GPUs.",
+        description="Wait for nodes that an autoscaler of the cluster adds, instead of failing, if those that it has "
+        "now have too few CPUs or GPUs.",
     )
     drain_timeout_seconds: float = Field(
         60.0,
