@@ -101,17 +101,25 @@ class SchedulerActor(ServiceActor):
 
 
 class RankActor(ServiceActor):
-    def __init__(self, scheduler: Any, settings: dict[str, Any], version: str) -> None:
+    """
+    Args:
+        scheduler: name of the scheduler's actor. A handle would be an object, which may be lost when Ray starts this
+            actor again.
+    """
+
+    def __init__(self, scheduler: str, settings: dict[str, Any], version: str) -> None:
         super().__init__("worker", version)
-        self._scheduler, self._config = scheduler, RayConfig(**settings)
+        self._scheduler_name, self._config = scheduler, RayConfig(**settings)
         self._endpoint = ""
         threading.Thread(target=self._follow, name="scheduler", daemon=True).start()
 
     def _follow(self) -> None:
         """Join the scheduler, and start the worker, again if the scheduler is on another node."""
+        scheduler = None
         while True:
-            with contextlib.suppress(RayError, GetTimeoutError):
-                joining = self._scheduler.join.remote("worker", self._keys.public_key)
+            with contextlib.suppress(RayError, GetTimeoutError, ValueError):  # the last: there is no such actor yet
+                scheduler = scheduler or ray.get_actor(self._scheduler_name)
+                joining = scheduler.join.remote("worker", self._keys.public_key)
                 self._on_address(ray.get(joining, timeout=JOIN_TIMEOUT))
             time.sleep(JOIN_INTERVAL)
 

@@ -127,7 +127,7 @@ def _start(config: RayConfig, name: str, settings: dict[str, Any], version: str)
     ranks = [
         ray.remote(RankActor)
         .options(scheduling_strategy=place(1 + rank // ranks_per_bundle(config)), **options)
-        .remote(scheduler, settings, version)
+        .remote(name, settings, version)
         for rank in range(config.num_workers)
     ]
     return [scheduler, *ranks]

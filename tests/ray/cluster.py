@@ -28,8 +28,8 @@ def environment(**more: str) -> dict[str, str]:
     """Return the environment of Ray's processes. A lost node is noticed within ten seconds, not a minute."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "RUNAHEAD_"))}
     return kept | {
+        "TMPDIR": "/tmp",  # each host has its own
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_health_check_initial_delay_ms": "1000",
         "RAY_health_check_period_ms": "1000",
         "RAY_health_check_timeout_ms": "2000",
@@ -59,11 +59,12 @@ class Cluster:
             self.start_node(host)
 
     def start_node(self, host: Host) -> None:
-        place = ["--head", "--port", str(GCS_PORT)] if host is self.hosts[0] else ["--address", self.address]
+        head = ["--head", "--port", str(GCS_PORT), "--include-dashboard=false"]
+        place = head if host is self.hosts[0] else ["--address", self.address]
         host.run(
             [
                 str(BIN / "ray"), "start", *place, "--node-ip-address", host.address, "--num-cpus", str(self._cpus),
-                "--include-dashboard=false", "--disable-usage-stats", "--object-store-memory", str(80 << 20),
+                "--disable-usage-stats", "--object-store-memory", str(80 << 20),
             ],
             self.environment,
         )  # fmt: skip

@@ -32,6 +32,10 @@ def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
 
 
+class CommandFailed(Exception):
+    """Command, status and the end of its output."""
+
+
 class Host:
     def __init__(self, number: int, directory: Path) -> None:
         self.name, self.address = f"rh-{number}", f"{NETWORK}.{number}"
@@ -77,13 +81,13 @@ class Host:
         ]
 
     def run(self, words: Sequence[str], environment: dict[str, str], timeout: float = 180) -> str:
-        """Run a command to its end and return its output. Raises: subprocess.CalledProcessError, with the output"""
+        """Run a command to its end and return its output. Raises: CommandFailed"""
         done = subprocess.run(
             self.command(words), env=environment, text=True, timeout=timeout,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         if done.returncode:
-            raise subprocess.CalledProcessError(done.returncode, words, done.stdout)
+            raise CommandFailed(f"{' '.join(words)}: status {done.returncode}\n{done.stdout[-5000:]}")
         return done.stdout
 
     def start(
