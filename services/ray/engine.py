@@ -36,7 +36,7 @@ class Engine:
         version: version of Runahead of the application.
     """
 
-    async def __init__(self, settings: dict[str, Any], version: str) -> None:
+    async def __init__(self, settings: dict[str, Any], version: str) -> None:  # type: ignore[misc]  # Serve awaits it
         check_version(version)
         self._config = RayConfig(**settings)
         check_resources(self._config)

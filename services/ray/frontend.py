@@ -32,7 +32,7 @@ class Frontend:
         engines: handle of the other deployment, which makes both one application. Requests do not pass through it.
     """
 
-    async def __init__(self, settings: dict[str, Any], version: str, engines: object) -> None:
+    async def __init__(self, settings: dict[str, Any], version: str, engines: object) -> None:  # type: ignore[misc]  # Serve awaits it
         check_version(version)
         given = RayConfig(**settings)
         logs.configure(given.log_level, given.log_format)

@@ -26,14 +26,14 @@ def _possible() -> None:
 
 @pytest.fixture(scope="session")
 def expected() -> Any:
-    """The answers of `runahead serve`, by tensor-parallel size."""
-    found = dict[int, Any]()
+    """The answers of `runahead serve`, by a setting such as tensor_parallel_size=2."""
+    found = dict[str, Any]()
 
-    def of(size: int) -> Any:
-        if size not in found:
-            with serving(*NATIVE, "--tensor-parallel-size", str(size)) as server:
-                found[size] = asyncio.run(_answers(server))
-        return found[size]
+    def of(layout: str) -> Any:
+        if layout not in found:
+            with serving(*NATIVE, f"--{layout.replace('_', '-')}") as server:
+                found[layout] = asyncio.run(_answers(server))
+        return found[layout]
 
     return of
 
