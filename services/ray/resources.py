@@ -34,41 +34,38 @@ def _group(config: RayConfig) -> dict[str, float]:
 
 
 def missing(config: RayConfig, nodes: Sequence[Resources]) -> str:
-    """Return what the living nodes lack in all for the engines and frontends, in one line, or "".
+    """Return why the living nodes can never hold the engines and frontends, in one line, or "".
 
     Args:
         nodes: resources of each node, whether they are in use or not.
     """
-    free = [dict(node) for node in nodes]
     engine = bundles(config)
     if config.placement_group_strategy == "STRICT_PACK":
-        engine = [{name: sum(b.get(name, 0.0) for b in engine) for name in engine[-1]}]
-    needed = sorted(engine * config.data_parallel_size, key=lambda bundle: -bundle["CPU"])
-    for bundle in needed:
-        node = next((node for node in free if _fits(bundle, node)), None)
-        if node is None:
-            return f"{_words(config, needed, nodes)}, and {_text(bundle)} on one node are missing"
-        for name, amount in bundle.items():
-            node[name] = node.get(name, 0.0) - amount
+        engine = [{name: sum(bundle.get(name, 0.0) for bundle in engine) for name in engine[-1]}]
+    needed = engine * config.data_parallel_size
+    total = {name: sum(bundle.get(name, 0.0) for bundle in needed) for name in engine[-1]}
+    total["CPU"] += FRONTEND_CPUS * config.api_server_count
+    largest = engine[-1]
+    places, count = sum(_holds(node, largest) for node in nodes), needed.count(largest)
+    there = f"{_words(config)} need {_text(total)}; the nodes have {_nodes(nodes)}"
+    if lacking := [name for name in total if sum(node.get(name, 0.0) for node in nodes) < total[name]]:
+        return f"{there}, which are too few {' and '.join(f'{name}s' for name in lacking)}"
+    if places < count:
+        return f"{there}, where {_text(largest)} on one node are free {places} times, not {count} times"
     if len(nodes) < config.api_server_count:
         return f"{config.api_server_count} frontends need as many nodes, and there are {len(nodes)}"
-    if sum(node.get("CPU", 0.0) >= FRONTEND_CPUS for node in free) < config.api_server_count:
-        return f"{_words(config, needed, nodes)}, and {FRONTEND_CPUS:g} CPU for a frontend is missing"
     return ""
 
 
-def _fits(bundle: Resources, node: Resources) -> bool:
-    return all(node.get(name, 0.0) >= amount for name, amount in bundle.items())
+def _holds(node: Resources, bundle: Resources) -> int:
+    """Return how many such bundles fit on an empty node."""
+    return int(min(node.get(name, 0.0) // amount for name, amount in bundle.items()))
 
 
-def _words(config: RayConfig, needed: Sequence[Resources], nodes: Sequence[Resources]) -> str:
-    total = {name: sum(bundle.get(name, 0.0) for bundle in needed) for name in rank_resources(config)}
-    total["CPU"] += FRONTEND_CPUS * config.api_server_count
-    engines, frontends = config.data_parallel_size, config.api_server_count
-    return (
-        f"{engines} engine{'s' * (engines > 1)} of {config.num_workers} rank{'s' * (config.num_workers > 1)} and "
-        f"{frontends} frontend{'s' * (frontends > 1)} need {_text(total)}; the nodes have {_nodes(nodes)}"
-    )
+def _words(config: RayConfig) -> str:
+    counts = {"engine": config.data_parallel_size, "frontend": config.api_server_count}
+    engines, frontends = (f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items())
+    return f"{engines} of {config.num_workers} rank{'s' * (config.num_workers > 1)} and {frontends}"
 
 
 def _nodes(nodes: Sequence[Resources]) -> str:

@@ -54,9 +54,12 @@ class Cluster:
         self.environment = environment(**variables)
         self._cpus = cpus
 
-    def start(self, redis: str = "") -> None:
+    def start(self) -> None:
+        """Start Ray on every host, and Serve with a proxy on each that other hosts reach."""
         for host in self.hosts:
             self.start_node(host)
+        command = [str(BIN / "serve"), "start", "--address", self.address, "--http-host", "0.0.0.0"]
+        self.hosts[0].run([*command, "--proxy-location", "EveryNode"], self.environment)
 
     def start_node(self, host: Host) -> None:
         head = ["--head", "--port", str(GCS_PORT), "--include-dashboard=false"]

@@ -5,7 +5,7 @@ import pytest
 from services.config import RayConfig
 from services.ray.resources import bundles, missing
 
-FOUR = {"CPU": 4.0, "memory": 1e9}
+FOUR, TWO = {"CPU": 4.0, "memory": 1e9}, {"CPU": 2.0}
 
 
 def test_a_tensor_parallel_group_is_one_bundle_and_stages_are_several() -> None:
@@ -25,6 +25,8 @@ def test_a_rank_on_cuda_has_a_gpu() -> None:
 def test_nothing_is_missing() -> None:
     assert missing(RayConfig(tensor_parallel_size=2), [FOUR]) == ""
     assert missing(RayConfig(data_parallel_size=3), [FOUR, FOUR]) == ""
+    three = RayConfig(tensor_parallel_size=2, data_parallel_size=2, api_server_count=3)
+    assert missing(three, [FOUR, FOUR, FOUR]) == ""
 
 
 @pytest.mark.parametrize(
@@ -33,10 +35,16 @@ def test_nothing_is_missing() -> None:
         (
             {"tensor_parallel_size": 4, "threads": 2},
             [FOUR, FOUR],
-            ("10 CPUs", "4 CPUs + 4 CPUs", "8 CPUs on one node"),
+            ("10 CPUs", "4 CPUs + 4 CPUs", "too few CPUs"),
         ),
-        ({"data_parallel_size": 4}, [FOUR, FOUR], ("4 engines of 1 rank", "9 CPUs", "CPU for a frontend")),
-        ({"device": "cuda"}, [FOUR], ("1 GPU", "1 CPU and 1 GPU on one node")),
+        ({"tensor_parallel_size": 4, "threads": 2}, [FOUR] * 3, ("8 CPUs on one node are free 0 times",)),
+        ({"data_parallel_size": 4}, [FOUR, FOUR], ("4 engines of 1 rank and 1 frontend need 9 CPUs",)),
+        (
+            {"threads": 3, "data_parallel_size": 2},
+            [FOUR, *[TWO] * 4],
+            ("3 CPUs on one node are free 1 times, not 2",),
+        ),
+        ({"device": "cuda"}, [FOUR], ("1 GPU", "too few GPUs")),
         (
             {"tensor_parallel_size": 4, "placement_group_strategy": "STRICT_PACK"},
             [FOUR, FOUR],
