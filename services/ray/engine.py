@@ -18,7 +18,6 @@ from services.config import RayConfig
 from services.frontend.engine.addresses import follow
 from services.frontend.engine.client import EngineClient
 from services.ray.actors import RankActor, SchedulerActor, check_version
-from services.ray.cluster import check_resources
 from services.ray.discovery import Discovery, prefix
 from services.ray.keys import key_directory
 from services.ray.resources import SCHEDULER_CPUS, rank_resources, ranks_per_bundle
@@ -39,7 +38,6 @@ class Engine:
     async def __init__(self, settings: dict[str, Any], version: str) -> None:  # type: ignore[misc]  # Serve awaits it
         check_version(version)
         self._config = RayConfig(**settings)
-        check_resources(self._config)
         context = serve.get_replica_context()
         self._stack = contextlib.ExitStack()
         keys = self._stack.enter_context(key_directory("frontend"))

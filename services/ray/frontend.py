@@ -7,6 +7,7 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from ray import serve
+from ray.serve.schema import ApplicationStatus
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.cli import logs
@@ -36,10 +37,12 @@ class Frontend:
         check_version(version)
         given = RayConfig(**settings)
         logs.configure(given.log_level, given.log_format)
-        check_resources(given)
         self._stack = contextlib.ExitStack()
         keys = self._stack.enter_context(key_directory("frontend"))
-        file = Discovery(serve.get_replica_context().app_name, keys).file
+        application = serve.get_replica_context().app_name
+        if serve.status().applications[application].status == ApplicationStatus.DEPLOYING:
+            check_resources(given)  # not when Serve replaces what was lost with a node
+        file = Discovery(application, keys).file
         own = {"transport_keys": str(keys.path), "engines": str(file), "port": given.port}
         config = with_keys(FrontendConfig.model_validate(given.service_settings(FrontendConfig) | own))
         model = await asyncio.to_thread(ServedModel.load, config)
