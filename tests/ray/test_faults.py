@@ -106,12 +106,16 @@ def test_a_host_is_unplugged(served: Cluster, expected: Any, seconds: int) -> No
         host.plug()
 
     survive(served, away_from(served, host), expected, fault, f"unplugged for {seconds} s")
+    if not host.processes("raylet/raylet"):  # Ray has given it up
+        served.start_node(host)
+    wait_until(lambda: len(served.frontends()) == 3, "a frontend on every host")
 
 
 def test_a_node_loses_its_power(served: Cluster, expected: Any) -> None:
     host = next(host for host in hosts_with(served, SCHEDULER) if host is not served.hosts[0])
     frontend = away_from(served, host)
     survive(served, frontend, expected, host.kill, "a node with an engine lost power")
+    host.boot()
     served.start_node(host)
 
 
