@@ -31,7 +31,7 @@ FIRST_PORT, NUM_PORTS = 20_000, 10_000
 
 @dataclass(frozen=True)
 class SchedulerAddress:
-    """Where a scheduler is reached."""
+    """Endpoints of a scheduler, and its key."""
 
     clients: str
     workers: str

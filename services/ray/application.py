@@ -13,8 +13,8 @@ from services.cli.preflight import check_placement, check_policy
 from services.cli.settings import ConfigurationError, flag, is_list, meant_key, merge
 from services.config import OF_RAY, RayConfig
 from services.ray.cluster import check_resources
-from services.ray.engine import Engine
-from services.ray.frontend import Frontend
+from services.ray.engine import EngineReplica
+from services.ray.frontend import FrontendReplica
 from services.ray.resources import FRONTEND_CPUS, bundles
 
 WHY_REFUSED = (
@@ -59,7 +59,7 @@ def application(config: RayConfig) -> Application:
     if config.model and Path(config.model).exists():  # services have other working directories
         config = config.model_copy(update={"model": str(Path(config.model).absolute())})
     arguments = config.model_dump(exclude_unset=True, mode="json"), release.version()
-    engines = serve.deployment(Engine).options(
+    engines = serve.deployment(EngineReplica).options(
         name="Engine",
         ray_actor_options={"num_cpus": 0},
         placement_group_bundles=bundles(config),
@@ -68,7 +68,7 @@ def application(config: RayConfig) -> Application:
         max_constructor_retry_count=ATTEMPTS,
         **_count(config),
     )
-    frontends = serve.deployment(serve.ingress()(Frontend)).options(
+    frontends = serve.deployment(serve.ingress()(FrontendReplica)).options(
         name="Frontend",
         num_replicas=config.api_server_count,
         max_replicas_per_node=1,

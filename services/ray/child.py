@@ -34,7 +34,7 @@ class ServiceChild:
 
     @property
     def failure(self) -> str:
-        """How the service has ended for good, or ""."""
+        """End of the service, if it is not started again, or ""."""
         failed = self._supervisor.failure
         return "" if failed is None or self._thread.is_alive() else failed.describe_end()
 

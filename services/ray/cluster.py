@@ -1,4 +1,4 @@
-"""What the cluster has for an application."""
+"""Check of the cluster's resources."""
 
 import ray
 

@@ -28,7 +28,7 @@ ALWAYS = {"max_restarts": -1, "max_concurrency": 1000}
 """Options of actors: Ray starts them again, and many calls of `join` may wait."""
 
 
-class Engine:
+class EngineReplica:
     """
     Args:
         settings: those of `RayConfig` that were given.

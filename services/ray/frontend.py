@@ -25,7 +25,7 @@ from services.ray.keys import key_directory
 log = logging.getLogger("runahead.ray")
 
 
-class Frontend:
+class FrontendReplica:
     """
     Args:
         settings: those of `RayConfig` that were given.
