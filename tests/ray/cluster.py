@@ -40,7 +40,7 @@ def environment(**more: str) -> dict[str, str]:
     }
 
 
-class Frontend(HttpServer):
+class HttpFrontend(HttpServer):
     """A frontend's own port, or Serve's proxy, on a host."""
 
     def __init__(self, host: Host, port: int) -> None:
@@ -109,16 +109,16 @@ class Cluster:
         (found,) = {host.name: host for host in self.hosts if host.processes(title)}.values()
         return found
 
-    def frontends(self) -> list[Frontend]:
-        return [Frontend(host, OWN_PORT) for host in self.hosts if host.processes(FRONTEND)]
+    def frontends(self) -> list[HttpFrontend]:
+        return [HttpFrontend(host, OWN_PORT) for host in self.hosts if host.processes(FRONTEND)]
 
 
-def engines(frontend: Frontend) -> dict[str, str]:
+def engines(frontend: HttpFrontend) -> dict[str, str]:
     """Return the state of each engine of a frontend."""
     _, body = frontend.get("/engines")
     return {engine["name"]: engine["state"] for engine in json.loads(body or '{"engines": []}')["engines"]}
 
 
-def serves(frontend: Frontend, count: int) -> Callable[[], bool]:
+def serves(frontend: HttpFrontend, count: int) -> Callable[[], bool]:
     """Return a condition: so many engines serve, and there is no other."""
     return lambda: [*engines(frontend).values()] == ["ready"] * count

@@ -15,7 +15,7 @@ import pytest
 
 from tests.e2e.server import wait_until
 from tests.e2e.streams import answers, assert_nothing_is_kept
-from tests.ray.cluster import ENGINE, FRONTEND, RANK, SCHEDULER, Cluster, Frontend, engines, serves
+from tests.ray.cluster import ENGINE, FRONTEND, RANK, SCHEDULER, Cluster, HttpFrontend, engines, serves
 from tests.ray.hosts import Host
 
 LAYOUT = "tensor_parallel_size=2"
@@ -37,13 +37,13 @@ def hosts_with(cluster: Cluster, title: str) -> list[Host]:
     return [host for host in cluster.hosts if host.processes(title)]
 
 
-def away_from(cluster: Cluster, *hosts: Host) -> Frontend:
+def away_from(cluster: Cluster, *hosts: Host) -> HttpFrontend:
     """Return the frontend of another host."""
     host = next(host for host in cluster.hosts if host not in hosts)
-    return Frontend(host, 8001)
+    return HttpFrontend(host, 8001)
 
 
-async def disturbed(frontend: Frontend, fault: Callable[[], object], name: str) -> list[Any]:
+async def disturbed(frontend: HttpFrontend, fault: Callable[[], object], name: str) -> list[Any]:
     """Return the answers, and note the longest pause of a stream."""
     last, longest = dict[int, float](), 0.0
 
@@ -63,7 +63,7 @@ async def disturbed(frontend: Frontend, fault: Callable[[], object], name: str) 
 
 
 def survive(
-    cluster: Cluster, frontend: Frontend, expected: Any, fault: Callable[[], object], name: str
+    cluster: Cluster, frontend: HttpFrontend, expected: Any, fault: Callable[[], object], name: str
 ) -> None:
     wait_until(serves(frontend, 2), "two engines serve")
     assert asyncio.run(disturbed(frontend, fault, name)) == expected(LAYOUT)
@@ -120,6 +120,6 @@ def test_a_node_loses_its_power(served: Cluster, expected: Any) -> None:
 
 
 def test_engines_that_ray_has_replaced_are_forgotten(served: Cluster) -> None:
-    frontend = Frontend(served.hosts[0], 8001)
+    frontend = HttpFrontend(served.hosts[0], 8001)
     wait_until(serves(frontend, 2), "two engines serve")
     assert len(engines(frontend)) == 2

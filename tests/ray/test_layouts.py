@@ -10,12 +10,12 @@ import pytest
 
 from tests.e2e.server import wait_until
 from tests.e2e.streams import answers
-from tests.ray.cluster import PROXY_PORT, RANK, Cluster, Frontend, serves
+from tests.ray.cluster import PROXY_PORT, RANK, Cluster, HttpFrontend, serves
 
 TENSOR, PIPELINE = "tensor_parallel_size=2", "pipeline_parallel_size=2"
 
 
-async def _answers(frontend: Frontend) -> Any:
+async def _answers(frontend: HttpFrontend) -> Any:
     async with frontend.async_client() as client:
         return await answers(client)
 
@@ -31,12 +31,12 @@ def test_tokens_are_those_of_serve(
     assert len(frontends) == 3
     for frontend in frontends:
         wait_until(serves(frontend, 1), "the engine of this deployment serves, and no other")
-    for way in (frontends[0], frontends[2], Frontend(cluster.hosts[1], PROXY_PORT)):
+    for way in (frontends[0], frontends[2], HttpFrontend(cluster.hosts[1], PROXY_PORT)):
         assert asyncio.run(_answers(way)) == expected(layout)
 
 
 def test_an_answer_without_a_stream_passes_the_proxy(cluster: Cluster) -> None:
-    proxy = Frontend(cluster.hosts[0], PROXY_PORT)
+    proxy = HttpFrontend(cluster.hosts[0], PROXY_PORT)
     body = json.dumps({"prompt": "The", "max_tokens": 5, "temperature": 0}).encode()
     request = urllib.request.Request(
         f"{proxy.url}/v1/completions", body, {"content-type": "application/json"}

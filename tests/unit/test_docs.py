@@ -33,7 +33,8 @@ SOURCES = [
 OTHER_PROGRAMS = {
     "--scale", "--from-file", "--index-url", "--no-index", "--no-deps", "--target", "--out", "--wheel-dir",
     "--find-links", "--constraint", "--require-hashes", "--requirement", "--upgrade", "--worker-urls",
-    "--head", "--num-cpus", "--node-ip-address", "--nodes", "--ntasks-per-node", "--cpus-per-task", "--signal", "--batch",
+    "--head", "--num-cpus", "--node-ip-address", "--nodes", "--ntasks-per-node", "--cpus-per-task",
+    "--signal", "--batch",
 }  # fmt: skip
 """Flags of docker, kubectl, pip, ray, Slurm and the measurements."""
 LONGEST_LINE = 120
