@@ -12,6 +12,7 @@ STAMP := $(VENV)/.installed
 SERVING := $(VENV)/.serving
 EXTRAS := frontend,scheduler,native
 VLLM := .venv-vllm
+RAY := .venv-ray
 SUITES := tests/unit tests/simulation tests/integration tests/ranks tests/e2e tests/gpu
 # Tests of what depends on the processor: the kernels, and the runner against transformers and the reference kernels.
 KERNEL_TESTS := tests/unit/native/cpu $(addprefix tests/unit/native/test_,$(addsuffix .py,acceptance attention logit_rules \
@@ -29,7 +30,7 @@ find_packages = site='import site; print(site.getsitepackages()[0])'; \
 	echo "import site; site.addsitedir('$$($(BIN)/python -c "$$site")')" \
 	>"$$($(1)/bin/python -c "$$site")/runahead-base.pth"
 
-.PHONY: setup serve images quick test test-avx2 test-docker test-clients test-web setup-vllm test-vllm check bench bench-gpu gpu-wheels soak soak-long docs release clean
+.PHONY: setup serve images quick test test-avx2 test-docker test-clients test-web setup-vllm test-vllm setup-ray test-ray check bench bench-gpu gpu-wheels soak soak-long docs release clean
 
 setup: $(STAMP)
 
@@ -127,6 +128,21 @@ $(VLLM)/.installed: $(STAMP) deploy/unfit.txt
 		--constraint deploy/constraints.txt --editable '.[vllm]'
 	@$(VLLM)/bin/python -m pip uninstall --quiet --yes --requirement deploy/unfit.txt
 	@touch $@
+
+# An environment with Ray that also finds the packages of $(VENV), torch among them.
+setup-ray: $(RAY)/.installed
+
+$(RAY)/.installed: $(STAMP)
+	@echo "Installing Ray into $(RAY)."
+	@test -x $(RAY)/bin/python || $(PYTHON) -m venv $(RAY)
+	@$(call find_packages,$(RAY))
+	@$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check --no-input \
+		--constraint deploy/constraints.txt --editable '.[ray]'
+	@touch $@
+
+# A Ray cluster of three hosts, which are network namespaces of this machine: needs root and `ip`. Not part of CI.
+test-ray: $(RAY)/.installed
+	PYTHONPATH=. $(RAY)/bin/python -m pytest tests/ray $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check

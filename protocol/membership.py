@@ -23,6 +23,7 @@ import msgspec
 from protocol.block_names import NamedBlocks
 from protocol.epochs import EpochId, RegisteredEpoch
 from protocol.fields import MAX_ITEMS, Bytes, Count, Finite, Fraction, Name, StepId, Text
+from protocol.kv_groups import KVGroups
 
 
 class Shard(msgspec.Struct, array_like=True, frozen=True):
@@ -103,6 +104,8 @@ class Assignment(msgspec.Struct, array_like=True, frozen=True, tag="assignment")
     rendezvous: Name = ""
     """`Register.rendezvous` of rank 0; "" in a group of one."""
     speculation: Speculation | None = None
+    max_kv_groups: Count = 1
+    """Maximum number of `Loaded.groups`; 1: the scheduler knows one block table per request."""
 
     @property
     def shard(self) -> Shard:
@@ -148,6 +151,8 @@ class Loaded(msgspec.Struct, array_like=True, frozen=True, tag="loaded"):
     """Digest of each part of the weights, by its tensor, its rows and columns, and its type; {}: not known."""
     held: NamedBlocks | None = None
     """Whole blocks in this rank's KV memory, in the order in which they became whole; None: it holds none."""
+    groups: KVGroups = ()
+    """Groups of layers, each with a block table; (): one with full attention. All ranks have the same."""
 
 
 class InitializeCache(msgspec.Struct, array_like=True, frozen=True, tag="init_cache"):

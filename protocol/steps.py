@@ -28,7 +28,7 @@ class NewRequest(msgspec.Struct, array_like=True, frozen=True):
     """int32[tokens]: all prompt and confirmed output tokens, not only the first chunk"""
     num_prompt_tokens: Count
     block_ids: bytes
-    """int32[blocks]: the block table"""
+    """int32[blocks]: the block table, in the order of protocol.kv_groups"""
     params: SamplingParams
     pooling: Pooling = Pooling.NONE
     """Other than NONE: the row with `samples` returns an embedding; its token is ignored."""
@@ -60,7 +60,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     block_slots: bytes = b""
     """int32[blocks]: slot whose block table grows"""
     block_ids: bytes = b""
-    """int32[blocks]: block that is appended to it, in order"""
+    """int32[blocks]: block that is appended to it, in order; with several groups one of each (protocol.kv_groups)"""
     released: bytes = b""
     """int32[slots]: slots whose request finished, was aborted or preempted; no step in flight has a row of them"""
     has_structured_output_requests: bool = False

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-SUITES = ("unit", "simulation", "integration", "ranks", "e2e", "vllm", "docker", "gpu")
+SUITES = ("unit", "simulation", "integration", "ranks", "e2e", "vllm", "docker", "gpu", "ray")
 pytest.register_assert_rewrite(*(f"tests.{suite}" for suite in SUITES))
 """Modules that tests share get pytest's assertions: with the values of both sides, and under `python -O` too."""
 

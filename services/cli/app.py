@@ -14,11 +14,13 @@ from services.cli.flags import command
 from services.cli.settings import ConfigurationError, Settings
 from services.cli.show import show
 from services.config import (
+    OF_RAY,
     OMITTED,
     SERVICES,
     WITHOUT_SERVER,
     BenchConfig,
     ConvertConfig,
+    RayCommandConfig,
     ReplayConfig,
     RunBatchConfig,
     ServeConfig,
@@ -64,6 +66,18 @@ def _serve(settings: Settings[ServeConfig]) -> int:
     return serve(settings.config)
 
 
+def _ray(settings: Settings[RayCommandConfig]) -> int:
+    try:
+        from services.ray.command import run
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "ray":
+            raise
+        raise ConfigurationError(
+            "Ray is not installed; install the extra: pip install 'runahead-engine[ray]'"
+        ) from None
+    return run(settings.config)
+
+
 def _start(settings: Settings[ServiceConfig]) -> int:
     from services.cli.start import start
 
@@ -102,6 +116,9 @@ def _replay(settings: Settings[ReplayConfig]) -> int:
 
 app.command("serve", cls=GroupedCommand, help="Serve MODEL with all services on this machine.")(
     command(ServeConfig, _serve, omitted=OMITTED, positional="model")
+)
+app.command("ray", cls=GroupedCommand, help="Serve MODEL on a Ray cluster, which places the services.")(
+    command(RayCommandConfig, _ray, omitted=OF_RAY, positional="model")
 )
 for _name, _model in SERVICES.items():
     app.command(_name, cls=GroupedCommand, help=f"Run one {_name} service.")(command(_model, _start))

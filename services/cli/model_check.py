@@ -4,6 +4,7 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
+from protocol.kv_groups import most_blocks
 from protocol.membership import Shard
 from services.checkpoint import CheckpointError, is_gguf, is_local, resolve, weight_shards
 from services.checkpoint.default_model import packaged_model
@@ -82,7 +83,7 @@ def check_native(config: ServeConfig, path: Path, serving: ServingMemory) -> Non
     """Raises: ConfigurationError, CheckpointError, LoadError"""
     model = ModelConfig.from_checkpoint(path)
     context = context_length(config, model)
-    memory = [rank_memory(config, path, part, config.block_size) for part in parts(config, model)]
+    memory = rank_memories(config, path, parts(config, model), context)
     memory *= config.data_parallel_size
     _check_memory(config, memory, context, serving)
     for rank in memory if config.kv_cache_memory_bytes else ():
@@ -138,9 +139,22 @@ def parts(config: ServeConfig, model: ModelConfig) -> list[ModelPart]:
     ]
 
 
+def rank_memories(
+    config: ServeConfig, path: Path, ranks: Sequence[ModelPart], context: int
+) -> list[RankMemory]:
+    """Return the memory of each rank."""
+    size, groups = config.block_size, config.max_kv_groups
+    return [rank_memory(config, path, part, size, context, groups) for part in ranks]
+
+
+def sequence_blocks(config: ServeConfig, memory: RankMemory, tokens: int) -> int:
+    """Return the maximum number of KV blocks of a sequence."""
+    return most_blocks(memory.groups, tokens, config.max_num_batched_tokens, config.block_size)
+
+
 def cache_bytes(config: ServeConfig, memory: RankMemory, context: int, serving: ServingMemory) -> int:
     """Return the bytes of the largest KV cache that a rank allocates."""
-    useful = 2 * config.max_num_seqs * -(-context // config.block_size) * memory.kv_block
+    useful = 2 * config.max_num_seqs * sequence_blocks(config, memory, context) * memory.kv_block
     return min(serving.cache_budget(config.kv_cache_memory_bytes, memory.weights), useful)
 
 

@@ -4,8 +4,9 @@ quantisation, without reading weights."""
 from collections.abc import Iterator
 from pathlib import Path
 
+from protocol.kv_groups import ONE_GROUP
 from services.checkpoint import CheckpointError, is_gguf, model_name, resolve
-from services.cli.model_check import cache_bytes, context_length, parts
+from services.cli.model_check import cache_bytes, context_length, parts, rank_memories, sequence_blocks
 from services.cli.serving_memory import ServingMemory, serving_memory
 from services.cli.settings import ConfigurationError
 from services.config import ServeConfig
@@ -13,7 +14,7 @@ from services.scheduler.recording import EventRecording, RecordingError
 from services.scheduler.what_if import History
 from services.units import size_text
 from services.worker.backends.native.layout import inputs_kept_together
-from services.worker.backends.native.memory import rank_memory, served_dtype
+from services.worker.backends.native.memory import served_dtype
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.partition import tensor_parallel_sizes
 from services.worker.bandwidth import read_bandwidth
@@ -96,8 +97,8 @@ def _quantisations(
         except LoadError as error:
             yield f"  {label}: not possible: {error}"
             continue
-        rank = rank_memory(layout, path, part, config.block_size)
-        needed = rank.weights + -(-context // config.block_size) * rank.kv_block
+        (rank,) = rank_memories(layout, path, [part], context)
+        needed = rank.weights + sequence_blocks(layout, rank, context) * rank.kv_block
         fits = "fits" if needed <= serving.free else "does not fit"
         yield (
             f"  {label}: weights {size_text(rank.weights)}, with one sequence of {context} tokens {size_text(needed)}, "
@@ -117,10 +118,14 @@ def _rows(
         if size > (1 if serving.is_gpu else MOST_RANKS):
             return
         layout = config.model_copy(update={"tensor_parallel_size": size})
-        ranks = [rank_memory(config, path, part, config.block_size) for part in parts(layout, model)]
+        ranks = rank_memories(config, path, parts(layout, model), context)
         caches = [cache_bytes(config, rank, context, serving) for rank in ranks]
         blocks = min(cache // rank.kv_block for cache, rank in zip(caches, ranks, strict=True))
         needed, tokens = sum(rank.weights for rank in ranks) + sum(caches), blocks * config.block_size
+        sequences = tokens // context
+        if ranks[0].groups != ONE_GROUP:
+            sequences = blocks // sequence_blocks(config, ranks[0], context)
+            tokens = sequences * context
         fits = needed <= free and blocks > 0
         remark = "fits" if fits else f"does not fit: {size_text(needed)} in all"
         weights = size_text(max(rank.weights for rank in ranks))
@@ -130,7 +135,7 @@ def _rows(
             size_text(max(caches)),
             f"{blocks:,}",
             f"{tokens:,}",
-            tokens // context,
+            sequences,
             remark,
             fits,
         )

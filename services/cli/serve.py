@@ -112,7 +112,7 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
             def start(commands: list[Command], is_trial: bool = False) -> None:
                 # The worker first: it takes longest to start.
                 for command in reversed(commands) if not is_trial else commands:
-                    final, environment = FINAL[command.service], _environment()
+                    final, environment = FINAL[command.service], child_environment()
                     memory = kept_memory() if command.service == "worker" else None
                     if memory is not None:
                         environment[KV_MEMORY] = str(memory)
@@ -166,7 +166,7 @@ def _names(config: ServeConfig) -> list[str]:
     ]
 
 
-def _environment() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """Return this process's environment without the settings, which the configuration files contain."""
     settings = {PREFIX + name.upper() for name in ServeConfig.model_fields}
     return {name: value for name, value in os.environ.items() if name not in settings}

@@ -164,6 +164,7 @@ class Supervisor:
         self._stopping_child: Child | None = None
         self._aborted_by = 0
         self._deadline: float | None = None
+        self._poll: float | None = None
         self._selector = selectors.DefaultSelector()
         self._wakeup, self._wakeup_writer = socket.socketpair()
 
@@ -266,8 +267,8 @@ class Supervisor:
         )
 
     def stop(self) -> None:
-        """Stop the children in order, as after a first signal. May be called from any thread while `signals` is in
-        effect."""
+        """Stop the children in order, as after a first signal. May be called from any thread while `signals` or
+        `open` is in effect."""
         with contextlib.suppress(OSError):  # the loop has ended
             self._wakeup_writer.send(bytes([signal.SIGTERM]))
 
@@ -282,18 +283,31 @@ class Supervisor:
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
         """Make signals events of the loop within this context. Enter it before the first `start`."""
+        with self.open():
+            numbers = (*STOP_SIGNALS, signal.SIGCHLD)
+            before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+            fd = signal.set_wakeup_fd(self._wakeup_writer.fileno())
+            try:
+                yield
+            finally:
+                signal.set_wakeup_fd(fd)
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def open(self, poll: float | None = None) -> Iterator[None]:
+        """Make `stop` work within this context, without signals, so in any thread.
+
+        Args:
+            poll: seconds between two looks for children that have ended; None: SIGCHLD shows it.
+        """
+        self._poll = poll
         for end in (self._wakeup, self._wakeup_writer):
             end.setblocking(False)
         self._selector.register(self._wakeup, selectors.EVENT_READ)
-        numbers = (*STOP_SIGNALS, signal.SIGCHLD)
-        before = {number: signal.signal(number, lambda *_: None) for number in numbers}
-        fd = signal.set_wakeup_fd(self._wakeup_writer.fileno())
         try:
             yield
         finally:
-            signal.set_wakeup_fd(fd)
-            for number, handler in before.items():
-                signal.signal(number, handler)
             self._selector.close()
             self._wakeup.close()
             self._wakeup_writer.close()
@@ -309,7 +323,7 @@ class Supervisor:
         times += [child.stopped_at + STOPPED_GRACE for child in self.children if child.stopped_at is not None]
         times += [child.retired_at for child in self.children if child.alive]
         left = [max(0.0, at - now) for at in times if at is not None]
-        return min(left if tick_seconds is None else [tick_seconds, *left], default=None)
+        return min([*left, *(s for s in (tick_seconds, self._poll) if s is not None)], default=None)
 
     def _restart(self) -> None:
         """Restart the children whose pause is over."""

@@ -41,6 +41,15 @@ def make_keys(directory: Path) -> str:
     )
 
 
+def make_pair(directory: Path, role: str) -> str:
+    """Write one pair of keys to an existing directory and return the public key."""
+    from zmq.auth import create_certificates, load_certificate
+
+    with _private_files():
+        public, _ = create_certificates(directory, role)
+    return load_certificate(public)[0].decode()
+
+
 def _files(role: str) -> tuple[str, ...]:
     """Return the names of a role's files: its own pair, and the public keys of its peers."""
     others = (*CLIENTS, SERVER) if role == SERVER else (SERVER,)

@@ -10,6 +10,7 @@ from services.config.convert import ConvertConfig
 from services.config.frontend import FrontendConfig
 from services.config.http import HttpConfig
 from services.config.kv_events import KVEventsConfig
+from services.config.ray import OF_RAY, RayCommandConfig, RayConfig
 from services.config.replay import ReplayConfig, WhatIfConfig
 from services.config.run_batch import WITHOUT_SERVER, RunBatchConfig
 from services.config.scheduler import SchedulerConfig
@@ -18,13 +19,20 @@ from services.config.simulator import SimulatorConfig
 from services.config.speculation import SpeculativeConfig
 from services.config.worker import BackendConfig, WorkerConfig
 
-_COMMANDS: tuple[type[BaseConfig], ...] = (RunBatchConfig, BenchConfig, ConvertConfig, ReplayConfig)
+_COMMANDS: tuple[type[BaseConfig], ...] = (
+    RunBatchConfig,
+    BenchConfig,
+    ConvertConfig,
+    ReplayConfig,
+    RayCommandConfig,
+)
 EVERY_SETTING = frozenset(name for model in (*_COMMANDS, *SERVICES.values()) for name in model.model_fields)
 """Names of the settings of all commands."""
 
 __all__ = [
     "ENDPOINTS",
     "EVERY_SETTING",
+    "OF_RAY",
     "OMITTED",
     "SERVICES",
     "WITHOUT_SERVER",
@@ -35,6 +43,8 @@ __all__ = [
     "FrontendConfig",
     "HttpConfig",
     "KVEventsConfig",
+    "RayCommandConfig",
+    "RayConfig",
     "ReplayConfig",
     "RunBatchConfig",
     "SchedulerConfig",

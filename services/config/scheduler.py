@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from protocol.kv_groups import MAX_GROUPS
 from services.config.base import REVISION, TOKENIZER, ServiceConfig
 from services.config.kv_events import KVEventsConfig
 from services.config.sizes import Size
@@ -51,6 +52,10 @@ class SchedulerConfig(ServiceConfig):
     )
     enable_prefix_caching: bool = Field(
         True, description="Share KV-cache blocks between requests with equal prefixes."
+    )
+    disable_hybrid_kv_cache_manager: bool = Field(
+        False,
+        description="Give all layers one block table that keeps every token, also layers that read a window only.",
     )
     scheduling_policy: Literal["fcfs", "priority"] = Field(
         "fcfs", description="Order of waiting requests: by arrival (fcfs) or by priority."
@@ -172,6 +177,16 @@ class SchedulerConfig(ServiceConfig):
     def num_drafts(self) -> int:
         """Maximum number of drafts of a row."""
         return self.speculative_config.num_speculative_tokens if self.speculative_config is not None else 0
+
+    @property
+    def max_kv_groups(self) -> int:
+        """Maximum number of block tables per request. 1 where every position stays in use: a drafter with a cache reads
+        it through the same table, and `phased` pads prompts to lengths that a window may not serve."""
+        s, policy = self.speculative_config, self.policy
+        plain = (
+            self.disable_hybrid_kv_cache_manager or policy == "phased" or (s is not None and s.has_kv_cache)
+        )
+        return 1 if plain else MAX_GROUPS
 
     @property
     def policy(self) -> str:

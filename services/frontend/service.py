@@ -63,7 +63,7 @@ class _Server(uvicorn.Server):
 
 
 class FrontendService:
-    """Owns the HTTP server and the connection to the scheduler; handles signals.
+    """Owns the HTTP server and the connection to the scheduler.
 
     Args:
         alarm: set every second by the event loop while it serves.
@@ -96,10 +96,11 @@ class FrontendService:
         self._responses = responses if isinstance(responses, ResponseFiles) else None
         public = frozenset[str]() if page is None else page.paths
         shed = app.state.context.answering.shed
-        guarded = with_cors(Guards(app, config, config.max_body_bytes, public, shed), config)
+        self.app = with_cors(Guards(app, config, config.max_body_bytes, public, shed), config)
+        """The application behind the checks of every request."""
         self.server = _Server(
             uvicorn.Config(
-                guarded,
+                self.app,
                 http=Connection,
                 loop="none",
                 ws="none",
@@ -118,12 +119,9 @@ class FrontendService:
 
     async def run(self) -> int:
         """Serve until stopped. Return the exit status."""
-        loop = asyncio.get_running_loop()
         others = (
             {asyncio.create_task(self._responses.keep_bounds())} if self._responses is not None else set()
         )
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.on_signal)
         connection = asyncio.create_task(self._run_engines())
         load = asyncio.create_task(log_load(self.engine, self._metrics))
         alarm = asyncio.create_task(self._set_alarm())
@@ -174,8 +172,8 @@ class FrontendService:
         finally:
             self._alarm.cancel()
 
-    def on_signal(self) -> None:
-        """Drain on the first signal: open requests finish, new ones are refused. Stop on the second."""
+    def stop(self) -> None:
+        """Drain at the first call: open requests finish, new ones are refused. Stop at the second."""
         if self._drain is None:
             log.info("draining: %d open requests finish, new ones are refused", self.engine.num_open)
             self.engine.drain()
@@ -222,4 +220,6 @@ def run(config: FrontendConfig) -> int:
         gc.freeze()  # what was made so far stays alive; the first collection would take tens of milliseconds for it
         gc.set_threshold(GC_THRESHOLD)
         start_log.debug(STARTED)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            runner.get_loop().add_signal_handler(number, service.stop)
         return runner.run(service.run())

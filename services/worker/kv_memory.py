@@ -37,15 +37,19 @@ class BlockNames:
         numbers: uint64[blocks]: 1, 2, 3 ... in the order in which the blocks became whole; 0: the block has no name.
         names: uint8[blocks, NAME_BYTES]
         block_size: tokens per block.
+        groups: blocks of a request for these tokens (protocol.kv_groups).
     """
 
-    def __init__(self, numbers: NDArray[np.uint64], names: NDArray[np.uint8], block_size: int) -> None:
-        self._numbers, self._names, self._block_size = numbers, names, block_size
+    def __init__(
+        self, numbers: NDArray[np.uint64], names: NDArray[np.uint8], block_size: int, groups: int = 1
+    ) -> None:
+        self._numbers, self._names, self._block_size, self._groups = numbers, names, block_size, groups
         self._last = int(numbers.max(initial=0))
 
     @classmethod
-    def empty(cls, num_blocks: int, block_size: int) -> "BlockNames":
-        return cls(np.zeros(num_blocks, np.uint64), np.zeros((num_blocks, NAME_BYTES), np.uint8), block_size)
+    def empty(cls, num_blocks: int, block_size: int, groups: int = 1) -> "BlockNames":
+        names = np.zeros((num_blocks, NAME_BYTES), np.uint8)
+        return cls(np.zeros(num_blocks, np.uint64), names, block_size, groups)
 
     def follow(self, message: SchedulerOutput | ReleaseSlots) -> None:
         """Apply a message before it is executed: name the blocks that are whole, then drop the names of those that the
@@ -81,7 +85,7 @@ class BlockNames:
         assigned = [unpack(step.block_ids)]
         if step.new:
             starts = dict(zip(unpack(step.slots).tolist(), unpack(step.starts).tolist(), strict=True))
-            firsts = ((new, starts.get(new.slot, 0) // self._block_size) for new in step.new)
+            firsts = ((new, starts.get(new.slot, 0) // self._block_size * self._groups) for new in step.new)
             assigned += [unpack(new.block_ids)[first:] for new, first in firsts]
         return np.concatenate(assigned)
 
@@ -107,17 +111,18 @@ class KVMemory:
             os.set_inheritable(descriptor, False)
         return cls(descriptor)
 
-    def find(self, identity: str, block_size: int) -> int:
+    def find(self, identity: str, block_size: int, groups: int = 1) -> int:
         """Return the number of blocks of the cache with this identity, and 0 if there is none: then free the memory.
 
         Args:
             identity: everything that the content depends on beside tokens: model, dtype, layout, rank.
+            groups: see `BlockNames`
         """
         if self._map is not None:
             header = self._header(self._map)
             known = bool(header["valid"]) and header["identity"].tobytes() == _digest(identity)
             if known and int(header["size"]) == len(self._map):
-                self._open(block_size)
+                self._open(block_size, groups)
                 return int(header["num_blocks"])
         self._free()
         return 0
@@ -126,10 +131,12 @@ class KVMemory:
         """Return the whole blocks of the cache that was found; None: there is none."""
         return None if self.names is None else self.names.held()
 
-    def begin(self, identity: str, block_size: int, num_blocks: int, bytes_per_block: int) -> int:
+    def begin(
+        self, identity: str, block_size: int, num_blocks: int, bytes_per_block: int, groups: int = 1
+    ) -> int:
         """Begin to take the memory of a cache: of the one with this identity, if it has as many blocks, else of a new
         one. Return its number of blocks."""
-        if (found := self.find(identity, block_size)) >= num_blocks:
+        if (found := self.find(identity, block_size, groups)) >= num_blocks:
             num_blocks = found
         else:
             self._free()
@@ -142,7 +149,7 @@ class KVMemory:
                 self._map = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             header = self._header(self._map)
             header["identity"], header["num_blocks"], header["size"] = _digest(identity), num_blocks, size
-            self._open(block_size)
+            self._open(block_size, groups)
             header["valid"] = 1
         self._taken = PAGE + _up(8 * num_blocks) + _up(NAME_BYTES * num_blocks)
         return num_blocks
@@ -162,12 +169,12 @@ class KVMemory:
             self._header(self._map)["valid"] = 0
         self._map, self.names, self._descriptor = None, None, -1
 
-    def _open(self, block_size: int) -> None:
+    def _open(self, block_size: int, groups: int) -> None:
         assert self._map is not None
         n = int(self._header(self._map)["num_blocks"])
         numbers = np.frombuffer(self._map, np.uint64, n, PAGE)
         names = np.frombuffer(self._map, np.uint8, n * NAME_BYTES, PAGE + _up(8 * n))
-        self.names = BlockNames(numbers, names.reshape(n, NAME_BYTES), block_size)
+        self.names = BlockNames(numbers, names.reshape(n, NAME_BYTES), block_size, groups)
 
     def _free(self) -> None:
         """Give the memory back. Nobody reads the cache any more."""

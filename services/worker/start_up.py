@@ -48,6 +48,8 @@ class StartUp:
         """The rendezvous that was sent with the registration, until the runner owns it."""
         self._shard: Shard | None = None
         """The shard whose weights are in memory."""
+        self._num_groups = 1
+        """Groups of KV cache of the model that was loaded last."""
         self._next_progress = 0.0
         self._phase = ""
         """Phase of the last message about loading."""
@@ -102,7 +104,7 @@ class StartUp:
             if listener is not None:  # the runner may have failed before it owned the listener
                 listener.close()
             raise
-        self._shard = assignment.shard
+        self._shard, self._num_groups = assignment.shard, max(1, len(loaded.groups))
         size = size_text(loaded.num_blocks * loaded.bytes_per_block)
         log.info("loaded: the KV cache has %s in %d blocks", size, loaded.num_blocks)
         held = self._runner.kv_memory.held()
@@ -121,7 +123,7 @@ class StartUp:
             self._runner.init_kv_cache(init)
             if (names := self._runner.kv_memory.names) is not None:
                 names.drop([init.canary_block])
-            _run_canary(self._runner, init.canary_block)
+            _run_canary(self._runner, init.canary_block, self._num_groups)
         self._link.client.send(Ready(self._session.epoch))
         self._session.ready()
         log.info("ready: %d KV blocks, context %d", init.num_blocks, init.max_model_len)
@@ -150,14 +152,15 @@ class StartUp:
         self._link.client.send(LoadFailed(" ".join(str(error).split())[:MAX_TEXT]))
 
 
-def _run_canary(runner: ModelRunner, block: int) -> None:
+def _run_canary(runner: ModelRunner, block: int, num_groups: int) -> None:
     """Run one step through forward pass and sampling before the first real one.
 
     Afterwards its slot is empty and no step is pending (single pending state; docs/invariants.md). Its generation is 0;
     requests have generations from 1 on.
     """
     zero, one = pack([0]), pack([1])
-    request = NewRequest(0, 0, zero, 1, pack([block]), SamplingParams(max_tokens=1, temperature=0.0))
+    blocks = pack([block] * num_groups)
+    request = NewRequest(0, 0, zero, 1, blocks, SamplingParams(max_tokens=1, temperature=0.0))
     runner.execute_model(SchedulerOutput(0, 0, zero, zero, zero, one, b"\1", [request]))
     runner.sample_tokens(None).get()
     runner.release(np.zeros(1, np.int32))

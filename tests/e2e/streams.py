@@ -42,18 +42,25 @@ def bodies() -> list[dict[str, Any]]:
     return plain
 
 
-async def answers(client: AsyncOpenAI, fault: Fault | None = None) -> list[Any]:
-    """Return text, finish reason and log-probabilities of each choice. The fault comes when all streams have begun."""
+async def answers(
+    client: AsyncOpenAI, fault: Fault | None = None, on_chunk: Callable[[int], None] = lambda _: None
+) -> list[Any]:
+    """Return text, finish reason and log-probabilities of each choice. The fault comes when all streams have begun.
+
+    Args:
+        on_chunk: called with the number of the stream whenever it has got something.
+    """
     model, requests = (await client.models.list()).data[0].id, bodies()
     begun = asyncio.Barrier(len(requests) + 1)
 
-    async def one(body: dict[str, Any]) -> Any:
+    async def one(number: int, body: dict[str, Any]) -> Any:
         choices: dict[int, list[Any]] = {}
         waits = True
         async for chunk in await client.completions.create(model=model, stream=True, **body):
             if waits:
                 waits = False
                 await begun.wait()
+            on_chunk(number)
             for choice in chunk.choices:
                 text, reason, scores = choices.setdefault(choice.index, ["", None, []])
                 scores += choice.logprobs.tokens if choice.logprobs else []
@@ -65,7 +72,7 @@ async def answers(client: AsyncOpenAI, fault: Fault | None = None) -> list[Any]:
         if fault is not None:
             await fault()
 
-    *texts, _ = await asyncio.gather(*map(one, requests), disturb())
+    *texts, _ = await asyncio.gather(*map(one, range(len(requests)), requests), disturb())
     return texts
 
 

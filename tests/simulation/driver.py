@@ -136,9 +136,12 @@ class _Player:
                 (base.num_blocks, rng.randint(max(2, base.num_blocks // 3), base.num_blocks * 3 // 2))
             )
             longest = base.max_model_len
+            limits = replace(base, num_blocks=num_blocks)
+            if not limits.kv_capacity:  # such workers are refused
+                limits = base
             if rng.random() < 0.7:
-                longest = min(longest, num_blocks * base.block_size)
-            limits = replace(base, num_blocks=num_blocks, max_model_len=longest)
+                longest = min(longest, limits.kv_capacity)
+            limits = replace(limits, max_model_len=longest)
             keeps = self._remembers if self.adopts and self.of_memory.random() < 0.8 else None
             world.start_epoch(limits, build(self.load, limits, self.seed), keeps_memory=keeps)
             again = rng.random() < 0.15

@@ -13,6 +13,11 @@ def extend(prefix: int, token: int) -> int:
     return mixed ^ (mixed >> 31)
 
 
+def in_group(prefix: int, group: int) -> int:
+    """Return the KV of a prefix in the layers of a group."""
+    return prefix ^ (group << 64)
+
+
 def words(prefix: int, count: int) -> NDArray[np.uint64]:
     """Return uint64[count] pseudo-random words of a prefix."""
     x = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(prefix)

@@ -8,6 +8,7 @@ from collections import Counter
 from hashlib import sha256
 from itertools import pairwise
 
+from protocol.kv_groups import NO_BLOCK
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.epoch import EpochState
 from services.scheduler.core.ledger import InflightStep
@@ -15,7 +16,9 @@ from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.slots import DELIVER, DROP, FREE, LIVE, MOST_LATE
 from services.scheduler.core.waiting import WaitingQueue
 from tests.simulation.grammar import Automaton
-from tests.simulation.hashing import ROOT, extend
+from tests.simulation.hashing import ROOT, extend, in_group
+
+WINDOW = "blocks behind the window"
 
 
 class InvariantError(AssertionError):
@@ -59,12 +62,18 @@ class Checker:
     # -- what happened -------------------------------------------------------------------------------------------
 
     def on_scheduled(self, step: InflightStep) -> None:
-        limits, tables = self.epoch.limits, self.epoch.kv.tables
+        limits = self.epoch.limits
         slots, counts = step.slots.tolist(), step.counts.tolist()
         demand(len(set(slots)) == len(slots), "one row per step", "two entries of one request in a step")
         demand(min(counts) >= 1, "step limits", f"counts {counts}")
         demand(sum(counts) <= limits.max_num_batched_tokens, "step limits", f"{sum(counts)} tokens in a step")
-        self._touched[step.step_id] = {block for slot in slots for block in tables[slot]}
+        self._touched[step.step_id] = {
+            block
+            for slot, start in zip(slots, step.starts.tolist(), strict=True)
+            for group in range(len(limits.groups))
+            for block in self._table(slot, group)[self._first_block(group, start) :]
+        }
+        demand(NO_BLOCK not in self._touched[step.step_id], WINDOW, f"step {step.step_id} reads no block")
 
     def on_processed(self, step: InflightStep) -> None:
         demand(
@@ -98,7 +107,7 @@ class Checker:
             want += int(s.proposed[slot])
             most = int(s.computed[slot]) + min(want, limits.max_num_batched_tokens) + limits.lookahead
             most = min(most, limits.max_model_len)
-            if -(-most // size) - len(epoch.kv.tables[slot]) > pool.num_free:
+            if len(limits.groups) * -(-most // size) - len(epoch.kv.tables[slot]) > pool.num_free:
                 return
             demand(False, "work conservation", f"slot {slot} is ready, but step {epoch.next_step} is empty")
         if len(epoch.running) >= limits.max_num_seqs or not s.free:
@@ -106,7 +115,7 @@ class Checker:
         for request in self.waiting:
             if not request.stale_rows:
                 most = min(len(request.token_ids) + limits.lookahead, limits.max_model_len)
-                fits = -(-most // size) <= pool.num_free
+                fits = len(limits.groups) * -(-most // size) <= pool.num_free
                 demand(
                     not fits,
                     "work conservation",
@@ -152,7 +161,9 @@ class Checker:
                 for token in block.tolist():
                     chain.prefix = extend(chain.prefix, token)
                     content.append(chain.prefix)
-                self.known[chain.digest] = content
+                for group in range(len(self.epoch.limits.groups)):
+                    name = bytes((chain.digest[0] ^ group,)) + chain.digest[1:]
+                    self.known[name] = [in_group(prefix, group) for prefix in content]
                 chain.blocks += 1
 
     # -- what must hold ------------------------------------------------------------------------------------------
@@ -312,16 +323,24 @@ class Checker:
         s, size = self.epoch.slots, self.epoch.limits.block_size
         holders: Counter[int] = Counter()
         capacity, computed = s.capacity.tolist(), s.computed.tolist()
+        groups, inflight = self.epoch.limits.groups, s.inflight.tolist()
         for slot, table in enumerate(tables):
             if table:
-                demand(len(set(table)) == len(table), "block accounting", f"slot {slot} holds a block twice")
-                demand(capacity[slot] == len(table) * size, "block accounting", f"capacity of slot {slot}")
+                held = [block for block in table if block != NO_BLOCK]
+                demand(len(set(held)) == len(held), "block accounting", f"slot {slot} holds a block twice")
+                demand(
+                    capacity[slot] * len(groups) == len(table) * size,
+                    "block accounting",
+                    f"capacity of slot {slot}",
+                )
+                for group in range(len(groups)):
+                    self._check_window(slot, group, computed[slot] - inflight[slot])
                 demand(
                     computed[slot] <= capacity[slot],
                     "block accounting",
                     f"slot {slot} computes beyond its blocks",
                 )
-                holders.update(table)
+                holders.update(held)
         demand(
             pool.refs == [holders[b] for b in range(pool.num_blocks)],
             "block accounting",
@@ -351,6 +370,28 @@ class Checker:
         )
         for step, blocks in self._touched.items():
             demand(blocks.isdisjoint(free), "fence", f"step {step} may still write a free block")
+
+    def _table(self, slot: int, group: int) -> list[int]:
+        return self.epoch.kv.tables[slot][group :: len(self.epoch.limits.groups)]
+
+    def _first_block(self, group: int, position: int) -> int:
+        """First block that a query at `position` reads."""
+        kind, span = self.epoch.limits.groups[group].kind, self.epoch.limits.groups[group].size
+        first = {
+            "full_attention": 0,
+            "sliding_window": max(0, position - span + 1),
+            "chunked_local_attention": position - position % max(span, 1),
+        }[kind]
+        return first // self.epoch.limits.block_size
+
+    def _check_window(self, slot: int, group: int, committed: int) -> None:
+        """Blocks behind the window: a live slot has no others, and a table keeps all that a query may read."""
+        table, first = self._table(slot, group), self._first_block(group, committed)
+        missing = [index for index, block in enumerate(table) if block == NO_BLOCK]
+        demand(missing == [*range(len(missing))], WINDOW, f"slot {slot} has gaps in group {group}")
+        demand(len(missing) <= first, WINDOW, f"slot {slot}: block {first} of group {group} may be read")
+        if self.epoch.slots.state[slot] == LIVE and self.epoch.slots.inflight[slot] == 0:
+            demand(len(missing) == first, WINDOW, f"slot {slot} keeps blocks of group {group} behind it")
 
     def check_cache(self, kv: list[list[int | None]]) -> None:
         """Prefix-cache content, when every dispatched plan has reached the oracle: each cached block holds what its

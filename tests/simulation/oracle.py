@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.codec import Decoder, encode, pack, unpack
+from protocol.kv_groups import NO_BLOCK
 from protocol.logprobs import Logprobs
 from protocol.membership import Assignment, InitializeCache
 from protocol.sampling import Pooling, SamplingParams
@@ -32,7 +33,7 @@ from services.scheduler.core.limits import Limits
 from services.worker.sampling.reference import TokenLogprobs, logprobs_of
 from services.worker.session import AddMasks, ExecuteStep, SampleStep, Session
 from tests.simulation.drafts import Foresight, Speculating
-from tests.simulation.hashing import ROOT, extend
+from tests.simulation.hashing import ROOT, extend, in_group
 from tests.simulation.reference import HIDDEN_SIZE, choose, hidden, logits
 
 MESSAGES: Decoder[StepMessage] = Decoder(StepMessage)
@@ -118,6 +119,7 @@ class OracleWorker:
         self.verified = Counter[str]()
         num_blocks, block_size = limits.num_blocks, limits.block_size
         self.num_slots, self.num_blocks, self.block_size = limits.num_slots, num_blocks, block_size
+        self.groups = limits.groups
         self.vocab, self.epoch, self.stages = vocab, epoch, limits.stages
         self.confirmed = 0
         """The last step whose tokens the scheduler knew when it formed the next plan."""
@@ -232,8 +234,9 @@ class OracleWorker:
         rows = self._begin(plan)
         for slot, generation, start, count, samples in rows:
             self._write(slot, generation, start, count, samples)
-        for slot, _, end in self._computed:  # write before read, as in each layer
-            self._read(slot, end)
+        for slot, start, end in self._computed:  # write before read, as in each layer
+            for group in range(len(self.groups)):
+                self._read(slot, group, start, end)
         sampled = [(row[0], row[1]) for row in rows if row[4]]
         return lambda masks: self._sample(plan, sampled, masks)
 
@@ -306,8 +309,9 @@ class OracleWorker:
         self._demand(s.generation == generation, f"slot {slot}: generation {generation}, not {s.generation}")
         if s.computed is None:  # blocks behind the cached prefix are fresh
             self._demand(start % size == 0 and start < len(s.tokens), f"slot {slot} starts at {start}")
-            for block in s.table[start // size :]:
-                self._poison(block)
+            for table in self._tables(s):
+                for block in table[start // size :]:
+                    self._poison(block)
             s.computed = start
         s.rejected = [(step, drafts) for step, drafts in s.rejected if step > self._known]
         unknown = sum(drafts for _, drafts in s.rejected)
@@ -319,7 +323,8 @@ class OracleWorker:
             end <= self._max_model_len, f"position bound: slot {slot} goes to {end} of {self._max_model_len}"
         )
         ahead = min(end + self._lookahead, self._max_model_len)
-        self._demand(ahead <= len(s.table) * size, f"slot {slot}: no block for position {ahead - 1}")
+        held = len(s.table) // len(self.groups) * size
+        self._demand(ahead <= held, f"slot {slot}: no block for position {ahead - 1}")
         planned = self._planned_drafts.get(slot, 0)
         start, end = s.computed, s.computed + count - planned
         self._demand(
@@ -337,8 +342,11 @@ class OracleWorker:
                 f"stage spacing: slot {slot} needs the token of step {s.sampled} too early for {self.stages} stages",
             )
         for position in range(start, end):
-            self.kv[s.table[position // size]][position % size] = s.prefixes[position]
-            self._written.setdefault(self._last_step, []).append((s.table[position // size], position % size))
+            for group, table in enumerate(self._tables(s)):
+                block, offset = table[position // size], position % size
+                self._demand(block != NO_BLOCK, f"slot {slot}: no block for position {position}")
+                self.kv[block][offset] = in_group(s.prefixes[position], group)
+                self._written.setdefault(self._last_step, []).append((block, offset))
             s.hidden_sum += hidden(s.prefixes[position]) if s.pooling is Pooling.MEAN else 0
         s.computed = end
         self._computed.append((slot, start, end))
@@ -357,15 +365,28 @@ class OracleWorker:
             s.tokens.append(token)
             s.prefixes.append(extend(s.prefixes[-1], token))
 
-    def _read(self, slot: int, end: int) -> None:
-        s, size = self.slots[slot], self.block_size
-        for index, first in enumerate(range(0, end, size)):
-            last = min(first + size, end)
-            if self.kv[s.table[index]][: last - first] != s.prefixes[first:last]:
+    def _tables(self, s: _Slot) -> list[list[int]]:
+        """Return the table of each group."""
+        return [s.table[group :: len(self.groups)] for group in range(len(self.groups))]
+
+    def _read(self, slot: int, group: int, start: int, end: int) -> None:
+        """Read what queries at positions start .. end - 1 read."""
+        s, size, span = self.slots[slot], self.block_size, self.groups[group].size
+        low = 0
+        if self.groups[group].kind == "sliding_window":
+            low = max(0, start + 1 - span)
+        elif self.groups[group].kind == "chunked_local_attention":
+            low = start - start % span
+        table = self._tables(s)[group]
+        while low < end:
+            block, last = table[low // size], min(low // size * size + size, end)
+            expected = [in_group(prefix, group) for prefix in s.prefixes[low:last]]
+            if block == NO_BLOCK or self.kv[block][low % size : (last - 1) % size + 1] != expected:
                 raise OracleViolation(
-                    f"slot {slot} reads block {s.table[index]} for positions {first} to {last - 1}: "
+                    f"slot {slot} reads block {block} of group {group} for positions {low} to {last - 1}: "
                     f"foreign or unwritten KV"
                 )
+            low = last
 
     def _sample(self, plan: SchedulerOutput, rows: list[Row], sent: SentMasks) -> ModelRunnerOutput:
         tokens, scored, vectors = [], self._score_prompts(), {}

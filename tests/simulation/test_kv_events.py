@@ -6,6 +6,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from protocol.kv_groups import name_in_group
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.observer import (
     AllRequestsFailed,
@@ -35,7 +36,8 @@ class CacheListener:
     def observe(self, event: Event) -> None:
         match event:
             case BlocksCached(hashes=hashes, parent=parent, salt=salt, block_size=size):
-                assert parent is None or parent in self.tokens_of
+                has_window = bool(self._core.epoch.limits.groups[self._core.epoch.kv.emitted_group].size)
+                assert parent is None or parent in self.tokens_of or has_window
                 before = sha256(salt.encode()).digest() if parent is None else parent
                 for at, block_hash in enumerate(hashes):
                     tokens = event.token_ids[at * size : (at + 1) * size].tobytes()
@@ -53,13 +55,16 @@ class CacheListener:
                 self.tokens_of.clear()
                 self.adopted = set()
             case BlocksAdopted(held=held):
-                self.adopted = {name for _, name in held.pairs()}
+                group = self._core.epoch.kv.emitted_group
+                self.adopted = {name_in_group(name, group) for _, name in held.pairs()}
             case StepDispatched() | ResultApplied():
-                cached = self._core.epoch.kv.pool.by_hash
+                kv = self._core.epoch.kv
+                names = (name for name, block in kv.pool.by_hash.items() if kv.emitted[block])
+                cached = {name_in_group(name, kv.emitted_group) for name in names}
                 if self.adopted:  # they are announced with the first request that hits them
-                    assert set(self.tokens_of) <= set(cached) <= set(self.tokens_of) | self.adopted
+                    assert set(self.tokens_of) <= cached <= set(self.tokens_of) | self.adopted
                 else:
-                    assert set(self.tokens_of) == set(cached)
+                    assert set(self.tokens_of) == cached
 
 
 class ListenedCore(EngineCore):

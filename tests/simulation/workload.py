@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from random import Random
 
+from protocol.kv_groups import KVGroup
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from services.scheduler.core.limits import Limits
 from tests.simulation.drafts import ACCEPTANCES, Speculating
@@ -88,6 +89,8 @@ def draw(seed: int, speculates: bool = False) -> Workload:
         limits = replace(
             limits, max_num_batched_tokens=-(-limits.max_num_batched_tokens // block_size) * block_size
         )
+    limits = with_groups(limits, policy, Random(f"block tables/{seed}"))
+    longest = limits.max_model_len
     vocab = rng.choice((6, 16, 64, 500))
     shared = [[rng.randrange(vocab) for _ in range(longest)] for _ in range(2)]
     calm = rng.random() < 0.3
@@ -114,6 +117,28 @@ def draw(seed: int, speculates: bool = False) -> Workload:
         mask_speed=of_masks.choice((1, 1, 0.8, 0.5, 0.2)),
         speculating=speculating(seed) if speculates else None,
     )
+
+
+def with_groups(limits: Limits, policy: str, rng: Random) -> Limits:
+    """Return the sizes of a model with several groups of KV cache, in some cases."""
+    if rng.random() < 0.6 or policy == "phased":  # which pads prompts to lengths that a window may not serve
+        return limits
+    span = rng.choice((1, 3, 4, 7, 12, 16, 20))
+    window, chunk = KVGroup("sliding_window", span), KVGroup("chunked_local_attention", span)
+    groups: tuple[KVGroup, ...] = rng.choice(
+        (
+            (KVGroup(), window),
+            (KVGroup(), window, window, window),
+            (window,),
+            (KVGroup(), chunk),
+            (window, KVGroup("sliding_window", rng.choice((5, 24))), KVGroup()),
+        )
+    )
+    blocks = max(2, round(limits.num_blocks * len(groups) * rng.choice((0.5, 0.7, 1.0))))
+    grouped = replace(limits, groups=groups, num_blocks=blocks)
+    while grouped.kv_capacity < min(limits.max_model_len, 16):
+        grouped = replace(grouped, num_blocks=grouped.num_blocks + 1)
+    return replace(grouped, max_model_len=min(limits.max_model_len, grouped.kv_capacity))
 
 
 def _constrained(arrival: Arrival, rng: Random) -> Arrival:

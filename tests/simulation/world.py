@@ -179,7 +179,7 @@ class World:
         )
         self.engine.observers.add(self)
         self.worker = OracleWorker(limits, vocab, epoch, speculating, self._future)
-        self.names = BlockNames.empty(limits.num_blocks, limits.block_size)
+        self.names = BlockNames.empty(limits.num_blocks, limits.block_size, len(limits.groups))
         """The names of blocks that the workers keep."""
         self.pipeline = StagePipeline(limits.stages)
         self.checker = Checker(self.engine)
@@ -450,7 +450,7 @@ class World:
         self.worker = OracleWorker(limits, self.vocab, epoch, self.speculating, self._future)
         held = None if keeps_memory is None or len(kv) < limits.num_blocks else self.names.held()
         if held is None:
-            self.names = BlockNames.empty(limits.num_blocks, limits.block_size)
+            self.names = BlockNames.empty(limits.num_blocks, limits.block_size, len(limits.groups))
         else:
             self._adopt(kv, [held, self._subset(held, keeps_memory)])
         self.pipeline, self.even = StagePipeline(limits.stages), True
@@ -483,7 +483,7 @@ class World:
         limits = self.limits
         room = len(stream.prompt) + len(stream.tokens) < limits.max_model_len
         most = limits.positions(len(stream.prompt), stream.params)
-        return room and most <= limits.num_blocks * limits.block_size
+        return room and most <= limits.kv_capacity
 
     def late_result(self) -> None:
         """Deliver a result of an epoch that has ended."""

@@ -33,8 +33,10 @@ SOURCES = [
 OTHER_PROGRAMS = {
     "--scale", "--from-file", "--index-url", "--no-index", "--no-deps", "--target", "--out", "--wheel-dir",
     "--find-links", "--constraint", "--require-hashes", "--requirement", "--upgrade", "--worker-urls",
+    "--head", "--num-cpus", "--node-ip-address", "--nodes", "--ntasks-per-node", "--cpus-per-task",
+    "--signal", "--batch",
 }  # fmt: skip
-"""Flags of docker, kubectl, pip and the measurements."""
+"""Flags of docker, kubectl, pip, ray, Slurm and the measurements."""
 LONGEST_LINE = 120
 
 PATH = re.compile(r"`((?:docs|services|protocol|deploy|tests)/[\w./-]+)(?:::(\w+)(?:\[([^\]`]+)\])?)?`")
@@ -133,7 +135,7 @@ def test_citations_by_number_are_found(citation: str) -> None:
 def test_flags_that_are_named_exist(page: Path) -> None:
     settings = {
         name
-        for model in (config.RunBatchConfig, config.BenchConfig, config.ReplayConfig)
+        for model in (config.RunBatchConfig, config.BenchConfig, config.ReplayConfig, config.RayCommandConfig)
         for name, field in model.model_fields.items()
     }
     known = {f"--{name.replace('_', '-')}" for name in settings}

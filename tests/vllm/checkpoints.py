@@ -11,12 +11,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PhiConfig,
     PhiForCausalLM,
     PreTrainedModel,
@@ -50,6 +56,20 @@ MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=32)),
     "gemma": lambda: GemmaForCausalLM(GemmaConfig(**SMALL, head_dim=32)),
+    "gemma3": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            **SMALL | {"num_hidden_layers": 3}, head_dim=32, sliding_window=40, query_pre_attn_scalar=32,
+            tie_word_embeddings=False,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        )
+    ),
+    "mistral-window": lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=40)),
+    "gpt-oss": lambda: GptOssForCausalLM(
+        GptOssConfig(
+            **SMALL | {"hidden_size": 128, "intermediate_size": 128}, head_dim=32, sliding_window=40,
+            num_local_experts=4, num_experts_per_tok=2,
+        )
+    ),
     "phi": lambda: PhiForCausalLM(PhiConfig(**SMALL, partial_rotary_factor=0.5)),
     "gpt2": lambda: GPT2LMHeadModel(
         GPT2Config(

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from types import TracebackType
 from typing import Any, Self
@@ -10,6 +10,7 @@ from typing import Any, Self
 import numpy as np
 
 from protocol.codec import Decoder, encode, pack, unpack
+from protocol.kv_groups import MAX_GROUPS, ONE_GROUP
 from protocol.membership import Assignment, InitializeCache, Speculation
 from protocol.requests import Finish, GenerateRequest
 from protocol.rows import LogprobRows
@@ -92,7 +93,8 @@ class VllmWorker:
     def next_assignment(self) -> Assignment:
         """Return the assignment of the next epoch."""
         self.epoch += 1
-        return Assignment(self.epoch, 0, 1, BLOCK, 2 * MAX_SEQS, CHUNK, CONTEXT, speculation=self.speculation)
+        sizes = BLOCK, 2 * MAX_SEQS, CHUNK, CONTEXT
+        return Assignment(self.epoch, 0, 1, *sizes, speculation=self.speculation, max_kv_groups=MAX_GROUPS)
 
     def _progress(self, phase: str, fraction: float) -> None:
         self.loads += fraction == 0.0
@@ -127,6 +129,7 @@ class VllmRun:
         self._random = Random(late)
         self._worker, self._runner = worker, worker.runner
         self._session = worker.enter(num_blocks)
+        limits = replace(limits, groups=worker.loaded.groups or ONE_GROUP)
         config = SchedulerConfig.model_validate(
             {"batching_policy": policy, "block_size": BLOCK, "max_num_batched_tokens": CHUNK}
         )

@@ -45,6 +45,12 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8, "seed": 7},
     {"temperature": 1.0, "seed": 2**40 + 1, "top_p": 0.9},
 )
+GROUPS = {
+    "gemma3": ["full_attention", "sliding_window", "sliding_window"],
+    "gpt-oss": ["full_attention", "sliding_window"],
+    "mistral-window": ["sliding_window"],
+}
+"""Groups of KV cache of models with windows."""
 FEW_BLOCKS = 13
 """Number of blocks that the longer half of the requests fills."""
 
@@ -72,6 +78,8 @@ class ArchitectureAnswers(msgspec.Struct):
     """With few blocks, so that requests are preempted."""
     cached_tokens: float
     preemptions: float
+    groups: list[str]
+    """Kind of each group of KV cache."""
 
 
 def hide_amx() -> None:
@@ -100,10 +108,12 @@ def answer(model: str, case: ArchitectureCase) -> ArchitectureAnswers:
             if caching:
                 again = tokens(run, streams())
                 cached = run.core.stats()["prefix_cache_hits"]
-    with VllmRun(worker, 3, num_blocks=FEW_BLOCKS) as run:
+    few = FEW_BLOCKS * (2 * max(1, len(worker.loaded.groups)) + 1) // 3  # windows hold less than a table each
+    with VllmRun(worker, 3, num_blocks=few) as run:
         preempted = tokens(run, streams())
         preemptions = run.core.stats()["num_preemptions"]
-    return ArchitectureAnswers(alone, together, again, preempted, cached, preemptions)
+    groups = [group.kind for group in worker.loaded.groups]
+    return ArchitectureAnswers(alone, together, again, preempted, cached, preemptions, groups)
 
 
 def reference(
@@ -161,6 +171,13 @@ def test_cached_prompts_change_no_token(both: tuple[ArchitectureAnswers, VllmAns
     assert mine.again == vllms.tokens[-1]
     assert mine.cached_tokens > 0
     assert vllms.cached_tokens > 0
+
+
+def test_layers_with_a_window_have_block_tables_of_their_own(
+    request: pytest.FixtureRequest, both: tuple[ArchitectureAnswers, VllmAnswers]
+) -> None:
+    expected = GROUPS.get(request.node.callspec.params["both"], [])
+    assert sorted(both[0].groups) == expected
 
 
 def test_preemption_changes_no_token(both: tuple[ArchitectureAnswers, VllmAnswers]) -> None:

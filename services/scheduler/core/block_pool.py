@@ -14,9 +14,10 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.refs = [0] * num_blocks
-        self.hash_of: list[bytes | None] = [None] * num_blocks
+        self.hash_of: list[bytes | None] = [None] * (num_blocks + 1)
+        """The last entry is that of NO_BLOCK, which has none."""
         self.by_hash: dict[bytes, int] = {}
-        self.whole = bytearray(num_blocks)
+        self.whole = bytearray(num_blocks + 1)
         """1: confirmed steps have written the block under its present hash."""
         self.blank = list(range(num_blocks - 1, -1, -1))
         """Free blocks without a hash; the last one is taken first."""
@@ -74,8 +75,8 @@ class BlockPool:
     def forget_all(self) -> None:
         """Empty the prefix cache; held blocks stay with their holders."""
         self.by_hash.clear()
-        self.hash_of = [None] * self.num_blocks
-        self.whole = bytearray(self.num_blocks)
+        self.hash_of = [None] * (self.num_blocks + 1)
+        self.whole = bytearray(self.num_blocks + 1)
         self.blank.extend(self.cached)
         self.cached.clear()
 

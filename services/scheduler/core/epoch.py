@@ -54,7 +54,7 @@ class EpochState:
         """Give a request a live slot whose table starts with the cached blocks of `prefix`."""
         slot = self.slots.assign(request, self.limits.max_model_len)
         self.kv.adopt(slot, prefix)
-        self.slots.computed[slot] = len(prefix) * self.limits.block_size
+        self.slots.computed[slot] = self.kv.covered(prefix)
         at = np.searchsorted(self.slots.order_key[self.running], request.order_key)
         self.running = np.insert(self.running, at, slot)
         return slot

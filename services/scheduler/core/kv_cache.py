@@ -7,14 +7,20 @@ first and commits it as a whole, so the cache never refers to a block that no st
 
 A cached block is *whole* when confirmed steps have written all of it. The workers are sent its hash then, which is the
 block's name, and the next epoch begins with the whole blocks that they still hold (adopted block).
+
+A model may have several groups of layers (protocol.kv_groups). A table has the blocks of all groups, position after
+position; all groups cover the same tokens. A group that reads a window has no blocks behind it: they leave the table
+when no committed position reads them any more (blocks behind the window), and a prefix is a hit without them.
 """
 
+from collections.abc import Sequence
 from hashlib import sha256
 from itertools import groupby, islice
 
 import numpy as np
 
 from protocol.block_names import NamedBlocks, extend_names
+from protocol.kv_groups import NO_BLOCK, ONE_GROUP, KVGroup, name_in_group
 from services.scheduler.core.block_pool import BlockPool
 from services.scheduler.core.observer import BlocksCached, BlocksEvicted, Observers
 from services.scheduler.core.request import Request
@@ -29,13 +35,23 @@ class KVCacheManager:
         block_size: int,
         enable_prefix_caching: bool = True,
         observers: Observers | None = None,
+        groups: Sequence[KVGroup] = ONE_GROUP,
     ) -> None:
         self.block_size = block_size
         self.pool = pool
         self.enable_prefix_caching = enable_prefix_caching
         self._slots = slots
         self._observers = Observers() if observers is None else observers
+        self.num_groups = len(groups)
+        self._full = [number for number, group in enumerate(groups) if not group.size]
+        self._windows = [(number, group) for number, group in enumerate(groups) if group.size]
+        self.emitted_group = self._full[0] if self._full else 0
+        """The group whose blocks are emitted, where possible one that keeps every token."""
+        self.emitted = bytearray(b"\1" * pool.num_blocks)
+        """1: the block is of that group, or was last."""
         self.tables: list[list[int]] = [[] for _ in range(slots.num_slots)]
+        """Entry i is the block of group i % num_groups for the tokens from i // num_groups * block_size on; NO_BLOCK
+        behind the group's window."""
         self._whole: list[int] = []
         """Blocks that became whole since `take_whole`."""
         self._forgotten = False
@@ -53,13 +69,15 @@ class KVCacheManager:
         return 1 - self.pool.num_free / self.pool.num_blocks
 
     def find_prefix(self, request: Request) -> list[int]:
-        """Return the blocks of the request's longest cached prefix, without its last token: the logits of that one are
-        needed, so it is always computed."""
+        """Return the table of the longest prefix that every group can serve, without the request's last token: the
+        logits of that one are needed, so it is always computed."""
         if not (self.enable_prefix_caching and request.reads_prefix_cache):
             return []
         tokens = request.token_ids
         most = (len(tokens) - 1) // self.block_size
         self.extend_hashes(request, tokens, most)
+        if self.num_groups > 1 or self._windows:
+            return self._longest_prefix(request.block_hashes[:most])
         blocks = []
         for block_hash in request.block_hashes[:most]:
             block = self.pool.by_hash.get(block_hash)
@@ -68,21 +86,61 @@ class KVCacheManager:
             blocks.append(block)
         return blocks
 
+    def _longest_prefix(self, hashes: Sequence[bytes]) -> list[int]:
+        """Return the table of the longest prefix that all groups can serve: of a group with a window, only the blocks
+        that the first query behind the prefix reads must exist."""
+        by_hash, size, end, before = self.pool.by_hash, self.block_size, len(hashes), -1
+
+        def block(index: int, group: int) -> int:
+            return by_hash.get(name_in_group(hashes[index], group), NO_BLOCK)
+
+        for number in self._full:
+            end = next((index for index in range(end) if block(index, number) < 0), end)
+        while end != before:  # what one group lacks may shorten the prefix to one that another cannot serve
+            before = end
+            for number, group in self._windows:
+                read = range(group.first_read(end * size) // size, end)
+                while (gap := next((i for i in reversed(read) if block(i, number) < 0), None)) is not None:
+                    end = gap
+                    read = range(group.first_read(end * size) // size, end)
+        firsts = [0] * self.num_groups
+        for number, group in self._windows:
+            firsts[number] = group.first_read(end * size) // size
+        return [
+            block(index, number) if index >= first else NO_BLOCK
+            for index in range(end)
+            for number, first in enumerate(firsts)
+        ]
+
+    def covered(self, prefix: Sequence[int]) -> int:
+        """Return the tokens that the table of a prefix covers."""
+        return len(prefix) // self.num_groups * self.block_size
+
+    def shortened(self, request: Request, prefix: list[int], num_tokens: int) -> list[int]:
+        """Return the table of the longest prefix of at most `num_tokens` that all groups can serve; `prefix` is the
+        request's longest one."""
+        blocks = num_tokens // self.block_size
+        if self._windows and num_tokens < self.covered(prefix):
+            return self._longest_prefix(request.block_hashes[:blocks])
+        return prefix[: blocks * self.num_groups]
+
     def num_missing(self, prefix: list[int], num_tokens: int) -> int:
         """Return how many free blocks a new request takes that holds `num_tokens` and starts with `prefix`."""
-        held = sum(self.pool.refs[block] > 0 for block in prefix)
-        return -(-num_tokens // self.block_size) - held
+        held = sum(block < 0 or self.pool.refs[block] > 0 for block in prefix)
+        return -(-num_tokens // self.block_size) * self.num_groups - held
 
     def adopt(self, slot: int, prefix: list[int]) -> None:
         """Start the slot's table with cached blocks."""
-        self.pool.hold(prefix)
+        self.pool.hold(block for block in prefix if block >= 0)
         self.tables[slot] = list(prefix)
-        covered = len(prefix) * self.block_size
+        covered = self.covered(prefix)
         self._slots.capacity[slot] = covered
         self._slots.next_commit[slot] = covered + self.block_size
         self._slots.next_whole[slot] = self.block_size  # the requests that wrote the prefix may have left
+        if self._windows:
+            self._slots.next_unread[slot] = self._next_unread(covered)
         if self._unseen and self._observers.blocks:
-            self._emit_cached(self._slots.request(slot), slot, 0, len(prefix), is_hit=True)
+            self._emit_cached(self._slots.request(slot), slot, 0, len(prefix) // self.num_groups, is_hit=True)
 
     def missing(self, slots: SlotIds, num_tokens: Column) -> Column:
         """Blocks that each slot lacks to hold `num_tokens` tokens; int32[rows]."""
@@ -91,16 +149,20 @@ class KVCacheManager:
         if lacking.any():
             lacking += self.block_size - 1
             lacking //= self.block_size
+            lacking *= self.num_groups
         return lacking
 
     def grow(self, rows: SlotIds, counts: Column) -> list[int]:
-        """Append `counts[i]` fresh blocks to the table of `rows[i]`; the caller has checked that they exist. Return the
-        blocks, row after row."""
+        """Append `counts[i]` fresh blocks, equally many of each group, to the table of `rows[i]`; the caller has
+        checked that they exist. Return the blocks, row after row."""
         num_blocks = int(counts.sum())
         if self._observers.blocks:
             self._emit_evicted(num_blocks)
         blocks = self.pool.take(num_blocks)
-        self._slots.capacity[rows] += counts * self.block_size
+        self._slots.capacity[rows] += counts // self.num_groups * self.block_size
+        if self.num_groups > 1:
+            for at, block in enumerate(blocks):
+                self.emitted[block] = at % self.num_groups == self.emitted_group
         at = 0
         for slot, count in zip(rows.tolist(), counts.tolist(), strict=True):
             self.tables[slot] += blocks[at : at + count]
@@ -118,7 +180,7 @@ class KVCacheManager:
         firsts = self._slots.next_commit[rows] // size - 1
         self._slots.next_commit[rows] = (lasts + 1) * size
         newest = self._slots.history[rows[:, None], (lasts * size)[:, None] + np.arange(-size, 0)].tobytes()
-        width, at = 4 * size, 0
+        width, at, is_single = 4 * size, 0, self.num_groups == 1
         for slot, first, last in zip(rows.tolist(), firsts.tolist(), lasts.tolist(), strict=True):
             request, table = self._slots.request(slot), self.tables[slot]
             hashes = request.block_hashes
@@ -126,21 +188,32 @@ class KVCacheManager:
                 hashes.append(sha256(hashes[-1] + newest[at : at + width]).digest())
             elif len(hashes) < last:
                 self.extend_hashes(request, self._slots.history[slot], last)
-            for index in range(first, last):
-                register(table[index], hashes[index])
+            if is_single:
+                for index in range(first, last):
+                    register(table[index], hashes[index])
+            else:
+                self._register_groups(table, hashes, first, last)
             if self._observers.blocks:
                 self._emit_cached(request, slot, first, last)
             at += width
 
+    def _register_groups(self, table: list[int], hashes: list[bytes], first: int, last: int) -> None:
+        for at in range(first * self.num_groups, last * self.num_groups):
+            index, group = divmod(at, self.num_groups)
+            self.pool.register(table[at], name_in_group(hashes[index], group))
+
     def _emit_cached(self, request: Request, slot: int, first: int, last: int, is_hit: bool = False) -> None:
         """Emit those blocks `first` .. `last - 1` of a slot that are cached, run after run; an equal block of another
-        request may have been cached before. Adopted blocks are emitted when the first request meets them.
+        request may have been cached before. Adopted blocks are emitted when the first request meets them. Of several
+        groups, those of `emitted_group` are emitted.
 
         Args:
             is_hit: the request found them, so that all others were emitted before.
         """
-        hashes, table, size, unseen = request.block_hashes, self.tables[slot], self.block_size, self._unseen
-        found = [(index, self.pool.by_hash.get(hashes[index])) for index in range(first, last)]
+        hashes, table = request.block_hashes, self.tables[slot][self.emitted_group :: self.num_groups]
+        size, unseen = self.block_size, self._unseen
+        names = [name_in_group(name, self.emitted_group) for name in hashes[first:last]]
+        found = [(first + at, self.pool.by_hash.get(name)) for at, name in enumerate(names)]
         cached = [
             index for index, block in found if block in unseen or (block == table[index] and not is_hit)
         ]
@@ -157,21 +230,46 @@ class KVCacheManager:
     def _emit_evicted(self, num_blocks: int) -> None:
         """Emit the blocks that leave the cache if `num_blocks` are taken now."""
         evicted = [*islice(self.pool.cached, max(num_blocks - len(self.pool.blank), 0))]
-        known = (self.pool.hash_of[block] for block in evicted if block not in self._unseen)
-        hashes = tuple(filter(None, known))
+        known = (
+            self.pool.hash_of[block] for block in evicted if block not in self._unseen and self.emitted[block]
+        )
+        hashes = tuple(name_in_group(name, self.emitted_group) for name in known if name is not None)
         self._unseen.difference_update(evicted)
         if hashes:
             self._observers.emit(BlocksEvicted(hashes))
 
     def commit(self, rows: SlotIds) -> None:
-        """Register what results have confirmed, without tokens behind the end of a request. Only rows that crossed a
-        block boundary cost anything."""
+        """Register what results have confirmed, without tokens behind the end of a request, then free the blocks behind
+        windows. Only rows that crossed a block boundary cost anything."""
         confirmed = np.minimum(self._slots.committed(rows), self._slots.tokens.take(rows))
         crossed = confirmed >= self._slots.next_whole.take(rows)
         if self.enable_prefix_caching and crossed.any():
-            rows, confirmed = rows[crossed], confirmed[crossed]
-            self.register(rows, confirmed)
-            self.note_whole(rows, confirmed)
+            full, frontiers = rows[crossed], confirmed[crossed]
+            self.register(full, frontiers)
+            self.note_whole(full, frontiers)
+        if self._windows:
+            self.free_unread(rows, confirmed)
+
+    def free_unread(self, rows: SlotIds, committed: Column) -> None:
+        """Free the blocks behind the windows of `rows[i]`, of which `committed[i]` positions are committed. Every query
+        in flight or to come has a position from there on, whatever is rejected or left out (blocks behind the window).
+        """
+        due = committed >= self._slots.next_unread.take(rows)
+        for slot, position in zip(rows[due].tolist(), committed[due].tolist(), strict=True):
+            table, unread = self.tables[slot], []
+            for number, group in self._windows:
+                at = group.first_read(position) // self.block_size * self.num_groups + number
+                while (at := at - self.num_groups) >= 0 and table[at] >= 0:
+                    unread.append(table[at])
+                    table[at] = NO_BLOCK
+            self.pool.give_back(unread)
+            self._slots.next_unread[slot] = self._next_unread(position)
+
+    def _next_unread(self, committed: int) -> int:
+        """Return the committed position from which another block is behind a window."""
+        size = self.block_size
+        ends = ((group, (group.first_read(committed) // size + 1) * size) for _, group in self._windows)
+        return min(group.unread_from(end) for group, end in ends)
 
     def note_whole(self, rows: SlotIds, confirmed: Column) -> None:
         """Note which blocks are whole: confirmed steps have written the first `confirmed[i]` tokens of `rows[i]`."""
@@ -179,9 +277,11 @@ class KVCacheManager:
         tables, whole, hash_of, became = self.tables, pool.whole, pool.hash_of, self._whole
         lasts, firsts = confirmed // size, self._slots.next_whole[rows] // size - 1
         self._slots.next_whole[rows] = (lasts + 1) * size
+        if self.num_groups > 1:
+            firsts, lasts = firsts * self.num_groups, lasts * self.num_groups
         for slot, first, last in zip(rows.tolist(), firsts.tolist(), lasts.tolist(), strict=True):
             for block in tables[slot][first:last]:
-                if not whole[block] and hash_of[block] is not None:
+                if not whole[block] and hash_of[block] is not None:  # NO_BLOCK has no hash
                     whole[block] = 1
                     became.append(block)
 
@@ -209,7 +309,7 @@ class KVCacheManager:
 
     def release(self, slot: int) -> None:
         """Free the slot's blocks; no step in flight may write them any more (the fence)."""
-        self.pool.give_back(reversed(self.tables[slot]))
+        self.pool.give_back(block for block in reversed(self.tables[slot]) if block >= 0)
         self.tables[slot] = []
 
     def extend_hashes(self, request: Request, tokens: Column, num_blocks: int) -> None:

@@ -1,9 +1,11 @@
 """The sizes within which steps are formed."""
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 import numpy as np
 
+from protocol.kv_groups import ONE_GROUP, KVGroup, most_blocks
 from protocol.sampling import SamplingParams
 from services.scheduler.core.slots import Column
 
@@ -28,6 +30,7 @@ class Limits:
     leaves_rows_out: bool = False
     """True: the workers sample a step without the constrained rows whose masks are missing (left-out row,
     docs/invariants.md). False: no step is dispatched while the masks of another one are missing."""
+    groups: tuple[KVGroup, ...] = ONE_GROUP
 
     @property
     def num_slots(self) -> int:
@@ -36,8 +39,16 @@ class Limits:
 
     @property
     def kv_capacity(self) -> int:
-        """Tokens that the KV cache holds."""
-        return self.num_blocks * self.block_size
+        """Tokens of one request that the KV cache holds; with full attention, of all requests together."""
+        size, whole = self.block_size, self.num_blocks * self.block_size
+        if self.groups == ONE_GROUP:
+            return whole
+        chunk = self.max_num_batched_tokens
+        longest = max(-(-self.max_model_len // size), 1)  # a window can hold any number of tokens
+        fits = range(1, longest + 1)
+        return size * bisect_right(
+            fits, self.num_blocks, key=lambda blocks: most_blocks(self.groups, blocks * size, chunk, size)
+        )
 
     def held(self, ends: Column) -> Column:
         """Tokens for which rows that end at `ends` need blocks, int32[rows]; includes the drafter's positions."""

@@ -182,11 +182,16 @@ class StepPlanner:
             if request.stale_rows:
                 continue
             prefix = kv.find_prefix(request)
-            hit = len(prefix) * limits.block_size
-            offered = min(len(request.token_ids) - hit, budget.chunk, room)
-            hit, count = epoch.policy.admit(epoch.view(self.store.waiting), request, hit, offered)
+            longest = kv.covered(prefix)
+            offered = min(len(request.token_ids) - longest, budget.chunk, room)
+            view = epoch.view(self.store.waiting)
+            hit, count = epoch.policy.admit(view, request, longest, offered)
+            if hit < longest:
+                prefix = kv.shortened(request, prefix, hit)
+                if kv.covered(prefix) < hit:  # a window's blocks are missing there: no hit is always possible
+                    offered = min(len(request.token_ids), budget.chunk, room)
+                    prefix, (hit, count) = [], epoch.policy.admit(view, request, 0, offered)
             count = min(count, room)
-            del prefix[hit // limits.block_size :]
             end = np.array([len(request.token_ids) if budget.runner_reports else hit + count], np.int32)
             held = limits.held(end)
             if not count or kv.num_missing(prefix, int(held[0])) > kv.num_free:
@@ -206,7 +211,7 @@ class StepPlanner:
         """Move a request from the queue to a slot with blocks for `held` tokens, int32[1]; its first row computes
         `count` positions behind `prefix`."""
         store, epoch = self.store, self.epoch
-        kv, tokens, hit = epoch.kv, request.token_ids, len(prefix) * epoch.limits.block_size
+        kv, tokens, hit = epoch.kv, request.token_ids, epoch.kv.covered(prefix)
         store.waiting.remove(request)
         slot = epoch.enter(request, prefix)
         if request.status is RequestStatus.WAITING:

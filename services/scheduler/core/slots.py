@@ -86,6 +86,8 @@ class SlotColumns:
         """Committed position at which the next full block can enter the prefix cache."""
         self.next_whole = column()
         """Committed position at which the next block becomes whole; never behind `next_commit`."""
+        self.next_unread = column()
+        """Committed position from which another block is behind a window; only with groups that have one."""
         self.last_step = np.zeros(num_slots, np.int64)
         """Newest step that names the slot: its fence."""
         self.history = np.empty((num_slots, max_model_len), np.int32)

@@ -21,6 +21,7 @@ def make_assignment(
         pipeline_parallel_size=size.pipeline_parallel,
         rendezvous=rendezvous,
         speculation=_speculation(config),
+        max_kv_groups=config.max_kv_groups,
     )
 
 

@@ -83,9 +83,10 @@ class Formation:
 
 
 def assign_ranks(spares: Collection[Member], size: GroupSize) -> list[Member]:
-    """Return a worker for each rank. A worker that has a rank's weights in memory gets that rank again."""
+    """Return a worker for each rank. A worker that has a rank's weights in memory gets that rank again; the others get
+    theirs machine by machine, so that a tensor-parallel group shares one if the machines allow it."""
     ranks: list[Member | None] = [None] * size.world
-    others = []
+    others = list[Member]()
     for member in spares:
         shard = member.register.shard
         rank = -1 if shard is None else shard.pp_rank * size.tensor_parallel + shard.tp_rank
@@ -93,7 +94,14 @@ def assign_ranks(spares: Collection[Member], size: GroupSize) -> list[Member]:
             ranks[rank] = member
         else:
             others.append(member)
+    machines = [_machine(member) for member in others]
+    others.sort(key=lambda member: (-machines.count(_machine(member)), machines.index(_machine(member))))
     return [member or others.pop(0) for member in ranks]
+
+
+def _machine(member: Member) -> str:
+    """Return the address at which other ranks reach a worker."""
+    return member.register.rendezvous.rpartition(":")[0]
 
 
 def _shard(rank: int, size: GroupSize) -> Shard:

@@ -1,5 +1,8 @@
 """Sizes of the engine, from the configuration and from what the workers can hold."""
 
+from dataclasses import replace
+
+from protocol.kv_groups import ONE_GROUP
 from protocol.membership import Loaded
 from services.config import SchedulerConfig
 from services.scheduler.core.limits import Limits
@@ -23,19 +26,35 @@ def fit(c: SchedulerConfig, loaded: list[Loaded], leaves_rows_out: bool = False)
     num_blocks = c.num_gpu_blocks_override or least
     if num_blocks > least:
         raise GroupError(f"--num-gpu-blocks-override {num_blocks}: the workers can hold {least} blocks")
-    capacity = num_blocks * c.block_size
+    groups = loaded[0].groups or ONE_GROUP
+    wrong = any((group.kind == "full_attention") == bool(group.size) for group in groups)
+    if wrong or any((rank.groups or ONE_GROUP) != groups for rank in loaded):
+        raise GroupError(
+            "the workers have different or impossible groups of KV cache; start all with the same release and settings"
+        )
+    sizes = Limits(
+        max_num_seqs=c.max_num_seqs,
+        max_num_batched_tokens=c.max_num_batched_tokens,
+        max_model_len=max(rank.max_model_len for rank in loaded),
+        num_blocks=num_blocks,
+        block_size=c.block_size,
+        groups=groups,
+    )
+    capacity = sizes.kv_capacity
+    if not capacity:
+        raise GroupError(
+            f"the KV cache of {num_blocks} blocks holds no step of {c.max_num_batched_tokens} tokens in {len(groups)} "
+            "groups; use a lower --max-num-batched-tokens or more --kv-cache-memory-bytes"
+        )
     if c.max_model_len and c.max_model_len > capacity:
         raise GroupError(
             f"--max-model-len {c.max_model_len} does not fit the KV cache of {capacity} tokens; "
             f"use --max-model-len {capacity} or more --kv-cache-memory-bytes"
         )
     s = c.speculative_config
-    return Limits(
-        max_num_seqs=c.max_num_seqs,
-        max_num_batched_tokens=c.max_num_batched_tokens,
+    return replace(
+        sizes,
         max_model_len=min(capacity, *(rank.max_model_len for rank in loaded)),
-        num_blocks=num_blocks,
-        block_size=c.block_size,
         enable_prefix_caching=c.enable_prefix_caching,
         stages=c.pipeline_parallel_size,
         lookahead=c.num_drafts if s is not None and s.has_kv_cache else 0,

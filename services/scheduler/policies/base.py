@@ -49,7 +49,7 @@ class SchedulerView:
             if needed > free:
                 return
             seats, free = seats - 1, free - needed
-            yield request, len(prefix) * self.limits.block_size
+            yield request, self.kv.covered(prefix)
 
 
 @dataclass(frozen=True, slots=True)

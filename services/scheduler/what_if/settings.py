@@ -13,7 +13,8 @@ def limits_for(header: RecordingHeader, config: SchedulerConfig) -> Limits:
     Raises: ValueError, if the context does not fit the blocks.
     """
     blocks = max(header.limits.num_blocks, config.num_gpu_blocks_override or 0)
-    loaded = Loaded("", header.vocab_size, header.limits.max_model_len, 0, blocks)
+    groups = header.limits.groups
+    loaded = Loaded("", header.vocab_size, header.limits.max_model_len, 0, blocks, groups=groups)
     try:
         return fit(config, [loaded], header.limits.leaves_rows_out)
     except GroupError as error:

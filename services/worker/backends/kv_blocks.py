@@ -1,7 +1,9 @@
 """The number of KV blocks and of positions that a rank offers to the scheduler."""
 
 import logging
+from collections.abc import Sequence
 
+from protocol.kv_groups import ONE_GROUP, KVGroup, most_blocks
 from protocol.membership import Assignment
 from services.config import WorkerConfig
 from services.units import size_text
@@ -18,6 +20,7 @@ def num_kv_blocks(
     max_model_len: int,
     reserved: int = 0,
     budget: int = 0,
+    groups: Sequence[KVGroup] = ONE_GROUP,
 ) -> int:
     """Return the number of blocks that fit into memory, at most as many as all slots together can fill.
 
@@ -28,7 +31,7 @@ def num_kv_blocks(
     Raises: LoadError, if not one block fits.
     """
     budget = budget or machine.cache_budget(config.kv_cache_memory_bytes)
-    per_request = -(-max_model_len // assignment.block_size)
+    per_request = most_blocks(groups, max_model_len, assignment.max_num_batched_tokens, assignment.block_size)
     affordable, useful = (
         affordable_blocks(budget, bytes_per_block, reserved),
         assignment.num_slots * per_request,

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.codec import unpack
+from protocol.kv_groups import NO_BLOCK, ONE_GROUP, KVGroup
 from protocol.rows import StepRows
 from protocol.sampling import SamplingParams
 from protocol.steps import NewRequest, SchedulerOutput
@@ -56,13 +57,23 @@ class BatchColumns:
     The part of the batch that the computation of a step reads. Changes are not checked here: `SlotTable` checks them.
     """
 
-    def __init__(self, num_slots: int, block_size: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        block_size: int,
+        max_model_len: int,
+        groups: Sequence[KVGroup] = ONE_GROUP,
+    ) -> None:
         self.num_slots, self.block_size, self.max_model_len = num_slots, block_size, max_model_len
-        max_blocks = -(-max_model_len // block_size)
+        self.num_groups, self.has_windows = len(groups), any(group.size for group in groups)
+        self.max_blocks = max_blocks = -(-max_model_len // block_size)
+        """Blocks of a table."""
         self.generation = np.full(num_slots, EMPTY, np.int32)
         self.num_prompt = np.zeros(num_slots, np.int32)
         self.num_blocks = np.zeros(num_slots, np.int32)
-        self.block_table = np.zeros((num_slots, max_blocks), np.int32)
+        """Blocks of each group, those behind its window included."""
+        self.block_table = np.zeros((num_slots, max_blocks * self.num_groups), np.int32)
+        """The tables of all groups, one after the other, each with `max_blocks` entries; 0 where there is no block."""
         self.temperature = np.zeros(num_slots, np.float32)
         self.top_p = np.ones(num_slots, np.float32)
         self.top_k = np.zeros(num_slots, np.int32)
@@ -101,8 +112,13 @@ class BatchColumns:
         slot, params = request.slot, request.params
         self.generation[slot], self.num_prompt[slot] = request.generation, request.num_prompt_tokens
         blocks = unpack(request.block_ids)
-        self.block_table[slot, : len(blocks)], self.block_table[slot, len(blocks) :] = blocks, 0
-        self.num_blocks[slot] = len(blocks)
+        if self.num_groups == 1 and not self.has_windows:
+            self.block_table[slot, : len(blocks)], self.block_table[slot, len(blocks) :] = blocks, 0
+        else:
+            by_group = np.maximum(blocks.reshape(-1, self.num_groups).T, 0)  # nobody reads behind a window
+            self.block_table[slot] = 0
+            self.block_table[slot].reshape(self.num_groups, -1)[:, : by_group.shape[1]] = by_group
+        self.num_blocks[slot] = len(blocks) // self.num_groups
         self.temperature[slot], self.top_p[slot] = params.temperature, params.top_p
         self.top_k[slot], self.min_p[slot] = params.top_k, params.min_p
         self.seed[slot] = params.seed
@@ -115,10 +131,16 @@ class BatchColumns:
         self.banned_until[slot] = request.num_prompt_tokens + params.min_tokens
 
     def append_blocks(self, slots: I32, blocks: I32) -> None:
-        for slot, block in zip(slots.tolist(), blocks.tolist(), strict=True):
+        for slot, block in zip(*self._by_position(slots, blocks), strict=True):
             at = self.num_blocks[slot]
-            self.block_table[slot, at] = block
+            self.block_table[slot, at :: self.max_blocks] = block
             self.num_blocks[slot] = at + 1
+
+    def _by_position(self, slots: I32, blocks: I32) -> tuple[list[int], list[Any]]:
+        """Return slots and what is appended to their tables: a block, or one of each group."""
+        if self.num_groups == 1:
+            return slots.tolist(), blocks.tolist()
+        return slots[:: self.num_groups].tolist(), [*blocks.reshape(-1, self.num_groups)]
 
 
 class SlotTable(BatchColumns):
@@ -127,6 +149,7 @@ class SlotTable(BatchColumns):
     Args:
         leaves_rows_out: constrained rows may be left out (left-out row, docs/invariants.md)
         count_rows: the check of rows, which a backend may have compiled
+        groups: groups of KV cache, each with a block table
     """
 
     def __init__(
@@ -137,8 +160,9 @@ class SlotTable(BatchColumns):
         max_model_len: int,
         leaves_rows_out: bool = False,
         count_rows: CountRows = count_rows,
+        groups: Sequence[KVGroup] = ONE_GROUP,
     ) -> None:
-        super().__init__(num_slots, block_size, max_model_len)
+        super().__init__(num_slots, block_size, max_model_len, groups)
         self._leaves_rows_out, self._count_rows = leaves_rows_out, count_rows
         self.total_blocks = num_blocks
         self.num_tokens = np.zeros(num_slots, np.int32)
@@ -229,7 +253,8 @@ class SlotTable(BatchColumns):
                 f"slot {slot}: {num_tokens} tokens, but the context holds 1 to {self.max_model_len}"
             )
         blocks = unpack(request.block_ids)
-        self._check_blocks(blocks)
+        self._check_blocks(blocks[blocks != NO_BLOCK] if self.has_windows else blocks)
+        self._check_groups(blocks)
         if len(blocks) > self.block_table.shape[1]:
             raise self._full(slot, int(blocks[self.block_table.shape[1]]))
         super().assign(request)
@@ -241,11 +266,12 @@ class SlotTable(BatchColumns):
             return
         self._check_range(slots)
         self._check_blocks(blocks)
-        for slot, block in zip(slots.tolist(), blocks.tolist(), strict=True):
+        self._check_groups(blocks)
+        for slot, block in zip(*self._by_position(slots, blocks), strict=True):
             at = self.num_blocks[slot]
-            if self.generation[slot] == EMPTY or at == self.block_table.shape[1]:
+            if self.generation[slot] == EMPTY or at == self.max_blocks:
                 raise self._full(slot, block)
-            self.block_table[slot, at] = block
+            self.block_table[slot, at :: self.max_blocks] = block
             self.num_blocks[slot] = at + 1
 
     # -- checks --------------------------------------------------------------------------------------------------
@@ -258,6 +284,12 @@ class SlotTable(BatchColumns):
         if len(blocks) and (int(blocks.min()) < 0 or int(blocks.max()) >= self.total_blocks):
             bad = blocks[(blocks < 0) | (blocks >= self.total_blocks)][0]
             raise PlanError(f"block {bad} does not exist; the cache has {self.total_blocks}")
+
+    def _check_groups(self, blocks: I32) -> None:
+        if len(blocks) % self.num_groups:
+            raise PlanError(
+                f"{len(blocks)} blocks are not one of each of {self.num_groups} groups of KV cache"
+            )
 
     @staticmethod
     def _full(slot: int, block: int) -> PlanError:

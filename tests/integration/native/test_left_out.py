@@ -2,11 +2,13 @@
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from protocol.kv_groups import ONE_GROUP
 from protocol.membership import Assignment, InitializeCache, Speculation
 from protocol.sampling import SamplingParams
 from services.checkpoint import DEMO_MODEL
@@ -69,13 +71,16 @@ def serve(
     speculation: Speculation | None = None,
     num_blocks: int = 96,
     served: list[ServedRequest] | None = None,
+    max_kv_groups: int = 1,
 ) -> ServedAnswers:
     """Serve the requests, by default all of `requests`, with a runner of their own."""
     size, served = limits(num_blocks, depth, speculation), requests() if served is None else served
     config = WorkerConfig(model=str(path), threads=1, dtype="float32")
     runner = NativeRunner(config, poison=True, after_prepare=garble)
     sizes = size.block_size, size.num_slots, size.max_num_batched_tokens, size.max_model_len
-    loaded = runner.load(Assignment(1, 0, 1, *sizes, speculation=speculation), lambda phase, fraction: None)
+    assignment = Assignment(1, 0, 1, *sizes, speculation=speculation, max_kv_groups=max_kv_groups)
+    loaded = runner.load(assignment, lambda phase, fraction: None)
+    size = replace(size, groups=loaded.groups or ONE_GROUP)
     runner.init_kv_cache(InitializeCache(size.num_blocks, size.max_model_len))
     drafts = 0 if speculation is None else speculation.num_speculative_tokens
     driver = EngineDriver(LocalSteps(runner), size, loaded.vocab_size, depth, late, drafts)

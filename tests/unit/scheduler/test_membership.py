@@ -116,6 +116,16 @@ def test_ranks_are_handed_out_when_the_last_one_needed_has_come() -> None:
     assert assignments["c"].output_rank == 2
 
 
+def test_a_tensor_parallel_group_shares_a_machine_whatever_the_order_of_registration() -> None:
+    g = group(tensor_parallel_size=2, pipeline_parallel_size=2)
+    machines = {"a": "h1", "b": "h2", "c": "h3", "d": "h2"}
+    for name, machine in machines.items():
+        g.on_message(name.encode(), msgspec.structs.replace(WORKER, rendezvous=f"{machine}:{ord(name)}"), 0.0)
+    assignments = sent(g.actions(), Assignment)
+    assert {name: a.rank for name, a in assignments.items()} == {"b": 0, "d": 1, "a": 2, "c": 3}
+    assert {a.rendezvous for a in assignments.values()} == {f"h2:{ord('b')}"}
+
+
 def test_all_get_the_least_that_any_can_hold_and_serve_when_all_are_ready() -> None:
     g = group(tensor_parallel_size=2)
     g.register("a", "b")

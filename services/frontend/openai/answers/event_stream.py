@@ -1,13 +1,15 @@
 """The HTTP response of a streamed answer."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.frontend.engine.streams import ResponseStream
+from services.frontend.engine.streams import ResponseStream, Sink
 from services.frontend.errors import GONE, APIError
+from services.frontend.http.asgi_sink import ASGISink
 from services.frontend.http.connection import Connection
 from services.frontend.openai.answers.writers import AnswerWriter
 
@@ -57,7 +59,11 @@ class EventStream(Response):
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
-                last = await self._write_events(scope["state"]["connection"]) + self._encoder.closing()
+                connection: Connection | None = scope["state"].get("connection")
+                opened = ASGISink.open(send) if connection is None else contextlib.nullcontext(connection)
+                async with opened as sink:
+                    last = await self._write_events(sink)
+                last += self._encoder.closing()
                 failure = None
             except APIError as error:
                 failure, last = error, self._encoder.error(error)
@@ -65,11 +71,11 @@ class EventStream(Response):
         finally:
             self._on_end(failure)
 
-    async def _write_events(self, connection: Connection) -> bytes:
+    async def _write_events(self, sink: Sink) -> bytes:
         """Write all events but those of the last write, which are returned. Raises: APIError"""
         body = self._encoder.opening() + self._first
         if not self._stream.num_open:
             return body
         if body:
-            connection.body_writer()(body)
-        return await self._stream.last(connection)
+            sink.body_writer()(body)
+        return await self._stream.last(sink)

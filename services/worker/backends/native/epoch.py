@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from protocol.kv_groups import ONE_GROUP
 from protocol.membership import Assignment, InitializeCache
 from protocol.steps import NO_DRAFT, SchedulerOutput
 from services.worker.backends.device_times import StepClock
@@ -24,6 +25,7 @@ from services.worker.backends.native.kernels.interface.kv_cache import Allocate,
 from services.worker.backends.native.kernels.interface.recording import Captured
 from services.worker.backends.native.left_out import RowsToSample
 from services.worker.backends.native.model.forward import FEW, ForwardPass, most_rows
+from services.worker.backends.native.model.layer_groups import LayerGroups
 from services.worker.backends.native.model.model import Model
 from services.worker.backends.native.outcome import Outcome
 from services.worker.backends.native.sampling.acceptance import SamplePositions
@@ -48,6 +50,7 @@ class NativeEpoch:
         num_blocks: blocks of the cache, at least those that the scheduler uses
         poison: fill buffers with garbage when a step has ended, so that tests notice a later reader
         allocate: memory of the caches
+        groups: the model's groups of KV cache; None: one
     """
 
     def __init__(
@@ -60,13 +63,16 @@ class NativeEpoch:
         num_blocks: int,
         poison: bool = False,
         allocate: Allocate = own_memory,
+        groups: LayerGroups | None = None,
     ) -> None:
         slots, block_size = assignment.num_slots, assignment.block_size
         vocab_size, speculation = model.part.whole.vocab_size, assignment.speculation
         most_drafts = speculation.num_speculative_tokens if speculation is not None else 0
         self._kernels, self._ranks, self._poison = model.kernels, ranks, poison
         self.device = device = model.kernels.device
-        self.columns = BatchColumns(slots, block_size, init.max_model_len)
+        self.columns = BatchColumns(
+            slots, block_size, init.max_model_len, ONE_GROUP if groups is None else groups.groups
+        )
         self.history = TokenHistory(slots, init.max_model_len, vocab_size, model.kernels)
         self.drafts = DraftTable(slots, most_drafts, vocab_size, model.kernels.rows)
         """Used by the stages that embed tokens and that sample them."""
@@ -85,7 +91,7 @@ class NativeEpoch:
         self._forward = ForwardPass(
             *(model, ranks, num_blocks, block_size, self._blocks.tensor, self._reads),
             device.capacity(FEW, most),
-            allocate,
+            *(allocate, groups),
         )
         self._ended = 0.0
         """When the last step was sampled: seconds on the monotonic clock; 0.0 before the first one."""

@@ -18,17 +18,18 @@ _RESULTS_IN_FLIGHT = 4
 
 
 def epoch_memory(
-    model: Model, assignment: Assignment, max_model_len: int, reads: Collection[int] = ()
+    model: Model, assignment: Assignment, max_model_len: int, reads: Collection[int] = (), num_groups: int = 1
 ) -> Uses:
     """Return the most bytes that each use takes, all of them at once.
 
     Args:
+        num_groups: block tables of a slot
         reads: hidden states that a drafter reads; see `Drafter`
     """
     rows = most_rows(assignment, model.kernels.rows.tile)
     slots, tokens, sampled = assignment.num_slots, rows["tokens"], rows["sampled"]
     vocab, hidden = model.part.whole.vocab_size, model.config.hidden_size
-    blocks = -(-max_model_len // assignment.block_size)
+    blocks = -(-max_model_len // assignment.block_size) * num_groups
     itemsize = model.kernels.network.activations.itemsize
     speculation = assignment.speculation
     sizes = EpochSizes(

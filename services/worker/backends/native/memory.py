@@ -4,11 +4,13 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
+from protocol.kv_groups import ONE_GROUP, KVGroup
 from services.checkpoint import default_dtype, is_gguf
 from services.checkpoint.gguf import read_header
 from services.config import WorkerConfig
 from services.worker.backends.native.layout import kv_block_bytes
 from services.worker.backends.native.model.config import ModelConfig
+from services.worker.backends.native.model.layer_groups import LayerGroups
 from services.worker.backends.native.model.partition import ModelPart
 
 BITS = {"int8": 8.5, "int4": 5.0, "bfloat16": 16.0, "float32": 32.0}
@@ -27,6 +29,8 @@ class RankMemory(NamedTuple):
     """Bytes of a block of the KV cache."""
     per_token: int
     """Bytes of weights that one token reads: of a mixture of experts, those of the token's experts."""
+    groups: tuple[KVGroup, ...] = ONE_GROUP
+    """Groups of KV cache, each with a block table."""
 
 
 def served_dtype(config: WorkerConfig, model: ModelConfig) -> str:
@@ -35,10 +39,13 @@ def served_dtype(config: WorkerConfig, model: ModelConfig) -> str:
     return "bfloat16" if wanted == "bfloat16" else "float32"
 
 
-def rank_memory(config: WorkerConfig, path: Path, part: ModelPart, block_size: int) -> RankMemory:
+def rank_memory(
+    config: WorkerConfig, path: Path, part: ModelPart, block_size: int, context: int = 0, most_groups: int = 1
+) -> RankMemory:
     """Return the memory of one rank.
 
     Args:
+        context, most_groups: see `LayerGroups.of`
         path: the directory or the GGUF file.
         block_size: tokens of a KV block.
 
@@ -56,9 +63,10 @@ def rank_memory(config: WorkerConfig, path: Path, part: ModelPart, block_size: i
     tables = part.is_first * bits.embedding + (part.is_last and not is_shared) * bits.head
     weights = (per_layer * own.num_layers * bits.layers + rows * tables) / 8
     itemsize = 2 if served_dtype(config, whole) == "bfloat16" else 4
-    block = kv_block_bytes(own.num_layers, own.num_kv_heads, own.head_dim, block_size, itemsize)
+    groups = LayerGroups.of(part, most_groups, context)
+    block = kv_block_bytes(groups.depth, own.num_kv_heads, own.head_dim, block_size, itemsize)
     layers, head = per_token * own.num_layers * bits.layers, rows * part.is_last * bits.head
-    return RankMemory(round(weights), block, round((layers + head) / 8))
+    return RankMemory(round(weights), block, round((layers + head) / 8), groups.groups)
 
 
 class _Bits(NamedTuple):

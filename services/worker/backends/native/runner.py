@@ -29,6 +29,7 @@ from services.worker.backends.native.kernels.interface.kv_cache import (
     own_memory,
 )
 from services.worker.backends.native.kernels.selection import KernelChoice
+from services.worker.backends.native.model.layer_groups import LayerGroups
 from services.worker.backends.native.model.model import Model
 from services.worker.backends.native.stages import NativeOutput, NativeStages, Prepared
 from services.worker.batch.slots import SlotTable
@@ -49,6 +50,7 @@ class _Loaded(NamedTuple):
     """None on other ranks than the output rank, and without speculation."""
     max_model_len: int
     bytes_per_block: int
+    groups: LayerGroups
 
     @property
     def cache_identity(self) -> str:
@@ -56,7 +58,9 @@ class _Loaded(NamedTuple):
         a, model = self.assignment, self.model
         network = f"{type(model.kernels.network).__module__} {model.kernels.network.activations}"
         sizes = a.num_slots, self.max_model_len, self.bytes_per_block
-        return f"native {network} {model.cache_shape(a.block_size)} {a.shard} {a.speculation} {sizes}"
+        shape = model.cache_shape(a.block_size, self.groups)
+        layout = "" if self.groups.is_plain else f" {self.groups}"
+        return f"native {network} {shape} {a.shard} {a.speculation} {sizes}{layout}"
 
 
 class NativeRunner:
@@ -117,9 +121,10 @@ class NativeRunner:
         drafter = self._kept.drafter(assignment, model, limit) if ranks.is_output else None
         torch.set_num_threads(threads)
         model.kernels.use_threads(threads)
-        bytes_per_block = model.bytes_per_block(assignment.block_size)
+        groups = LayerGroups.of(model.part, assignment.max_kv_groups, limit)
+        bytes_per_block = model.bytes_per_block(assignment.block_size, groups)
         bytes_per_block += drafter.bytes_per_block if drafter is not None else 0
-        self._loaded.set(_Loaded(assignment, ranks, model, drafter, limit, bytes_per_block))
+        self._loaded.set(_Loaded(assignment, ranks, model, drafter, limit, bytes_per_block, groups))
         return Loaded(
             model_hash=self.identify().model_hash,
             vocab_size=model.part.whole.vocab_size,
@@ -131,8 +136,10 @@ class NativeRunner:
                 assignment,
                 bytes_per_block,
                 limit,
-                budget=self._cache_budget(assignment, model, drafter, limit),
+                budget=self._cache_budget(assignment, model, drafter, limit, len(groups.groups)),
+                groups=groups.groups,
             ),
+            groups=() if groups.is_plain else groups.groups,
             hidden_size=model.part.whole.hidden_size,
             num_loads=self._kept.num_loads,
             contents=self._kept.contents(drafter),
@@ -143,13 +150,16 @@ class NativeRunner:
         loaded = self._loaded.get()
         if not loaded.model.kernels.device.is_host:
             return 0
-        return self.kv_memory.find(self._cache_identity(), loaded.assignment.block_size)
+        identity, size = self._cache_identity(), loaded.assignment.block_size
+        return self.kv_memory.find(identity, size, len(loaded.groups.groups))
 
     def _cache_identity(self) -> str:
         identity = self.identify()
         return f"{identity.model_hash} {identity.dtype} {self._loaded.get().cache_identity}"
 
-    def _cache_budget(self, assignment: Assignment, model: Model, drafter: Drafter | None, limit: int) -> int:
+    def _cache_budget(
+        self, assignment: Assignment, model: Model, drafter: Drafter | None, limit: int, num_groups: int
+    ) -> int:
         """Return the bytes for the KV cache on a device with memory of its own, else 0. Logs the account of the memory.
 
         Raises: LoadError, if nothing remains for it.
@@ -158,7 +168,8 @@ class NativeRunner:
         device.free()
         if (memory := device.memory()) is None:
             return 0
-        buffers = epoch_memory(model, assignment, limit, drafter.reads if drafter is not None else ())
+        reads = drafter.reads if drafter is not None else ()
+        buffers = epoch_memory(model, assignment, limit, reads, num_groups)
         plan = MemoryPlan(
             memory, config.gpu_memory_utilization, model.num_bytes, buffers, config.kv_cache_memory_bytes
         )
@@ -174,15 +185,19 @@ class NativeRunner:
         num_blocks = init.num_blocks
         if loaded.model.kernels.device.is_host:
             identity, size = self._cache_identity(), assignment.block_size
-            num_blocks = self.kv_memory.begin(identity, size, num_blocks, loaded.bytes_per_block)
+            num_blocks = self.kv_memory.begin(
+                identity, size, num_blocks, loaded.bytes_per_block, len(loaded.groups.groups)
+            )
             allocate = memory_of(self.kv_memory.take)
         epoch = NativeEpoch(
-            *(loaded.model, ranks, loaded.drafter, assignment, init, num_blocks, self._poison, allocate)
+            *(loaded.model, ranks, loaded.drafter, assignment, init, num_blocks, self._poison, allocate),
+            loaded.groups,
         )
         table = SlotTable(
             *(assignment.num_slots, assignment.block_size, init.num_blocks, init.max_model_len),
             leaves_rows_out=self.identify().leaves_rows_out,
             count_rows=loaded.model.kernels.rows.count_rows,
+            groups=loaded.groups.groups,
         )
         stages = NativeStages(table, epoch, ranks, self._after_prepare)
         self._stages.set(stages)

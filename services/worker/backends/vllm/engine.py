@@ -16,6 +16,7 @@ from services.worker.backends.vllm import vllm_api
 from services.worker.backends.vllm.checkpoint import DTYPE_CHOICES
 from services.worker.backends.vllm.draft_verifier import DraftVerifier
 from services.worker.backends.vllm.engine_config import EngineOptions, create_engine_config
+from services.worker.backends.vllm.kv_groups import kv_groups
 from services.worker.backends.vllm.plan import TranslatedMasks
 from services.worker.backends.vllm.platforms.interface import WorkerPlatform
 from services.worker.backends.vllm.process_groups import ProcessGroups
@@ -72,13 +73,13 @@ class VllmEngine:
         self._verifier: DraftVerifier | None = None
         if options.speculation is not None:
             self._verifier = self._set_up_drafts(options.speculation)
-        self._cache_specs = self._wrapper.get_kv_cache_spec()
+        specs = self._wrapper.get_kv_cache_spec()
         layout = vllm_api.resolve_kv_cache_layout(
-            self.config, [self._wrapper.get_supported_kv_cache_layouts()], list(self._cache_specs.values())
+            self.config, [self._wrapper.get_supported_kv_cache_layouts()], list(specs.values())
         )
         self._wrapper.set_kv_cache_layout(layout.name)
-        self._cache_groups = vllm_api.get_kv_cache_groups(self.config, self._cache_specs)
-        self._check_cache_groups()
+        self._cache_groups = vllm_api.get_kv_cache_groups(self.config, specs)
+        self.groups = kv_groups(self._cache_groups, options.block_size, assignment.max_kv_groups)
         with self._check_kernels(groups):
             self.cache_budget = platform.measure(self._wrapper)
             """Bytes for the KV cache; 0: the host's memory has them."""
@@ -143,16 +144,7 @@ class VllmEngine:
 
     @property
     def bytes_per_block(self) -> int:
-        return int(sum(spec.page_size_bytes for spec in self._cache_specs.values()))
-
-    def _check_cache_groups(self) -> None:
-        groups = self._cache_groups
-        kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
-        if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, vllm_api.FullAttentionSpec):
-            raise LoadError(
-                f"this model needs {len(groups)} groups of KV cache ({kinds or 'none'}); --backend vllm serves models "
-                "with one group of full attention"
-            )
+        return int(vllm_api.pool_bytes_per_block(self.config, self._cache_groups))
 
     def allocate(self, num_blocks: int) -> None:
         """Create an empty cache and an empty batch."""

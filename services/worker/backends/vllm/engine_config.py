@@ -27,6 +27,8 @@ class EngineOptions:
     quantization: str | None
     load_format: str
     enforce_eager: bool
+    has_groups: bool
+    """Layers with a window may have block tables of their own."""
     speculation: Speculation | None
 
     @classmethod
@@ -44,6 +46,7 @@ class EngineOptions:
             quantization=config.quantization,
             load_format=config.load_format,
             enforce_eager=config.enforce_eager,
+            has_groups=assignment.max_kv_groups > 1,
             speculation=assignment.speculation,
         )
 
@@ -72,7 +75,8 @@ def create_engine_config(
         load_format=options.load_format,
         enforce_eager=options.enforce_eager,
         enable_prefix_caching=False,  # the scheduler has a prefix cache
-        disable_hybrid_kv_cache_manager=True,  # layers with a window keep all of their blocks
+        # None: except where vLLM itself does so, as for chunked local attention.
+        disable_hybrid_kv_cache_manager=None if options.has_groups else True,
         disable_log_stats=True,
         speculative_config=_drafter_config(options.speculation),
         **device_arguments,

@@ -59,6 +59,7 @@ class VllmEpoch:
         self.table = SlotTable(
             *(assignment.num_slots, assignment.block_size, init.num_blocks, init.max_model_len),
             leaves_rows_out=leaves_rows_out,
+            groups=engine.groups,
         )
         self._pooler = Pooler(assignment.num_slots, engine.hidden_size, engine.runner.device)
         batch, speculation = engine.runner, assignment.speculation

@@ -160,17 +160,17 @@ class PlanTranslator:
             mm_features=[],
             sampling_params=to_vllm_params(params, self._vocab_size),
             generator=self._generator(params.seed, len(output)) if is_sampled else None,
-            block_ids=([],),
+            block_ids=tuple([] for _ in range(self._table.num_groups)),
             num_computed_tokens=start,
             output_token_ids=output,
         )
 
-    def _new_blocks(self, slots: NDArray[np.int32]) -> list[tuple[list[int]] | None]:
-        """Return for each slot its blocks that vLLM has not received, in the only cache group, or None."""
+    def _new_blocks(self, slots: NDArray[np.int32]) -> list[tuple[list[int], ...] | None]:
+        """Return for each slot its blocks that vLLM has not received, by cache group, or None."""
         table, known, blocks = self._table, self._known_blocks[slots], self._table.num_blocks[slots]
-        new: list[tuple[list[int]] | None] = [None] * len(slots)
+        new: list[tuple[list[int], ...] | None] = [None] * len(slots)
         for row in np.flatnonzero(blocks > known).tolist():
-            ids = table.block_table[slots[row], known[row] : blocks[row]] + RESERVED_BLOCKS
-            new[row] = (ids.tolist(),)
+            by_group = table.block_table[slots[row]].reshape(table.num_groups, -1)
+            new[row] = tuple((by_group[:, known[row] : blocks[row]] + RESERVED_BLOCKS).tolist())
         self._known_blocks[slots] = blocks
         return new

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.kv_groups import ONE_GROUP
 from protocol.membership import Assignment, InitializeCache, Loaded
 from protocol.steps import GrammarOutput, SchedulerOutput
 from services.checkpoint import is_gguf
@@ -36,7 +37,7 @@ from services.worker.weights.safetensors_checkpoint import SafetensorsCheckpoint
 
 
 class VllmRunner:
-    """A `ModelRunner` for models of vLLM with one group of full attention.
+    """A `ModelRunner` for models of vLLM that generate text.
 
     Args:
         create_platform: returns the device, when a model is loaded
@@ -106,7 +107,9 @@ class VllmRunner:
                 engine.max_model_len,
                 RESERVED_BLOCKS,
                 engine.cache_budget,
+                engine.groups,
             ),
+            groups=() if engine.groups == ONE_GROUP else engine.groups,
             hidden_size=engine.hidden_size,
             num_loads=self._num_loads,
             contents=self._contents,

@@ -92,9 +92,20 @@ from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 
 # Steps and their results.
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
+from vllm.v1.core.kv_cache_utils import (
+    _pool_bytes_per_block as pool_bytes_per_block,
+)
+from vllm.v1.core.kv_cache_utils import (
+    get_kv_cache_config_from_groups,
+    get_kv_cache_groups,
+)
 from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 from vllm.v1.outputs import (
     AsyncModelRunnerOutput,
     DraftTokenIds,
@@ -144,6 +155,7 @@ __all__ = [
     "CUDAGraphWrapper",
     "CachedRequestData",
     "CachedRequestState",
+    "ChunkedLocalAttentionSpec",
     "DraftTokenIds",
     "EngineArgs",
     "FullAttentionSpec",
@@ -156,8 +168,10 @@ __all__ = [
     "SamplingMetadata",
     "SamplingParams",
     "SchedulerOutput",
+    "SlidingWindowSpec",
     "SpecDecodeMetadata",
     "StructuredOutputsParams",
+    "UniformTypeKVCacheSpecs",
     "WorkerWrapperBase",
     "current_platform",
     "destroy_distributed_environment",
@@ -167,5 +181,6 @@ __all__ = [
     "get_kv_cache_config_from_groups",
     "get_kv_cache_groups",
     "group_name_counter",
+    "pool_bytes_per_block",
     "resolve_kv_cache_layout",
 ]

@@ -14,6 +14,7 @@ from services.worker.backends.native.kernels.interface.recording import Captured
 from services.worker.backends.native.kernels.interface.rows import BatchTensors
 from services.worker.backends.native.model.experts import Experts
 from services.worker.backends.native.model.layer import Mlp
+from services.worker.backends.native.model.layer_groups import LayerGroups
 from services.worker.backends.native.model.model import Model
 from services.worker.backends.native.sampling.logprobs import PromptScores
 from services.worker.backends.native.token_history import TokenHistory
@@ -83,10 +84,12 @@ class ForwardPass:
 
     Args:
         ranks: the group; its ranks make the same calls in the same order.
-        table: int32[slots, blocks] on the device, the block table of every slot; plans change it in place.
+        table: int32[slots, blocks] on the device, the block table of every slot; plans change it in place. With several
+            groups, their tables side by side.
         taps: hidden states that a drafter reads: numbers of layers, whose input it is, or FINAL.
         capacity: initial rows of the buffers.
         allocate: memory of the cache.
+        groups: None: all layers have one table.
     """
 
     def __init__(
@@ -99,12 +102,14 @@ class ForwardPass:
         taps: Collection[int] = (),
         capacity: Mapping[str, int] = FEW,
         allocate: Allocate = own_memory,
+        groups: LayerGroups | None = None,
     ) -> None:
         self._model, self._network, self._ranks = model, model.kernels.network, ranks
+        self._groups = groups
         self._device = model.kernels.device
         self._table, self._taps = table, tuple(taps)
-        self._cache = self._network.kv_cache(model.cache_shape(block_size), num_blocks, allocate)
-        self._context = table.shape[1] * block_size
+        self._cache = self._network.kv_cache(model.cache_shape(block_size, groups), num_blocks, allocate)
+        self._context = table.shape[1] // (1 if groups is None else len(groups.groups)) * block_size
         self._counts = Counts(0, 0, 0)
         self._make_room(dict(capacity))
 
@@ -114,7 +119,7 @@ class ForwardPass:
         self._buffers = ForwardBuffers(model, self._taps, self._device.where, **capacity)
         self._smallest = min(capacity.values())
         self._attention = self._network.attention(
-            model.attention(self._context), self._cache, self._table, capacity["tokens"]
+            model.attention(self._context, self._groups), self._cache, self._table, capacity["tokens"]
         )
         self._recording = self._network.record(self._body, self._buffers)
 

@@ -11,6 +11,7 @@ from services.worker.backends.native.kernels.interface.attention import Attentio
 from services.worker.backends.native.kernels.interface.kernels import Kernels
 from services.worker.backends.native.kernels.interface.kv_cache import CacheShape
 from services.worker.backends.native.model.config import ModelConfig
+from services.worker.backends.native.model.layer_groups import LayerGroups
 from services.worker.backends.native.model.loading import ShardLoader, Wanted
 from services.worker.backends.native.model.partition import ModelPart
 from services.worker.backends.native.model.rope import rotation
@@ -56,15 +57,19 @@ class Model:
         shared = self.embedding is not None and self.embedding.tensor is None and self.part.whole.tied
         return total + (self.head.num_bytes if self.part.is_last and not shared else 0)
 
-    def attention(self, context: int) -> AttentionShape:
-        """`context`: tokens of the longest sequence"""
-        return attention_shape(self.config, context)
+    def attention(self, context: int, groups: LayerGroups | None = None) -> AttentionShape:
+        """`context`: tokens of the longest sequence. `groups`: None: one block table for all layers"""
+        shape = attention_shape(self.config, context)
+        if groups is None:
+            return shape
+        return shape._replace(num_tables=len(groups.groups), tables=groups.numbers, places=groups.places)
 
-    def cache_shape(self, block_size: int) -> CacheShape:
-        return cache_shape(self.config, block_size, self.dtype)
+    def cache_shape(self, block_size: int, groups: LayerGroups | None = None) -> CacheShape:
+        shape = cache_shape(self.config, block_size, self.dtype)
+        return shape if groups is None else shape._replace(layers=groups.depth)
 
-    def bytes_per_block(self, block_size: int) -> int:
-        return self.kernels.network.bytes_per_block(self.cache_shape(block_size))
+    def bytes_per_block(self, block_size: int, groups: LayerGroups | None = None) -> int:
+        return self.kernels.network.bytes_per_block(self.cache_shape(block_size, groups))
 
 
 def attention_shape(config: ModelConfig, context: int) -> AttentionShape:

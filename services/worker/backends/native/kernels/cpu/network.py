@@ -197,14 +197,19 @@ class CpuAttention:
             write_kernel(*kinds),
             attention_kernel(*kinds),
         )
-        self._launcher, self._shape, self._cache, self._table = launcher, shape, cache, table
+        self._launcher, self._shape, self._cache, self._tables = (
+            launcher,
+            shape,
+            cache,
+            shape.tables_of(table),
+        )
         dim, block_size = cache.shape.head_dim, cache.shape.block_size
         self._queries = torch.empty(most_tokens, shape.heads, padded(dim))
         turns = len(shape.frequencies)
         self._cos, self._sin = (torch.empty(turns, most_tokens, dim // 2) for _ in range(2))
         self._amplitudes = torch.ones(turns, dim // 2) if shape.amplitudes is None else shape.amplitudes
         self._shared = (
-            *(table.data_ptr(), table.shape[1], block_size, padded(block_size)),
+            *(block_size, padded(block_size)),
             *(shape.heads, cache.shape.kv_heads, dim, padded(dim), self._queries.data_ptr()),
         )
 
@@ -233,5 +238,6 @@ class CpuAttention:
         self._launcher.launch(self._attend, tiles, values, self._cache.shape.kv_heads)
 
     def _of(self, layer: int) -> tuple[int, ...]:
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        return keys.data_ptr(), values.data_ptr(), *self._shared
+        place, table = self._shape.place_of(layer), self._tables[self._shape.table_of(layer)]
+        keys, values = self._cache.keys[place], self._cache.values[place]
+        return keys.data_ptr(), values.data_ptr(), table.data_ptr(), table.stride(0), *self._shared

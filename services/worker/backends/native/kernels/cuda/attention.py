@@ -64,7 +64,7 @@ class PagedAttention:
         activations: torch.dtype,
         processors: int | None = None,
     ) -> None:
-        self._shape, self._cache, self._table = shape, cache, table
+        self._shape, self._cache, self._tables = shape, cache, shape.tables_of(table)
         self._heads, self._kv_heads, self._head_dim = shape.heads, cache.shape.kv_heads, shape.head_dim
         self._group = shape.heads // self._kv_heads
         self._sizes = _SIZES[activations.itemsize]
@@ -95,13 +95,13 @@ class PagedAttention:
     ) -> None:
         if not len(qkv):
             return
-        b, keys, values = self._buffers, self._cache.keys[layer], self._cache.values[layer]
+        b, keys, values, table = self._buffers, *self._of(layer)
         query_norm, key_norm = norms if norms is not None else (self._frequencies, self._frequencies)
         kind = self._shape.rotation_of(layer)
         grid = len(qkv), triton.cdiv(self._heads + 2 * self._kv_heads, _HEADS_AT_ONCE)
         write_kernel[grid](
-            *(qkv, b.cosines[kind], b.sines[kind], self._positions, self._slots, self._table),
-            *(query_norm, key_norm, b.queries, keys, values, self._shape.norm_eps, self._table.stride(0)),
+            *(qkv, b.cosines[kind], b.sines[kind], self._positions, self._slots, table),
+            *(query_norm, key_norm, b.queries, keys, values, self._shape.norm_eps, table.stride(0)),
             heads=self._heads,
             kv_heads=self._kv_heads,
             half=self._head_dim // 2,
@@ -128,6 +128,11 @@ class PagedAttention:
             programs = triton.cdiv(TILE * group, many)
             self._launch(layer, tiles, out, sinks, _Launch(small + 1, TILE, many, programs, 1))
 
+    def _of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the keys, the values and the block table of a layer."""
+        place = self._shape.place_of(layer)
+        return self._cache.keys[place], self._cache.values[place], self._tables[self._shape.table_of(layer)]
+
     def _launch(
         self,
         layer: int,
@@ -140,14 +145,15 @@ class PagedAttention:
         least, most, rows, programs, splits = launch
         width = max(LEAST_ROWS, triton.next_power_of_2(head_dim))
         parts = b.parts, b.maxima, b.sums
+        keys, values, table = self._of(layer)
         shared = {"group": self._group, "head_dim": head_dim, "width": width, "rows": rows, "splits": splits}
         attention_kernel[len(tiles) * programs, self._kv_heads, splits](
-            *(b.queries, self._cache.keys[layer], self._cache.values[layer], self._table, tiles, out),
+            *(b.queries, keys, values, table, tiles, out),
             *(
                 *parts,
                 b.sums if sinks is None else sinks,
                 self._shape.score_factor * _LOG2_E,
-                self._table.stride(0),
+                table.stride(0),
                 self._kv_heads,
                 least,
                 most,

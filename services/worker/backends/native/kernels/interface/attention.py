@@ -21,6 +21,22 @@ class AttentionShape(NamedTuple):
     """float32[rotations, head_dim / 2]: factors of sines and cosines; None: 1."""
     scale: float = 0.0
     """Factor of the scores; 0: 1 / sqrt(head_dim)."""
+    num_tables: int = 1
+    """Block tables of a slot, side by side and equally wide."""
+    tables: tuple[int, ...] = ()
+    """The block table of each layer; (): the first one in all."""
+    places: tuple[int, ...] = ()
+    """Index of each layer in the cache; (): its number."""
+
+    def tables_of(self, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return each of the tables in `table`, int32[slots, num_tables * blocks], as a view int32[slots, blocks]."""
+        return table.chunk(self.num_tables, 1)
+
+    def table_of(self, layer: int) -> int:
+        return self.tables[layer] if self.tables else 0
+
+    def place_of(self, layer: int) -> int:
+        return self.places[layer] if self.places else layer
 
     def rotation_of(self, layer: int) -> int:
         return self.rotations[layer] if self.rotations else 0

@@ -51,7 +51,8 @@ class NetworkKernels(Protocol):
     def attention(
         self, shape: AttentionShape, cache: KVCache, table: torch.Tensor, most_tokens: int
     ) -> Attention:
-        """`table`: int32[slots, blocks], the block table of every slot; the scheduler's plans change it in place."""
+        """`table`: int32[slots, num_tables * blocks], the block tables of every slot; the scheduler's plans change them
+        in place."""
         ...
 
     def gather(self, index: torch.Tensor, source: torch.Tensor, out: torch.Tensor) -> None:

@@ -164,12 +164,12 @@ class ReferenceAttention:
     """`Attention`"""
 
     def __init__(self, shape: AttentionShape, cache: KVCache, table: torch.Tensor) -> None:
-        self._shape, self._cache, self._table = shape, cache, table
+        self._shape, self._cache, self._tables = shape, cache, shape.tables_of(table)
 
     def begin(self, positions: torch.Tensor, slots: torch.Tensor) -> None:
         size = self._cache.shape.block_size
         self._angles = [positions[:, None].float() * each for each in self._shape.frequencies]
-        self._blocks = self._table[slots.long(), positions.long() // size].long()
+        self._blocks = [table[slots.long(), positions.long() // size].long() for table in self._tables]
         self._offsets = positions.long() % size
 
     def write(
@@ -183,8 +183,9 @@ class ReferenceAttention:
             keys = _heads_normalised(keys, norms[1], shape.norm_eps)
         self._queries = self._rotated(queries, layer)
         dtype = self._cache.shape.dtype
-        self._cache.keys[layer, self._blocks, self._offsets] = self._rotated(keys, layer).to(dtype)
-        self._cache.values[layer, self._blocks, self._offsets] = values.to(dtype)
+        at = shape.place_of(layer), self._blocks[shape.table_of(layer)], self._offsets
+        self._cache.keys[at] = self._rotated(keys, layer).to(dtype)
+        self._cache.values[at] = values.to(dtype)
 
     def _rotated(self, heads: torch.Tensor, layer: int) -> torch.Tensor:
         """float32[tokens, heads, head_dim]"""
@@ -200,9 +201,11 @@ class ReferenceAttention:
     ) -> None:
         for slot, position, token, count in tiles.tolist():
             queries = self._queries[token : token + count]
-            end = position + count
-            keys, values = (self._positions(tensor[layer], slot, end) for tensor in self._kept)
-            where = torch.arange(position, end)
+            end, window = position + count, self._shape.windows[layer]
+            low = max(0, position - window + 1) if window else 0  # memory behind the window is not the slot's
+            table, place = self._tables[self._shape.table_of(layer)][slot], self._shape.place_of(layer)
+            keys, values = (self._positions(tensor[place], table, low, end) for tensor in self._kept)
+            where = torch.arange(position - low, end - low)
             attended = self._attended(queries, keys, values, where, layer, sinks)
             out[token : token + count] = attended.flatten(1)
 
@@ -210,10 +213,13 @@ class ReferenceAttention:
     def _kept(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self._cache.keys, self._cache.values
 
-    def _positions(self, blocks: torch.Tensor, slot: int, end: int) -> torch.Tensor:
-        """float32[heads, end, head_dim]: the first positions of a slot, each KV head as often as it has query heads."""
-        number = -(-end // self._cache.shape.block_size)
-        heads = blocks[self._table[slot, :number].long()].flatten(0, 1)[:end].float()
+    def _positions(self, blocks: torch.Tensor, table: torch.Tensor, low: int, end: int) -> torch.Tensor:
+        """float32[heads, end - low, head_dim]: positions of a slot, each KV head as often as it has query heads."""
+        size = self._cache.shape.block_size
+        first, number = low // size, -(-end // size)
+        heads = (
+            blocks[table[first:number].long()].flatten(0, 1)[low - first * size : end - first * size].float()
+        )
         return heads.repeat_interleave(self._shape.heads // self._cache.shape.kv_heads, 1).transpose(0, 1)
 
     def _attended(
@@ -225,7 +231,7 @@ class ReferenceAttention:
         layer: int,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """float32[tokens, heads, head_dim]; `where` are the queries' positions."""
+        """float32[tokens, heads, head_dim]; `where` are the queries' positions, counted from the first key."""
         scores = queries.transpose(0, 1) @ keys.transpose(1, 2) * self._shape.score_factor
         at, window = torch.arange(keys.shape[1]), self._shape.windows[layer]
         unseen = at > where[:, None]

@@ -1,0 +1,67 @@
+"""A service as a child process of an actor, so that its crash or hang ends the child and not the actor."""
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+from services.cli.serve import ABORT_SIGNALS, FINAL, child_environment
+from services.cli.supervisor import Supervisor
+from services.config import SERVICES, ServiceConfig
+from services.private import KV_MEMORY, kept_memory
+
+POLL_INTERVAL = 0.2
+"""Seconds between two looks for the end of the child."""
+
+
+class ServiceChild:
+    """Runs a service, and restarts it as `runahead serve` does.
+
+    Args:
+        directory: private directory for its configuration.
+    """
+
+    def __init__(self, service: str, config: ServiceConfig, directory: Path) -> None:
+        self._service = service
+        self._file = directory / f"{service}.json"
+        self._file.touch(mode=0o600)
+        self._file.write_text(SERVICES[service].model_validate(config).model_dump_json(exclude_unset=True))
+        self._supervisor = Supervisor(_show)
+        self._opened = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=service, daemon=True)
+        self._thread.start()
+        self._opened.wait()
+
+    @property
+    def failure(self) -> str:
+        """End of the service, if it is not started again, or ""."""
+        failed = self._supervisor.failure
+        return "" if failed is None or self._thread.is_alive() else failed.describe_end()
+
+    def stop(self, timeout: float | None) -> None:
+        """Stop the service in order and wait for its end."""
+        self._supervisor.stop()
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        # The child is started in this thread: the kernel kills it when the thread that has started it ends
+        arguments = ["-P", "-m", "services.cli.child", self._service, str(self._file), str(os.getpid())]
+        environment = child_environment()
+        memory = kept_memory() if self._service == "worker" else None
+        if memory is not None:
+            environment[KV_MEMORY] = str(memory)
+        with self._supervisor.open(POLL_INTERVAL):
+            self._opened.set()
+            self._supervisor.start(
+                self._service,
+                [sys.executable, *arguments],
+                environment,
+                FINAL[self._service],
+                ABORT_SIGNALS,
+                memory,
+            )
+            self._supervisor.wait(lambda: None)
+
+
+def _show(_: str, line: str) -> None:
+    print(line, flush=True)

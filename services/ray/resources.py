@@ -1,0 +1,78 @@
+"""Bundles of an engine's placement group, and what a cluster lacks for an application."""
+
+from collections.abc import Mapping, Sequence
+
+from services.config import RayConfig
+
+Resources = Mapping[str, float]
+
+SCHEDULER_CPUS = 1.0
+FRONTEND_CPUS = 1.0
+
+
+def bundles(config: RayConfig) -> list[dict[str, float]]:
+    """Return the bundle of the scheduler and then those of the ranks: one per tensor-parallel group, as a bundle is on
+    one node, or one per rank."""
+    return [{"CPU": SCHEDULER_CPUS}, *([_group(config)] * (config.num_workers // ranks_per_bundle(config)))]
+
+
+def ranks_per_bundle(config: RayConfig) -> int:
+    return 1 if config.placement_group_strategy == "SPREAD" else _tensor_parallel(config)
+
+
+def rank_resources(config: RayConfig) -> dict[str, float]:
+    gpus = {"GPU": 1.0} if config.device == "cuda" else {}
+    return {"CPU": float(config.threads), **gpus}
+
+
+def _tensor_parallel(config: RayConfig) -> int:
+    return config.num_workers // config.pipeline_parallel_size
+
+
+def _group(config: RayConfig) -> dict[str, float]:
+    return {name: amount * ranks_per_bundle(config) for name, amount in rank_resources(config).items()}
+
+
+def missing(config: RayConfig, nodes: Sequence[Resources]) -> str:
+    """Return why the living nodes can never hold the engines and frontends, in one line, or "".
+
+    Args:
+        nodes: resources of each node, whether they are in use or not.
+    """
+    engine = bundles(config)
+    if config.placement_group_strategy == "STRICT_PACK":
+        engine = [{name: sum(bundle.get(name, 0.0) for bundle in engine) for name in engine[-1]}]
+    needed = engine * config.data_parallel_size
+    total = {name: sum(bundle.get(name, 0.0) for bundle in needed) for name in engine[-1]}
+    total["CPU"] += FRONTEND_CPUS * config.api_server_count
+    largest = engine[-1]
+    places, count = sum(_holds(node, largest) for node in nodes), needed.count(largest)
+    there = f"{_words(config)} need {_text(total)}; the nodes have {_nodes(nodes)}"
+    if lacking := [name for name in total if sum(node.get(name, 0.0) for node in nodes) < total[name]]:
+        return f"{there}, which are too few {' and '.join(f'{name}s' for name in lacking)}"
+    if places < count:
+        return f"{there}, where {_text(largest)} on one node are free {places} times, not {count} times"
+    if len(nodes) < config.api_server_count:
+        return f"{config.api_server_count} frontends need as many nodes, and there are {len(nodes)}"
+    return ""
+
+
+def _holds(node: Resources, bundle: Resources) -> int:
+    """Return how many such bundles fit on an empty node."""
+    return int(min(node.get(name, 0.0) // amount for name, amount in bundle.items()))
+
+
+def _words(config: RayConfig) -> str:
+    counts = {"engine": config.data_parallel_size, "frontend": config.api_server_count}
+    engines, frontends = (f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items())
+    return f"{engines} of {config.num_workers} rank{'s' * (config.num_workers > 1)} and {frontends}"
+
+
+def _nodes(nodes: Sequence[Resources]) -> str:
+    return " + ".join(
+        _text({name: node.get(name, 0.0) for name in ("CPU", "GPU") if name in node}) for node in nodes
+    )
+
+
+def _text(resources: Resources) -> str:
+    return " and ".join(f"{amount:g} {name}{'s' * (amount != 1)}" for name, amount in resources.items())

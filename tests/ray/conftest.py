@@ -1,0 +1,57 @@
+"""A cluster of three hosts, and the answers that every fault must leave as they are."""
+
+import asyncio
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.server import ServeProcess, serving
+from tests.e2e.streams import answers
+from tests.ray.cluster import Cluster
+from tests.ray.hosts import Host, hosts, why_not
+
+NATIVE = ("--threads", "1", "--kv-cache-memory-bytes", str(64 << 20))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _possible() -> None:
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed; make test-ray installs it")
+    if reason := why_not():
+        pytest.skip(f"hosts of the test: {reason}")
+
+
+@pytest.fixture(scope="session")
+def expected() -> Any:
+    """The answers of `runahead serve`, by a setting such as tensor_parallel_size=2."""
+    found = dict[str, Any]()
+
+    def of(layout: str) -> Any:
+        if layout not in found:
+            with serving(*NATIVE, f"--{layout.replace('_', '-')}") as server:
+                found[layout] = asyncio.run(_answers(server))
+        return found[layout]
+
+    return of
+
+
+async def _answers(server: ServeProcess) -> Any:
+    async with server.async_client() as client:
+        return await answers(client)
+
+
+@pytest.fixture(scope="module")
+def three_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+    directory: Path = tmp_path_factory.mktemp("hosts")
+    with hosts(3, directory) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def cluster(three_hosts: list[Host]) -> Cluster:
+    cluster = Cluster(three_hosts)
+    cluster.start()
+    return cluster

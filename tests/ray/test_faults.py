@@ -1,0 +1,125 @@
+"""Faults of processes, actors, nodes and the network under streams: no token is lost, repeated or changed.
+
+Two engines of two ranks, each on one of three hosts, and a frontend on every host. The test uses the frontend of a host
+that the fault does not touch.
+"""
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.server import wait_until
+from tests.e2e.streams import answers, assert_nothing_is_kept
+from tests.ray.cluster import ENGINE, FRONTEND, RANK, SCHEDULER, Cluster, HttpFrontend, engines, serves
+from tests.ray.hosts import Host
+
+LAYOUT = "tensor_parallel_size=2"
+SCHEDULER_CHILD, RANK_CHILD = "services.cli.child scheduler", "services.cli.child worker"
+gaps: dict[str, float] = {}
+"""Longest time between two tokens of a stream, seconds, by fault."""
+
+
+@pytest.fixture(scope="module")
+def served(cluster: Cluster) -> Iterator[Cluster]:
+    cluster.serve(LAYOUT, "data_parallel_size=2", "api_server_count=3")
+    yield cluster
+    print("\nfault                                    longest pause of a stream, s")
+    for name, seconds in gaps.items():
+        print(f"{name:40} {seconds:6.1f}")
+
+
+def hosts_with(cluster: Cluster, title: str) -> list[Host]:
+    return [host for host in cluster.hosts if host.processes(title)]
+
+
+def away_from(cluster: Cluster, *hosts: Host) -> HttpFrontend:
+    """Return the frontend of another host."""
+    host = next(host for host in cluster.hosts if host not in hosts)
+    return HttpFrontend(host, 8001)
+
+
+async def disturbed(frontend: HttpFrontend, fault: Callable[[], object], name: str) -> list[Any]:
+    """Return the answers, and note the longest pause of a stream."""
+    last, longest = dict[int, float](), 0.0
+
+    def on_chunk(number: int) -> None:
+        nonlocal longest
+        now = time.monotonic()
+        longest = max(longest, now - last.get(number, now))
+        last[number] = now
+
+    async def strike() -> None:
+        await asyncio.to_thread(fault)
+
+    async with frontend.async_client() as client:
+        found = await answers(client, strike, on_chunk)
+    gaps[name] = longest
+    return found
+
+
+def survive(
+    cluster: Cluster, frontend: HttpFrontend, expected: Any, fault: Callable[[], object], name: str
+) -> None:
+    wait_until(serves(frontend, 2), "two engines serve")
+    assert asyncio.run(disturbed(frontend, fault, name)) == expected(LAYOUT)
+    wait_until(serves(frontend, 2), "two engines serve again")
+    assert_nothing_is_kept(frontend)
+
+
+def kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        process.send_signal(signal.SIGKILL)
+
+
+@pytest.mark.parametrize("title", [RANK_CHILD, RANK, SCHEDULER_CHILD, SCHEDULER, ENGINE])
+def test_a_process_is_killed(served: Cluster, expected: Any, title: str) -> None:
+    host = hosts_with(served, SCHEDULER)[0]
+    survive(
+        served, away_from(served, host), expected, lambda: kill(host.processes(title)[:1]), f"killed: {title}"
+    )
+
+
+def test_a_frontend_is_killed_and_the_streams_of_another_go_on(served: Cluster, expected: Any) -> None:
+    host = served.hosts[2]
+    survive(
+        served,
+        away_from(served, host),
+        expected,
+        lambda: kill(host.processes(FRONTEND)),
+        "killed: a frontend",
+    )
+    wait_until(lambda: len(served.frontends()) == 3, "the frontend is there again")
+
+
+@pytest.mark.parametrize("seconds", [5, 60])
+def test_a_host_is_unplugged(served: Cluster, expected: Any, seconds: int) -> None:
+    host = next(host for host in hosts_with(served, SCHEDULER) if host is not served.hosts[0])
+
+    def fault() -> None:
+        host.plug(False)
+        time.sleep(seconds)
+        host.plug()
+
+    survive(served, away_from(served, host), expected, fault, f"unplugged for {seconds} s")
+    if not host.processes("raylet/raylet"):  # Ray has given it up
+        served.start_node(host)
+    wait_until(lambda: len(served.frontends()) == 3, "a frontend on every host")
+
+
+def test_a_node_loses_its_power(served: Cluster, expected: Any) -> None:
+    host = next(host for host in hosts_with(served, SCHEDULER) if host is not served.hosts[0])
+    frontend = away_from(served, host)
+    survive(served, frontend, expected, host.kill, "a node with an engine lost power")
+    host.boot()
+    served.start_node(host)
+
+
+def test_engines_that_ray_has_replaced_are_forgotten(served: Cluster) -> None:
+    frontend = HttpFrontend(served.hosts[0], 8001)
+    wait_until(serves(frontend, 2), "two engines serve")
+    assert len(engines(frontend)) == 2
