@@ -47,7 +47,7 @@ class Follower:
 
 @dataclass
 class Cache:
-    """What reports read of a `KVCacheManager`."""
+    """The part of a `KVCacheManager` that reports read."""
 
     pool: BlockPool
     num_groups: int = 1
