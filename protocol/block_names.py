@@ -32,10 +32,17 @@ class NamedBlocks(msgspec.Struct, array_like=True, frozen=True):
 
     def pairs(self) -> list[tuple[int, bytes]]:
         """Return each block with its name, in the order of the message. Raises: ProtocolError"""
-        blocks, names = unpack(self.blocks, np.int32).tolist(), self.names
-        if len(names) != len(blocks) * NAME_BYTES:
-            raise ProtocolError(f"{len(blocks)} blocks have names of {len(names)} bytes")
-        return [(block, names[i * NAME_BYTES : (i + 1) * NAME_BYTES]) for i, block in enumerate(blocks)]
+        blocks, names = unpack(self.blocks, np.int32).tolist(), split_names(self.names)
+        if len(names) != len(blocks):
+            raise ProtocolError(f"{len(blocks)} blocks have {len(names)} names")
+        return list(zip(blocks, names, strict=True))
+
+
+def split_names(names: bytes) -> list[bytes]:
+    """Return the names in a column uint8[names, NAME_BYTES]. Raises: ProtocolError"""
+    if len(names) % NAME_BYTES:
+        raise ProtocolError(f"{len(names)} bytes are no names of blocks")
+    return [names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES)]
 
 
 def extend_names(names: list[bytes], salt: str, tokens: bytes, block_size: int) -> None:

@@ -1,7 +1,8 @@
-"""Records of steps and requests from the scheduler to subscribers.
+"""Records of steps, requests and the prefix cache from the scheduler to subscribers.
 
-A frontend subscribes with `Subscribe` and then receives `StepRecords`, batched and bounded. All times are in seconds on
-the scheduler's monotonic clock; times of workers are shifted by the clock offset measured on their connection.
+A frontend subscribes with `Subscribe` and then gets `StepRecords`, batched and bounded, or `CachedBlocks`. All times
+are in seconds on the scheduler's monotonic clock; times of workers are shifted by the clock offset measured on their
+connection.
 """
 
 import enum
@@ -18,6 +19,20 @@ class Subscribe(msgspec.Struct, array_like=True, frozen=True, tag="subscribe"):
     """Start or end the subscription of this frontend; it ends with the connection."""
 
     steps: bool = True
+    cached_blocks: bool = False
+    """`CachedBlocks` follow: first all names, then changes. A scheduler of version 2.2 or earlier sends none."""
+
+
+class CachedBlocks(msgspec.Struct, array_like=True, frozen=True, tag="cached_blocks"):
+    """Changes of the engine's prefix cache since the last message, about a second late."""
+
+    number: Count
+    """Counts the messages to this frontend. 0: all earlier names are void. After a gap the subscriber ends its
+    subscription, and begins another one."""
+    stored: bytes = b""
+    """uint8[blocks, NAME_BYTES]: names of blocks (protocol.block_names) that can be found now"""
+    removed: bytes = b""
+    """The same of blocks that cannot be found any more. They come before those of `stored`."""
 
 
 class RankTimes(msgspec.Struct, array_like=True, frozen=True):

@@ -13,7 +13,7 @@ import msgspec
 from protocol.epochs import Incarnation
 from protocol.fields import MAX_ITEMS, Count, Duration, Fraction, Int32, Name, Number, Text
 from protocol.logprobs import Logprobs
-from protocol.records import RequestTimes, StepRecords, Subscribe
+from protocol.records import CachedBlocks, RequestTimes, StepRecords, Subscribe
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 
 ITERATION_TOKENS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
@@ -212,5 +212,5 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True, tag="state"):
 
 ClientMessage = GenerateRequest | AbortRequest | Subscribe | FrontendAlive | ResetPrefixCache
 """frontend -> scheduler, after the handshake"""
-EngineMessage = RequestOutputs | EngineState | StepRecords | ResetDone
+EngineMessage = RequestOutputs | EngineState | StepRecords | ResetDone | CachedBlocks
 """scheduler -> frontend, after the handshake"""

@@ -46,7 +46,9 @@ class EngineControl:
     ) -> None:
         self._supervisor, self._engines, self._start = supervisor, engines, start
         self._config = config
-        """Settings of the engine that was started last."""
+        """Settings of the engines that serve."""
+        self._starting: dict[str, ServeConfig] = {}
+        """By engine: settings of those that have not taken the place of others yet."""
         self._services = {name: service_names(name, config) for name in engine_names(config)}
         self._names = map(str, itertools.count(config.data_parallel_size))
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -79,10 +81,12 @@ class EngineControl:
                 return {"error": ended} if ended else {}
             case {"do": "stop", "engine": str(name)}:
                 self._engines.hide(name)
+                self._starting.pop(name, None)
                 self._supervisor.retire(self._services.pop(name, []))
                 return {}
             case {"do": "adopt", "engine": str(name)}:
                 self._supervisor.adopt(self._services.get(name, []))
+                self._config = self._starting.pop(name, self._config)
                 return {}
         raise ConfigurationError("unknown request to the supervisor")
 
@@ -109,7 +113,7 @@ class EngineControl:
         commands = self._engines.engine(name, divided(config))
         self._start(commands)
         self._engines.show(name)
-        self._config, self._services[name] = config, [command.name for command in commands]
+        self._starting[name], self._services[name] = config, [command.name for command in commands]
         return name
 
 

@@ -122,7 +122,7 @@ def _check_template(name: str) -> None:
 
 
 def check_placement(config: FrontendConfig) -> None:
-    """Raises: ConfigurationError, if the placement policy cannot be used"""
+    """Raises: ConfigurationError, if the placement policy cannot be used, or its recording cannot be written"""
     from services.frontend.placement import find_placement_policy
     from services.plugins import PluginError
 
@@ -130,6 +130,14 @@ def check_placement(config: FrontendConfig) -> None:
         find_placement_policy(config.placement_policy)
     except PluginError as error:
         raise ConfigurationError(str(error)) from None
+    if config.record_placement is not None:
+        from services.frontend.engine.placement_recording import PlacementRecording
+
+        try:
+            PlacementRecording(config.record_placement).close()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ConfigurationError(f"--record-placement {config.record_placement}: {reason}") from None
 
 
 def check_policy(config: SchedulerConfig) -> None:

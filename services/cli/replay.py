@@ -1,9 +1,14 @@
-"""`runahead replay DIR`: prove that a recording replays, or predict what other settings would have done."""
+"""`runahead replay PATH`: prove that a recording replays, or predict what other settings would have done."""
 
 from pathlib import Path
 
 from services.cli.settings import ConfigurationError
 from services.config import ReplayConfig
+from services.frontend.engine.placement_recording import read_recordings
+from services.frontend.placement import Move, records
+from services.frontend.placement.decisions import Decision
+from services.frontend.placement.replay import first_difference
+from services.plugins import PluginError
 from services.scheduler.recording import EventRecording, RecordingError, Replay, describe
 
 DIFFERS = 1
@@ -19,12 +24,16 @@ def replay(config: ReplayConfig) -> int:
     """
     if not config.recording:
         raise ConfigurationError("replay needs the directory of a recording: runahead replay DIR")
+    if (path := Path(config.recording).expanduser()).is_file():
+        if config.is_what_if:
+            raise ConfigurationError("a recording of placement only replays: leave the other settings out")
+        return _prove_placement(path)
     try:
         if config.chart and not config.is_what_if:
             raise ConfigurationError(
                 "--chart draws a prediction: name a setting to change, as --batch-queue-depth 1"
             )
-        recording = EventRecording(Path(config.recording).expanduser(), config.incarnation)
+        recording = EventRecording(path, config.incarnation)
         print(_title(recording), flush=True)
         if config.is_what_if:
             from services.cli.what_if import print_prediction
@@ -56,4 +65,21 @@ def _prove(recording: EventRecording) -> int:
         print(describe(difference))
         return DIFFERS
     print(f"equal: {run.num_plans:,} plans after {run.num_events:,} events")
+    return 0
+
+
+def _prove_placement(path: Path) -> int:
+    """Replay a file of --record-placement. Raises: ConfigurationError"""
+    recording: list[records.Record] = []
+    try:
+        for recording in read_recordings(path):
+            if (difference := first_difference(recording)) is not None:
+                print(f"another decision: recorded {difference[0]}, now {difference[1]}")
+                return DIFFERS
+            decisions = sum(isinstance(record, Decision | Move) for record in recording)
+            print(f"equal: {decisions:,} decisions after {len(recording) - decisions:,} events")
+    except (OSError, ValueError, PluginError) as error:
+        raise ConfigurationError(str(error)) from None
+    if not recording:
+        raise ConfigurationError(f"{path} contains no recording of placement")
     return 0

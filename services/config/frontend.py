@@ -56,6 +56,12 @@ class FrontendConfig(HttpConfig):
         "prefix_aware",
         description="Policy that chooses the engine of a request, if there are several; or the name of an entry point.",
     )
+    record_placement: str | None = Field(
+        None,
+        min_length=1,
+        description="File for every event that enters placement and every decision, a line of JSON each, for `runahead "
+        "replay`; each frontend needs one of its own. It has hashes of prompts, no text. Default: none.",
+    )
     control_socket: str | None = Field(
         None,
         description="Unix socket of the supervisor that starts and stops engines for `runahead replan`; `runahead "

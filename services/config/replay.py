@@ -36,7 +36,7 @@ class WhatIfConfig(BaseConfig):
 
 
 class ReplayConfig(WhatIfConfig):
-    recording: str = Field("", description="Directory of --record.")
+    recording: str = Field("", description="Directory of --record, or file of --record-placement.")
     incarnation: int | None = Field(
         None,
         ge=0,

@@ -19,6 +19,7 @@ from services.config import FrontendConfig
 from services.frontend.app import build
 from services.frontend.engine.addresses import follow, numbered
 from services.frontend.engine.client import EngineClient
+from services.frontend.engine.placement_recording import PlacementRecording
 from services.frontend.errors import APIError
 from services.frontend.http.connection import Connection
 from services.frontend.http.cors import with_cors
@@ -72,6 +73,8 @@ class FrontendService:
         self, config: FrontendConfig, model: ServedModel, listener: socket.socket, alarm: HangAlarm
     ) -> None:
         self._config, self._listener, self._alarm = config, listener, alarm
+        path = config.record_placement
+        self._recording = None if path is None else PlacementRecording(path)
         self.engine = EngineClient(
             [] if config.engines else numbered(config.scheduler_endpoint),
             config.max_open_requests,
@@ -81,7 +84,7 @@ class FrontendService:
             config.security,
             model.tokenizer.digest,
             StepRing(config.step_ring) if config.step_ring else None,
-            Placement(config.placement_policy, seed=os.getpid()),
+            Placement(config.placement_policy, seed=os.getpid(), record=self._recording),
         )
         self._metrics = Metrics(self.engine, model.names[0])
         endpoint, name = config.otlp_traces_endpoint, model.names[0]
@@ -141,6 +144,8 @@ class FrontendService:
             self._request_log.flush()
             if self._traces is not None:
                 self._traces.close()
+            if self._recording is not None:
+                self._recording.close()
         return 0
 
     async def _run_engines(self) -> None:
@@ -148,7 +153,7 @@ class FrontendService:
         running = asyncio.create_task(self.engine.run())
         tasks = {running}
         if self._config.engines is not None:
-            security, listener = self._config.security, self.engine.set_engines
+            security, listener = self._config.security, self.engine.engines.set_addresses
             tasks.add(asyncio.create_task(follow(self._config.engines, security, listener)))
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -40,6 +40,7 @@ from services.checkpoint import CheckpointError, text_digest
 from services.config import SchedulerConfig
 from services.process import HANG_FACTOR, NO_ALARM, STARTED, HangAlarm, start_log, stop_signals
 from services.scheduler.build import CoreStart, build_core
+from services.scheduler.cached_blocks import CachedBlockReports
 from services.scheduler.capabilities import Combination
 from services.scheduler.core.engine import EngineCore, StallError
 from services.scheduler.core.results import UnknownResult
@@ -124,6 +125,7 @@ class Service:
         self._next_sign = self._next_gauges = 0.0
         self._was_busy = False
         self._subscriptions = Subscriptions(config.step_trace)
+        self._cached_blocks = CachedBlockReports()
         self._listeners: tuple[CoreListener, ...] = (
             *make_listeners(config, incarnation),
             self._subscriptions,
@@ -218,8 +220,9 @@ class Service:
                 self.frontends.send_state(client, self._state())
             case FrontendAlive():
                 self.leases.grant(client, time.monotonic())
-            case Subscribe(steps=subscribed):
-                self._subscriptions.set(client, subscribed)
+            case Subscribe(steps=steps, cached_blocks=cached_blocks):
+                self._subscriptions.set(client, steps)
+                self._cached_blocks.set(client, cached_blocks)
             case ResetPrefixCache(number=number, reset_running=running):
                 done = self.engine is not None and self.engine.reset_prefix_cache(running)
                 log.info("prefix cache reset%s", "" if done else "; running requests still share blocks")
@@ -294,6 +297,7 @@ class Service:
         now = time.monotonic()
         for worker in self.workers.take_gone():
             self.group.on_gone(worker, "is gone: its connection broke", now)
+        self._act()
         self.group.check(now)
         self._act()
 
@@ -388,6 +392,9 @@ class Service:
             records, frontends = taken
             for frontend in frontends:
                 self.frontends.send_if_connected(frontend, records)
+        if self.engine is not None:
+            for frontend, changes in self._cached_blocks.take(now, self.engine.epoch.kv.pool):
+                self.frontends.send_if_connected(frontend, changes)
 
     def _send_state(self) -> None:
         """Give the signs of life that are due, and report the engine's state if it has changed, and its gauges every
@@ -418,6 +425,7 @@ class Service:
         if self.engine is not None and (aborted := self.engine.drop_frontend(frontend)):
             log.warning("%d requests of frontend %d were aborted", aborted, frontend)
         self._subscriptions.set(frontend, subscribed=False)
+        self._cached_blocks.set(frontend, subscribed=False)
 
     def _dispatch(self, engine: EngineCore) -> None:
         with contextlib.closing(engine.dispatch()) as messages:

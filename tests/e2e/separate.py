@@ -1,70 +1,105 @@
-"""Scheduler, worker and frontend as processes of their own, over tcp, with a proxy on each link."""
+"""Schedulers, workers and frontends as processes of their own, over tcp, with a proxy on each link."""
 
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from services.checkpoint import DEMO_MODEL
 from services.cli.preflight import free_port
 from tests.e2e.proxy import Proxies, TcpProxy
-from tests.e2e.server import HttpServer, wait_until
+from tests.e2e.server import HttpServer
 from tests.preloaded import PreloadedProcess
 
 LIMIT = 2.0
 """Seconds of silence after which a service is lost."""
+SILENCE = ("--scheduler-timeout-seconds", f"{LIMIT:g}")
 CODE = "import sys; from services.cli import main; sys.exit(main())"
 HOST = "127.0.0.1"
 
 
 class SeparateServices(HttpServer):
-    """Each service is found by its name in `processes`. `frontend_link` and `worker_link` lead to the scheduler."""
+    """One frontend, and engines by number: those that `list_engines` names. Processes are found by their names."""
 
-    def __init__(self, directory: Path, *frontend: str) -> None:
-        """`frontend`: further arguments of the frontend."""
-        self._directory = directory
-        clients, workers, http = (free_port(HOST, 0) for _ in range(3))
-        self.url = f"http://{HOST}:{http}"
-        self.proxies = Proxies(clients, workers)
+    def __init__(
+        self,
+        directory: Path,
+        *frontend: str,
+        engines: int = 1,
+        listed: int | None = None,
+        worker: Mapping[int, tuple[str, ...]] | None = None,
+        patches: Mapping[str, str] | None = None,
+    ) -> None:
+        """
+        Args:
+            frontend: further arguments of the frontend.
+            listed: number of engines that the frontend knows at first; None: all.
+            worker: further arguments of the workers of some engines.
+            patches: code that runs first in some processes.
+        """
+        self._directory, self._patches = directory, patches or {}
+        ports = [free_port(HOST, 0) for _ in range(2 * engines)]
+        self.proxies = Proxies(*ports)
         self.processes: dict[str, PreloadedProcess] = {}
-        silence = ("--scheduler-timeout-seconds", f"{LIMIT:g}")
-        to_clients, to_workers = (f"tcp://{HOST}:{port}" for port in self.proxies.ports)
-        self._start(
-            *("scheduler", "--model", str(DEMO_MODEL), *silence, "--heartbeat-timeout-seconds", f"{LIMIT:g}"),
-            *("--step-timeout-seconds", f"{LIMIT:g}"),
-            *("--client-endpoint", f"tcp://{HOST}:{clients}", "--worker-endpoint", f"tcp://{HOST}:{workers}"),
+        self.engines_file = directory / "engines"
+        for engine in range(engines):
+            self._start_engine(engine, ports[2 * engine : 2 * engine + 2], (worker or {}).get(engine, ()))
+        self.list_engines(*range(engines if listed is None else listed))
+        self.url = self.start_frontend("frontend", *frontend).url
+
+    def start_frontend(self, name: str, *arguments: str) -> HttpServer:
+        """Start another frontend of the same engines."""
+        port = free_port(HOST, 0)
+        self.start(
+            *(name, "frontend", "--model", str(DEMO_MODEL), "--port", str(port), *SILENCE),
+            *("--engines", str(self.engines_file), *arguments),
         )
-        self._start(
-            *("worker", "--backend", "sim", "--sim-step-ms", "20", "--host-ip", HOST, *silence),
-            *("--model", str(DEMO_MODEL), "--scheduler-endpoint", to_workers),
+        started = HttpServer()
+        started.url = f"http://{HOST}:{port}"
+        return started
+
+    def _start_engine(self, engine: int, ports: list[int], worker: tuple[str, ...]) -> None:
+        clients, workers = (f"tcp://{HOST}:{port}" for port in ports)
+        self.start(
+            *(f"scheduler-{engine}", "scheduler", "--model", str(DEMO_MODEL), *SILENCE),
+            *("--heartbeat-timeout-seconds", f"{LIMIT:g}", "--step-timeout-seconds", f"{LIMIT:g}"),
+            *("--client-endpoint", clients, "--worker-endpoint", workers),
         )
-        self._start(
-            *("frontend", "--model", str(DEMO_MODEL), "--port", str(http), *silence),
-            *("--scheduler-endpoint", to_clients, *frontend),
+        self.start(
+            *(f"worker-{engine}", "worker", "--backend", "sim", "--sim-step-ms", "20", "--host-ip", HOST),
+            *(*SILENCE, "--model", str(DEMO_MODEL)),
+            *("--scheduler-endpoint", f"tcp://{HOST}:{self.worker_link(engine).port}", *worker),
         )
 
-    def _start(self, name: str, *arguments: str) -> None:
+    def start(self, name: str, *arguments: str) -> None:
+        """Start a process of this name: `runahead ARGUMENTS`."""
         clean = {key: value for key, value in os.environ.items() if not key.startswith("RUNAHEAD_")}
+        code = f"{self._patches.get(name, '')}\n{CODE}"
         with self.log(name).open("w") as log:
             self.processes[name] = PreloadedProcess(
-                CODE, name, *arguments, log=log, environment=clean, is_parent=True
+                code, *arguments, log=log, environment=clean, is_parent=True
             )
 
     def log(self, name: str) -> Path:
         return self._directory / f"{name}.log"
 
-    @property
-    def frontend_link(self) -> TcpProxy:
-        return self.proxies[0]
+    def line_of(self, engine: int) -> str:
+        """Return the line of an engine in the file of engines. Its number is its name."""
+        return f"tcp://{HOST}:{self.frontend_link(engine).port} - {engine}\n"
 
-    @property
-    def worker_link(self) -> TcpProxy:
-        return self.proxies[1]
+    def list_engines(self, *engines: int, more: str = "") -> None:
+        """`more`: further lines."""
+        file = self.engines_file.with_suffix(".new")
+        file.write_text("".join(map(self.line_of, engines)) + more)
+        file.rename(self.engines_file)
 
-    def wait_ready(self, ready: bool = True) -> None:
-        status = 200 if ready else 503
-        wait_until(lambda: self.get("/readyz")[0] == status, f"/readyz is {status}")
+    def frontend_link(self, engine: int = 0) -> TcpProxy:
+        """Return the link from the frontend to a scheduler."""
+        return self.proxies[2 * engine]
+
+    def worker_link(self, engine: int = 0) -> TcpProxy:
+        return self.proxies[2 * engine + 1]
 
     def close(self) -> None:
         for process in self.processes.values():
@@ -74,12 +109,21 @@ class SeparateServices(HttpServer):
 
 
 @contextlib.contextmanager
-def separate_services(*frontend: str) -> Iterator[SeparateServices]:
+def separate_services(
+    *frontend: str,
+    engines: int = 1,
+    listed: int | None = None,
+    worker: Mapping[int, tuple[str, ...]] | None = None,
+    patches: Mapping[str, str] | None = None,
+) -> Iterator[SeparateServices]:
     """Start the services, and yield them when they serve. At the end, kill them."""
     with tempfile.TemporaryDirectory(prefix="ra-") as directory:
-        services = SeparateServices(Path(directory), *frontend)
+        services = SeparateServices(
+            Path(directory), *frontend, engines=engines, listed=listed, worker=worker, patches=patches
+        )
         try:
-            services.wait_ready()
+            services.wait_readyz()
+            services.wait_engines(engines if listed is None else listed)
             yield services
         finally:
             services.close()

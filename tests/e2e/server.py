@@ -53,6 +53,14 @@ class HttpServer:
         except OSError:
             return 0, ""
 
+    def wait_readyz(self, ready: bool = True) -> None:
+        status = 200 if ready else 503
+        wait_until(lambda: self.get("/readyz")[0] == status, f"/readyz is {status}")
+
+    def wait_engines(self, count: int) -> None:
+        """Wait until so many engines are ready."""
+        wait_until(lambda: self.metric("engine_ready") == count, f"{count} engines are ready")
+
     def metric(self, name: str) -> float:
         """Return a gauge or counter by its name without prefix, summed over its labels."""
         found = re.findall(rf"^runahead:{name}(?:\{{.*\}})? (\S+)$", self.get("/metrics")[1], re.MULTILINE)

@@ -1,11 +1,14 @@
 """Streams of many kinds against a server that is disturbed in the middle of them, and what must be true afterwards."""
 
 import asyncio
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from openai import AsyncOpenAI
+from openai import APIError, AsyncOpenAI
 
 from tests.e2e.server import HttpServer, ServeProcess, wait_until
 
@@ -73,6 +76,20 @@ async def answers(
     return texts
 
 
+async def text_and_error(client: AsyncOpenAI, prompt: str, max_tokens: int) -> tuple[str, str]:
+    """Return what a greedy stream has sent, and the error that has ended it; "": none has."""
+    found, model = "", (await client.models.list()).data[0].id
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0}
+    try:
+        async for chunk in await client.completions.create(
+            model=model, stream=True, extra_body={"ignore_eos": True}, **body
+        ):
+            found += chunk.choices[0].text if chunk.choices else ""
+    except APIError as error:
+        return found, str(error)
+    return found, ""
+
+
 async def restart(server: ServeProcess, name: str, number: int) -> None:
     """Send a signal to a service and wait for the next one."""
     before = server.services[name]
@@ -105,6 +122,26 @@ def requests_total(server: HttpServer) -> dict[str, float]:
     for outcome, count in found:
         totals[outcome] = totals.get(outcome, 0.0) + float(count)
     return totals
+
+
+def run_command(*arguments: str, fails: bool = False) -> str:
+    """Run a command of `runahead`, and return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "services.cli", *arguments], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode != 0) is fails, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def engines_of(server: HttpServer) -> dict[str, dict[str, Any]]:
+    """Return the engines of a server with routes for administrators, by name."""
+    return {engine["name"]: engine for engine in json.loads(server.get("/engines")[1])["engines"]}
+
+
+def moves(server: HttpServer) -> float:
+    """Return the number of moved streams."""
+    has_any = "stream_moves_total{" in server.get("/metrics")[1]
+    return server.metric("stream_moves_total") if has_any else 0.0
 
 
 def assert_nothing_is_kept(server: HttpServer) -> None:

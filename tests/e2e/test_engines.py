@@ -5,8 +5,8 @@ import json
 import random
 import shutil
 import signal
-import subprocess
-import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,47 @@ from openai import AsyncOpenAI
 
 from services.checkpoint import DEMO_MODEL
 from tests.e2e.server import ServeProcess, serving, wait_until
-from tests.e2e.streams import answers, assert_nothing_is_kept, bodies, requests_total
+from tests.e2e.streams import (
+    answers,
+    assert_nothing_is_kept,
+    bodies,
+    engines_of,
+    moves,
+    requests_total,
+    run_command,
+    text_and_error,
+)
 
 SIM = ("--backend", "sim", "--sim-step-ms", "20")
 NATIVE = ("--threads", "1", "--kv-cache-memory-bytes", str(64 << 20))
 TWO = ("--data-parallel-size", "2")
+ADMIN = "--enable-admin-routes"
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[ServeProcess]:
+    """Two native engines."""
+    with serving(*NATIVE, *TWO, ADMIN) as server:
+        server.wait_engines(2)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pair: ServeProcess) -> list[Any]:
+    """Streams of a run without a fault."""
+
+    async def run() -> list[Any]:
+        async with pair.async_client() as client:
+            return await answers(client)
+
+    return asyncio.run(run())
+
+
+def completed(server: ServeProcess) -> float:
+    """Return the requests that have ended; each was completed."""
+    totals = requests_total(server)
+    assert totals.keys() == {"completed"}
+    return totals["completed"]
 
 
 async def kill_engine(server: ServeProcess, name: str) -> None:
@@ -38,7 +74,7 @@ TOOL: Any = {"type": "function", "function": {"name": "find_city", "parameters":
 OTHER_KINDS = 40
 
 
-async def other_answers(client: AsyncOpenAI) -> list[Any]:
+async def other_answers(client: AsyncOpenAI, count: int = OTHER_KINDS) -> list[Any]:
     """Return answers that are no streams of completions: tool calls, responses, embeddings, prompts' log-probabilities
     and stop strings."""
     model = (await client.models.list()).data[0].id
@@ -76,125 +112,123 @@ async def other_answers(client: AsyncOpenAI) -> list[Any]:
         return done.choices[0].text, done.choices[0].model_extra
 
     kinds = (call, respond, embed, score)
-    return await asyncio.gather(*(kinds[i % len(kinds)](i) for i in range(OTHER_KINDS)))
+    return await asyncio.gather(*(kinds[i % len(kinds)](i) for i in range(count)))
 
 
-async def test_streams_move_when_an_engine_is_killed() -> None:
+async def test_streams_move_when_an_engine_is_killed(pair: ServeProcess, undisturbed: list[Any]) -> None:
     """Kill each of two engines, under streams of every kind."""
-    with serving(*NATIVE, *TWO) as server:
-        wait_until(lambda: server.metric("engine_ready") == 2, "both engines serve")
-        async with server.async_client() as client:
-            undisturbed = await asyncio.gather(answers(client), other_answers(client))
-            for name in ("0", "1"):
-                disturbed = answers(client, lambda name=name: kill_engine(server, name))
-                assert await asyncio.gather(disturbed, other_answers(client)) == undisturbed
-        assert server.metric("stream_moves_total") >= 10
-        assert requests_total(server) == {"completed": 3 * (len(bodies()) + OTHER_KINDS + OTHER_KINDS // 4)}
-        assert_nothing_is_kept(server)
-        server.signal(signal.SIGTERM)
-        assert server.wait() == 0, server.log.read_text()
-        server.assert_nothing_is_left()
+    before, moved = completed(pair), moves(pair)
+    async with pair.async_client() as client:
+        others = await other_answers(client)
+        for name in ("0", "1"):
+            disturbed = answers(client, lambda name=name: kill_engine(pair, name))
+            assert await asyncio.gather(disturbed, other_answers(client)) == [undisturbed, others]
+    assert moves(pair) - moved >= 10
+    assert completed(pair) - before == 2 * len(bodies()) + 3 * (OTHER_KINDS + OTHER_KINDS // 4)
+    assert_nothing_is_kept(pair)
 
 
-ADMIN = "--enable-admin-routes"
-
-
-def run_command(*arguments: str, fails: bool = False) -> str:
-    """Run a command of `runahead`, and return what it prints."""
-    done = subprocess.run(
-        [sys.executable, "-m", "services.cli", *arguments], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode != 0) is fails, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
-def engines_of(server: ServeProcess) -> dict[str, dict[str, Any]]:
-    found = json.loads(run_command("engines", server.url, "--json"))
-    return {engine["name"]: engine for engine in found}
+ALL_KINDS = 48
+"""With those of `answers`, 64 requests."""
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(10))
 async def test_streams_move_when_engines_are_killed_at_random_moments(seed: int) -> None:
-    """Two deaths per server, of either engine."""
+    """64 requests of every kind, and two deaths of either engine while they run."""
     rng = random.Random(seed)
     with serving(*(SIM if seed % 2 else NATIVE), *TWO) as server:
-        wait_until(lambda: server.metric("engine_ready") == 2, "both engines serve")
+        server.wait_engines(2)
         async with server.async_client() as client:
-            undisturbed = await answers(client)
+            began = time.monotonic()
+            undisturbed = await asyncio.gather(answers(client), other_answers(client, ALL_KINDS))
+            took = time.monotonic() - began
             for _ in range(2):
 
                 async def kill() -> None:
-                    await asyncio.sleep(3 * rng.random())
+                    await asyncio.sleep(took * rng.uniform(0.1, 0.7))
                     await kill_engine(server, rng.choice("01"))
 
-                assert await answers(client, kill) == undisturbed
-                wait_until(lambda: server.metric("engine_ready") == 2, "both engines serve")
+                *disturbed, _ = await asyncio.gather(
+                    answers(client), other_answers(client, ALL_KINDS), kill()
+                )
+                assert disturbed == undisturbed
+                server.wait_engines(2)
+        print(f"seed {seed}: {moves(server):g} streams have moved, {took:.1f} s undisturbed")
+        assert moves(server) > 0
+        assert completed(server) == 3 * (len(bodies()) + ALL_KINDS + ALL_KINDS // 4)
+        assert_nothing_is_kept(server)
 
 
-async def test_streams_move_when_an_engine_drains() -> None:
-    with serving(*SIM, *TWO, ADMIN) as server:
-        async with server.async_client() as client:
-            undisturbed = await answers(client)
-
-            async def drain() -> None:
-                await asyncio.to_thread(run_command, "drain", "0", server.url)
-                found = engines_of(server)
-                assert found["0"]["state"] == "draining"
-                assert (found["0"]["streams"], found["1"]["streams"] > 0) == (0, True)
-
-            assert await answers(client, drain) == undisturbed
-        refused = run_command("drain", "1", server.url, fails=True)
-        assert "the only one that serves" in refused
-        run_command("drain", "0", server.url, "--cancel")
-        wait_until(lambda: engines_of(server)["0"]["state"] == "ready", "it serves again")
-        assert len(engines_of(server)["0"]["pids"]) == 2
-        assert requests_total(server) == {"completed": 2 * len(bodies())}
-
-
-async def test_streams_move_when_settings_change() -> None:
-    """From one rank to two and back, to another policy, and to another depth. The old processes end."""
-    with serving(*NATIVE, ADMIN) as server:
-        async with server.async_client() as client:
-            undisturbed = await answers(client)
-            for flags in (
-                ("--tensor-parallel-size", "2"),
-                ("--tensor-parallel-size=1", "--batching-policy", "balanced"),
-                ("--batch-queue-depth", "3"),
-            ):
-
-                async def change(flags: tuple[str, ...] = flags) -> None:
-                    await asyncio.to_thread(run_command, "replan", server.url, *flags)
-
-                assert await answers(client, change) == undisturbed
-            assert list(engines_of(server)) == ["3"]
-            info = json.loads(server.get("/server_info")[1])["features"]
-            assert (info["batching_policy"], info["batch_queue_depth"]) == ("balanced", "3")
-        assert requests_total(server) == {"completed": 4 * len(bodies())}
-        server.services.clear()
-        server.find_services()
-        assert sorted(server.services) == ["frontend", "scheduler-3", "worker-3"]
-        server.signal(signal.SIGTERM)
-        assert server.wait() == 0, server.log.read_text()
-        server.assert_nothing_is_left()
-
-
-def test_a_change_that_fails_leaves_the_engines_as_they_were(tmp_path: Path) -> None:
+def test_a_change_that_fails_leaves_the_engines_as_they_were(pair: ServeProcess, tmp_path: Path) -> None:
     """The tokenizer of the new engine is not that of the frontend, which is found when it is connected."""
     shutil.copytree(DEMO_MODEL, tmp_path / "other")
     file = tmp_path / "other" / "tokenizer.json"
     file.write_text(file.read_text() + "\n")
-    with serving(*SIM, ADMIN) as server:
-        before = engines_of(server)["0"]
-        for flags, why in (
-            (("--tokenizer", str(tmp_path / "other")), "tokenizer mismatch"),
-            (("--pipeline-parallel-size", "999"), "pipeline"),
-            (("--port", "1"), "--port is no setting of an engine"),
-            (("--frobnicate", "1"), "--frobnicate is no flag"),
+    before = engines_of(pair)
+    for flags, why in (
+        (("--tokenizer", str(tmp_path / "other")), "tokenizer mismatch"),
+        (("--pipeline-parallel-size", "999"), "pipeline"),
+        (("--port", "1"), "--port is no setting of an engine"),
+        (("--frobnicate", "1"), "--frobnicate is no flag"),
+    ):
+        assert why in run_command("replan", pair.url, *flags, fails=True)
+    wait_until(lambda: list(engines_of(pair)) == ["0", "1"], "the other engine is forgotten")
+    assert [engine["pids"] for engine in engines_of(pair).values()] == [e["pids"] for e in before.values()]
+    with pair.client() as client:
+        model = client.models.list().data[0].id
+        assert client.completions.create(model=model, prompt="Still", max_tokens=3).usage
+
+
+async def test_streams_move_when_settings_change(pair: ServeProcess, undisturbed: list[Any]) -> None:
+    """From two engines to one of two ranks, of two stages, and back, with another policy and another depth, and nothing
+    of the changes that failed. The old processes end; this is the last test of these engines."""
+    before, rounds, last = completed(pair), 0, ""
+    async with pair.async_client() as client:
+        for flags in (
+            "--tensor-parallel-size 2 --max-num-seqs 6",  # so that streams last until the next change
+            "--tensor-parallel-size 1 --pipeline-parallel-size 2 --drain-timeout 0",  # ends only what cannot move
+            "--pipeline-parallel-size 1 --batching-policy balanced --batch-queue-depth 3",
         ):
-            assert why in run_command("replan", server.url, *flags, fails=True)
-        wait_until(lambda: list(engines_of(server)) == ["0"], "the other engine is forgotten")
-        assert engines_of(server)["0"]["pids"] == before["pids"]
-        with server.client() as client:
-            model = client.models.list().data[0].id
-            assert client.completions.create(model=model, prompt="Still", max_tokens=3).usage
+            had, moved = list(engines_of(pair)), moves(pair)
+            change = asyncio.create_task(asyncio.to_thread(run_command, "replan", pair.url, *flags.split()))
+            while not change.done():  # streams run at the moment of the change
+                assert await answers(client) == undisturbed
+                rounds += 1
+            await change
+            (last,) = engines_of(pair)
+            assert len(had) > 1 or moves(pair) > moved
+    info = json.loads(pair.get("/server_info")[1])["features"]
+    assert (info["batching_policy"], info["batch_queue_depth"]) == ("balanced", "3")
+    assert completed(pair) - before == rounds * len(bodies())
+    pair.services.clear()
+    pair.find_services()
+    assert sorted(pair.services) == ["frontend", f"scheduler-{last}", f"worker-{last}"]
+    pair.signal(signal.SIGTERM)
+    assert pair.wait() == 0, pair.log.read_text()
+    pair.assert_nothing_is_left()
+
+
+async def test_streams_end_with_an_error_when_the_weights_change() -> None:
+    """Within --drain-timeout. Each one has tokens of the former weights alone."""
+    prompts = [f"Number {i} is" for i in range(6)]
+    with serving("--backend", "sim", "--sim-step-ms", "10", ADMIN) as server:
+        async with server.async_client() as client:
+
+            async def ask(tokens: int) -> list[tuple[str, str]]:
+                return await asyncio.gather(*(text_and_error(client, prompt, tokens) for prompt in prompts))
+
+            expected = await ask(100)
+            running = asyncio.create_task(ask(1900))
+            in_use = lambda: engines_of(server)["0"]["streams"] == len(prompts)  # noqa: E731
+            await asyncio.to_thread(wait_until, in_use, "all run")
+            flags = ("--sim-vocab-size", "8192", "--drain-timeout", "0.5")
+            await asyncio.to_thread(run_command, "replan", server.url, *flags)
+            for (before, _), (found, error) in zip(expected, await running, strict=True):
+                assert "its successor has other weights" in error
+                assert found.startswith(before) or before.startswith(found)
+            after = await ask(20)
+            assert not all(
+                before.startswith(found) for (before, _), (found, _) in zip(expected, after, strict=True)
+            )
+        assert list(engines_of(server)) == ["1"]

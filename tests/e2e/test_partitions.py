@@ -41,7 +41,7 @@ def undisturbed(services: SeparateServices) -> list[Any]:
 
 
 def link_of(services: SeparateServices, name: str) -> TcpProxy:
-    return services.frontend_link if name == "frontend" else services.worker_link
+    return services.frontend_link() if name == "frontend" else services.worker_link()
 
 
 @pytest.mark.parametrize(
@@ -59,11 +59,11 @@ def test_an_idle_engine_whose_link_is_broken_is_not_ready(
     services: SeparateServices, link: str, fault: str
 ) -> None:
     proxy, do = link_of(services, link), services.proxies.do
-    services.wait_ready()
+    services.wait_readyz()
     do(FAULTS[fault](proxy))
-    services.wait_ready(False)
+    services.wait_readyz(False)
     do(proxy.restore())
-    services.wait_ready()
+    services.wait_readyz()
     with services.client() as client:
         model = client.models.list().data[0].id
         answer = client.completions.create(
@@ -76,12 +76,12 @@ def test_an_idle_engine_whose_link_is_broken_is_not_ready(
 @pytest.mark.soak
 def test_a_worker_that_receives_no_plans_connects_again(services: SeparateServices) -> None:
     """Its other connection works, and so would a new one: the fault need not end."""
-    services.wait_ready()
-    services.proxies.do(services.worker_link.stall_plans())
-    services.wait_ready(False)
-    services.wait_ready()
-    assert "sends nothing on the connection for plans" in services.log("worker").read_text()
-    services.proxies.do(services.worker_link.restore())
+    services.wait_readyz()
+    services.proxies.do(services.worker_link().stall_plans())
+    services.wait_readyz(False)
+    services.wait_readyz()
+    assert "sends nothing on the connection for plans" in services.log("worker-0").read_text()
+    services.proxies.do(services.worker_link().restore())
 
 
 @pytest.mark.parametrize(
@@ -102,13 +102,13 @@ async def test_streams_go_on_when_the_link_is_back(
 
     async def disturb() -> None:
         do(FAULTS[fault](proxy))
-        await asyncio.to_thread(services.wait_ready, False)
+        await asyncio.to_thread(services.wait_readyz, False)
         do(proxy.restore())
 
-    services.wait_ready()
+    services.wait_readyz()
     async with services.async_client() as client:
         assert await answers(client, disturb) == undisturbed
-    services.wait_ready()
+    services.wait_readyz()
     assert_nothing_is_kept(services)
 
 
@@ -117,7 +117,7 @@ async def test_a_slow_link_changes_no_stream(
     services: SeparateServices, undisturbed: list[Any], link: str
 ) -> None:
     proxy, do = link_of(services, link), services.proxies.do
-    services.wait_ready()
+    services.wait_readyz()
     do(proxy.delay(0.1))
     try:
         async with services.async_client() as client:
@@ -134,7 +134,7 @@ async def test_streams_end_with_an_error_when_the_link_does_not_come_back() -> N
                 model=model, prompt="Hi", max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
             )
             await anext(stream)
-            services.proxies.do(services.frontend_link.cut())
+            services.proxies.do(services.frontend_link().cut())
             with pytest.raises(APIError, match="the engine is gone"):
                 async for _ in stream:
                     pass
@@ -158,8 +158,8 @@ async def test_streams_go_on_after_random_faults_of_both_links(
             do(proxy.restore())
             await asyncio.sleep(rng.random())
 
-    services.wait_ready()
+    services.wait_readyz()
     async with services.async_client() as client:
         assert await answers(client, disturb) == undisturbed
-    services.wait_ready()
+    services.wait_readyz()
     assert_nothing_is_kept(services)

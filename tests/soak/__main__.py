@@ -34,6 +34,7 @@ RECOVERY = (
     "tests/ranks/test_recovery.py", "tests/e2e/test_recovery.py", "tests/e2e/test_poison.py",
     "tests/e2e/test_partitions.py",
 )  # fmt: skip
+ENGINES = ("tests/e2e/test_engines.py", "tests/e2e/test_engine_links.py")
 
 
 def _chunk(seeds: range) -> Result:
@@ -107,6 +108,7 @@ PARTS = {
         "s", 600, 3600, 1, is_timed=True,
     ),
     "recovery": Part(suite(*RECOVERY), "runs", 1, 1, 1),
+    "engines": Part(suite(*ENGINES), "runs", 1, 1, 1),
     "suites": Part(suite(*SUITES), "runs", 0, 1, 1),
 }  # fmt: skip
 

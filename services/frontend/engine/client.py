@@ -1,4 +1,4 @@
-"""The engines of a frontend, and its open requests, which survive a connection and move from engine to engine.
+"""The open requests of a frontend, which survive a connection and move from engine to engine.
 
 Rules (docs/invariants.md):
 
@@ -21,13 +21,11 @@ from protocol.codec import Decoder, ProtocolError, encode, pack
 from protocol.requests import EngineState, Finish, FinishReason, GenerateRequest
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from protocol.security import LOCAL, Security
-from protocol.silence import SIGN_INTERVAL
-from protocol.transport import HandshakeRefused
 from services.frontend.engine.addresses import EngineAddress
 from services.frontend.engine.availability import NOT_CONNECTED, Recovery
 from services.frontend.engine.engine import ConnectedEngine
+from services.frontend.engine.engines import Engines
 from services.frontend.engine.ledger import NOBODY, LedgerEntry, RequestLedger
-from services.frontend.engine.signs_of_life import CHECK_INTERVAL
 from services.frontend.engine.streams import FlushQueue, RequestStream
 from services.frontend.errors import APIError, invalid
 from services.frontend.placement import Hold, Move, Place, Placement, Reason
@@ -39,8 +37,6 @@ MAX_RECOVERIES = 64
 """Losses and returns of engines that are kept for traces."""
 MAX_MOVES = 100
 """Moves of streams that are kept for the page."""
-REFUSED_PAUSE = 10.0
-"""Seconds until an engine that was refused is connected to again. Another one may be in its place then."""
 
 _requests: Decoder[GenerateRequest] = Decoder(GenerateRequest)
 _STATUSES = {FinishReason.REJECTED: 429, FinishReason.INVALID: 400, FinishReason.ABORT: 503}
@@ -113,8 +109,8 @@ class EngineClient:
         self.steps = steps
         self._max_open = max_open_requests
         self._request_timeout = request_timeout
-        self._placement = placement or Placement(seed=os.getpid())
-        self.ledger = RequestLedger(self._placement.on_ended)
+        self.placement = placement or Placement(seed=os.getpid())
+        self.ledger = RequestLedger(self.placement.on_ended)
         self._numbers = itertools.count(1)
         self.recoveries: deque[Recovery] = deque(maxlen=MAX_RECOVERIES)
         """Losses and returns of engines, the latest ones in order."""
@@ -125,27 +121,24 @@ class EngineClient:
         self.latest_moves: deque[StreamMove] = deque(maxlen=MAX_MOVES)
         self.flush_queue = FlushQueue()
         self.draining = False
-        self._settings = silence, patience, security, tokenizer
-        self.engines: dict[str, ConnectedEngine] = {}
-        """By name. One that is listed no longer stays until it owns no request."""
-        self._connections: dict[str, asyncio.Task[None]] = {}
-        self._refused: asyncio.Future[None] | None = None
-        """Set while connections are made: ends with the refusal of the only engine."""
-        self._primary: ConnectedEngine | None = None
-        """The engine whose sizes hold for new requests."""
-        self._identity = ""
-        """Identity of the engines that get new requests; "": that of the first one that serves."""
-        self.set_engines(addresses)
+        settings = silence, patience, security, tokenizer
+
+        def make(address: EngineAddress) -> ConnectedEngine:
+            callbacks = self.engines.on_engine, self._on_finish, self.engines.on_blocks
+            return ConnectedEngine(address, self.ledger, *settings, self.recoveries, *callbacks)
+
+        self.engines = Engines(make, self.ledger, self.placement, steps, self._settle)
+        self.engines.set_addresses(addresses)
 
     @property
     def state(self) -> EngineState:
         """State of the engine whose sizes hold for new requests."""
-        return NOT_CONNECTED if self._primary is None else self._primary.state
+        return NOT_CONNECTED if self.engines.primary is None else self.engines.primary.state
 
     @property
     def ready(self) -> bool:
         """True if requests are executed now."""
-        return not self.draining and self._primary is not None and self._primary.ready
+        return not self.draining and self.engines.primary is not None and self.engines.primary.ready
 
     def drain(self) -> None:
         """Refuse new requests from now on; open ones finish."""
@@ -161,10 +154,10 @@ class EngineClient:
         """Raises: APIError, with the reason"""
         if self.draining:
             raise APIError(503, "the server is stopping; no new requests are taken")
-        if self._primary is None:
+        if self.engines.primary is None:
             raise APIError(503, "no engine is known; try again later")
-        self._primary.availability.check()
-        if not self._primary.accepts:
+        self.engines.primary.availability.check()
+        if not self.engines.primary.accepts:
             raise APIError(503, "the engines drain, and no other one takes requests; try again later")
 
     def check_load(self) -> None:
@@ -181,161 +174,22 @@ class EngineClient:
 
         Raises: HandshakeRefused, if the only engine, or this frontend, refuses the connection
         """
-        self._refused = asyncio.get_running_loop().create_future()
-        for engine in self.engines.values():
-            self._connect(engine)
-        watch = asyncio.create_task(self._watch())
-        try:
-            await self._refused
-        finally:
-            self._refused = None
-            for task in (watch, *self._connections.values()):
-                task.cancel()
-            await asyncio.wait({watch, *self._connections.values()})
-
-    # -- engines that come and go --------------------------------------------------------------------------------
-
-    def set_engines(self, addresses: Sequence[EngineAddress]) -> None:
-        """Connect to the engines of this list. The streams of those that it no longer has move to others."""
-        listed = {address.name: address for address in addresses}
-        for name, engine in self.engines.items():
-            if name not in listed and engine.is_listed:
-                log.info("engine %s is listed no longer: %d streams", name, len(self.ledger.owned(name)))
-                engine.is_listed = False
-                engine.drain(True)
-        for name, address in listed.items():
-            known = self.engines.get(name)
-            if known is not None and known.address == address:
-                if not known.is_listed:
-                    known.is_listed = True
-                    known.drain(False)
-                continue
-            if known is not None:  # its requests wait for the scheduler at the other endpoint
-                self._disconnect(known)
-            engine = self.engines[name] = ConnectedEngine(
-                *(address, self.ledger, *self._settings, self.recoveries),
-                *(self._on_engine, self._on_finish),
-            )
-            self._report(engine)
-            if self._refused is not None:
-                self._connect(engine)
-        self._elect()
-        self._settle()
-
-    def _connect(self, engine: ConnectedEngine) -> None:
-        self._connections[engine.name] = asyncio.create_task(self._run_engine(engine))
-
-    async def _run_engine(self, engine: ConnectedEngine) -> None:
-        while True:
-            try:
-                await engine.connection.run()
-            except HandshakeRefused as error:
-                if len(self.engines) == 1:
-                    if self._refused is not None and not self._refused.done():
-                        self._refused.set_exception(error)
-                    return
-                log.error("engine %s is not used: %s", engine.name, error)
-                engine.on_refused(str(error))
-            except Exception as error:
-                if self._refused is not None and not self._refused.done():
-                    self._refused.set_exception(error)
-                return
-            await asyncio.sleep(REFUSED_PAUSE)
-
-    def _disconnect(self, engine: ConnectedEngine) -> None:
-        if (task := self._connections.pop(engine.name, None)) is not None:
-            task.cancel()
-        self.ledger.disconnected(engine.name)
-
-    def _report(self, engine: ConnectedEngine) -> None:
-        self._placement.advance(time.monotonic())
-        self._placement.on_engine(engine.name, engine.report())
-
-    def _elect(self) -> None:
-        """Choose the engine whose sizes hold for new requests. Engines with other weights get none, unless no engine
-        that stays has the weights of before."""
-        engines = [engine for engine in self.engines.values() if engine.is_listed]
-        staying = [engine for engine in engines if not engine.draining]
-        keeps = any(engine.identity in ("", self._identity) for engine in staying)
-        if self._identity and not keeps and any(engine.ready for engine in staying):
-            log.warning("new requests go to engines with other weights from now on")
-            self._identity = ""
-
-        def rank(engine: ConnectedEngine) -> tuple[bool, bool, bool]:
-            fits = not self._identity or engine.identity in ("", self._identity)
-            return fits and engine.ready, fits and engine.accepts, not engine.refusal
-
-        best = max(engines, key=rank, default=None)
-        if best is not None and best.ready and not self._identity:
-            self._identity = best.identity
-        if best is not self._primary and self.steps is not None:
-            if self._primary is not None:
-                self._primary.follow_steps(None)
-            if best is not None:
-                best.follow_steps(self.steps)
-        self._primary = best
-
-    def _on_engine(self, engine: ConnectedEngine) -> None:
-        """An engine has sent its state, or was lost."""
-        self._report(engine)
-        primary = self._primary
-        if primary is None or not primary.ready or primary.identity != self._identity:
-            self._elect()
-        self._settle()
-
-    def drain_engine(self, name: str, draining: bool = True) -> None:
-        """Let the streams of an engine move to others, and send it no new ones; or take that back.
-
-        Raises: APIError
-        """
-        engine = self.find(name)
-        if draining and not any(e.ready for e in self.engines.values() if e is not engine):
-            raise APIError(409, f"engine {name} is the only one that serves; start another one first")
-        engine.drain(draining)
-        self._report(engine)
-        self._elect()
-        self._settle()
-
-    def fail_engine(self, name: str, why: str) -> None:
-        """End the requests that an engine owns."""
-        self._fail([entry.stream for entry in self.ledger.owned(name)], APIError(503, why))
-
-    def find(self, name: str) -> ConnectedEngine:
-        """Raises: APIError"""
-        if (engine := self.engines.get(name)) is None:
-            known = ", ".join(self.engines)
-            raise APIError(404, f"there is no engine {name[:100]!r}; the engines are {known}")
-        return engine
-
-    async def _watch(self) -> None:
-        """Send signs of life, and notice silence and the end of patience."""
-        next_sign = 0.0
-        while True:
-            await asyncio.sleep(CHECK_INTERVAL)
-            now = time.monotonic()
-            if now >= next_sign:
-                next_sign = now + SIGN_INTERVAL
-                for engine in self.engines.values():
-                    engine.connection.send_sign()
-            self._check(now)
+        await self.engines.run(self._check)
 
     def _check(self, now: float) -> None:
-        for engine in list(self.engines.values()):
+        """Notice engines that do not come back and requests without progress. `now`: monotonic seconds."""
+        for engine in self.engines.values():
             if engine.watch(now):
                 gone = APIError(503, "the engine is gone; the request was not completed")
                 others = any(other.accepts for other in self.engines.values())
                 streams = self.ledger.owned(engine.name) + ([] if others else self.ledger.waiting)
-                self._fail([entry.stream for entry in streams], gone)
-            self._report(engine)
-            if not engine.is_listed and not self.ledger.owned(engine.name):
-                self._disconnect(engine)
-                del self.engines[engine.name]
-                self._placement.on_engine_removed(engine.name)
-                log.info("engine %s is forgotten: it has no streams", engine.name)
+                self.fail([entry.stream for entry in streams], gone)
+            self.engines.report(engine)
+        self.engines.forget_unlisted()
         if stuck := self.ledger.stuck(now, self._request_timeout):
             why = f"the request made no progress for {self._request_timeout:g} s (--request-timeout)"
-            self._fail(stuck, APIError(504, why))
-        self._elect()
+            self.fail(stuck, APIError(504, why))
+        self.engines.elect()
         self._settle()
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -376,7 +230,7 @@ class EngineClient:
             raise APIError(400, f"the request exceeds a limit of the engine: {error}") from None
         now = time.monotonic()
         entry = self.ledger.open(stream, message, now, identity)
-        self._placement.advance(now)
+        self.placement.advance(now)
         self._place(entry)
         log.debug(
             "request accepted: request_id=%s number=%d prompt_tokens=%d engine=%s",
@@ -388,8 +242,8 @@ class EngineClient:
 
         Raises: APIError, if no engine takes it; it is closed then
         """
-        request, identity = entry.request, entry.identity or self._identity
-        match self._placement.place(entry.key, request.token_ids, request.cache_salt, identity):
+        request, identity = entry.request, entry.identity or self.engines.identity
+        match self.placement.place(entry.key, request.token_ids, request.cache_salt, identity):
             case Place(engine=name, reason=reason):
                 self.placements[reason] += 1
                 self.ledger.assign(entry, name)
@@ -409,7 +263,7 @@ class EngineClient:
                 self._place(entry)
             except APIError as error:
                 self._end(entry.stream, error)
-        for move in self._placement.moves():
+        for move in self.placement.moves():
             self._move(move)
         for name in self.ledger.owners_of_unsent():
             if (engine := self.engines.get(name)) is not None:
@@ -447,9 +301,9 @@ class EngineClient:
         if entry is None or entry.num_rejections >= len(self.engines):
             return False
         entry.num_rejections += 1
-        self._report(engine)
-        request, identity = entry.request, entry.identity or self._identity
-        match self._placement.place(entry.key, request.token_ids, request.cache_salt, identity):
+        self.engines.report(engine)
+        request, identity = entry.request, entry.identity or self.engines.identity
+        match self.placement.place(entry.key, request.token_ids, request.cache_salt, identity):
             case Place(engine=name) if name != engine.name:
                 self.ledger.move(finish.number, self._next_number(), name, is_fault=False)
                 return True
@@ -473,9 +327,10 @@ class EngineClient:
 
     def fail_all(self, error: APIError) -> None:
         """End every open request with `error`."""
-        self._fail(list(self.ledger.streams.values()), error)
+        self.fail(list(self.ledger.streams.values()), error)
 
-    def _fail(self, streams: list[RequestStream], error: APIError) -> None:
+    def fail(self, streams: list[RequestStream], error: APIError) -> None:
+        """End open requests with `error`."""
         self.abort(streams)
         for stream in streams:
             self._end(stream, error)

@@ -8,16 +8,16 @@ from collections.abc import Callable
 
 import numpy as np
 
+from protocol.block_names import split_names
 from protocol.codec import Decoder, ProtocolError
 from protocol.logprobs import Logprobs
-from protocol.records import StepRecords, Subscribe
+from protocol.records import CachedBlocks, StepRecords, Subscribe
 from protocol.requests import (
     AbortRequest,
     EngineMessage,
     EnginePhase,
     EngineState,
     Finish,
-    RequestOutputs,
     ResetDone,
 )
 from protocol.rows import LogprobRows, OutputRows
@@ -51,6 +51,8 @@ class ConnectedEngine:
         on_change: called when the engine was lost, or has sent its state.
         on_finish: called with the end of a request, before it is removed from the ledger. True: the request goes on at
             another engine.
+        on_blocks: called with names of KV blocks that its prefix cache has from now on, and with those that it has no
+            longer; None for these: it has no block but the first ones.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class ConnectedEngine:
         recoveries: deque[Recovery],
         on_change: Callable[["ConnectedEngine"], None],
         on_finish: Callable[["ConnectedEngine", Finish], bool],
+        on_blocks: Callable[["ConnectedEngine", list[bytes], list[bytes] | None], None],
     ) -> None:
         self.address = address
         self.name = address.name
@@ -77,7 +80,7 @@ class ConnectedEngine:
         self._ledger = ledger
         self._tokenizer = tokenizer
         self._max_silence = silence
-        self._on_change, self._on_finish = on_change, on_finish
+        self._on_change, self._on_finish, self._on_blocks = on_change, on_finish, on_blocks
         self.availability = Availability(patience, recoveries)
         self.condition = Condition.CONNECTING
         self.is_listed = True
@@ -91,11 +94,13 @@ class ConnectedEngine:
         self.resets = CacheResets()
         self._pace = OutputPace()
         self._steps: StepRing | None = None
-        self._is_subscribed = False
+        self._follows_blocks = False
+        self._subscribed = Subscribe(steps=False)
+        """The subscription that the scheduler has."""
+        self._next_blocks = 0
+        """Number of the next message with names of blocks."""
         self._lost_incarnation = 0
-        self._decoder: Decoder[RequestOutputs | EngineState | StepRecords | ResetDone] = Decoder(
-            EngineMessage
-        )
+        self._decoder: Decoder[EngineMessage] = Decoder(EngineMessage)
 
     @property
     def state(self) -> EngineState:
@@ -168,11 +173,13 @@ class ConnectedEngine:
         return self.availability.gives_up(now, is_connected=self.connection.is_open)
 
     def follow_steps(self, steps: StepRing | None) -> None:
-        """Subscribe to step records, which `steps` receives, once per connection; or end the subscription."""
-        if self._steps is not None and steps is None and self._is_subscribed:
-            self.connection.send_quietly(Subscribe(steps=False))
-            self._is_subscribed = False
+        """Subscribe to step records, which `steps` receives; None: end the subscription."""
         self._steps = steps
+        self._subscribe()
+
+    def follow_blocks(self, follows: bool) -> None:
+        """Subscribe to the names of the blocks in its prefix cache, or end the subscription."""
+        self._follows_blocks = follows
         self._subscribe()
 
     def submit_open(self) -> None:
@@ -201,7 +208,7 @@ class ConnectedEngine:
 
     def _on_lost(self, is_expelled: bool) -> None:
         """Its requests wait for its next scheduler, or move."""
-        self._is_subscribed = False
+        self._subscribed = Subscribe(steps=False)
         self._lost_incarnation = self.state.incarnation
         if is_expelled:
             self._ledger.expelled(self.name)
@@ -243,12 +250,29 @@ class ConnectedEngine:
         self._change(event)
 
     def _subscribe(self) -> None:
-        if self._steps is None or self._is_subscribed or not self.state.incarnation:
+        """Send what is subscribed to, if that has changed, or the connection is new."""
+        wanted, had = Subscribe(self._steps is not None, self._follows_blocks), self._subscribed
+        if wanted == had or not self.state.incarnation or not self.connection.is_open:
             return
-        if self.connection.is_open:
-            self._is_subscribed = True
+        if self._steps is not None and not had.steps:
             self._steps.on_connected()
-            self.connection.send_quietly(Subscribe())
+        if wanted.cached_blocks and not had.cached_blocks:
+            self._next_blocks = 0
+        self._subscribed = wanted
+        self.connection.send_quietly(wanted)
+
+    def _on_cached_blocks(self, message: CachedBlocks) -> None:
+        """Raises: ProtocolError"""
+        if message.number not in (0, self._next_blocks):
+            if self._next_blocks:
+                log.info("engine %s: reports of its blocks are missing; all are asked for again", self.name)
+                self._on_blocks(self, [], None)
+                self.follow_blocks(False)
+                self.follow_blocks(True)
+            return  # also what was sent before the new subscription arrived
+        stored, removed = split_names(message.stored), split_names(message.removed)
+        self._next_blocks = message.number + 1
+        self._on_blocks(self, stored, removed if message.number else None)
 
     def _on_frame(self, frame: bytes) -> None:
         try:
@@ -259,6 +283,9 @@ class ConnectedEngine:
             if isinstance(message, StepRecords):
                 if self._steps is not None:
                     self._steps.add(message, time.monotonic())
+                return
+            if isinstance(message, CachedBlocks):
+                self._on_cached_blocks(message)
                 return
             if isinstance(message, ResetDone):
                 self.resets.on_done(message)

@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from protocol.codec import pack
 from protocol.requests import Finish, FinishReason, GenerateRequest
+from protocol.silence import MAX_PAUSE
 from protocol.suspects import PROGRESS, SUSPECT_AFTER
 from services.frontend.engine.streams import RequestStream, Token
 from services.frontend.errors import APIError
@@ -67,8 +68,8 @@ class LedgerEntry:
     """Output tokens when it was sent last."""
     seen_length: int = 0
     """Output tokens when its progress was checked last."""
-    progress: float = 0.0
-    """When the check last found more of them: monotonic seconds."""
+    idle: float = 0.0
+    """Seconds since then without another one."""
     was_sent: bool = False
     """A scheduler has had it."""
 
@@ -135,6 +136,8 @@ class RequestLedger:
         self._on_trial: LedgerEntry | None = None
         """The suspect that a scheduler has."""
         self._on_closed = on_closed
+        self._checked = 0.0
+        """When `stuck` was called last: monotonic seconds."""
         self.resubmitted = 0
         """Requests that were submitted again, over all time."""
 
@@ -181,7 +184,7 @@ class RequestLedger:
             now: monotonic seconds.
             identity: identity of the engines that made the output.
         """
-        entry = LedgerEntry(stream, request, now, next(self._keys), identity=identity, progress=now)
+        entry = LedgerEntry(stream, request, now, next(self._keys), identity=identity)
         entry.was_sent = bool(stream.output)
         self._by_key[entry.key] = entry
         self._add(request.number, entry)
@@ -246,17 +249,21 @@ class RequestLedger:
                     stream.response.mark_due(stream)
 
     def stuck(self, now: float, seconds: float) -> list[RequestStream]:
-        """Return the requests that have made no progress for a number of seconds. Call it regularly.
+        """Return the requests that have made no progress for a number of seconds in which this process ran. Call it
+        regularly.
 
         Args:
             now: monotonic seconds.
         """
-        found = []
+        found, passed = [], min(max(now - self._checked, 0.0), MAX_PAUSE)
+        self._checked = now
         for entry in self._entries.values():
             if (length := len(entry.stream.output)) != entry.seen_length:
-                entry.seen_length, entry.progress = length, now
-            elif now - entry.progress > seconds:
-                found.append(entry.stream)
+                entry.seen_length, entry.idle = length, 0.0
+            else:
+                entry.idle += passed
+                if entry.idle > seconds:
+                    found.append(entry.stream)
         return found
 
     def expelled(self, engine: str) -> None:

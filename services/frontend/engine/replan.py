@@ -20,6 +20,9 @@ CONTROL_TIMEOUT = 60.0
 """Seconds until the supervisor answers: it checks files and memory first."""
 
 
+OTHER_WEIGHTS = "the engine of this request ends, and its successor has other weights; send the request again"
+
+
 class ReplanFailed(Exception):
     """The new engine cannot serve. The others were left as they are."""
 
@@ -73,14 +76,9 @@ class Replans:
         self._set("moving", name, f"streams leave {', '.join(replaced)}")
         for old in replaced:
             if old in self._client.engines:
-                self._client.drain_engine(old)
-        end = time.monotonic() + drain_timeout
-        while any(map(self._client.ledger.owned, replaced)) and time.monotonic() < end:  # noqa: ASYNC110  rare
-            await asyncio.sleep(POLL_INTERVAL)
+                self._client.engines.drain(old)
+        await self._wait_left(name, replaced, time.monotonic() + drain_timeout)
         for old in replaced:
-            self._client.fail_engine(
-                old, "the engine of this request ends, and its successor has other weights"
-            )
             await self._ask({"do": "stop", "engine": old})
         self._set("done", name, f"in place of {', '.join(replaced)}")
 
@@ -96,6 +94,17 @@ class Replans:
                 raise ReplanFailed(error)
             if time.monotonic() > end:
                 raise ReplanFailed("it was not ready in time")
+            await asyncio.sleep(POLL_INTERVAL)
+
+    async def _wait_left(self, name: str, replaced: list[str], end: float) -> None:
+        """Wait until the engines have no streams. Those that cannot move are ended at `end`, monotonic seconds."""
+        engines, ledger = self._client.engines, self._client.ledger
+        while left := [entry for old in replaced for entry in ledger.owned(old)]:
+            if time.monotonic() >= end:
+                successor = engines.get(name)
+                identity = successor.identity if successor is not None else ""
+                ended = [entry.stream for entry in left if not identity or entry.identity != identity]
+                self._client.fail(ended, APIError(503, OTHER_WEIGHTS))
             await asyncio.sleep(POLL_INTERVAL)
 
     async def _ask(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from protocol.silence import SilenceWatch, unanswered
 
 CHECK_INTERVAL = 0.25
 """Seconds between two checks."""
-DOUBT_SECONDS = 2.5
+DOUBT_SECONDS = 2.0
 """Seconds without a sign of life, beyond the delays of the machine, after which the scheduler is not ready. It is lost,
 and another one is connected to, much later."""
 

@@ -101,6 +101,9 @@ class EngineStatistics(Collector):
             family = CounterMetricFamily(f"{OURS}{name}", text, labels=LABELS)
             family.add_metric(self._labels, value)
             yield family
+        text = "names of KV blocks that engines are known to hold"
+        known = self._engine.placement.num_block_names
+        yield _gauge("placement_block_names", text, self._named, float(known))
         for name, text, reasons in (
             ("placements", "requests that were placed on an engine", self._engine.placements),
             ("stream_moves", "streams that moved to another engine", self._engine.moves),

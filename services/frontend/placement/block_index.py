@@ -32,6 +32,11 @@ class BlockIndex:
     def __len__(self) -> int:
         return len(self._holders)
 
+    @property
+    def num_stored(self) -> int:
+        """Names that are stored; some are counted twice."""
+        return self._holders.num_stored
+
     def add(self, engine: int, names: Iterable[bytes]) -> None:
         """An engine holds these blocks."""
         if (bit := self._bit_of.get(engine)) is None:

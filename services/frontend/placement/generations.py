@@ -24,6 +24,11 @@ class TwoGenerations(Generic[V]):
     def __len__(self) -> int:
         return len(self.young) + len(self.old.keys() - self.young.keys())
 
+    @property
+    def num_stored(self) -> int:
+        """Entries of both generations. Unlike `len`, it takes no time, and counts those in both twice."""
+        return len(self.young) + len(self.old)
+
     def get(self, name: bytes) -> V | None:
         """Return a value, and count that as a use."""
         if (value := self.young.get(name)) is None and (value := self.old.get(name)) is not None:

@@ -70,6 +70,8 @@ class Placement:
         """
         self._limits = limits or PlacementLimits()
         self._policy = GuardedPlacementPolicy(find_placement_policy(policy))
+        self.uses_prefixes = self._policy.uses_prefixes
+        """False: what engines hold plays no role."""
         self._record = record
         self._now = 0.0
         self._fleet = EngineColumns()
@@ -86,6 +88,11 @@ class Placement:
         self._count = seed * GOLDEN % 2**32
         if record is not None:
             record(records.PlacementStarted(policy, seed, self._limits))
+
+    @property
+    def num_block_names(self) -> int:
+        """Names of blocks in the index of what engines hold; some are counted twice."""
+        return self._index.num_stored
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -157,7 +164,7 @@ class Placement:
             identity_required: identity of the engine that has sent output of this request; "": any engine will do.
         """
         names = {}
-        if self._policy.uses_prefixes and len(self._fleet.row_of) > 1:
+        if self.uses_prefixes and len(self._fleet.row_of) > 1:
             for size in self._fleet.candidates(identity_required).block_sizes:
                 names[size] = self._prefix_names(size).of(token_bytes, salt)
         return self.place_named(key, len(token_bytes) // TOKEN_BYTES, names, identity_required)
@@ -216,7 +223,7 @@ class Placement:
         else:
             hits = self._hits(rows, names)
             at = self._choose(rows, num_tokens, hits)
-            if not self._policy.uses_prefixes:
+            if not self.uses_prefixes:
                 reason = Reason.POLICY
             elif hits[at]:
                 reason = Reason.PREFIX

@@ -182,5 +182,5 @@ async def drain(
     name: Annotated[str, Path(max_length=256)], context: Context, cancel: bool = False
 ) -> DrainResponse:
     """New requests go to other engines from now on, and open ones move there; `cancel` takes that back."""
-    context.engine.drain_engine(name, not cancel)
+    context.engine.engines.drain(name, not cancel)
     return {"name": name, "streams": context.engine.ledger.num_owned()[name]}

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from protocol.codec import Decoder
 from protocol.handshake import Hello
-from protocol.records import StepRecords
+from protocol.records import CachedBlocks, StepRecords
 from protocol.requests import ClientMessage, EngineState, FrontendAlive, RequestOutputs, ResetDone, RoundTrips
 from protocol.security import LOCAL, Security
 from protocol.transport import PeerGone, PeerSlow, Server
@@ -102,7 +102,9 @@ class FrontendConnections:
         round_trips = RoundTrips(self._signs.get(frontend, 0), unanswered)
         self.send_if_connected(frontend, replace(state, lease=frontend + 1, round_trips=round_trips))
 
-    def send_if_connected(self, frontend: int, message: EngineState | StepRecords | ResetDone) -> None:
+    def send_if_connected(
+        self, frontend: int, message: EngineState | StepRecords | ResetDone | CachedBlocks
+    ) -> None:
         """Send what may be lost. A frontend that is gone is in the next `take_gone`; one that does not read stays."""
         peer = self._peers.get(frontend)
         if peer is None:

@@ -239,7 +239,11 @@ class WorkerGroup:
         self.losses.on_explained()
 
     def check(self, now: float) -> None:
-        """Apply the timeouts."""
+        """Apply the timeouts, and fail if no group is expected to serve. Actions must have been carried out: the last
+        loss may be that of a request which is found with it."""
+        if self.losses.hopeless:
+            futile = f"{self.losses.futile} groups of workers in a row were lost before they served"
+            self.fail(f"{futile}: {self.losses.last}", now)
         if self.failed:
             return
         for member in self.roster:
@@ -347,7 +351,7 @@ class WorkerGroup:
     def _form(self, now: float) -> None:
         """Begin an epoch if there is none and enough workers are spare; under `auto`, end one that should grow or
         shrink."""
-        if self.failed:
+        if self.failed or self.losses.hopeless:
             return
         best, settled = self._best_size(), self._formation.settled(now)
         if self.size is not None:
@@ -380,9 +384,6 @@ class WorkerGroup:
     def _break(self, reason: str, now: float) -> None:
         """The epoch has lost a rank."""
         self._group_event(GroupEvent.BREAK, reason, now)
-        if self.losses.hopeless:
-            futile = f"{self.losses.futile} groups of workers in a row were lost before they served"
-            self._group_event(GroupEvent.FAIL, f"{futile}: {reason}", now)
 
     def _group_event(self, event: GroupEvent, reason: str, now: float) -> None:
         """Raises: IllegalTransition, with nothing changed"""

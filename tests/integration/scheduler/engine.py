@@ -78,6 +78,7 @@ class FrontendConnection:
         structured: StructuredOutputParams | None = None,
         pooling: Pooling = Pooling.NONE,
         request_id: str = "",
+        cache_salt: str = "",
     ) -> None:
         self.tokens[number], self.logprobs[number] = [], {}
         message = GenerateRequest(
@@ -86,7 +87,8 @@ class FrontendConnection:
             len(prompt),
             params,
             priority,
-            request_id=request_id,
+            cache_salt,
+            request_id,
             structured=structured,
             pooling=pooling,
         )

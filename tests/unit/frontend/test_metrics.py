@@ -13,6 +13,7 @@ from protocol.requests import EnginePhase, EngineState
 from services.frontend.engine.ledger import RequestLedger
 from services.frontend.metrics import VLLM_NAMES, Metrics
 from services.frontend.metrics.collectors import ValueHistogram
+from services.frontend.placement import Placement
 
 BUCKETS = (0.01, 0.5, 1, 2.5, 10)
 LABELS = ("demo", "0")
@@ -49,8 +50,9 @@ def engines_in(*states: EngineState) -> SimpleNamespace:
         str(i): SimpleNamespace(name=str(i), state=state, ready=True) for i, state in enumerate(states)
     }
     return SimpleNamespace(
-        engines=engines, ledger=RequestLedger(), num_shed=0, placements={"load": 2}, moves={"lost": 1}
-    )
+        engines=engines, ledger=RequestLedger(), num_shed=0, placements={"load": 2}, moves={"lost": 1},
+        placement=Placement(),
+    )  # fmt: skip
 
 
 def test_statistics_of_the_engine_are_labelled_by_position() -> None:

@@ -20,7 +20,15 @@ from protocol.membership import (
     Register,
     Shutdown,
 )
-from protocol.records import EngineEvent, EngineEventKind, RankTimes, StepRecord, StepRecords, Subscribe
+from protocol.records import (
+    CachedBlocks,
+    EngineEvent,
+    EngineEventKind,
+    RankTimes,
+    StepRecord,
+    StepRecords,
+    Subscribe,
+)
 from protocol.requests import (
     AbortRequest,
     EnginePhase,
@@ -71,6 +79,7 @@ EXAMPLES: list[msgspec.Struct] = [
     ResetPrefixCache(4294967295, True),
     ResetDone(4294967295, True),
     Subscribe(False),
+    CachedBlocks(3, b"n" * 32, b"o" * 32),
     StepRecords(
         [
             StepRecord(

@@ -74,7 +74,13 @@ GOLDEN_2_1 = {
     "ResetPrefixCache": "93b272657365745f7072656669785f6361636865ceffffffffc3",
     "ResetDone": "93aa72657365745f646f6e65ceffffffffc3",
 }
-GOLDEN = GOLDEN_2_0 | GOLDEN_2_1
+GOLDEN_2_3 = {
+    "CachedBlocks": (
+        "94ad6361636865645f626c6f636b7303c4206e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e"
+        "6e6ec4206f6f6f6f6f6f6f6f6f6f6f6f6f6f6f6f6f6f6f6f6f6f6f6f6f6f6f6f6f6f6f6f"
+    ),
+}
+GOLDEN = GOLDEN_2_0 | GOLDEN_2_1 | GOLDEN_2_3
 
 
 def test_every_message_has_an_example() -> None:

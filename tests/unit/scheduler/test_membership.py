@@ -486,7 +486,10 @@ def test_groups_that_never_serve_are_not_formed_for_ever() -> None:
         g.serve("a")
         g.lose("a", 1.0)
     g.serve("a")
-    assert [type(a) for a in g.lose("a", 1.0)] == [Ended, FailRequests]
+    assert [type(a) for a in g.lose("a", 1.0)] == [Ended]
+    g.register("a")
+    assert not g.failed
+    assert FailRequests in [type(action) for action in g.check_at(1.0)]
     assert g.failed
     assert g.epoch == MAX_FUTILE_EPOCHS
     assert (
@@ -502,6 +505,18 @@ def test_an_epoch_that_finished_a_step_is_not_futile() -> None:
         g.on_result(g.epoch, 1, 0.5)
         g.lose("a", 1.0)
     assert g.losses.total == 3 * MAX_FUTILE_EPOCHS
+
+
+def test_the_last_loss_may_be_explained_before_the_group_gives_up() -> None:
+    g = group()
+    for _ in range(MAX_FUTILE_EPOCHS):
+        g.serve("a")
+        g.lose("a", 1.0)
+    g.on_guilty_request()
+    g.check(1.0)
+    assert not g.failed
+    g.serve("a")
+    assert g.epoch == MAX_FUTILE_EPOCHS + 1
 
 
 def test_losses_whose_request_was_found_do_not_end_the_group() -> None:

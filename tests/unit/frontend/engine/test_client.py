@@ -19,7 +19,7 @@ from protocol.requests import (
 )
 from protocol.sampling import SamplingParams
 from protocol.transport import HandshakeRefused, Server
-from services.frontend.engine import client as client_module
+from services.frontend.engine import engines as engines_module
 from services.frontend.engine.addresses import numbered
 from services.frontend.engine.client import EngineClient, RequestContext
 from services.frontend.engine.streams import FlushQueue, ResponseStream
@@ -146,8 +146,8 @@ class AnsweringScheduler:
 @pytest.fixture
 def rapid_signs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Signs of life follow each other within milliseconds. Their limits count them, and no time."""
-    monkeypatch.setattr(client_module, "SIGN_INTERVAL", 0.002)
-    monkeypatch.setattr(client_module, "CHECK_INTERVAL", 0.002)
+    monkeypatch.setattr(engines_module, "SIGN_INTERVAL", 0.002)
+    monkeypatch.setattr(engines_module, "CHECK_INTERVAL", 0.002)
 
 
 @pytest.mark.usefixtures("rapid_signs")

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from protocol.block_names import extend_names
 from protocol.codec import Decoder, pack, unpack
+from protocol.records import CachedBlocks, Subscribe
 from protocol.requests import (
     AbortRequest,
     ClientMessage,
@@ -33,6 +35,7 @@ from services.frontend.placement import Reason
 from tests.unit.frontend.engine.test_streams import RecordingStream
 
 MODEL, OTHER_MODEL = "one model", "another model"
+BLOCK = 4
 
 
 class ScriptedEngine:
@@ -45,6 +48,7 @@ class ScriptedEngine:
         self.peers: list[bytes] = []
         self.requests: list[GenerateRequest] = []
         self.aborted: list[int] = []
+        self.subscriptions: list[Subscribe] = []
 
     def turn(self) -> None:
         for peer, message in self.server.messages(self._decoder):
@@ -55,6 +59,8 @@ class ScriptedEngine:
                     self.aborted += numbers
                 case FrontendAlive(number=number):
                     self.send_state(number)
+                case Subscribe():
+                    self.subscriptions.append(message)
                 case _:
                     if peer not in self.peers:
                         self.peers.append(peer)
@@ -63,7 +69,7 @@ class ScriptedEngine:
     def send_state(self, number: int = 0) -> None:
         state = EngineState(
             self.phase, self.detail, incarnation=self.incarnation, identity=self.identity, max_model_len=100, lease=1,
-            round_trips=RoundTrips(number),
+            block_size=BLOCK, round_trips=RoundTrips(number),
         )  # fmt: skip
         with contextlib.suppress(PeerGone):  # the frontend has left this engine
             self.server.send(self.peers[-1], state)
@@ -74,6 +80,9 @@ class ScriptedEngine:
         finished = [Finish(number, FinishReason.STOP)] if ends else []
         columns = pack([number] * len(tokens)), pack([*indices]), pack([*tokens])
         self.server.send(self.peers[-1], RequestOutputs(*columns, finished, incarnation=self.incarnation))
+
+    def send_blocks(self, number: int, stored: list[bytes], removed: list[bytes] | None = None) -> None:
+        self.server.send(self.peers[-1], CachedBlocks(number, b"".join(stored), b"".join(removed or [])))
 
     def close(self) -> None:
         self.server.close(0)
@@ -100,11 +109,13 @@ class Fleet:
     async def serve(self) -> None:
         await self.until(lambda: all(engine.ready for engine in self.client.engines.values()))
 
-    async def submit(self, prompt: list[int]) -> tuple[RecordingStream, ScriptedEngine, ScriptedEngine]:
+    async def submit(
+        self, prompt: list[int], salt: str = ""
+    ) -> tuple[RecordingStream, ScriptedEngine, ScriptedEngine]:
         """Submit a request; return its stream, its engine and the other one, when the engine has it."""
         stream = RecordingStream(ResponseStream(FlushQueue()))
         before = [len(engine.requests) for engine in self.engines]
-        self.client.submit(stream, prompt, SamplingParams(20, seed=5), RequestContext())
+        self.client.submit(stream, prompt, SamplingParams(20, seed=5), RequestContext(cache_salt=salt))
         await self.until(lambda: before != [len(engine.requests) for engine in self.engines])
         owner = self.engines[int(self.client.ledger.entry(stream.number).engine)]  # type: ignore[union-attr]
         return stream, owner, self.engines[1 - self.engines.index(owner)]
@@ -248,7 +259,7 @@ async def test_an_engine_that_is_listed_no_longer_is_left_when_its_streams_have_
         await engines.serve()
         stream, owner, other = await engines.submit([1])
         kept = engines.client.engines[str(engines.engines.index(other))]
-        engines.client.set_engines([kept.address])
+        engines.client.engines.set_addresses([kept.address])
         await engines.until(lambda: other.requests and len(engines.client.engines) == 1)
         other.send(other.requests[0].number, 0, 7, ends=True)
         await engines.until(lambda: stream.end is not None)
@@ -265,3 +276,58 @@ async def test_a_partition_is_no_death(tmp_path: Path) -> None:
         await engines.until(lambda: engines.client.moves)
         await engines.serve()
         assert entry(stream.number).attempts == 0  # type: ignore[union-attr]
+
+
+def names_of(prompt: list[int], salt: str) -> list[bytes]:
+    names: list[bytes] = []
+    extend_names(names, salt, pack(prompt), BLOCK)
+    return names
+
+
+async def test_blocks_that_an_engine_reports_attract_requests_of_their_salt_alone(tmp_path: Path) -> None:
+    """A report that is missing voids all before it, and all names are requested again."""
+    prompt, follows = [*range(40)], Subscribe(steps=False, cached_blocks=True)
+    async with fleet(tmp_path) as engines:
+        placement, reasons = engines.client.placement, engines.client.placements
+        await engines.until(lambda: all(engine.subscriptions == [follows] for engine in engines.engines))
+        holder, names = engines.engines[1], names_of(prompt, "one key")
+
+        async def is_found(salt: str) -> bool:
+            """Place a request, end it, and let its engine lose what was placed."""
+            before = reasons[Reason.PREFIX]
+            stream, owner, _ = await engines.submit(prompt, salt)
+            engines.client.abort([stream])
+            found = reasons[Reason.PREFIX] > before
+            assert not found or owner is holder
+            for name in engines.client.engines:
+                placement.on_blocks_removed(name, [] if found else names_of(prompt, salt))
+            return found
+
+        assert not await is_found("one key")
+        holder.send_blocks(0, names)
+        await engines.until(lambda: placement.num_block_names == len(names))
+        assert await is_found("one key")
+        assert not await is_found("another key")
+        holder.send_blocks(1, [], names)
+        await engines.until(lambda: not placement.num_block_names)
+        assert not await is_found("one key")
+        holder.send_blocks(2, names)
+        await engines.until(lambda: placement.num_block_names)
+        holder.send_blocks(4, names_of(prompt, "another key"))  # the third one is missing
+        none = Subscribe(steps=False)
+        await engines.until(lambda: holder.subscriptions == [follows, none, follows])
+        holder.send_blocks(5, names_of(prompt, "another key"))  # sent before that arrived
+        assert not await is_found("one key")
+        assert not await is_found("another key")
+        holder.send_blocks(0, names)
+        await engines.until(lambda: placement.num_block_names)
+        assert await is_found("one key")
+
+
+async def test_the_blocks_of_an_only_engine_are_not_followed(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as engines:
+        first, second = engines.engines
+        await engines.until(lambda: first.subscriptions and second.subscriptions)
+        engines.client.engines.set_addresses([engines.client.engines["0"].address])
+        await engines.until(lambda: len(first.subscriptions) == 2)
+        assert first.subscriptions[-1] == Subscribe(steps=False)

@@ -168,8 +168,18 @@ async def test_a_scheduler_that_expelled_a_request_and_died_counts_once_for_it()
 async def test_a_request_without_progress_is_stuck_wherever_it_waits() -> None:
     requests = OpenRequests(1, 2)
     requests.connect(FIRST)
-    assert requests.ledger.stuck(110.0, 10.0) == []
+    for now in range(101, 110):
+        assert requests.ledger.stuck(float(now), 10.0) == []
     requests.deliver(2, 7)
-    assert requests.ledger.stuck(111.0, 10.0) == []
-    assert requests.ledger.stuck(112.0, 10.0) == [requests.streams[1]]
-    assert requests.ledger.stuck(121.5, 10.0) == [requests.streams[1], requests.streams[2]]
+    assert requests.ledger.stuck(110.0, 10.0) == []
+    assert requests.ledger.stuck(111.0, 10.0) == [requests.streams[1]]
+    for now in range(112, 121):
+        assert requests.ledger.stuck(float(now), 10.0) == [requests.streams[1]]
+    assert requests.ledger.stuck(121.0, 10.0) == [requests.streams[1], requests.streams[2]]
+
+
+async def test_a_clock_that_jumps_makes_no_request_stuck() -> None:
+    requests = OpenRequests(1)
+    requests.connect(FIRST)
+    for now in (101.0, 5000.0, 5001.0, 10.0, 9000.0):
+        assert requests.ledger.stuck(now, 10.0) == []

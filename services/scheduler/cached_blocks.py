@@ -1,0 +1,85 @@
+"""Changes of the prefix cache for frontends, which place requests where their prefixes are.
+
+The cache is compared with what was reported, a part of its blocks at a time, instead of followed by events: a step
+costs nothing, and nothing can be missed. So a report is late by `PASS_SECONDS`, and a block that came and went in
+between is in none.
+"""
+
+from collections.abc import Iterator
+
+from protocol.records import CachedBlocks
+from services.scheduler.core.block_pool import BlockPool
+
+PASS_SECONDS = 1.0
+"""Seconds in which all blocks are compared."""
+PART = 4096
+"""Blocks that are compared at once, which takes about 0.1 ms if none has changed. Also the most names of a message."""
+
+
+class CachedBlockReports:
+    """Names of cached blocks as frontends know them, and the messages that keep them up to date."""
+
+    def __init__(self) -> None:
+        self._next: dict[int, int] = {}
+        """Frontend -> number of its next message."""
+        self._reported: list[bytes | None] = []
+        """Name of each block as it was reported last."""
+        self._at = 0
+        """The block that is compared next."""
+        self._due = 0.0
+
+    def set(self, frontend: int, subscribed: bool) -> None:
+        """Begin or end a subscription; one that there is goes on."""
+        if subscribed:
+            self._next.setdefault(frontend, 0)
+        else:
+            self._next.pop(frontend, None)
+        if not self._next:
+            self._reported = []
+
+    def take(self, now: float, pool: BlockPool) -> Iterator[tuple[int, CachedBlocks]]:
+        """Iterate over the messages that are due, each with its frontend. Call it regularly.
+
+        Args:
+            now: monotonic seconds.
+        """
+        if not self._next or now < self._due:
+            return
+        self._due = now + PASS_SECONDS * min(1.0, PART / pool.num_blocks)
+        if len(self._reported) != pool.num_blocks:  # of another epoch, or nobody has followed it
+            self._reported, self._at = [None] * pool.num_blocks, 0
+            self._next = dict.fromkeys(self._next, 0)
+        changes = self._compare(pool)
+        for frontend, number in self._next.items():
+            messages = [changes] if number and any(changes) else [] if number else self._everything()
+            for stored, removed in messages:
+                yield frontend, CachedBlocks(number, b"".join(stored), b"".join(removed))
+                number += 1
+            self._next[frontend] = number
+
+    def _compare(self, pool: BlockPool) -> tuple[list[bytes], list[bytes]]:
+        """Return the names that are new in a part of the blocks, and those that are gone."""
+        part = slice(self._at, self._at + PART)
+        self._at = 0 if part.stop >= pool.num_blocks else part.stop
+        before, names = self._reported[part], pool.hash_of[part]
+        changed = [index for index, name in enumerate(names) if name is not before[index]]
+        self._reported[part] = names
+        removed = [self._gone(before[index], pool) for index in changed]
+        return list(filter(None, [names[index] for index in changed])), list(filter(None, removed))
+
+    def _gone(self, name: bytes | None, pool: BlockPool) -> bytes | None:
+        """Return the name that is gone now that a block has lost `name`, which was reported; None: none is.
+
+        Another block may have the name, which is reported there from now on, so that its loss will be seen. That block
+        may have lost a name itself.
+        """
+        while name is not None and (elsewhere := pool.by_hash.get(name)) is not None:
+            now = pool.hash_of[elsewhere]
+            name = None if self._reported[elsewhere] is now else self._reported[elsewhere]
+            self._reported[elsewhere] = now
+        return name
+
+    def _everything(self) -> Iterator[tuple[list[bytes], list[bytes]]]:
+        names = list(filter(None, self._reported))
+        for at in range(0, max(len(names), 1), PART):
+            yield names[at : at + PART], []

@@ -1,0 +1,78 @@
+"""Frontends that follow an engine's prefix cache over real sockets: they know the blocks of all frontends, by salt."""
+
+from pathlib import Path
+
+from protocol.block_names import extend_names, split_names
+from protocol.codec import Decoder, pack
+from protocol.records import CachedBlocks, Subscribe
+from protocol.requests import EngineMessage, FinishReason, ResetPrefixCache
+from protocol.sampling import SamplingParams
+from protocol.transport import Client
+from tests.integration.scheduler.engine import PATIENCE, FrontendConnection, engine
+
+SIM = {"backend": "sim", "sim_step_ms": 2.0, "sim_vocab_size": 1000}
+BLOCK, PROMPT = 16, [*range(70)]
+
+
+def names_of(salt: str) -> set[bytes]:
+    names: list[bytes] = []
+    extend_names(names, salt, pack(PROMPT), BLOCK)
+    return set(names)
+
+
+class CacheFollower:
+    """A frontend that sends no request."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._client, self._decoder = Client(endpoint), Decoder[EngineMessage](EngineMessage)
+        self._client.handshake("frontend", "follower", PATIENCE)
+        self.send(Subscribe(steps=False, cached_blocks=True))
+        self.names: set[bytes] = set()
+        self.numbers: list[int] = []
+
+    def send(self, message: Subscribe | ResetPrefixCache) -> None:
+        self._client.send(message)
+
+    def follow_until(self, names: set[bytes]) -> None:
+        """Receive until these names are known."""
+        while not names <= self.names:
+            self.receive()
+
+    def receive(self) -> None:
+        frame = self._client.receive(PATIENCE)
+        assert frame is not None, "the scheduler is silent"
+        if isinstance(message := self._decoder.decode(frame), CachedBlocks):
+            self.numbers.append(message.number)
+            if message.number == 0:
+                self.names.clear()
+            self.names -= set(split_names(message.removed))
+            self.names |= set(split_names(message.stored))
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def test_followers_know_what_others_have_placed(tmp_path: Path) -> None:
+    limits = {"max_model_len": 512, "block_size": BLOCK}
+    with engine(tmp_path, limits, SIM) as running:
+        early = CacheFollower(running.client_endpoint)
+        client = FrontendConnection(running.client_endpoint)
+        client.wait_ready()
+        for number, salt in enumerate(("one key", "another key")):
+            client.generate(number, PROMPT, SamplingParams(40, temperature=0.0), cache_salt=salt)
+        client.wait_finished(0, 1)
+        assert all(finish.reason is FinishReason.LENGTH for finish in client.finished.values())
+        expected = names_of("one key") | names_of("another key")
+        early.follow_until(expected)
+        late = CacheFollower(running.client_endpoint)
+        late.follow_until(expected)
+        assert early.names == late.names
+        assert len(early.names) == 2 * ((len(PROMPT) + 40 - 1) // BLOCK)
+        assert not early.names & names_of("")
+        assert early.numbers == [*range(len(early.numbers))]
+        early.send(ResetPrefixCache(1))
+        while early.names or late.names:
+            for follower in (early, late):
+                follower.receive()
+        for connection in (early, late, client):
+            connection.close()
