@@ -94,7 +94,8 @@ class PrefixAwarePolicy:
         computing = self.DELAYED * (view.num_tokens - view.hits)
         decoding = 2 * self.OUTPUT * view.streams
         costs = view.waiting_seconds + (computing + decoding) * seconds
-        return view.pick(costs <= costs.min() + self.TIE * view.num_tokens * seconds)
+        least = costs[costs.argmin()]  # faster than min()
+        return view.pick(costs <= least + self.TIE * view.num_tokens * seconds)
 
 
 class LeastLoadedPolicy:
