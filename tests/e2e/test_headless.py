@@ -18,7 +18,7 @@ from tests.e2e.streams import answers
 from tests.preloaded import PreloadedProcess
 
 
-class Frontend(HttpServer):
+class FrontendProcess(HttpServer):
     def __init__(self, directory: Path) -> None:
         port = free_port("127.0.0.1", 0)
         self.url, self.log = f"http://127.0.0.1:{port}", directory / "frontend.log"
@@ -54,7 +54,7 @@ def engines(tmp_path: Path) -> Iterator[dict[str, ServeProcess]]:
 async def test_the_streams_of_an_engine_that_is_stopped_move(
     tmp_path: Path, engines: dict[str, ServeProcess]
 ) -> None:
-    frontend = Frontend(tmp_path)
+    frontend = FrontendProcess(tmp_path)
     try:
         wait_until(lambda: frontend.get("/readyz")[0] == 200, "an engine serves")
         wait_until(lambda: set(frontend.states().values()) == {"ready"}, "both engines serve")
