@@ -22,6 +22,7 @@ from services.frontend.placement import (
     Placement,
     PlacementLimits,
 )
+from tests.simulation.placement import cache_aware as cache_aware  # registers the policy
 from tests.simulation.placement.engines import Engine
 from tests.simulation.placement.workload import SessionRequest
 
