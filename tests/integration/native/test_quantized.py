@@ -101,7 +101,7 @@ def test_weights_are_in_memory_once(caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.INFO, "runahead.worker"):
             RunnerDriver(DEMO_MODEL, quantization=quantization)
         [line] = [r.getMessage() for r in caplog.records if r.getMessage().startswith("weights: ")]
-        kinds = "int8" if quantization == "int8" else "int4 and int8"
+        kinds = "Q8_0" if quantization == "int8" else "Q4_1 and Q8_0"
         assert line == f"weights: {(layers * bits + table * 8.5) / 8 / 2**20:.1f} MiB in {kinds}"
 
 

@@ -3,17 +3,16 @@
 With our own kernels, a row has the same bits in a batch of any size (batch invariance, docs/invariants.md).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
 from services.worker.backends.native.kernels.cpu.compiled import (
-    coded_pair_product,
+    coded_product,
     pair_product,
     product,
-    quantized_product,
     tile_product,
     wide_product,
 )
@@ -72,7 +71,7 @@ class Float32Product:
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         addresses = x.data_ptr(), self._weight.data_ptr(), self._bias.data_ptr(), out.data_ptr()
-        values = (*addresses, len(x), self._inputs, self._outputs)
+        values = (*addresses, len(x), self._inputs, self._outputs, out.stride(0))
         self._launcher.launch(self._kernel, x, values, self._blocks, self._chunk, "rows")
         return out
 
@@ -96,7 +95,7 @@ class PanelProduct:
         chunk: int,
     ) -> None:
         self._launcher, self._panels, self._chunk = launcher, panels, chunk
-        self.num_bytes = panels.num_bytes
+        self.num_bytes, self.outputs = panels.num_bytes, panels.outputs
         self._blocks = -(-panels.outputs // block)
         self._bias = _padded(bias, panels.outputs, Panels.BLOCK)
         self._kernel = kernel(panels.kind, panels.inputs)
@@ -104,15 +103,34 @@ class PanelProduct:
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         panels = self._panels
         addresses = x.data_ptr(), panels.memory.data_ptr(), self._bias.data_ptr(), out.data_ptr()
-        values = (*addresses, len(x), panels.inputs, panels.outputs)
+        values = (*addresses, len(x), panels.inputs, panels.outputs, out.stride(0))
         self._launcher.launch(self._kernel, x, values, self._blocks, self._chunk, "rows")
         return out
 
 
-def float32_panel_product(launcher: Launcher, panels: Panels, bias: torch.Tensor | None) -> PanelProduct:
-    """A product with float32 activations and weights in int8 or int4."""
-    kernel = quantized_product.quantized_product_kernel
-    return PanelProduct(launcher, panels, bias, kernel, product.BLOCK, quantized_product.CHUNK)
+class StackedProduct:
+    """Products of the same inputs, whose outputs are side by side."""
+
+    def __init__(self, parts: Sequence[PanelProduct]) -> None:
+        self._parts, self.num_bytes = parts, sum(part.num_bytes for part in parts)
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        first = 0
+        for part in self._parts:
+            part(x, out[:, first : first + part.outputs])
+            first += part.outputs
+        return out
+
+
+def coded_panel_product(
+    launcher: Launcher, panels: Panels, bias: torch.Tensor | None, half: bool
+) -> PanelProduct:
+    """A product with quantised weights. `half`: activations are bfloat16, and not float32."""
+
+    def kernel(kind: int, inputs: int) -> Kernel:
+        return coded_product.coded_product_kernel(kind, half, inputs)
+
+    return PanelProduct(launcher, panels, bias, kernel, coded_product.BLOCK, coded_product.CHUNK)
 
 
 def tile_panel_product(launcher: Launcher, panels: Panels, bias: torch.Tensor | None) -> PanelProduct:
@@ -123,8 +141,9 @@ def tile_panel_product(launcher: Launcher, panels: Panels, bias: torch.Tensor | 
 
 def pair_panel_product(launcher: Launcher, panels: Panels, bias: torch.Tensor | None) -> PanelProduct:
     """A product with bfloat16 activations, computed with AVX-512."""
-    coded = panels.kind != BF16
-    kernel = coded_pair_product.coded_pair_product_kernel if coded else pair_product.pair_product_kernel
+    if panels.kind != BF16:
+        return coded_panel_product(launcher, panels, bias, half=True)
+    kernel = pair_product.pair_product_kernel
     return PanelProduct(launcher, panels, bias, kernel, pair_product.BLOCK, pair_product.CHUNK)
 
 

@@ -1,30 +1,31 @@
-"""Weights in panels of 16 outputs, and their decoding.
+"""Weights in panels of 16 outputs: bfloat16 and quantised. Their packing, and the look-up of an output's weights.
 
-A panel is divided into groups of 32 inputs, one after the other:
-
-- INT4: float16[16] scales, float16[16] minima, uint8[16, 16]: the halves of byte [i, lane] are inputs 2 i and 2 i + 1.
-- INT8: float16[16] scales, int8[32, 16].
-- BF16: bfloat16[16, 16, 2]: inputs 2 i and 2 i + 1 of each output side by side, as AMX reads them.
-
-A weight is code * scale + minimum, rounded once.
+BF16 is bfloat16[groups * 16, 16, 2]: inputs 2 i and 2 i + 1 of each output are side by side, as AMX reads them.
+`block_formats` has the other layouts.
 """
+
+from functools import cache
 
 import numpy as np
 from numba import carray, njit
 
 from services.worker.backends.native.kernels.cpu.compiled import raw, simd
+from services.worker.backends.native.kernels.cpu.compiled.block_formats import (
+    FORMATS,
+    KINDS,
+    PANEL,
+    STEP,
+    decode_step,
+)
 from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, take
 
-BF16, INT8, INT4 = 0, 1, 2
-"""Kinds of panels."""
-PANEL = 16
-"""Outputs of a panel."""
-GROUP = 32
-"""Inputs of a group."""
-GROUP_BYTES = (2 * PANEL * GROUP, 2 * PANEL + PANEL * GROUP, 4 * PANEL + PANEL * GROUP // 2)
-"""Bytes of a group, by kind."""
-SCALES_BYTES = (0, 2 * PANEL, 4 * PANEL)
-"""Bytes of a group before its codes."""
+BF16 = -1
+"""Kind of panels that have no blocks; the others are numbers in `KINDS`."""
+GROUP = STEP
+"""Inputs that BF16 panels are padded to a multiple of."""
+BLOCK_BYTES = (*(own.bytes for own in FORMATS.values()), 2 * PANEL * GROUP)
+"""Bytes of a block of a panel, by kind."""
+BLOCK_INPUTS = (*(own.inputs for own in FORMATS.values()), GROUP)
 ROWS = [
     ("panels", np.int64),
     ("index", np.int64),  # int32[items]: which output
@@ -33,55 +34,99 @@ ROWS = [
     ("stride", np.int64),
 ]
 _ROWS = np.dtype(HEADER + ROWS, align=True)
-
-
-@njit(inline="always")
-def scales_of(group, KIND):  # type: ignore[no-untyped-def]
-    """The scales and the minima of a group."""
-    minima = simd.load_f16x16(group + 2 * PANEL) if KIND == INT4 else simd.splat(np.float32(0))
-    return simd.load_f16x16(group), minima
-
-
-@njit(inline="always")
-def two_inputs(group, pair, scales, minima, KIND):  # type: ignore[no-untyped-def]
-    """The weights of inputs 2 `pair` and 2 `pair` + 1 of a group."""
-    if KIND == INT4:
-        codes = group + 4 * PANEL + pair * PANEL
-        even, odd = simd.load_low_nibbles(codes), simd.load_high_nibbles(codes)
-        return simd.fma(even, scales, minima), simd.fma(odd, scales, minima)
-    codes = group + 2 * PANEL + pair * 2 * PANEL
-    return simd.mul(simd.load_i8x16(codes), scales), simd.mul(simd.load_i8x16(codes + PANEL), scales)
+PACK = [
+    ("rows", np.int64),  # int64[items * PANEL]: address of each output's blocks
+    ("panels", np.int64),  # uint8[items, blocks, bytes of a block]
+    ("blocks", np.int64),
+]
+_PACK = np.dtype(HEADER + PACK, align=True)
 
 
 def rows_kernel(kind: int) -> Kernel:
     """out[i] = weights of output index[i], in float32. One item is one row."""
-    KIND, SIZE = kind, GROUP_BYTES[kind]
+    KIND, SIZE, INPUTS = kind, BLOCK_BYTES[kind], BLOCK_INPUTS[kind]
 
     def rows(address):  # type: ignore[no-untyped-def]
         a = carray(raw.pointer(address), 1, _ROWS)[0]
-        index, groups = raw.i32_at(a.index, a.items), (a.inputs + GROUP - 1) // GROUP
-        spare = raw.allocate(2 * PANEL * 4)
+        index, blocks = raw.i32_at(a.index, a.items), (a.inputs + INPUTS - 1) // INPUTS
+        spare = raw.allocate(STEP * PANEL * 4)
         while True:
             item = take(address)
             if item >= a.items:
                 break
             row, out = np.int64(index[item]), a.out + item * a.stride * 4
-            panel, lane = a.panels + row // PANEL * groups * SIZE, row % PANEL
-            for number in range(groups):
-                group = panel + number * SIZE
+            panel, lane = a.panels + row // PANEL * blocks * SIZE, row % PANEL
+            for number in range((a.inputs + STEP - 1) // STEP):
+                to = out + number * STEP * 4
                 if KIND == BF16:
-                    for i in range(min(GROUP, a.inputs - number * GROUP)):
-                        at = group + (i // 2 * PANEL + lane) * 4 + i % 2 * 2
-                        simd.store_f32(out + (number * GROUP + i) * 4, simd.load_bf16(at))
-                    continue
-                scales, minima = scales_of(group, KIND)
-                for pair in range(GROUP // 2):
-                    even, odd = two_inputs(group, pair, scales, minima, KIND)
-                    simd.store_f32x16(spare, even)
-                    simd.store_f32x16(spare + 4 * PANEL, odd)
-                    to = out + (number * GROUP + 2 * pair) * 4
-                    simd.store_f32(to, simd.load_f32(spare + lane * 4))
-                    simd.store_f32(to + 4, simd.load_f32(spare + (PANEL + lane) * 4))
+                    for i in range(min(STEP, a.inputs - number * STEP)):
+                        at = panel + number * SIZE + (i // 2 * PANEL + lane) * 4 + i % 2 * 2
+                        simd.store_f32(to + i * 4, simd.load_bf16(at))
+                else:
+                    block, step = number // (INPUTS // STEP), number % (INPUTS // STEP)
+                    decode_step(KIND, spare, panel + block * SIZE, step)
+                    for i in range(STEP):
+                        simd.store_f32(to + i * 4, simd.load_f32(spare + (i * PANEL + lane) * 4))
         raw.release(spare)
 
     return Kernel(rows, ROWS, cost=32)
+
+
+@cache
+def pack_kernel(kind: int) -> Kernel:
+    """Bring ggml's blocks into panels. One item is one panel."""
+    own = FORMATS[KINDS[kind]]
+    SIZE, SOURCE, SCALES, CODES = own.bytes, own.source_bytes, own.scales, own.codes_at
+    HALF0, HALF1 = own.halves[0], own.halves[-1]
+    (AT0, NUMBER0), (AT1, NUMBER1) = own.words[0], own.words[-1]
+    HALVES, PARTS, IS_NONLINEAR = len(own.halves), len(own.words), bool(own.table)
+
+    def pack(address):  # type: ignore[no-untyped-def]
+        a = carray(raw.pointer(address), 1, _PACK)[0]
+        while True:
+            item = take(address)
+            if item >= a.items:
+                break
+            rows = raw.i64_at(a.rows + item * PANEL * 8, PANEL)
+            for number in range(a.blocks):
+                panel = a.panels + (item * a.blocks + number) * SIZE
+                for lane in range(PANEL):
+                    source = rows[lane] + number * SOURCE
+                    to = panel + 2 * lane
+                    raw.store_u16(to, raw.load_u16(source + HALF0))
+                    if HALVES == 2:
+                        raw.store_u16(to + 2 * PANEL, raw.load_u16(source + HALF1))
+                    if SCALES:
+                        _unpack_scales(
+                            panel + 2 * HALVES * PANEL + lane, source + SCALES, HALVES, IS_NONLINEAR
+                        )
+                    to = panel + CODES + 4 * lane
+                    for i in range(NUMBER0):
+                        raw.store_u32(to + i * 4 * PANEL, raw.load_u32(source + AT0 + 4 * i))
+                    if PARTS == 2:
+                        for i in range(NUMBER1):
+                            at = to + (NUMBER0 + i) * 4 * PANEL
+                            raw.store_u32(at, raw.load_u32(source + AT1 + 4 * i))
+
+    return Kernel(pack, PACK, cost=8)
+
+
+@njit(inline="always")
+def _unpack_scales(to, source, HALVES, IS_NONLINEAR):  # type: ignore[no-untyped-def]
+    """Write the 8-bit scales of a block's groups, and the minima behind them; `PANEL` bytes from one to the next."""
+    if HALVES == 2:  # Q4_K and Q5_K: 6 bits each
+        for i in range(4):
+            low, high = raw.load_u8(source + i), raw.load_u8(source + 4 + i)
+            both = raw.load_u8(source + 8 + i)
+            raw.store_u8(to + i * PANEL, low & 63)
+            raw.store_u8(to + (4 + i) * PANEL, both & 15 | low >> 6 << 4)
+            raw.store_u8(to + (8 + i) * PANEL, high & 63)
+            raw.store_u8(to + (12 + i) * PANEL, both >> 4 | high >> 6 << 4)
+    elif IS_NONLINEAR:  # IQ4_XS: 4 bits and 2 bits of a signed number
+        upper = raw.load_u16(source)
+        for i in range(8):
+            low = raw.load_u8(source + 2 + i // 2) >> i % 2 * 4 & 15
+            raw.store_u8(to + i * PANEL, (low | (upper >> 2 * i & 3) << 4) - 32)
+    else:
+        for i in range(16):
+            raw.store_u8(to + i * PANEL, raw.load_u8(source + i))

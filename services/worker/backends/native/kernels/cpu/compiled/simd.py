@@ -37,14 +37,14 @@ class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
 vector = Vector()
 
 
-def _compiles_for(feature: str) -> bool:
+def compiles_for(feature: str) -> bool:
     """Return whether numba compiles for processors with a feature."""
     if config.CPU_FEATURES is not None:
         return f"+{feature}" in config.CPU_FEATURES.split(",")
     return config.CPU_NAME is None and bool(get_host_cpu_features().get(feature))
 
 
-WIDE = _compiles_for("avx512f")
+WIDE = compiles_for("avx512f")
 """A vector is one of 32 registers, and not two of 16."""
 
 

@@ -1,5 +1,5 @@
-"""y = W x + b with AMX, from weights in bfloat16, int8 or int4. Activations are bfloat16, sums float32. The number of
-panels is even.
+"""y = W x + b with AMX, from weights in bfloat16 or quantised ones. Activations are bfloat16, sums float32. The number
+of panels is even.
 
 While the first rows are multiplied, codes are decoded to bfloat16 into a panel that stays in the innermost caches. Each
 sum runs over the inputs in order, 32 at a time, so a row has the same bits in a batch of any size (batch invariance,
@@ -12,14 +12,13 @@ import numpy as np
 from numba import carray, njit
 
 from services.worker.backends.native.kernels.cpu.compiled import amx, bf16, bf16_rows, raw, simd
+from services.worker.backends.native.kernels.cpu.compiled.block_formats import PANEL
 from services.worker.backends.native.kernels.cpu.compiled.product import PRODUCT
 from services.worker.backends.native.kernels.cpu.compiled.quantized import (
     BF16,
+    BLOCK_BYTES,
+    BLOCK_INPUTS,
     GROUP,
-    GROUP_BYTES,
-    PANEL,
-    scales_of,
-    two_inputs,
 )
 from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, take
 
@@ -30,15 +29,6 @@ CHUNK = 1024
 WORTH = 1 << 17
 """Smallest number of multiplications for which another thread is used."""
 _PRODUCT = np.dtype(HEADER + PRODUCT, align=True)
-
-
-@njit(inline="always")
-def _decode(group, target, KIND):  # type: ignore[no-untyped-def]
-    """Decode a group to a tile of weights."""
-    scales, minima = scales_of(group, KIND)
-    for pair in range(GROUP // 2):
-        even, odd = two_inputs(group, pair, scales, minima, KIND)
-        bf16.store_bf16_pairs(target + pair * 64, even, odd)
 
 
 @njit(inline="always")
@@ -55,9 +45,10 @@ def _sums(x0, x1, stride, weights, size, decoded, groups, DECODES, PAIR, KIND): 
     tile0, tile1 = decoded, decoded + groups * amx.TILE_BYTES
     for number in range(groups):
         if DECODES:
-            group = weights + number * GROUP_BYTES[KIND]
-            _decode(group, tile0, KIND)
-            _decode(group + size, tile1, KIND)
+            steps = BLOCK_INPUTS[KIND] // GROUP
+            block, step = weights + number // steps * BLOCK_BYTES[KIND], number % steps
+            bf16.decode_tile(KIND, tile0, block, step)
+            bf16.decode_tile(KIND, tile1, block + size, step)
         amx.load_4(x0 + number * 64, stride)
         amx.load_6(tile0, 64)
         amx.load_7(tile1, 64)
@@ -77,12 +68,12 @@ def _write(a, sums, row, rows, first):  # type: ignore[no-untyped-def]
     bias, number = a.bias + first * 4, a.outputs - first
     bias0, bias1 = simd.load_f32x16(bias), simd.load_f32x16(bias + 64)
     tail = sums + 2 * amx.TILE_BYTES
-    out = a.out + (row * a.outputs + first) * 2
+    out = a.out + (row * a.stride + first) * 2
     for i in range(rows):
         value0 = simd.add(simd.load_f32x16(sums + i * 64), bias0)
         value1 = simd.add(simd.load_f32x16(sums + amx.TILE_BYTES + i * 64), bias1)
         bf16_rows.store_outputs(out, number, value0, value1, tail)
-        out += a.outputs * 2
+        out += a.stride * 2
 
 
 @njit(inline="always")
@@ -106,12 +97,16 @@ def tile_product_kernel(kind: int, inputs: int) -> Kernel:
 
 @cache
 def _compiled(kind: int) -> Kernel:
-    KIND, SIZE, CODED = kind, GROUP_BYTES[kind], kind != BF16
+    KIND, SIZE, INPUTS, CODED = kind, BLOCK_BYTES[kind], BLOCK_INPUTS[kind], kind != BF16
 
     def tile_product(address):  # type: ignore[no-untyped-def]
         a = carray(raw.pointer(address), 1, _PRODUCT)[0]
         blocks, groups = (a.outputs + BLOCK - 1) // BLOCK, (a.inputs + GROUP - 1) // GROUP
-        size, whole, rows = groups * SIZE, a.inputs % GROUP == 0, min(a.rows, amx.ROWS)
+        size, whole, rows = (
+            (a.inputs + INPUTS - 1) // INPUTS * SIZE,
+            a.inputs % GROUP == 0,
+            min(a.rows, amx.ROWS),
+        )
         stride = groups * GROUP * 2
         panels = 2 * groups * amx.TILE_BYTES if CODED else 0
         copied = 0 if whole else min(a.rows, CHUNK) * stride
