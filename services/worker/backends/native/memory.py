@@ -13,8 +13,8 @@ from services.worker.backends.native.model.partition import ModelPart
 
 BITS = {
     "Q4_0": 4.5, "Q4_1": 5.0, "Q5_0": 5.5, "Q5_1": 6.0, "Q8_0": 8.5, "Q4_K": 4.625, "Q5_K": 5.625, "Q6_K": 6.5625,
-    "IQ4_XS": 4.3125, "BF16": 16.0, "F16": 32.0, "F32": 32.0, "bfloat16": 16.0, "float32": 32.0, "int8": 8.5,
-    "int4": 5.0,
+    "IQ4_XS": 4.3125, "MXFP4": 4.25, "BF16": 16.0, "F16": 32.0, "F32": 32.0, "bfloat16": 16.0, "float32": 32.0,
+    "int8": 8.5, "int4": 5.0,
 }  # fmt: skip
 """Bits of a weight in memory, with its share of scales and minima, by type in a GGUF file, dtype or quantisation."""
 

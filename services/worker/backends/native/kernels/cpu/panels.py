@@ -3,11 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn import functional
 
 from services.worker.backends.native.kernels.cpu.compiled.block_formats import FORMATS, KINDS, PANEL
-from services.worker.backends.native.kernels.cpu.compiled.quantized import BF16, GROUP, pack_kernel
+from services.worker.backends.native.kernels.cpu.compiled.coded_product import format_table
+from services.worker.backends.native.kernels.cpu.compiled.quantized import GROUP, pack_kernel, pack_layout
 
 
 @dataclass(frozen=True)
@@ -16,7 +19,8 @@ class Panels:
 
     BLOCK = 4 * PANEL
 
-    kind: int
+    format: NDArray[np.int64] | None
+    """See `format_table`. None: bfloat16."""
     outputs: int
     inputs: int
     memory: torch.Tensor
@@ -28,7 +32,7 @@ class Panels:
         padded = functional.pad(weight.to(torch.bfloat16), (0, -inputs % GROUP, 0, -outputs % cls.BLOCK))
         panels = padded.unflatten(1, (-1, GROUP // 2, 2)).unflatten(0, (-1, PANEL))
         memory = panels.permute(0, 2, 3, 1, 4).contiguous().view(torch.uint8).flatten(2).flatten(2)
-        return cls(BF16, outputs, inputs, memory)
+        return cls(None, outputs, inputs, memory)
 
     @classmethod
     def from_blocks(cls, kind: str, parts: Sequence[torch.Tensor]) -> "Panels":
@@ -36,13 +40,17 @@ class Panels:
         own, number = FORMATS[kind], KINDS.index(kind)
         rows = [part if part.stride(1) == 1 else part.contiguous() for part in parts]
         outputs, blocks = sum(map(len, rows)), rows[0].shape[1] // own.source_bytes
-        rows.append(
-            rows[0].new_zeros(-outputs % cls.BLOCK, rows[0].shape[1])
-        )  # blocks of weights that are zero
+        rows.append(torch.zeros(-outputs % cls.BLOCK, rows[0].shape[1], dtype=torch.uint8))
         addresses = torch.cat([part.data_ptr() + torch.arange(len(part)) * part.stride(0) for part in rows])
         memory = torch.empty(len(addresses) // PANEL, blocks, own.bytes, dtype=torch.uint8)
-        pack_kernel(number).again().run(len(memory), (addresses.data_ptr(), memory.data_ptr(), blocks))
-        return cls(number, outputs, blocks * own.inputs, memory)
+        layout = pack_layout(number)
+        values = addresses.data_ptr(), memory.data_ptr(), blocks, layout.ctypes.data
+        pack_kernel().again().run(len(memory), values)
+        return cls(format_table(number), outputs, blocks * own.inputs, memory)
+
+    @property
+    def format_address(self) -> int:
+        return 0 if self.format is None else self.format.ctypes.data
 
     @property
     def num_bytes(self) -> int:

@@ -12,8 +12,8 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from services.worker.backends.native.kernels.cpu.compiled import simd
-from services.worker.backends.native.kernels.cpu.compiled.block_formats import KINDS, step_weights
-from services.worker.backends.native.kernels.cpu.compiled.building import load, spread, store
+from services.worker.backends.native.kernels.cpu.compiled.block_formats import QUADS
+from services.worker.backends.native.kernels.cpu.compiled.building import load, moved, spread, store
 from services.worker.backends.native.kernels.cpu.compiled.simd import I16, I32, I64, VF, VI
 
 WORDS = 64
@@ -89,18 +89,30 @@ def dot_products(
     return types.void(rows, panels, *[types.int64] * 6), code
 
 
-@intrinsic(prefer_literal=True)
-def decode_tile(typing_context: Any, kind: Any, target: Any, block: Any, step: Any) -> Any:
-    """Write the 32 inputs of a step of a panel in bfloat16 pairs. `kind` is a constant."""
+@intrinsic
+def round_step(typing_context: Any, numbers: Any, scale: Any, minimum: Any) -> Any:
+    """Replace the numbers of a decoded step (`block_formats`) by its weights in bfloat16 pairs. `scale` and `minimum`:
+    addresses."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        weights = step_weights(builder, KINDS[kind.literal_value], args[2], args[3])
-        for number in range(0, len(weights), 2):
-            pairs = _paired(builder, weights[number], weights[number + 1])
-            store(builder, pairs, builder.add(args[1], ir.Constant(I64, number // 2 * WORDS)), 2)
+        numbers, (scale, minimum) = args[0], (load(builder, address, VF) for address in args[1:])
+        bits = ir.Constant(VI, [16] * simd.LANES)
+
+        def weights(half: int, quad: int) -> list[Any]:
+            words = load(builder, moved(builder, numbers, WORDS * (half * QUADS + quad)), VI)
+            both = builder.ashr(builder.shl(words, bits), bits), builder.ashr(words, bits)
+            return [
+                simd.call_llvm(builder, "llvm.fma.v16f32", VF, [builder.sitofp(some, VF), scale, minimum])
+                for some in both
+            ]
+
+        even, odd = ([weight for quad in range(QUADS) for weight in weights(half, quad)] for half in (0, 1))
+        pairs = [_paired(builder, *both) for both in zip(even, odd, strict=True)]
+        for number, pair in enumerate(pairs):
+            store(builder, pair, moved(builder, numbers, WORDS * number), 2)
         return context.get_dummy_value()
 
-    return types.void(kind, *[types.int64] * 3), code
+    return types.void(*[types.int64] * 3), code
 
 
 class _Sums:

@@ -1,13 +1,25 @@
 # ruff: noqa: ARG001, the signatures are numba's
 """y = W x + b from quantised weights, with products of whole numbers.
 
-Activations are rounded to 16 bits with one scale for 32 inputs, which loses less than bfloat16. A row of float32
-becomes two rows of 16 bits: the second has what the first has lost. The products of codes and activations of a group of
-inputs are added exactly; scales and minima are applied to these sums in float32, group after group. So a row has the
-same bits in a batch of any size (batch invariance, docs/invariants.md).
+Activations are rounded to whole numbers of up to 16 bits, with one scale for 256 inputs, which loses less than
+bfloat16. Numbers of weights and activations are multiplied exactly; scales and minima are applied to the sums of a
+block (of half a block in some formats) in float32, in the order of the inputs. Few rows are multiplied with codes that
+are decoded in registers, more rows with panels that are decoded once. Both compute the same sums, so a row has the same
+bits in a batch of any size (batch invariance, docs/invariants.md).
+
+A rounded row is one after the other:
+
+- int16[steps, 2, 16]: even inputs and odd inputs of each step
+- int32[steps, 2]: sums of its halves
+- float32[steps]: sums
+- float32[spans]: scales
+
+The kernel and the program for decoded panels are the same for all formats. A format has a coder (`coder`), which the
+kernel calls.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -16,407 +28,512 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import carray, njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic
+from numpy.typing import NDArray
 
 from services.worker.backends.native.kernels.cpu.compiled import raw, simd
 from services.worker.backends.native.kernels.cpu.compiled.block_formats import (
+    DECODED_BYTES,
     FORMATS,
     KINDS,
+    NUMBERS_BYTES,
     PANEL,
     QUADS,
     STEP,
+    block_scale,
     code_pairs,
-    code_words,
-    group_scales,
+    decode_panel,
+    group_factors,
+    step_minima,
 )
 from services.worker.backends.native.kernels.cpu.compiled.building import load, moved, spread, store
 from services.worker.backends.native.kernels.cpu.compiled.product import PRODUCT
 from services.worker.backends.native.kernels.cpu.compiled.simd import F32, I16, I32, I64, LANES, VF, VI
-from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, take
+from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, compiled, take
 
 PANELS = 4
 """Panels of one item."""
 BLOCK = PANELS * PANEL
 """Outputs of one item."""
-TILES = ((6, 2), (5, 2), (4, 2), (3, 4), (2, 4), (1, 4)) if simd.WIDE else ((4, 1), (3, 1), (2, 1), (1, 2))
-"""Numbers of rows of 16 bits that are multiplied together, and of panels: their sums fit into registers."""
-ROWS, WIDTHS = TILES[0][0], tuple(dict(TILES).get(rows, 1) for rows in range(7))
-IS_DECODED = tuple(int(rows > (3 if simd.WIDE else 2)) for rows in range(7))
-"""Fewer rows are multiplied with codes that are decoded in registers: they do not pay for a copy."""
+SPAN = 8
+"""Steps that share a scale of activations."""
+ROWS, WIDTH = (6, 2) if simd.WIDE else (6, 1)
+"""Largest numbers of rows and panels that are multiplied together once the panels are decoded."""
+FEW = 3
+"""Largest number of rows that do not pay for decoded panels."""
+WIDTHS = (0, 4, 4, 2) if simd.WIDE else (0, 2, 1, 1)
+"""Panels that are multiplied with so few rows together."""
 CHUNK = 32 * ROWS
 """Maximum number of rows of one item."""
 WORTH = 1 << 18
 """Smallest number of multiplications for which another thread is used."""
-_LARGEST = 32767
-_ZERO = tuple(own.zero for own in FORMATS.values())
-_GROUPS = tuple(STEP // own.group for own in FORMATS.values())
-_BYTES = tuple(own.bytes for own in FORMATS.values())
-_INPUTS = tuple(own.inputs for own in FORMATS.values())
-DECODED_BYTES = tuple(64 * (2 * QUADS + 2 * groups) for groups in _GROUPS)
-"""Bytes of a decoded step of a panel."""
-_PRODUCT = np.dtype(HEADER + PRODUCT, align=True)
+CODED = [
+    *PRODUCT,
+    ("format", np.int64),  # int64[6], as `format_table` returns it
+    ("half", np.int64),  # activations are bfloat16, and not float32
+]
+_CODED = np.dtype(HEADER + CODED, align=True)
+_SUMS_BYTES = 64 * max(ROWS * WIDTH, *(rows * width for rows, width in enumerate(WIDTHS)))
+TASK = np.dtype(
+    [
+        ("codes", np.int64),  # address of the first panel
+        ("panel_bytes", np.int64),
+        ("blocks", np.int64),  # of a panel
+        ("rows", np.int64),  # up to `FEW`; 0: decode panels
+        ("width", np.int64),  # number of panels to decode
+        ("out", np.int64),  # decoded panels, or float32[rows, panels, 16]
+        ("x", np.int64),  # address of the first rounded row
+        ("row_bytes", np.int64),
+    ]
+)
+"""What the kernel tells a coder."""
+TASK_BYTES = TASK.itemsize
+_TINY = np.float32(1e-30)
+"""Rows whose numbers are all smaller are 0."""
 
 
-def _add_products(builder: Any, sums: Any, codes: Any, pair: Any) -> Any:
-    """Add the products of two inputs to sixteen int32. `codes`: int16[32]; `pair`: an int32 that holds two int16."""
-    some = builder.bitcast(spread(builder, pair, VI), codes.type)
+def _add_products(builder: Any, sums: Any, numbers: Any, pair: Any) -> Any:
+    """Add the products of two inputs to sixteen int32. `numbers`: int16[32]; `pair`: int32[16] that hold two int16."""
     if simd.compiles_for("avx512vnni"):
-        return simd.call_llvm(
-            builder,
-            "llvm.x86.avx512.vpdpwssd.512",
-            VI,
-            [sums, *(builder.bitcast(x, VI) for x in (codes, some))],
-        )
+        operands = [sums, builder.bitcast(numbers, VI), pair]
+        return simd.call_llvm(builder, "llvm.x86.avx512.vpdpwssd.512", VI, operands)
+    some = builder.bitcast(pair, numbers.type)
     if simd.compiles_for("avx512bw"):
-        products = simd.call_llvm(builder, "llvm.x86.avx512.pmaddw.d.512", VI, [codes, some])
+        products = simd.call_llvm(builder, "llvm.x86.avx512.pmaddw.d.512", VI, [numbers, some])
         return builder.add(sums, products)
     wide = ir.VectorType(I32, 2 * LANES)
-    products = builder.mul(builder.sext(codes, wide), builder.sext(some, wide))
-    for first in (0, 1):  # becomes the same instruction
+    products = builder.mul(builder.sext(numbers, wide), builder.sext(some, wide))
+    for first in (0, 1):  # becomes one instruction
         order = ir.Constant(VI, list(range(first, 2 * LANES, 2)))
         sums = builder.add(sums, builder.shuffle_vector(products, products, order))
     return sums
 
 
-class _Coded:
-    """The weights of a step of a panel."""
+class _Tile:
+    """Sums of some rows and panels. LLVM keeps them in registers."""
 
-    def __init__(self, builder: Any, kind: str, block: Any, step: Any) -> None:
-        self._builder, self._kind, self._block, self._step = builder, kind, block, step
+    def __init__(
+        self, builder: Any, rows: int, panels: int, x: Any, row_bytes: Any, steps: Any, out: Any
+    ) -> None:
+        self._builder, self._steps, self._out = builder, steps, out
+        self._x = [builder.add(x, builder.mul(row_bytes, ir.Constant(I64, row))) for row in range(rows)]
+        self.sums, self._parts = self.vectors(VI, panels), self.vectors(VF, panels)
+        for number in range(rows * panels):
+            store(builder, ir.Constant(VF, None), moved(builder, out, 64 * number), 4)
 
-    def pairs(self, quad: int) -> list[Any]:
-        words = code_words(self._builder, self._kind, self._block, self._step, quad)
-        return code_pairs(self._builder, self._kind, words)
+    def vectors(self, kind: ir.VectorType, panels: int) -> list[list[Any]]:
+        return [[cgutils.alloca_once(self._builder, kind) for _ in range(panels)] for _ in self._x]
 
-    @staticmethod
-    def each_pair(builder: Any, panels: list[Any], first: int, end: int, inputs: Any, add: Any) -> None:
-        """Call `add(vectors, offset)` with the pairs of codes of quads `first` to `end` - 1, and the offset of their
-        inputs."""
-        for quad in range(first, end):
-            for half, vectors in enumerate(zip(*(panel.pairs(quad) for panel in panels), strict=True)):
-                add(vectors, moved(builder, inputs, 8 * quad + 4 * half))
+    def set(self, vectors: list[list[Any]], values: list[Any] | None = None) -> None:
+        """Set the vectors of each row to a value, or to 0."""
+        for number, row in enumerate(vectors):
+            for place in row:
+                none = ir.Constant(place.type.pointee, None)
+                self._builder.store(none if values is None else values[number], place)
 
-    def scales(self, group: int) -> tuple[Any, Any]:
-        builder, groups = self._builder, STEP // FORMATS[self._kind].group
-        first = builder.mul(self._step, ir.Constant(I64, groups))
-        return group_scales(builder, self._kind, self._block, builder.add(first, ir.Constant(I64, group)))
+    def of_rows(self, steps_bytes: int, offset: Any, kind: ir.Type) -> list[Any]:
+        """Load a number of each row into all lanes: that behind `steps_bytes` for each step and `offset`."""
+        builder, vector = self._builder, VF if kind == F32 else VI
+        at = builder.add(builder.mul(self._steps, ir.Constant(I64, steps_bytes)), offset)
+        return [spread(builder, load(builder, builder.add(x, at), kind, 4), vector) for x in self._x]
 
+    def add_products(self, numbers: list[Any], offset: Any) -> None:
+        """Add the products of two inputs, `offset` bytes behind the first one."""
+        builder = self._builder
+        for row, pair in zip(self.sums, self.of_rows(0, offset, I32), strict=True):
+            for place, some in zip(row, numbers, strict=True):
+                builder.store(_add_products(builder, builder.load(place), some, pair), place)
 
-class _Decoded(_Coded):
-    """The same as `_decode` wrote it: pairs of codes, then a scale and a minimum for each group."""
+    def add_scaled(self, sums: list[list[Any]], scales: list[Any]) -> None:
+        """Add sums, times the scales of their panels."""
+        for mine, theirs in zip(self._parts, sums, strict=True):
+            for place, sum_of, scale in zip(mine, theirs, scales, strict=True):
+                self._add_product(place, self._builder.sitofp(self._builder.load(sum_of), VF), scale)
 
-    def vector(self, index: Any, kind: Any) -> Any:
-        place = self._builder.add(self._block, self._builder.mul(index, ir.Constant(I64, 64)))
-        return load(self._builder, place, kind, 4)
+    def add_minima(self, minima: list[Any], step: Any) -> None:
+        totals = self.of_rows(NUMBERS_BYTES // PANEL + 8, self.times(step, 4), F32)
+        for row, total in zip(self._parts, totals, strict=True):
+            for place, minimum in zip(row, minima, strict=True):
+                self._add_product(place, minimum, total)
 
-    @staticmethod
-    def each_pair(builder: Any, panels: list[Any], first: int, end: int, inputs: Any, add: Any) -> None:
-        with cgutils.for_range(builder, ir.Constant(I64, 2 * (end - first))) as loop:
-            index = moved(builder, loop.index, 2 * first)
-            vectors = [panel.vector(index, ir.VectorType(I16, 2 * LANES)) for panel in panels]
-            add(vectors, builder.add(inputs, builder.mul(index, ir.Constant(I64, 4))))
+    @contextmanager
+    def span(self) -> Iterator[tuple[Any, Any]]:
+        """For each span: build code for its first step and its number of steps, and add its sums to the results."""
+        builder, most = self._builder, ir.Constant(I64, SPAN)
+        spans = builder.udiv(moved(builder, self._steps, SPAN - 1), most)
+        with cgutils.for_range(builder, spans) as loop:
+            first = builder.mul(loop.index, most)
+            left = builder.sub(self._steps, first)
+            self.set(self._parts)
+            yield first, builder.select(builder.icmp_signed("<", left, most), left, most)
+            scales = self.of_rows(NUMBERS_BYTES // PANEL + 12, self.times(loop.index, 4), F32)
+            at = self._out
+            for row, scale in zip(self._parts, scales, strict=True):
+                for place in row:
+                    result = load(builder, at, VF, 4)
+                    operands = [builder.load(place), scale, result]
+                    store(builder, simd.call_llvm(builder, "llvm.fma.v16f32", VF, operands), at, 4)
+                    at = moved(builder, at, 64)
 
-    def scales(self, group: int) -> tuple[Any, Any]:
-        scale, minimum = (self.vector(ir.Constant(I64, 2 * (QUADS + group) + i), VF) for i in range(2))
-        return scale, minimum if FORMATS[self._kind].has_minima else None
+    def times(self, value: Any, factor: int) -> Any:
+        return self._builder.mul(value, ir.Constant(I64, factor))
+
+    def _add_product(self, place: Any, a: Any, b: Any) -> None:
+        operands = [a, b, self._builder.load(place)]
+        self._builder.store(simd.call_llvm(self._builder, "llvm.fma.v16f32", VF, operands), place)
 
 
 @intrinsic(prefer_literal=True)
-def _decode(typing_context: Any, kind: Any, target: Any, block: Any, step: Any) -> Any:
-    """Decode a step of a panel for several tiles of rows. `kind` is a constant."""
-    name = KINDS[kind.literal_value]
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        weights = _Coded(builder, name, args[2], args[3])
-        vectors = [pair for quad in range(QUADS) for pair in weights.pairs(quad)]
-        for group in range(STEP // FORMATS[name].group):
-            scale, minimum = weights.scales(group)
-            vectors += [scale, ir.Constant(VF, None) if minimum is None else minimum]
-        for index, vector in enumerate(vectors):
-            store(builder, vector, moved(builder, args[1], index * 64), 4)
-        return context.get_dummy_value()
-
-    return types.void(kind, *[types.int64] * 3), code
-
-
-@intrinsic(prefer_literal=True)
-def _multiply(
+def _multiply_codes(
     typing_context: Any,
     kind: Any,
     rows: Any,
     panels: Any,
-    decoded: Any,
     x: Any,
-    x_step: Any,
-    scales: Any,
-    totals: Any,
-    blocks: Any,
+    row_bytes: Any,
     codes: Any,
-    codes_step: Any,
+    panel_bytes: Any,
+    steps: Any,
     out: Any,
 ) -> Any:
-    """Multiply rows with panels.
-
-    `kind`, `rows`, `panels` and `decoded` are constants.
+    """Multiply rows with panels that are decoded in registers. `kind`, `rows` and `panels` are constants.
 
     Args:
-        x: address of the first row as `_round_rows` writes it
-        x_step: bytes from one row to the next
-        scales: address of the first row's scales: float32[steps]; those of the next rows follow
-        totals: address of the first row's totals: 32 bits for each group; those of the next rows follow
-        blocks: blocks of a row
-        codes: address of the first panel, or of what `_decode` wrote of it, if `decoded`
-        codes_step: bytes from one panel to the next
+        x: address of the first rounded row
+        row_bytes: from one row to the next
+        codes: address of the first panel
+        panel_bytes: from one panel to the next
         out: float32[rows, panels, 16], overwritten
     """
     name = KINDS[kind.literal_value]
-    own, count, width = FORMATS[name], rows.literal_value, panels.literal_value
+    own, width = FORMATS[name], panels.literal_value
     groups = STEP // own.group
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x, x_step, scales, totals, blocks, codes, codes_step, out = args[4:]
+        x, row_bytes, codes, panel_bytes, steps, out = args[3:]
+        tile = _Tile(builder, rows.literal_value, width, x, row_bytes, steps, out)
+        whole = tile.vectors(VI, width) if own.multiplies else tile.sums
+        places = [builder.add(codes, tile.times(panel_bytes, panel)) for panel in range(width)]
+        in_block = ir.Constant(I64, own.steps)
+        together = ir.Constant(I64, own.scale_steps)
 
-        def number(value: int) -> Any:
-            return ir.Constant(I64, value)
-
-        def at(base: Any, distance: Any, index: int, offset: Any) -> Any:
-            return builder.add(builder.add(base, builder.mul(distance, number(index))), offset)
-
-        steps = builder.mul(blocks, number(own.inputs // STEP))
-        results, sums = (
-            [[cgutils.alloca_once(builder, kind) for _ in range(width)] for _ in range(count)]
-            for kind in (VF, VI)
-        )
-        for place in (place for row in results for place in row):
-            builder.store(ir.Constant(VF, None), place)
-
-        def add_pairs(vectors: Sequence[Any], offset: Any) -> None:
-            """Add the products of two inputs of each row, `offset` bytes behind its first one."""
-            for row, own_sums in enumerate(sums):
-                pair = load(builder, at(x, x_step, row, offset), I32)
-                for place, vector in zip(own_sums, vectors, strict=True):
-                    builder.store(_add_products(builder, builder.load(place), vector, pair), place)
-
-        in_block = number(own.inputs // STEP)
-        with cgutils.for_range(builder, blocks) as outer, cgutils.for_range(builder, in_block) as inner:
-            step = builder.add(builder.mul(outer.index, in_block), inner.index)
-            inputs, words = builder.mul(step, number(2 * STEP)), builder.mul(step, number(4))
-            row_words = builder.mul(steps, number(4))
-            scale_of = [
-                spread(builder, load(builder, at(scales, row_words, row, words), F32), VF)
-                for row in range(count)
+        def add_step(step: Any, inner: Any) -> None:
+            blocks = [
+                builder.add(place, tile.times(builder.udiv(step, in_block), own.bytes)) for place in places
             ]
-            source: type[_Coded] = _Decoded if decoded.literal_value else _Coded
-            if decoded.literal_value:
-                offset = builder.mul(step, number(DECODED_BYTES[kind.literal_value]))
-            else:
-                offset = builder.mul(outer.index, number(own.bytes))
-            places = [at(codes, codes_step, panel, offset) for panel in range(width)]
-            weights = [source(builder, name, place, inner.index) for place in places]
+            inner = builder.urem(step, in_block) if own.steps > 1 else ir.Constant(I64, 0)
+            factors = (
+                [group_factors(builder, name, block, inner) for block in blocks] if own.multiplies else []
+            )
             for group in range(groups):
-                here = moved(builder, builder.mul(words, number(groups)), 4 * group)
-                row_totals = builder.mul(row_words, number(groups))
-                own_total = [at(totals, row_totals, row, here) for row in range(count)]
-                for row, total in enumerate(own_total):  # products with the code of zero are subtracted
-                    start = (
-                        spread(builder, load(builder, total, I32), VI) if own.zero else ir.Constant(VI, None)
+                starts = None
+                if own.zero:  # products with the code of zero are subtracted
+                    zero = ir.Constant(VI, [-own.zero] * LANES)
+                    totals = tile.of_rows(
+                        NUMBERS_BYTES // PANEL, moved(builder, tile.times(step, 8), 4 * group), I32
                     )
-                    for place in sums[row]:
-                        builder.store(start, place)
-                first, end = (edge * QUADS // groups for edge in (group, group + 1))
-                source.each_pair(builder, weights, first, end, inputs, add_pairs)
-                for panel, each in enumerate(weights):
-                    scale, minimum = each.scales(group)
-                    for row, total in enumerate(own_total):
-                        result, sum_of = builder.load(results[row][panel]), builder.load(sums[row][panel])
-                        scaled = builder.fmul(builder.sitofp(sum_of, VF), scale)
-                        result = simd.call_llvm(
-                            builder, "llvm.fma.v16f32", VF, [scaled, scale_of[row], result]
+                    if groups == 1:
+                        others = tile.of_rows(
+                            NUMBERS_BYTES // PANEL, moved(builder, tile.times(step, 8), 4), I32
                         )
-                        if minimum is not None:
-                            of_inputs = spread(builder, load(builder, total, F32), VF)
-                            result = simd.call_llvm(
-                                builder, "llvm.fma.v16f32", VF, [minimum, of_inputs, result]
-                            )
-                        builder.store(result, results[row][panel])
-        for index, place in enumerate(place for row in results for place in row):
-            store(builder, builder.load(place), moved(builder, out, index * 64), 4)
+                        totals = [builder.add(*both) for both in zip(totals, others, strict=True)]
+                    starts = [builder.mul(total, zero) for total in totals]
+                tile.set(tile.sums, starts)
+                for quad in range(QUADS * group // groups, QUADS * (group + 1) // groups):
+                    decoded = [code_pairs(builder, name, block, inner, quad) for block in blocks]
+                    for half in range(2):
+                        offset = moved(builder, tile.times(step, 2 * STEP), STEP * half + 4 * quad)
+                        tile.add_products([pairs[half] for pairs in decoded], offset)
+                if own.multiplies:
+                    for mine, theirs in zip(whole, tile.sums, strict=True):
+                        for panel in range(width):
+                            scaled = builder.mul(builder.load(theirs[panel]), factors[panel][group])
+                            builder.store(builder.add(builder.load(mine[panel]), scaled), mine[panel])
+            if own.has_minima:
+                tile.add_minima([step_minima(builder, name, block, inner) for block in blocks], step)
+
+        with tile.span() as (first, number):
+            with cgutils.for_range(builder, builder.udiv(number, together)) as outer:
+                start = builder.add(first, tile.times(outer.index, own.scale_steps))
+                if own.multiplies:
+                    tile.set(whole)
+                    with cgutils.for_range(builder, together) as loop:
+                        add_step(builder.add(start, loop.index), loop.index)
+                else:
+                    add_step(start, None)
+                blocks = [
+                    builder.add(place, tile.times(builder.udiv(start, in_block), own.bytes))
+                    for place in places
+                ]
+                tile.add_scaled(whole, [block_scale(builder, name, block) for block in blocks])
         return context.get_dummy_value()
 
-    return types.void(kind, rows, panels, decoded, *[types.int64] * 8), code
+    return types.void(kind, rows, panels, *[types.int64] * 6), code
+
+
+@intrinsic(prefer_literal=True)
+def _multiply_decoded(
+    typing_context: Any,
+    rows: Any,
+    panels: Any,
+    x: Any,
+    row_bytes: Any,
+    decoded: Any,
+    steps: Any,
+    scale_steps: Any,
+    has_minima: Any,
+    out: Any,
+) -> Any:
+    """Multiply rows with decoded panels. `rows` and `panels` are constants. The others: see `_multiply_codes`."""
+    width = panels.literal_value
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, row_bytes, decoded, steps, scale_steps, has_minima, out = args[2:]
+        tile = _Tile(builder, rows.literal_value, width, x, row_bytes, steps, out)
+        panel_bytes = tile.times(steps, DECODED_BYTES)
+        numbers = [builder.add(decoded, tile.times(panel_bytes, panel)) for panel in range(width)]
+        scales = [builder.add(place, tile.times(steps, NUMBERS_BYTES)) for place in numbers]
+        minima = [builder.add(place, tile.times(steps, 4 * PANEL)) for place in scales]
+
+        def loaded(places: list[Any], index: Any, kind: ir.VectorType, distance: int = 0) -> list[Any]:
+            offset = moved(builder, tile.times(index, 64), distance)
+            return [load(builder, builder.add(place, offset), kind, 4) for place in places]
+
+        with tile.span() as (first, number):
+            with cgutils.for_range(builder, builder.udiv(number, scale_steps)) as outer:
+                start = builder.add(first, builder.mul(outer.index, scale_steps))
+                tile.set(tile.sums)
+                pairs = tile.times(scale_steps, STEP // 2 // UNROLLED)
+                with cgutils.for_range(builder, pairs) as loop:
+                    index = builder.add(tile.times(start, STEP // 2), tile.times(loop.index, UNROLLED))
+                    for some in range(UNROLLED):
+                        vectors = loaded(numbers, index, ir.VectorType(I16, 2 * LANES), 64 * some)
+                        tile.add_products(vectors, moved(builder, tile.times(index, 4), 4 * some))
+                with cgutils.for_range(builder, builder.mul(scale_steps, has_minima)) as loop:
+                    step = builder.add(start, loop.index)
+                    tile.add_minima(loaded(minima, step, VF), step)
+                tile.add_scaled(tile.sums, loaded(scales, builder.udiv(start, scale_steps), VF))
+        return context.get_dummy_value()
+
+    return types.void(rows, panels, *[types.int64] * 7), code
+
+
+UNROLLED = 4
+"""Pairs of inputs of one turn of the innermost loop."""
+
+
+def _even_and_odd(builder: Any, address: Any, half: int) -> list[Any]:
+    """Load 32 inputs: the even ones and the odd ones, as bits of float32."""
+    if half:
+        words = load(builder, address, VI, 2)
+        high = ir.Constant(VI, [0xFFFF0000] * LANES)
+        return [builder.shl(words, ir.Constant(VI, [16] * LANES)), builder.and_(words, high)]
+    both = [load(builder, moved(builder, address, 64 * number), VI, 4) for number in range(2)]
+    orders = [ir.Constant(VI, list(range(first, 2 * LANES, 2))) for first in (0, 1)]
+    return [builder.shuffle_vector(*both, order) for order in orders]
+
+
+@intrinsic(prefer_literal=True)
+def _larger(typing_context: Any, address: Any, half: Any, most: Any) -> Any:
+    """The larger ones of `most` and the absolute values of 32 inputs. A number that is none is the largest."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        most = builder.bitcast(args[2], VI)
+        for values in _even_and_odd(builder, args[0], half.literal_value):
+            size = builder.and_(values, ir.Constant(VI, [0x7FFFFFFF] * LANES))
+            most = builder.select(builder.icmp_signed(">", size, most), size, most)
+        return builder.bitcast(most, VF)
+
+    return simd.vector(types.int64, half, simd.vector), code
+
+
+@intrinsic(prefer_literal=True)
+def _round_step(
+    typing_context: Any, address: Any, half: Any, inverse: Any, to: Any, halves: Any, total: Any
+) -> Any:
+    """Round 32 inputs times `inverse`. `to`, `halves` and `total`: addresses of their parts of a rounded row."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        # The float32 nearest to a small number + 1.5 * 2**23 has that number, rounded, in its lowest bits
+        magic, sums = ir.Constant(VF, [12582912.0] * LANES), ir.Constant(VI, [-2 * 0x4B400000] * LANES)
+        for number, values in enumerate(_even_and_odd(builder, args[0], half.literal_value)):
+            scaled = builder.fmul(builder.bitcast(values, VF), args[2])
+            bits = builder.bitcast(builder.fadd(scaled, magic), VI)
+            store(
+                builder,
+                builder.trunc(bits, ir.VectorType(I16, LANES)),
+                moved(builder, args[3], STEP * number),
+                2,
+            )
+            sums = builder.add(sums, bits)
+        for distance in (4, 2, 1):
+            order = ir.Constant(VI, [lane ^ distance for lane in range(LANES)])
+            sums = builder.add(sums, builder.shuffle_vector(sums, sums, order))
+        ends = [builder.extract_element(sums, ir.Constant(I32, lane)) for lane in (0, LANES // 2)]
+        for number, end in enumerate(ends):
+            store(builder, end, moved(builder, args[4], 4 * number), 4)
+        store(builder, builder.sitofp(builder.add(*ends), F32), args[5], 4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, half, simd.vector, *[types.int64] * 3), code
 
 
 @intrinsic
-def _store_rounded(typing_context: Any, address: Any, first: Any, second: Any) -> Any:
-    """Round 32 numbers to int16 and store them: in each four, the first beside the third, the second beside the last.
-
-    Returns: the sums of the first 16 and of the last 16, and the rounded numbers.
-    """
+def _largest(typing_context: Any, sizes: Any) -> Any:
+    """The largest of sixteen numbers that are not negative."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        parts, sums, rounded = [], [], []
-        for value in args[1:]:
-            near = simd.call_llvm(builder, "llvm.nearbyint.v16f32", VF, [value])
-            whole = simd.call_llvm(builder, "llvm.fptosi.sat.v16i32.v16f32", VI, [near])
-            rounded.append(near)
-            parts.append(builder.trunc(whole, ir.VectorType(I16, LANES)))
-            sums.append(
-                builder.sext(simd.call_llvm(builder, "llvm.vector.reduce.add.v16i32", I32, [whole]), I64)
-            )
-        order = [first + number for first in range(0, STEP, 4) for number in (0, 2, 1, 3)]
-        store(builder, builder.shuffle_vector(*parts, ir.Constant(ir.VectorType(I32, STEP), order)), args[0])
-        return context.make_tuple(builder, signature.return_type, [*sums, *rounded])
+        bits = builder.bitcast(args[0], VI)
+        return builder.bitcast(simd.call_llvm(builder, "llvm.vector.reduce.smax.v16i32", I32, [bits]), F32)
 
-    returned = types.Tuple([types.int64, types.int64, simd.vector, simd.vector])
-    return returned(types.int64, simd.vector, simd.vector), code
+    return types.float32(simd.vector), code
 
 
 @njit(inline="always")
-def _round_rows(x, rows, steps, target, scales, totals, KIND, HALF):  # type: ignore[no-untyped-def]
-    """Round rows to 16 bits, and add the inputs of each group: minus the code of zero times the sum, or the sum times
-    the scale."""
-    ZERO, GROUPS, PARTS = _ZERO[KIND], _GROUPS[KIND], 1 if HALF else 2
-    for number in range(rows * steps):
-        value0, value1 = simd.load16(x, HALF), simd.load16(x + (32 if HALF else 64), HALF)
-        minus = simd.splat(np.float32(-1))
-        for part in range(PARTS):
-            at = (number // steps * PARTS + part) * steps + number % steps
-            size0, size1 = (
-                simd.maximum(value0, simd.mul(value0, minus)),
-                simd.maximum(value1, simd.mul(value1, minus)),
-            )
-            most = simd.reduce_max(simd.maximum(size0, size1))
-            scale = most / np.float32(_LARGEST)
-            inverse = simd.splat(np.float32(_LARGEST) / most if most > 0 else np.float32(0))
-            first, second = simd.mul(value0, inverse), simd.mul(value1, inverse)
-            sum0, sum1, near0, near1 = _store_rounded(target + at * 2 * STEP, first, second)
-            simd.store_f32(scales + at * 4, scale)
-            if GROUPS == 2:
-                raw.store_u32(totals + at * 8, -ZERO * sum0)
-                raw.store_u32(totals + at * 8 + 4, -ZERO * sum1)
-            elif ZERO:
-                raw.store_u32(totals + at * 4, -ZERO * (sum0 + sum1))
-            else:
-                simd.store_f32(totals + at * 4, np.float32(sum0 + sum1) * scale)
-            unit = simd.splat(-scale)
-            value0, value1 = simd.fma(near0, unit, value0), simd.fma(near1, unit, value1)
-        x += 64 if HALF else 128
+def _round_row(x, steps, limit, to, HALF):  # type: ignore[no-untyped-def]
+    size, halves = STEP * (2 if HALF else 4), to + steps * 2 * STEP
+    totals = halves + steps * 8
+    scales = totals + steps * 4
+    for span in range((steps + SPAN - 1) // SPAN):
+        first, end = span * SPAN, min(steps, span * SPAN + SPAN)
+        sizes = simd.splat(np.float32(0))
+        for step in range(first, end):
+            sizes = _larger(x + step * size, HALF, sizes)
+        largest = _largest(sizes)
+        is_tiny = largest <= _TINY
+        scale = np.float32(0) if is_tiny else largest / np.float32(limit)
+        inverse = simd.splat(np.float32(0) if is_tiny else np.float32(limit) / largest)
+        simd.store_f32(scales + span * 4, scale)
+        for step in range(first, end):
+            target = to + step * 2 * STEP
+            _round_step(x + step * size, HALF, inverse, target, halves + step * 8, totals + step * 4)
 
 
 @njit(inline="always")
-def _write(a, sums, row, rows, first, panels, HALF):  # type: ignore[no-untyped-def]
-    """Add the bias to sums, float32[rows, parts, panels, 16], and store the outputs from `first` on."""
-    size, PARTS = 2 if HALF else 4, 1 if HALF else 2
+def _write(a, sums, row, rows, first, panels):  # type: ignore[no-untyped-def]
+    """Add the bias to sums, float32[rows, panels, 16], and store the outputs from `first` on."""
+    size = 2 if a.half else 4
     for i in range(rows):
         for panel in range(panels):
-            output = first + panel * PANEL
-            here = sums + (i * PARTS * panels + panel) * 64
-            value = simd.load_f32x16(here)
-            if PARTS == 2:
-                value = simd.add(value, simd.load_f32x16(here + panels * 64))
-            value = simd.add(value, simd.load_f32x16(a.bias + output * 4))
+            output, here = first + panel * PANEL, sums + (i * panels + panel) * 64
+            value = simd.add(simd.load_f32x16(here), simd.load_f32x16(a.bias + output * 4))
             out = a.out + ((row + i) * a.stride + output) * size
             if output + PANEL <= a.outputs:
-                simd.store16(out, value, HALF)
+                simd.store16(out, value, a.half)
             else:
                 simd.store_f32x16(here, value)
                 for j in range(a.outputs - output):
-                    simd.store1(out + j * size, simd.load_f32(here + j * 4), HALF)
+                    simd.store1(out + j * size, simd.load_f32(here + j * 4), a.half)
 
 
-@njit(inline="always")
-def _tile(a, KIND, ROWS, WIDTH, DECODED, x, scales, totals, codes, sums, row, first, HALF):  # type: ignore[no-untyped-def]
-    """Multiply `ROWS` rows of 16 bits with a block of outputs, `WIDTH` panels at a time. `codes`: address of the block,
-    or of its decoded panels."""
-    blocks = a.inputs // _INPUTS[KIND]
-    step = a.inputs // STEP * DECODED_BYTES[KIND] if DECODED else blocks * _BYTES[KIND]
-    for panel in range(0, PANELS, WIDTH):
-        here = first + panel * PANEL
-        if here < a.outputs:
-            place = codes + panel * step
-            _multiply(KIND, ROWS, WIDTH, DECODED, x, a.inputs * 2, scales, totals, blocks, place, step, sums)
-            _write(a, sums, row, ROWS if HALF else ROWS // 2, here, WIDTH, HALF)
-
-
-@njit(inline="always")
-def _decode_panels(a, codes, target, KIND):  # type: ignore[no-untyped-def]
-    blocks, steps = a.inputs // _INPUTS[KIND], _INPUTS[KIND] // STEP
-    for number in range(PANELS * blocks):
-        for step in range(steps):
-            _decode(KIND, target, codes + number * _BYTES[KIND], step)
-            target += DECODED_BYTES[KIND]
-
-
-def coded_product_kernel(kind: int, half: bool, inputs: int) -> Kernel:
-    """One item is a block of outputs of up to `CHUNK` rows; its work is the number of rows. `half`: activations are
-    bfloat16, and not float32."""
-    return _compiled(kind, half).again_for(WORTH, BLOCK * inputs)
+def coded_product_kernel(inputs: int) -> Kernel:
+    """One item is a block of outputs of up to `CHUNK` rows; its work is the number of rows."""
+    return _compiled().again_for(WORTH, BLOCK * inputs)
 
 
 @cache
-def _compiled(kind: int, half: bool) -> Kernel:
-    KIND, HALF, GROUPS, SIZE, INPUTS = kind, int(half), _GROUPS[kind], _BYTES[kind], _INPUTS[kind]
-    DECODED, PARTS = DECODED_BYTES[kind], 1 if half else 2
-    W1, W2, W3, W4, W5, W6 = WIDTHS[1:]
-    D3 = IS_DECODED[3]
+def _compiled() -> Kernel:
+    SUMS = _SUMS_BYTES
 
     def coded_product(address):  # type: ignore[no-untyped-def]
-        a = carray(raw.pointer(address), 1, _PRODUCT)[0]
-        blocks, steps = (a.outputs + BLOCK - 1) // BLOCK, a.inputs // STEP
-        most = min(a.rows, CHUNK) * PARTS
-        decoded_size = PANELS * steps * DECODED if IS_DECODED[min(most, 6)] else 0
-        rounded_size = most * steps * (2 * STEP + 4 + 4 * GROUPS)
-        buffer = raw.allocate(64 + ROWS * PANELS * 64 + decoded_size + rounded_size)
+        a = carray(raw.pointer(address), 1, _CODED)[0]
+        own = raw.i64_at(a.format, 6)
+        coder, blocks, scale_steps, has_minima = own[0], a.inputs // STEP // own[1], own[4], own[5]
+        steps, items = a.inputs // STEP, (a.outputs + BLOCK - 1) // BLOCK
+        row_bytes = (steps * (2 * STEP + 12) + (steps + SPAN - 1) // SPAN * 4 + 63) // 64 * 64
+        most = min(a.rows, CHUNK)
+        decoded_bytes = WIDTH * steps * DECODED_BYTES if most > FEW else 0
+        buffer = raw.allocate(64 + TASK_BYTES + SUMS + decoded_bytes + most * row_bytes)
         sums = (buffer + 63) // 64 * 64
-        place = sums + ROWS * PANELS * 64
-        rounded = place + decoded_size
-        all_scales = rounded + most * steps * 2 * STEP
-        all_totals = all_scales + most * steps * 4
+        decoded = sums + SUMS
+        rounded = decoded + decoded_bytes
+        place = rounded + most * row_bytes
+        task = carray(raw.pointer(place), 1, TASK)[0]
+        task.panel_bytes, task.blocks, task.row_bytes, task.width = blocks * own[2], blocks, row_bytes, WIDTH
         present = -1  # first row of those that are rounded: most items have the rows of the one before
         while True:
             item = take(address)
             if item >= a.items:
                 break
-            block, start = item % blocks, item // blocks * CHUNK
-            rows, first = min(CHUNK, a.rows - start), block * BLOCK
+            block, start = item % items, item // items * CHUNK
+            rows = min(CHUNK, a.rows - start)
             if present != start:
                 present = start
-                source = a.x + start * a.inputs * (2 if HALF else 4)
-                _round_rows(source, rows, steps, rounded, all_scales, all_totals, KIND, HALF)
-            codes, done = a.weight + block * PANELS * (a.inputs // INPUTS) * SIZE, 0
-            decoded = place
-            if IS_DECODED[min(rows * PARTS, 6)]:
-                _decode_panels(a, codes, decoded, KIND)
-            while done < rows:
-                tiles = (rows - done + ROWS // PARTS - 1) // (ROWS // PARTS)
-                some = (rows - done + tiles - 1) // tiles
-                own, row = done * PARTS * steps, start + done
-                x, scales, totals = (
-                    rounded + own * 2 * STEP,
-                    all_scales + own * 4,
-                    all_totals + own * 4 * GROUPS,
-                )
-                done += some
-                few = decoded if D3 else codes
-                if PARTS == 2:
-                    if some == 1:
-                        _tile(a, KIND, 2, W2, 0, x, scales, totals, codes, sums, row, first, HALF)
-                    elif some == 2:
-                        _tile(a, KIND, 4, W4, 1, x, scales, totals, decoded, sums, row, first, HALF)
-                    elif ROWS > 4:
-                        _tile(a, KIND, 6, W6, 1, x, scales, totals, decoded, sums, row, first, HALF)
-                elif some == 1:
-                    _tile(a, KIND, 1, W1, 0, x, scales, totals, codes, sums, row, first, HALF)
-                elif some == 2:
-                    _tile(a, KIND, 2, W2, 0, x, scales, totals, codes, sums, row, first, HALF)
-                elif some == 3:
-                    _tile(a, KIND, 3, W3, D3, x, scales, totals, few, sums, row, first, HALF)
-                elif some == 4:
-                    _tile(a, KIND, 4, W4, 1, x, scales, totals, decoded, sums, row, first, HALF)
-                elif ROWS > 4:
-                    if some == 5:
-                        _tile(a, KIND, 5, W5, 1, x, scales, totals, decoded, sums, row, first, HALF)
+                for row in range(rows):
+                    x, to = (start + row) * a.inputs, rounded + row * row_bytes
+                    if a.half:
+                        _round_row(a.x + x * 2, steps, own[3], to, 1)
                     else:
-                        _tile(a, KIND, 6, W6, 1, x, scales, totals, decoded, sums, row, first, HALF)
+                        _round_row(a.x + x * 4, steps, own[3], to, 0)
+            few = rows <= FEW
+            width = WIDTHS[rows] if few else WIDTH
+            panel = 0
+            while panel < PANELS and block * BLOCK + panel * PANEL < a.outputs:
+                first = block * BLOCK + panel * PANEL
+                task.codes = a.weight + first // PANEL * task.panel_bytes
+                if few:
+                    task.rows, task.x, task.out = rows, rounded, sums
+                    raw.call(coder, place)
+                    _write(a, sums, start, rows, first, width)
+                else:
+                    task.rows, task.out = 0, decoded
+                    raw.call(coder, place)
+                    done = 0
+                    while done < rows:
+                        # Equal parts: seven rows are four and three
+                        parts = (rows - done + ROWS - 1) // ROWS
+                        some = (rows - done + parts - 1) // parts
+                        x = rounded + done * row_bytes
+                        if some == 6:
+                            _multiply_decoded(
+                                6, WIDTH, x, row_bytes, decoded, steps, scale_steps, has_minima, sums
+                            )
+                        elif some == 5:
+                            _multiply_decoded(
+                                5, WIDTH, x, row_bytes, decoded, steps, scale_steps, has_minima, sums
+                            )
+                        elif some == 4:
+                            _multiply_decoded(
+                                4, WIDTH, x, row_bytes, decoded, steps, scale_steps, has_minima, sums
+                            )
+                        else:
+                            _multiply_decoded(
+                                3, WIDTH, x, row_bytes, decoded, steps, scale_steps, has_minima, sums
+                            )
+                        _write(a, sums, start + done, some, first, WIDTH)
+                        done += some
+                panel += width
         raw.release(buffer)
 
-    return Kernel(coded_product, PRODUCT, cost=1)
+    return Kernel(coded_product, CODED, cost=1)
+
+
+@cache
+def _coder(kind: int) -> Any:
+    """Return the coder of a format: a C function with the address of a `TASK`."""
+    own = FORMATS[KINDS[kind]]
+    KIND, STEPS, BYTES, SCALE_STEPS, DECODED = kind, own.steps, own.bytes, own.scale_steps, DECODED_BYTES
+    WIDTH1, WIDTH2, WIDTH3 = WIDTHS[1:]
+
+    def coder(address):  # type: ignore[no-untyped-def]
+        a = carray(raw.pointer(address), 1, TASK)[0]
+        steps = a.blocks * STEPS
+        if a.rows == 0:
+            for panel in range(a.width):
+                codes, to = a.codes + panel * a.panel_bytes, a.out + panel * steps * DECODED
+                decode_panel(codes, a.blocks, to, KIND, STEPS, BYTES, SCALE_STEPS)
+        elif a.rows == 1:
+            _multiply_codes(KIND, 1, WIDTH1, a.x, a.row_bytes, a.codes, a.panel_bytes, steps, a.out)
+        elif a.rows == 2:
+            _multiply_codes(KIND, 2, WIDTH2, a.x, a.row_bytes, a.codes, a.panel_bytes, steps, a.out)
+        else:
+            _multiply_codes(KIND, 3, WIDTH3, a.x, a.row_bytes, a.codes, a.panel_bytes, steps, a.out)
+
+    return compiled(coder)
+
+
+@cache
+def format_table(kind: int) -> NDArray[np.int64]:
+    """Return what the kernel must know of a format, and compile its coder."""
+    own = FORMATS[KINDS[kind]]
+    numbers = own.steps, own.bytes, own.limit, own.scale_steps, int(own.has_minima)
+    return np.array([_coder(kind).address, *numbers], np.int64)

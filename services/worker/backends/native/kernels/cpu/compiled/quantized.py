@@ -8,113 +8,145 @@ from functools import cache
 
 import numpy as np
 from numba import carray, njit
+from numpy.typing import NDArray
 
 from services.worker.backends.native.kernels.cpu.compiled import raw, simd
 from services.worker.backends.native.kernels.cpu.compiled.block_formats import (
+    DECODED_BYTES,
     FORMATS,
     KINDS,
+    NUMBERS_BYTES,
     PANEL,
     STEP,
-    decode_step,
 )
+from services.worker.backends.native.kernels.cpu.compiled.coded_product import TASK, TASK_BYTES
 from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, take
 
-BF16 = -1
-"""Kind of panels that have no blocks; the others are numbers in `KINDS`."""
 GROUP = STEP
 """Inputs that BF16 panels are padded to a multiple of."""
-BLOCK_BYTES = (*(own.bytes for own in FORMATS.values()), 2 * PANEL * GROUP)
-"""Bytes of a block of a panel, by kind."""
-BLOCK_INPUTS = (*(own.inputs for own in FORMATS.values()), GROUP)
 ROWS = [
     ("panels", np.int64),
     ("index", np.int64),  # int32[items]: which output
     ("out", np.int64),  # float32[items, stride]: the first `inputs` numbers of each row are written
     ("inputs", np.int64),
     ("stride", np.int64),
+    ("format", np.int64),  # int64[6], as `format_table` returns it; not of BF16
 ]
 _ROWS = np.dtype(HEADER + ROWS, align=True)
 PACK = [
     ("rows", np.int64),  # int64[items * PANEL]: address of each output's blocks
     ("panels", np.int64),  # uint8[items, blocks, bytes of a block]
     ("blocks", np.int64),
+    ("layout", np.int64),  # int64[11], as `pack_layout` returns it
 ]
 _PACK = np.dtype(HEADER + PACK, align=True)
 
 
-def rows_kernel(kind: int) -> Kernel:
-    """out[i] = weights of output index[i], in float32. One item is one row."""
-    KIND, SIZE, INPUTS = kind, BLOCK_BYTES[kind], BLOCK_INPUTS[kind]
+@cache
+def rows_kernel(coded: bool) -> Kernel:
+    """out[i] = weights of output index[i], in float32. One item is one row. `coded`: of any format, and not BF16."""
+    CODED, SIZE = int(coded), 2 * PANEL * STEP
 
     def rows(address):  # type: ignore[no-untyped-def]
         a = carray(raw.pointer(address), 1, _ROWS)[0]
-        index, blocks = raw.i32_at(a.index, a.items), (a.inputs + INPUTS - 1) // INPUTS
-        spare = raw.allocate(STEP * PANEL * 4)
+        index = raw.i32_at(a.index, a.items)
+        buffer = raw.allocate(TASK_BYTES + 64 + 8 * DECODED_BYTES)
+        decoded = (buffer + TASK_BYTES + 63) // 64 * 64
+        task = carray(raw.pointer(buffer), 1, TASK)[0]
+        task.rows, task.width, task.blocks, task.out = 0, 1, 1, decoded
         while True:
             item = take(address)
             if item >= a.items:
                 break
             row, out = np.int64(index[item]), a.out + item * a.stride * 4
-            panel, lane = a.panels + row // PANEL * blocks * SIZE, row % PANEL
-            for number in range((a.inputs + STEP - 1) // STEP):
-                to = out + number * STEP * 4
-                if KIND == BF16:
-                    for i in range(min(STEP, a.inputs - number * STEP)):
-                        at = panel + number * SIZE + (i // 2 * PANEL + lane) * 4 + i % 2 * 2
-                        simd.store_f32(to + i * 4, simd.load_bf16(at))
-                else:
-                    block, step = number // (INPUTS // STEP), number % (INPUTS // STEP)
-                    decode_step(KIND, spare, panel + block * SIZE, step)
-                    for i in range(STEP):
-                        simd.store_f32(to + i * 4, simd.load_f32(spare + (i * PANEL + lane) * 4))
-        raw.release(spare)
+            lane = row % PANEL
+            if CODED:
+                own = raw.i64_at(a.format, 6)
+                steps, size, scale_steps = own[1], own[2], own[4]
+                blocks = a.inputs // STEP // steps
+                for block in range(blocks):
+                    task.codes = a.panels + (row // PANEL * blocks + block) * size
+                    raw.call(own[0], buffer)
+                    for step in range(steps):
+                        scale_at = decoded + steps * NUMBERS_BYTES + (step // scale_steps * PANEL + lane) * 4
+                        minimum_at = decoded + steps * (NUMBERS_BYTES + PANEL * 4) + (step * PANEL + lane) * 4
+                        scale, minimum = simd.load_f32(scale_at), simd.load_f32(minimum_at)
+                        for i in range(STEP):
+                            pair = step * NUMBERS_BYTES + (i % 2 * 8 + i // 4) * 64
+                            number = raw.load_i16(decoded + pair + lane * 4 + i % 4 // 2 * 2)
+                            weight = np.float32(number) * scale + minimum
+                            simd.store_f32(out + ((block * steps + step) * STEP + i) * 4, weight)
+            else:
+                panel = a.panels + row // PANEL * ((a.inputs + STEP - 1) // STEP) * SIZE
+                for i in range(a.inputs):
+                    simd.store_f32(
+                        out + i * 4, simd.load_bf16(panel + (i // 2 * PANEL + lane) * 4 + i % 2 * 2)
+                    )
+        raw.release(buffer)
 
     return Kernel(rows, ROWS, cost=32)
 
 
-@cache
-def pack_kernel(kind: int) -> Kernel:
-    """Bring ggml's blocks into panels. One item is one panel."""
+def pack_layout(kind: int) -> NDArray[np.int64]:
+    """Return what `pack_kernel` must know of a format."""
     own = FORMATS[KINDS[kind]]
-    SIZE, SOURCE, SCALES, CODES = own.bytes, own.source_bytes, own.scales, own.codes_at
-    HALF0, HALF1 = own.halves[0], own.halves[-1]
-    (AT0, NUMBER0), (AT1, NUMBER1) = own.words[0], own.words[-1]
-    HALVES, PARTS, IS_NONLINEAR = len(own.halves), len(own.words), bool(own.table)
+    scales = (
+        0
+        if own.scales is None
+        else 1
+        if own.has_exponents
+        else 2
+        if own.has_minima
+        else 3
+        if own.table
+        else 4
+    )
+    halves, words = (*own.halves, -1, -1)[:2], (*own.words, (0, 0))[:2]
+    numbers = *halves, scales, own.scales or 0, *words[0], *words[1]
+    return np.array([own.source_bytes, own.bytes, own.codes_at, *numbers], np.int64)
+
+
+@cache
+def pack_kernel() -> Kernel:
+    """Bring ggml's blocks into panels. One item is one panel."""
 
     def pack(address):  # type: ignore[no-untyped-def]
         a = carray(raw.pointer(address), 1, _PACK)[0]
+        own = raw.i64_at(a.layout, 11)
+        source_bytes, size, codes_at, half0, half1, kind, scales, at0, number0, at1, number1 = (
+            own[0], own[1], own[2], own[3], own[4], own[5], own[6], own[7], own[8], own[9], own[10]
+        )  # fmt: skip
         while True:
             item = take(address)
             if item >= a.items:
                 break
             rows = raw.i64_at(a.rows + item * PANEL * 8, PANEL)
             for number in range(a.blocks):
-                panel = a.panels + (item * a.blocks + number) * SIZE
+                panel = a.panels + (item * a.blocks + number) * size
                 for lane in range(PANEL):
-                    source = rows[lane] + number * SOURCE
-                    to = panel + 2 * lane
-                    raw.store_u16(to, raw.load_u16(source + HALF0))
-                    if HALVES == 2:
-                        raw.store_u16(to + 2 * PANEL, raw.load_u16(source + HALF1))
-                    if SCALES:
-                        _unpack_scales(
-                            panel + 2 * HALVES * PANEL + lane, source + SCALES, HALVES, IS_NONLINEAR
-                        )
-                    to = panel + CODES + 4 * lane
-                    for i in range(NUMBER0):
-                        raw.store_u32(to + i * 4 * PANEL, raw.load_u32(source + AT0 + 4 * i))
-                    if PARTS == 2:
-                        for i in range(NUMBER1):
-                            at = to + (NUMBER0 + i) * 4 * PANEL
-                            raw.store_u32(at, raw.load_u32(source + AT1 + 4 * i))
+                    source, bytes_at = rows[lane] + number * source_bytes, panel + lane
+                    if half0 >= 0:
+                        raw.store_u16(panel + 2 * lane, raw.load_u16(source + half0))
+                        bytes_at += 2 * PANEL
+                    if half1 >= 0:
+                        raw.store_u16(panel + 2 * (PANEL + lane), raw.load_u16(source + half1))
+                        bytes_at += 2 * PANEL
+                    _unpack_scales(bytes_at, source + scales, kind)
+                    to = panel + codes_at + 4 * lane
+                    for i in range(number0):
+                        raw.store_u32(to + i * 4 * PANEL, raw.load_u32(source + at0 + 4 * i))
+                    for i in range(number1):
+                        raw.store_u32(to + (number0 + i) * 4 * PANEL, raw.load_u32(source + at1 + 4 * i))
 
     return Kernel(pack, PACK, cost=8)
 
 
 @njit(inline="always")
-def _unpack_scales(to, source, HALVES, IS_NONLINEAR):  # type: ignore[no-untyped-def]
+def _unpack_scales(to, source, kind):  # type: ignore[no-untyped-def]
     """Write the 8-bit scales of a block's groups, and the minima behind them; `PANEL` bytes from one to the next."""
-    if HALVES == 2:  # Q4_K and Q5_K: 6 bits each
+    if kind == 1:  # MXFP4: an exponent
+        raw.store_u8(to, raw.load_u8(source))
+    elif kind == 2:  # Q4_K and Q5_K: 6 bits each
         for i in range(4):
             low, high = raw.load_u8(source + i), raw.load_u8(source + 4 + i)
             both = raw.load_u8(source + 8 + i)
@@ -122,11 +154,11 @@ def _unpack_scales(to, source, HALVES, IS_NONLINEAR):  # type: ignore[no-untyped
             raw.store_u8(to + (4 + i) * PANEL, both & 15 | low >> 6 << 4)
             raw.store_u8(to + (8 + i) * PANEL, high & 63)
             raw.store_u8(to + (12 + i) * PANEL, both >> 4 | high >> 6 << 4)
-    elif IS_NONLINEAR:  # IQ4_XS: 4 bits and 2 bits of a signed number
+    elif kind == 3:  # IQ4_XS: 4 bits and 2 bits of a signed number
         upper = raw.load_u16(source)
         for i in range(8):
             low = raw.load_u8(source + 2 + i // 2) >> i % 2 * 4 & 15
             raw.store_u8(to + i * PANEL, (low | (upper >> 2 * i & 3) << 4) - 32)
-    else:
+    elif kind == 4:  # Q6_K
         for i in range(16):
             raw.store_u8(to + i * PANEL, raw.load_u8(source + i))

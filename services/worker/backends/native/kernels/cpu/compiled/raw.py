@@ -71,12 +71,13 @@ def store_i64(typing_context: Any, address: Any, value: Any) -> Any:
 
 
 def _access(name: str, bits: int) -> tuple[Any, Any]:
-    """Build a load of an unsigned number, as int64, and a store of its lowest bits; other threads do not change it."""
+    """Build a load of a number, as int64, and a store of its lowest bits; other threads do not change it."""
     kind = ir.IntType(bits)
 
     def load(typing_context: Any, address: Any) -> Any:
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return builder.zext(builder.load(builder.inttoptr(args[0], kind.as_pointer()), align=1), I64)
+            found = builder.load(builder.inttoptr(args[0], kind.as_pointer()), align=1)
+            return (builder.sext if name.startswith("i") else builder.zext)(found, I64)
 
         return types.int64(types.int64), code
 
@@ -96,6 +97,7 @@ def _access(name: str, bits: int) -> tuple[Any, Any]:
 load_u8, store_u8 = _access("u8", 8)
 load_u16, store_u16 = _access("u16", 16)
 load_u32, store_u32 = _access("u32", 32)
+load_i16, _ = _access("i16", 16)
 
 
 def prefetch_line(builder: Any, address: Any) -> None:

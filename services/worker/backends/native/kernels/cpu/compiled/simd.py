@@ -114,41 +114,6 @@ def load_bf16_pairs(typing_context: Any, address: Any) -> Any:
     return vector(types.int64), code
 
 
-def _from_bytes(name: str, widen: Any) -> Any:
-    """Build a load of sixteen bytes that become float32."""
-
-    def operation(typing_context: Any, address: Any) -> Any:
-        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            kind = ir.VectorType(ir.IntType(8), LANES)
-            found = builder.load(builder.inttoptr(args[0], kind.as_pointer()), align=1)
-            return builder.sitofp(widen(builder, found), VF)
-
-        return vector(types.int64), code
-
-    operation.__name__ = operation.__qualname__ = name
-    return intrinsic(operation)
-
-
-load_i8x16 = _from_bytes("load_i8x16", lambda builder, found: builder.sext(found, VI))
-load_low_nibbles = _from_bytes(
-    "load_low_nibbles", lambda builder, found: builder.and_(builder.zext(found, VI), _constant(VI, 15))
-)
-load_high_nibbles = _from_bytes(
-    "load_high_nibbles", lambda builder, found: builder.lshr(builder.zext(found, VI), _constant(VI, 4))
-)
-
-
-@intrinsic
-def load_f16x16(typing_context: Any, address: Any) -> Any:
-    """Load sixteen float16."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.VectorType(ir.HalfType(), LANES)
-        return builder.fpext(builder.load(builder.inttoptr(args[0], kind.as_pointer()), align=2), VF)
-
-    return vector(types.int64), code
-
-
 load_f32x16 = _access("load_f32x16", VF, False, False)
 load_bf16x16 = _access("load_bf16x16", VF, False, True)
 load_f32 = _access("load_f32", F32, False, False)

@@ -1,9 +1,8 @@
 """y = W x + b with AMX, from weights in bfloat16 or quantised ones. Activations are bfloat16, sums float32. The number
 of panels is even.
 
-While the first rows are multiplied, codes are decoded to bfloat16 into a panel that stays in the innermost caches. Each
-sum runs over the inputs in order, 32 at a time, so a row has the same bits in a batch of any size (batch invariance,
-docs/invariants.md).
+Quantised weights are decoded to bfloat16 into panels that stay in the inner caches. Each sum runs over the inputs in
+order, 32 at a time, so a row has the same bits in a batch of any size (batch invariance, docs/invariants.md).
 """
 
 from functools import cache
@@ -12,14 +11,13 @@ import numpy as np
 from numba import carray, njit
 
 from services.worker.backends.native.kernels.cpu.compiled import amx, bf16, bf16_rows, raw, simd
-from services.worker.backends.native.kernels.cpu.compiled.block_formats import PANEL
-from services.worker.backends.native.kernels.cpu.compiled.product import PRODUCT
-from services.worker.backends.native.kernels.cpu.compiled.quantized import (
-    BF16,
-    BLOCK_BYTES,
-    BLOCK_INPUTS,
-    GROUP,
+from services.worker.backends.native.kernels.cpu.compiled.block_formats import (
+    DECODED_BYTES,
+    NUMBERS_BYTES,
+    PANEL,
 )
+from services.worker.backends.native.kernels.cpu.compiled.coded_product import CODED, TASK, TASK_BYTES
+from services.worker.backends.native.kernels.cpu.compiled.quantized import GROUP
 from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, take
 
 BLOCK = 2 * PANEL
@@ -28,27 +26,32 @@ CHUNK = 1024
 """Maximum number of rows of one item. A panel is decoded once per item."""
 WORTH = 1 << 17
 """Smallest number of multiplications for which another thread is used."""
-_PRODUCT = np.dtype(HEADER + PRODUCT, align=True)
+_CODED = np.dtype(HEADER + CODED, align=True)
 
 
 @njit(inline="always")
-def _sums(x0, x1, stride, weights, size, decoded, groups, DECODES, PAIR, KIND):  # type: ignore[no-untyped-def]
-    """Multiply one tile of rows, or two if `PAIR`, with two panels.
+def _decode(task, place, coder, steps, scale_steps):  # type: ignore[no-untyped-def]
+    """Decode two panels to bfloat16."""
+    raw.call(coder, place)
+    for panel in range(2):
+        decoded = task.out + panel * steps * DECODED_BYTES
+        scales = decoded + steps * NUMBERS_BYTES
+        minima = scales + steps * PANEL * 4
+        for step in range(steps):
+            scale = scales + step // scale_steps * PANEL * 4
+            bf16.round_step(decoded + step * NUMBERS_BYTES, scale, minima + step * PANEL * 4)
 
-    `weights` are the first panel's codes, and `size` its bytes, if `DECODES`; else `decoded` has the weights already.
-    """
+
+@njit(inline="always")
+def _sums(x0, x1, stride, weights, size, groups, PAIR):  # type: ignore[no-untyped-def]
+    """Multiply one tile of rows, or two if `PAIR`, with two panels of bfloat16, which are `size` bytes apart."""
     amx.zero_0()
     amx.zero_1()
     if PAIR:
         amx.zero_2()
         amx.zero_3()
-    tile0, tile1 = decoded, decoded + groups * amx.TILE_BYTES
+    tile0, tile1 = weights, weights + size
     for number in range(groups):
-        if DECODES:
-            steps = BLOCK_INPUTS[KIND] // GROUP
-            block, step = weights + number // steps * BLOCK_BYTES[KIND], number % steps
-            bf16.decode_tile(KIND, tile0, block, step)
-            bf16.decode_tile(KIND, tile1, block + size, step)
         amx.load_4(x0 + number * 64, stride)
         amx.load_6(tile0, 64)
         amx.load_7(tile1, 64)
@@ -77,10 +80,10 @@ def _write(a, sums, row, rows, first):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _tile(a, x0, x1, row0, row1, block, decoded, size, memory, stride, DECODES, PAIR, KIND):  # type: ignore[no-untyped-def]
+def _tile(a, x0, x1, row0, row1, first, weights, size, memory, stride, PAIR):  # type: ignore[no-untyped-def]
     """Compute one or two tiles of rows of a block of outputs."""
-    groups, first, rows = (a.inputs + GROUP - 1) // GROUP, block * BLOCK, min(a.rows, amx.ROWS)
-    _sums(x0, x1, stride, a.weight + block * 2 * size, size, decoded, groups, DECODES, PAIR, KIND)
+    groups, rows = (a.inputs + GROUP - 1) // GROUP, min(a.rows, amx.ROWS)
+    _sums(x0, x1, stride, weights, size, groups, PAIR)
     amx.store_0(memory, 64)
     amx.store_1(memory + amx.TILE_BYTES, 64)
     _write(a, memory, row0, rows, first)
@@ -90,30 +93,29 @@ def _tile(a, x0, x1, row0, row1, block, decoded, size, memory, stride, DECODES, 
         _write(a, memory, row1, rows, first)
 
 
-def tile_product_kernel(kind: int, inputs: int) -> Kernel:
-    """One item is two panels of up to `CHUNK` rows; its work is the number of rows."""
-    return _compiled(kind).again_for(WORTH, BLOCK * inputs)
+def tile_product_kernel(coded: bool, inputs: int) -> Kernel:
+    """One item is two panels of up to `CHUNK` rows; its work is the number of rows. `coded`: weights are quantised, and
+    not bfloat16."""
+    return _compiled(coded).again_for(WORTH, BLOCK * inputs)
 
 
 @cache
-def _compiled(kind: int) -> Kernel:
-    KIND, SIZE, INPUTS, CODED = kind, BLOCK_BYTES[kind], BLOCK_INPUTS[kind], kind != BF16
+def _compiled(coded: bool) -> Kernel:
+    IS_CODED = int(coded)
 
     def tile_product(address):  # type: ignore[no-untyped-def]
-        a = carray(raw.pointer(address), 1, _PRODUCT)[0]
+        a = carray(raw.pointer(address), 1, _CODED)[0]
         blocks, groups = (a.outputs + BLOCK - 1) // BLOCK, (a.inputs + GROUP - 1) // GROUP
-        size, whole, rows = (
-            (a.inputs + INPUTS - 1) // INPUTS * SIZE,
-            a.inputs % GROUP == 0,
-            min(a.rows, amx.ROWS),
-        )
-        stride = groups * GROUP * 2
-        panels = 2 * groups * amx.TILE_BYTES if CODED else 0
+        whole, rows = a.inputs % GROUP == 0, min(a.rows, amx.ROWS)
+        stride, size = groups * GROUP * 2, groups * (DECODED_BYTES if IS_CODED else amx.TILE_BYTES)
+        panels = 2 * size if IS_CODED else 0
         copied = 0 if whole else min(a.rows, CHUNK) * stride
         sums = 2 * amx.TILE_BYTES + 64
-        buffer = raw.allocate(64 + sums + panels + copied)
+        buffer = raw.allocate(64 + sums + panels + TASK_BYTES + copied)
         memory = (buffer + 63) // 64 * 64
-        scratch = memory + sums
+        decoded = memory + sums
+        place = decoded + panels
+        task = carray(raw.pointer(place), 1, TASK)[0]
         configured = False
         while True:
             item = take(address)
@@ -127,27 +129,28 @@ def _compiled(kind: int) -> Kernel:
             start, end = max(0, min(start, a.rows - rows)), min(start + CHUNK, a.rows)
             x = a.x + start * a.inputs * 2
             if not whole:
-                x = scratch + panels
+                x = place + TASK_BYTES
                 source = a.x + start * a.inputs * 2
                 bf16_rows.copy_padded(source, end - start, a.inputs, x, groups * GROUP)
-            decoded = scratch if CODED else a.weight + block * 2 * size
-            row = start
+            weights = a.weight + block * 2 * size
+            if IS_CODED:
+                weights, own = decoded, raw.i64_at(a.format, 6)
+                task.rows, task.width, task.out, task.blocks = 0, 2, decoded, groups // own[1]
+                task.panel_bytes = task.blocks * own[2]
+                task.codes = a.weight + block * 2 * task.panel_bytes
+                _decode(task, place, own[0], groups, own[4])
+            row, first = start, block * BLOCK
             while row < end:
                 one, last = min(row, end - rows), end - row <= rows
                 two = one if last else min(row + rows, end - rows)
                 x0, x1 = x + (one - start) * stride, x + (two - start) * stride
-                if CODED and row == start:
-                    if last:
-                        _tile(a, x0, x1, one, two, block, decoded, size, memory, stride, True, False, KIND)
-                    else:
-                        _tile(a, x0, x1, one, two, block, decoded, size, memory, stride, True, True, KIND)
-                elif last:
-                    _tile(a, x0, x1, one, two, block, decoded, size, memory, stride, False, False, KIND)
+                if last:
+                    _tile(a, x0, x1, one, two, first, weights, size, memory, stride, False)
                 else:
-                    _tile(a, x0, x1, one, two, block, decoded, size, memory, stride, False, True, KIND)
+                    _tile(a, x0, x1, one, two, first, weights, size, memory, stride, True)
                 row += 2 * rows
         if configured:
             amx.release()
         raw.release(buffer)
 
-    return Kernel(tile_product, PRODUCT, cost=1)
+    return Kernel(tile_product, CODED, cost=1)
