@@ -90,29 +90,28 @@ def dot_products(
 
 
 @intrinsic
-def round_step(typing_context: Any, numbers: Any, scale: Any, minimum: Any) -> Any:
-    """Replace the numbers of a decoded step (`block_formats`) by its weights in bfloat16 pairs. `scale` and `minimum`:
-    addresses."""
+def round_step(typing_context: Any, target: Any, numbers: Any, scale: Any, minimum: Any) -> Any:
+    """Write the weights of a decoded step (`block_formats`) in bfloat16 pairs. All are addresses."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        numbers, (scale, minimum) = args[0], (load(builder, address, VF) for address in args[1:])
+        scale, minimum = (load(builder, address, VF) for address in args[2:])
         bits = ir.Constant(VI, [16] * simd.LANES)
 
         def weights(half: int, quad: int) -> list[Any]:
-            words = load(builder, moved(builder, numbers, WORDS * (half * QUADS + quad)), VI)
+            words = load(builder, moved(builder, args[1], WORDS * (half * QUADS + quad)), VI)
             both = builder.ashr(builder.shl(words, bits), bits), builder.ashr(words, bits)
             return [
                 simd.call_llvm(builder, "llvm.fma.v16f32", VF, [builder.sitofp(some, VF), scale, minimum])
                 for some in both
             ]
 
-        even, odd = ([weight for quad in range(QUADS) for weight in weights(half, quad)] for half in (0, 1))
-        pairs = [_paired(builder, *both) for both in zip(even, odd, strict=True)]
-        for number, pair in enumerate(pairs):
-            store(builder, pair, moved(builder, numbers, WORDS * number), 2)
+        for quad in range(QUADS):
+            for number, both in enumerate(zip(weights(0, quad), weights(1, quad), strict=True)):
+                place = moved(builder, args[0], WORDS * (2 * quad + number))
+                store(builder, _paired(builder, *both), place, 2)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 3), code
+    return types.void(*[types.int64] * 4), code
 
 
 class _Sums:

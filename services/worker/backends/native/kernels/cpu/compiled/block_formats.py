@@ -5,20 +5,20 @@ A panel has sixteen outputs. For each block of inputs it has, one after the othe
 minima or their scales; uint8[groups, 16] scales and minima of groups; uint32[words, 16] codes. A word has codes of four
 inputs, as ggml's blocks have them, so a block is re-ordered by copying words.
 
-A decoded panel has whole numbers, one form for all formats. A weight is number * scale + minimum, computed in float32
-and rounded once:
+A span of a panel is eight steps of 32 inputs. Decoded, it has one form for all formats. A weight is number * scale +
+minimum, computed in float32 and rounded once:
 
-- int16[steps, 16, 16, 2]: numbers of the 32 inputs of a step. Pair v < 8 has inputs 4 v and 4 v + 2, and pair v + 8
-  inputs 4 v + 1 and 4 v + 3. Scales of 4 to 8 bits that belong to groups within a block are factors of the numbers.
-- float32[steps, 16]: scales; only the first of each `scale_steps` is there.
-- float32[steps, 16]: minima.
+- int16[8, 16, 16, 2]: numbers of the inputs of each step. Pair v < 8 has inputs 4 v and 4 v + 2, and pair v + 8 inputs
+  4 v + 1 and 4 v + 3. Scales of 4 to 8 bits that belong to groups within a block are factors of the numbers.
+- float32[8, 16]: scales, one for each `scale_steps`
+- float32[8, 16]: minima of each step
 """
 
 from typing import Any, NamedTuple
 
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit
-from numba.core import types
+from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from services.worker.backends.native.kernels.cpu.compiled import simd
@@ -30,11 +30,15 @@ PANEL = 16
 STEP = 32
 """Inputs of a step. A block has one step or eight."""
 QUADS = STEP // 4
-"""Words of codes of a step, if a code had eight bits."""
+"""Words of four codes of a step."""
+SPAN = 8
+"""Steps of a span."""
 NUMBERS_BYTES = 2 * STEP * PANEL
 """Bytes of the numbers of a decoded step."""
-DECODED_BYTES = NUMBERS_BYTES + 2 * 4 * PANEL
-"""Bytes of a decoded step."""
+SCALES_AT = SPAN * NUMBERS_BYTES
+MINIMA_AT = SCALES_AT + SPAN * 4 * PANEL
+SPAN_BYTES = MINIMA_AT + SPAN * 4 * PANEL
+"""Bytes of a decoded span."""
 _PAIRS = ir.VectorType(I16, 2 * LANES)
 
 
@@ -62,9 +66,19 @@ class Format(NamedTuple):
     scale_steps: int = 1
     """Steps whose products are added as whole numbers, before the scale is applied."""
 
+    unit: int = 1
+    """Steps whose codes are in the same words."""
+    turns: int = 4
+    """Words of a unit at the same place of its codes: they are read one after the other."""
+
     @property
     def steps(self) -> int:
         return self.inputs // STEP
+
+    @property
+    def groups(self) -> int:
+        """Groups of a step."""
+        return max(1, STEP // self.group)
 
     @property
     def has_minima(self) -> bool:
@@ -113,63 +127,70 @@ FORMATS = {
     "Q4_1": Format(32, 32, 20, (0, 2), ((4, 4),)),
     "Q5_0": Format(32, 32, 22, (0,), ((6, 4), (2, 1)), zero=16),
     "Q5_1": Format(32, 32, 24, (0, 2), ((8, 4), (4, 1))),
-    "Q8_0": Format(32, 32, 34, (0,), ((2, 8),)),
+    "Q8_0": Format(32, 32, 34, (0,), ((2, 8),), turns=8),
     "MXFP4": Format(32, 32, 17, (), ((1, 4),), scales=0, table=_FP4),
-    "Q4_K": Format(256, 32, 144, (0, 2), ((16, 32),), scales=4, largest=15 * 63, scale_steps=8),
-    "Q5_K": Format(256, 32, 176, (0, 2), ((48, 32), (16, 8)), scales=4, largest=31 * 63, scale_steps=8),
-    "Q6_K": Format(
-        256, 16, 210, (208,), ((0, 32), (128, 16)), 32, scales=192, largest=32 * 128, scale_steps=4
-    ),
-    "IQ4_XS": Format(
-        256, 32, 136, (0,), ((8, 32),), scales=2, table=_NONLINEAR, largest=127 * 32, scale_steps=4
-    ),
+    "Q4_K": Format(256, 32, 144, (0, 2), ((16, 32),), 0, 4, (), 15 * 63, 8, 2, 8),
+    "Q5_K": Format(256, 32, 176, (0, 2), ((48, 32), (16, 8)), 0, 4, (), 31 * 63, 8, 2, 8),
+    "Q6_K": Format(256, 16, 210, (208,), ((0, 32), (128, 16)), 32, 192, (), 32 * 128, 4, 4, 8),
+    "IQ4_XS": Format(256, 32, 136, (0,), ((8, 32),), 0, 2, _NONLINEAR, 127 * 32, 4),
 }
 KINDS = tuple(FORMATS)
 """Numbers of the formats in kernels."""
 
 
-def code_words(builder: Any, kind: str, block: Any, step: Any, quad: int) -> Any:
-    """Return sixteen words of four codes: inputs 4 `quad` to 4 `quad` + 3 of a step, which may be a variable."""
-    own, number = FORMATS[kind], ir.Constant(I64, quad)
+def code_words(builder: Any, kind: str, block: Any, unit: Any, index: Any) -> list[tuple[int, int, Any]]:
+    """Return some sixteen words of four codes, each with its step in the unit, and with its quad minus `index`.
 
-    def word(index: Any) -> Any:
-        at = builder.add(block, builder.mul(index, ir.Constant(I64, 4 * PANEL)))
-        return load(builder, moved(builder, at, own.codes_at), VI, 2)
+    A quad is four inputs of a step. `unit` and `index` are variables: the codes of a unit are read in `Format.turns`.
+    """
+    own = FORMATS[kind]
+
+    def word(number: Any, first: int = 0) -> Any:
+        at = builder.add(block, builder.mul(number, ir.Constant(I64, 4 * PANEL)))
+        return load(builder, moved(builder, at, own.codes_at + 4 * PANEL * first), VI, 2)
 
     def bits(words: Any, shift: Any, mask: int) -> Any:
-        shifts = spread(builder, builder.trunc(shift, I32), VI)
+        shifts = spread(builder, shift if shift.type == I32 else builder.trunc(shift, I32), VI)
         return builder.and_(builder.lshr(words, shifts), ir.Constant(VI, [mask * 0x01010101] * LANES))
 
     def with_high(low: Any, high: Any) -> Any:
         return builder.or_(low, builder.shl(high, ir.Constant(VI, [4] * LANES)))
 
-    def times(value: Any, factor: int, more: int = 0) -> Any:
-        return builder.add(builder.mul(value, ir.Constant(I64, factor)), ir.Constant(I64, more))
+    def number(value: int) -> Any:
+        return ir.Constant(I32, value)
+
+    def times(value: Any, factor: int) -> Any:
+        return builder.mul(value, ir.Constant(I64, factor))
 
     if kind == "Q8_0":
-        return word(number)
-    if kind in ("Q4_K", "Q5_K"):
-        odd = builder.and_(step, ir.Constant(I64, 1))
-        low = bits(word(times(builder.lshr(step, ir.Constant(I64, 1)), QUADS, quad)), times(odd, 4), 15)
-        return low if kind == "Q4_K" else with_high(low, bits(word(ir.Constant(I64, 32 + quad)), step, 1))
+        return [(0, 0, word(index))]
     if kind == "Q6_K":
-        half, part = builder.lshr(step, ir.Constant(I64, 2)), builder.and_(step, ir.Constant(I64, 3))
-        odd, upper = builder.and_(part, ir.Constant(I64, 1)), builder.lshr(part, ir.Constant(I64, 1))
-        place = builder.add(times(half, 2 * QUADS), times(odd, QUADS, quad))
-        high = bits(word(times(half, QUADS, 32 + quad)), times(part, 2), 3)
-        return with_high(bits(word(place), times(upper, 4), 15), high)
-    low = bits(word(times(step, 4, quad % 4)), ir.Constant(I64, quad // 4 * 4), 15)
+        place = builder.add(times(unit, 2 * QUADS), index)
+        low, high = [word(place), word(place, QUADS)], word(builder.add(times(unit, QUADS), index), 4 * QUADS)
+        parts = [(bits(low[part % 2], number(part // 2 * 4), 15), part) for part in range(4)]
+        return [(part, 0, with_high(some, bits(high, number(2 * part), 3))) for some, part in parts]
+    if own.unit == 2:
+        place = builder.add(times(unit, QUADS), index)
+        found = [(odd, bits(word(place), number(4 * odd), 15)) for odd in range(2)]
+        if kind == "Q5_K":
+            high, first = word(index, 4 * QUADS), times(unit, 2)
+            found = [(odd, with_high(low, bits(high, moved(builder, first, odd), 1))) for odd, low in found]
+        return [(odd, 0, words) for odd, words in found]
+    words = word(builder.add(times(unit, QUADS // 2), index))
+    lows = [bits(words, number(4 * half), 15) for half in range(2)]
     if own.table:
-        return _looked_up(builder, low, own.table)
-    if kind.startswith("Q5"):
-        # Four bits that lie together go to four bytes: bit i moves by 7 i
-        high = builder.and_(
-            builder.lshr(word(ir.Constant(I64, 4)), ir.Constant(VI, [4 * quad] * LANES)),
-            ir.Constant(VI, [15] * LANES),
-        )
-        apart = builder.mul(high, ir.Constant(VI, [0x00204081] * LANES))
-        return with_high(low, builder.and_(apart, ir.Constant(VI, [0x01010101] * LANES)))
-    return low
+        lows = [_looked_up(builder, low, own.table) for low in lows]
+    elif kind.startswith("Q5"):
+        ones = ir.Constant(VI, [0x01010101] * LANES)
+        for half, low in enumerate(lows):
+            # Four bits that lie together go to four bytes: bit i moves by 7 i
+            together = bits(
+                word(ir.Constant(I64, QUADS // 2)), moved(builder, times(index, 4), 16 * half), 15
+            )
+            together = builder.and_(together, ir.Constant(VI, [15] * LANES))
+            apart = builder.mul(together, ir.Constant(VI, [0x00204081] * LANES))
+            lows[half] = with_high(low, builder.and_(apart, ones))
+    return [(0, half * QUADS // 2, low) for half, low in enumerate(lows)]
 
 
 def _looked_up(builder: Any, codes: Any, table: tuple[int, ...]) -> Any:
@@ -197,15 +218,25 @@ def _looked_up(builder: Any, codes: Any, table: tuple[int, ...]) -> Any:
     return builder.bitcast(found, VI)
 
 
-def code_pairs(builder: Any, kind: str, block: Any, step: Any, quad: int) -> list[Any]:
-    """Return the codes of inputs 0 and 2 of four as int16 pairs, and of inputs 1 and 3."""
-    words = code_words(builder, kind, block, step, quad)
-    if not FORMATS[kind].is_signed:
-        mask = ir.Constant(VI, [0x00FF00FF] * LANES)
-        shifted = builder.lshr(words, ir.Constant(VI, [8] * LANES))
-        return [builder.bitcast(builder.and_(some, mask), _PAIRS) for some in (words, shifted)]
-    eight, pairs = ir.Constant(_PAIRS, [8] * 2 * LANES), builder.bitcast(words, _PAIRS)
-    return [builder.ashr(some, eight) for some in (builder.shl(pairs, eight), pairs)]
+def code_pairs(
+    builder: Any, kind: str, block: Any, unit: Any, index: Any
+) -> list[tuple[int, int, tuple[Any, Any]]]:
+    """Return what `code_words` returns as pairs of int16: inputs 0 and 2 of each quad, and inputs 1 and 3."""
+
+    def pairs(words: Any) -> tuple[Any, Any]:
+        if FORMATS[kind].is_signed:
+            eight, halves = ir.Constant(_PAIRS, [8] * 2 * LANES), builder.bitcast(words, _PAIRS)
+            return builder.ashr(builder.shl(halves, eight), eight), builder.ashr(halves, eight)
+        mask, shifted = (
+            ir.Constant(VI, [0x00FF00FF] * LANES),
+            builder.lshr(words, ir.Constant(VI, [8] * LANES)),
+        )
+        return builder.bitcast(builder.and_(words, mask), _PAIRS), builder.bitcast(
+            builder.and_(shifted, mask), _PAIRS
+        )
+
+    found = code_words(builder, kind, block, unit, index)
+    return [(step, quad, pairs(words)) for step, quad, words in found]
 
 
 def block_scale(builder: Any, kind: str, block: Any, number: int = 0) -> Any:
@@ -227,18 +258,13 @@ def _group_bytes(builder: Any, kind: str, block: Any, group: Any, first: int, si
     return (builder.sext if signed else builder.zext)(load(builder, at, ir.VectorType(I8, LANES)), VI)
 
 
-def group_factors(builder: Any, kind: str, block: Any, step: Any) -> list[Any]:
-    """Return the scales of the groups of a step as int32."""
-    groups = STEP // FORMATS[kind].group
-    first = builder.mul(step, ir.Constant(I64, groups))
-    signed = not FORMATS[kind].has_minima
-    return [
-        _group_bytes(builder, kind, block, moved(builder, first, group), 0, signed) for group in range(groups)
-    ]
+def group_factor(builder: Any, kind: str, block: Any, group: Any) -> Any:
+    """Return the scales of a group of a block as int32."""
+    return _group_bytes(builder, kind, block, group, 0, not FORMATS[kind].has_minima)
 
 
 def step_minima(builder: Any, kind: str, block: Any, step: Any) -> Any:
-    """Return the minima of a step in float32, of formats that have them."""
+    """Return the minima of a step of a block in float32, of formats that have them."""
     minima = block_scale(builder, kind, block, 1)
     if not FORMATS[kind].multiplies:
         return minima
@@ -247,47 +273,51 @@ def step_minima(builder: Any, kind: str, block: Any, step: Any) -> Any:
 
 
 @intrinsic(prefer_literal=True)
-def _decode_step(
-    typing_context: Any, kind: Any, block: Any, step: Any, numbers: Any, scales: Any, minima: Any
+def _decode_unit(
+    typing_context: Any, kind: Any, block: Any, unit: Any, numbers: Any, scales: Any, minima: Any
 ) -> Any:
-    """Decode a step of a block. `kind` is a constant."""
+    """Decode a unit of a block. `kind` is a constant."""
     name = KINDS[kind.literal_value]
     own = FORMATS[name]
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        block, step, numbers, scales, minima = args[1:]
-        factors = [
-            builder.bitcast(
-                builder.or_(
-                    builder.and_(factor, ir.Constant(VI, [0xFFFF] * LANES)),
-                    builder.shl(factor, ir.Constant(VI, [16] * LANES)),
-                ),
-                _PAIRS,
-            )
-            for factor in (group_factors(builder, name, block, step) if own.multiplies else ())
-        ]
-        for quad in range(QUADS):
-            for half, pairs in enumerate(code_pairs(builder, name, block, step, quad)):
-                if own.zero:
-                    pairs = builder.sub(pairs, ir.Constant(_PAIRS, [own.zero] * 2 * LANES))
-                if factors:
-                    pairs = builder.mul(pairs, factors[quad * len(factors) // QUADS])
-                store(builder, pairs, moved(builder, numbers, 64 * (half * QUADS + quad)), 4)
+        block, unit, numbers, scales, minima = args[1:]
+        groups, steps = ir.Constant(I64, own.groups), builder.mul(unit, ir.Constant(I64, own.unit))
+        turns = ir.Constant(I64, own.turns // own.groups)
+        low, high = ir.Constant(VI, [0xFFFF] * LANES), ir.Constant(VI, [16] * LANES)
+        with cgutils.for_range(builder, groups) as outer:
+            factors = []
+            for step in range(own.unit if own.multiplies else 0):
+                group = builder.add(builder.mul(moved(builder, steps, step), groups), outer.index)
+                factor = group_factor(builder, name, block, group)
+                factors.append(builder.or_(builder.and_(factor, low), builder.shl(factor, high)))
+            with cgutils.for_range(builder, turns) as inner:
+                index = builder.add(builder.mul(outer.index, turns), inner.index)
+                to = builder.add(numbers, builder.mul(index, ir.Constant(I64, 64)))
+                for step, quad, both in code_pairs(builder, name, block, unit, index):
+                    for half, pairs in enumerate(both):
+                        if own.zero:
+                            pairs = builder.sub(pairs, ir.Constant(_PAIRS, [own.zero] * 2 * LANES))
+                        if factors:
+                            pairs = builder.mul(pairs, builder.bitcast(factors[step], _PAIRS))
+                        place = moved(builder, to, step * NUMBERS_BYTES + 64 * (half * QUADS + quad))
+                        store(builder, pairs, place, 4)
         store(builder, block_scale(builder, name, block), scales, 4)
-        none = ir.Constant(VF, None)
-        store(builder, step_minima(builder, name, block, step) if own.has_minima else none, minima, 4)
+        for step in range(own.unit):
+            found = ir.Constant(VF, None)
+            if own.has_minima:
+                found = step_minima(builder, name, block, moved(builder, steps, step))
+            store(builder, found, moved(builder, minima, 64 * step), 4)
         return context.get_dummy_value()
 
     return types.void(kind, *[types.int64] * 5), code
 
 
 @njit(inline="always")
-def decode_panel(codes, blocks, decoded, KIND, STEPS, BYTES, SCALE_STEPS):  # type: ignore[no-untyped-def]
-    """Decode a panel of `blocks` blocks. The last three are the format's."""
-    steps = blocks * STEPS
-    scales = decoded + steps * NUMBERS_BYTES
-    minima = scales + steps * PANEL * 4
-    for step in range(steps):
-        block, to = codes + step // STEPS * BYTES, decoded + step * NUMBERS_BYTES
-        scale = scales + step // SCALE_STEPS * PANEL * 4
-        _decode_step(KIND, block, step % STEPS, to, scale, minima + step * PANEL * 4)
+def decode_span(panel, first, steps, decoded, KIND, BLOCK_STEPS, BYTES, UNIT, SCALE_STEPS):  # type: ignore[no-untyped-def]
+    """Decode `steps` steps of a panel, from `first` on. The last four are the format's."""
+    for number in range(0, steps, UNIT):
+        block, unit = panel + (first + number) // BLOCK_STEPS * BYTES, (first + number) % BLOCK_STEPS // UNIT
+        scale = decoded + SCALES_AT + number // SCALE_STEPS * PANEL * 4
+        minima = decoded + MINIMA_AT + number * PANEL * 4
+        _decode_unit(KIND, block, unit, decoded + number * NUMBERS_BYTES, scale, minima)

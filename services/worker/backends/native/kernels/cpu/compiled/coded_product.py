@@ -18,9 +18,7 @@ The kernel and the program for decoded panels are the same for all formats. A fo
 kernel calls.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import numpy as np
@@ -32,17 +30,20 @@ from numpy.typing import NDArray
 
 from services.worker.backends.native.kernels.cpu.compiled import raw, simd
 from services.worker.backends.native.kernels.cpu.compiled.block_formats import (
-    DECODED_BYTES,
     FORMATS,
     KINDS,
-    NUMBERS_BYTES,
+    MINIMA_AT,
     PANEL,
     QUADS,
+    SCALES_AT,
+    SPAN,
+    SPAN_BYTES,
     STEP,
+    Format,
     block_scale,
     code_pairs,
-    decode_panel,
-    group_factors,
+    decode_span,
+    group_factor,
     step_minima,
 )
 from services.worker.backends.native.kernels.cpu.compiled.building import load, moved, spread, store
@@ -54,39 +55,41 @@ PANELS = 4
 """Panels of one item."""
 BLOCK = PANELS * PANEL
 """Outputs of one item."""
-SPAN = 8
-"""Steps that share a scale of activations."""
 ROWS, WIDTH = (6, 2) if simd.WIDE else (6, 1)
 """Largest numbers of rows and panels that are multiplied together once the panels are decoded."""
 FEW = 3
 """Largest number of rows that do not pay for decoded panels."""
-WIDTHS = (0, 4, 4, 2) if simd.WIDE else (0, 2, 1, 1)
-"""Panels that are multiplied with so few rows together."""
+UNROLLED = 4
+"""Pairs of inputs of one turn of the innermost loop."""
 CHUNK = 32 * ROWS
 """Maximum number of rows of one item."""
 WORTH = 1 << 18
 """Smallest number of multiplications for which another thread is used."""
+HALVES_AT, TOTALS_AT, SCALES_OF_ROWS_AT = 2 * STEP, 2 * STEP + 8, 2 * STEP + 12
+"""Offsets in a rounded row of what follows the activations, in bytes for each step."""
 CODED = [
     *PRODUCT,
-    ("format", np.int64),  # int64[6], as `format_table` returns it
+    ("format", np.int64),  # int64[NUMBERS], as `format_table` returns it
     ("half", np.int64),  # activations are bfloat16, and not float32
 ]
+NUMBERS = 10
 _CODED = np.dtype(HEADER + CODED, align=True)
-_SUMS_BYTES = 64 * max(ROWS * WIDTH, *(rows * width for rows, width in enumerate(WIDTHS)))
 TASK = np.dtype(
     [
         ("codes", np.int64),  # address of the first panel
         ("panel_bytes", np.int64),
-        ("blocks", np.int64),  # of a panel
+        ("first", np.int64),  # step of a span
+        ("steps", np.int64),  # of the span
         ("rows", np.int64),  # up to `FEW`; 0: decode panels
-        ("width", np.int64),  # number of panels to decode
-        ("out", np.int64),  # decoded panels, or float32[rows, panels, 16]
+        ("width", np.int64),  # number of panels
+        ("out", np.int64),  # decoded panels, or float32[rows, panels, 16], to which products are added
         ("x", np.int64),  # address of the first rounded row
         ("row_bytes", np.int64),
+        ("row_steps", np.int64),
     ]
 )
-"""What the kernel tells a coder."""
-TASK_BYTES = TASK.itemsize
+"""A coder's arguments."""
+TASK_BYTES = 128
 _TINY = np.float32(1e-30)
 """Rows whose numbers are all smaller are 0."""
 
@@ -109,19 +112,22 @@ def _add_products(builder: Any, sums: Any, numbers: Any, pair: Any) -> Any:
 
 
 class _Tile:
-    """Sums of some rows and panels. LLVM keeps them in registers."""
+    """Sums of some rows and panels in a span. LLVM keeps them in registers.
+
+    A rounded row begins at an address of `x`; `steps` is its number of steps, and `first` the first one of the span.
+    """
 
     def __init__(
-        self, builder: Any, rows: int, panels: int, x: Any, row_bytes: Any, steps: Any, out: Any
+        self, builder: Any, rows: int, panels: int, x: Any, row_bytes: Any, steps: Any, first: Any
     ) -> None:
-        self._builder, self._steps, self._out = builder, steps, out
+        self._builder, self._panels, self._steps, self.first = builder, panels, steps, first
         self._x = [builder.add(x, builder.mul(row_bytes, ir.Constant(I64, row))) for row in range(rows)]
-        self.sums, self._parts = self.vectors(VI, panels), self.vectors(VF, panels)
-        for number in range(rows * panels):
-            store(builder, ir.Constant(VF, None), moved(builder, out, 64 * number), 4)
+        self._parts = self.vectors(VF)
+        self.set(self._parts)
 
-    def vectors(self, kind: ir.VectorType, panels: int) -> list[list[Any]]:
-        return [[cgutils.alloca_once(self._builder, kind) for _ in range(panels)] for _ in self._x]
+    def vectors(self, kind: ir.VectorType) -> list[list[Any]]:
+        """Return places of a vector for each panel of each row."""
+        return [[cgutils.alloca_once(self._builder, kind) for _ in range(self._panels)] for _ in self._x]
 
     def set(self, vectors: list[list[Any]], values: list[Any] | None = None) -> None:
         """Set the vectors of each row to a value, or to 0."""
@@ -130,16 +136,20 @@ class _Tile:
                 none = ir.Constant(place.type.pointee, None)
                 self._builder.store(none if values is None else values[number], place)
 
-    def of_rows(self, steps_bytes: int, offset: Any, kind: ir.Type) -> list[Any]:
-        """Load a number of each row into all lanes: that behind `steps_bytes` for each step and `offset`."""
+    def of_rows(
+        self, kind: ir.Type, index: Any, index_bytes: int, step_bytes: int = 0, more: int = 0
+    ) -> list[Any]:
+        """Load a number of each row into all lanes: that at `steps * step_bytes + index * index_bytes + more`."""
         builder, vector = self._builder, VF if kind == F32 else VI
-        at = builder.add(builder.mul(self._steps, ir.Constant(I64, steps_bytes)), offset)
+        at = builder.add(
+            self.times(self._steps, step_bytes), moved(builder, self.times(index, index_bytes), more)
+        )
         return [spread(builder, load(builder, builder.add(x, at), kind, 4), vector) for x in self._x]
 
-    def add_products(self, numbers: list[Any], offset: Any) -> None:
-        """Add the products of two inputs, `offset` bytes behind the first one."""
+    def add_products(self, sums: list[list[Any]], numbers: list[Any], pairs: list[Any]) -> None:
+        """Add the products of two inputs of each row, `pairs`, and of each panel."""
         builder = self._builder
-        for row, pair in zip(self.sums, self.of_rows(0, offset, I32), strict=True):
+        for row, pair in zip(sums, pairs, strict=True):
             for place, some in zip(row, numbers, strict=True):
                 builder.store(_add_products(builder, builder.load(place), some, pair), place)
 
@@ -150,29 +160,20 @@ class _Tile:
                 self._add_product(place, self._builder.sitofp(self._builder.load(sum_of), VF), scale)
 
     def add_minima(self, minima: list[Any], step: Any) -> None:
-        totals = self.of_rows(NUMBERS_BYTES // PANEL + 8, self.times(step, 4), F32)
+        totals = self.of_rows(F32, step, 4, TOTALS_AT)
         for row, total in zip(self._parts, totals, strict=True):
             for place, minimum in zip(row, minima, strict=True):
                 self._add_product(place, minimum, total)
 
-    @contextmanager
-    def span(self) -> Iterator[tuple[Any, Any]]:
-        """For each span: build code for its first step and its number of steps, and add its sums to the results."""
-        builder, most = self._builder, ir.Constant(I64, SPAN)
-        spans = builder.udiv(moved(builder, self._steps, SPAN - 1), most)
-        with cgutils.for_range(builder, spans) as loop:
-            first = builder.mul(loop.index, most)
-            left = builder.sub(self._steps, first)
-            self.set(self._parts)
-            yield first, builder.select(builder.icmp_signed("<", left, most), left, most)
-            scales = self.of_rows(NUMBERS_BYTES // PANEL + 12, self.times(loop.index, 4), F32)
-            at = self._out
-            for row, scale in zip(self._parts, scales, strict=True):
-                for place in row:
-                    result = load(builder, at, VF, 4)
-                    operands = [builder.load(place), scale, result]
-                    store(builder, simd.call_llvm(builder, "llvm.fma.v16f32", VF, operands), at, 4)
-                    at = moved(builder, at, 64)
+    def add_to(self, out: Any) -> None:
+        """Add the sums of the span times the scales of the rows to float32[rows, panels, 16]."""
+        builder = self._builder
+        span = builder.udiv(self.first, ir.Constant(I64, SPAN))
+        for row, scale in zip(self._parts, self.of_rows(F32, span, 4, SCALES_OF_ROWS_AT), strict=True):
+            for place in row:
+                operands = [builder.load(place), scale, load(builder, out, VF, 4)]
+                store(builder, simd.call_llvm(builder, "llvm.fma.v16f32", VF, operands), out, 4)
+                out = moved(builder, out, 64)
 
     def times(self, value: Any, factor: int) -> Any:
         return self._builder.mul(value, ir.Constant(I64, factor))
@@ -184,141 +185,126 @@ class _Tile:
 
 @intrinsic(prefer_literal=True)
 def _multiply_codes(
-    typing_context: Any,
-    kind: Any,
-    rows: Any,
-    panels: Any,
-    x: Any,
-    row_bytes: Any,
-    codes: Any,
-    panel_bytes: Any,
-    steps: Any,
-    out: Any,
-) -> Any:
-    """Multiply rows with panels that are decoded in registers. `kind`, `rows` and `panels` are constants.
+    typing_context: Any, kind: Any, rows: Any, panels: Any, x: Any, row_bytes: Any, steps: Any, first: Any, number: Any,
+    codes: Any, panel_bytes: Any, out: Any
+) -> Any:  # fmt: skip
+    """Multiply a span of rows with panels that are decoded in registers. `kind`, `rows` and `panels` are constants.
 
     Args:
         x: address of the first rounded row
         row_bytes: from one row to the next
+        steps: of a row
+        first: step of the span
+        number: of steps of the span
         codes: address of the first panel
         panel_bytes: from one panel to the next
-        out: float32[rows, panels, 16], overwritten
+        out: float32[rows, panels, 16]; products are added
     """
     name = KINDS[kind.literal_value]
     own, width = FORMATS[name], panels.literal_value
-    groups = STEP // own.group
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x, row_bytes, codes, panel_bytes, steps, out = args[3:]
-        tile = _Tile(builder, rows.literal_value, width, x, row_bytes, steps, out)
-        whole = tile.vectors(VI, width) if own.multiplies else tile.sums
-        places = [builder.add(codes, tile.times(panel_bytes, panel)) for panel in range(width)]
-        in_block = ir.Constant(I64, own.steps)
-        together = ir.Constant(I64, own.scale_steps)
+        x, row_bytes, steps, first, number, codes, panel_bytes, out = args[3:]
+        tile = _Tile(builder, rows.literal_value, width, x, row_bytes, steps, first)
+        sums = [tile.vectors(VI) for _ in range(own.unit)]
+        whole = tile.vectors(VI) if own.multiplies else sums[0]
+        panel_at = [builder.add(codes, tile.times(panel_bytes, panel)) for panel in range(width)]
+        groups, turns = (ir.Constant(I64, size) for size in (own.groups, own.turns // own.groups))
+        block_steps, units = ir.Constant(I64, own.steps), ir.Constant(I64, own.scale_steps // own.unit)
 
-        def add_step(step: Any, inner: Any) -> None:
-            blocks = [
-                builder.add(place, tile.times(builder.udiv(step, in_block), own.bytes)) for place in places
-            ]
-            inner = builder.urem(step, in_block) if own.steps > 1 else ir.Constant(I64, 0)
-            factors = (
-                [group_factors(builder, name, block, inner) for block in blocks] if own.multiplies else []
-            )
-            for group in range(groups):
-                starts = None
-                if own.zero:  # products with the code of zero are subtracted
-                    zero = ir.Constant(VI, [-own.zero] * LANES)
-                    totals = tile.of_rows(
-                        NUMBERS_BYTES // PANEL, moved(builder, tile.times(step, 8), 4 * group), I32
-                    )
-                    if groups == 1:
-                        others = tile.of_rows(
-                            NUMBERS_BYTES // PANEL, moved(builder, tile.times(step, 8), 4), I32
+        def add_unit(step: Any) -> None:
+            in_block = builder.urem(step, block_steps)
+            unit = builder.udiv(in_block, ir.Constant(I64, own.unit))
+            with cgutils.for_range(builder, groups) as outer:
+                for number, some in enumerate(sums):
+                    starts = None
+                    if own.zero:  # products with the code of zero are subtracted
+                        halves = (
+                            [outer.index] if own.groups == 2 else [ir.Constant(I64, half) for half in (0, 1)]
                         )
-                        totals = [builder.add(*both) for both in zip(totals, others, strict=True)]
-                    starts = [builder.mul(total, zero) for total in totals]
-                tile.set(tile.sums, starts)
-                for quad in range(QUADS * group // groups, QUADS * (group + 1) // groups):
-                    decoded = [code_pairs(builder, name, block, inner, quad) for block in blocks]
-                    for half in range(2):
-                        offset = moved(builder, tile.times(step, 2 * STEP), STEP * half + 4 * quad)
-                        tile.add_products([pairs[half] for pairs in decoded], offset)
-                if own.multiplies:
-                    for mine, theirs in zip(whole, tile.sums, strict=True):
-                        for panel in range(width):
-                            scaled = builder.mul(builder.load(theirs[panel]), factors[panel][group])
-                            builder.store(builder.add(builder.load(mine[panel]), scaled), mine[panel])
-            if own.has_minima:
-                tile.add_minima([step_minima(builder, name, block, inner) for block in blocks], step)
-
-        with tile.span() as (first, number):
-            with cgutils.for_range(builder, builder.udiv(number, together)) as outer:
-                start = builder.add(first, tile.times(outer.index, own.scale_steps))
-                if own.multiplies:
-                    tile.set(whole)
-                    with cgutils.for_range(builder, together) as loop:
-                        add_step(builder.add(start, loop.index), loop.index)
-                else:
-                    add_step(start, None)
-                blocks = [
-                    builder.add(place, tile.times(builder.udiv(start, in_block), own.bytes))
-                    for place in places
+                        zero = ir.Constant(VI, [-own.zero] * LANES)
+                        place = tile.times(moved(builder, step, number), 2)
+                        totals = [
+                            tile.of_rows(I32, builder.add(place, half), 4, HALVES_AT) for half in halves
+                        ]
+                        starts = [
+                            builder.mul(reduce(builder.add, each), zero) for each in zip(*totals, strict=True)
+                        ]
+                    tile.set(some, starts)
+                with cgutils.for_range(builder, turns) as inner:
+                    index = builder.add(builder.mul(outer.index, turns), inner.index)
+                    here = builder.add(tile.times(step, QUADS * 2), index)
+                    decoded = [code_pairs(builder, name, block, unit, index) for block in blocks]
+                    for same in zip(*decoded, strict=True):
+                        number, quad, _ = same[0]
+                        for half in range(2):
+                            pairs = tile.of_rows(I32, here, 4, 0, number * 2 * STEP + half * STEP + quad * 4)
+                            tile.add_products(sums[number], [both[half] for _, _, both in same], pairs)
+                for number, some in enumerate(sums if own.multiplies else ()):
+                    group = builder.add(builder.mul(moved(builder, in_block, number), groups), outer.index)
+                    factors = [group_factor(builder, name, block, group) for block in blocks]
+                    for mine, theirs in zip(whole, some, strict=True):
+                        for to, place, factor in zip(mine, theirs, factors, strict=True):
+                            scaled = builder.mul(builder.load(place), factor)
+                            builder.store(builder.add(builder.load(to), scaled), to)
+            for number in range(own.unit if own.has_minima else 0):
+                minima = [
+                    step_minima(builder, name, block, moved(builder, in_block, number)) for block in blocks
                 ]
-                tile.add_scaled(whole, [block_scale(builder, name, block) for block in blocks])
+                tile.add_minima(minima, moved(builder, step, number))
+
+        with cgutils.for_range(builder, builder.udiv(number, ir.Constant(I64, own.scale_steps))) as loop:
+            start = builder.add(first, tile.times(loop.index, own.scale_steps))
+            distance = tile.times(builder.udiv(start, block_steps), own.bytes)
+            blocks = [builder.add(panel, distance) for panel in panel_at]
+            if own.multiplies:
+                tile.set(whole)
+            with cgutils.for_range(builder, units) as inner:
+                add_unit(builder.add(start, tile.times(inner.index, own.unit)))
+            tile.add_scaled(whole, [block_scale(builder, name, block) for block in blocks])
+        tile.add_to(out)
         return context.get_dummy_value()
 
-    return types.void(kind, rows, panels, *[types.int64] * 6), code
+    return types.void(kind, rows, panels, *[types.int64] * 8), code
 
 
 @intrinsic(prefer_literal=True)
 def _multiply_decoded(
-    typing_context: Any,
-    rows: Any,
-    panels: Any,
-    x: Any,
-    row_bytes: Any,
-    decoded: Any,
-    steps: Any,
-    scale_steps: Any,
-    has_minima: Any,
-    out: Any,
-) -> Any:
-    """Multiply rows with decoded panels. `rows` and `panels` are constants. The others: see `_multiply_codes`."""
+    typing_context: Any, rows: Any, panels: Any, x: Any, row_bytes: Any, steps: Any, first: Any, number: Any,
+    decoded: Any, scale_steps: Any, has_minima: Any, out: Any
+) -> Any:  # fmt: skip
+    """Multiply a span of rows with decoded panels. `rows` and `panels` are constants. The others: see above."""
     width = panels.literal_value
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x, row_bytes, decoded, steps, scale_steps, has_minima, out = args[2:]
-        tile = _Tile(builder, rows.literal_value, width, x, row_bytes, steps, out)
-        panel_bytes = tile.times(steps, DECODED_BYTES)
-        numbers = [builder.add(decoded, tile.times(panel_bytes, panel)) for panel in range(width)]
-        scales = [builder.add(place, tile.times(steps, NUMBERS_BYTES)) for place in numbers]
-        minima = [builder.add(place, tile.times(steps, 4 * PANEL)) for place in scales]
+        x, row_bytes, steps, first, number, decoded, scale_steps, has_minima, out = args[2:]
+        tile = _Tile(builder, rows.literal_value, width, x, row_bytes, steps, first)
+        sums = tile.vectors(VI)
 
-        def loaded(places: list[Any], index: Any, kind: ir.VectorType, distance: int = 0) -> list[Any]:
-            offset = moved(builder, tile.times(index, 64), distance)
-            return [load(builder, builder.add(place, offset), kind, 4) for place in places]
+        def loaded(index: Any, kind: ir.VectorType, more: int) -> list[Any]:
+            place = builder.add(decoded, tile.times(index, 64))
+            return [
+                load(builder, moved(builder, place, more + panel * SPAN_BYTES), kind, 4)
+                for panel in range(width)
+            ]
 
-        with tile.span() as (first, number):
-            with cgutils.for_range(builder, builder.udiv(number, scale_steps)) as outer:
-                start = builder.add(first, builder.mul(outer.index, scale_steps))
-                tile.set(tile.sums)
-                pairs = tile.times(scale_steps, STEP // 2 // UNROLLED)
-                with cgutils.for_range(builder, pairs) as loop:
-                    index = builder.add(tile.times(start, STEP // 2), tile.times(loop.index, UNROLLED))
-                    for some in range(UNROLLED):
-                        vectors = loaded(numbers, index, ir.VectorType(I16, 2 * LANES), 64 * some)
-                        tile.add_products(vectors, moved(builder, tile.times(index, 4), 4 * some))
-                with cgutils.for_range(builder, builder.mul(scale_steps, has_minima)) as loop:
-                    step = builder.add(start, loop.index)
-                    tile.add_minima(loaded(minima, step, VF), step)
-                tile.add_scaled(tile.sums, loaded(scales, builder.udiv(start, scale_steps), VF))
+        with cgutils.for_range(builder, builder.udiv(number, scale_steps)) as outer:
+            start = builder.mul(outer.index, scale_steps)
+            tile.set(sums)
+            with cgutils.for_range(builder, tile.times(scale_steps, STEP // 2 // UNROLLED)) as loop:
+                index = builder.add(tile.times(start, STEP // 2), tile.times(loop.index, UNROLLED))
+                here = builder.add(tile.times(first, STEP // 2), index)
+                for some in range(UNROLLED):
+                    numbers = loaded(index, ir.VectorType(I16, 2 * LANES), 64 * some)
+                    tile.add_products(sums, numbers, tile.of_rows(I32, here, 4, 0, 4 * some))
+            with cgutils.for_range(builder, builder.mul(scale_steps, has_minima)) as loop:
+                step = builder.add(start, loop.index)
+                tile.add_minima(loaded(step, VF, MINIMA_AT), builder.add(first, step))
+            tile.add_scaled(sums, loaded(outer.index, VF, SCALES_AT))
+        tile.add_to(out)
         return context.get_dummy_value()
 
-    return types.void(rows, panels, *[types.int64] * 7), code
-
-
-UNROLLED = 4
-"""Pairs of inputs of one turn of the innermost loop."""
+    return types.void(rows, panels, *[types.int64] * 9), code
 
 
 def _even_and_odd(builder: Any, address: Any, half: int) -> list[Any]:
@@ -390,9 +376,8 @@ def _largest(typing_context: Any, sizes: Any) -> Any:
 
 @njit(inline="always")
 def _round_row(x, steps, limit, to, HALF):  # type: ignore[no-untyped-def]
-    size, halves = STEP * (2 if HALF else 4), to + steps * 2 * STEP
-    totals = halves + steps * 8
-    scales = totals + steps * 4
+    size, halves, totals = STEP * (2 if HALF else 4), to + steps * HALVES_AT, to + steps * TOTALS_AT
+    scales = to + steps * SCALES_OF_ROWS_AT
     for span in range((steps + SPAN - 1) // SPAN):
         first, end = span * SPAN, min(steps, span * SPAN + SPAN)
         sizes = simd.splat(np.float32(0))
@@ -432,23 +417,26 @@ def coded_product_kernel(inputs: int) -> Kernel:
 
 @cache
 def _compiled() -> Kernel:
-    SUMS = _SUMS_BYTES
-
     def coded_product(address):  # type: ignore[no-untyped-def]
         a = carray(raw.pointer(address), 1, _CODED)[0]
-        own = raw.i64_at(a.format, 6)
-        coder, blocks, scale_steps, has_minima = own[0], a.inputs // STEP // own[1], own[4], own[5]
+        own = raw.i64_at(a.format, NUMBERS)
+        coder, limit, scale_steps, has_minima, few = own[0], own[3], own[4], own[5], own[6]
         steps, items = a.inputs // STEP, (a.outputs + BLOCK - 1) // BLOCK
-        row_bytes = (steps * (2 * STEP + 12) + (steps + SPAN - 1) // SPAN * 4 + 63) // 64 * 64
+        row_bytes = (steps * SCALES_OF_ROWS_AT + (steps + SPAN - 1) // SPAN * 4 + 63) // 64 * 64
         most = min(a.rows, CHUNK)
-        decoded_bytes = WIDTH * steps * DECODED_BYTES if most > FEW else 0
-        buffer = raw.allocate(64 + TASK_BYTES + SUMS + decoded_bytes + most * row_bytes)
-        sums = (buffer + 63) // 64 * 64
-        decoded = sums + SUMS
-        rounded = decoded + decoded_bytes
-        place = rounded + most * row_bytes
+        sums_bytes = max(most * WIDTH, few * PANELS) * PANEL * 4
+        buffer = raw.allocate(64 + TASK_BYTES + sums_bytes + WIDTH * SPAN_BYTES + most * row_bytes)
+        place = (buffer + 63) // 64 * 64
+        decoded = place + TASK_BYTES
+        sums = decoded + WIDTH * SPAN_BYTES
+        rounded = sums + sums_bytes
         task = carray(raw.pointer(place), 1, TASK)[0]
-        task.panel_bytes, task.blocks, task.row_bytes, task.width = blocks * own[2], blocks, row_bytes, WIDTH
+        task.panel_bytes, task.x, task.row_bytes, task.row_steps = (
+            steps // own[1] * own[2],
+            rounded,
+            row_bytes,
+            steps,
+        )
         present = -1  # first row of those that are rounded: most items have the rows of the one before
         while True:
             item = take(address)
@@ -461,79 +449,88 @@ def _compiled() -> Kernel:
                 for row in range(rows):
                     x, to = (start + row) * a.inputs, rounded + row * row_bytes
                     if a.half:
-                        _round_row(a.x + x * 2, steps, own[3], to, 1)
+                        _round_row(a.x + x * 2, steps, limit, to, 1)
                     else:
-                        _round_row(a.x + x * 4, steps, own[3], to, 0)
-            few = rows <= FEW
-            width = WIDTHS[rows] if few else WIDTH
-            panel = 0
-            while panel < PANELS and block * BLOCK + panel * PANEL < a.outputs:
-                first = block * BLOCK + panel * PANEL
+                        _round_row(a.x + x * 4, steps, limit, to, 0)
+            task.rows, task.out, task.width = 0, decoded, WIDTH
+            if rows <= few:
+                task.rows, task.out, task.width = rows, sums, own[6 + rows]
+            first, end = block * BLOCK, min(a.outputs, block * BLOCK + BLOCK)
+            while first < end:
+                width = task.width
                 task.codes = a.weight + first // PANEL * task.panel_bytes
-                if few:
-                    task.rows, task.x, task.out = rows, rounded, sums
+                for number in range(rows * width):
+                    simd.store_f32x16(sums + number * 64, simd.splat(np.float32(0)))
+                for step in range(0, steps, SPAN):
+                    task.first, task.steps = step, min(SPAN, steps - step)
                     raw.call(coder, place)
-                    _write(a, sums, start, rows, first, width)
-                else:
-                    task.rows, task.out = 0, decoded
-                    raw.call(coder, place)
-                    done = 0
+                    done = rows if task.rows else 0
                     while done < rows:
                         # Equal parts: seven rows are four and three
                         parts = (rows - done + ROWS - 1) // ROWS
                         some = (rows - done + parts - 1) // parts
-                        x = rounded + done * row_bytes
-                        if some == 6:
-                            _multiply_decoded(
-                                6, WIDTH, x, row_bytes, decoded, steps, scale_steps, has_minima, sums
-                            )
-                        elif some == 5:
-                            _multiply_decoded(
-                                5, WIDTH, x, row_bytes, decoded, steps, scale_steps, has_minima, sums
-                            )
-                        elif some == 4:
-                            _multiply_decoded(
-                                4, WIDTH, x, row_bytes, decoded, steps, scale_steps, has_minima, sums
-                            )
-                        else:
-                            _multiply_decoded(
-                                3, WIDTH, x, row_bytes, decoded, steps, scale_steps, has_minima, sums
-                            )
-                        _write(a, sums, start + done, some, first, WIDTH)
+                        _multiply_some(task, some, done, decoded, scale_steps, has_minima, sums)
                         done += some
-                panel += width
+                _write(a, sums, start, rows, first, width)
+                first += width * PANEL
         raw.release(buffer)
 
     return Kernel(coded_product, CODED, cost=1)
+
+
+@njit(inline="always")
+def _multiply_some(a, rows, done, decoded, scale_steps, has_minima, sums):  # type: ignore[no-untyped-def]
+    x, size, steps, first, number = a.x + done * a.row_bytes, a.row_bytes, a.row_steps, a.first, a.steps
+    out = sums + done * WIDTH * PANEL * 4
+    if rows == 6:
+        _multiply_decoded(6, WIDTH, x, size, steps, first, number, decoded, scale_steps, has_minima, out)
+    elif rows == 5:
+        _multiply_decoded(5, WIDTH, x, size, steps, first, number, decoded, scale_steps, has_minima, out)
+    elif rows == 4:
+        _multiply_decoded(4, WIDTH, x, size, steps, first, number, decoded, scale_steps, has_minima, out)
+    elif rows == 3:
+        _multiply_decoded(3, WIDTH, x, size, steps, first, number, decoded, scale_steps, has_minima, out)
+    else:
+        _multiply_decoded(2, WIDTH, x, size, steps, first, number, decoded, scale_steps, has_minima, out)
 
 
 @cache
 def _coder(kind: int) -> Any:
     """Return the coder of a format: a C function with the address of a `TASK`."""
     own = FORMATS[KINDS[kind]]
-    KIND, STEPS, BYTES, SCALE_STEPS, DECODED = kind, own.steps, own.bytes, own.scale_steps, DECODED_BYTES
-    WIDTH1, WIDTH2, WIDTH3 = WIDTHS[1:]
+    KIND, STEPS, BYTES, UNIT, SCALE_STEPS = kind, own.steps, own.bytes, own.unit, own.scale_steps
+    WIDTH1, WIDTH2, WIDTH3 = _widths(own)
 
     def coder(address):  # type: ignore[no-untyped-def]
         a = carray(raw.pointer(address), 1, TASK)[0]
-        steps = a.blocks * STEPS
+        x, size, steps, first, number = a.x, a.row_bytes, a.row_steps, a.first, a.steps
+        codes, panel_bytes = a.codes, a.panel_bytes
         if a.rows == 0:
             for panel in range(a.width):
-                codes, to = a.codes + panel * a.panel_bytes, a.out + panel * steps * DECODED
-                decode_panel(codes, a.blocks, to, KIND, STEPS, BYTES, SCALE_STEPS)
+                to = a.out + panel * SPAN_BYTES
+                decode_span(
+                    codes + panel * panel_bytes, first, number, to, KIND, STEPS, BYTES, UNIT, SCALE_STEPS
+                )
         elif a.rows == 1:
-            _multiply_codes(KIND, 1, WIDTH1, a.x, a.row_bytes, a.codes, a.panel_bytes, steps, a.out)
+            _multiply_codes(KIND, 1, WIDTH1, x, size, steps, first, number, codes, panel_bytes, a.out)
         elif a.rows == 2:
-            _multiply_codes(KIND, 2, WIDTH2, a.x, a.row_bytes, a.codes, a.panel_bytes, steps, a.out)
+            _multiply_codes(KIND, 2, WIDTH2, x, size, steps, first, number, codes, panel_bytes, a.out)
         else:
-            _multiply_codes(KIND, 3, WIDTH3, a.x, a.row_bytes, a.codes, a.panel_bytes, steps, a.out)
+            _multiply_codes(KIND, 3, WIDTH3, x, size, steps, first, number, codes, panel_bytes, a.out)
 
     return compiled(coder)
 
 
+def _widths(own: Format) -> tuple[int, ...]:
+    """Return the numbers of panels that are multiplied together with one, two and three rows."""
+    places = 16 if simd.WIDE else 4
+    return tuple(max(1, min(4, places // (rows * own.unit)) // 2 * 2) for rows in (1, 2, 3))
+
+
 @cache
 def format_table(kind: int) -> NDArray[np.int64]:
-    """Return what the kernel must know of a format, and compile its coder."""
+    """Return what kernels must know of a format, and compile its coder: address of the coder; steps and bytes of a
+    block; largest activation; `scale_steps`; `has_minima`; `FEW`; panels for each of so few rows."""
     own = FORMATS[KINDS[kind]]
-    numbers = own.steps, own.bytes, own.limit, own.scale_steps, int(own.has_minima)
+    numbers = own.steps, own.bytes, own.limit, own.scale_steps, int(own.has_minima), FEW, *_widths(own)
     return np.array([_coder(kind).address, *numbers], np.int64)

@@ -12,14 +12,17 @@ from numpy.typing import NDArray
 
 from services.worker.backends.native.kernels.cpu.compiled import raw, simd
 from services.worker.backends.native.kernels.cpu.compiled.block_formats import (
-    DECODED_BYTES,
     FORMATS,
     KINDS,
-    NUMBERS_BYTES,
+    MINIMA_AT,
     PANEL,
+    QUADS,
+    SCALES_AT,
+    SPAN,
+    SPAN_BYTES,
     STEP,
 )
-from services.worker.backends.native.kernels.cpu.compiled.coded_product import TASK, TASK_BYTES
+from services.worker.backends.native.kernels.cpu.compiled.coded_product import NUMBERS, TASK, TASK_BYTES
 from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, take
 
 GROUP = STEP
@@ -30,7 +33,7 @@ ROWS = [
     ("out", np.int64),  # float32[items, stride]: the first `inputs` numbers of each row are written
     ("inputs", np.int64),
     ("stride", np.int64),
-    ("format", np.int64),  # int64[6], as `format_table` returns it; not of BF16
+    ("format", np.int64),  # int64[NUMBERS], as `format_table` returns it; not of BF16
 ]
 _ROWS = np.dtype(HEADER + ROWS, align=True)
 PACK = [
@@ -50,10 +53,10 @@ def rows_kernel(coded: bool) -> Kernel:
     def rows(address):  # type: ignore[no-untyped-def]
         a = carray(raw.pointer(address), 1, _ROWS)[0]
         index = raw.i32_at(a.index, a.items)
-        buffer = raw.allocate(TASK_BYTES + 64 + 8 * DECODED_BYTES)
-        decoded = (buffer + TASK_BYTES + 63) // 64 * 64
-        task = carray(raw.pointer(buffer), 1, TASK)[0]
-        task.rows, task.width, task.blocks, task.out = 0, 1, 1, decoded
+        place = raw.allocate(TASK_BYTES + SPAN_BYTES)
+        decoded = place + TASK_BYTES
+        task = carray(raw.pointer(place), 1, TASK)[0]
+        task.rows, task.width, task.out = 0, 1, decoded
         while True:
             item = take(address)
             if item >= a.items:
@@ -61,28 +64,27 @@ def rows_kernel(coded: bool) -> Kernel:
             row, out = np.int64(index[item]), a.out + item * a.stride * 4
             lane = row % PANEL
             if CODED:
-                own = raw.i64_at(a.format, 6)
-                steps, size, scale_steps = own[1], own[2], own[4]
-                blocks = a.inputs // STEP // steps
-                for block in range(blocks):
-                    task.codes = a.panels + (row // PANEL * blocks + block) * size
-                    raw.call(own[0], buffer)
-                    for step in range(steps):
-                        scale_at = decoded + steps * NUMBERS_BYTES + (step // scale_steps * PANEL + lane) * 4
-                        minimum_at = decoded + steps * (NUMBERS_BYTES + PANEL * 4) + (step * PANEL + lane) * 4
-                        scale, minimum = simd.load_f32(scale_at), simd.load_f32(minimum_at)
-                        for i in range(STEP):
-                            pair = step * NUMBERS_BYTES + (i % 2 * 8 + i // 4) * 64
-                            number = raw.load_i16(decoded + pair + lane * 4 + i % 4 // 2 * 2)
-                            weight = np.float32(number) * scale + minimum
-                            simd.store_f32(out + ((block * steps + step) * STEP + i) * 4, weight)
+                own = raw.i64_at(a.format, NUMBERS)
+                steps, scale_steps = a.inputs // STEP, own[4]
+                task.codes = a.panels + row // PANEL * (steps // own[1] * own[2])
+                for first in range(0, steps, SPAN):
+                    task.first, task.steps = first, min(SPAN, steps - first)
+                    raw.call(own[0], place)
+                    for i in range(task.steps * STEP):
+                        step, pair = i // STEP, i % 2 * QUADS + i % STEP // 4
+                        number = raw.load_i16(
+                            decoded + ((step * STEP // 2 + pair) * PANEL + lane) * 4 + i % 4 // 2 * 2
+                        )
+                        scale = simd.load_f32(decoded + SCALES_AT + (step // scale_steps * PANEL + lane) * 4)
+                        minimum = simd.load_f32(decoded + MINIMA_AT + (step * PANEL + lane) * 4)
+                        simd.store_f32(out + (first * STEP + i) * 4, np.float32(number) * scale + minimum)
             else:
                 panel = a.panels + row // PANEL * ((a.inputs + STEP - 1) // STEP) * SIZE
                 for i in range(a.inputs):
                     simd.store_f32(
                         out + i * 4, simd.load_bf16(panel + (i // 2 * PANEL + lane) * 4 + i % 2 * 2)
                     )
-        raw.release(buffer)
+        raw.release(place)
 
     return Kernel(rows, ROWS, cost=32)
 

@@ -12,11 +12,19 @@ from numba import carray, njit
 
 from services.worker.backends.native.kernels.cpu.compiled import amx, bf16, bf16_rows, raw, simd
 from services.worker.backends.native.kernels.cpu.compiled.block_formats import (
-    DECODED_BYTES,
+    MINIMA_AT,
     NUMBERS_BYTES,
     PANEL,
+    SCALES_AT,
+    SPAN,
+    SPAN_BYTES,
 )
-from services.worker.backends.native.kernels.cpu.compiled.coded_product import CODED, TASK, TASK_BYTES
+from services.worker.backends.native.kernels.cpu.compiled.coded_product import (
+    CODED,
+    NUMBERS,
+    TASK,
+    TASK_BYTES,
+)
 from services.worker.backends.native.kernels.cpu.compiled.quantized import GROUP
 from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, take
 
@@ -30,16 +38,19 @@ _CODED = np.dtype(HEADER + CODED, align=True)
 
 
 @njit(inline="always")
-def _decode(task, place, coder, steps, scale_steps):  # type: ignore[no-untyped-def]
-    """Decode two panels to bfloat16."""
-    raw.call(coder, place)
-    for panel in range(2):
-        decoded = task.out + panel * steps * DECODED_BYTES
-        scales = decoded + steps * NUMBERS_BYTES
-        minima = scales + steps * PANEL * 4
-        for step in range(steps):
-            scale = scales + step // scale_steps * PANEL * 4
-            bf16.round_step(decoded + step * NUMBERS_BYTES, scale, minima + step * PANEL * 4)
+def _decode(task, place, own, steps, weights, size):  # type: ignore[no-untyped-def]
+    """Decode two panels to bfloat16; they are `size` bytes apart."""
+    for first in range(0, steps, SPAN):
+        task.first, task.steps = first, min(SPAN, steps - first)
+        raw.call(own[0], place)
+        for panel in range(2):
+            decoded = task.out + panel * SPAN_BYTES
+            for step in range(task.steps):
+                scale = decoded + SCALES_AT + step // own[4] * PANEL * 4
+                minimum, to = decoded + MINIMA_AT + step * PANEL * 4, weights + panel * size
+                bf16.round_step(
+                    to + (first + step) * amx.TILE_BYTES, decoded + step * NUMBERS_BYTES, scale, minimum
+                )
 
 
 @njit(inline="always")
@@ -107,15 +118,16 @@ def _compiled(coded: bool) -> Kernel:
         a = carray(raw.pointer(address), 1, _CODED)[0]
         blocks, groups = (a.outputs + BLOCK - 1) // BLOCK, (a.inputs + GROUP - 1) // GROUP
         whole, rows = a.inputs % GROUP == 0, min(a.rows, amx.ROWS)
-        stride, size = groups * GROUP * 2, groups * (DECODED_BYTES if IS_CODED else amx.TILE_BYTES)
+        stride, size = groups * GROUP * 2, groups * amx.TILE_BYTES
         panels = 2 * size if IS_CODED else 0
         copied = 0 if whole else min(a.rows, CHUNK) * stride
         sums = 2 * amx.TILE_BYTES + 64
-        buffer = raw.allocate(64 + sums + panels + TASK_BYTES + copied)
-        memory = (buffer + 63) // 64 * 64
+        buffer = raw.allocate(64 + TASK_BYTES + 2 * SPAN_BYTES + sums + panels + copied)
+        place = (buffer + 63) // 64 * 64
+        memory = place + TASK_BYTES + 2 * SPAN_BYTES
         decoded = memory + sums
-        place = decoded + panels
         task = carray(raw.pointer(place), 1, TASK)[0]
+        task.rows, task.width, task.out = 0, 2, place + TASK_BYTES
         configured = False
         while True:
             item = take(address)
@@ -129,16 +141,15 @@ def _compiled(coded: bool) -> Kernel:
             start, end = max(0, min(start, a.rows - rows)), min(start + CHUNK, a.rows)
             x = a.x + start * a.inputs * 2
             if not whole:
-                x = place + TASK_BYTES
+                x = decoded + panels
                 source = a.x + start * a.inputs * 2
                 bf16_rows.copy_padded(source, end - start, a.inputs, x, groups * GROUP)
             weights = a.weight + block * 2 * size
             if IS_CODED:
-                weights, own = decoded, raw.i64_at(a.format, 6)
-                task.rows, task.width, task.out, task.blocks = 0, 2, decoded, groups // own[1]
-                task.panel_bytes = task.blocks * own[2]
+                weights, own = decoded, raw.i64_at(a.format, NUMBERS)
+                task.panel_bytes = groups // own[1] * own[2]
                 task.codes = a.weight + block * 2 * task.panel_bytes
-                _decode(task, place, own[0], groups, own[4])
+                _decode(task, place, own, groups, weights, size)
             row, first = start, block * BLOCK
             while row < end:
                 one, last = min(row, end - rows), end - row <= rows
