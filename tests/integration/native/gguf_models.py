@@ -259,6 +259,8 @@ def random_blocks(kind: str, shape: tuple[int, ...], size: float = 0.05) -> NDAr
     elements, block_bytes = GGML_QUANT_SIZES[number]
     generator = np.random.default_rng(shape[0])
     blocks = generator.integers(0, 256, (shape[0], shape[1] // elements, block_bytes), np.uint8)
+    if FORMATS[kind].has_exponents:
+        blocks[..., 0] = generator.integers(120, 124, blocks.shape[:2])
     for first in halves:
         blocks[..., first : first + 2] = np.array([1.0], np.float16).view(np.uint8)
     unit = size / dequantize(blocks.reshape(shape[0], -1), number).std()

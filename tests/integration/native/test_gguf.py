@@ -21,15 +21,12 @@ CASES += [
     ("Q8_0", name) for name in gguf_models.MODELS if name not in ("llama", "llama-wide", "llama-biased")
 ]
 CASES += [("F16", "llama-biased")]
-DEQUANTISED = ("Q5_0", "Q5_1", "Q5_K", "IQ4_XS")
-"""Compiling a product takes seconds; these formats' decoders are tested in `tests/unit/native`."""
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES, ids=lambda value: value)
 def test_logits_and_greedy_tokens(kind: str, name: str, tmp_path: Path) -> None:
     family = gguf_models.write(tmp_path / "model.gguf", name, kind)
-    flags = {"quantization": "none"} if kind in DEQUANTISED else {}
-    driver = RunnerDriver(family.path, dtype="float32", **flags)
+    driver = RunnerDriver(family.path, dtype="float32")
     request = driver.add(PROMPT)
     driver.generate([request], STEPS)
     tokens, logits = family.reference(PROMPT, STEPS)

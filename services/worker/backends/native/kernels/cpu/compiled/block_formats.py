@@ -1,9 +1,9 @@
 # ruff: noqa: ARG001, the signatures are numba's
 """Formats of quantised weights: ggml's blocks of sixteen outputs side by side, and their decoders.
 
-A panel has sixteen outputs. For each block of inputs it has, one after the other: float16[16] scales; float16[16]
-minima or their scales; uint8[groups, 16] scales and minima of groups; uint32[words, 16] codes. A word has codes of four
-inputs, as ggml's blocks have them, so a block is re-ordered by copying words.
+A panel has sixteen outputs, and four panels lie together. A block of a panel has, one after the other: float16[16]
+scales; float16[16] minima or their scales; uint8[groups, 16] scales and minima of groups; uint32[words, 16] codes. A
+word has codes of four inputs, as ggml's blocks have them, so a block is re-ordered by copying words.
 
 A span of a panel is eight steps of 32 inputs. Decoded, it has one form for all formats. A weight is number * scale +
 minimum, computed in float32 and rounded once:
@@ -23,10 +23,13 @@ from numba.extending import intrinsic
 
 from services.worker.backends.native.kernels.cpu.compiled import simd
 from services.worker.backends.native.kernels.cpu.compiled.building import load, moved, spread, store
+from services.worker.backends.native.kernels.cpu.compiled.raw import prefetch_line
 from services.worker.backends.native.kernels.cpu.compiled.simd import I8, I16, I32, I64, LANES, VF, VI
 
 PANEL = 16
 """Outputs of a panel."""
+PANELS = 4
+"""Panels that lie together: for each block of inputs, their blocks are side by side."""
 STEP = 32
 """Inputs of a step. A block has one step or eight."""
 QUADS = STEP // 4
@@ -146,8 +149,10 @@ def code_words(builder: Any, kind: str, block: Any, unit: Any, index: Any) -> li
     own = FORMATS[kind]
 
     def word(number: Any, first: int = 0) -> Any:
-        at = builder.add(block, builder.mul(number, ir.Constant(I64, 4 * PANEL)))
-        return load(builder, moved(builder, at, own.codes_at + 4 * PANEL * first), VI, 2)
+        place = builder.add(block, builder.mul(number, ir.Constant(I64, 4 * PANEL)))
+        at = moved(builder, place, own.codes_at + 4 * PANEL * first)
+        prefetch_line(builder, moved(builder, at, PANELS * own.bytes * SPAN // own.steps))
+        return load(builder, at, VI, 2)
 
     def bits(words: Any, shift: Any, mask: int) -> Any:
         shifts = spread(builder, shift if shift.type == I32 else builder.trunc(shift, I32), VI)
@@ -317,7 +322,8 @@ def _decode_unit(
 def decode_span(panel, first, steps, decoded, KIND, BLOCK_STEPS, BYTES, UNIT, SCALE_STEPS):  # type: ignore[no-untyped-def]
     """Decode `steps` steps of a panel, from `first` on. The last four are the format's."""
     for number in range(0, steps, UNIT):
-        block, unit = panel + (first + number) // BLOCK_STEPS * BYTES, (first + number) % BLOCK_STEPS // UNIT
+        step = first + number
+        block, unit = panel + step // BLOCK_STEPS * (PANELS * BYTES), step % BLOCK_STEPS // UNIT
         scale = decoded + SCALES_AT + number // SCALE_STEPS * PANEL * 4
         minima = decoded + MINIMA_AT + number * PANEL * 4
         _decode_unit(KIND, block, unit, decoded + number * NUMBERS_BYTES, scale, minima)

@@ -34,6 +34,7 @@ from services.worker.backends.native.kernels.cpu.compiled.block_formats import (
     KINDS,
     MINIMA_AT,
     PANEL,
+    PANELS,
     QUADS,
     SCALES_AT,
     SPAN,
@@ -51,8 +52,6 @@ from services.worker.backends.native.kernels.cpu.compiled.product import PRODUCT
 from services.worker.backends.native.kernels.cpu.compiled.simd import F32, I16, I32, I64, LANES, VF, VI
 from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, compiled, take
 
-PANELS = 4
-"""Panels of one item."""
 BLOCK = PANELS * PANEL
 """Outputs of one item."""
 ROWS, WIDTH = (6, 2) if simd.WIDE else (6, 1)
@@ -77,12 +76,11 @@ _CODED = np.dtype(HEADER + CODED, align=True)
 TASK = np.dtype(
     [
         ("codes", np.int64),  # address of the first panel
-        ("panel_bytes", np.int64),
         ("first", np.int64),  # step of a span
         ("steps", np.int64),  # of the span
         ("rows", np.int64),  # up to `FEW`; 0: decode panels
         ("width", np.int64),  # number of panels
-        ("out", np.int64),  # decoded panels, or float32[rows, panels, 16], to which products are added
+        ("out", np.int64),  # decoded panels, or float32[rows, PANELS, 16], to which products are added
         ("x", np.int64),  # address of the first rounded row
         ("row_bytes", np.int64),
         ("row_steps", np.int64),
@@ -166,14 +164,15 @@ class _Tile:
                 self._add_product(place, minimum, total)
 
     def add_to(self, out: Any) -> None:
-        """Add the sums of the span times the scales of the rows to float32[rows, panels, 16]."""
+        """Add the sums of the span times the scales of the rows to those of the item."""
         builder = self._builder
         span = builder.udiv(self.first, ir.Constant(I64, SPAN))
-        for row, scale in zip(self._parts, self.of_rows(F32, span, 4, SCALES_OF_ROWS_AT), strict=True):
-            for place in row:
-                operands = [builder.load(place), scale, load(builder, out, VF, 4)]
-                store(builder, simd.call_llvm(builder, "llvm.fma.v16f32", VF, operands), out, 4)
-                out = moved(builder, out, 64)
+        scales = self.of_rows(F32, span, 4, SCALES_OF_ROWS_AT)
+        for number, (row, scale) in enumerate(zip(self._parts, scales, strict=True)):
+            for panel, place in enumerate(row):
+                at = moved(builder, out, 64 * (number * PANELS + panel))
+                operands = [builder.load(place), scale, load(builder, at, VF, 4)]
+                store(builder, simd.call_llvm(builder, "llvm.fma.v16f32", VF, operands), at, 4)
 
     def times(self, value: Any, factor: int) -> Any:
         return self._builder.mul(value, ir.Constant(I64, factor))
@@ -186,7 +185,7 @@ class _Tile:
 @intrinsic(prefer_literal=True)
 def _multiply_codes(
     typing_context: Any, kind: Any, rows: Any, panels: Any, x: Any, row_bytes: Any, steps: Any, first: Any, number: Any,
-    codes: Any, panel_bytes: Any, out: Any
+    codes: Any, out: Any
 ) -> Any:  # fmt: skip
     """Multiply a span of rows with panels that are decoded in registers. `kind`, `rows` and `panels` are constants.
 
@@ -197,18 +196,16 @@ def _multiply_codes(
         first: step of the span
         number: of steps of the span
         codes: address of the first panel
-        panel_bytes: from one panel to the next
-        out: float32[rows, panels, 16]; products are added
+        out: float32[rows, PANELS, 16] from the first panel on; products are added
     """
     name = KINDS[kind.literal_value]
     own, width = FORMATS[name], panels.literal_value
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x, row_bytes, steps, first, number, codes, panel_bytes, out = args[3:]
+        x, row_bytes, steps, first, number, codes, out = args[3:]
         tile = _Tile(builder, rows.literal_value, width, x, row_bytes, steps, first)
         sums = [tile.vectors(VI) for _ in range(own.unit)]
         whole = tile.vectors(VI) if own.multiplies else sums[0]
-        panel_at = [builder.add(codes, tile.times(panel_bytes, panel)) for panel in range(width)]
         groups, turns = (ir.Constant(I64, size) for size in (own.groups, own.turns // own.groups))
         block_steps, units = ir.Constant(I64, own.steps), ir.Constant(I64, own.scale_steps // own.unit)
 
@@ -255,8 +252,8 @@ def _multiply_codes(
 
         with cgutils.for_range(builder, builder.udiv(number, ir.Constant(I64, own.scale_steps))) as loop:
             start = builder.add(first, tile.times(loop.index, own.scale_steps))
-            distance = tile.times(builder.udiv(start, block_steps), own.bytes)
-            blocks = [builder.add(panel, distance) for panel in panel_at]
+            place = builder.add(codes, tile.times(builder.udiv(start, block_steps), PANELS * own.bytes))
+            blocks = [moved(builder, place, panel * own.bytes) for panel in range(width)]
             if own.multiplies:
                 tile.set(whole)
             with cgutils.for_range(builder, units) as inner:
@@ -265,7 +262,7 @@ def _multiply_codes(
         tile.add_to(out)
         return context.get_dummy_value()
 
-    return types.void(kind, rows, panels, *[types.int64] * 8), code
+    return types.void(kind, rows, panels, *[types.int64] * 7), code
 
 
 @intrinsic(prefer_literal=True)
@@ -279,7 +276,10 @@ def _multiply_decoded(
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x, row_bytes, steps, first, number, decoded, scale_steps, has_minima, out = args[2:]
         tile = _Tile(builder, rows.literal_value, width, x, row_bytes, steps, first)
-        sums = tile.vectors(VI)
+        # With few sums, each waits for the one before
+        sums, *others = [
+            tile.vectors(VI) for _ in range(max(1, min(UNROLLED, 8 // (rows.literal_value * width))))
+        ]
 
         def loaded(index: Any, kind: ir.VectorType, more: int) -> list[Any]:
             place = builder.add(decoded, tile.times(index, 64))
@@ -290,13 +290,19 @@ def _multiply_decoded(
 
         with cgutils.for_range(builder, builder.udiv(number, scale_steps)) as outer:
             start = builder.mul(outer.index, scale_steps)
-            tile.set(sums)
+            for some in (sums, *others):
+                tile.set(some)
             with cgutils.for_range(builder, tile.times(scale_steps, STEP // 2 // UNROLLED)) as loop:
                 index = builder.add(tile.times(start, STEP // 2), tile.times(loop.index, UNROLLED))
                 here = builder.add(tile.times(first, STEP // 2), index)
                 for some in range(UNROLLED):
                     numbers = loaded(index, ir.VectorType(I16, 2 * LANES), 64 * some)
-                    tile.add_products(sums, numbers, tile.of_rows(I32, here, 4, 0, 4 * some))
+                    together = (sums, *others)[some % (1 + len(others))]
+                    tile.add_products(together, numbers, tile.of_rows(I32, here, 4, 0, 4 * some))
+            for mine, *theirs in zip(sums, *others, strict=True):
+                for to, *places in zip(mine, *theirs, strict=True):
+                    for place in places:
+                        builder.store(builder.add(builder.load(to), builder.load(place)), to)
             with cgutils.for_range(builder, builder.mul(scale_steps, has_minima)) as loop:
                 step = builder.add(start, loop.index)
                 tile.add_minima(loaded(step, VF, MINIMA_AT), builder.add(first, step))
@@ -394,12 +400,12 @@ def _round_row(x, steps, limit, to, HALF):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _write(a, sums, row, rows, first, panels):  # type: ignore[no-untyped-def]
-    """Add the bias to sums, float32[rows, panels, 16], and store the outputs from `first` on."""
+def _write(a, sums, row, rows, first):  # type: ignore[no-untyped-def]
+    """Add the bias to sums, float32[rows, BLOCK], and store the outputs from `first` on."""
     size = 2 if a.half else 4
     for i in range(rows):
-        for panel in range(panels):
-            output, here = first + panel * PANEL, sums + (i * panels + panel) * 64
+        for output in range(first, min(a.outputs, first + BLOCK), PANEL):
+            here = sums + (i * BLOCK + output - first) * 4
             value = simd.add(simd.load_f32x16(here), simd.load_f32x16(a.bias + output * 4))
             out = a.out + ((row + i) * a.stride + output) * size
             if output + PANEL <= a.outputs:
@@ -423,20 +429,14 @@ def _compiled() -> Kernel:
         coder, limit, scale_steps, has_minima, few = own[0], own[3], own[4], own[5], own[6]
         steps, items = a.inputs // STEP, (a.outputs + BLOCK - 1) // BLOCK
         row_bytes = (steps * SCALES_OF_ROWS_AT + (steps + SPAN - 1) // SPAN * 4 + 63) // 64 * 64
-        most = min(a.rows, CHUNK)
-        sums_bytes = max(most * WIDTH, few * PANELS) * PANEL * 4
-        buffer = raw.allocate(64 + TASK_BYTES + sums_bytes + WIDTH * SPAN_BYTES + most * row_bytes)
+        most, item_bytes = min(a.rows, CHUNK), steps // own[1] * own[2] * PANELS
+        buffer = raw.allocate(64 + TASK_BYTES + WIDTH * SPAN_BYTES + most * (BLOCK * 4 + row_bytes))
         place = (buffer + 63) // 64 * 64
         decoded = place + TASK_BYTES
         sums = decoded + WIDTH * SPAN_BYTES
-        rounded = sums + sums_bytes
+        rounded = sums + most * BLOCK * 4
         task = carray(raw.pointer(place), 1, TASK)[0]
-        task.panel_bytes, task.x, task.row_bytes, task.row_steps = (
-            steps // own[1] * own[2],
-            rounded,
-            row_bytes,
-            steps,
-        )
+        task.x, task.row_bytes, task.row_steps = rounded, row_bytes, steps
         present = -1  # first row of those that are rounded: most items have the rows of the one before
         while True:
             item = take(address)
@@ -452,27 +452,26 @@ def _compiled() -> Kernel:
                         _round_row(a.x + x * 2, steps, limit, to, 1)
                     else:
                         _round_row(a.x + x * 4, steps, limit, to, 0)
-            task.rows, task.out, task.width = 0, decoded, WIDTH
-            if rows <= few:
-                task.rows, task.out, task.width = rows, sums, own[6 + rows]
-            first, end = block * BLOCK, min(a.outputs, block * BLOCK + BLOCK)
-            while first < end:
-                width = task.width
-                task.codes = a.weight + first // PANEL * task.panel_bytes
-                for number in range(rows * width):
-                    simd.store_f32x16(sums + number * 64, simd.splat(np.float32(0)))
-                for step in range(0, steps, SPAN):
-                    task.first, task.steps = step, min(SPAN, steps - step)
+            is_few = rows <= few
+            task.rows, task.width = (rows, own[6 + rows]) if is_few else (0, WIDTH)
+            for number in range(rows * PANELS):
+                simd.store_f32x16(sums + number * 64, simd.splat(np.float32(0)))
+            panels = (min(BLOCK, a.outputs - block * BLOCK) + PANEL - 1) // PANEL
+            for step in range(0, steps, SPAN):
+                task.first, task.steps = step, min(SPAN, steps - step)
+                for panel in range(0, panels, task.width):
+                    out = sums + panel * 64
+                    task.codes = a.weight + block * item_bytes + panel * own[2]
+                    task.out = out if is_few else decoded
                     raw.call(coder, place)
-                    done = rows if task.rows else 0
+                    done = rows if is_few else 0
                     while done < rows:
                         # Equal parts: seven rows are four and three
                         parts = (rows - done + ROWS - 1) // ROWS
                         some = (rows - done + parts - 1) // parts
-                        _multiply_some(task, some, done, decoded, scale_steps, has_minima, sums)
+                        _multiply_some(task, some, done, decoded, scale_steps, has_minima, out)
                         done += some
-                _write(a, sums, start, rows, first, width)
-                first += width * PANEL
+            _write(a, sums, start, rows, block * BLOCK)
         raw.release(buffer)
 
     return Kernel(coded_product, CODED, cost=1)
@@ -481,7 +480,7 @@ def _compiled() -> Kernel:
 @njit(inline="always")
 def _multiply_some(a, rows, done, decoded, scale_steps, has_minima, sums):  # type: ignore[no-untyped-def]
     x, size, steps, first, number = a.x + done * a.row_bytes, a.row_bytes, a.row_steps, a.first, a.steps
-    out = sums + done * WIDTH * PANEL * 4
+    out = sums + done * BLOCK * 4
     if rows == 6:
         _multiply_decoded(6, WIDTH, x, size, steps, first, number, decoded, scale_steps, has_minima, out)
     elif rows == 5:
@@ -490,6 +489,8 @@ def _multiply_some(a, rows, done, decoded, scale_steps, has_minima, sums):  # ty
         _multiply_decoded(4, WIDTH, x, size, steps, first, number, decoded, scale_steps, has_minima, out)
     elif rows == 3:
         _multiply_decoded(3, WIDTH, x, size, steps, first, number, decoded, scale_steps, has_minima, out)
+    elif rows == 1:
+        _multiply_decoded(1, WIDTH, x, size, steps, first, number, decoded, scale_steps, has_minima, out)
     else:
         _multiply_decoded(2, WIDTH, x, size, steps, first, number, decoded, scale_steps, has_minima, out)
 
@@ -504,19 +505,17 @@ def _coder(kind: int) -> Any:
     def coder(address):  # type: ignore[no-untyped-def]
         a = carray(raw.pointer(address), 1, TASK)[0]
         x, size, steps, first, number = a.x, a.row_bytes, a.row_steps, a.first, a.steps
-        codes, panel_bytes = a.codes, a.panel_bytes
+        codes = a.codes
         if a.rows == 0:
             for panel in range(a.width):
                 to = a.out + panel * SPAN_BYTES
-                decode_span(
-                    codes + panel * panel_bytes, first, number, to, KIND, STEPS, BYTES, UNIT, SCALE_STEPS
-                )
+                decode_span(codes + panel * BYTES, first, number, to, KIND, STEPS, BYTES, UNIT, SCALE_STEPS)
         elif a.rows == 1:
-            _multiply_codes(KIND, 1, WIDTH1, x, size, steps, first, number, codes, panel_bytes, a.out)
+            _multiply_codes(KIND, 1, WIDTH1, x, size, steps, first, number, codes, a.out)
         elif a.rows == 2:
-            _multiply_codes(KIND, 2, WIDTH2, x, size, steps, first, number, codes, panel_bytes, a.out)
+            _multiply_codes(KIND, 2, WIDTH2, x, size, steps, first, number, codes, a.out)
         else:
-            _multiply_codes(KIND, 3, WIDTH3, x, size, steps, first, number, codes, panel_bytes, a.out)
+            _multiply_codes(KIND, 3, WIDTH3, x, size, steps, first, number, codes, a.out)
 
     return compiled(coder)
 

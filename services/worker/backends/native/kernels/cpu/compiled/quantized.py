@@ -16,6 +16,7 @@ from services.worker.backends.native.kernels.cpu.compiled.block_formats import (
     KINDS,
     MINIMA_AT,
     PANEL,
+    PANELS,
     QUADS,
     SCALES_AT,
     SPAN,
@@ -38,7 +39,7 @@ ROWS = [
 _ROWS = np.dtype(HEADER + ROWS, align=True)
 PACK = [
     ("rows", np.int64),  # int64[items * PANEL]: address of each output's blocks
-    ("panels", np.int64),  # uint8[items, blocks, bytes of a block]
+    ("panels", np.int64),  # uint8[items / PANELS, blocks, PANELS, bytes of a block]
     ("blocks", np.int64),
     ("layout", np.int64),  # int64[11], as `pack_layout` returns it
 ]
@@ -66,7 +67,8 @@ def rows_kernel(coded: bool) -> Kernel:
             if CODED:
                 own = raw.i64_at(a.format, NUMBERS)
                 steps, scale_steps = a.inputs // STEP, own[4]
-                task.codes = a.panels + row // PANEL * (steps // own[1] * own[2])
+                blocks = row // (PANEL * PANELS) * (steps // own[1])
+                task.codes = a.panels + (blocks * PANELS + row // PANEL % PANELS) * own[2]
                 for first in range(0, steps, SPAN):
                     task.first, task.steps = first, min(SPAN, steps - first)
                     raw.call(own[0], place)
@@ -124,7 +126,7 @@ def pack_kernel() -> Kernel:
                 break
             rows = raw.i64_at(a.rows + item * PANEL * 8, PANEL)
             for number in range(a.blocks):
-                panel = a.panels + (item * a.blocks + number) * size
+                panel = a.panels + ((item // PANELS * a.blocks + number) * PANELS + item % PANELS) * size
                 for lane in range(PANEL):
                     source, bytes_at = rows[lane] + number * source_bytes, panel + lane
                     if half0 >= 0:

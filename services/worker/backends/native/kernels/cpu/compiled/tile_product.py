@@ -15,6 +15,7 @@ from services.worker.backends.native.kernels.cpu.compiled.block_formats import (
     MINIMA_AT,
     NUMBERS_BYTES,
     PANEL,
+    PANELS,
     SCALES_AT,
     SPAN,
     SPAN_BYTES,
@@ -147,8 +148,8 @@ def _compiled(coded: bool) -> Kernel:
             weights = a.weight + block * 2 * size
             if IS_CODED:
                 weights, own = decoded, raw.i64_at(a.format, NUMBERS)
-                task.panel_bytes = groups // own[1] * own[2]
-                task.codes = a.weight + block * 2 * task.panel_bytes
+                distance = block * 2 // PANELS * (groups // own[1]) * PANELS + block * 2 % PANELS
+                task.codes = a.weight + distance * own[2]
                 _decode(task, place, own, groups, weights, size)
             row, first = start, block * BLOCK
             while row < end:
