@@ -20,7 +20,7 @@ CASES = [(t.name, "llama-wide" if t.block_elements == 256 else "llama") for t in
 CASES += [
     ("Q8_0", name) for name in gguf_models.MODELS if name not in ("llama", "llama-wide", "llama-biased")
 ]
-CASES += [("F16", "llama-biased")]
+CASES += [("F16", "llama-biased"), ("MXFP4", "gpt-oss")]
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES, ids=lambda value: value)

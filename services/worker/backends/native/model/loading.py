@@ -236,7 +236,7 @@ class ShardLoader:
         if wanted == "none":
             return self._product(name, shape, *cut)
         blocks = self._checkpoint.blocks(name, shape, cut)
-        if blocks is not None and (wanted != "int4" or blocks.kind.startswith("Q4")):
+        if blocks is not None and (wanted != "int4" or "4" in blocks.kind):
             return QuantizedWeight.from_rows(*blocks)
         if wanted is None:
             return self._product(name, shape, *cut)
