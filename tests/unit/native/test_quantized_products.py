@@ -49,7 +49,7 @@ def assert_equals_the_reference(
     whole = ours(x, torch.empty(len(x), outputs, dtype=x.dtype))
     # The reference rounds weights to bfloat16 if activations are, and our product rounds activations to 13 to 16 bits
     expected = expects(x, torch.empty_like(whole)).float()
-    assert (whole - expected).abs().max() < (2e-3 if x.dtype == F32 else 0.03) * expected.std()
+    assert (whole - expected).abs().max() < (2e-3 if x.dtype == F32 else 0.05) * expected.std()
     for rows in ROWS:
         for first in {0, len(x) - rows}:
             some = x[first : first + rows].contiguous()

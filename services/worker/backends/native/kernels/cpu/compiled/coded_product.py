@@ -276,10 +276,7 @@ def _multiply_decoded(
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x, row_bytes, steps, first, number, decoded, scale_steps, has_minima, out = args[2:]
         tile = _Tile(builder, rows.literal_value, width, x, row_bytes, steps, first)
-        # With few sums, each waits for the one before
-        sums, *others = [
-            tile.vectors(VI) for _ in range(max(1, min(UNROLLED, 8 // (rows.literal_value * width))))
-        ]
+        sums = tile.vectors(VI)
 
         def loaded(index: Any, kind: ir.VectorType, more: int) -> list[Any]:
             place = builder.add(decoded, tile.times(index, 64))
@@ -290,19 +287,13 @@ def _multiply_decoded(
 
         with cgutils.for_range(builder, builder.udiv(number, scale_steps)) as outer:
             start = builder.mul(outer.index, scale_steps)
-            for some in (sums, *others):
-                tile.set(some)
+            tile.set(sums)
             with cgutils.for_range(builder, tile.times(scale_steps, STEP // 2 // UNROLLED)) as loop:
                 index = builder.add(tile.times(start, STEP // 2), tile.times(loop.index, UNROLLED))
                 here = builder.add(tile.times(first, STEP // 2), index)
                 for some in range(UNROLLED):
                     numbers = loaded(index, ir.VectorType(I16, 2 * LANES), 64 * some)
-                    together = (sums, *others)[some % (1 + len(others))]
-                    tile.add_products(together, numbers, tile.of_rows(I32, here, 4, 0, 4 * some))
-            for mine, *theirs in zip(sums, *others, strict=True):
-                for to, *places in zip(mine, *theirs, strict=True):
-                    for place in places:
-                        builder.store(builder.add(builder.load(to), builder.load(place)), to)
+                    tile.add_products(sums, numbers, tile.of_rows(I32, here, 4, 0, 4 * some))
             with cgutils.for_range(builder, builder.mul(scale_steps, has_minima)) as loop:
                 step = builder.add(start, loop.index)
                 tile.add_minima(loaded(step, VF, MINIMA_AT), builder.add(first, step))
@@ -487,12 +478,8 @@ def _multiply_some(a, rows, done, decoded, scale_steps, has_minima, sums):  # ty
         _multiply_decoded(5, WIDTH, x, size, steps, first, number, decoded, scale_steps, has_minima, out)
     elif rows == 4:
         _multiply_decoded(4, WIDTH, x, size, steps, first, number, decoded, scale_steps, has_minima, out)
-    elif rows == 3:
-        _multiply_decoded(3, WIDTH, x, size, steps, first, number, decoded, scale_steps, has_minima, out)
-    elif rows == 1:
-        _multiply_decoded(1, WIDTH, x, size, steps, first, number, decoded, scale_steps, has_minima, out)
     else:
-        _multiply_decoded(2, WIDTH, x, size, steps, first, number, decoded, scale_steps, has_minima, out)
+        _multiply_decoded(3, WIDTH, x, size, steps, first, number, decoded, scale_steps, has_minima, out)
 
 
 @cache
