@@ -31,7 +31,9 @@ def test_logits_and_greedy_tokens(kind: str, name: str, tmp_path: Path) -> None:
     driver.generate([request], STEPS)
     tokens, logits = family.reference(PROMPT, STEPS)
     assert request.output == tokens
-    torch.testing.assert_close(torch.cat(driver.logits), logits, atol=2e-3, rtol=1e-4)
+    # Activations are rounded to whole numbers before they are multiplied with quantised weights
+    close = 2e-3 if kind in ("F32", "F16", "BF16") else 1e-2
+    torch.testing.assert_close(torch.cat(driver.logits), logits, atol=close, rtol=1e-4)
     driver.runner.shutdown()
 
 

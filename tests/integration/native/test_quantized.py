@@ -90,7 +90,9 @@ def test_logits_equal_transformers_on_the_dequantised_weights(wide: Family, quan
             each.generate([request], TOKENS)
             tokens, logits = dequantised.reference(prompt, TOKENS)
             assert request.output == tokens
-            torch.testing.assert_close(torch.cat(each.logits), logits, atol=1e-3, rtol=0)
+            # Our product rounds activations to whole numbers
+            close = 5e-3 if each is driver else 1e-3
+            torch.testing.assert_close(torch.cat(each.logits), logits, atol=close, rtol=0)
 
 
 def test_weights_are_in_memory_once(caplog: pytest.LogCaptureFixture) -> None:
