@@ -102,7 +102,7 @@ class EngineSet:
         new.write_text("".join(f"{endpoint} - {name}\n" for name, endpoint in self._listed.items()))
         new.replace(self._file)  # whole, whenever it is read
 
-    def _command(self, name: str, config: ServeConfig, endpoints: Mapping[str, str | None]) -> Command:
+    def _command(self, name: str, config: ServeConfig, endpoints: Mapping[str, object]) -> Command:
         """Write the configuration to a file that only this user can read, and return the command that reads it."""
         service = name.partition("-")[0]
         model, file = SERVICES[service], self.directory / f"{name}.json"

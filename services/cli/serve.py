@@ -75,7 +75,8 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
     width = max(map(len, _names(config)))
     is_json = config.log_format == "json"
     supervisor = Supervisor(
-        lambda name, line: screen.line(json_line(name, line) if is_json else f"{name:{width}} | {line}")
+        lambda name, line: screen.line(json_line(name, line) if is_json else f"{name:{width}} | {line}"),
+        first_needs_others=not config.headless,
     )
     probe = FrontendProbe(config)
     is_ready = False

@@ -154,7 +154,13 @@ class Supervisor:
     are stopped.
     """
 
-    def __init__(self, show: Callable[[str, str], None]) -> None:
+    def __init__(self, show: Callable[[str, str], None], first_needs_others: bool = True) -> None:
+        """
+        Args:
+            first_needs_others: until the first child has ended, the others must not, as the engines of a frontend.
+                Otherwise they end by themselves when it stops, as the workers of a scheduler.
+        """
+        self._first_needs_others = first_needs_others
         self.children: list[Child] = []
         """In the order in which they are stopped."""
         self.failure: Child | None = None
@@ -404,8 +410,9 @@ class Supervisor:
                 self._stopping_child = child
                 child.signal(signal.SIGTERM)
                 self._deadline = None if position == 0 else time.monotonic() + STOP_GRACE
-                for later in self.children[position + 1 :] if position else ():
-                    later.expect_end()
+                if position or not self._first_needs_others:
+                    for later in self.children[position + 1 :]:
+                        later.expect_end()
             return
 
     def _abort(self) -> None:

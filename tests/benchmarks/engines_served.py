@@ -164,7 +164,7 @@ class SessionLoad:
         timeout = aiohttp.ClientTimeout(total=120)
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
-            model = (await (await http.get(f"{self._url}/v1/models")).json())["data"][0]["id"]
+            model = (await asyncio.to_thread(_get, f"{self._url}/v1/models"))["data"][0]["id"]
             self._began, sessions = time.monotonic(), []
             at = 0.0
             while (at := at + self._rng.expovariate(self._rate)) < seconds:
@@ -267,7 +267,7 @@ def main() -> None:
     parser.add_argument("--front", nargs="+", default=[OURS, *ROUTERS], choices=[OURS, *ROUTERS])
     parser.add_argument("--seconds", type=int, default=60)
     parser.add_argument(
-        "--sessions-per-engine", type=float, default=0.6, help="sessions per second and engine"
+        "--sessions-per-engine", type=float, default=1.5, help="sessions per second and engine"
     )
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--pause", type=float, default=4.0, help="mean seconds between turns")

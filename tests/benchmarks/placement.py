@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     cases = [Case("prefix_aware", engines, tokens) for engines in args.engines for tokens in args.tokens]
-    cases += [Case(policy, 1000, 1024) for policy in ("cache_aware", "least_loaded", "round_robin")]
+    cases += [Case(policy, 1000, 1024) for policy in ("least_loaded", "round_robin")]
     cases.append(cases[0])
     rounds = [[round_of(case) for case in cases] for _ in range(args.rounds)]
     rows: list[dict[str, object]] = []

@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1_000_000)
     parser.add_argument("--per-engine", type=float, default=0.4, help="requests per second and engine")
     parser.add_argument("--block-size", type=int, default=4096)
-    parser.add_argument("--max-blocks", type=int, default=2**17, help="names in the index of a frontend")
+    parser.add_argument("--max-blocks", type=int, default=2**18, help="names in the index of a frontend")
     parser.add_argument("--policies", nargs="+", default=POLICIES)
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
     args = parser.parse_args()

@@ -116,8 +116,8 @@ class EngineClient:
         """Losses and returns of engines, the latest ones in order."""
         self.num_shed = 0
         """Requests that were refused for load before they were read."""
-        self.placements, self.moves = Counter[Reason](), Counter[Reason]()
-        """Decisions by reason, over all time."""
+        self.decisions = Counter[tuple[str, str, str]]()
+        """Decisions over all time: what was decided, the engine that it is about ("": none), and the reason."""
         self.latest_moves: deque[StreamMove] = deque(maxlen=MAX_MOVES)
         self.flush_queue = FlushQueue()
         self.draining = False
@@ -232,6 +232,8 @@ class EngineClient:
         entry = self.ledger.open(stream, message, now, identity)
         self.placement.advance(now)
         self._place(entry)
+        if entry.engine == NOBODY:
+            self.decisions["hold", NOBODY, "not_ready"] += 1
         log.debug(
             "request accepted: request_id=%s number=%d prompt_tokens=%d engine=%s",
             context.request_id, stream.number, len(prompt), entry.engine,
@@ -245,12 +247,13 @@ class EngineClient:
         request, identity = entry.request, entry.identity or self.engines.identity
         match self.placement.place(entry.key, request.token_ids, request.cache_salt, identity):
             case Place(engine=name, reason=reason):
-                self.placements[reason] += 1
+                self.decisions["place", name, reason] += 1
                 self.ledger.assign(entry, name)
                 self.engines[name].submit_open()
             case Hold():
                 pass
             case refused:
+                self.decisions["refuse", NOBODY, "no_engine"] += 1
                 self.ledger.close(request.number)
                 raise APIError(503, f"{refused.message}; try again later", retry_after=refused.retry_after)
 
@@ -276,7 +279,7 @@ class EngineClient:
         if source is not None:
             source.abort([number])
         self.ledger.move(number, self._next_number(), move.target, is_fault=move.reason is Reason.LOST)
-        self.moves[move.reason] += 1
+        self.decisions["move", move.source, move.reason] += 1
         self.latest_moves.append(
             StreamMove(
                 time.time(),

@@ -17,6 +17,13 @@ _GAUGES = {
     "grammar_cache_bytes", "grammars_compiling", "weight_loads", "expected_queue_seconds",
     "seconds_per_prompt_token",
 }  # fmt: skip
+DECISIONS = (
+    ("place", "placements", "requests that were placed on the engine"),
+    ("move", "stream_moves", "streams that moved from the engine to another one"),
+    ("hold", "requests_held", "new requests that waited until an engine was ready"),
+    ("refuse", "placements_refused", "requests that no engine took"),
+)
+"""Decisions of placement: name, metric, and its text."""
 _PART_LABELS = {"wasted_tokens_total": "cause", "admission_rejections": "reason"}
 """Label of the part behind the colon in the name of a statistic; "position", unless it is listed."""
 
@@ -104,14 +111,13 @@ class EngineStatistics(Collector):
         text = "names of KV blocks that engines are known to hold"
         known = self._engine.placement.num_block_names
         yield _gauge("placement_block_names", text, self._named, float(known))
-        for name, text, reasons in (
-            ("placements", "requests that were placed on an engine", self._engine.placements),
-            ("stream_moves", "streams that moved to another engine", self._engine.moves),
-        ):
-            family = CounterMetricFamily(f"{OURS}{name}", text, labels=(*LABELS, "reason"))
-            for reason, count in reasons.items():
-                family.add_metric((*self._labels, reason), count)
-            yield family
+        families = {
+            decision: CounterMetricFamily(f"{OURS}{name}", text, labels=(*LABELS, "reason"))
+            for decision, name, text in DECISIONS
+        }
+        for (decision, engine, reason), count in self._engine.decisions.items():
+            families[decision].add_metric((self._labels[0], engine, reason), count)
+        yield from families.values()
 
     def _always_the_same(self) -> Iterator[Metric]:
         """Yield families that routers expect of vLLM, for features that this engine does not have."""

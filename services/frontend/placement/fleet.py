@@ -93,7 +93,7 @@ class EngineColumns:
     def token_seconds(self, rows: Rows) -> Column:
         """Return the seconds per prompt token. Those not measured are assumed to be as the mean of the others."""
         seconds = self.prompt_seconds.take(rows)
-        if not seconds.all():
+        if len(seconds) and not seconds[seconds.argmin()]:
             known = seconds > 0
             seconds[~known] = seconds[known].mean() if known.any() else TYPICAL_TOKEN_SECONDS
         return seconds

@@ -94,7 +94,8 @@ class PrefixAwarePolicy:
         computing = self.DELAYED * (view.num_tokens - view.hits)
         decoding = 2 * self.OUTPUT * view.streams
         costs = view.waiting_seconds + (computing + decoding) * seconds
-        return view.pick(costs <= costs.min() + self.TIE * view.num_tokens * seconds)
+        least = costs[costs.argmin()]  # faster than min()
+        return view.pick(costs <= least + self.TIE * view.num_tokens * seconds)
 
 
 class LeastLoadedPolicy:
@@ -116,33 +117,10 @@ class RoundRobinPolicy:
         return view.count % len(view.rows)
 
 
-class CacheAwarePolicy:
-    """The rule of SGLang's router (`cache_aware`), with the defaults of its documentation, for comparison: the least
-    loaded engine while loads are unequal; otherwise the one with the longest match, if it is long enough.
-
-    https://github.com/lightseekorg/smg/blob/main/docs/concepts/routing/cache-aware.md
-    """
-
-    uses_prefixes = True
-    CACHE_THRESHOLD = 0.3
-    BALANCE_ABS_THRESHOLD = 64
-    BALANCE_REL_THRESHOLD = 1.5
-
-    def choose(self, view: PlacementView) -> int:
-        streams = view.streams
-        least, most = streams.min(), streams.max()
-        is_even = most - least <= self.BALANCE_ABS_THRESHOLD or most <= self.BALANCE_REL_THRESHOLD * least
-        longest = view.hits.max()
-        if is_even and longest > self.CACHE_THRESHOLD * view.num_tokens:
-            return view.pick(view.hits == longest)
-        return view.pick(streams == least)
-
-
 BUILT_IN: dict[str, type[PlacementPolicy]] = {
     "prefix_aware": PrefixAwarePolicy,
     "least_loaded": LeastLoadedPolicy,
     "round_robin": RoundRobinPolicy,
-    "cache_aware": CacheAwarePolicy,
 }
 
 
@@ -175,22 +153,17 @@ class GuardedPlacementPolicy:
         """Raises: what `make` raises"""
         self._policy = make()
         self.uses_prefixes = bool(self._policy.uses_prefixes)
-        self._reported: set[str] = set()
+        self._reported: set[type[Exception]] = set()
 
     def choose(self, view: PlacementView) -> int:
-        problem: object
         try:
-            at = self._policy.choose(view)
-            if 0 <= at < len(view.rows):
+            if 0 <= (at := self._policy.choose(view)) < len(view.rows):
                 return int(at)
-            problem = f"position {at} of {len(view.rows)} engines"
+            raise IndexError(f"position {at} of {len(view.rows)} engines")
         except Exception as error:
-            problem = error
-        if (kind := type(problem).__name__) not in self._reported:
-            self._reported.add(kind)
-            log.error(
-                "the placement policy failed; the least loaded engine is used instead: %s",
-                problem,
-                exc_info=problem if isinstance(problem, Exception) else None,
-            )
+            if type(error) not in self._reported:
+                self._reported.add(type(error))
+                log.exception(
+                    "the placement policy failed; the least loaded engine is used instead: %s", error
+                )
         return LeastLoadedPolicy().choose(view)

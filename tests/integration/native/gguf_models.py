@@ -33,6 +33,7 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
+from services.worker.backends.native.kernels.cpu.compiled.block_formats import FORMATS
 from tests.integration.native.conftest import LONGROPE, MULTIPLIERS, TOKENS, YARN, Family
 
 SMALL = {
@@ -121,8 +122,8 @@ _ORIGINAL = {"phi3": 256, "gpt-oss": 32}
 """Positions before rotary scaling."""
 _REORDERED = ("llama", "smollm3", "granite")
 """Families whose converter reorders the rows of queries and keys."""
-_K_TYPES = {"Q4_K": (0, 4), "Q5_K": (0, 4), "Q6_K": (208, 210)}
-"""Types that the package cannot quantise, and the bytes of a block with its float16 factors."""
+_RANDOM = ("Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+"""Types that the package cannot quantise. Their blocks are random."""
 
 
 def write(path: Path, name: str, kind: str) -> Family:
@@ -242,8 +243,8 @@ def _stored(
     if heads:  # the converter's reordering, for one number per row
         order = order.reshape(heads, 2, rows // heads // 2).swapaxes(1, 2).reshape(rows)
     turned = np.ascontiguousarray(values[order])
-    if kind in _K_TYPES and values.ndim > 1:
-        stored = _random_blocks(kind, turned.shape)
+    if kind in _RANDOM and values.ndim > 1:
+        stored = random_blocks(kind, turned.shape)
     else:
         stored = quantize(turned, number)
     read = dequantize(stored, number).reshape(values.shape)
@@ -252,14 +253,20 @@ def _stored(
     return stored, number, back
 
 
-def _random_blocks(kind: str, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    number = GGMLQuantizationType[kind]
-    elements, size = GGML_QUANT_SIZES[number]
+def random_blocks(kind: str, shape: tuple[int, ...], size: float = 0.05) -> NDArray[np.uint8]:
+    """Return random codes with weights of about `size`: [rows, bytes of a row]."""
+    number, halves = GGMLQuantizationType[kind], FORMATS[kind].halves
+    elements, block_bytes = GGML_QUANT_SIZES[number]
     generator = np.random.default_rng(shape[0])
-    blocks = generator.integers(0, 256, (shape[0], shape[1] // elements, size), np.uint8)
-    first, last = _K_TYPES[kind]
-    factors = generator.uniform(1e-4, 4e-4, (*blocks.shape[:2], (last - first) // 2)).astype(np.float16)
-    blocks[..., first:last] = factors.view(np.uint8)
+    blocks = generator.integers(0, 256, (shape[0], shape[1] // elements, block_bytes), np.uint8)
+    if FORMATS[kind].has_exponents:
+        blocks[..., 0] = generator.integers(120, 124, blocks.shape[:2])
+    for first in halves:
+        blocks[..., first : first + 2] = np.array([1.0], np.float16).view(np.uint8)
+    unit = size / dequantize(blocks.reshape(shape[0], -1), number).std()
+    for first in halves:
+        factors = unit * generator.uniform(0.5, 1.5, blocks.shape[:2])
+        blocks[..., first : first + 2] = factors.astype(np.float16)[..., None].view(np.uint8)
     return blocks.reshape(shape[0], -1)
 
 

@@ -16,28 +16,24 @@ from tests.integration.native.driver import RunnerDriver
 
 PROMPT = [5, 9, 250, 17, 3, 3, 88, 101, 42, 7]
 STEPS = 8
-CASES = [
-    (kind, "llama-wide" if kind.endswith("_K") else "llama")
-    for kind in (t.name for t in TENSOR_TYPES.values())
-]
+CASES = [(t.name, "llama-wide" if t.block_elements == 256 else "llama") for t in TENSOR_TYPES.values()]
 CASES += [
     ("Q8_0", name) for name in gguf_models.MODELS if name not in ("llama", "llama-wide", "llama-biased")
 ]
-CASES += [("F16", "llama-biased")]
-RECODED = ("Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
-"""Become int8, which is not exact, unless the flag says that they are dequantised."""
+CASES += [("F16", "llama-biased"), ("MXFP4", "gpt-oss")]
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES, ids=lambda value: value)
 def test_logits_and_greedy_tokens(kind: str, name: str, tmp_path: Path) -> None:
     family = gguf_models.write(tmp_path / "model.gguf", name, kind)
-    flags = {"quantization": "none"} if kind in RECODED else {}
-    driver = RunnerDriver(family.path, dtype="float32", **flags)
+    driver = RunnerDriver(family.path, dtype="float32")
     request = driver.add(PROMPT)
     driver.generate([request], STEPS)
     tokens, logits = family.reference(PROMPT, STEPS)
     assert request.output == tokens
-    torch.testing.assert_close(torch.cat(driver.logits), logits, atol=2e-3, rtol=1e-4)
+    # Activations are rounded to whole numbers before they are multiplied with quantised weights
+    close = 2e-3 if kind in ("F32", "F16", "BF16") else 1e-2
+    torch.testing.assert_close(torch.cat(driver.logits), logits, atol=close, rtol=1e-4)
     driver.runner.shutdown()
 
 

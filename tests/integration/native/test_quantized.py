@@ -90,7 +90,9 @@ def test_logits_equal_transformers_on_the_dequantised_weights(wide: Family, quan
             each.generate([request], TOKENS)
             tokens, logits = dequantised.reference(prompt, TOKENS)
             assert request.output == tokens
-            torch.testing.assert_close(torch.cat(each.logits), logits, atol=1e-3, rtol=0)
+            # Our product rounds activations to whole numbers
+            close = 5e-3 if each is driver else 1e-3
+            torch.testing.assert_close(torch.cat(each.logits), logits, atol=close, rtol=0)
 
 
 def test_weights_are_in_memory_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -101,7 +103,7 @@ def test_weights_are_in_memory_once(caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.INFO, "runahead.worker"):
             RunnerDriver(DEMO_MODEL, quantization=quantization)
         [line] = [r.getMessage() for r in caplog.records if r.getMessage().startswith("weights: ")]
-        kinds = "int8" if quantization == "int8" else "int4 and int8"
+        kinds = "Q8_0" if quantization == "int8" else "Q4_1 and Q8_0"
         assert line == f"weights: {(layers * bits + table * 8.5) / 8 / 2**20:.1f} MiB in {kinds}"
 
 

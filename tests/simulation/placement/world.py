@@ -22,6 +22,7 @@ from services.frontend.placement import (
     Placement,
     PlacementLimits,
 )
+from tests.simulation.placement import cache_aware as cache_aware  # registers the policy
 from tests.simulation.placement.engines import Engine
 from tests.simulation.placement.workload import SessionRequest
 
@@ -243,7 +244,7 @@ class FleetWorld:
             if has_events and (engine.number + int(now)) % self.setting.event_seconds < every:
                 stored, removed, engine.stored, engine.removed = engine.stored, engine.removed, [], []
             for number, frontend in enumerate(self.frontends):
-                if number in self._unreachable and engine.number in self._unreachable[number]:
+                if self._unreachable and self._is_cut(number, engine.number):
                     lost = now - self._cut_at[number] > 10
                     frontend.on_engine(
                         name, EngineReport(Condition.GONE if lost else Condition.SILENT, "model")

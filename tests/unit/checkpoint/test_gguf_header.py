@@ -10,7 +10,7 @@ from services.checkpoint import CheckpointError
 from services.checkpoint.gguf import read_header
 from tests.unit.checkpoint.gguf_files import RawFile, entry, tensor, text
 
-F32, Q4_0, IQ4_XS = 0, 2, 23
+F32, Q4_0, IQ3_S = 0, 2, 21
 MANY = 2**62
 ARCHITECTURE = entry("general.architecture", "llama")
 
@@ -61,7 +61,7 @@ HOSTILE = {
     "huge-dimensions": (RawFile(tensors=[tensor("a", (MANY, MANY), F32, 0)], data=bytes(64)), "but the file ends at"),
     "empty-tensor": (RawFile(tensors=[tensor("a", (4, 0), F32, 0)]), "tensor a is [0, 4]"),
     "half-a-block": (RawFile(tensors=[tensor("a", (48,), Q4_0, 0)], data=bytes(64)), "has blocks of 32 elements"),
-    "other-type": (RawFile(tensors=[tensor("a", (256,), IQ4_XS, 0)]), "has the type IQ4_XS, which is not supported"),
+    "other-type": (RawFile(tensors=[tensor("a", (256,), IQ3_S, 0)]), "has the type IQ3_S, which is not supported"),
     "unknown-type": (RawFile(tensors=[tensor("a", (256,), 99, 0)]), "has the type number 99"),
     "offset-beyond-the-file": (RawFile(tensors=[tensor("a", (4,), F32, 1 << 40)], data=bytes(64)), "but the file ends"),
     "offset-wraps": (RawFile(tensors=[tensor("a", (4,), F32, 2**64 - 32)], data=bytes(64)), "but the file ends at"),

@@ -50,9 +50,12 @@ def engines_in(*states: EngineState) -> SimpleNamespace:
         str(i): SimpleNamespace(name=str(i), state=state, ready=True) for i, state in enumerate(states)
     }
     return SimpleNamespace(
-        engines=engines, ledger=RequestLedger(), num_shed=0, placements={"load": 2}, moves={"lost": 1},
+        engines=engines,
+        ledger=RequestLedger(),
+        num_shed=0,
+        decisions={("place", "1", "load"): 2, ("move", "0", "lost"): 1},
         placement=Placement(),
-    )  # fmt: skip
+    )
 
 
 def test_statistics_of_the_engine_are_labelled_by_position() -> None:
@@ -69,6 +72,7 @@ def test_statistics_of_the_engine_are_labelled_by_position() -> None:
         'runahead:steps_total{engine="1",model_name="demo"} 9.0',
         'runahead:epoch{engine="0",model_name="demo"} 2.0',
         'runahead:stream_moves_total{engine="0",model_name="demo",reason="lost"} 1.0',
+        'runahead:placements_total{engine="1",model_name="demo",reason="load"} 2.0',
     ):
         assert line in text
     assert text.count("# TYPE runahead:steps_total") == 1

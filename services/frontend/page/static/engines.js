@@ -29,7 +29,7 @@ function show(engines, { open, streams, moves }) {
   byId("engines-state").textContent = "";
   const rows = engines.map((engine) => [
     engine.name, engine.state, engine.streams, engine.queue_seconds.toFixed(1), engine.endpoint, engine.pids.join(" "),
-    engine.detail,
+    engine.detail === engine.state ? "" : engine.detail,
   ]);
   const head = ["engine", "state", "streams", "queue, s", "endpoint", "process ids", ""];
   byId("engine-list").replaceChildren(table(head, rows, [2, 3]));

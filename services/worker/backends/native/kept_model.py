@@ -91,7 +91,9 @@ class KeptModel:
         choice = self._choose_kernels(config, checkpoint)
         part, hashed = ModelPart.from_shard(config, shard, self._group), HashedCheckpoint(checkpoint)
         progress("preparing compiled kernels", 0.0)
-        kernels = self._create_kernels(choice)
+        kernels, threads = self._create_kernels(choice), torch.get_num_threads()
+        kernels.use_threads(threads)
+        torch.set_num_threads(threads)  # both kinds of threads re-order weights
         model = Model(part, hashed, choice.dtype, kernels, progress, self._quantization)
         log.info("weights: %.1f MiB in %s", model.num_bytes / 2**20, model.weight_types)
         return model, hashed.contents

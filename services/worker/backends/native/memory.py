@@ -13,12 +13,12 @@ from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.layer_groups import LayerGroups
 from services.worker.backends.native.model.partition import ModelPart
 
-BITS = {"int8": 8.5, "int4": 5.0, "bfloat16": 16.0, "float32": 32.0}
-"""Bits of a weight in memory, with its share of scales and minima."""
-KEPT_TYPES = {
-    "Q4_0": "int4", "Q4_1": "int4", "Q8_0": "int8", "F32": "float32", "BF16": "bfloat16", "F16": "float32"
+BITS = {
+    "Q4_0": 4.5, "Q4_1": 5.0, "Q5_0": 5.5, "Q5_1": 6.0, "Q8_0": 8.5, "Q4_K": 4.625, "Q5_K": 5.625, "Q6_K": 6.5625,
+    "IQ4_XS": 4.3125, "MXFP4": 4.25, "BF16": 16.0, "F16": 32.0, "F32": 32.0, "bfloat16": 16.0, "float32": 32.0,
+    "int8": 8.5, "int4": 5.0,
 }  # fmt: skip
-"""Type in memory of a GGUF file's types; all others become int8."""
+"""Bits of a weight in memory, with its share of scales and minima, by type in a GGUF file, dtype or quantisation."""
 
 
 class RankMemory(NamedTuple):
@@ -88,9 +88,10 @@ def _bits(config: WorkerConfig, path: Path, model: ModelConfig) -> _Bits:
         products = BITS["bfloat16" if model.dtype == "bfloat16" and not is_gguf(path) else dtype]
         return _Bits(BITS[dtype], products, products, False)
     tensors = {name: t for name, t in read_header(path).tensors.items() if len(t.shape) > 1}
-    kinds = {name: KEPT_TYPES.get(t.type.name, "int8") for name, t in tensors.items()}
-    embedding = kinds.pop("token_embd.weight", "int8")
-    head = BITS[kinds.pop("output.weight", embedding)]
-    sizes = {name: prod(tensors[name].shape) for name in kinds}
-    layers = sum(BITS[kind] * sizes[name] for name, kind in kinds.items()) / max(1, sum(sizes.values()))
-    return _Bits(BITS[embedding], layers, head, embedding in ("int8", "int4"))
+    bits = {name: BITS[t.type.name] for name, t in tensors.items()}
+    table = tensors.get("token_embd.weight")
+    embedding = bits.pop("token_embd.weight", BITS["int8"])
+    head = bits.pop("output.weight", embedding)
+    sizes = {name: prod(tensors[name].shape) for name in bits}
+    layers = sum(bits[name] * sizes[name] for name in bits) / max(1, sum(sizes.values()))
+    return _Bits(embedding, layers, head, table is None or table.type.is_quantised)

@@ -13,9 +13,10 @@ from services.frontend.placement import (
     Reason,
     find_placement_policy,
 )
-from services.frontend.placement.policies import BUILT_IN, CacheAwarePolicy
+from services.frontend.placement.policies import BUILT_IN
 from services.plugins import PluginError
 from tests.examples.install import register
+from tests.simulation.placement.cache_aware import CacheAwarePolicy
 from tests.unit.frontend.placement.world import core, engine_of, names_of, prompt, report
 
 LAST = """

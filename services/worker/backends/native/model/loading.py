@@ -18,7 +18,6 @@ from services.worker.backends.native.kernels.quantized_weight import (
 )
 from services.worker.backends.native.model.config import ExpertsConfig, ModelConfig
 from services.worker.backends.native.model.experts import Expert, Experts
-from services.worker.backends.native.model.gguf_blocks import weight_from_blocks
 from services.worker.backends.native.model.layer import Layer, Mlp
 from services.worker.backends.native.model.partition import ModelPart
 from services.worker.backends.native.model.rope import head_order
@@ -33,8 +32,8 @@ class ShardLoader:
 
     Args:
         device: where vectors are kept; the network's own weights are on it too
-        quantization: type of all products; the embedding and the head have 8 bits. None: quantised blocks of the file
-            are kept, or converted to int8 if the kernels cannot compute with them; "none": they are dequantised.
+        quantization: type of all products; the embedding and the head have 8 bits. Blocks of the file that have no more
+            bits are kept. None: all of them; "none": they are dequantised.
     """
 
     def __init__(
@@ -231,16 +230,14 @@ class ShardLoader:
         return weight
 
     def _count(self, weight: Weight) -> None:
-        self.types.add(weight.kind if isinstance(weight, QuantizedWeight) else str(weight.dtype))
+        self.types |= {*weight.kinds} if isinstance(weight, QuantizedWeight) else {str(weight.dtype)}
 
     def _read(self, name: str, shape: tuple[int, int], cut: Cut, wanted: Wanted) -> Weight:
         if wanted == "none":
             return self._product(name, shape, *cut)
-        if (blocks := self._checkpoint.blocks(name, shape, cut)) is not None:
-            kept = weight_from_blocks(blocks)
-            if kept is not None and (wanted != "int4" or kept.kind == "int4"):
-                return kept
-            wanted = wanted or "int8"
+        blocks = self._checkpoint.blocks(name, shape, cut)
+        if blocks is not None and (wanted != "int4" or "4" in blocks.kind):
+            return QuantizedWeight.from_rows(*blocks)
         if wanted is None:
             return self._product(name, shape, *cut)
         return quantized(self._checkpoint.take(name, shape, torch.float32, cut), wanted)

@@ -11,7 +11,12 @@ from collections.abc import Callable, Sequence
 import services.worker.backends.native.kernels.cpu.compiled.routing
 import services.worker.backends.native.kernels.cpu.compiled.rows  # noqa: F401 - both are compiled when imported
 from services.worker.backends.native.kernels.cpu.compiled.attention import attention_kernel, write_kernel
+from services.worker.backends.native.kernels.cpu.compiled.block_formats import KINDS
 from services.worker.backends.native.kernels.cpu.compiled.choosing import draw_kernel, greedy_kernel
+from services.worker.backends.native.kernels.cpu.compiled.coded_product import (
+    coded_product_kernel,
+    format_table,
+)
 from services.worker.backends.native.kernels.cpu.compiled.copying import copy_kernel
 from services.worker.backends.native.kernels.cpu.compiled.draft import draft_kernel
 from services.worker.backends.native.kernels.cpu.compiled.logit_rules import mask_kernel, rules_kernel
@@ -20,8 +25,7 @@ from services.worker.backends.native.kernels.cpu.compiled.most_likely import mos
 from services.worker.backends.native.kernels.cpu.compiled.ngram import ngram_kernel
 from services.worker.backends.native.kernels.cpu.compiled.norm_and_gate import gate_kernel, norm_kernel
 from services.worker.backends.native.kernels.cpu.compiled.product import product_kernel
-from services.worker.backends.native.kernels.cpu.compiled.quantized import BF16, INT4, INT8, rows_kernel
-from services.worker.backends.native.kernels.cpu.compiled.quantized_product import quantized_product_kernel
+from services.worker.backends.native.kernels.cpu.compiled.quantized import pack_kernel, rows_kernel
 from services.worker.backends.native.kernels.cpu.compiled.rotary import rotary_kernel
 from services.worker.backends.native.kernels.cpu.compiled.wide_product import wide_product_kernel
 from services.worker.backends.native.kernels.cpu.recording import replay_kernel
@@ -35,16 +39,19 @@ from services.worker.backends.native.kernels.selection import (
 
 SINGLE = (
     *(draw_kernel, greedy_kernel, most_likely_kernel, rules_kernel, mask_kernel),
-    *(logprobs_kernel, ngram_kernel, draft_kernel, rotary_kernel, replay_kernel),
+    *(logprobs_kernel, ngram_kernel, draft_kernel, rotary_kernel, replay_kernel, pack_kernel),
 )
 """Kernels without variants."""
 FEATURES = processor_features()
+COMMON = ("Q4_K", "Q6_K", "Q8_0", "Q4_0", "Q4_1")
+"""Formats whose coders are compiled before they are needed."""
 # The kernels that take longest are the first ones.
 KERNELS: list[tuple[Callable[..., object], Sequence[tuple[object, ...]]]] = [
     (attention_kernel, [(False, False), (False, True), (True, True)]),
-    (quantized_product_kernel, [(INT8, 1), (INT4, 1)]),
+    (coded_product_kernel, [(1,)]),
+    *((format_table, [(KINDS.index(name),)]) for name in COMMON),
     (wide_product_kernel if WIDE in FEATURES else product_kernel, [(False, 1), (True, 1)]),
-    (rows_kernel, [(INT8,), (INT4,), *([(BF16,)] if {*OWN_BFLOAT16} & FEATURES else [])]),
+    (rows_kernel, [(True,), *([(False,)] if {*OWN_BFLOAT16} & FEATURES else [])]),
     (norm_kernel, [(False,), (True,)]),
     (gate_kernel, [(False,), (True,)]),
     (write_kernel, [(False, False), (False, True), (True, True)]),
@@ -52,19 +59,14 @@ KERNELS: list[tuple[Callable[..., object], Sequence[tuple[object, ...]]]] = [
     *((kernel, [()]) for kernel in SINGLE),
 ]
 """Each kernel with the arguments of its variants."""
-OF_PANELS = [(BF16, 1), (INT8, 1), (INT4, 1)]
 if TILES in FEATURES:
     from services.worker.backends.native.kernels.cpu.compiled.tile_product import tile_product_kernel
 
-    KERNELS.insert(0, (tile_product_kernel, OF_PANELS))
+    KERNELS.insert(0, (tile_product_kernel, [(False, 1), (True, 1)]))
 elif PAIRS in FEATURES:
-    from services.worker.backends.native.kernels.cpu.compiled.coded_pair_product import (
-        coded_pair_product_kernel,
-    )
     from services.worker.backends.native.kernels.cpu.compiled.pair_product import pair_product_kernel
 
-    KERNELS.insert(0, (coded_pair_product_kernel, OF_PANELS[1:]))
-    KERNELS.append((pair_product_kernel, OF_PANELS[:1]))
+    KERNELS.append((pair_product_kernel, [(1,)]))
 
 
 def compile_kernel(number: int) -> None:

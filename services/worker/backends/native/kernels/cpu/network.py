@@ -20,7 +20,9 @@ from services.worker.backends.native.kernels.cpu.products import (
     WIDE,
     Float32Product,
     OneDnnProduct,
-    float32_panel_product,
+    PanelProduct,
+    StackedProduct,
+    coded_panel_product,
 )
 from services.worker.backends.native.kernels.cpu.thread_team import Kernel
 from services.worker.backends.native.kernels.interface.attention import Attention, AttentionShape
@@ -68,15 +70,24 @@ class CpuNetwork:
         }
 
     def linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Linear:
-        if self._own is not None or isinstance(weight, QuantizedWeight):
-            return self._from_panels(Panels.from_weight(weight), bias)
+        if isinstance(weight, QuantizedWeight):
+            panels = [Panels.from_blocks(kind, parts) for kind, parts in weight.by_type()]
+            if len(panels) == 1:
+                return self._from_panels(panels[0], bias)
+            biases = [None] * len(panels) if bias is None else bias.split([each.outputs for each in panels])
+            return StackedProduct([self._from_panels(*each) for each in zip(panels, biases, strict=True)])
+        if self._own is not None:
+            return self._from_panels(Panels.from_plain(weight), bias)
         if self.activations == torch.float32:
             return Float32Product(self._launcher, weight, bias, self._float32)
         return OneDnnProduct(self._launcher, weight.to(self.activations), bias)
 
     def embedding(self, weight: Weight) -> EmbeddingTable:
-        if self._own is not None or isinstance(weight, QuantizedWeight):
-            return PanelEmbedding(self._launcher, Panels.from_weight(weight))
+        if isinstance(weight, QuantizedWeight):
+            [(kind, parts)] = weight.by_type()  # one tensor of a file
+            return PanelEmbedding(self._launcher, Panels.from_blocks(kind, parts))
+        if self._own is not None:
+            return PanelEmbedding(self._launcher, Panels.from_plain(weight))
         return PlainEmbedding(self, weight)
 
     def tied(self, embedding: EmbeddingTable) -> Linear:
@@ -85,9 +96,11 @@ class CpuNetwork:
         assert embedding.tensor is not None, "it is one of this network's"
         return self.linear(embedding.tensor)
 
-    def _from_panels(self, panels: Panels, bias: torch.Tensor | None) -> Linear:
-        make = float32_panel_product if self._own is None else OWN_BFLOAT16[self._own]
-        return make(self._launcher, panels, bias)
+    def _from_panels(self, panels: Panels, bias: torch.Tensor | None) -> PanelProduct:
+        if self._own is not None:
+            return OWN_BFLOAT16[self._own](self._launcher, panels, bias)
+        half = self.activations == torch.bfloat16
+        return coded_panel_product(self._launcher, panels, bias, half)
 
     def bytes_per_block(self, shape: CacheShape) -> int:
         layers, kv_heads, head_dim, block_size, dtype = shape

@@ -1,66 +1,57 @@
 """Weights in the layout of the kernels: one copy, from which products are computed and vectors are looked up."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn import functional
 
-from services.worker.backends.native.kernels.cpu.compiled.quantized import (
-    BF16,
-    GROUP,
-    GROUP_BYTES,
-    INT4,
-    INT8,
-    PANEL,
-)
-from services.worker.backends.native.kernels.quantized_weight import QuantizedWeight, Weight
-
-KINDS = {"int8": INT8, "int4": INT4}
+from services.worker.backends.native.kernels.cpu.compiled.block_formats import FORMATS, KINDS, PANEL
+from services.worker.backends.native.kernels.cpu.compiled.coded_product import format_table
+from services.worker.backends.native.kernels.cpu.compiled.quantized import GROUP, pack_kernel, pack_layout
 
 
 @dataclass(frozen=True)
 class Panels:
-    """The layout of `compiled.quantized`; outputs are padded to a multiple of `BLOCK`."""
+    """Layouts: see `compiled.quantized`. Outputs are padded to a multiple of `BLOCK`."""
 
     BLOCK = 4 * PANEL
 
-    kind: int
+    format: NDArray[np.int64] | None
+    """See `format_table`. None: bfloat16."""
     outputs: int
     inputs: int
     memory: torch.Tensor
-    """uint8[panels, groups, bytes of a group]"""
+    """uint8[panels, blocks, bytes of a block]"""
 
     @classmethod
-    def from_weight(cls, weight: Weight) -> "Panels":
+    def from_plain(cls, weight: torch.Tensor) -> "Panels":
         outputs, inputs = weight.shape
-        if isinstance(weight, QuantizedWeight):
-            kind = KINDS[weight.kind]
-            memory = _coded(weight.padded(-outputs % cls.BLOCK))
-        else:
-            kind, missing = BF16, (0, -inputs % GROUP, 0, -outputs % cls.BLOCK)
-            memory = _paired(functional.pad(weight.to(torch.bfloat16), missing))
-        return cls(kind, outputs, inputs, memory)
+        padded = functional.pad(weight.to(torch.bfloat16), (0, -inputs % GROUP, 0, -outputs % cls.BLOCK))
+        panels = padded.unflatten(1, (-1, GROUP // 2, 2)).unflatten(0, (-1, PANEL))
+        memory = panels.permute(0, 2, 3, 1, 4).contiguous().view(torch.uint8).flatten(2).flatten(2)
+        return cls(None, outputs, inputs, memory)
+
+    @classmethod
+    def from_blocks(cls, kind: str, parts: Sequence[torch.Tensor]) -> "Panels":
+        """`parts`: uint8[outputs, bytes of a row] of ggml's blocks, one below the other."""
+        own, number = FORMATS[kind], KINDS.index(kind)
+        rows = [part if part.stride(1) == 1 else part.contiguous() for part in parts]
+        outputs, blocks = sum(map(len, rows)), rows[0].shape[1] // own.source_bytes
+        rows.append(torch.zeros(-outputs % cls.BLOCK, rows[0].shape[1], dtype=torch.uint8))
+        addresses = torch.cat([part.data_ptr() + torch.arange(len(part)) * part.stride(0) for part in rows])
+        memory = torch.empty(len(addresses) // PANEL, blocks, own.bytes, dtype=torch.uint8)
+        layout = pack_layout(number)
+        values = addresses.data_ptr(), memory.data_ptr(), blocks, layout.ctypes.data
+        pack_kernel().again().run(len(memory), values)
+        return cls(format_table(number), outputs, blocks * own.inputs, memory)
+
+    @property
+    def format_address(self) -> int:
+        return 0 if self.format is None else self.format.ctypes.data
 
     @property
     def num_bytes(self) -> int:
         return self.memory.nbytes
-
-
-def _paired(weight: torch.Tensor) -> torch.Tensor:
-    panels = weight.unflatten(1, (-1, GROUP // 2, 2)).unflatten(0, (-1, PANEL))
-    return panels.permute(0, 2, 3, 1, 4).contiguous().view(torch.uint8).flatten(2).flatten(2)
-
-
-def _coded(weight: QuantizedWeight) -> torch.Tensor:
-    codes = weight.codes.unflatten(1, (-1, GROUP)).unflatten(0, (-1, PANEL))
-    kind = KINDS[weight.kind]
-    memory = torch.empty(codes.shape[0], codes.shape[2], GROUP_BYTES[kind], dtype=torch.uint8)
-    numbers = [weight.scales] if weight.minima is None else [weight.scales, weight.minima]
-    for number, values in enumerate(numbers):
-        by_lane = values.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous().view(torch.uint8)
-        memory[..., number * 2 * PANEL : (number + 1) * 2 * PANEL] = by_lane
-    if kind == INT4:
-        codes = codes[..., 0::2] | codes[..., 1::2] << 4
-    start = len(numbers) * 2 * PANEL
-    memory[..., start:].unflatten(2, (-1, PANEL)).copy_(codes.permute(0, 2, 3, 1).view(torch.uint8))
-    return memory

@@ -3,22 +3,21 @@
 With our own kernels, a row has the same bits in a batch of any size (batch invariance, docs/invariants.md).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn import functional
 
 from services.worker.backends.native.kernels.cpu.compiled import (
-    coded_pair_product,
+    coded_product,
     pair_product,
     product,
-    quantized_product,
     tile_product,
     wide_product,
 )
 from services.worker.backends.native.kernels.cpu.compiled.product import BLOCK, PANEL
-from services.worker.backends.native.kernels.cpu.compiled.quantized import BF16
 from services.worker.backends.native.kernels.cpu.launching import Launcher
 from services.worker.backends.native.kernels.cpu.panels import Panels
 from services.worker.backends.native.kernels.cpu.thread_team import Kernel
@@ -72,7 +71,7 @@ class Float32Product:
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         addresses = x.data_ptr(), self._weight.data_ptr(), self._bias.data_ptr(), out.data_ptr()
-        values = (*addresses, len(x), self._inputs, self._outputs)
+        values = (*addresses, len(x), self._inputs, self._outputs, out.stride(0))
         self._launcher.launch(self._kernel, x, values, self._blocks, self._chunk, "rows")
         return out
 
@@ -81,9 +80,10 @@ class PanelProduct:
     """A product with weights in panels, which an embedding may use too.
 
     Args:
-        kernel: of the panels' kind
+        kernel: for a number of inputs
         block: outputs of one item of the kernel
         chunk: rows of one item
+        more: arguments of the kernel that others do not have
     """
 
     def __init__(
@@ -91,40 +91,62 @@ class PanelProduct:
         launcher: Launcher,
         panels: Panels,
         bias: torch.Tensor | None,
-        kernel: Callable[[int, int], Kernel],
+        kernel: Callable[[int], Kernel],
         block: int,
         chunk: int,
+        more: tuple[int, ...] = (),
     ) -> None:
-        self._launcher, self._panels, self._chunk = launcher, panels, chunk
-        self.num_bytes = panels.num_bytes
+        self._launcher, self._panels, self._chunk, self._more = launcher, panels, chunk, more
+        self.num_bytes, self.outputs = panels.num_bytes, panels.outputs
         self._blocks = -(-panels.outputs // block)
         self._bias = _padded(bias, panels.outputs, Panels.BLOCK)
-        self._kernel = kernel(panels.kind, panels.inputs)
+        self._kernel = kernel(panels.inputs)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         panels = self._panels
         addresses = x.data_ptr(), panels.memory.data_ptr(), self._bias.data_ptr(), out.data_ptr()
-        values = (*addresses, len(x), panels.inputs, panels.outputs)
+        values = (*addresses, len(x), panels.inputs, panels.outputs, out.stride(0), *self._more)
         self._launcher.launch(self._kernel, x, values, self._blocks, self._chunk, "rows")
         return out
 
 
-def float32_panel_product(launcher: Launcher, panels: Panels, bias: torch.Tensor | None) -> PanelProduct:
-    """A product with float32 activations and weights in int8 or int4."""
-    kernel = quantized_product.quantized_product_kernel
-    return PanelProduct(launcher, panels, bias, kernel, product.BLOCK, quantized_product.CHUNK)
+class StackedProduct:
+    """Products of the same inputs, whose outputs are side by side."""
+
+    def __init__(self, parts: Sequence[PanelProduct]) -> None:
+        self._parts, self.num_bytes = parts, sum(part.num_bytes for part in parts)
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        first = 0
+        for part in self._parts:
+            part(x, out[:, first : first + part.outputs])
+            first += part.outputs
+        return out
+
+
+def coded_panel_product(
+    launcher: Launcher, panels: Panels, bias: torch.Tensor | None, half: bool
+) -> PanelProduct:
+    """A product with quantised weights. `half`: activations are bfloat16, and not float32."""
+
+    kernel, sizes = coded_product.coded_product_kernel, (coded_product.BLOCK, coded_product.CHUNK)
+    return PanelProduct(launcher, panels, bias, kernel, *sizes, (panels.format_address, int(half)))
 
 
 def tile_panel_product(launcher: Launcher, panels: Panels, bias: torch.Tensor | None) -> PanelProduct:
     """A product with bfloat16 activations, computed with AMX."""
-    kernel = tile_product.tile_product_kernel
-    return PanelProduct(launcher, panels, bias, kernel, tile_product.BLOCK, tile_product.CHUNK)
+    kernel, sizes = (
+        partial(tile_product.tile_product_kernel, panels.format is not None),
+        (tile_product.BLOCK, tile_product.CHUNK),
+    )
+    return PanelProduct(launcher, panels, bias, kernel, *sizes, (panels.format_address, 1))
 
 
 def pair_panel_product(launcher: Launcher, panels: Panels, bias: torch.Tensor | None) -> PanelProduct:
     """A product with bfloat16 activations, computed with AVX-512."""
-    coded = panels.kind != BF16
-    kernel = coded_pair_product.coded_pair_product_kernel if coded else pair_product.pair_product_kernel
+    if panels.format is not None:
+        return coded_panel_product(launcher, panels, bias, half=True)
+    kernel = pair_product.pair_product_kernel
     return PanelProduct(launcher, panels, bias, kernel, pair_product.BLOCK, pair_product.CHUNK)
 
 

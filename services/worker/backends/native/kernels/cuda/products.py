@@ -28,6 +28,7 @@ def dense(weight: Weight) -> torch.Tensor:
     """Raises: LoadError, for quantised weights."""
     if isinstance(weight, QuantizedWeight):
         raise LoadError(
-            f"{weight.kind} weights are not supported on CUDA; use --quantization none, or --device cpu"
+            f"quantised weights ({', '.join(weight.kinds)}) are not supported on CUDA; use --quantization none, "
+            "or --device cpu"
         )
     return weight

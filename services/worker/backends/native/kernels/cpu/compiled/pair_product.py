@@ -11,8 +11,9 @@ import numpy as np
 from numba import carray, njit
 
 from services.worker.backends.native.kernels.cpu.compiled import bf16, bf16_rows, raw, simd
+from services.worker.backends.native.kernels.cpu.compiled.block_formats import PANEL
 from services.worker.backends.native.kernels.cpu.compiled.product import PRODUCT
-from services.worker.backends.native.kernels.cpu.compiled.quantized import BF16, GROUP, PANEL
+from services.worker.backends.native.kernels.cpu.compiled.quantized import GROUP
 from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, take
 
 PANELS = 4
@@ -41,13 +42,12 @@ def write_rows(a, sums, row, rows, first, width):  # type: ignore[no-untyped-def
             here, bias = sums + (i * width + some - first) * 4, a.bias + some * 4
             value0 = simd.add(simd.load_f32x16(here), simd.load_f32x16(bias))
             value1 = simd.add(simd.load_f32x16(here + 64), simd.load_f32x16(bias + 64))
-            out = a.out + ((row + i) * a.outputs + some) * 2
+            out = a.out + ((row + i) * a.stride + some) * 2
             bf16_rows.store_outputs(out, a.outputs - some, value0, value1, tail)
 
 
-def pair_product_kernel(kind: int, inputs: int) -> Kernel:
-    """One item is a block of outputs of up to `CHUNK` rows; its work is the number of rows. `kind`: of the panels."""
-    assert kind == BF16
+def pair_product_kernel(inputs: int) -> Kernel:
+    """One item is a block of outputs of up to `CHUNK` rows; its work is the number of rows."""
     return _compiled().again_for(WORTH, BLOCK * inputs)
 
 

@@ -21,10 +21,11 @@ PRODUCT = [
     ("x", np.int64),  # [rows, inputs] in the dtype of the activations: float32 here
     ("weight", np.int64),  # [blocks * 4, inputs, PANEL] here
     ("bias", np.int64),  # float32[blocks * BLOCK]
-    ("out", np.int64),  # [rows, outputs] in the dtype of the activations
+    ("out", np.int64),  # [rows, stride] in the dtype of the activations
     ("rows", np.int64),
     ("inputs", np.int64),
     ("outputs", np.int64),
+    ("stride", np.int64),  # numbers from one row of `out` to the next
 ]
 """Arguments of every product; `BLOCK` is the kernel's own."""
 _PRODUCT = np.dtype(HEADER + PRODUCT, align=True)
@@ -33,7 +34,7 @@ _PRODUCT = np.dtype(HEADER + PRODUCT, align=True)
 @njit(inline="always")
 def store_outputs(a, row, first, value, tail):  # type: ignore[no-untyped-def]
     """Store outputs `first` to `first` + 15 of a row; those beyond the last are skipped."""
-    out = a.out + (row * a.outputs + first) * 4
+    out = a.out + (row * a.stride + first) * 4
     if first + PANEL <= a.outputs:
         simd.store_f32x16(out, value)
     else:

@@ -70,6 +70,36 @@ def store_i64(typing_context: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, types.int64), code
 
 
+def _access(name: str, bits: int) -> tuple[Any, Any]:
+    """Build a load of a number, as int64, and a store of its lowest bits; other threads do not change it."""
+    kind = ir.IntType(bits)
+
+    def load(typing_context: Any, address: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            found = builder.load(builder.inttoptr(args[0], kind.as_pointer()), align=1)
+            return (builder.sext if name.startswith("i") else builder.zext)(found, I64)
+
+        return types.int64(types.int64), code
+
+    def store(typing_context: Any, address: Any, value: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            pointer = builder.inttoptr(args[0], kind.as_pointer())
+            builder.store(builder.trunc(args[1], kind), pointer, align=1)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64), code
+
+    load.__name__ = load.__qualname__ = f"load_{name}"
+    store.__name__ = store.__qualname__ = f"store_{name}"
+    return intrinsic(load), intrinsic(store)
+
+
+load_u8, store_u8 = _access("u8", 8)
+load_u16, store_u16 = _access("u16", 16)
+load_u32, store_u32 = _access("u32", 32)
+load_i16, _ = _access("i16", 16)
+
+
 def prefetch_line(builder: Any, address: Any) -> None:
     """Build a prefetch of the 64 bytes around `address`."""
     where = builder.inttoptr(address, I8.as_pointer())

@@ -37,14 +37,14 @@ class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
 vector = Vector()
 
 
-def _compiles_for(feature: str) -> bool:
+def compiles_for(feature: str) -> bool:
     """Return whether numba compiles for processors with a feature."""
     if config.CPU_FEATURES is not None:
         return f"+{feature}" in config.CPU_FEATURES.split(",")
     return config.CPU_NAME is None and bool(get_host_cpu_features().get(feature))
 
 
-WIDE = _compiles_for("avx512f")
+WIDE = compiles_for("avx512f")
 """A vector is one of 32 registers, and not two of 16."""
 
 
@@ -110,41 +110,6 @@ def load_bf16_pairs(typing_context: Any, address: Any) -> Any:
         high = builder.and_(pairs, ir.Constant(words, [0xFFFF0000] * (LANES // 2)))
         order = ir.Constant(VI, list(range(LANES)))
         return builder.bitcast(builder.shuffle_vector(low, high, order), VF)
-
-    return vector(types.int64), code
-
-
-def _from_bytes(name: str, widen: Any) -> Any:
-    """Build a load of sixteen bytes that become float32."""
-
-    def operation(typing_context: Any, address: Any) -> Any:
-        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            kind = ir.VectorType(ir.IntType(8), LANES)
-            found = builder.load(builder.inttoptr(args[0], kind.as_pointer()), align=1)
-            return builder.sitofp(widen(builder, found), VF)
-
-        return vector(types.int64), code
-
-    operation.__name__ = operation.__qualname__ = name
-    return intrinsic(operation)
-
-
-load_i8x16 = _from_bytes("load_i8x16", lambda builder, found: builder.sext(found, VI))
-load_low_nibbles = _from_bytes(
-    "load_low_nibbles", lambda builder, found: builder.and_(builder.zext(found, VI), _constant(VI, 15))
-)
-load_high_nibbles = _from_bytes(
-    "load_high_nibbles", lambda builder, found: builder.lshr(builder.zext(found, VI), _constant(VI, 4))
-)
-
-
-@intrinsic
-def load_f16x16(typing_context: Any, address: Any) -> Any:
-    """Load sixteen float16."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.VectorType(ir.HalfType(), LANES)
-        return builder.fpext(builder.load(builder.inttoptr(args[0], kind.as_pointer()), align=2), VF)
 
     return vector(types.int64), code
 

@@ -108,7 +108,7 @@ def _store_outputs(a, sums, row, rows, first):  # type: ignore[no-untyped-def]
     for i in range(rows):
         for j in range(a.outputs - first):
             value = simd.load_f32(sums + (i * BLOCK + j) * 4)
-            simd.store_f32(a.out + ((row + i) * a.outputs + first + j) * 4, value)
+            simd.store_f32(a.out + ((row + i) * a.stride + first + j) * 4, value)
 
 
 def wide_product_kernel(half: bool, inputs: int) -> Kernel:
@@ -138,8 +138,8 @@ def _compiled(half: bool) -> Kernel:
                 parts = (end - row + ROWS - 1) // ROWS
                 rows = (end - row + parts - 1) // parts
                 x = a.x + row * stride
-                out = a.out + (row * a.outputs + first) * 4 if whole else scratch
-                step = a.outputs * 4 if whole else BLOCK * 4
+                out = a.out + (row * a.stride + first) * 4 if whole else scratch
+                step = a.stride * 4 if whole else BLOCK * 4
                 if rows == 6:
                     multiply_rows(6, HALF, x, stride, weights, a.inputs, bias, out, step)
                 elif rows == 5:
