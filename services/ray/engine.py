@@ -50,7 +50,7 @@ class EngineReplica:
         engines = str(Discovery(context.app_name, keys, only=context.replica_tag).file)
         self._watching = [
             asyncio.create_task(self._client.run()),
-            asyncio.create_task(follow(engines, keys.security, self._client.set_engines)),
+            asyncio.create_task(follow(engines, keys.security, self._client.engines.set_addresses)),
         ]
         while not self._client.ready:
             await self._check()
