@@ -7,8 +7,10 @@ between is in none.
 
 from collections.abc import Iterator
 
+from protocol.kv_groups import name_in_group
 from protocol.records import CachedBlocks
 from services.scheduler.core.block_pool import BlockPool
+from services.scheduler.core.kv_cache import KVCacheManager
 
 PASS_SECONDS = 1.0
 """Seconds in which all blocks are compared."""
@@ -37,7 +39,7 @@ class CachedBlockReports:
         if not self._next:
             self._reported = []
 
-    def take(self, now: float, pool: BlockPool) -> Iterator[tuple[int, CachedBlocks]]:
+    def take(self, now: float, kv: KVCacheManager) -> Iterator[tuple[int, CachedBlocks]]:
         """Iterate over the messages that are due, each with its frontend. Call it regularly.
 
         Args:
@@ -45,23 +47,28 @@ class CachedBlockReports:
         """
         if not self._next or now < self._due:
             return
-        self._due = now + PASS_SECONDS * min(1.0, PART / pool.num_blocks)
-        if len(self._reported) != pool.num_blocks:  # of another epoch, or nobody has followed it
-            self._reported, self._at = [None] * pool.num_blocks, 0
+        count, group = kv.pool.num_blocks, kv.emitted_group
+        self._due = now + PASS_SECONDS * min(1.0, PART / count)
+        if len(self._reported) != count:  # of another epoch, or nobody has followed it
+            self._reported, self._at = [None] * count, 0
             self._next = dict.fromkeys(self._next, 0)
-        changes = self._compare(pool)
+        changes = self._compare(kv)
         for frontend, number in self._next.items():
             messages = [changes] if number and any(changes) else [] if number else self._everything()
             for stored, removed in messages:
-                yield frontend, CachedBlocks(number, b"".join(stored), b"".join(removed))
+                yield frontend, CachedBlocks(number, _column(stored, group), _column(removed, group))
                 number += 1
             self._next[frontend] = number
 
-    def _compare(self, pool: BlockPool) -> tuple[list[bytes], list[bytes]]:
-        """Return the names that are new in a part of the blocks, and those that are gone."""
-        part = slice(self._at, self._at + PART)
-        self._at = 0 if part.stop >= pool.num_blocks else part.stop
+    def _compare(self, kv: KVCacheManager) -> tuple[list[bytes], list[bytes]]:
+        """Return the names that are new in a part of the blocks, and those that are gone. Of several groups, one is
+        compared: that whose blocks are emitted as events."""
+        pool = kv.pool
+        part = slice(self._at, min(self._at + PART, pool.num_blocks))
+        self._at = part.stop % pool.num_blocks
         before, names = self._reported[part], pool.hash_of[part]
+        if kv.num_groups > 1:
+            names = [name if own else None for name, own in zip(names, kv.emitted[part], strict=True)]
         changed = [index for index, name in enumerate(names) if name is not before[index]]
         self._reported[part] = names
         removed = [self._gone(before[index], pool) for index in changed]
@@ -83,3 +90,8 @@ class CachedBlockReports:
         names = list(filter(None, self._reported))
         for at in range(0, max(len(names), 1), PART):
             yield names[at : at + PART], []
+
+
+def _column(names: list[bytes], group: int) -> bytes:
+    """Return the names of a group's blocks as those of their tokens, in one column."""
+    return b"".join([name_in_group(name, group) for name in names] if group else names)

@@ -393,7 +393,7 @@ class Service:
             for frontend in frontends:
                 self.frontends.send_if_connected(frontend, records)
         if self.engine is not None:
-            for frontend, changes in self._cached_blocks.take(now, self.engine.epoch.kv.pool):
+            for frontend, changes in self._cached_blocks.take(now, self.engine.epoch.kv):
                 self.frontends.send_if_connected(frontend, changes)
 
     def _send_state(self) -> None:

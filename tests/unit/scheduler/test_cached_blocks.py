@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from protocol.block_names import NAME_BYTES, split_names
+from protocol.kv_groups import name_in_group
 from protocol.records import CachedBlocks
 from services.scheduler import cached_blocks
 from services.scheduler.cached_blocks import PASS_SECONDS, CachedBlockReports
@@ -44,6 +45,16 @@ class Follower:
         self.num_messages += 1
 
 
+@dataclass
+class Cache:
+    """The part of a `KVCacheManager` that reports read."""
+
+    pool: BlockPool
+    num_groups: int = 1
+    emitted_group: int = 0
+    emitted: bytearray = field(default_factory=lambda: bytearray(BLOCKS))
+
+
 class Reporting:
     """Reports of one pool, on a clock of its own."""
 
@@ -60,7 +71,7 @@ class Reporting:
 
     def turn(self) -> None:
         self.now += PASS_SECONDS / 2
-        for frontend, message in self.reports.take(self.now, self.pool):
+        for frontend, message in self.reports.take(self.now, Cache(self.pool)):  # type: ignore[arg-type]
             self.followers[frontend].apply(message)
             self.num_messages += 1
 
@@ -161,3 +172,17 @@ def test_nothing_is_read_while_nobody_follows() -> None:
     world.reports.set(0, False)
     world.pool = None  # type: ignore[assignment]
     world.turn()
+
+
+def test_of_several_groups_one_is_reported_with_the_names_of_its_tokens() -> None:
+    pool, reports, follower = BlockPool(BLOCKS), CachedBlockReports(), Follower()
+    cache = Cache(pool, num_groups=2, emitted_group=1)
+    for group in (0, 1):
+        for block in pool.take(10):
+            pool.register(block, name_in_group(name(block % 10), group))
+            cache.emitted[block] = group
+    reports.set(0, True)
+    for turn in range(8):
+        for _, message in reports.take(turn * PASS_SECONDS, cache):  # type: ignore[arg-type]
+            follower.apply(message)
+    assert follower.names == {name(index) for index in range(10)}

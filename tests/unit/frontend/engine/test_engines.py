@@ -289,16 +289,16 @@ async def test_blocks_that_an_engine_reports_attract_requests_of_their_salt_alon
     """A report that is missing voids all before it, and all names are requested again."""
     prompt, follows = [*range(40)], Subscribe(steps=False, cached_blocks=True)
     async with fleet(tmp_path) as engines:
-        placement, reasons = engines.client.placement, engines.client.placements
+        placement, decisions = engines.client.placement, engines.client.decisions
         await engines.until(lambda: all(engine.subscriptions == [follows] for engine in engines.engines))
         holder, names = engines.engines[1], names_of(prompt, "one key")
 
         async def is_found(salt: str) -> bool:
             """Place a request, end it, and let its engine lose what was placed."""
-            before = reasons[Reason.PREFIX]
+            before = decisions["place", "1", Reason.PREFIX]
             stream, owner, _ = await engines.submit(prompt, salt)
             engines.client.abort([stream])
-            found = reasons[Reason.PREFIX] > before
+            found = decisions["place", "1", Reason.PREFIX] > before
             assert not found or owner is holder
             for name in engines.client.engines:
                 placement.on_blocks_removed(name, [] if found else names_of(prompt, salt))
