@@ -6,19 +6,23 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 
 from protocol.codec import pack, unpack
+from protocol.kv_groups import KVGroup
 from protocol.rows import LogprobRows, ResultRows
 from protocol.sampling import SamplingParams
 from protocol.steps import NO_DRAFT, GrammarOutput, NewRequest, SchedulerOutput, StepTimes
 from services.worker.backends.device_times import PastTime, StepClock
 from services.worker.backends.vllm import vllm_api
+from services.worker.backends.vllm.kv_groups import kv_groups
 from services.worker.backends.vllm.output import RequestedLogprobs, VllmOutput
 from services.worker.backends.vllm.parameters import RequestGenerator, to_vllm_params
 from services.worker.backends.vllm.plan import RESERVED_BLOCKS, PlanTranslator, TranslatedPlan
 from services.worker.backends.vllm.row_masks import RowMasks
 from services.worker.backends.vllm.sampled_steps import SampledStep
 from services.worker.batch.slots import NONE, PlanError, Rows, SlotTable
+from services.worker.runner import LoadError
 
 VOCAB = 100
 TIMES = StepTimes(prepared=1.0, forward_began=1.0, forward_ended=1.5, sampled=2.0)
@@ -561,3 +565,56 @@ class RaggedLists:
     logprobs = -logprob_token_ids / np.float32(10)
     sampled_token_ranks = np.array([1, 1, 1, 1, 1, 1])
     cu_num_generated_tokens = (0, 1, 4, 6)
+
+
+# -- groups of KV cache ------------------------------------------------------------------------------------------
+
+HEADS: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+FULL = vllm_api.FullAttentionSpec(**HEADS)
+WINDOW = vllm_api.SlidingWindowSpec(**HEADS, sliding_window=40)
+CHUNKS = vllm_api.ChunkedLocalAttentionSpec(**HEADS, attention_chunk_size=64)
+
+
+def groups_of(*specs: Any) -> list[Any]:
+    return [KVCacheGroupSpec([f"layer.{number}"], spec) for number, spec in enumerate(specs)]
+
+
+def test_kinds_of_vllms_groups() -> None:
+    expected = KVGroup(), KVGroup("sliding_window", 40), KVGroup("chunked_local_attention", 64)
+    assert kv_groups(groups_of(FULL, WINDOW, CHUNKS), BLOCK, 3) == expected
+
+
+@pytest.mark.parametrize(
+    ("groups", "most", "text"),
+    [
+        ([], 3, "0 groups of KV cache (none)"),
+        ([FULL, WINDOW], 1, "at most 1 groups"),
+        (
+            [FULL, MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,))],
+            3,
+            "MambaSpec of 32",
+        ),
+        ([FULL, vllm_api.SlidingWindowSpec(**HEADS | {"block_size": 16}, sliding_window=40)], 3, "of 16"),
+    ],
+)
+def test_other_groups_are_refused_by_name(groups: list[Any], most: int, text: str) -> None:
+    with pytest.raises(LoadError) as refused:
+        kv_groups(groups_of(*groups), BLOCK, most)
+    assert text in str(refused.value)
+
+
+def test_blocks_of_each_group_are_vllms() -> None:
+    """The second group has no block behind its window. One block of each group is appended."""
+    groups = KVGroup(), KVGroup("sliding_window", 40)
+    table = SlotTable(2, BLOCK, 20, 256, groups=groups)
+    translator = PlanTranslator(table, VOCAB, {}, {})
+    tokens, start = [5] * 70, 64
+    new = NewRequest(0, 1, pack(tokens), 70, pack([3, -1, 4, 5, 6, 7]), GREEDY)
+    step = SchedulerOutput(
+        1, 1, pack([0]), pack([1]), pack([start]), pack([6]), b"\1", [new], pack([0, 0]), pack([8, 9])
+    )
+    translated = translator.translate(step, table.apply(step))
+    (blocks,) = translated.step.scheduled_cached_reqs.new_block_ids
+    assert blocks is not None
+    assert blocks[0] == [4, 5, 7, 9]
+    assert blocks[1][1:] == [6, 8, 10]
