@@ -78,6 +78,22 @@ def test_a_row_with_an_infinite_or_undefined_activation_has_no_number_and_change
         assert torch.equal(found[3:], expected[3:])
 
 
+@pytest.mark.parametrize(
+    ("kind", "byte"), [("Q4_K", 255), ("Q5_K", 255), ("Q6_K", 0), ("IQ4_XS", 0), ("Q8_0", 128)]
+)
+def test_sums_of_the_largest_numbers_and_activations_do_not_overflow(kind: str, byte: int) -> None:
+    own = FORMATS[kind]
+    rows = torch.full((16, own.source_bytes), byte, dtype=torch.uint8)
+    if kind == "Q6_K":
+        rows[:, 192:208] = 128
+    for first in own.halves:
+        rows[:, first : first + 2] = torch.ones(1, dtype=torch.float16).view(torch.uint8)
+    coded = QuantizedWeight.from_rows(kind, rows)
+    for count in (1, 4):
+        found = compiled(F32).linear(coded)(torch.ones(count, own.inputs), torch.empty(count, 16))
+        torch.testing.assert_close(found, coded.dequantized().sum(1).expand(count, -1))
+
+
 def test_a_stack_of_several_formats_keeps_each_of_them() -> None:
     [one, two, three] = [next(cases(kind))[0] for kind in ("Q4_K", "Q4_K", "Q6_K")]
     coded = stacked([one, two, three])
