@@ -1,5 +1,6 @@
 """`runahead ray MODEL`: deploys the application on a Ray cluster, and removes it at the end."""
 
+import re
 import signal
 import threading
 
@@ -11,6 +12,8 @@ from services.config import RayCommandConfig
 from services.ray.application import application
 
 NAMESPACE = "serve"
+ERROR = re.compile(r"(\w+\.)*\w*(Error|Failed): ")
+"""Begin of the line of a traceback that has the error."""
 
 
 def run(config: RayCommandConfig) -> int:
@@ -35,8 +38,9 @@ def run(config: RayCommandConfig) -> int:
     try:
         serve.run(application(config), name=config.name, route_prefix=config.route_prefix)
     except RuntimeError as error:
+        reason = _reason(config.name) or str(error)
         serve.delete(config.name)
-        raise ConfigurationError(str(error)) from None
+        raise ConfigurationError(reason) from None
     try:
         print(
             f"Serving behind Ray Serve, and at port {config.port} of each frontend. Ctrl-C removes it.",
@@ -46,3 +50,13 @@ def run(config: RayCommandConfig) -> int:
     finally:
         serve.delete(config.name)
     return 0
+
+
+def _reason(name: str) -> str:
+    """Return why the application does not start: the last line of the error of one of its deployments, or ""."""
+    application = serve.status().applications.get(name)
+    messages = [] if application is None else [d.message for d in application.deployments.values()]
+    lines = [
+        line.strip() for message in messages for line in message.splitlines() if ERROR.match(line.strip())
+    ]
+    return lines[-1] if lines else ""
