@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.server import wait_until
 from tests.e2e.streams import answers
-from tests.ray.cluster import SCHEDULER, Cluster, HttpFrontend, engines, serves
+from tests.ray.cluster import Cluster, HttpFrontend, engines, serves
 from tests.ray.hosts import TEST_ADDRESS, Host
 
 LAYOUT = "tensor_parallel_size=2"
@@ -53,8 +53,7 @@ def test_streams_do_not_notice_that_the_head_is_lost_and_comes_back(
 ) -> None:
     cluster, head = with_redis, with_redis.hosts[0]
     cluster.serve(LAYOUT, "data_parallel_size=2", "api_server_count=3")
-    host = next(host for host in cluster.hosts[1:] if not host.processes(SCHEDULER))
-    frontend = HttpFrontend(host, 8001)
+    frontend = HttpFrontend(cluster.hosts[2], 8001)
     wait_until(serves(frontend, 2), "two engines serve")
 
     async def lose_head() -> None:
