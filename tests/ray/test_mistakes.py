@@ -11,8 +11,8 @@ from tests.ray.hosts import CommandFailed
 
 
 def test_too_few_cpus_end_the_deployment_with_what_is_missing(cluster: Cluster) -> None:
-    with pytest.raises(CommandFailed):
-        cluster.serve("tensor_parallel_size=2", "threads=3")
+    output = cluster.serve("tensor_parallel_size=2", "threads=3")  # `serve run` ends with status 0
+    assert "6 CPUs on one node are free 0 times, not 1 times" in output
     wait_until(lambda: not cluster.processes(FRONTEND), "the application is removed")
 
 
@@ -50,10 +50,6 @@ def test_a_model_that_is_not_on_the_node_of_a_rank(cluster: Cluster) -> None:
     """Each host has a /tmp of its own. The model is on all of them but one."""
     for host in cluster.hosts[:2]:
         shutil.copytree(DEMO_MODEL, host.tmp / "model", dirs_exist_ok=True)
-    with pytest.raises(CommandFailed):
-        cluster.serve("tensor_parallel_size=2", "placement_group_strategy=SPREAD", model="/tmp/model")
+    output = cluster.serve("tensor_parallel_size=2", "placement_group_strategy=SPREAD", model="/tmp/model")
+    assert "no such model directory: /tmp/model" in output
     wait_until(lambda: not cluster.processes(RANK), "the application is removed")
-    logs = [
-        log for host in cluster.hosts for log in host.tmp.glob("ray/session_*/logs/serve/controller_*.log")
-    ]
-    assert any("no such model directory: /tmp/model" in log.read_text() for log in logs)
