@@ -1,6 +1,8 @@
 """`runahead ray MODEL`: deploys the application on a Ray cluster, and removes it at the end."""
 
+import re
 import signal
+import socket
 import threading
 
 import ray
@@ -11,6 +13,9 @@ from services.config import RayCommandConfig
 from services.ray.application import application
 
 NAMESPACE = "serve"
+CONNECT_SECONDS = 5.0
+ERROR = re.compile(r"(\w+\.)*\w*(Error|Failed): ")
+"""Begin of the line of a traceback that has the error."""
 
 
 def run(config: RayCommandConfig) -> int:
@@ -18,6 +23,7 @@ def run(config: RayCommandConfig) -> int:
 
     Raises: ConfigurationError, if the cluster cannot be reached, or is too small, or the application does not start
     """
+    _check_address(config.address)
     try:
         ray.init(
             config.address,
@@ -33,10 +39,15 @@ def run(config: RayCommandConfig) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     try:
-        serve.run(application(config), name=config.name, route_prefix=config.route_prefix)
+        app = application(config)
     except RuntimeError as error:
-        serve.delete(config.name)
         raise ConfigurationError(str(error)) from None
+    try:
+        serve.run(app, name=config.name, route_prefix=config.route_prefix)
+    except RuntimeError as error:
+        reason = _reason(config.name) or str(error)
+        serve.delete(config.name)
+        raise ConfigurationError(reason) from None
     try:
         print(
             f"Serving behind Ray Serve, and at port {config.port} of each frontend. Ctrl-C removes it.",
@@ -46,3 +57,26 @@ def run(config: RayCommandConfig) -> int:
     finally:
         serve.delete(config.name)
     return 0
+
+
+def _check_address(address: str) -> None:
+    """Raises: ConfigurationError, if nothing listens there. Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.rpartition("/")[2].strip("[]"), int(port)), CONNECT_SECONDS).close()
+    except OSError as error:
+        raise ConfigurationError(
+            f"--address {address}: {error.strerror or error}; start a cluster: ray start --head"
+        ) from None
+
+
+def _reason(name: str) -> str:
+    """Return why the application does not start: the last line of the error of one of its deployments, or ""."""
+    application = serve.status().applications.get(name)
+    messages = [] if application is None else [d.message for d in application.deployments.values()]
+    lines = [
+        line.strip() for message in messages for line in message.splitlines() if ERROR.match(line.strip())
+    ]
+    return lines[-1] if lines else ""

@@ -84,6 +84,10 @@ class Cluster:
         command = [str(BIN / "serve"), "run", "--address", self.address, "--non-blocking", "services.ray:app"]
         return self.hosts[0].run([*command, *words], self.environment, timeout=300)
 
+    def runahead(self, *arguments: str) -> str:
+        """Run the command on the head, and return its output."""
+        return self.hosts[0].run([str(BIN / "runahead"), *arguments], self.environment)
+
     def python(self, code: str) -> str:
         """Run code as a driver on the head, and return its output."""
         options = "namespace='serve', log_to_driver=False, logging_level='error'"

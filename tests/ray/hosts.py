@@ -50,8 +50,8 @@ class Host:
     def __init__(self, number: int, directory: Path) -> None:
         self.name, self.address = f"rh-{number}", f"{NETWORK}.{number}"
         self._link = f"rh-port-{number}"
-        self._tmp = directory / self.name
-        self._tmp.mkdir(mode=0o1777)
+        self.tmp = directory / self.name
+        self.tmp.mkdir(mode=0o1777)
         _ip("netns", "add", self.name)
         link = ("link", "add", self._link, "netns", SWITCH)
         _ip(*link, "type", "veth", "peer", "name", "eth0", "netns", self.name)
@@ -63,7 +63,7 @@ class Host:
 
     def boot(self) -> None:
         """Start the first process."""
-        script = f'mount --bind {self._tmp} /tmp && hostname {self.name} && exec "$@"'
+        script = f'mount --bind {self.tmp} /tmp && hostname {self.name} && exec "$@"'
         spaces = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
         init = [sys.executable, "-c", INIT]
         self._outside = subprocess.Popen(

@@ -63,10 +63,17 @@ async def disturbed(frontend: HttpFrontend, fault: Callable[[], object], name: s
 
 
 def survive(
-    cluster: Cluster, frontend: HttpFrontend, expected: Any, fault: Callable[[], object], name: str
+    cluster: Cluster,
+    frontend: HttpFrontend,
+    expected: Any,
+    fault: Callable[[], object],
+    name: str,
+    repair: Callable[[], object] = lambda: None,
 ) -> None:
+    """`repair`: what an operator does afterwards."""
     wait_until(serves(frontend, 2), "two engines serve")
     assert asyncio.run(disturbed(frontend, fault, name)) == expected(LAYOUT)
+    repair()
     wait_until(serves(frontend, 2), "two engines serve again")
     assert_nothing_is_kept(frontend)
 
@@ -105,18 +112,23 @@ def test_a_host_is_unplugged(served: Cluster, expected: Any, seconds: int) -> No
         time.sleep(seconds)
         host.plug()
 
-    survive(served, away_from(served, host), expected, fault, f"unplugged for {seconds} s")
-    if not host.processes("raylet/raylet"):  # Ray has given it up
-        served.start_node(host)
+    def repair() -> None:
+        if not host.processes("raylet/raylet"):  # Ray has given it up
+            served.start_node(host)
+
+    survive(served, away_from(served, host), expected, fault, f"unplugged for {seconds} s", repair)
     wait_until(lambda: len(served.frontends()) == 3, "a frontend on every host")
 
 
 def test_a_node_loses_its_power(served: Cluster, expected: Any) -> None:
     host = next(host for host in hosts_with(served, SCHEDULER) if host is not served.hosts[0])
     frontend = away_from(served, host)
-    survive(served, frontend, expected, host.kill, "a node with an engine lost power")
-    host.boot()
-    served.start_node(host)
+
+    def repair() -> None:
+        host.boot()
+        served.start_node(host)
+
+    survive(served, frontend, expected, host.kill, "a node with an engine lost power", repair)
 
 
 def test_engines_that_ray_has_replaced_are_forgotten(served: Cluster) -> None:

@@ -1,0 +1,55 @@
+"""Mistakes of those who deploy: each is named in one line, and nothing waits without end."""
+
+import shutil
+
+import pytest
+
+from services.checkpoint import DEMO_MODEL
+from tests.e2e.server import wait_until
+from tests.ray.cluster import FRONTEND, RANK, Cluster
+from tests.ray.hosts import CommandFailed
+
+
+def test_too_few_cpus_end_the_deployment_with_what_is_missing(cluster: Cluster) -> None:
+    output = cluster.serve("tensor_parallel_size=2", "threads=3")  # `serve run` ends with status 0
+    assert "6 CPUs on one node are free 0 times, not 1 times" in output
+    wait_until(lambda: not cluster.processes(FRONTEND), "the application is removed")
+
+
+def test_runahead_ray_refuses_too_few_cpus_in_one_line(cluster: Cluster) -> None:
+    with pytest.raises(CommandFailed) as failed:
+        cluster.runahead("ray", str(DEMO_MODEL), "--tensor-parallel-size", "2", "--threads", "3")
+    line = str(failed.value).splitlines()[-1]
+    assert line.startswith(
+        "runahead: 1 engine of 2 ranks and 1 frontend need 8 CPUs; the nodes have 4 CPUs +"
+    ), line
+    assert "6 CPUs on one node are free 0 times, not 1 times" in line
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ("record=/tmp/x", "--record: an application on Ray does not have this setting"),
+        ("tensor_paralel_size=2", "there is no setting tensor_paralel_size (tensor-parallel-size?)"),
+        ("threads=0", "--threads: input should be greater than or equal to 1, not '0'"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_refused_by_name(cluster: Cluster, setting: str, text: str) -> None:
+    with pytest.raises(CommandFailed) as failed:
+        cluster.serve(setting)
+    assert text in str(failed.value)
+
+
+def test_a_cluster_that_is_not_there(cluster: Cluster) -> None:
+    with pytest.raises(CommandFailed) as failed:
+        cluster.runahead("ray", "--address", "10.213.77.1:1234")
+    assert str(failed.value).splitlines()[-1].startswith("runahead: --address 10.213.77.1:1234: ")
+
+
+def test_a_model_that_is_not_on_the_node_of_a_rank(cluster: Cluster) -> None:
+    """Each host has a /tmp of its own. The model is on all of them but one."""
+    for host in cluster.hosts[:2]:
+        shutil.copytree(DEMO_MODEL, host.tmp / "model", dirs_exist_ok=True)
+    output = cluster.serve("tensor_parallel_size=2", "placement_group_strategy=SPREAD", model="/tmp/model")
+    assert "no such model directory: /tmp/model" in output
+    wait_until(lambda: not cluster.processes(RANK), "the application is removed")
