@@ -31,7 +31,7 @@ from services.frontend.model import ServedModel
 from services.frontend.page.files import PageFiles
 from services.frontend.placement import Placement
 from services.frontend.request_log import EndedRequestLog
-from services.frontend.responses_api.files import ResponseFiles
+from services.frontend.responses_api.files import ResponseFiles, response_files
 from services.frontend.steps.ring import StepRing
 from services.frontend.traces import TraceExporter
 from services.process import HANG_FACTOR, STARTED, HangAlarm, start_log
@@ -67,10 +67,16 @@ class FrontendService:
 
     Args:
         alarm: set every second by the event loop while it serves.
+        responses: None, if responses are not kept.
     """
 
     def __init__(
-        self, config: FrontendConfig, model: ServedModel, listener: socket.socket, alarm: HangAlarm
+        self,
+        config: FrontendConfig,
+        model: ServedModel,
+        listener: socket.socket,
+        alarm: HangAlarm,
+        responses: ResponseFiles | None,
     ) -> None:
         self._config, self._listener, self._alarm = config, listener, alarm
         path = config.record_placement
@@ -91,9 +97,10 @@ class FrontendService:
         self._traces = TraceExporter(endpoint, name, self.engine) if endpoint else None
         page = PageFiles.load() if config.ui else None
         self._request_log = EndedRequestLog()
-        app = build(config, model, self.engine, self._metrics, self._request_log, self._traces, page)
-        responses = app.state.context.responses
-        self._responses = responses if isinstance(responses, ResponseFiles) else None
+        self._responses = responses
+        app = build(
+            config, model, self.engine, self._metrics, self._request_log, responses, self._traces, page
+        )
         public = frozenset[str]() if page is None else page.paths
         shed = app.state.context.answering.shed
         self.app = with_cors(Guards(app, config, config.max_body_bytes, public, shed), config)
@@ -119,9 +126,7 @@ class FrontendService:
 
     async def run(self) -> int:
         """Serve until stopped. Return the exit status."""
-        others = (
-            {asyncio.create_task(self._responses.keep_bounds())} if self._responses is not None else set()
-        )
+        others = set() if self._responses is None else {asyncio.create_task(self._responses.keep_bounds())}
         connection = asyncio.create_task(self._run_engines())
         load = asyncio.create_task(log_load(self.engine, self._metrics))
         alarm = asyncio.create_task(self._set_alarm())
@@ -211,11 +216,12 @@ def run(config: FrontendConfig) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # connections beyond the limit would be reset
     with (
         listen(config) as listener,
+        response_files(config) as responses,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         alarm = HangAlarm.install(HANG_FACTOR * config.scheduler_timeout_seconds)
         start_log.debug("building the API")
-        service = FrontendService(config, model, listener, alarm)
+        service = FrontendService(config, model, listener, alarm, responses)
         gc.collect()
         gc.freeze()  # what was made so far stays alive; the first collection would take tens of milliseconds for it
         gc.set_threshold(GC_THRESHOLD)
