@@ -65,7 +65,7 @@ def test_the_key_that_has_most_loses_its_oldest(tmp_path: Path, bounds: Any) -> 
 
 
 def test_giant_is_not_stored(tmp_path: Path) -> None:
-    files = ResponseFiles(tmp_path, max_bytes=6 * BLOCK)
+    files = ResponseFiles(tmp_path, max_bytes=6 * BLOCK, clock=lambda: 1000.0)
     id = added(files, tmp_path, "", 0)
     text = [InputMessage(role="user", content="x" * 7 * BLOCK)]
     giant: Any = {"id": new_id("resp"), "output": []}
