@@ -31,7 +31,7 @@ from services.frontend.model import ServedModel
 from services.frontend.page.files import PageFiles
 from services.frontend.placement import Placement
 from services.frontend.request_log import EndedRequestLog
-from services.frontend.responses_api.files import ResponseFiles, response_files
+from services.frontend.responses_api.files import response_files
 from services.frontend.steps.ring import StepRing
 from services.frontend.traces import TraceExporter
 from services.process import HANG_FACTOR, STARTED, HangAlarm, start_log
@@ -67,16 +67,12 @@ class FrontendService:
 
     Args:
         alarm: set every second by the event loop while it serves.
-        responses: None, if responses are not kept.
+
+    Raises: OSError, if the directory of responses cannot be used
     """
 
     def __init__(
-        self,
-        config: FrontendConfig,
-        model: ServedModel,
-        listener: socket.socket,
-        alarm: HangAlarm,
-        responses: ResponseFiles | None,
+        self, config: FrontendConfig, model: ServedModel, listener: socket.socket, alarm: HangAlarm
     ) -> None:
         self._config, self._listener, self._alarm = config, listener, alarm
         path = config.record_placement
@@ -97,10 +93,10 @@ class FrontendService:
         self._traces = TraceExporter(endpoint, name, self.engine) if endpoint else None
         page = PageFiles.load() if config.ui else None
         self._request_log = EndedRequestLog()
-        self._responses = responses
-        app = build(
-            config, model, self.engine, self._metrics, self._request_log, responses, self._traces, page
-        )
+        self._open = contextlib.ExitStack()
+        self._responses = self._open.enter_context(response_files(config))
+        parts = (self.engine, self._metrics, self._request_log, self._responses, self._traces, page)
+        app = build(config, model, *parts)
         public = frozenset[str]() if page is None else page.paths
         shed = app.state.context.answering.shed
         self.app = with_cors(Guards(app, config, config.max_body_bytes, public, shed), config)
@@ -126,7 +122,7 @@ class FrontendService:
 
     async def run(self) -> int:
         """Serve until stopped. Return the exit status."""
-        others = set() if self._responses is None else {asyncio.create_task(self._responses.keep_bounds())}
+        others = {asyncio.create_task(self._responses.keep_bounds())} if self._responses else set()
         connection = asyncio.create_task(self._run_engines())
         load = asyncio.create_task(log_load(self.engine, self._metrics))
         alarm = asyncio.create_task(self._set_alarm())
@@ -146,6 +142,7 @@ class FrontendService:
             for task in others:
                 task.cancel()
             await asyncio.wait(others)
+            self._open.close()
             self._request_log.flush()
             if self._traces is not None:
                 self._traces.close()
@@ -216,12 +213,11 @@ def run(config: FrontendConfig) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # connections beyond the limit would be reset
     with (
         listen(config) as listener,
-        response_files(config) as responses,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         alarm = HangAlarm.install(HANG_FACTOR * config.scheduler_timeout_seconds)
         start_log.debug("building the API")
-        service = FrontendService(config, model, listener, alarm, responses)
+        service = FrontendService(config, model, listener, alarm)
         gc.collect()
         gc.freeze()  # what was made so far stays alive; the first collection would take tens of milliseconds for it
         gc.set_threshold(GC_THRESHOLD)
