@@ -91,15 +91,14 @@ class FrontendConfig(HttpConfig):
     )
     response_store: bool = Field(
         True,
-        description="Keep responses of /v1/responses in memory for an hour, at most 64 MiB. previous_response_id and "
-        "background need them.",
+        description="Keep responses of /v1/responses for an hour. previous_response_id and background need them.",
     )
     response_store_dir: str | None = Field(
         None,
         min_length=1,
-        description="Directory in which responses of /v1/responses are kept, in place of memory: for an hour, at most "
-        "1 GiB. Frontends that share it serve the responses of one another, and go on with those of one that is lost. "
-        "Default: none.",
+        description="Directory in which responses of /v1/responses are kept, at most 1 GiB. Frontends that share it "
+        "serve the responses of one another, and go on with those of one that is lost. Default: a private one in "
+        "memory, at most 64 MiB.",
     )
     step_ring: int = Field(
         1024,

@@ -1,7 +1,6 @@
 """The HTTP application: routers, what their handlers share, and the bodies of errors."""
 
 import logging
-from pathlib import Path
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -26,7 +25,6 @@ from services.frontend.page.files import PageFiles
 from services.frontend.request_log import EndedRequestLog
 from services.frontend.responses_api import endpoints as responses_api
 from services.frontend.responses_api.files import ResponseFiles
-from services.frontend.responses_api.store import ResponseStore
 from services.frontend.routes import admin, information, models, probes
 from services.frontend.steps import endpoints as steps
 from services.frontend.traces import TraceExporter
@@ -54,6 +52,7 @@ def build(
     engine: EngineClient,
     metrics: Metrics,
     request_log: EndedRequestLog,
+    responses: ResponseFiles | None = None,
     traces: TraceExporter | None = None,
     page: PageFiles | None = None,
 ) -> FastAPI:
@@ -65,19 +64,12 @@ def build(
         Answering(engine, model, metrics, request_log, traces),
         BodyParser(config.unknown_parameters),
         Replans(engine, config.control_socket),
-        _responses(config),
+        responses,
     )
     if page is not None:
         page.add_to(app)
     app.openapi()  # now, as it takes the event loop 0.2 s
     return app
-
-
-def _responses(config: FrontendConfig) -> ResponseStore | ResponseFiles | None:
-    """Raises: OSError, if the directory of responses cannot be used"""
-    if config.response_store_dir is not None:
-        return ResponseFiles(Path(config.response_store_dir))
-    return ResponseStore() if config.response_store else None
 
 
 def _add_errors(app: FastAPI) -> None:

@@ -15,7 +15,6 @@ from services.frontend.model import ServedModel
 from services.frontend.openai.answering import Answering
 from services.frontend.openai.parameters.body import BodyParser
 from services.frontend.responses_api.files import ResponseFiles
-from services.frontend.responses_api.store import ResponseStore
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class AppContext:
     answering: Answering
     bodies: BodyParser
     replans: Replans
-    responses: ResponseStore | ResponseFiles | None
+    responses: ResponseFiles | None
     """None, if responses are not kept."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     """Requests that go on without a connection."""

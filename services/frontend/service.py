@@ -31,7 +31,7 @@ from services.frontend.model import ServedModel
 from services.frontend.page.files import PageFiles
 from services.frontend.placement import Placement
 from services.frontend.request_log import EndedRequestLog
-from services.frontend.responses_api.files import ResponseFiles
+from services.frontend.responses_api.files import response_files
 from services.frontend.steps.ring import StepRing
 from services.frontend.traces import TraceExporter
 from services.process import HANG_FACTOR, STARTED, HangAlarm, start_log
@@ -67,6 +67,8 @@ class FrontendService:
 
     Args:
         alarm: set every second by the event loop while it serves.
+
+    Raises: OSError, if the directory of responses cannot be used
     """
 
     def __init__(
@@ -91,9 +93,10 @@ class FrontendService:
         self._traces = TraceExporter(endpoint, name, self.engine) if endpoint else None
         page = PageFiles.load() if config.ui else None
         self._request_log = EndedRequestLog()
-        app = build(config, model, self.engine, self._metrics, self._request_log, self._traces, page)
-        responses = app.state.context.responses
-        self._responses = responses if isinstance(responses, ResponseFiles) else None
+        self._open = contextlib.ExitStack()
+        self._responses = self._open.enter_context(response_files(config))
+        parts = (self.engine, self._metrics, self._request_log, self._responses, self._traces, page)
+        app = build(config, model, *parts)
         public = frozenset[str]() if page is None else page.paths
         shed = app.state.context.answering.shed
         self.app = with_cors(Guards(app, config, config.max_body_bytes, public, shed), config)
@@ -119,9 +122,7 @@ class FrontendService:
 
     async def run(self) -> int:
         """Serve until stopped. Return the exit status."""
-        others = (
-            {asyncio.create_task(self._responses.keep_bounds())} if self._responses is not None else set()
-        )
+        others = {asyncio.create_task(self._responses.keep_bounds())} if self._responses else set()
         connection = asyncio.create_task(self._run_engines())
         load = asyncio.create_task(log_load(self.engine, self._metrics))
         alarm = asyncio.create_task(self._set_alarm())
@@ -141,6 +142,7 @@ class FrontendService:
             for task in others:
                 task.cancel()
             await asyncio.wait(others)
+            self._open.close()
             self._request_log.flush()
             if self._traces is not None:
                 self._traces.close()

@@ -1,29 +1,18 @@
-"""Responses that are generated apart from the connection that requested them, and their events, to be read again."""
+"""Responses that are generated apart from the connection that requested them."""
 
-import asyncio
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Protocol
 
 import msgspec
 
 from services.frontend.engine.streams import ResponseStream
 from services.frontend.errors import GONE, APIError
-from services.frontend.responses_api.answers import END_OF_EVENT, ResponseEvents, ResponseInProgress
+from services.frontend.responses_api.answers import ResponseEvents, ResponseInProgress
+from services.frontend.responses_api.response_file import FileLog
 from services.frontend.responses_api.responses import ResponseObject
 
 log = logging.getLogger("runahead.frontend")
-
-MAX_EVENTS_PER_WRITE = 256
-"""Events that a reader gets in one piece; a client that reads slowly is then waited for."""
-EVENT_OVERHEAD = 64
-"""Bytes that an event takes beside its text, at most."""
-
-
-def events_in(data: bytes) -> list[bytes]:
-    """Return each of the events, which are complete."""
-    return [event + END_OF_EVENT for event in data.split(END_OF_EVENT)[:-1]]
 
 
 class Run(Protocol):
@@ -43,82 +32,10 @@ class Run(Protocol):
         ...
 
 
-class EventLog(ABC):
-    """Events of one response by their sequence numbers. The sink of a `ResponseStream`, which is never full."""
-
-    is_full = False
-
-    def __init__(self) -> None:
-        self.on_writable: Callable[[], None] | None = None
-        self.is_complete = False
-        self._grown = asyncio.Event()
-
-    def body_writer(self) -> Callable[[bytes], None]:
-        return self.write
-
-    def write(self, data: bytes, response: bytes = b"") -> None:
-        """Add complete events. With the last ones comes the response, as JSON."""
-        self.is_complete |= bool(response)
-        self._add(data, response)
-        self._grown.set()
-        self._grown = asyncio.Event()
-
-    @abstractmethod
-    def _add(self, data: bytes, response: bytes) -> None: ...
-
-    @abstractmethod
-    def behind(self, number: int) -> AsyncIterator[bytes]: ...
-
-    def on_chunk(self) -> None:  # noqa: B027  few need it
-        """Some tokens became a chunk; its events are written next."""
-
-    async def growth(self) -> None:
-        """Wait until something is written."""
-        await self._grown.wait()
-
-    async def complete(self) -> None:
-        """Wait for the last event."""
-        while not self.is_complete:
-            await self.growth()
-
-
-class MemoryLog(EventLog):
-    """Events in memory.
-
-    Args:
-        on_growth: called with the number of bytes that were added, which includes the response's.
-    """
-
-    def __init__(self, on_growth: Callable[[int], None]) -> None:
-        super().__init__()
-        self.size = 0
-        """Bytes."""
-        self._on_growth = on_growth
-        self._events: list[bytes] = []
-
-    def _add(self, data: bytes, response: bytes) -> None:
-        added = events_in(data)
-        num_bytes = len(data) + EVENT_OVERHEAD * len(added) + len(response)
-        self._events += added
-        self.size += num_bytes
-        self._on_growth(num_bytes)
-
-    async def behind(self, number: int) -> AsyncIterator[bytes]:
-        begin = number + 1
-        while True:
-            if events := self._events[begin : begin + MAX_EVENTS_PER_WRITE]:
-                begin += len(events)
-                yield b"".join(events)
-            elif self.is_complete:
-                return
-            else:
-                await self.growth()
-
-
 class BackgroundRun:
     """The generation of one response. It ends by itself, or by `fail`, but not with a connection."""
 
-    def __init__(self, answer: ResponseInProgress, events: EventLog) -> None:
+    def __init__(self, answer: ResponseInProgress, events: FileLog) -> None:
         self.events = events
         self._answer: ResponseInProgress | None = answer
         self._encoder: ResponseEvents | None = ResponseEvents(answer, self._on_end, events.on_chunk)

@@ -31,11 +31,11 @@ from services.frontend.openai.prompts.prompt import Prompt
 from services.frontend.openai.schemas.requests import ChatRequest
 from services.frontend.openapi import GUARDED, WITH_BODY, errors, read_by_handler
 from services.frontend.responses_api.answers import ResponseEvents, ResponseInProgress, head_json
-from services.frontend.responses_api.background import BackgroundRun, EventLog, Run
+from services.frontend.responses_api.background import BackgroundRun, Run
 from services.frontend.responses_api.conversation import chat_request, input_items
 from services.frontend.responses_api.files import Orphan, ResponseFiles
 from services.frontend.responses_api.items import new_id
-from services.frontend.responses_api.response_file import FileLog
+from services.frontend.responses_api.response_file import FileLog, Origin
 from services.frontend.responses_api.responses import (
     DeletedResponse,
     InputItemList,
@@ -44,13 +44,12 @@ from services.frontend.responses_api.responses import (
     ResponseStreamEvent,
 )
 from services.frontend.responses_api.schemas import Item, ResponsesRequest
-from services.frontend.responses_api.store import Origin, ResponseStore, StoredResponse
+from services.frontend.responses_api.stored import StoredResponse
 
 log = logging.getLogger("runahead.frontend")
 
 router = APIRouter(prefix="/v1/responses")
 _STORED = errors(*GUARDED, 400, 404)
-Store = ResponseStore | ResponseFiles
 ResponseId = Annotated[str, Path(max_length=512)]
 
 
@@ -127,7 +126,7 @@ def _found(http: HTTPRequest, context: AppContext, id: str, param: str | None = 
     return _required(context.responses, param).get(http.state.tenant, id, param, go_on)
 
 
-def _required(store: Store | None, param: str | None = None) -> Store:
+def _required(store: ResponseFiles | None, param: str | None = None) -> ResponseFiles:
     """Raises: APIError"""
     if store is None:
         code = "previous_response_not_found" if param else "response_not_found"
@@ -221,7 +220,7 @@ def _start(
     turn: _Turn,
     id: str,
     origin: Origin,
-    events: EventLog,
+    events: FileLog,
     orphan: Orphan | None = None,
 ) -> BackgroundRun:
     """Generate a response apart from its connection.
@@ -231,7 +230,7 @@ def _start(
 
     Raises: APIError
     """
-    answering, store, tenant = context.answering, _required(context.responses), http.state.tenant
+    answering, store = context.answering, _required(context.responses)
     prompt = Prompt(unpack(origin.prompt).tolist())
     params = msgspec.msgpack.decode(origin.params, type=SamplingParams)
     head = head_json(turn.given, id, origin.model, True, origin.created)
@@ -247,12 +246,11 @@ def _start(
     )
     with contextlib.ExitStack() as stack:
         generation = stack.enter_context(generating)
-        if isinstance(events, FileLog):
-            events.follow(generation.choices[0], context.engine.ledger, delivered)
+        events.follow(generation.choices[0], context.engine.ledger, delivered)
         run.start(generation.response)
         if orphan is None:
             events.write(opening)
-        store.begin(tenant, id, run, turn.history, turn.items)
+        store.begin(run)
         close = stack.pop_all().close
     task = asyncio.create_task(_finish(http, answering, run, close))
     context.tasks.add(task)
@@ -298,7 +296,7 @@ def _history(http: HTTPRequest, context: AppContext, given: ResponsesRequest) ->
 
 
 def _keeper(
-    store: Store | None, tenant: str, history: Sequence[Item], given: Sequence[Item]
+    store: ResponseFiles | None, tenant: str, history: Sequence[Item], given: Sequence[Item]
 ) -> Callable[[ResponseObject], None]:
     """Return a function that stores a whole response.
 

@@ -1,4 +1,4 @@
-"""Responses in a directory that frontends share: a file for each, and a folder for each API key.
+"""Responses in a directory, which frontends may share: a file for each, and a folder for each API key.
 
 Rules (docs/invariants.md):
 
@@ -15,23 +15,27 @@ import hashlib
 import logging
 import os
 import re
+import shutil
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from services.config import FrontendConfig
 from services.frontend.errors import APIError
 from services.frontend.openai.answers.choice import Delivered
 from services.frontend.responses_api.answers import failed_event, joined
-from services.frontend.responses_api.background import BackgroundRun, EventLog, Run
+from services.frontend.responses_api.background import BackgroundRun, Run
 from services.frontend.responses_api.response_file import (
     CANCEL,
+    ITEM_LIST,
     FileContent,
     FileLog,
+    Origin,
     StoredLine,
     follow_file,
     make_head,
@@ -40,17 +44,28 @@ from services.frontend.responses_api.response_file import (
 )
 from services.frontend.responses_api.responses import ResponseObject
 from services.frontend.responses_api.schemas import Item
-from services.frontend.responses_api.store import ITEM_LIST, MAX_SECONDS, Origin, StoredResponse, not_stored
+from services.frontend.responses_api.stored import StoredResponse, not_stored
+from services.private import private_directory
 
 log = logging.getLogger("runahead.frontend")
 
 MAX_BYTES = 1 << 30
 """Disk space of all responses. Those of the API key that takes the most make room, the oldest first."""
+PRIVATE_BYTES = 64 << 20
+"""The same for a private directory, which is memory."""
 MAX_FILES = 10_000
+MAX_SECONDS = 3600.0
+"""Time without a change after which a response is deleted; one that is still generated then fails."""
 PRUNE_INTERVAL = 10.0
-"""Seconds between two checks of these bounds."""
+"""Maximum time between two checks of these bounds, seconds."""
+GROWTH_PER_CHECK = 1 / 16
+"""Share of the space after whose growth the bounds are checked at once."""
+BLOCK = 4096
+"""Disk space of the smallest file, bytes."""
 POLL_INTERVAL = 0.05
 """Seconds between two looks at a file that another frontend writes."""
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  only a directory inside it is used, which is private
+PREFIX = "runahead-responses-"
 _ID = re.compile(r"resp_[0-9a-f]{32}")
 
 
@@ -119,7 +134,7 @@ class _OthersRun(Run):
             try:
                 self.path.with_suffix(CANCEL).touch(mode=0o600)
             except OSError as error:
-                raise not_written(error) from None
+                raise not_written(self.path, error) from None
             async for _ in self.behind(2**63):
                 pass
 
@@ -137,8 +152,24 @@ def prepare_directory(directory: Path) -> None:
         raise OSError(f"--response-store-dir {directory}: {error.strerror}") from None
 
 
+@contextlib.contextmanager
+def response_files(config: FrontendConfig) -> Iterator["ResponseFiles | None"]:
+    """Make the store of responses: in the directory of the configuration or, without one, in a private one in memory.
+
+    Raises: OSError, if the directory cannot be used
+    """
+    if config.response_store_dir is not None:
+        yield ResponseFiles(Path(config.response_store_dir))
+    elif config.response_store:
+        base = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+        with private_directory(base, PREFIX) as directory:
+            yield ResponseFiles(directory, min(PRIVATE_BYTES, shutil.disk_usage(base).total // 2))
+    else:
+        yield None
+
+
 class ResponseFiles:
-    """The responses of all frontends that share a directory.
+    """The responses of all frontends that use a directory.
 
     Raises: OSError, if the directory cannot be used
     """
@@ -155,6 +186,9 @@ class ResponseFiles:
         self._runs: dict[Path, BackgroundRun] = {}
         """Runs of this frontend that have not ended."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._growth = 0
+        """Bytes that this frontend wrote since the bounds were checked."""
+        self._has_grown = asyncio.Event()
         prepare_directory(directory)
 
     def _path(self, tenant: str, id: str) -> Path:
@@ -164,32 +198,50 @@ class ResponseFiles:
     def add(
         self, tenant: str, response: ResponseObject, history: Sequence[Item], given: Sequence[Item]
     ) -> None:
-        """Store a response without `background`. One that cannot be stored is logged."""
+        """Store a response without `background`, unless it is larger than the store. A failure to write is logged.
+
+        Args:
+            history: items of the earlier turns.
+            given: items of this turn's request, at least one.
+        """
         path = self._path(tenant, response["id"])
         lines = (
             make_head(None, history, given),
             StoredLine(response=msgspec.Raw(msgspec.json.encode(response))),
         )
         data = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+        if len(data) > self._max_bytes:
+            return
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             with open(path, "xb", buffering=0, opener=_private) as file:
                 write_all(file.fileno(), data)
         except OSError as error:
-            not_written(error)
+            not_written(path, error)
+        self._grow(max(len(data), BLOCK))
 
     def log(
         self, tenant: str, id: str, origin: Origin, history: Sequence[Item], given: Sequence[Item]
-    ) -> EventLog:
-        """Return where the events of a response with `background` are kept."""
-        return FileLog(self._path(tenant, id), make_head(origin, history, given))
+    ) -> FileLog:
+        """Return where the events of a response with `background` are kept.
 
-    def begin(
-        self, tenant: str, id: str, run: BackgroundRun, history: Sequence[Item], given: Sequence[Item]
-    ) -> None:
+        Raises: APIError, if the request is larger than the store
+        """
+        head = make_head(origin, history, given)
+        if len(bytes(head.conversation)) > self._max_bytes:
+            raise APIError(
+                413, f"the request is larger than the store of responses ({self._max_bytes} bytes)"
+            )
+        return FileLog(self._path(tenant, id), head, self._grow)
+
+    def _grow(self, num_bytes: int) -> None:
+        self._growth += num_bytes
+        if self._growth > self._max_bytes * GROWTH_PER_CHECK:
+            self._has_grown.set()
+
+    def begin(self, run: BackgroundRun) -> None:
         """Keep a run that has started until it ends."""
         events = run.events
-        assert isinstance(events, FileLog)
         self._runs[events.path] = run
         events.on_failure = run.fail
         task = asyncio.create_task(events.watch(run.fail))
@@ -216,9 +268,9 @@ class ResponseFiles:
         def take_up() -> bool:
             return path not in self._runs and go_on is not None and self._take_up(path, id, param, go_on)
 
-        written: bytes | Run | None = self._runs.get(path)
-        if isinstance(written, BackgroundRun) and isinstance(written.events, FileLog) and path.exists():
-            head = written.events.head
+        written: bytes | Run
+        if (own := self._runs.get(path)) is not None and path.exists():
+            head, written = own.events.head, own
         else:
             content = self._read(path, id, param)
             head, written = content.head, content.last
@@ -258,9 +310,9 @@ class ResponseFiles:
             except FileNotFoundError:
                 raise not_stored(id, param) from None
             except OSError as error:
-                raise not_written(error) from None
+                raise not_written(path, error) from None
             stack.pop_all()
-        go_on(Orphan(id, origin, FileLog(path, content.head, lock), content))
+        go_on(Orphan(id, origin, FileLog(path, content.head, self._grow, lock), content))
         log.warning("a response of a lost frontend was taken up: id=%s", id)
         return True
 
@@ -271,18 +323,21 @@ class ResponseFiles:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
-            raise not_written(error) from None
+            raise not_written(path, error) from None
         if (run := self._runs.get(path)) is not None:
             run.fail(APIError(500, "the response was deleted"))
 
     async def keep_bounds(self) -> None:
         """Delete what is too old or too much, again and again."""
         while True:
+            self._growth = 0
+            self._has_grown.clear()
             try:
                 await asyncio.to_thread(self.prune)
             except OSError as error:
-                log.error("old responses cannot be deleted (--response-store-dir): %s", error)
-            await asyncio.sleep(PRUNE_INTERVAL)
+                log.error("old responses cannot be deleted: %s", error)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._has_grown.wait(), PRUNE_INTERVAL)
 
     def prune(self) -> None:
         """Delete what is too old or too much. A response that is generated then fails.

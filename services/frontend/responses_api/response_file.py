@@ -1,4 +1,4 @@
-"""The file of one response that frontends share.
+"""The file of one response.
 
 It has a line of JSON with what the response is made from, then a line for each write of its events. The last line has
 the response itself; one that is not complete was torn by a crash and does not count.
@@ -14,15 +14,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
+from pydantic import TypeAdapter
 
 from services.frontend.engine.ledger import RequestLedger
 from services.frontend.errors import GONE, APIError
 from services.frontend.json_text import json_text
 from services.frontend.openai.answers.choice import Choice, Delivered
-from services.frontend.responses_api.answers import joined
-from services.frontend.responses_api.background import EventLog, events_in
+from services.frontend.responses_api.answers import END_OF_EVENT, joined
 from services.frontend.responses_api.schemas import Item
-from services.frontend.responses_api.store import ITEM_LIST, Origin
 
 log = logging.getLogger("runahead.frontend")
 
@@ -31,6 +30,23 @@ WATCH_INTERVAL = 0.25
 READ_SIZE = 1 << 20
 CANCEL = ".cancel"
 """End of the name of a file that says that a response is to be cancelled."""
+
+
+ITEM_LIST: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """The source of a response with `background`, from which another frontend can go on with it."""
+
+    body: str
+    """The request body, as the client sent it."""
+    model: str
+    created: int
+    """Seconds since 1970."""
+    prompt: bytes
+    """Token ids, int32 little-endian."""
+    params: bytes
+    """`SamplingParams` as MessagePack, with the seed that was drawn."""
 
 
 class StoredHead(msgspec.Struct):
@@ -51,6 +67,11 @@ class StoredLine(msgspec.Struct, omit_defaults=True):
 
 _decode_head = msgspec.json.Decoder(StoredHead).decode
 _decode_line = msgspec.json.Decoder(StoredLine).decode
+
+
+def events_in(data: bytes) -> list[bytes]:
+    """Return each of the events, which are complete."""
+    return [event + END_OF_EVENT for event in data.split(END_OF_EVENT)[:-1]]
 
 
 def make_head(origin: Origin | None, history: Sequence[Item], given: Sequence[Item]) -> StoredHead:
@@ -92,17 +113,26 @@ class FileContent:
         return Delivered(batches, "".join(line.events for line in self.lines[1:]).encode(), identity)
 
 
-class FileLog(EventLog):
+class FileLog:
     """Events of a response that this frontend generates. The file is made with the first ones.
 
+    The sink of a `ResponseStream`, which is never full.
+
     Args:
+        on_growth: called with the number of bytes that were written.
         lock: the open file, if there is one already.
     """
 
-    def __init__(self, path: Path, head: StoredHead, lock: int | None = None) -> None:
-        super().__init__()
+    is_full = False
+
+    def __init__(
+        self, path: Path, head: StoredHead, on_growth: Callable[[int], None], lock: int | None = None
+    ) -> None:
+        self.on_writable: Callable[[], None] | None = None
+        self.is_complete = False
+        self._grown = asyncio.Event()
         self.path = path
-        self.head, self._lock = head, lock
+        self.head, self._on_growth, self._lock = head, on_growth, lock
         self._batches: list[list[int]] = []
         self._identity = ""
         self._num_tokens = 0
@@ -128,8 +158,15 @@ class FileLog(EventLog):
             self._num_tokens += len(tokens)
             self._batches.append(tokens)
 
-    def _add(self, data: bytes, response: bytes) -> None:
-        """Raises: APIError, if the first events cannot be written"""
+    def body_writer(self) -> Callable[[bytes], None]:
+        return self.write
+
+    def write(self, data: bytes, response: bytes = b"") -> None:
+        """Add complete events. With the last ones comes the response, as JSON.
+
+        Raises: APIError, if the first events cannot be written
+        """
+        self.is_complete |= bool(response)
         if self._unwritten:
             self._unwritten += data
         else:
@@ -143,6 +180,8 @@ class FileLog(EventLog):
                 self._on_error(error, data)
         if response:
             self.release()
+        self._grown.set()
+        self._grown = asyncio.Event()
 
     def release(self) -> None:
         """Give up the lock."""
@@ -158,13 +197,14 @@ class FileLog(EventLog):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             line = msgspec.json.encode(self.head) + b"\n" + line
         write_all(self._lock, line)
+        self._on_growth(len(line))
 
     def _on_error(self, error: OSError, data: bytes) -> None:
         """Give up the file, so that no other frontend goes on from it."""
         self._unwritten = data
         with contextlib.suppress(OSError):
             self.path.unlink()
-        failure = not_written(error)
+        failure = not_written(self.path, error)
         if self.on_failure is None:
             self.release()
             raise failure
@@ -179,20 +219,25 @@ class FileLog(EventLog):
 
     async def _more(self) -> bool:
         if not self.is_complete and not self._unwritten:
-            await self.growth()
+            await self._grown.wait()
             return True
         await self.complete()
         return False
 
+    async def complete(self) -> None:
+        """Wait for the last event."""
+        while not self.is_complete:
+            await self._grown.wait()
+
     async def watch(self, fail: Callable[[APIError], None]) -> None:
-        """Fail the response when another frontend cancels or deletes it, until it ends."""
+        """Fail the response when its file is deleted, or another frontend cancels it, until it ends."""
         marker = self.path.with_suffix(CANCEL)
         while True:
             if self._lock is None or self.is_complete:
                 marker.unlink(missing_ok=True)
                 return
             if not os.fstat(self._lock).st_nlink and not self._unwritten:
-                fail(APIError(500, "the response was deleted"))
+                fail(APIError(500, "the response was deleted, or had no room in the store of responses"))
             elif marker.exists():
                 fail(APIError(GONE, "the response was cancelled"))
             await asyncio.sleep(WATCH_INTERVAL)
@@ -204,10 +249,10 @@ def write_all(file: int, data: bytes) -> None:
         data = data[os.write(file, data) :]
 
 
-def not_written(error: OSError) -> APIError:
-    log.error("a response cannot be stored (--response-store-dir): %s", error)
+def not_written(path: Path, error: OSError) -> APIError:
     why = error.strerror or str(error)
-    return APIError(500, f"the response cannot be stored: {why} (--response-store-dir)", "store")
+    log.error("a response cannot be stored in %s: %s", path.parent.parent, why)
+    return APIError(500, f"the response cannot be stored: {why}", "store")
 
 
 async def follow_file(

@@ -1,6 +1,7 @@
 """/v1/responses with `background`, by the official client: nothing depends on a connection."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -149,6 +150,42 @@ def test_deleted_response_is_aborted(frontend: Frontend, scheduler: ScriptedSche
     scheduler.wait_aborted(number)
     with pytest.raises(openai.NotFoundError):
         responses.retrieve(id, stream=True)
+
+
+def test_response_without_room_fails_and_the_private_directory_is_removed(tmp_path: Path) -> None:
+    small = f"""
+from pathlib import Path
+from services.frontend.responses_api import files
+files.SHARED_MEMORY, files.PRIVATE_BYTES, files.PRUNE_INTERVAL = Path({str(tmp_path)!r}), 100_000, 1e9
+"""
+    with scripted(small, served_model_name=["demo"]) as (killed, _):
+        (left,) = tmp_path.iterdir()
+        assert left.stat().st_mode & 0o777 == 0o700
+        killed.process.kill()
+        killed.wait()
+    assert left.exists()
+    with scripted(small, served_model_name=["demo"]) as (frontend, scheduler):
+        assert not left.exists()
+        scheduler.script(answering("Hello"))
+        done = client(frontend).create(model="demo", input="Hi")
+        scheduler.script(silent)
+        stream = client(frontend).create(model="demo", input="Hi", background=True, stream=True)
+        events = [next(stream), next(stream)]
+        number, sent = scheduler.request().number, 0
+        while events[-1].type != "response.failed":
+            scheduler.send(tokens(number, WORLD[:1], sent))
+            sent += 1
+            events.append(next(stream))
+        assert "no room in the store" in events[-1].response.error.message
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        scheduler.wait_aborted(number)
+        for id in (done.id, events[0].response.id):
+            with pytest.raises(openai.NotFoundError):
+                client(frontend).retrieve(id)
+        stream.close()
+        frontend.signal()
+        assert frontend.wait() == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_other_keys_have_no_access_and_draining_waits_for_the_end() -> None:

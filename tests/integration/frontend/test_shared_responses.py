@@ -113,7 +113,7 @@ def test_response_is_continued_and_deleted_at_another_frontend(two: tuple[Pair, 
     seen, stream = begun(two[0], HELLO)
     client(other).delete(seen[0].response.id)
     *_, last = stream
-    assert last.response.error.message == "the response was deleted"
+    assert last.response.error.message.startswith("the response was deleted")
     scheduler.wait_aborted(scheduler.request().number)
 
 
@@ -249,9 +249,7 @@ def test_full_directory_fails_that_response_alone(tmp_path: Path) -> None:
         stream.close()
         last = events[-1]
         assert last.type == "response.failed"
-        assert last.response.error.message == (
-            "the response cannot be stored: File too large (--response-store-dir)"
-        )
+        assert last.response.error.message == ("the response cannot be stored: File too large")
         assert [event.sequence_number for event in events] == list(range(len(events)))
         assert list(tmp_path.glob("*/*")) == []
         with pytest.raises(openai.InternalServerError, match="cannot be stored: File too large"):

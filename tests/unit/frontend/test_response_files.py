@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from services.frontend.errors import APIError
-from services.frontend.responses_api.files import ResponseFiles
+from services.frontend.responses_api.files import MAX_SECONDS, ResponseFiles
 from services.frontend.responses_api.items import new_id
-from services.frontend.responses_api.response_file import follow_file
+from services.frontend.responses_api.response_file import Origin, follow_file
 from services.frontend.responses_api.schemas import InputMessage
-from services.frontend.responses_api.store import MAX_SECONDS
 
 GIVEN = [InputMessage(role="user", content="Hi")]
 BLOCK = 4096
@@ -63,6 +62,18 @@ def test_the_key_that_has_most_loses_its_oldest(tmp_path: Path, bounds: Any) -> 
     files.prune()
     assert all(is_stored(files, "few", id) for id in few)
     assert [is_stored(files, "many", id) for id in many] == [True] * 4 + [False] * 5
+
+
+def test_giant_is_not_stored(tmp_path: Path) -> None:
+    files = ResponseFiles(tmp_path, max_bytes=6 * BLOCK, clock=lambda: 1000.0)
+    id = added(files, tmp_path, "", 0)
+    text = [InputMessage(role="user", content="x" * 7 * BLOCK)]
+    giant: Any = {"id": new_id("resp"), "output": []}
+    files.add("", giant, [], text)
+    with pytest.raises(APIError, match="larger than the store"):
+        files.log("", new_id("resp"), Origin("", "demo", 0, b"", b""), [], text)
+    files.prune()
+    assert (is_stored(files, "", id), is_stored(files, "", giant["id"])) == (True, False)
 
 
 def test_unusable_directory_is_refused_by_name(tmp_path: Path) -> None:
