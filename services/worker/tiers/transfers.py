@@ -25,7 +25,7 @@ MAX_UNWRITTEN = 4096
 """Maximum number of blocks that wait to be written."""
 
 
-class Peers(Protocol):
+class PeerBlocks(Protocol):
     """Workers of other engines. For one thread."""
 
     def fetch(
@@ -64,7 +64,7 @@ class BlockTransfers:
         memory: KVMemory,
         tiers: Sequence[Tier],
         send: Callable[[BlocksLoaded], None],
-        peers: Peers | None = None,
+        peers: PeerBlocks | None = None,
     ) -> None:
         assert memory.names is not None, "the cache has begun"
         self._memory, self._names, self._tiers = memory, memory.names, tiers
