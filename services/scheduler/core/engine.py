@@ -369,15 +369,16 @@ class EngineCore:
             raise
 
     def _dispatch(self, observers: Observers) -> Iterator[StepMessage]:
-        queue = self.queue
-        for load in self.store.loading.expired(self.store.now):
+        queue, loading = self.queue, self.store.loading
+        for load in loading.expired(self.store.now) if len(loading) else ():
             self._end_load(load, 0)
         while True:
             for grammar in self.deferred_masks.outputs():
                 observers.emit(GrammarSent(grammar))
                 yield grammar
             planned = None if queue.full or self.deferred_masks.holds_back else self._schedule()
-            yield from self._loads_to_send(planned)
+            if loading.unsent:
+                yield from self._loads_to_send(planned)
             if planned is None:
                 break
             step, plan, masked = planned
