@@ -75,7 +75,7 @@ class BackendConfig(ServiceConfig):
         ge=0,
         description="native, sim: memory of the worker for KV blocks that leave its cache, bytes, such as 8G. 0: none.",
     )
-    kv_peer_endpoint: str = Field(
+    kv_peer_address: str = Field(
         "",
         description="native, sim: address of this machine at which workers of other engines with equal weights and "
         "settings fetch KV blocks, tcp://HOST:0 for a free port. This worker fetches from theirs. Default: none.",
@@ -105,7 +105,7 @@ USERS: dict[str, tuple[str, ...]] = {
     "gpu_memory_utilization": ("native", "vllm"),
     "enforce_eager": ("native", "vllm"),
     "dtype": ("native", "vllm"),
-    **dict.fromkeys(("kv_offload_dir", "kv_offload_bytes", "kv_peer_endpoint"), ("native", "sim")),
+    **dict.fromkeys(("kv_offload_dir", "kv_offload_bytes", "kv_peer_address"), ("native", "sim")),
     "threads": ("native", "vllm"),
     **dict.fromkeys(SimulatorConfig.model_fields, ("sim",)),
 }
@@ -153,9 +153,9 @@ class WorkerConfig(SimulatorConfig, BackendConfig):
                         f"--{name.replace('_', '-')} is for GPUs; --device {self.device} does not use it"
                     )
         if self.device == "cuda":
-            if self.kv_offload_dir or self.kv_offload_bytes or self.kv_peer_endpoint:
+            if self.kv_offload_dir or self.kv_offload_bytes or self.kv_peer_address:
                 raise ValueError(
-                    "--kv-offload-dir, --kv-offload-bytes and --kv-peer-endpoint: with --device cuda KV blocks stay on "
+                    "--kv-offload-dir, --kv-offload-bytes and --kv-peer-address: with --device cuda KV blocks stay on "
                     "the GPU so far; use none of them"
                 )
             if self.kernels == "reference":

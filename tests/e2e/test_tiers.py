@@ -121,7 +121,7 @@ def drain_the_owner(server: ServeProcess) -> None:
 
 async def test_a_stream_that_moves_fetches_its_blocks_from_the_engine_before() -> None:
     """The other engine computes nothing but the last block. There is no directory."""
-    peers = ("--kv-peer-endpoint", "tcp://127.0.0.1:0", "--data-parallel-size", "2", "--enable-admin-routes")
+    peers = ("--kv-peer-address", "tcp://127.0.0.1:0", "--data-parallel-size", "2", "--enable-admin-routes")
     with serving(*SIM, *peers, "--tensor-parallel-size", "2") as server:
         text, _ = answer(server)
         async with server.async_client() as client:

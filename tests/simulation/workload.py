@@ -92,7 +92,8 @@ def draw(seed: int, speculates: bool = False, tier: bool = False) -> Workload:
         limits = replace(
             limits, max_num_batched_tokens=-(-limits.max_num_batched_tokens // block_size) * block_size
         )
-    limits = with_groups(limits, policy, Random(f"block tables/{seed}"))
+    if not tier:
+        limits = with_groups(limits, policy, Random(f"block tables/{seed}"))
     longest = limits.max_model_len
     vocab = rng.choice((6, 16, 64, 500))
     shared = [[rng.randrange(vocab) for _ in range(longest)] for _ in range(2)]

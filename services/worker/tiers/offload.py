@@ -44,7 +44,7 @@ class Offload:
         self._transfers: BlockTransfers | None = None
         self._server: PeerServer | None = None
         self.has_tiers = bool(config.kv_offload_dir or config.kv_offload_bytes)
-        self._is_used = self.has_tiers or bool(config.kv_peer_endpoint)
+        self._is_used = self.has_tiers or bool(config.kv_peer_address)
 
     @property
     def kv_peer(self) -> str:
@@ -58,13 +58,18 @@ class Offload:
         self._rank, identity = rank, f"{memory.content} {sorted(loaded.contents.items())}"
         if not memory.content:
             raise LoadError(
-                "--kv-offload-dir, --kv-offload-bytes and --kv-peer-endpoint: the KV blocks of a GPU stay there so "
+                "--kv-offload-dir, --kv-offload-bytes and --kv-peer-address: the KV blocks of a GPU stay there so "
                 "far; use none of them"
+            )
+        if len(loaded.groups) > 1 or any(group.size for group in loaded.groups):
+            raise LoadError(
+                "--kv-offload-dir, --kv-offload-bytes and --kv-peer-address: groups of KV cache with windows are not "
+                "offloaded yet; set --disable-hybrid-kv-cache-manager, or use none of them"
             )
         if identity != self._identity:
             self._identity, self._tiers = identity, self._make_tiers(self._config, identity)
-        if self._config.kv_peer_endpoint and self._server is None:
-            self._server = PeerServer(self._config.kv_peer_endpoint, self._config.security, self._find)
+        if self._config.kv_peer_address and self._server is None:
+            self._server = PeerServer(self._config.kv_peer_address, self._config.security, self._find)
 
     def begin(self, memory: KVMemory) -> None:
         """An epoch's cache has begun."""

@@ -57,7 +57,7 @@ class PeerServer:
             self._server = Server(endpoint, {PEER_ROLE}, security, MAX_ANSWERS)
             key = server_pair(security.keys, "worker")[0].decode() if security.keys is not None else ""
         except (OSError, ValueError) as error:
-            raise LoadError(f"--kv-peer-endpoint: {error}") from None
+            raise LoadError(f"--kv-peer-address: {error}") from None
         self.address = f"{self._server.endpoint} {key}".strip()
         """`Loaded.kv_peer`"""
         self._closing = threading.Event()

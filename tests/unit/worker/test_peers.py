@@ -152,5 +152,5 @@ def test_only_workers_with_known_keys_fetch(
 
 
 def test_an_endpoint_that_cannot_be_bound_is_refused() -> None:
-    with pytest.raises(LoadError, match=r"--kv-peer-endpoint: .*keys"):
+    with pytest.raises(LoadError, match=r"--kv-peer-address: .*keys"):
         PeerServer("tcp://10.0.0.1:0", LOCAL, lambda identity, names: (0, memoryview(b"")))
