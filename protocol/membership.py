@@ -153,6 +153,11 @@ class Loaded(msgspec.Struct, array_like=True, frozen=True, tag="loaded"):
     """Whole blocks in this rank's KV memory, in the order in which they became whole; None: it holds none."""
     groups: KVGroups = ()
     """Groups of layers, each with a block table; (): one with full attention. All ranks have the same."""
+    loads_blocks: bool = False
+    """True: this rank has a tier, and answers `LoadBlocks`."""
+    kv_peer: Text = ""
+    """"ENDPOINT" or "ENDPOINT KEY", with a public key (z85), at which workers of other engines fetch blocks from this
+    rank. It fetches from them, too. "": neither."""
 
 
 class InitializeCache(msgspec.Struct, array_like=True, frozen=True, tag="init_cache"):

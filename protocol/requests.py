@@ -66,6 +66,8 @@ class GenerateRequest(msgspec.Struct, array_like=True, frozen=True, tag="generat
     age: Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)] = 0.0
     """Seconds since the request was first submitted; 0.0: now. A request that was submitted before meets wider limits
     of load, and precedes every new one of its priority; the oldest comes first."""
+    kv_peers: Annotated[list[Text], msgspec.Meta(max_length=MAX_ITEMS)] = []
+    """`EngineState.kv_peers` of another engine that may have KV blocks of the request's prefix; []: none is known."""
 
 
 MAX_RETRY_AFTER = 3600.0
@@ -208,6 +210,8 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     batch invariance. Streams move between engines of equal identity only. "": not known yet."""
     pids: Annotated[list[Count], msgspec.Meta(max_length=MAX_ITEMS)] = []
     """Process ids on their machines: of the scheduler, then of the workers by rank."""
+    kv_peers: Annotated[list[Text], msgspec.Meta(max_length=MAX_ITEMS)] = []
+    """`Loaded.kv_peer` of each rank; []: not all have one."""
 
 
 ClientMessage = GenerateRequest | AbortRequest | Subscribe | FrontendAlive | ResetPrefixCache

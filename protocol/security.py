@@ -31,6 +31,8 @@ class Security:
     """Allow unencrypted tcp connections beyond loopback."""
     server_key: str = ""
     """Public key (z85) of the side that binds; "": that in the directory."""
+    binds_as: str = SERVER
+    """Role of the side that binds: the server of the others, or a worker that serves workers of other engines."""
 
     @property
     def encrypted(self) -> bool:
@@ -60,14 +62,23 @@ def key_role(role: str) -> str:
 
 
 def public_roles(directory: Path) -> dict[bytes, str]:
-    """Return the role of each public key (z85) in a directory. Raises: OSError"""
-    files = sorted(path for path in directory.iterdir() if path.suffix == PUBLIC)
+    """Return the role of each public key (z85) in a directory, its own one included. Raises: OSError"""
+    files = sorted(path for path in directory.iterdir() if path.suffix in (PUBLIC, SECRET))
     return {_read(path)[0]: key_role(path.name.partition(".")[0]) for path in files}
 
 
-def server_pair(directory: Path) -> tuple[bytes, bytes]:
+def server_pair(directory: Path, role: str = SERVER) -> tuple[bytes, bytes]:
     """Return the public and the secret key of the side that binds. Raises: OSError"""
-    return _pair(directory / (SERVER + SECRET))
+    return _pair(directory / (SERVER + SECRET)) if role == SERVER else _own_pair(directory)
+
+
+def _own_pair(directory: Path) -> tuple[bytes, bytes]:
+    """Raises: OSError, unless the directory has one pair."""
+    own = sorted(path for path in directory.iterdir() if path.suffix == SECRET)
+    if len(own) != 1:
+        found = ", ".join(path.name for path in own) or "none"
+        raise OSError(f"{directory} must contain one file *{SECRET}, but contains {found}")
+    return _pair(own[0])
 
 
 def client_keys(directory: Path, server_key: str = "") -> tuple[tuple[bytes, bytes], bytes]:
@@ -75,11 +86,7 @@ def client_keys(directory: Path, server_key: str = "") -> tuple[tuple[bytes, byt
 
     Raises: OSError
     """
-    own = sorted(path for path in directory.iterdir() if path.suffix == SECRET)
-    if len(own) != 1:
-        found = ", ".join(path.name for path in own) or "none"
-        raise OSError(f"{directory} must contain one file *{SECRET}, but contains {found}")
-    return _pair(own[0]), server_key.encode() or _read(directory / (SERVER + PUBLIC))[0]
+    return _own_pair(directory), server_key.encode() or _read(directory / (SERVER + PUBLIC))[0]
 
 
 def _pair(file: Path) -> tuple[bytes, bytes]:

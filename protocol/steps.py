@@ -92,6 +92,33 @@ class ReleaseSlots(msgspec.Struct, array_like=True, frozen=True, tag="release"):
     """As in `SchedulerOutput`."""
 
 
+class LoadBlocks(msgspec.Struct, array_like=True, frozen=True, tag="load"):
+    """Fill blocks from elsewhere, beside the steps (loaded block, docs/invariants.md). Each rank fills them in order up
+    to the first one that it lacks, and answers with `BlocksLoaded`. A block that a later plan or load gives away is not
+    filled any more."""
+
+    epoch: EpochId
+    next_step: StepId
+    """The step that follows this message."""
+    ticket: Count
+    """1, 2, 3 ... for each scheduler; not all are used."""
+    blocks: bytes
+    """int32[blocks]"""
+    names: bytes
+    """uint8[blocks, NAME_BYTES]"""
+    peers: Annotated[list[Text], msgspec.Meta(max_length=MAX_ITEMS)] = []
+    """By rank: a worker of another engine that may have what the tier lacks (`Loaded.kv_peer`); []: none is known."""
+
+
+class BlocksLoaded(msgspec.Struct, array_like=True, frozen=True, tag="loaded_blocks"):
+    """Answer of a rank to `LoadBlocks`."""
+
+    epoch: EpochId
+    ticket: Count
+    count: Count
+    """Number of blocks, from the first one, that were filled."""
+
+
 class GrammarOutput(msgspec.Struct, array_like=True, frozen=True, tag="grammar"):
     """Token masks of constrained rows of a step.
 
@@ -201,7 +228,7 @@ class StepFault(msgspec.Struct, array_like=True, frozen=True, tag="fault"):
     """Type and text of the exception in the worker."""
 
 
-StepMessage = SchedulerOutput | ReleaseSlots | GrammarOutput
+StepMessage = SchedulerOutput | ReleaseSlots | GrammarOutput | LoadBlocks
 """scheduler -> worker, per step"""
-StepResult = ModelRunnerOutput | StepReport | StepFault
+StepResult = ModelRunnerOutput | StepReport | StepFault | BlocksLoaded
 """worker -> scheduler, per step"""

@@ -12,7 +12,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
-from protocol.security import client_keys, public_roles, server_pair
+from protocol.security import SERVER, client_keys, public_roles, server_pair
 
 log = logging.getLogger("runahead.transport")
 
@@ -56,9 +56,9 @@ class RoleAuthenticator(ThreadAuthenticator):
 class SecureContext:
     """A ZeroMQ context whose servers accept only keys of `roles`. It has its own thread."""
 
-    def __init__(self, keys: Path, roles: Collection[str]) -> None:
+    def __init__(self, keys: Path, roles: Collection[str], binds_as: str = SERVER) -> None:
         """Raises: OSError, if a key is missing or invalid."""
-        self._pair, allowed = server_pair(keys), AllowedKeys(keys, roles)
+        self._pair, allowed = server_pair(keys, binds_as), AllowedKeys(keys, roles)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator = RoleAuthenticator(self.context, allowed)
 

@@ -13,7 +13,7 @@ import zmq
 from protocol.codec import Decoder, ProtocolError, encode
 from protocol.handshake import PROBE, PROTOCOL_VERSION, Hello, Refused, Welcome, check_version
 from protocol.security import LOCAL, SERVER, Security, key_role
-from protocol.transport.endpoint import bind, check_endpoint, configure, ipc_path
+from protocol.transport.endpoint import HIGH_WATER_MARK, bind, check_endpoint, configure, ipc_path
 from protocol.transport.errors import PeerGone, PeerSlow
 from protocol.transport.monitor import FAILURES, Monitor, is_readable
 
@@ -45,8 +45,17 @@ class Server:
     Poll `socket` and `events`, then call `receive` until it returns None. Must not be shared between threads.
     """
 
-    def __init__(self, endpoint: str, roles: Collection[str], security: Security = LOCAL) -> None:
-        """Raises: ValueError, if the endpoint must not be bound; OSError, if it is in use or a key is missing."""
+    def __init__(
+        self,
+        endpoint: str,
+        roles: Collection[str],
+        security: Security = LOCAL,
+        max_queued: int = HIGH_WATER_MARK,
+    ) -> None:
+        """`max_queued`: messages that wait for one peer.
+
+        Raises: ValueError, if the endpoint must not be bound; OSError, if it is in use or a key is missing.
+        """
         check_endpoint(endpoint, security)
         self._roles = roles
         self.peers: dict[bytes, Hello] = {}
@@ -67,6 +76,7 @@ class Server:
         """Device and inode of the bound ipc socket."""
         try:
             configure(self.socket, endpoint)
+            self.socket.sndhwm = max_queued
             self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             if self._secure is not None:
                 self._secure.secure(self.socket)
@@ -257,7 +267,7 @@ def _secure_context(endpoint: str, roles: Collection[str], security: Security) -
     # Imported here because it imports asyncio, which a service without keys may not need.
     from protocol.transport.curve import SecureContext
 
-    return SecureContext(security.keys, {SERVER, *map(key_role, roles)})
+    return SecureContext(security.keys, {SERVER, *map(key_role, roles)}, security.binds_as)
 
 
 def _file_of(endpoint: str) -> tuple[int, int] | None:

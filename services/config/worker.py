@@ -60,6 +60,26 @@ class BackendConfig(ServiceConfig):
         description="Size of the KV cache, bytes, such as 4G. 0: a share of the free memory, or what "
         "--gpu-memory-utilization leaves of a GPU's.",
     )
+    kv_offload_dir: str = Field(
+        "",
+        description="native, sim: private directory for KV blocks. They outlive this process there, and are loaded "
+        "again instead of computed where that is faster. Engines of one machine may share it. Default: none.",
+    )
+    kv_offload_dir_bytes: Size = Field(
+        10 << 30,
+        gt=0,
+        description="Size of all files in --kv-offload-dir, bytes, such as 50G; those used last stay.",
+    )
+    kv_offload_bytes: Size = Field(
+        0,
+        ge=0,
+        description="native, sim: memory of the worker for KV blocks that leave its cache, bytes, such as 8G. 0: none.",
+    )
+    kv_peer_address: str = Field(
+        "",
+        description="native, sim: address of this machine at which workers of other engines with equal weights and "
+        "settings fetch KV blocks, tcp://HOST:0 for a free port. This worker fetches from theirs. Default: none.",
+    )
     quantization: str | None = Field(
         None,
         description="native: type of the weights in memory, with groups of 32 inputs: int8, int4 (embedding and head "
@@ -85,6 +105,7 @@ USERS: dict[str, tuple[str, ...]] = {
     "gpu_memory_utilization": ("native", "vllm"),
     "enforce_eager": ("native", "vllm"),
     "dtype": ("native", "vllm"),
+    **dict.fromkeys(("kv_offload_dir", "kv_offload_bytes", "kv_peer_address"), ("native", "sim")),
     "threads": ("native", "vllm"),
     **dict.fromkeys(SimulatorConfig.model_fields, ("sim",)),
 }
@@ -132,6 +153,11 @@ class WorkerConfig(SimulatorConfig, BackendConfig):
                         f"--{name.replace('_', '-')} is for GPUs; --device {self.device} does not use it"
                     )
         if self.device == "cuda":
+            if self.kv_offload_dir or self.kv_offload_bytes or self.kv_peer_address:
+                raise ValueError(
+                    "--kv-offload-dir, --kv-offload-bytes and --kv-peer-address: with --device cuda KV blocks stay on "
+                    "the GPU so far; use none of them"
+                )
             if self.kernels == "reference":
                 raise ValueError("--kernels reference computes on --device cpu only")
             if self.batch_invariant:

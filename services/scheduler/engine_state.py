@@ -40,6 +40,7 @@ class StateReports:
             round_trips=RoundTrips(unanswered=group.unanswered),
             identity=group.identity,
             pids=[os.getpid(), *group.pids],
+            kv_peers=[*started.kv_peers] if started else [],
         )
 
     def _info(self, group: WorkerGroup, started: Started | None) -> dict[str, str]:

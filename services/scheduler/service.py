@@ -34,7 +34,7 @@ from protocol.requests import (
     ResetPrefixCache,
 )
 from protocol.silence import SIGN_INTERVAL
-from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepReport, StepResult
+from protocol.steps import BlocksLoaded, ModelRunnerOutput, SchedulerOutput, StepReport, StepResult
 from protocol.suspects import SUSPECT_AFTER
 from services.checkpoint import CheckpointError, text_digest
 from services.config import SchedulerConfig
@@ -115,6 +115,8 @@ class Service:
         self.engine: EngineCore | None = None
         self._ranks: list[bytes] = []
         """The workers of the epoch in effect; empty: no step may be dispatched."""
+        self._loads: dict[int, dict[bytes, int]] = {}
+        """Ticket of a load -> number of blocks that each rank has filled, of those that have answered."""
         self._started: Started | None = None
         """The epoch in effect, or the last one; None: there was none."""
         self._worker_seconds = WorkerSeconds()
@@ -257,6 +259,8 @@ class Service:
         match message:
             case ModelRunnerOutput():
                 self._on_result(worker, message, now)
+            case BlocksLoaded():
+                self._on_loaded(worker, message)
             case StepReport():
                 self._subscriptions.add_times(worker, message, self.workers.clock_offset(worker))
             case Pong(number=number):
@@ -281,6 +285,16 @@ class Service:
             self.engine.on_result(result)
         except UnknownResult as error:  # worker and scheduler disagree about the batch
             self.group.on_impossible_result(worker, str(error), now)
+
+    def _on_loaded(self, worker: bytes, report: BlocksLoaded) -> None:
+        """The blocks of a load that all ranks have filled count."""
+        if self.engine is None or worker not in self._ranks or report.epoch != self.group.epoch:
+            return
+        counts = self._loads.setdefault(report.ticket, {})
+        counts[worker] = report.count
+        if len(counts) == len(self._ranks):
+            del self._loads[report.ticket]
+            self.engine.on_loaded(report.epoch, report.ticket, min(counts.values()))
 
     def _read_grammars(self) -> None:
         if self.compiler is not None and self.engine is not None:
@@ -314,6 +328,7 @@ class Service:
                 case Ended(epoch, reason, is_fault):
                     log.warning("epoch %d has ended: %s", number_of(epoch), reason)
                     self._ranks = []
+                    self._loads.clear()
                     self._subscriptions.end_epoch()
                     if self.engine is not None and self.engine.end_epoch(is_fault):
                         self.group.on_guilty_request()

@@ -10,14 +10,15 @@ import hashlib
 import logging
 import mmap
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from protocol.block_names import NAME_BYTES, NamedBlocks
 from protocol.codec import pack, unpack
-from protocol.steps import ReleaseSlots, SchedulerOutput
+from protocol.steps import LoadBlocks, ReleaseSlots, SchedulerOutput
 from services.private import KV_MEMORY
 
 log = logging.getLogger("runahead.worker")
@@ -27,6 +28,8 @@ MAX_HELD = 1 << 18
 """Maximum number of blocks that are reported; the newest ones."""
 SLACK = 16 * PAGE
 """Bytes for the rounding of the parts that are taken."""
+_FILLING = threading.Lock()
+"""Held while a block is filled for a load, and while blocks are given away."""
 _HEADER = np.dtype([("valid", "<u8"), ("identity", "V32"), ("num_blocks", "<u8"), ("size", "<u8")])
 
 
@@ -45,6 +48,8 @@ class BlockNames:
     ) -> None:
         self._numbers, self._names, self._block_size, self._groups = numbers, names, block_size, groups
         self._last = int(numbers.max(initial=0))
+        self._loads = np.zeros(len(numbers), np.int64)
+        """Ticket of the load that fills the block; 0: none does."""
 
     @classmethod
     def empty(cls, num_blocks: int, block_size: int, groups: int = 1) -> "BlockNames":
@@ -69,8 +74,40 @@ class BlockNames:
         self._last += len(blocks)
 
     def drop(self, blocks: Sequence[int] | NDArray[np.int32]) -> None:
-        """Remove the names of blocks that are about to be written."""
-        self._numbers[blocks] = 0
+        """Remove the names of blocks that are about to be written. No load fills them any more."""
+        with _FILLING:
+            self._numbers[blocks] = self._loads[blocks] = 0
+
+    def expect(self, load: LoadBlocks) -> None:
+        """Let a load fill its blocks. They have no names until they are whole."""
+        blocks = unpack(load.blocks)
+        self.drop(blocks)
+        self._loads[blocks] = load.ticket
+
+    def fill(self, block: int, ticket: int, write: Callable[[], None]) -> bool:
+        """Write a block for a load, on any thread. Return False if the block was given away since."""
+        with _FILLING:
+            if self._loads[block] != ticket:
+                return False
+            write()
+        return True
+
+    def end_loads(self) -> None:
+        """No load fills a block any more."""
+        with _FILLING:
+            self._loads[:] = 0
+
+    def block_of(self, name: bytes) -> int | None:
+        """Return the block with this name. May be called on any thread."""
+        beginnings, wanted = self._names.view(np.uint64)[:, 0], np.frombuffer(name, np.uint64, 1)[0]
+        found = np.flatnonzero(beginnings == wanted).tolist()
+        return next((block for block in found if self.number(block, name)), None)
+
+    def number(self, block: int, name: bytes) -> int:
+        """Return the number of the block, which it loses with this name; 0: it has another name or none. May be called
+        on any thread."""
+        number = int(self._numbers[block])
+        return number if self._names[block].tobytes() == name and number == self._numbers[block] else 0
 
     def held(self) -> NamedBlocks | None:
         """Return the blocks with a name, in the order in which they became whole; None: there is none."""
@@ -98,8 +135,13 @@ class KVMemory:
         self._descriptor = descriptor
         self._map: mmap.mmap | None = None
         self._taken = 0
+        self._parts: list[NDArray[np.uint8]] = []
+        """uint8[tables, blocks, bytes]: the parts that were taken."""
         self.names: BlockNames | None = None
         """None: no cache, or one of a backend that keeps none."""
+        self.content = ""
+        """Everything that the content of a block depends on beside tokens and the values of the weights, set by the
+        backend when it has loaded; "": blocks are not in this memory."""
         if descriptor >= 0 and os.fstat(descriptor).st_size >= PAGE:
             self._map = mmap.mmap(descriptor, 0)
 
@@ -152,22 +194,53 @@ class KVMemory:
             self._open(block_size, groups)
             header["valid"] = 1
         self._taken = PAGE + _up(8 * num_blocks) + _up(NAME_BYTES * num_blocks)
+        self._parts = []
         return num_blocks
 
-    def take(self, num_bytes: int) -> memoryview:
-        """Return the next part of the memory. It is the same one whenever the same sizes are taken in order."""
+    def take(self, num_bytes: int, tables: int = 1) -> memoryview:
+        """Return the next part of the memory. It is the same one whenever the same sizes are taken in order.
+
+        Args:
+            tables: each has all blocks, in order: one for each layer.
+        """
         assert self._map is not None, "begin comes first"
         at, self._taken = self._taken, self._taken + _up(num_bytes)
         if self._taken > len(self._map):
             raise ValueError(f"{num_bytes} bytes are more than the KV memory has left")
-        return memoryview(self._map)[at : at + num_bytes]
+        part = memoryview(self._map)[at : at + num_bytes]
+        num_blocks = int(self._header(self._map)["num_blocks"])
+        self._parts.append(np.frombuffer(part, np.uint8).reshape(tables, num_blocks, -1))
+        return part
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block in all parts that were taken."""
+        return sum(part.shape[0] * part.shape[2] for part in self._parts)
+
+    def read_block(self, block: int, into: memoryview) -> None:
+        """Copy a block, of `block_bytes`, part after part."""
+        for part, copy in self._slices(into):
+            np.copyto(copy, part[:, block])
+
+    def write_block(self, block: int, data: memoryview) -> None:
+        """Write a block as it was read."""
+        for part, copy in self._slices(data):
+            np.copyto(part[:, block], copy)
+
+    def _slices(self, data: memoryview) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
+        at = 0
+        for part in self._parts:
+            tables, _, num_bytes = part.shape
+            end = at + tables * num_bytes
+            yield part, np.frombuffer(data[at:end], np.uint8).reshape(tables, num_bytes)
+            at = end
 
     def abandon(self) -> None:
         """Use other memory from now on: a thread that did not end may still write to this one."""
         log.warning("the KV cache is dropped: a step may still write to it")
         if self._map is not None:
             self._header(self._map)["valid"] = 0
-        self._map, self.names, self._descriptor = None, None, -1
+        self._map, self.names, self._descriptor, self._parts = None, None, -1, []
 
     def _open(self, block_size: int, groups: int) -> None:
         assert self._map is not None
@@ -178,7 +251,7 @@ class KVMemory:
 
     def _free(self) -> None:
         """Give the memory back. Nobody reads the cache any more."""
-        self._map, self.names = None, None
+        self._map, self.names, self._parts = None, None, []
         if self._descriptor >= 0:
             os.ftruncate(self._descriptor, 0)
 

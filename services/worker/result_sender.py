@@ -25,7 +25,15 @@ from protocol.epochs import number_of
 from protocol.fields import MAX_TEXT
 from protocol.membership import EndEpoch, GroupMessage, Heartbeat, Ping, RankLost, Shutdown
 from protocol.silence import SilenceWatch
-from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepFault, StepReport, StepResult, StepTimes
+from protocol.steps import (
+    BlocksLoaded,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    StepFault,
+    StepReport,
+    StepResult,
+    StepTimes,
+)
 from protocol.transport import Client, HandshakeRefused, PeerGone, PeerSlow
 from services.process import NO_ALARM, HangAlarm, IdleWatch, name_this_thread, processor_seconds
 from services.worker.runner import OutOfMemory, Output, RanksLost, is_out_of_memory
@@ -157,6 +165,16 @@ class ResultSender:
         else:
             self._deliver(item)
 
+    def send_beside(self, message: BlocksLoaded) -> None:
+        """Send a message beside the results. For any thread; nothing is sent once this is closed."""
+        with self._connection:
+            if self._closing.is_set() or self.failed.is_set():
+                return
+            try:
+                self._client.send(message)
+            except (PeerGone, PeerSlow) as error:
+                self._on_lost(error)
+
     @contextmanager
     def may_wait_for_ranks(self, in_step: bool = False) -> Iterator[None]:
         """The executing thread may wait for other ranks in the body: a wait that has become useless is aborted.
@@ -184,7 +202,8 @@ class ResultSender:
             self._closing.set()
         ended = not any(thread.is_alive() for thread in self._threads)
         if ended:
-            self._client.close()
+            with self._connection:
+                self._client.close()
         return ended
 
     # -- sending -------------------------------------------------------------------------------------------------

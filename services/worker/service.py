@@ -24,7 +24,7 @@ from protocol.membership import (
     RankLost,
     Shutdown,
 )
-from protocol.steps import ReleaseSlots, StepFault, StepMessage
+from protocol.steps import LoadBlocks, ReleaseSlots, StepFault, StepMessage
 from protocol.transport import HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow
 from services.config import WorkerConfig
 from services.process import HANG_FACTOR, NO_ALARM, HangAlarm, collection_paused, start_log
@@ -34,6 +34,7 @@ from services.worker.scheduler_link import DRAIN_TIMEOUT, SchedulerLink
 from services.worker.session import Action, AddMasks, ExecuteStep, Phase, ResendResult, SampleStep, Session
 from services.worker.start_up import StartUp
 from services.worker.step_execution import StepExecution
+from services.worker.tiers.offload import MakeTiers, Offload, tiers_of
 
 log = logging.getLogger("runahead.worker")
 
@@ -47,15 +48,26 @@ FAILURE_CHECK_INTERVAL = 1.0
 class Worker:
     """One worker from registration to its end."""
 
-    def __init__(self, config: WorkerConfig, runner: ModelRunner, alarm: HangAlarm = NO_ALARM) -> None:
-        """`alarm`: set while this worker looks for a scheduler, and by the heartbeat thread while it has one."""
+    def __init__(
+        self,
+        config: WorkerConfig,
+        runner: ModelRunner,
+        alarm: HangAlarm = NO_ALARM,
+        make_tiers: MakeTiers = tiers_of,
+    ) -> None:
+        """
+        Args:
+            alarm: set while this worker looks for a scheduler, and by the heartbeat thread while it has one.
+            make_tiers: other tiers than the configured ones, for tests.
+        """
         self._config = config
         self._runner = runner
         self._alarm = alarm
         self._session = Session()
         self._link = SchedulerLink(config, runner, alarm)
-        self._start_up = StartUp(config, runner, self._session, self._link)
-        self._steps = StepExecution(runner, self._session, self._link)
+        self._offload = Offload(config, lambda answer: self._link.results.send_beside(answer), make_tiers)
+        self._start_up = StartUp(config, runner, self._session, self._link, self._offload)
+        self._steps = StepExecution(runner, self._session, self._link, self._offload)
         self._decoder: Decoder[StepMessage | GroupMessage] = Decoder(StepMessage | GroupMessage)
         self._received = 0.0
         """When the last message was read: seconds on the monotonic clock."""
@@ -85,6 +97,7 @@ class Worker:
             self._link.is_closing = True
             self._start_up.close_listener()
             self._runner.end_masks()  # this thread reads none any more
+            self._offload.end(leaves=True)
             self.sockets_closed = self._link.close()
             if not self.sockets_closed:
                 log.error("steps in flight did not end within %.0f s", DRAIN_TIMEOUT)
@@ -189,12 +202,13 @@ class Worker:
             case StepFault():
                 log.error("%s", action.error)
                 self._link.results.put(action)
-            case ExecuteStep() | SampleStep() | AddMasks() | ResendResult() | ReleaseSlots():
+            case ExecuteStep() | SampleStep() | AddMasks() | ResendResult() | ReleaseSlots() | LoadBlocks():
                 self._steps.act(action, self._received)
 
     def _end_epoch(self) -> None:
         """Drop the epoch. A step that is still computed must end soon, which the results' heartbeats check."""
         self._steps.drop()
+        self._offload.end()
         with self._link.results.may_wait_for_ranks(in_step=True):
             self._runner.leave()
         self._link.results.begin_epoch(0, 0)

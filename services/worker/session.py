@@ -25,7 +25,7 @@ from typing import ClassVar
 
 from protocol.codec import ProtocolError
 from protocol.membership import Assignment, EndEpoch, GroupMessage, InitializeCache, Ping, Shutdown
-from protocol.steps import GrammarOutput, ReleaseSlots, SchedulerOutput, StepFault, StepMessage
+from protocol.steps import GrammarOutput, LoadBlocks, ReleaseSlots, SchedulerOutput, StepFault, StepMessage
 
 
 class Phase(Enum):
@@ -69,7 +69,7 @@ class ResendResult:
     step_id: int
 
 
-StepAction = ExecuteStep | SampleStep | AddMasks | ResendResult | ReleaseSlots
+StepAction = ExecuteStep | SampleStep | AddMasks | ResendResult | ReleaseSlots | LoadBlocks
 Action = Assignment | InitializeCache | EndEpoch | Ping | Shutdown | StepAction | StepFault
 """A message of the group is the action that it names. A `StepFault` is sent to the scheduler, then the worker
 leaves."""
@@ -81,6 +81,8 @@ class Session:
         self.epoch = 0
         self.last_step = 0
         """The last step that was returned for execution."""
+        self._last_ticket = 0
+        """The last load of this epoch."""
         self.returns = False
         """A scheduler was lost since the last assignment."""
         self._unsampled: SchedulerOutput | None = None
@@ -156,7 +158,7 @@ class Session:
         return message
 
     def _on_assignment(self, message: Assignment) -> Action:
-        self.phase, self.epoch, self.last_step = Phase.LOADING, message.epoch, 0
+        self.phase, self.epoch, self.last_step, self._last_ticket = Phase.LOADING, message.epoch, 0, 0
         self.returns = False
         return message
 
@@ -197,6 +199,13 @@ class Session:
     def _on_release(self, message: ReleaseSlots) -> Action:
         return message
 
+    def _on_load(self, message: LoadBlocks) -> Action | None:
+        """A repeated or late one would fill blocks that were given away since."""
+        if message.next_step <= self.last_step or message.ticket <= self._last_ticket:
+            return None
+        self._last_ticket = message.ticket
+        return message
+
     def _fault(self, step_id: int, error: str) -> StepFault:
         self.phase = Phase.FAILED
         return StepFault(self.epoch, step_id, error)
@@ -210,4 +219,6 @@ class Session:
         (Phase.SAMPLING, GrammarOutput): _on_grammar,
         (Phase.SERVING, ReleaseSlots): _on_release,
         (Phase.SAMPLING, ReleaseSlots): _on_release,
+        (Phase.SERVING, LoadBlocks): _on_load,
+        (Phase.SAMPLING, LoadBlocks): _on_load,
     }

@@ -32,6 +32,7 @@ from services.worker.distributed.rendezvous import address_facing, listen
 from services.worker.runner import LoadError, ModelRunner, RanksLost
 from services.worker.scheduler_link import SchedulerLink
 from services.worker.session import Session
+from services.worker.tiers.offload import Offload
 
 log = logging.getLogger("runahead.worker")
 
@@ -41,9 +42,15 @@ PROGRESS_INTERVAL = 0.1
 
 class StartUp:
     def __init__(
-        self, config: WorkerConfig, runner: ModelRunner, session: Session, link: SchedulerLink
+        self,
+        config: WorkerConfig,
+        runner: ModelRunner,
+        session: Session,
+        link: SchedulerLink,
+        offload: Offload,
     ) -> None:
         self._config, self._runner, self._session, self._link = config, runner, session, link
+        self._offload = offload
         self._listener: socket.socket | None = None
         """The rendezvous that was sent with the registration, until the runner owns it."""
         self._shard: Shard | None = None
@@ -100,6 +107,7 @@ class StartUp:
         try:
             with self._starting():
                 loaded = self._runner.load(assignment, self._progress, listener)
+                self._offload.open(self._runner.kv_memory, loaded, assignment.rank)
         except LoadError:
             if listener is not None:  # the runner may have failed before it owned the listener
                 listener.close()
@@ -107,8 +115,10 @@ class StartUp:
         self._shard, self._num_groups = assignment.shard, max(1, len(loaded.groups))
         size = size_text(loaded.num_blocks * loaded.bytes_per_block)
         log.info("loaded: the KV cache has %s in %d blocks", size, loaded.num_blocks)
-        held = self._runner.kv_memory.held()
-        self._link.client.send(replace(loaded, epoch=assignment.epoch, held=held))
+        offload = self._offload
+        loaded = replace(loaded, epoch=assignment.epoch, held=self._runner.kv_memory.held())
+        loaded = replace(loaded, loads_blocks=offload.has_tiers, kv_peer=offload.kv_peer)
+        self._link.client.send(loaded)
         self._session.loaded()
 
     def _progress(self, phase: str, fraction: float) -> None:
@@ -124,6 +134,7 @@ class StartUp:
             if (names := self._runner.kv_memory.names) is not None:
                 names.drop([init.canary_block])
             _run_canary(self._runner, init.canary_block, self._num_groups)
+            self._offload.begin(self._runner.kv_memory)
         self._link.client.send(Ready(self._session.epoch))
         self._session.ready()
         log.info("ready: %d KV blocks, context %d", init.num_blocks, init.max_model_len)

@@ -3,7 +3,7 @@
 import logging
 
 from protocol.codec import unpack
-from protocol.steps import GrammarOutput, ReleaseSlots, SchedulerOutput
+from protocol.steps import GrammarOutput, LoadBlocks, ReleaseSlots, SchedulerOutput
 from services.worker.result_sender import LaunchedStep, fault
 from services.worker.runner import ModelRunner, OutOfMemory, RanksLost, is_out_of_memory
 from services.worker.scheduler_link import SchedulerLink
@@ -17,13 +17,14 @@ from services.worker.session import (
     StepAction,
 )
 from services.worker.step_queue import StepQueue
+from services.worker.tiers.offload import Offload
 
 log = logging.getLogger("runahead.worker")
 
 
 class StepExecution:
-    def __init__(self, runner: ModelRunner, session: Session, link: SchedulerLink) -> None:
-        self._runner, self._session, self._link = runner, session, link
+    def __init__(self, runner: ModelRunner, session: Session, link: SchedulerLink, offload: Offload) -> None:
+        self._runner, self._session, self._link, self._offload = runner, session, link, offload
         self._queue = StepQueue()
         self._waited = 0.0
         """Seconds spent in receive since the last plan, while no step waited for its grammar."""
@@ -108,11 +109,15 @@ class StepExecution:
             case ReleaseSlots(slots=slots):
                 self._follow(action)
                 self._runner.release(unpack(slots))
+            case LoadBlocks():
+                self._offload.load(action)
 
     def _follow(self, message: SchedulerOutput | ReleaseSlots) -> None:
         """Keep the names of the blocks in memory: they change before the step writes."""
         if (names := self._runner.kv_memory.names) is not None:
             names.follow(message)
+            if message.whole is not None:
+                self._offload.follow(message.whole)
 
     def _sample(self, step: SchedulerOutput, grammar: GrammarOutput | None) -> None:
         output = self._runner.sample_tokens(grammar)

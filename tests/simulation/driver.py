@@ -1,5 +1,6 @@
 """Play a random workload in the world; every choice comes from the seed and the depth."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
@@ -8,6 +9,7 @@ from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.observer import Observer
 from services.scheduler.core.parts import DEFAULT_PARTS, Parts
 from tests.simulation.policies import build, conserves_work
+from tests.simulation.tier import SimulatedTier
 from tests.simulation.workload import Arrival, Workload, draw
 from tests.simulation.world import NO_ANSWER, SimulatedStream, World
 
@@ -27,16 +29,18 @@ def play(
     engine: type[EngineCore] = EngineCore,
     restarts: bool = False,
     adopts: bool = True,
+    tier: bool = False,
 ) -> World:
     """Run the seed's workload at a depth to its end.
 
     Args:
         restarts: the core is restarted whenever it is empty.
         adopts: some workers keep their memory.
+        tier: the workers have a tier, loads of which fail or come late.
 
     Raises: AssertionError, with the name of the broken rule.
     """
-    load = draw(seed, speculates)
+    load = draw(seed, speculates, tier)
     policy = build(load, load.limits, seed)
     world = World(
         load.limits,
@@ -52,6 +56,7 @@ def play(
         late_masks=load.mask_speed < 1,
         parts=parts,
         engine=engine,
+        tier=SimulatedTier() if tier else None,
     )
     world.coverage[f"policies: {load.policy}"] += 1
     world.coverage[f"stages: {load.limits.stages}"] += 1
@@ -69,6 +74,8 @@ class _Player:
         self.arrivals = list(reversed(load.arrivals))
         self.of_masks = Random(f"masks/{seed}/{world.depth}")
         self.of_memory = Random(f"memory/{seed}/{world.depth}")
+        self.of_tier = Random(f"tier/{seed}/{world.depth}")
+        self.patience = self.of_tier.choice((0.1, 0.5, 0.9))
 
     def run(self) -> None:
         """Play rounds. A round is one turn of the service's loop: frontends, then results, then dispatch."""
@@ -78,6 +85,7 @@ class _Player:
                 world.drain()
                 while world.orphans:
                     world.late_result()
+                world.coverage += Counter() if world.tier is None else world.tier.happened
                 return
             self._frontends()
             gated = any(request.stale_rows for request in world.store.waiting)
@@ -86,6 +94,7 @@ class _Player:
             if world.orphans and rng.random() < 0.3:
                 world.late_result()
             self._masks()
+            self._tier()
             self._compute()
             idle = not world.pending or (bool(self.arrivals) and rng.random() < 0.3)
             for _ in range(0 if idle else rng.choice((1, 1, 1, 2, 3))):
@@ -106,6 +115,27 @@ class _Player:
             world.masks_made(of_masks.randrange(len(world.masks.waiting)))
         while world.limits.leaves_rows_out and world.worker.holds_back and of_masks.random() < 0.5:
             world.leave_out()
+
+    def _tier(self) -> None:
+        """Write blocks to the tier, lose some, and fill blocks of loads; one may take too long."""
+        world, rng, tier = self.world, self.of_tier, self.world.tier
+        if tier is None or world.lost:
+            return
+        if rng.random() < 0.5 and not world.worker.is_behind:
+            tier.store(world.names, world.worker.kv)
+        if rng.random() < 0.3:  # another engine shares the tier
+            tier.kept.update({name: [*content] for name, content in world.checker.known.items()})
+        if tier.kept and rng.random() < 0.1:
+            del tier.kept[rng.choice([*tier.kept])]
+        for load in [*tier.loads]:
+            if load.message.epoch == world.epoch.number:
+                for _ in range(rng.choice((0, 1, 1, 2, 4))):
+                    tier.fill(load, world.names, world.worker.kv, rng.random() < 0.05)
+            if rng.random() < (self.patience if load.is_over else 0.05):
+                world.report_load(load)
+        if len(world.store.loading) and rng.random() < 0.02:
+            world.log("loads take too long")
+            world.engine.advance(world.store.now + 30.0)
 
     def _compute(self) -> None:
         """Let pipeline stages run, all together or each at its own pace."""

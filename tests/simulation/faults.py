@@ -52,11 +52,11 @@ def parameters(faults: Sequence[Fault]) -> list[ParameterSet]:
     ]
 
 
-def assert_caught(fault: Fault, speculates: bool = False) -> None:
+def assert_caught(fault: Fault, speculates: bool = False, tier: bool = False) -> None:
     for seed in range(SEEDS):
         for depth in draw(seed, speculates).depths[1:3]:
             try:
-                play(seed, depth, speculates=speculates, parts=fault.parts, engine=fault.engine)
+                play(seed, depth, speculates=speculates, parts=fault.parts, engine=fault.engine, tier=tier)
             except Exception:
                 return
     pytest.fail(f"{SEEDS} seeds did not notice: {fault.name}")

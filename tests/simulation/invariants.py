@@ -133,6 +133,7 @@ class Checker:
         demand(not epoch.kv.pool.by_hash, "epoch void", "blocks of lost workers can be hit")
         demand(epoch.kv.num_free == epoch.limits.num_blocks, "epoch void", "blocks are held")
         demand(len(epoch.slots.free) == epoch.limits.num_slots, "epoch void", "slots are held")
+        demand(not len(self.engine.store.loading), "epoch void", "loads remain")
         demand(not epoch.released, "epoch void", "lost workers would be notified of slots")
         gated = [request.number for request in self.waiting if request.stale_rows]
         demand(not gated, "resume gate", f"{gated} wait for rows that will never come")
@@ -341,11 +342,21 @@ class Checker:
                     f"slot {slot} computes beyond its blocks",
                 )
                 holders.update(held)
+        for load in self.engine.store.loading:
+            elsewhere = any(request.slot >= 0 or request in list(self.waiting) for request in load.requests)
+            demand(bool(load.requests) and not elsewhere, "loaded block", "a request is in two places")
+            holders.update(load.prefix + load.blocks)
         demand(
             pool.refs == [holders[b] for b in range(pool.num_blocks)],
             "block accounting",
             "reference counts are not the holders",
         )
+        for load in self.engine.store.loading:
+            demand(
+                not any(pool.hash_of[b] for b in load.blocks),
+                "loaded block",
+                "a block is found before its load ends",
+            )
         blank, cached = pool.blank, list(pool.cached)
         free = {b for b, refs in enumerate(pool.refs) if refs == 0}
         demand(

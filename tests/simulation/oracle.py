@@ -22,6 +22,7 @@ from protocol.sampling import Pooling, SamplingParams
 from protocol.steps import (
     NO_DRAFT,
     GrammarOutput,
+    LoadBlocks,
     ModelRunnerOutput,
     NewRequest,
     ReleaseSlots,
@@ -160,6 +161,8 @@ class OracleWorker:
                 self._queued.append((plan, self.confirmed))
             case SampleStep(grammar) | AddMasks(grammar):
                 self._masks.setdefault(grammar.step_id, []).append(grammar)
+            case LoadBlocks():
+                pass  # the world fills the blocks
             case ReleaseSlots() as release:
                 self._releases.append((self.session.last_step, release.slots))
             case StepFault() as fault:

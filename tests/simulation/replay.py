@@ -10,8 +10,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--depth", type=int, required=True)
     parser.add_argument("--speculates", action="store_true")
+    parser.add_argument("--tier", action="store_true")
     args = parser.parse_args()
-    world = play(args.seed, args.depth, print, args.speculates)
+    world = play(args.seed, args.depth, print, args.speculates, tier=args.tier)
     print("passed:", dict(world.coverage))
 
 

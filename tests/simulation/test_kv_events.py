@@ -6,6 +6,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from protocol.block_names import split_names
 from protocol.kv_groups import name_in_group
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.observer import (
@@ -13,8 +14,10 @@ from services.scheduler.core.observer import (
     BlocksAdopted,
     BlocksCached,
     BlocksEvicted,
+    BlocksFilled,
     EpochEnded,
     Event,
+    LoadSent,
     PrefixCacheReset,
     ResultApplied,
     StepDispatched,
@@ -32,6 +35,7 @@ class CacheListener:
         self.tokens_of: dict[bytes, bytes] = {}
         self.num_cached = self.num_evicted = self.num_hit = 0
         self.adopted: set[bytes] = set()
+        self.loads: dict[int, list[bytes]] = {}
 
     def observe(self, event: Event) -> None:
         match event:
@@ -57,6 +61,10 @@ class CacheListener:
             case BlocksAdopted(held=held):
                 group = self._core.epoch.kv.emitted_group
                 self.adopted = {name_in_group(name, group) for _, name in held.pairs()}
+            case LoadSent(message=message):
+                self.loads[message.ticket] = split_names(message.names)
+            case BlocksFilled(ticket=ticket, count=count):
+                self.adopted.update(self.loads[ticket][:count])
             case StepDispatched() | ResultApplied():
                 kv = self._core.epoch.kv
                 names = (name for name, block in kv.pool.by_hash.items() if kv.emitted[block])
@@ -87,7 +95,7 @@ def test_events_tell_which_blocks_can_be_found(depth: int) -> None:
 
     for seed in range(20):
         if depth in draw(seed).depths:
-            play(seed, depth, engine=Core)
+            play(seed, depth, engine=Core, tier=seed % 3 == 0)
     assert sum(listener.num_cached for listener in Core.listeners) > 100
     assert sum(listener.num_evicted for listener in Core.listeners) > 10
     assert sum(listener.num_hit for listener in Core.listeners) > 0

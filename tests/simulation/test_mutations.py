@@ -516,6 +516,70 @@ FAULTS = [
 ]
 
 
+def found_before_it_is_loaded(load: Any) -> Any:
+    """The blocks of a load count when it is sent."""
+
+    def broken(self: StepPlanner, request: Any, prefix: Any) -> bool:
+        waits = bool(load(self, request, prefix))
+        for sent in self.store.loading.unsent:
+            for block, name in zip(sent.blocks, sent.names, strict=True):
+                self.epoch.kv.pool.register(block, name)
+        return waits
+
+    return broken
+
+
+def a_load_fills_all_it_asked_for(on_loaded: Any) -> Any:
+    def broken(self: EngineCore, epoch: int, ticket: int, count: int) -> None:
+        load = self.store.loading.get(ticket)
+        on_loaded(self, epoch, ticket, len(load.blocks) if load is not None else count)
+
+    return broken
+
+
+def blocks_before_a_load_may_be_evicted(reserve: Any) -> Any:
+    def broken(self: KVCacheManager, prefix: Any, count: int) -> Any:
+        blocks = reserve(self, prefix, count)
+        self.pool.give_back(reversed(prefix))
+        return blocks
+
+    return broken
+
+
+def a_load_outlives_its_aborted_request(finish: Any) -> Any:
+    def broken(self: Lifecycle, request: Request, message: Any) -> None:
+        load = self.store.loading.of(request)
+        finish(self, request, message)
+        if load is not None and self.store.loading.get(load.ticket) is None:
+            load.requests.append(request)
+            self.store.waiting.add(request)
+
+    return broken
+
+
+TIER_FAULTS = [
+    Fault("planner", "load", found_before_it_is_loaded),
+    Fault("engine", "on_loaded", a_load_fills_all_it_asked_for),
+    Fault("kv", "reserve", blocks_before_a_load_may_be_evicted),
+    Fault("lifecycle", "finish", a_load_outlives_its_aborted_request),
+]
+
+
+@pytest.mark.parametrize("fault", TIER_FAULTS, ids=lambda fault: fault.name)
+def test_fault_of_loads_is_caught(fault: Fault) -> None:
+    assert_caught(fault, tier=True)
+
+
+def _fill_blindly(names: BlockNames, block: int, ticket: int, write: Any) -> bool:
+    write()
+    return True
+
+
+def test_a_worker_that_fills_blocks_that_were_given_away_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockNames, "fill", _fill_blindly)
+    assert_caught(Fault("kv", "take_whole", lambda take: take), tier=True)
+
+
 @pytest.mark.parametrize("fault", parameters(FAULTS))
 def test_fault_is_caught(fault: Fault) -> None:
     assert_caught(fault)

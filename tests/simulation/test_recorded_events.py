@@ -12,6 +12,7 @@ from services.scheduler.core.observer import (
     BlocksAdopted,
     BlocksCached,
     BlocksEvicted,
+    BlocksFilled,
     CoreRestarted,
     Decision,
     DispatchInterrupted,
@@ -45,9 +46,9 @@ from tests.simulation.workload import draw
 SEEDS = 40 if os.environ.get("RUNAHEAD_SOAK") else 32
 
 
-def replay(events: Iterable[Event], seed: int, depth: int, speculates: bool) -> list[Event]:
+def replay(events: Iterable[Event], seed: int, depth: int, speculates: bool, tier: bool) -> list[Event]:
     """Return every event of a fresh core that receives the inbound events of a recorded one."""
-    load, recorder = draw(seed, speculates), EventRecorder()
+    load, recorder = draw(seed, speculates, tier), EventRecorder()
     drafts = load.speculating
     limits = load.limits if drafts is None else drafts.limits(load.limits, depth)
     compilation, masks = Compilation(load.vocab), LateMasks()
@@ -95,6 +96,8 @@ def replay(events: Iterable[Event], seed: int, depth: int, speculates: bool) -> 
                 engine.start_epoch(limits, build(load, limits, seed), epoch)
             case BlocksAdopted(held=held):
                 engine.adopt(held)
+            case BlocksFilled(epoch=epoch, ticket=ticket, count=count):
+                engine.on_loaded(epoch, ticket, count)
             case AllRequestsFailed(error=error):
                 engine.fail_all(error)
             case CoreRestarted(limits=limits):
@@ -121,9 +124,9 @@ def test_a_recorded_run_replays_with_the_same_decisions(depth: int, speculates: 
     for seed in range(SEEDS):
         if depth not in draw(seed, speculates).depths:
             continue
-        recorder = EventRecorder()
-        play(seed, depth, speculates=speculates, observer=recorder, restarts=seed % 2 == 0)
-        again = replay(recorder.events, seed, depth, speculates)
+        recorder, tier = EventRecorder(), seed % 3 == 0
+        play(seed, depth, speculates=speculates, observer=recorder, restarts=seed % 2 == 0, tier=tier)
+        again = replay(recorder.events, seed, depth, speculates, tier)
         for index, (first, second) in enumerate(zip(recorder.events, again, strict=True)):
             assert comparable(first) == comparable(second), f"seed {seed}, event {index}"
         happened |= {type(event) for event in again}

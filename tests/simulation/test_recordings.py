@@ -10,7 +10,7 @@ import pytest
 from services.scheduler.core.drafting import Drafting
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.observer import CoreRestarted, RequestFinished
+from services.scheduler.core.observer import BlocksFilled, CoreRestarted, LoadSent, RequestFinished
 from services.scheduler.core.slots import SlotIds
 from services.scheduler.grammar import Compiler, MaskMaker
 from services.scheduler.policies import BatchingPolicy, ChunkedPolicy, SchedulerView
@@ -32,6 +32,10 @@ from tests.simulation.workload import Workload, draw
 INCARNATION = 1_700_000_000_000
 
 
+def has_tier(seed: int) -> bool:
+    return seed % 3 == 0
+
+
 @dataclass(frozen=True)
 class SimulatedCore:
     """A `CoreFactory` for the core of a simulated run."""
@@ -43,7 +47,7 @@ class SimulatedCore:
 
     @classmethod
     def drawn(cls, seed: int, depth: int, speculates: bool) -> "SimulatedCore":
-        load = draw(seed, speculates)
+        load = draw(seed, speculates, has_tier(seed))
         limits = load.limits if load.speculating is None else load.speculating.limits(load.limits, depth)
         return cls(seed, depth, load, limits)
 
@@ -85,7 +89,14 @@ def record(
 
     recorder = FlightRecorder(header(0), SegmentWriter(directory, header, 1 << 30))
     try:
-        play(*(seed, depth), speculates=speculates, observer=recorder, restarts=restarts, adopts=has_tokens)
+        play(
+            *(seed, depth),
+            speculates=speculates,
+            observer=recorder,
+            restarts=restarts,
+            adopts=has_tokens,
+            tier=has_tier(seed),
+        )
     finally:
         recorder.close()
     return made
@@ -114,7 +125,7 @@ def test_a_recording_replays_with_the_same_decisions(
         happened |= {type(entry) for entry in recording.records()}
         assert not recording.torn
     assert num_plans > 100
-    assert happened >= {PlanRecord, RequestFinished}
+    assert happened >= {PlanRecord, RequestFinished, LoadSent, BlocksFilled}
 
 
 @pytest.mark.parametrize("has_tokens", [False, True], ids=["lengths", "tokens"])

@@ -91,17 +91,17 @@ MUST_HAPPEN = [
 ]
 
 
-def played(seeds: range, speculates: bool = False) -> Counter[str]:
+def played(seeds: range, speculates: bool = False, tier: bool = False) -> Counter[str]:
     """Play the seeds' workloads at every depth, and return what happened."""
     happened: Counter[str] = Counter()
     for seed in seeds:
         depths = draw(seed, speculates).depths
         for depth in depths if seed % 16 else {*depths, 8}:
             try:
-                world = play(seed, depth, speculates=speculates)
+                world = play(seed, depth, speculates=speculates, tier=tier)
             except Exception as error:
                 command = f".venv/bin/python -m tests.simulation.replay --seed {seed} --depth {depth}"
-                command += " --speculates" * speculates
+                command += " --speculates" * speculates + " --tier" * tier
                 pytest.fail(f"{type(error).__name__}: {error}\nreplay: {command}")
             happened += world.coverage
             happened["preemptions"] += world.store.counters["num_preemptions"]
@@ -116,6 +116,17 @@ def test_any_workload_at_any_depth_answers_as_the_reference(first: int) -> None:
         "the simulator stopped exercising these"
     )
 
+
+MUST_HAPPEN_TO_LOADS = [
+    "aborts: loading",
+    "epochs: ended with loads",
+    "loads: blocks",
+    "loads: a block is torn",
+    "loads: of a block that was given away",
+    "loads: reported after their epoch",
+    "loads: reported too late",
+    "prefix hits in another epoch",
+]
 
 MUST_HAPPEN_TO_DRAFTS = [
     "preemptions",
@@ -158,6 +169,14 @@ def test_any_workload_with_any_drafts_answers_as_without(first: int) -> None:
     """The oracle and the checker check every rule of drafts."""
     happened = played(range(first, first + min(CHUNK, SEEDS // 3)), speculates=True)
     assert [name for name in MUST_HAPPEN_TO_DRAFTS if not happened[name]] == []
+
+
+@pytest.mark.timeout(3600 if SOAK else 300)
+@pytest.mark.parametrize("first", range(0, SEEDS // 3, CHUNK))
+def test_any_workload_with_a_tier_answers_as_without(first: int) -> None:
+    """Loads fail, are torn, come late, or outlive their requests and their epoch."""
+    happened = played(range(first, first + min(CHUNK, SEEDS // 3)), tier=True)
+    assert [name for name in MUST_HAPPEN_TO_LOADS if not happened[name]] == []
 
 
 def test_a_run_replays_exactly() -> None:

@@ -66,7 +66,8 @@ def speculating(seed: int) -> Speculating:
     return Speculating(rng.choice(ACCEPTANCES), lengths, rng.random() < 0.4, longest)
 
 
-def draw(seed: int, speculates: bool = False) -> Workload:
+def draw(seed: int, speculates: bool = False, tier: bool = False) -> Workload:
+    """Return the workload of a seed. `tier`: the workers have one."""
     rng, of_group, of_masks = Random(seed), Random(f"group/{seed}"), Random(f"masks/{seed}")
     block_size = rng.choice((4, 4, 16))
     num_blocks = rng.randint(17, 33) if block_size == 4 or rng.random() < 0.5 else rng.randint(5, 12)
@@ -84,12 +85,15 @@ def draw(seed: int, speculates: bool = False) -> Workload:
     policy = of_group.choice(("chunked", "chunked", "balanced", "phased"))
     if speculates:  # phased is refused
         policy = "chunked" if policy == "phased" else policy
-    limits = replace(limits, leaves_rows_out=policy != "phased" and of_masks.random() < 0.6)
+    limits = replace(
+        limits, leaves_rows_out=policy != "phased" and of_masks.random() < 0.6, loads_blocks=tier
+    )
     if policy == "phased":  # chunks are whole blocks
         limits = replace(
             limits, max_num_batched_tokens=-(-limits.max_num_batched_tokens // block_size) * block_size
         )
-    limits = with_groups(limits, policy, Random(f"block tables/{seed}"))
+    if not tier:
+        limits = with_groups(limits, policy, Random(f"block tables/{seed}"))
     longest = limits.max_model_len
     vocab = rng.choice((6, 16, 64, 500))
     shared = [[rng.randrange(vocab) for _ in range(longest)] for _ in range(2)]

@@ -16,7 +16,7 @@ from protocol.codec import Decoder, encode, pack, unpack
 from protocol.requests import Finish, FinishReason, GenerateRequest, RequestOutputs
 from protocol.rows import LogprobRows, ResultRows
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
-from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from protocol.steps import GrammarOutput, LoadBlocks, ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.epoch import EpochState
 from services.scheduler.core.ledger import InflightStep
@@ -45,6 +45,7 @@ from tests.simulation.invariants import Checker
 from tests.simulation.oracle import TORN, OracleWorker
 from tests.simulation.reference import HIDDEN_SIZE, ExpectedAnswer, reference
 from tests.simulation.stage_pipeline import StagePipeline
+from tests.simulation.tier import LoadUnderWay, SimulatedTier
 
 EOS = 1
 """The EOS token of every request that does not ignore it."""
@@ -147,6 +148,7 @@ class World:
         late_masks: bool = False,
         parts: Parts = DEFAULT_PARTS,
         engine: type[EngineCore] = EngineCore,
+        tier: SimulatedTier | None = None,
     ) -> None:
         """A world with one epoch of workers.
 
@@ -156,10 +158,12 @@ class World:
             seed: of the lengths that `speculating` draws.
             observer: receives every event of the core before the world does.
             parts, engine: other classes than the production ones, to inject faults.
+            tier: None: the workers have none.
         """
         limits = limits if speculating is None else speculating.limits(limits, depth)
         self.limits, self.depth, self.vocab, self.speculating = limits, depth, vocab, speculating
         self.conserves_work = conserves_work
+        self.tier = tier
         self.policy = WatchedPolicy(policy or ChunkedPolicy())
         self.compilation = Compilation(vocab)
         self.masks = LateMasks()
@@ -368,6 +372,8 @@ class World:
             return "finished"
         if request in list(self.store.compiling):
             return "compiling"
+        if self.store.loading.of(request) is not None:
+            return "loading"
         if request.status is not RequestStatus.RUNNING:
             return "stale rows in flight" if request.stale_rows else request.status.name.lower()
         computed, inflight = int(slots.computed[request.slot]), int(slots.inflight[request.slot])
@@ -406,6 +412,8 @@ class World:
         self.pending.clear()
         self._rows.clear()
         self.worker.tear(self.checker.confirmed)
+        self.coverage["epochs: ended with loads"] += len(self.store.loading)
+        self.names.end_loads()
         self.lost = True
         self.engine.end_epoch(is_fault)
         self.checker.on_void()
@@ -519,7 +527,10 @@ class World:
         for message in self.engine.dispatch():
             frame = encode(message)
             self._on_sent(frame)
-            if not isinstance(message, GrammarOutput):
+            if isinstance(message, LoadBlocks):
+                assert self.tier is not None
+                self.tier.begin(message, self.names)
+            elif not isinstance(message, GrammarOutput):
                 self.names.follow(message)
             self._take_results(self.worker.receive(frame))
             if isinstance(message, SchedulerOutput):
@@ -541,11 +552,25 @@ class World:
         assert queued == list(range(self.epoch.ledger.oldest, self.epoch.next_step)), (
             "ledger: it differs from the batch queue"
         )
-        assert self.engine.queue or not self.engine.has_requests, (
+        assert self.engine.queue or len(self.store.loading) or not self.engine.has_requests, (
             "stall error: requests exist, and nothing is in flight"
         )
         self.publish()
         return len(self.engine.queue) - before
+
+    def report_load(self, load: LoadUnderWay) -> None:
+        """The workers report how many blocks of a load they have filled."""
+        assert self.tier is not None
+        self.tier.loads.remove(load)
+        self.log("load", load.message.ticket, load.filled, "of", len(load.blocks))
+        if load.message.epoch != self.epoch.number:
+            self.coverage["loads: reported after their epoch"] += 1
+        elif self.store.loading.get(load.message.ticket) is None:
+            self.coverage["loads: reported too late"] += 1
+        self._advance()
+        self.engine.on_loaded(load.message.epoch, load.message.ticket, load.filled)
+        self._transition()
+        self._check_cache()
 
     def tick(self, running: Collection[int] | None = None) -> None:
         """Let pipeline stages run a step each: all of them, or those in `running` while the others are slow."""
@@ -610,6 +635,9 @@ class World:
                 self.masks_made()
             self.dispatch()
             if self.masks.waiting:
+                continue
+            if self.tier is not None and self.tier.loads:
+                self.report_load(self.tier.loads[0])
                 continue
             self._await_result()
             if not self.pending:

@@ -246,8 +246,9 @@ class EngineClient:
         """
         request, identity = entry.request, entry.identity or self.engines.identity
         match self.placement.place(entry.key, request.token_ids, request.cache_salt, identity):
-            case Place(engine=name, reason=reason):
+            case Place(engine=name, reason=reason, holder=holder):
                 self.decisions["place", name, reason] += 1
+                entry.set_kv_peers(self._kv_peers(holder))
                 self.ledger.assign(entry, name)
                 self.engines[name].submit_open()
             case Hold():
@@ -278,6 +279,7 @@ class EngineClient:
         source, number = self.engines.get(move.source), entry.request.number
         if source is not None:
             source.abort([number])
+        entry.set_kv_peers(self._kv_peers(move.source))
         self.ledger.move(number, self._next_number(), move.target, is_fault=move.reason is Reason.LOST)
         self.decisions["move", move.source, move.reason] += 1
         self.latest_moves.append(
@@ -311,6 +313,11 @@ class EngineClient:
                 self.ledger.move(finish.number, self._next_number(), name, is_fault=False)
                 return True
         return False
+
+    def _kv_peers(self, engine: str) -> list[str]:
+        """Return where workers fetch KV blocks of an engine; []: nowhere. The workers of a lost scheduler may live."""
+        found = self.engines.get(engine)
+        return [] if found is None else found.state.kv_peers
 
     def _next_number(self) -> int:
         """Return a uint32 that no open request has, also after the counter has wrapped around."""

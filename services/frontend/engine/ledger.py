@@ -86,6 +86,11 @@ class LedgerEntry:
         if engine not in (seen := self.stream.response.engines):
             seen.append(engine)
 
+    def set_kv_peers(self, peers: list[str]) -> None:
+        """Name the workers of another engine that may have KV blocks of its prefix."""
+        if peers != self.request.kv_peers:
+            self.request = replace(self.request, kv_peers=peers)
+
     def count_death(self, scheduler: Holder) -> None:
         """Count the death of the scheduler that had it, if it is submitted to another one now."""
         if self.holder not in (None, scheduler):

@@ -64,6 +64,8 @@ class Place(msgspec.Struct, frozen=True, tag="place"):
     reason: Reason
     hit_tokens: int = 0
     """Tokens that the engine is expected to find in its prefix cache."""
+    holder: str = ""
+    """Another engine that is expected to have more of the prefix; "": there is none."""
 
 
 class Hold(msgspec.Struct, frozen=True, tag="hold"):

@@ -229,10 +229,11 @@ class Placement:
                 reason = Reason.PREFIX
             else:
                 reason = Reason.LOAD if hits.any() else Reason.NO_PREFIX
-        row, hit = int(rows[at]), int(hits[at])
+        row, hit, most_hit = int(rows[at]), int(hits[at]), int(hits.argmax())
+        holder = fleet.names[int(rows[most_hit])] if hits[most_hit] > hit else ""
         stream = PlacedStream(key, row, fleet.reports[row].identity, num_tokens, names, self._now)
         self._put(stream, row, hit)
-        return Place(fleet.names[row], reason, hit)
+        return Place(fleet.names[row], reason, hit, holder)
 
     def _choose(self, rows: Rows, num_tokens: int, hits: NDArray[np.int64]) -> int:
         random = self._count * GOLDEN % 2**64 / 2**64

@@ -1,8 +1,9 @@
 """The run-ahead loop without I/O: events go in, messages come out.
 
-The shell calls `advance` with the time, then `add`, `abort`, `on_grammar`, `on_masks` and `on_result` as messages
-arrive, and after each batch of events `dispatch` and `take_outputs`. `dispatch` fills the batch queue: filling it comes
-before reading results (run-ahead loop, docs/invariants.md). Aborts that arrived with a result are applied before it.
+The shell calls `advance` with the time, then `add`, `abort`, `on_grammar`, `on_masks`, `on_loaded` and `on_result` as
+messages arrive, and after each batch of events `dispatch` and `take_outputs`. `dispatch` fills the batch queue: filling
+it comes before reading results (run-ahead loop, docs/invariants.md). Aborts that arrived with a result are applied
+before it.
 """
 
 import math
@@ -19,15 +20,17 @@ from protocol.requests import (
     GenerateRequest,
     RequestOutputs,
 )
-from protocol.steps import ModelRunnerOutput, ReleaseSlots, SchedulerOutput, StepMessage
+from protocol.steps import LoadBlocks, ModelRunnerOutput, ReleaseSlots, SchedulerOutput, StepMessage
 from services.scheduler.core.admission import Admission, Refusal
 from services.scheduler.core.arrivals import Arrivals
 from services.scheduler.core.drafting import Drafting
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.limits import Limits
+from services.scheduler.core.loading import BlockLoad
 from services.scheduler.core.observer import (
     AllRequestsFailed,
     BlocksAdopted,
+    BlocksFilled,
     CoreRestarted,
     DispatchInterrupted,
     DispatchStarted,
@@ -36,6 +39,7 @@ from services.scheduler.core.observer import (
     FrontendLeft,
     GrammarReady,
     GrammarSent,
+    LoadSent,
     MasksReady,
     Observer,
     ObserverAttached,
@@ -132,8 +136,8 @@ class EngineCore:
 
     @property
     def has_requests(self) -> bool:
-        """Return whether a request is running or in the waiting queue."""
-        return bool(len(self.epoch.running) or len(self.store.waiting))
+        """Return whether a request is running, in the waiting queue or being loaded."""
+        return bool(len(self.epoch.running) or len(self.store.waiting) or len(self.store.loading))
 
     @property
     def is_empty(self) -> bool:
@@ -184,6 +188,7 @@ class EngineCore:
             message.pooling,
             message.request_id,
             store.now,
+            kv_peers=tuple(message.kv_peers),
         )
         store.counters["prompt_tokens"] += request.num_prompt_tokens
         if message.structured is None:
@@ -311,10 +316,13 @@ class EngineCore:
 
     def restart_point(self) -> CoreRestarted:
         """Return the values that a restart continues from. The core must be empty."""
-        epoch, mask_tickets = self.epoch, self.store.masks.last_ticket
-        generations = pack(epoch.slots.generation)
+        epoch, store = self.epoch, self.store
+        generations, tickets = (
+            pack(epoch.slots.generation),
+            (store.masks.last_ticket, store.loading.last_ticket),
+        )
         return CoreRestarted(
-            epoch.number, epoch.limits, epoch.next_step, self._admitted, generations, mask_tickets
+            epoch.number, epoch.limits, epoch.next_step, self._admitted, generations, *tickets
         )
 
     def restart(self, point: CoreRestarted, policy: BatchingPolicy, drafting: Drafting | None) -> None:
@@ -323,6 +331,7 @@ class EngineCore:
         self.observers.emit(point)
         self._admitted, self._arrivals = point.tickets, Arrivals(self._open_arrivals)
         self.store.masks.last_ticket = point.mask_tickets
+        self.store.loading.restart(point.load_tickets)
         self._queue_time = QueueTime(self.store.counters["prefix_cache_hits"])
         self.drafting = drafting
         self._build_epoch(point.epoch, point.limits, policy)
@@ -360,12 +369,16 @@ class EngineCore:
             raise
 
     def _dispatch(self, observers: Observers) -> Iterator[StepMessage]:
-        queue = self.queue
+        queue, loading = self.queue, self.store.loading
+        for load in loading.expired(self.store.now) if len(loading) else ():
+            self._end_load(load, 0)
         while True:
             for grammar in self.deferred_masks.outputs():
                 observers.emit(GrammarSent(grammar))
                 yield grammar
             planned = None if queue.full or self.deferred_masks.holds_back else self._schedule()
+            if loading.unsent:
+                yield from self._loads_to_send(planned)
             if planned is None:
                 break
             step, plan, masked = planned
@@ -379,6 +392,30 @@ class EngineCore:
             release = ReleaseSlots(self.epoch.number, pack(released), whole)
             observers.emit(SlotsReleased(release))
             yield release
+
+    def _loads_to_send(self, planned: PlannedStep | None) -> Iterator[LoadBlocks]:
+        """Send the loads that were started with a step before it."""
+        unsent, epoch = self.store.loading.unsent, self.epoch
+        following = planned.step.step_id if planned is not None else epoch.next_step
+        while unsent:
+            load = unsent.pop(0)
+            blocks, names = pack(load.blocks), b"".join(load.names)
+            message = LoadBlocks(epoch.number, following, load.ticket, blocks, names, [*load.peers])
+            self.observers.emit(LoadSent(message))
+            yield message
+
+    def on_loaded(self, epoch: int, ticket: int, count: int) -> None:
+        """All ranks have filled the first `count` blocks of a load (loaded block). A report of a load that was given up
+        is ignored."""
+        self.observers.emit(BlocksFilled(epoch, ticket, count))
+        load = self.store.loading.get(ticket) if epoch == self.epoch.number else None
+        if load is not None:
+            self._end_load(load, min(count, len(load.blocks)))
+
+    def _end_load(self, load: BlockLoad, count: int) -> None:
+        self.store.loading.times_of(load.peers).add(load, count, self.store.now)
+        self.store.counters["external_prefix_cache_hits"] += count * self.epoch.limits.block_size
+        self.lifecycle.end_load(load, count)
 
     def _dispatched(self, step: InflightStep, plan: SchedulerOutput) -> StepDispatched:
         return StepDispatched(
@@ -397,7 +434,7 @@ class EngineCore:
         planned = self.planner.schedule()
         if planned is None and not self.queue:
             planned = self.planner.schedule()  # a preemption in the first call may have made room
-            if planned is None:
+            if planned is None and not len(self.store.loading):
                 raise StallError(self._describe_stall())
         return planned
 
@@ -446,6 +483,10 @@ class EngineCore:
         prompt_tokens, now = tokens - len(step.slots) - int(step.drafts.sum()), self.store.now
         hits = self.store.counters["prefix_cache_hits"]
         self._queue_time.on_result(now, prompt_tokens, hits, not self.queue)
+        loading, limits = self.store.loading, self.epoch.limits
+        if limits.loads_blocks or limits.fetches_blocks:
+            per_token = self._queue_time.seconds_per_computed_token
+            loading.times.seconds_per_token = loading.peer_times.seconds_per_token = per_token
         self._queue_time.on_ends((self.store.requests[key] for key in ended), now)
 
     def stats(self) -> dict[str, float]:

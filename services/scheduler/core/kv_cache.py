@@ -142,6 +142,25 @@ class KVCacheManager:
         if self._unseen and self._observers.blocks:
             self._emit_cached(self._slots.request(slot), slot, 0, len(prefix) // self.num_groups, is_hit=True)
 
+    def reserve(self, prefix: list[int], count: int) -> list[int]:
+        """Take `count` free blocks that a tier fills, and hold the cached blocks before them; the caller has checked
+        that they exist."""
+        self.pool.hold(prefix)
+        if self._observers.blocks:
+            self._emit_evicted(count)
+        return self.pool.take(count)
+
+    def end_reservation(self, prefix: list[int], blocks: list[int], names: list[bytes]) -> None:
+        """Free reserved blocks. Those at the beginning that have names are filled and can be found (loaded block)."""
+        for block, name in zip(blocks, names, strict=False):
+            self.pool.register(block, name)
+            if self.pool.hash_of[block] is not None:
+                self.pool.whole[block] = 1
+                self._whole.append(block)
+                if self._observers.blocks:
+                    self._unseen.add(block)
+        self.pool.give_back(reversed(prefix + blocks))
+
     def missing(self, slots: SlotIds, num_tokens: Column) -> Column:
         """Blocks that each slot lacks to hold `num_tokens` tokens; int32[rows]."""
         lacking = num_tokens - self._slots.capacity.take(slots)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from protocol.requests import Finish
 from services.scheduler.core.epoch import EpochState
+from services.scheduler.core.loading import BlockLoad
 from services.scheduler.core.observer import PreemptionCause, RequestPreempted
 from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.slots import DELIVER, DROP
@@ -22,6 +23,9 @@ class Lifecycle:
         """End a request in any state; `finish` None: nothing is sent (abort). Its rows in flight are ignored."""
         if request.status is RequestStatus.RUNNING:
             self.epoch.leave(request.slot, DROP)
+        elif self.store.loading.of(request) is not None:
+            if (load := self.store.loading.leave(request)) is not None:
+                self.end_load(load, 0)
         elif not self.store.compiling.cancel(request):
             self.store.waiting.remove(request)
             self.drop_stale(request)
@@ -47,6 +51,15 @@ class Lifecycle:
         self.store.waiting.add(request)
         return request
 
+    def end_load(self, load: BlockLoad, count: int) -> None:
+        """A load has ended with its first `count` blocks filled, or is given up: workers fill no block that was given
+        to somebody else. Its requests wait for seats again, and find the blocks in the prefix cache."""
+        self.store.loading.remove(load)
+        self.epoch.kv.end_reservation(load.prefix, load.blocks, load.names[:count])
+        for request in load.requests:
+            request.asked |= count < len(load.names)
+            self.store.waiting.add(request)
+
     def drop_stale(self, request: Request) -> None:
         """Ignore the rows in flight of a preempted request (stale drop)."""
         slots = self.epoch.slots
@@ -70,6 +83,10 @@ class Lifecycle:
         self.store.counters["wasted_tokens_total:lost_epoch"] += int(self.epoch.slots.inflight.sum())
         for slot in self.epoch.running.tolist():
             self._return(slot, DROP)
+        for load in [*self.store.loading]:
+            self.end_load(load, 0)
+        self.store.loading.unsent.clear()
         for request in self.store.waiting:
             self.drop_stale(request)
+            request.asked = False
         self.epoch.void()

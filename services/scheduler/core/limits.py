@@ -31,6 +31,10 @@ class Limits:
     """True: the workers sample a step without the constrained rows whose masks are missing (left-out row,
     docs/invariants.md). False: no step is dispatched while the masks of another one are missing."""
     groups: tuple[KVGroup, ...] = ONE_GROUP
+    loads_blocks: bool = False
+    """True: the workers load KV blocks from a tier (loaded block, docs/invariants.md)."""
+    fetches_blocks: bool = False
+    """True: they load KV blocks from the workers of another engine, if a request names one."""
 
     @property
     def num_slots(self) -> int:

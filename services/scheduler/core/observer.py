@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from protocol.block_names import NamedBlocks
 from protocol.requests import Finish, GenerateRequest
-from protocol.steps import GrammarOutput, ModelRunnerOutput, ReleaseSlots, SchedulerOutput
+from protocol.steps import GrammarOutput, LoadBlocks, ModelRunnerOutput, ReleaseSlots, SchedulerOutput
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import RequestKey
@@ -102,6 +102,14 @@ class BlocksAdopted(_Recordable, frozen=True):
     held: NamedBlocks
 
 
+class BlocksFilled(_Recordable, frozen=True):
+    """All ranks have filled the first `count` blocks of a load."""
+
+    epoch: int
+    ticket: int
+    count: int
+
+
 class AllRequestsFailed(_Recordable, frozen=True):
     """The epoch ended and every open request ends with `error`."""
 
@@ -121,6 +129,8 @@ class CoreRestarted(_Recordable, frozen=True):
     """int32[slots]"""
     mask_tickets: int = 0
     """The last ticket of `RequestMasks`."""
+    load_tickets: int = 0
+    """The last ticket of `LoadingRequests`."""
 
 
 # -- decisions ---------------------------------------------------------------------------------------------------
@@ -150,6 +160,10 @@ class StepDispatched(msgspec.Struct, frozen=True):
 
 class GrammarSent(msgspec.Struct, frozen=True):
     message: GrammarOutput
+
+
+class LoadSent(_Recordable, frozen=True):
+    message: LoadBlocks
 
 
 class SlotsReleased(_Recordable, frozen=True):
@@ -240,6 +254,7 @@ InboundEvent = (
     | EpochEnded
     | EpochStarted
     | BlocksAdopted
+    | BlocksFilled
     | AllRequestsFailed
     | CoreRestarted
 )
@@ -247,6 +262,7 @@ Decision = (
     RequestRefused
     | StepDispatched
     | GrammarSent
+    | LoadSent
     | SlotsReleased
     | BlocksCached
     | BlocksEvicted

@@ -16,6 +16,7 @@ from services.scheduler.core.kv_cache import KVCacheManager
 from services.scheduler.core.ledger import Ledger
 from services.scheduler.core.lifecycle import Lifecycle
 from services.scheduler.core.limits import Limits
+from services.scheduler.core.loading import LoadingRequests
 from services.scheduler.core.masks import RequestMasks
 from services.scheduler.core.observer import Observers
 from services.scheduler.core.outputs import OutputBuffer
@@ -34,6 +35,7 @@ class Parts:
     compiling: type[CompilingRequests] = CompilingRequests
     masks: type[RequestMasks] = RequestMasks
     waiting: type[WaitingQueue] = WaitingQueue
+    loading: type[LoadingRequests] = LoadingRequests
     outputs: type[OutputBuffer] = OutputBuffer
     store: type[RequestStore] = RequestStore
     queue: type[BatchQueue] = BatchQueue
@@ -48,7 +50,8 @@ class Parts:
     deferred_masks: type[DeferredMasks] = DeferredMasks
 
     def build_store(self, compiler: Compiler | None, mask_maker: MaskMaker = INLINE_MASKS) -> RequestStore:
-        return self.store(self.compiling(compiler), self.masks(mask_maker), self.waiting(), self.outputs())
+        compiling, masks = self.compiling(compiler), self.masks(mask_maker)
+        return self.store(compiling, masks, self.waiting(), self.loading(), self.outputs())
 
     def build_epoch(
         self, number: int, limits: Limits, policy: BatchingPolicy, observers: Observers | None = None

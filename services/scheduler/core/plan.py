@@ -101,6 +101,8 @@ class StepPlanner:
             return
         worst = int(epoch.running[-1])
         if priority_of(head.order_key) < priority_of(int(epoch.slots.order_key[worst])):
+            if self.load(head, epoch.kv.find_prefix(head)):
+                return
             self.lifecycle.preempt(worst, PreemptionCause.PRIORITY)
 
     # -- running requests ----------------------------------------------------------------------------------------
@@ -182,6 +184,8 @@ class StepPlanner:
             if request.stale_rows:
                 continue
             prefix = kv.find_prefix(request)
+            if alone is None and self.load(request, prefix):
+                continue
             longest = kv.covered(prefix)
             offered = min(len(request.token_ids) - longest, budget.chunk, room)
             view = epoch.view(self.store.waiting)
@@ -198,6 +202,31 @@ class StepPlanner:
                 break
             self.admit(request, prefix, count, held, choice)
             seats -= 1
+
+    def load(self, request: Request, prefix: list[int]) -> bool:
+        """Ask a tier, or another engine, for the blocks behind the cached prefix, if that is expected to be faster than
+        computing them. Return whether the request waits for a load (loaded block), which lets others pass."""
+        store, kv, limits = self.store, self.epoch.kv, self.epoch.limits
+        peers = request.kv_peers if limits.fetches_blocks else ()
+        if not (limits.loads_blocks or peers):
+            return False
+        loading, size, first = store.loading, kv.block_size, len(prefix)
+        names = request.block_hashes[first : (len(request.token_ids) - 1) // size]
+        if request.asked or not (names and request.reads_prefix_cache):
+            return False
+        if loading.join(request, names[0]):
+            store.waiting.remove(request)
+            return True
+        if not loading.times_of(peers).is_worth(len(names) * size, len(names), store.now):
+            return False
+        if kv.num_missing(prefix, (first + len(names)) * size) > kv.num_free:
+            return False
+        request.asked = True
+        store.waiting.remove(request)
+        blocks = kv.reserve(prefix, len(names))
+        loading.start(request, prefix, blocks, names, peers, store.now, size)
+        store.counters["external_prefix_cache_queries"] += len(names) * size
+        return True
 
     def candidates(self, alone: Request | None) -> Iterable[Request]:
         """Return the requests that may be admitted, in order. `alone`: the only request that may run."""
@@ -218,6 +247,7 @@ class StepPlanner:
             request.num_cached_tokens = min(hit, request.num_prompt_tokens)
             request.scheduled = store.now
         request.become(RequestStatus.RUNNING)
+        request.asked = False
         request.token_ids = _NO_TOKENS
         row = np.array([slot], np.int64)
         kv.grow(row, kv.missing(row, held))

@@ -25,6 +25,8 @@ class QueueTime:
     """Prompt tokens found in the prefix cache so far, over all requests."""
     _tokens: float = 0.0
     """Prompt tokens computed, or found in the prefix cache, in `_seconds`; recent ones count more."""
+    _computed: float = 0.0
+    """Number of `_tokens` that were computed."""
     _seconds: float = 0.0
     _measured_until: float | None = None
     """End of the last measured time; None: no step is in flight. Seconds, as in `RequestStore.now`."""
@@ -50,6 +52,7 @@ class QueueTime:
         if tokens := prompt_tokens + cache_hits - self._cache_hits:
             kept = math.exp(min(since - now, 0.0) / MEMORY)
             self._tokens = self._tokens * kept + tokens
+            self._computed = self._computed * kept + prompt_tokens
             self._seconds = self._seconds * kept + max(now - since, 0.0)
             self._cache_hits = cache_hits
 
@@ -71,6 +74,11 @@ class QueueTime:
     def seconds_per_prompt_token(self) -> float:
         """Measured time per prompt token, of which some were found in the prefix cache; 0.0: nothing was measured."""
         return self._seconds / self._tokens if self._tokens else 0.0
+
+    @property
+    def seconds_per_computed_token(self) -> float:
+        """Measured time to compute a prompt token; 0.0: nothing was measured."""
+        return self._seconds / self._computed if self._computed else 0.0
 
     def _for_prompts(self, store: RequestStore, epoch: EpochState) -> float:
         left = epoch.slots.entry.take(epoch.running) - epoch.slots.computed.take(epoch.running)

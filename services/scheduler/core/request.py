@@ -74,6 +74,10 @@ class Request:
     """Sampling rows of an earlier slot in flight whose tokens will be delivered. The resume gate opens at 0."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Hash chain over the full blocks of the known tokens. Later blocks may not be hashed yet."""
+    kv_peers: tuple[str, ...] = ()
+    """Workers of another engine that may have blocks of its prefix, by rank."""
+    asked: bool = False
+    """True: a tier was asked for its blocks since it last left a slot."""
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     draft_ids: NDArray[np.int32] = field(default_factory=lambda: _NO_DRAFTS)

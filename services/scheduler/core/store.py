@@ -3,7 +3,7 @@
 Rules (docs/invariants.md):
 
 - A request is *open* from its admission until its `Finish` was taken by the shell. Every open request is in exactly one
-  place: it is being compiled, in the waiting queue, or it owns a live slot of the present epoch.
+  place: it is being compiled, in the waiting queue, being loaded, or it owns a live slot of the present epoch.
 - `end` is the only place where a request becomes finished (one finish). No output of a request follows its `Finish`.
 - Tokens of a request that has no slot are confirmed tokens; losing the workers never changes them.
 """
@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from protocol.records import RequestTimes
 from protocol.requests import Finish, FinishReason, RequestOutputs
 from services.scheduler.core.compiling import CompilingRequests
+from services.scheduler.core.loading import LoadingRequests
 from services.scheduler.core.masks import RequestMasks
 from services.scheduler.core.observer import Observers, RequestFinished
 from services.scheduler.core.outputs import OutputBuffer
@@ -24,6 +25,7 @@ from services.scheduler.core.waiting import WaitingQueue
 
 TOTALS = (
     "num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "prompt_tokens", "generation_tokens",
+    "external_prefix_cache_queries", "external_prefix_cache_hits",
     "admission_rejections:max_num_queued_reqs", "admission_rejections:max_num_queued_tokens",
     "admission_rejections:max_queue_seconds",
     "steps_total", "rollbacks_total", "left_out_rows_total", "stale_messages_total",
@@ -35,13 +37,19 @@ TOTALS = (
 
 class RequestStore:
     def __init__(
-        self, compiling: CompilingRequests, masks: RequestMasks, waiting: WaitingQueue, outputs: OutputBuffer
+        self,
+        compiling: CompilingRequests,
+        masks: RequestMasks,
+        waiting: WaitingQueue,
+        loading: LoadingRequests,
+        outputs: OutputBuffer,
     ) -> None:
         self.requests: dict[RequestKey, Request] = {}
         """Open requests."""
         self.compiling = compiling
         self.masks = masks
         self.waiting = waiting
+        self.loading = loading
         self.outputs = outputs
         self.suspects = Suspects()
         self.counters: Counter[str] = Counter(dict.fromkeys(TOTALS, 0))
@@ -52,11 +60,11 @@ class RequestStore:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.waiting) + len(self.compiling)
+        return len(self.waiting) + len(self.compiling) + len(self.loading)
 
     @property
     def num_waiting_tokens(self) -> int:
-        return self.waiting.num_tokens + self.compiling.num_tokens
+        return self.waiting.num_tokens + self.compiling.num_tokens + self.loading.num_tokens
 
     def end(self, request: Request, finish: Finish | None) -> None:
         """Finish a request that has left the queue, its slot or the compiler. `finish` None: nothing is sent."""

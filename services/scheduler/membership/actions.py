@@ -37,6 +37,8 @@ class Started:
     loaded: Loaded
     held: NamedBlocks | None = None
     """Whole blocks that all ranks hold; None: there is none."""
+    kv_peers: tuple[str, ...] = ()
+    """`Loaded.kv_peer` of each rank; (): not all have one."""
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,9 @@ class Epoch:
         peers = [member.peer for member in self._roster.ranks]
         blocks, names = [*self._adopted], [*self._adopted.values()]
         held = NamedBlocks.from_lists(blocks, names) if blocks else None
-        return Started(self.id, peers, self.limits(), self._loaded()[0], held)
+        kv_peers = tuple(rank.kv_peer for rank in self._loaded())
+        kv_peers = kv_peers if all(kv_peers) else ()
+        return Started(self.id, peers, self.limits(), self._loaded()[0], held, kv_peers)
 
     def end(self, reason: str, now: float) -> list[Action]:
         """Send all ranks that are left back to registration."""

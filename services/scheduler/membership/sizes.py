@@ -60,4 +60,6 @@ def fit(c: SchedulerConfig, loaded: list[Loaded], leaves_rows_out: bool = False)
         lookahead=c.num_drafts if s is not None and s.has_kv_cache else 0,
         drafts_in_flight=c.num_drafts * -(-c.depth // c.pipeline_parallel_size),
         leaves_rows_out=leaves_rows_out and c.batching_policy != "phased",
+        loads_blocks=all(rank.loads_blocks for rank in loaded),
+        fetches_blocks=all(rank.kv_peer for rank in loaded),
     )

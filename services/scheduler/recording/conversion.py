@@ -30,6 +30,7 @@ from services.scheduler.core.observer import (
     EpochStarted,
     Event,
     GrammarSent,
+    LoadSent,
     ObserverAttached,
     RequestArrived,
     RequestFinished,
@@ -66,6 +67,7 @@ class Converter:
             RequestArrived: self.arrival,
             StepDispatched: self.plan,
             GrammarSent: _masks,
+            LoadSent: self.load,
             SlotsReleased: self.release,
             ResultArrived: self.result,
             ResultApplied: _applied,
@@ -95,6 +97,9 @@ class Converter:
         if self._keeps_tokens or event.message.whole is None:
             return event
         return SlotsReleased(replace(event.message, whole=_without_names(event.message.whole)))
+
+    def load(self, event: LoadSent) -> LoadSent:
+        return event if self._keeps_tokens else LoadSent(replace(event.message, names=b""))
 
     def result(self, event: ResultArrived) -> ResultArrived:
         result = event.result

@@ -15,6 +15,7 @@ from services.scheduler.core.limits import Limits
 from services.scheduler.core.observer import (
     AllRequestsFailed,
     BlocksAdopted,
+    BlocksFilled,
     CoreRestarted,
     DispatchInterrupted,
     DispatchStarted,
@@ -22,6 +23,7 @@ from services.scheduler.core.observer import (
     EpochStarted,
     FrontendLeft,
     GrammarReady,
+    LoadSent,
     MasksReady,
     PrefixCacheReset,
     RequestArrived,
@@ -161,6 +163,7 @@ InboundRecord = (
     | EpochEnded
     | EpochStarted
     | BlocksAdopted
+    | BlocksFilled
     | AllRequestsFailed
     | CoreRestarted
 )
@@ -168,6 +171,7 @@ DecisionRecord = (
     RequestRefused
     | PlanRecord
     | MaskRecord
+    | LoadSent
     | SlotsReleased
     | RequestPreempted
     | AppliedRecord

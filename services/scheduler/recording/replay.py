@@ -21,6 +21,7 @@ from services.scheduler.core.limits import Limits
 from services.scheduler.core.observer import (
     AllRequestsFailed,
     BlocksAdopted,
+    BlocksFilled,
     CoreRestarted,
     DispatchInterrupted,
     DispatchStarted,
@@ -30,6 +31,7 @@ from services.scheduler.core.observer import (
     FrontendLeft,
     GrammarReady,
     InboundEvent,
+    LoadSent,
     MasksReady,
     PrefixCacheReset,
     RequestArrived,
@@ -276,6 +278,8 @@ class Replay:
                 core.start_epoch(limits, self._factory.policy(limits), epoch)
             case BlocksAdopted(held=held):
                 core.adopt(held)
+            case BlocksFilled(epoch=epoch, ticket=ticket, count=count):
+                core.on_loaded(epoch, ticket, count)
             case AllRequestsFailed(error=error):
                 core.fail_all(error)
             case CoreRestarted(limits=limits):
@@ -312,7 +316,7 @@ class Replay:
     def _dispatch(self, turn: Turn) -> None:
         messages = self.core.dispatch()
         for record in turn.decisions:
-            if isinstance(record, (PlanRecord, MaskRecord, SlotsReleased)):
+            if isinstance(record, (PlanRecord, MaskRecord, LoadSent, SlotsReleased)):
                 self._prepare(record)
                 if next(messages, None) is None:
                     return
@@ -322,7 +326,7 @@ class Replay:
             for _ in messages:
                 pass
 
-    def _prepare(self, record: PlanRecord | MaskRecord | SlotsReleased) -> None:
+    def _prepare(self, record: PlanRecord | MaskRecord | LoadSent | SlotsReleased) -> None:
         """Set what the message depends on beside the state of the core: subscriptions, and grammars."""
         match record:
             case PlanRecord(plan=plan):

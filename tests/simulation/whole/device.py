@@ -17,7 +17,6 @@ from protocol.codec import encode, pack, unpack
 from protocol.membership import Assignment, InitializeCache, Loaded, Shard
 from protocol.steps import GrammarOutput, ReleaseSlots, SchedulerOutput
 from services.scheduler.core.limits import Limits
-from services.worker.kv_memory import KVMemory
 from services.worker.runner import Identity, Output, Progress, RanksLost
 from tests.simulation.drafts import Speculating
 from tests.simulation.oracle import TORN
@@ -31,6 +30,7 @@ from tests.simulation.whole.stage import (
     RankOracle,
     StageOutput,
 )
+from tests.simulation.whole.tier import OracleMemory
 
 VOCAB = 64
 MAX_MODEL_LEN = 96
@@ -136,9 +136,7 @@ class SimulatedDevice:
         self._hub, self._process, self._collectives = hub, process, collectives
         self._traits, self._foresight, self._happened = traits, foresight, happened
         self._poisons = poisons
-        self.kv_memory = KVMemory()
-        """Only the names; the blocks are the oracle's."""
-        self._kv: list[list[int | None]] = []
+        self.kv_memory = OracleMemory()
         self.num_loads = 0
         """Number of times that weights were read."""
         self.hangs = False
@@ -148,7 +146,7 @@ class SimulatedDevice:
         self.last_epoch = 0
         """The latest epoch of which anything was executed."""
         self.num_steps = 0
-        self._shard: Shard | None = None
+        self.shard: Shard | None = None
         self._assignment: Assignment | None = None
         self._stage: ComputeStage | None = None
         """In an epoch."""
@@ -175,13 +173,13 @@ class SimulatedDevice:
     ) -> Loaded:
         self._notice(assignment.epoch)
         self._aborted, self._assignment, self._stage = False, assignment, None
-        if self._shard != assignment.shard:
-            self._shard = None
+        if self.shard != assignment.shard:
+            self.shard = None
             self.num_loads += 1
             for part in range(LOAD_PARTS):
                 self._compute(self._traits.load_seconds / LOAD_PARTS)
                 progress("weights", (part + 1) / LOAD_PARTS)
-            self._shard = assignment.shard
+            self.shard = assignment.shard
         self._together("join", 0, assignment.world_size)
         blocks = self.kv_memory.find(_identity(assignment), assignment.block_size) or self._traits.num_blocks
         return Loaded(
@@ -206,11 +204,11 @@ class SimulatedDevice:
         messages = self._collectives.messages(a.epoch)
         decides = a.rank == a.output_rank or not limits.leaves_rows_out
         oracle = RankOracle(messages, decides, limits, VOCAB, a.epoch, speculating, self._future)
-        if self.kv_memory.begin(_identity(a), a.block_size, init.num_blocks, 1) == len(self._kv):
-            oracle.kv = self._kv
+        if self.kv_memory.begin(_identity(a), a.block_size, init.num_blocks, 1) == len(self.kv_memory.kv):
+            oracle.kv = self.kv_memory.kv
         else:
-            self._kv = oracle.kv
-        self._kv[init.canary_block] = [TORN] * a.block_size
+            self.kv_memory.kv = oracle.kv
+        self.kv_memory.kv[init.canary_block] = [TORN] * a.block_size
         self._stage = ComputeStage(self._hub, oracle, messages, a, self._happened)
         self._poisoned.clear()
 

@@ -8,6 +8,7 @@ the workers or the scheduler: these must be refused, and in an orderly run nobod
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum
 from random import Random
 
@@ -220,7 +221,7 @@ def play(seed: int, trace: Callable[[str], None] | None = None) -> System:
     """Run one seed. Raises: AssertionError"""
     rng = Random(seed)
     poisoned = rng.choice(POISONED)
-    system = System(seed, layout(rng, poisoned), trace)
+    system = System(seed, replace(layout(rng, poisoned), has_tier=seed % 5 == 0), trace)
     noisy = seed % 2 == 1
     system.hub.log("seed", seed, "noisy" if noisy else "orderly", poisoned, system.layout)
     with system.libraries():

@@ -303,6 +303,9 @@ class HubQueue:
         self._items.append(item)
         self._waiters.wake()
 
+    def qsize(self) -> int:
+        return len(self._items)
+
     def get(self) -> object:
         while not self._items:
             self._hub.wait((self._waiters,), None)

@@ -29,6 +29,8 @@ from services.config import SchedulerConfig, WorkerConfig
 from services.scheduler.service import Service
 from services.worker import result_sender, start_up
 from services.worker.service import Worker, run_worker
+from services.worker.tiers import transfers
+from services.worker.tiers.transfers import Tier
 from tests.simulation.grammar import structured
 from tests.simulation.whole.client import ClientRequest, SimulatedFrontend, make_choice
 from tests.simulation.whole.device import (
@@ -42,6 +44,7 @@ from tests.simulation.whole.device import (
 from tests.simulation.whole.grammars import SimulatedCompiler, SimulatedMaskThread
 from tests.simulation.whole.hub import Hub, Killed, Primitives, SimulatedProcess
 from tests.simulation.whole.network import SimulatedNetwork, Speeds, Wakeup
+from tests.simulation.whole.tier import SlowTier
 
 CLIENTS, WORKERS = "tcp://127.0.0.1:7001", "tcp://127.0.0.1:7002"
 SILENCE = 4.0
@@ -79,6 +82,8 @@ class Layout:
     step_seconds: float = 0.05
     load_seconds: float = 0.5
     speeds: Speeds = field(default_factory=Speeds)
+    has_tier: bool = False
+    """Workers write whole blocks to a tier, which outlives all processes, and load them."""
 
     @property
     def num_ranks(self) -> int:
@@ -131,6 +136,8 @@ class System:
         """With which a process may end by itself."""
         self.poisons: dict[str, Poison] = {}
         """Requests that take down workers, by name."""
+        self.tiers: dict[str, dict[bytes, bytes]] = {}
+        """Blocks by name, by the identity of the rank that wrote them."""
         self.lethal: dict[str, int] = {}
         """Grammars that take down the scheduler, with the number of tokens after which they do."""
         self._incarnation = 1_000_000
@@ -217,10 +224,16 @@ class System:
             host_ip="127.0.0.1",
             scheduler_timeout_seconds=SILENCE,
             recovery_timeout_seconds=PATIENCE,
+            kv_offload_bytes=int(layout.has_tier),
         )
+
+        def tiers(_: WorkerConfig, identity: str) -> list[Tier]:
+            kept = self.tiers.setdefault(f"{identity} {device.shard}", {})
+            return [SlowTier(self.hub, kept, self.happened)]
+
         process.on_end.append(lambda: self.workers.remove(worker))
         self._supervise(process, self.start_worker)
-        process.start(lambda: process.end(run_worker(Worker(config, device))))
+        process.start(lambda: process.end(run_worker(Worker(config, device, make_tiers=tiers))))
 
     def start_frontend(self) -> None:
         frontend = SimulatedFrontend(
@@ -369,6 +382,8 @@ class System:
             patch.setattr(zmq, "Poller", self.network.poller)
             patch.setattr(result_sender, "threading", primitives)
             patch.setattr(result_sender, "queue", primitives)
+            patch.setattr(transfers, "threading", primitives)
+            patch.setattr(transfers, "SimpleQueue", primitives.SimpleQueue)
             patch.setattr(
                 result_sender, "processor_seconds", lambda: hub.process.work if hub.process else 0.0
             )

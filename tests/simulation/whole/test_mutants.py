@@ -77,7 +77,7 @@ def weights_are_read_for_every_scheduler(patch: Patch) -> None:
 
     def broken(self: SimulatedDevice) -> None:
         leave(self)
-        self._shard = None
+        self.shard = None
 
     patch.setattr(SimulatedDevice, "leave", broken)
 

@@ -22,6 +22,7 @@ MUST_HAPPEN = [
     "worker status 6",
     "worker status 7",
     "frontend status 4",
+    "blocks loaded",
     "requests done",
     "requests 503",
 ]

@@ -35,6 +35,7 @@ MUST_HAPPEN = [
     "poisonous requests refused",
     "scheduler status 8",
     "steps sampled without rows",
+    "blocks loaded",
     "requests done",
     "requests left",
     "requests broken",

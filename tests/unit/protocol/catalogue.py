@@ -25,9 +25,10 @@ from msgspec.inspect import (
     type_info,
 )
 
-from protocol import handshake, logprobs, membership, records, requests, sampling, steps
+from protocol import handshake, kv_transfer, logprobs, membership, records, requests, sampling, steps
 from protocol.codec import Decoder, pack
 from protocol.handshake import Hello, Refused, Welcome
+from protocol.kv_transfer import FetchBlocks, FetchedBlocks
 from protocol.membership import GroupMessage, WorkerMessage
 from protocol.requests import ClientMessage, EngineMessage
 from protocol.sampling import (
@@ -42,7 +43,7 @@ from protocol.steps import StepMessage, StepResult
 
 STRUCTS: list[type[msgspec.Struct]] = [
     value
-    for module in (handshake, logprobs, membership, records, requests, sampling, steps)
+    for module in (handshake, kv_transfer, logprobs, membership, records, requests, sampling, steps)
     for value in vars(module).values()
     if inspect.isclass(value) and issubclass(value, msgspec.Struct) and value.__module__ == module.__name__
 ]
@@ -56,6 +57,8 @@ DIRECTIONS: dict[str, Any] = {
     "scheduler to frontend": EngineMessage,
     "worker to scheduler": WorkerMessage | StepResult,
     "scheduler to worker": GroupMessage | StepMessage,
+    "worker to peer": FetchBlocks,
+    "peer to worker": FetchedBlocks,
 }
 """Types that the decoder of each direction accepts."""
 DECODERS: dict[str, Decoder[Any]] = {name: Decoder(types) for name, types in DIRECTIONS.items()}

@@ -5,6 +5,7 @@ import numpy as np
 
 from protocol.codec import pack
 from protocol.handshake import Hello, Refused, Welcome
+from protocol.kv_transfer import FetchBlocks, FetchedBlocks
 from protocol.membership import (
     Assignment,
     EndEpoch,
@@ -43,7 +44,9 @@ from protocol.requests import (
 )
 from protocol.sampling import SamplingParams
 from protocol.steps import (
+    BlocksLoaded,
     GrammarOutput,
+    LoadBlocks,
     ModelRunnerOutput,
     NewRequest,
     ReleaseSlots,
@@ -134,6 +137,10 @@ EXAMPLES: list[msgspec.Struct] = [
     ),
     ReleaseSlots(1, pack([3, 4])),
     GrammarOutput(1, 17, pack([0]), pack([-1, 0, 1])),
+    LoadBlocks(1, 18, 5, pack([7, 3]), bytes(64), ["tcp://10.0.0.1:5700 key"]),
+    BlocksLoaded(1, 5, 2),
+    FetchBlocks(bytes(4), bytes(32)),
+    FetchedBlocks(2, memoryview(bytes(6))),
     ModelRunnerOutput(1, 17, pack([4, 0]), pack([1, 9]), pack([2, 0]), pack([11, 12]), TIMES),
     StepReport(1, 17, 3, TIMES),
     StepFault(1, 17, "RuntimeError: out of memory"),

@@ -80,7 +80,7 @@ def test_a_cache_of_another_kind_or_size_is_dropped(descriptor: int, identity: s
     memory.names.follow(ReleaseSlots(1, b"", named(3)))
     more = begun(descriptor, identity, BLOCKS + 1)
     assert more.held() is None
-    assert not any(more.take(BLOCKS * BLOCK_BYTES))
+    assert not any(more.take((BLOCKS + 1) * BLOCK_BYTES))
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, 3 * 4096])

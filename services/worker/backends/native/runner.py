@@ -53,11 +53,11 @@ class _Loaded(NamedTuple):
     groups: LayerGroups
 
     @property
-    def cache_identity(self) -> str:
-        """Everything that the content and the size of the caches depend on beside tokens."""
+    def content_identity(self) -> str:
+        """Everything that the content of the caches depends on beside tokens and weights."""
         a, model = self.assignment, self.model
         network = f"{type(model.kernels.network).__module__} {model.kernels.network.activations}"
-        sizes = a.num_slots, self.max_model_len, self.bytes_per_block
+        sizes = self.max_model_len, self.bytes_per_block
         shape = model.cache_shape(a.block_size, self.groups)
         layout = "" if self.groups.is_plain else f" {self.groups}"
         return f"native {network} {shape} {a.shard} {a.speculation} {sizes}{layout}"
@@ -124,7 +124,13 @@ class NativeRunner:
         groups = LayerGroups.of(model.part, assignment.max_kv_groups, limit)
         bytes_per_block = model.bytes_per_block(assignment.block_size, groups)
         bytes_per_block += drafter.bytes_per_block if drafter is not None else 0
-        self._loaded.set(_Loaded(assignment, ranks, model, drafter, limit, bytes_per_block, groups))
+        loaded = _Loaded(assignment, ranks, model, drafter, limit, bytes_per_block, groups)
+        self._loaded.set(loaded)
+        identity = self.identify()
+        in_host = model.kernels.device.is_host
+        self.kv_memory.content = (
+            f"{identity.model_hash} {identity.dtype} {loaded.content_identity}" if in_host else ""
+        )
         return Loaded(
             model_hash=self.identify().model_hash,
             vocab_size=model.part.whole.vocab_size,
@@ -148,14 +154,14 @@ class NativeRunner:
     def _kept_blocks(self) -> int:
         """Return the number of blocks of the cache in memory, if it can be used again, else 0: then it is freed."""
         loaded = self._loaded.get()
-        if not loaded.model.kernels.device.is_host:
+        if not self.kv_memory.content:
             return 0
         identity, size = self._cache_identity(), loaded.assignment.block_size
         return self.kv_memory.find(identity, size, len(loaded.groups.groups))
 
     def _cache_identity(self) -> str:
-        identity = self.identify()
-        return f"{identity.model_hash} {identity.dtype} {self._loaded.get().cache_identity}"
+        """Everything that the content and the size of the caches depend on beside tokens."""
+        return f"{self.kv_memory.content} {self._loaded.get().assignment.num_slots}"
 
     def _cache_budget(
         self, assignment: Assignment, model: Model, drafter: Drafter | None, limit: int, num_groups: int
@@ -183,7 +189,7 @@ class NativeRunner:
         assignment, ranks = loaded.assignment, loaded.ranks
         allocate: Allocate = own_memory
         num_blocks = init.num_blocks
-        if loaded.model.kernels.device.is_host:
+        if self.kv_memory.content:
             identity, size = self._cache_identity(), assignment.block_size
             num_blocks = self.kv_memory.begin(
                 identity, size, num_blocks, loaded.bytes_per_block, len(loaded.groups.groups)

@@ -79,6 +79,7 @@ class SimRunner:
             blocks = max(DEFAULT_BLOCKS, -(-limit // assignment.block_size) + 1)
         blocks = self.kv_memory.find(_identity(assignment, checkpoint), assignment.block_size) or blocks
         shard = assignment.shard
+        self.kv_memory.content = f"sim {checkpoint.digest} {shard} {assignment.block_size}"
         cost = CostModel(config, shard.pipeline_parallel_size)
         has_trace = bool(config.sim_trace) and not shard.tp_rank
         trace = StageTrace(Path(config.sim_trace), shard.pp_rank) if has_trace else None
@@ -115,8 +116,9 @@ class SimRunner:
         rank = self._rank.get()
         assignment, identity = rank.assignment, _identity(rank.assignment, rank.checkpoint)
         bytes_per_block = assignment.block_size * HASH_BYTES
-        self.kv_memory.begin(identity, assignment.block_size, init.num_blocks, bytes_per_block)
-        kv = np.frombuffer(self.kv_memory.take(init.num_blocks * bytes_per_block), np.uint64)
+        num_blocks = self.kv_memory.begin(identity, assignment.block_size, init.num_blocks, bytes_per_block)
+        kv = np.frombuffer(self.kv_memory.take(num_blocks * bytes_per_block), np.uint64)
+        kv = kv[: init.num_blocks * assignment.block_size]
         self._epoch.set(SimEpoch(rank, init, self._make_device(), self._full_check, self._chunk_end, kv))
 
     def execute_model(self, step: SchedulerOutput) -> None:

@@ -16,11 +16,11 @@ def own_memory(sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(*sizes, dtype=dtype)
 
 
-def memory_of(take: Callable[[int], memoryview]) -> Allocate:
-    """Return an `Allocate` that takes memory from elsewhere."""
+def memory_of(take: Callable[[int, int], memoryview]) -> Allocate:
+    """Return an `Allocate` that takes memory from elsewhere, of caches whose sizes begin with layers and blocks."""
 
     def allocate(sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.frombuffer(take(prod(sizes) * dtype.itemsize), dtype=dtype).view(*sizes)
+        return torch.frombuffer(take(prod(sizes) * dtype.itemsize, sizes[0]), dtype=dtype).view(*sizes)
 
     return allocate
 

@@ -1,0 +1,155 @@
+"""Requests whose prefix is loaded from a tier, a home of KV blocks outside of the workers' caches, or from the workers
+of another engine (loaded block, docs/invariants.md).
+
+They wait beside the queue. They hold the blocks that are filled, but no seat and no place in the order, and no step
+waits for them. The core does not know what a tier holds: a load asks for a run of blocks by name, and the workers
+report how many of them all ranks have. So a load that finds nothing costs its request the time of the answer.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from services.scheduler.core.request import Request
+
+SHARE = 0.5
+"""Weight of the newest measurement in a mean."""
+MISS_SHARE = 1 / 16
+"""Maximum time of an answer that finds nothing, as a share of the time to compute the blocks that are asked for."""
+VALID_SECONDS = 60.0
+"""Age at which measured times of loads count no more, so that a tier that was slow is tried again."""
+LEAST_TIMEOUT = 2.0
+"""Seconds after which a load is given up, at least; longer if computing its blocks takes longer."""
+
+
+@dataclass(eq=False, slots=True)
+class BlockLoad:
+    """Blocks that are being filled."""
+
+    ticket: int
+    requests: list[Request]
+    """Requests that wait for it: the first one asked, the others need its first block too."""
+    prefix: list[int]
+    """Cached blocks before them; held, so that they stay."""
+    blocks: list[int]
+    names: list[bytes]
+    peers: tuple[str, ...]
+    """Workers of another engine that are asked, too, by rank."""
+    began: float
+    gives_up: float
+    """Times on the scheduler's clock, seconds."""
+
+
+@dataclass
+class LoadTimes:
+    """Measured times of loads, against those of computing."""
+
+    seconds_per_token: float = 0.0
+    """Time to compute a prompt token; 0.0: not measured."""
+    block: float = 0.0
+    """Mean seconds to load a block; 0.0: not measured."""
+    miss: float = 0.0
+    """Mean seconds of an answer that finds nothing."""
+    _measured: float = -VALID_SECONDS
+    """When a load last ended."""
+
+    def is_worth(self, num_tokens: int, num_blocks: int, now: float) -> bool:
+        """Return whether to ask for the blocks of so many tokens instead of computing them."""
+        computing = num_tokens * self.seconds_per_token
+        if not computing or now - self._measured >= VALID_SECONDS:
+            return True
+        return self.miss <= MISS_SHARE * computing and num_blocks * self.block < computing
+
+    def add(self, load: BlockLoad, count: int, now: float) -> None:
+        """A load has ended with its first `count` blocks filled."""
+        seconds, self._measured = now - load.began, now
+        if count:
+            self.block = _mean(self.block, seconds / count)
+        else:
+            self.miss = _mean(self.miss, seconds)
+
+
+def _mean(mean: float, measured: float) -> float:
+    return mean + SHARE * (measured - mean) if mean else measured
+
+
+@dataclass
+class LoadingRequests:
+    """Loads by ticket; a ticket is never used twice with the same workers."""
+
+    times: LoadTimes = field(default_factory=LoadTimes)
+    peer_times: LoadTimes = field(default_factory=LoadTimes)
+    """Times of loads that another engine is asked for."""
+    last_ticket: int = 0
+    unsent: list[BlockLoad] = field(default_factory=list)
+    """Loads that the workers were not sent yet."""
+    _by_ticket: dict[int, BlockLoad] = field(default_factory=dict)
+    _by_first: dict[bytes, BlockLoad] = field(default_factory=dict)
+    """By the name of the first block."""
+    _of: dict[Request, BlockLoad] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        """Number of requests that wait."""
+        return len(self._of)
+
+    def __iter__(self) -> Iterator[BlockLoad]:
+        return iter(self._by_ticket.values())
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(request.token_ids) for request in self._of)
+
+    def times_of(self, peers: tuple[str, ...]) -> LoadTimes:
+        return self.peer_times if peers else self.times
+
+    def start(
+        self,
+        request: Request,
+        prefix: list[int],
+        blocks: list[int],
+        names: list[bytes],
+        peers: tuple[str, ...],
+        now: float,
+        size: int,
+    ) -> None:
+        """`size`: tokens per block."""
+        self.last_ticket += 1
+        gives_up = now + max(LEAST_TIMEOUT, len(blocks) * size * self.times.seconds_per_token)
+        load = BlockLoad(self.last_ticket, [request], prefix, blocks, names, peers, now, gives_up)
+        self._by_ticket[load.ticket] = self._by_first[names[0]] = self._of[request] = load
+        self.unsent.append(load)
+
+    def join(self, request: Request, name: bytes) -> bool:
+        """Let a request wait for the load that begins with this block. Return False if there is none."""
+        if (load := self._by_first.get(name)) is None:
+            return False
+        load.requests.append(request)
+        self._of[request] = load
+        return True
+
+    def expired(self, now: float) -> list[BlockLoad]:
+        """Return the loads that take too long."""
+        return [load for load in self if now >= load.gives_up]
+
+    def get(self, ticket: int) -> BlockLoad | None:
+        """Return a load; None: it has ended."""
+        return self._by_ticket.get(ticket)
+
+    def of(self, request: Request) -> BlockLoad | None:
+        """Return the load that a request waits for."""
+        return self._of.get(request)
+
+    def leave(self, request: Request) -> BlockLoad | None:
+        """Remove a request. Return its load if nobody waits for that one any more."""
+        load = self._of.pop(request)
+        load.requests.remove(request)
+        return None if load.requests else load
+
+    def remove(self, load: BlockLoad) -> None:
+        """Remove a load that has ended, with its requests."""
+        del self._by_ticket[load.ticket], self._by_first[load.names[0]]
+        for request in load.requests:
+            del self._of[request]
+
+    def restart(self, last_ticket: int) -> None:
+        """Drop the measured times; there is no load."""
+        self.last_ticket, self.times, self.peer_times = last_ticket, LoadTimes(), LoadTimes()

@@ -1,0 +1,31 @@
+"""A tier in the memory of the worker's process: the blocks that were used last, within a number of bytes."""
+
+from collections import OrderedDict
+from contextlib import suppress
+
+
+class HostTier:
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._bytes = max_bytes, 0
+        self._blocks: OrderedDict[bytes, bytes] = OrderedDict()
+        """The first one is removed first. Two threads use it: each access is one operation."""
+
+    def has(self, name: bytes) -> bool:
+        return name in self._blocks
+
+    def get(self, name: bytes, into: memoryview) -> bool:
+        """Copy a block. Return False if it is missing."""
+        data = self._blocks.get(name)
+        if data is None:
+            return False
+        into[:] = data
+        with suppress(KeyError):  # the other thread removed it
+            self._blocks.move_to_end(name)
+        return True
+
+    def put(self, name: bytes, data: memoryview) -> None:
+        while self._blocks and self._bytes + len(data) > self._max_bytes:
+            self._bytes -= len(self._blocks.popitem(last=False)[1])
+        if len(data) <= self._max_bytes:
+            self._blocks[name] = bytes(data)
+            self._bytes += len(data)

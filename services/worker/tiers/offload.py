@@ -1,0 +1,110 @@
+"""The tiers of a worker over its epochs."""
+
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+
+from protocol.block_names import NamedBlocks
+from protocol.membership import Loaded
+from protocol.steps import BlocksLoaded, LoadBlocks
+from services.config import WorkerConfig
+from services.worker.kv_memory import KVMemory
+from services.worker.runner import LoadError
+from services.worker.tiers.disk import DiskTier
+from services.worker.tiers.host import HostTier
+from services.worker.tiers.peers import PeerClient, PeerServer
+from services.worker.tiers.transfers import BlockTransfers, Tier
+
+LAST_SECONDS = 2.0
+"""Seconds for blocks that are not written yet when the worker leaves."""
+MakeTiers = Callable[[WorkerConfig, str], list[Tier]]
+
+
+def tiers_of(config: WorkerConfig, identity: str) -> list[Tier]:
+    """Return the configured tiers for blocks of this identity, the fastest one first. Raises: LoadError"""
+    tiers: list[Tier] = [HostTier(config.kv_offload_bytes)] if config.kv_offload_bytes else []
+    if config.kv_offload_dir:
+        tiers.append(DiskTier(config.kv_offload_dir, identity, config.kv_offload_dir_bytes))
+    return tiers
+
+
+class Offload:
+    """Tiers and peers: whole blocks are written to tiers, and loads fill blocks from both. For the executing thread.
+
+    Args:
+        send: sends an answer, on any thread.
+        make_tiers: other tiers than the configured ones, for tests.
+    """
+
+    def __init__(
+        self, config: WorkerConfig, send: Callable[[BlocksLoaded], None], make_tiers: MakeTiers = tiers_of
+    ) -> None:
+        self._config, self._send, self._make_tiers = config, send, make_tiers
+        self._identity, self._rank = "", 0
+        self._tiers: list[Tier] = []
+        self._transfers: BlockTransfers | None = None
+        self._server: PeerServer | None = None
+        self.has_tiers = bool(config.kv_offload_dir or config.kv_offload_bytes)
+        self._is_used = self.has_tiers or bool(config.kv_peer_address)
+
+    @property
+    def kv_peer(self) -> str:
+        """`Loaded.kv_peer`"""
+        return "" if self._server is None else self._server.address
+
+    def open(self, memory: KVMemory, loaded: Loaded, rank: int) -> None:
+        """The weights are loaded. Raises: LoadError"""
+        if not self._is_used:
+            return
+        self._rank, identity = rank, f"{memory.content} {sorted(loaded.contents.items())}"
+        if not memory.content:
+            raise LoadError(
+                "--kv-offload-dir, --kv-offload-bytes and --kv-peer-address: the KV blocks of a GPU stay there so "
+                "far; use none of them"
+            )
+        if len(loaded.groups) > 1 or any(group.size for group in loaded.groups):
+            raise LoadError(
+                "--kv-offload-dir, --kv-offload-bytes and --kv-peer-address: groups of KV cache with windows are not "
+                "offloaded yet; set --disable-hybrid-kv-cache-manager, or use none of them"
+            )
+        if identity != self._identity:
+            self._identity, self._tiers = identity, self._make_tiers(self._config, identity)
+        if self._config.kv_peer_address and self._server is None:
+            self._server = PeerServer(self._config.kv_peer_address, self._config.security, self._find)
+
+    def begin(self, memory: KVMemory) -> None:
+        """An epoch's cache has begun."""
+        if self._is_used:
+            is_peer = self._server is not None
+            peers = (
+                PeerClient(self._config.security, _digest(self._identity), self._rank) if is_peer else None
+            )
+            self._transfers = BlockTransfers(memory, self._tiers, self._send, peers)
+
+    def follow(self, whole: NamedBlocks) -> None:
+        """Blocks became whole."""
+        if self._transfers is not None and self._tiers:
+            self._transfers.follow(whole)
+
+    def load(self, message: LoadBlocks) -> None:
+        """Fill blocks, and answer."""
+        assert self._transfers is not None, "the scheduler knows whether there are tiers or peers"
+        self._transfers.load(message)
+
+    def end(self, leaves: bool = False) -> None:
+        """The cache ends. `leaves`: so does the process."""
+        transfers, self._transfers = self._transfers, None
+        if transfers is not None:
+            transfers.end(LAST_SECONDS if leaves else 0.0)
+        if leaves and self._server is not None:
+            self._server.close()
+
+    def _find(self, identity: bytes, names: Sequence[bytes]) -> tuple[int, memoryview]:
+        """Called on the thread that serves peers."""
+        transfers = self._transfers
+        if transfers is None or identity != _digest(self._identity):
+            return 0, memoryview(b"")
+        return transfers.find(names)
+
+
+def _digest(identity: str) -> bytes:
+    return sha256(identity.encode()).digest()

@@ -1,0 +1,180 @@
+"""Blocks on their way between the KV memory of a rank and its tiers, in one epoch (loaded block, docs/invariants.md).
+
+Two threads beside the steps. One writes the blocks that became whole: it copies a block and then looks whether the
+block still has the number that it had before, because a step may write a block only after it has lost its name. The
+other one fills the blocks of loads, each under the lock that a plan takes to give blocks away. Blocks that come faster
+than they are written are left out.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from queue import SimpleQueue
+from typing import Protocol
+
+from protocol.block_names import NamedBlocks, split_names
+from protocol.codec import ProtocolError, unpack
+from protocol.kv_transfer import MAX_FETCH_BYTES
+from protocol.steps import BlocksLoaded, LoadBlocks
+from services.process import name_this_thread
+from services.worker.kv_memory import KVMemory
+
+log = logging.getLogger("runahead.worker")
+
+MAX_UNWRITTEN = 4096
+"""Maximum number of blocks that wait to be written."""
+
+
+class PeerBlocks(Protocol):
+    """Workers of other engines. For one thread."""
+
+    def fetch(
+        self, addresses: Sequence[str], names: Sequence[bytes], block_bytes: int
+    ) -> Iterator[memoryview]:
+        """Iterate over the first blocks of these that the one for this rank has."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Tier(Protocol):
+    """Blocks by name. `get` and `put` are called on two threads."""
+
+    def has(self, name: bytes) -> bool: ...
+    def get(self, name: bytes, into: memoryview) -> bool:
+        """Copy a block. Return False if it is missing or wrong; then `into` is undefined."""
+        ...
+
+    def put(self, name: bytes, data: memoryview) -> None:
+        """Keep a block, if possible."""
+        ...
+
+
+class BlockTransfers:
+    """
+    Args:
+        memory: with a cache that has begun.
+        tiers: the fastest one first.
+        send: sends the answer to a load, on any thread.
+        peers: workers of other engines; None: none is asked. It is closed at the end.
+    """
+
+    def __init__(
+        self,
+        memory: KVMemory,
+        tiers: Sequence[Tier],
+        send: Callable[[BlocksLoaded], None],
+        peers: PeerBlocks | None = None,
+    ) -> None:
+        assert memory.names is not None, "the cache has begun"
+        self._memory, self._names, self._tiers = memory, memory.names, tiers
+        self._send, self._peers = send, peers
+        self._unwritten: SimpleQueue[bytes | None] = SimpleQueue()
+        self._loads: SimpleQueue[LoadBlocks | None] = SimpleQueue()
+        self._in_memory = threading.Lock()
+        """Held while a thread reads or writes the KV memory."""
+        self._ended = False
+        self._threads = [
+            threading.Thread(target=self._write_blocks, name="blocks out", daemon=True),
+            threading.Thread(target=self._fill_blocks, name="blocks in", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def follow(self, whole: NamedBlocks) -> None:
+        """Blocks became whole, and have their names."""
+        room = MAX_UNWRITTEN - self._unwritten.qsize()
+        for name in split_names(whole.names)[: max(room, 0)]:
+            self._unwritten.put(name)
+
+    def load(self, message: LoadBlocks) -> None:
+        self._names.expect(message)
+        self._loads.put(message)
+
+    def end(self, patience: float = 0.0) -> None:
+        """Leave the KV memory alone from now on.
+
+        Args:
+            patience: seconds for blocks that are not written yet.
+        """
+        self._unwritten.put(None)
+        self._loads.put(None)
+        if patience:
+            self._threads[0].join(patience)
+        with self._in_memory:
+            self._ended = True
+        self._names.end_loads()
+
+    @property
+    def block_bytes(self) -> int:
+        return self._memory.block_bytes
+
+    def find(self, names: Sequence[bytes]) -> tuple[int, memoryview]:
+        """Return the first blocks of these that are in the memory or in a tier: their number and data. For a thread of
+        its own. Raises: ProtocolError, if they are too many."""
+        size = self.block_bytes
+        if len(names) > max(1, MAX_FETCH_BYTES // size):
+            raise ProtocolError(f"{len(names)} blocks of {size} bytes are more than one answer")
+        data = memoryview(bytearray(len(names) * size))
+        for count, name in enumerate(names):
+            part = data[count * size : (count + 1) * size]
+            if not (self._copy(name, part) or any(tier.get(name, part) for tier in self._tiers)):
+                return count, data[: count * size]
+        return len(names), data
+
+    def _copy(self, name: bytes, into: memoryview) -> bool:
+        """Copy a block out of the memory. Return False if it is not there, or has lost its name meanwhile."""
+        block = self._names.block_of(name)
+        if block is None or not (number := self._names.number(block, name)):
+            return False
+        with self._in_memory:
+            if self._ended:
+                return False
+            self._memory.read_block(block, into)
+        return self._names.number(block, name) == number
+
+    # -- out -----------------------------------------------------------------------------------------------------
+
+    def _write_blocks(self) -> None:
+        name_this_thread()
+        buffer = memoryview(bytearray(self._memory.block_bytes))
+        while (item := self._unwritten.get()) is not None and not self._ended:
+            self._write(item, buffer)
+
+    def _write(self, name: bytes, buffer: memoryview) -> None:
+        lacking = [tier for tier in self._tiers if not tier.has(name)]
+        if lacking and self._copy(name, buffer):
+            for tier in lacking:
+                tier.put(name, buffer)
+
+    # -- in ------------------------------------------------------------------------------------------------------
+
+    def _fill_blocks(self) -> None:
+        name_this_thread()
+        buffer = memoryview(bytearray(self._memory.block_bytes))
+        while (message := self._loads.get()) is not None and not self._ended:
+            self._send(BlocksLoaded(message.epoch, message.ticket, self._fill(message, buffer)))
+        if self._peers is not None:
+            self._peers.close()
+
+    def _fill(self, message: LoadBlocks, buffer: memoryview) -> int:
+        """Return the number of blocks that were filled: from the tiers, and behind the first one that they lack from
+        another engine."""
+        blocks, names, count = unpack(message.blocks).tolist(), split_names(message.names), 0
+        while count < len(blocks) and any(tier.get(names[count], buffer) for tier in self._tiers):
+            if not self._put(blocks[count], message.ticket, buffer):
+                return count
+            count += 1
+        if count < len(blocks) and message.peers and self._peers is not None:
+            for data in self._peers.fetch(message.peers, names[count:], self.block_bytes):
+                if not self._put(blocks[count], message.ticket, data):
+                    break
+                count += 1
+        return count
+
+    def _put(self, block: int, ticket: int, data: memoryview) -> bool:
+        """Write a block. Return False if it was given away, or the epoch has ended."""
+        with self._in_memory:
+            return not self._ended and self._names.fill(
+                block, ticket, lambda: self._memory.write_block(block, data)
+            )

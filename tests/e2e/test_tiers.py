@@ -1,0 +1,142 @@
+"""`serve` with a directory for KV blocks: what is found there gives the tokens that computing gives."""
+
+import asyncio
+import signal
+from pathlib import Path
+
+import httpx
+import pytest
+
+from protocol.block_names import extend_names
+from protocol.codec import pack
+from tests.e2e.server import ServeProcess, serving, wait_until
+
+SIM = ("--backend", "sim", "--sim-step-ms", "1", "--sim-prefill-token-us", "1000")
+"""Computing a prompt takes much longer than loading it."""
+NATIVE = ("--threads", "1", "--kv-cache-memory-bytes", str(64 << 20))
+PROMPT, BLOCK_SIZE = 300, 16
+PREFIX = PROMPT // BLOCK_SIZE * BLOCK_SIZE
+TOKENS = [300 + i % 100 for i in range(PROMPT)]
+
+
+def answer(server: ServeProcess, salt: str = "") -> tuple[str, int]:
+    """Return the text of a request and the number of its cached tokens."""
+    with server.client() as client:
+        completion = client.completions.create(
+            model=client.models.list().data[0].id,
+            prompt=TOKENS,
+            max_tokens=20,
+            temperature=0,
+            extra_body={"ignore_eos": True, "cache_salt": salt} if salt else {"ignore_eos": True},
+        )
+    usage = completion.usage
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    return completion.choices[0].text, usage.prompt_tokens_details.cached_tokens or 0
+
+
+def end(server: ServeProcess) -> None:
+    server.signal(signal.SIGTERM)
+    assert server.wait() == 0, server.log.read_text()
+
+
+def files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(SIM, marks=pytest.mark.soak),
+        (*SIM, "--tensor-parallel-size", "2"),
+        pytest.param((*NATIVE, "--pipeline-parallel-size", "2"), marks=pytest.mark.soak),
+        NATIVE,
+    ],
+    ids=["simulated", "two simulated ranks", "two stages", "demo model"],
+)
+def test_after_a_restart_the_prefix_is_loaded(layout: tuple[str, ...], tmp_path: Path) -> None:
+    directory = tmp_path / "kv"
+    layout = (*layout, "--kv-offload-dir", str(directory), "--enable-admin-routes")
+    with serving(*layout) as server:
+        text, cached = answer(server)
+        assert cached == 0
+        end(server)
+    ranks = 2 if "2" in layout else 1
+    assert len(files(directory)) >= ranks * PREFIX // BLOCK_SIZE
+    with serving(*layout) as server:
+        assert answer(server) == (text, PREFIX)
+        assert answer(server) == (text, PREFIX), "now it is in the cache"
+        assert server.metric("external_prefix_cache_hits_total") == PREFIX
+        assert answer(server, "another salt")[1] == 0
+        if "sim" in layout:
+            a_damaged_block_is_computed(server, directory, text)
+        end(server)
+
+
+def a_damaged_block_is_computed(server: ServeProcess, directory: Path, text: str) -> None:
+    """One rank has a wrong block: all compute from there on. Then it is written again."""
+    names: list[bytes] = []
+    extend_names(names, "", pack(TOKENS), BLOCK_SIZE)
+    damaged = names[5].hex()
+    path = next(directory.glob(f"*/{damaged[:2]}/{damaged[2:]}"))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + b"x")
+    forget(server)
+    assert answer(server) == (text, 5 * BLOCK_SIZE)
+    wait_until(lambda: path.exists() and path.read_bytes() == whole, "it is written again")
+    forget(server)
+    assert answer(server) == (text, PREFIX)
+
+
+def forget(server: ServeProcess) -> None:
+    """Empty the prefix cache."""
+    httpx.post(f"{server.url}/reset_prefix_cache").raise_for_status()
+
+
+def test_blocks_that_were_evicted_are_loaded(tmp_path: Path) -> None:
+    """From the memory of the worker. Another engine with the same directory finds them, too."""
+    num_blocks, block_bytes = 30, 8 * BLOCK_SIZE
+    small = (*SIM, "--max-model-len", "400", "--kv-cache-memory-bytes", str(num_blocks * block_bytes))
+    tiers = ("--kv-offload-bytes", "1M", "--kv-offload-dir", str(tmp_path / "kv"))
+    with serving(*small, *tiers) as server:
+        text, _ = answer(server)
+        assert answer(server, "evicts it")[1] == 0
+        assert answer(server) == (text, PREFIX)
+        assert server.metric("external_prefix_cache_hits_total") > 0, "a part of it was still in the cache"
+        with serving(*small, *tiers) as other:
+            assert answer(other, "evicts it")[1] == PREFIX
+
+
+def test_a_directory_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with pytest.raises(AssertionError, match="chmod 700"), serving(*SIM, "--kv-offload-dir", str(tmp_path)):
+        pass
+
+
+def drain_the_owner(server: ServeProcess) -> None:
+    listed = httpx.get(f"{server.url}/engines").json()["engines"]
+    [owner] = [engine["name"] for engine in listed if engine["streams"]]
+    httpx.post(f"{server.url}/engines/{owner}/drain").raise_for_status()
+
+
+async def test_a_stream_that_moves_fetches_its_blocks_from_the_engine_before() -> None:
+    """The other engine computes nothing but the last block. There is no directory."""
+    peers = ("--kv-peer-address", "tcp://127.0.0.1:0", "--data-parallel-size", "2", "--enable-admin-routes")
+    with serving(*SIM, *peers, "--tensor-parallel-size", "2") as server:
+        text, _ = answer(server)
+        async with server.async_client() as client:
+            model, parts = (await client.models.list()).data[0].id, list[str]()
+            async for chunk in await client.completions.create(
+                model=model,
+                prompt=TOKENS,
+                max_tokens=200,
+                stream=True,
+                temperature=0,
+                extra_body={"ignore_eos": True},
+            ):
+                parts += [choice.text for choice in chunk.choices]
+                if len(parts) == 20:
+                    await asyncio.to_thread(drain_the_owner, server)
+        assert "".join(parts).startswith(text)
+        assert server.metric("stream_moves_total") == 1
+        assert server.metric("external_prefix_cache_hits_total") >= PREFIX

@@ -1,0 +1,66 @@
+"""A tier of the simulated system: the KV memory of a simulated rank as bytes, and blocks that outlive every process."""
+
+from collections import Counter
+
+from services.worker.kv_memory import KVMemory
+from tests.simulation.oracle import TORN
+from tests.simulation.whole.hub import Hub
+
+WIDTH = 9
+"""Bytes of a position: a hash, TORN, or BLANK."""
+BLANK = -2
+
+
+class OracleMemory(KVMemory):
+    """The blocks of an oracle, which has a hash at each position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv: list[list[int | None]] = []
+        self.content = "oracle"
+
+    @property
+    def block_bytes(self) -> int:
+        return WIDTH * len(self.kv[0])
+
+    def read_block(self, block: int, into: memoryview) -> None:
+        words = [BLANK if word is None else word for word in self.kv[block]]
+        into[:] = b"".join(word.to_bytes(WIDTH, "little", signed=True) for word in words)
+
+    def write_block(self, block: int, data: memoryview) -> None:
+        words = [
+            int.from_bytes(data[at : at + WIDTH], "little", signed=True) for at in range(0, len(data), WIDTH)
+        ]
+        assert not {TORN, BLANK} & set(words), "the tier keeps whole blocks"
+        self.kv[block] = [*words]
+
+
+class SlowTier:
+    """A `Tier` that takes time, is full or cannot be read now and then."""
+
+    def __init__(self, hub: Hub, kept: dict[bytes, bytes], happened: Counter[str]) -> None:
+        """`kept`: outlives the process."""
+        self._hub, self._kept, self._happened = hub, kept, happened
+        self._seconds = hub.rng.choice((0.0, 0.001, 0.02, 0.3))
+
+    def _wait(self) -> None:
+        if self._seconds:
+            self._hub.sleep(self._seconds * self._hub.rng.random())
+
+    def has(self, name: bytes) -> bool:
+        return name in self._kept
+
+    def get(self, name: bytes, into: memoryview) -> bool:
+        self._wait()
+        data = self._kept.get(name)
+        if data is None or self._hub.rng.random() < 0.02:
+            return False
+        into[:] = data
+        self._happened["blocks loaded"] += 1
+        return True
+
+    def put(self, name: bytes, data: memoryview) -> None:
+        written = bytes(data)
+        self._wait()
+        if self._hub.rng.random() < 0.95:
+            self._kept[name] = written

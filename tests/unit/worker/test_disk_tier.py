@@ -1,0 +1,262 @@
+"""A directory of KV blocks: what is read is what was written, whatever happened to the files."""
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from services.worker.runner import LoadError
+from services.worker.tiers.disk import KEPT, LEFT_BEHIND_SECONDS, RETRY_SECONDS, TEMPORARY, DiskTier
+
+SIZE = 1000
+"""Bytes of a block."""
+
+
+def name(number: int) -> bytes:
+    return sha256(b"%d" % number).digest()
+
+
+def content(number: int) -> memoryview:
+    return memoryview(Random(number).randbytes(SIZE))
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "kv"
+
+
+def tier(directory: Path, identity: str = "model", max_bytes: int = 1 << 20) -> DiskTier:
+    return DiskTier(str(directory), identity, max_bytes)
+
+
+def read(tier: DiskTier, number: int) -> bytes | None:
+    buffer = memoryview(bytearray(SIZE))
+    return bytes(buffer) if tier.get(name(number), buffer) else None
+
+
+def files(directory: Path) -> list[Path]:
+    return [path for path in directory.rglob("*") if path.is_file()]
+
+
+def test_another_process_finds_the_blocks_of_the_same_model_only(directory: Path) -> None:
+    first = tier(directory)
+    for number in range(20):
+        first.put(name(number), content(number))
+    second = tier(directory)
+    assert [read(second, number) for number in range(20)] == [bytes(content(number)) for number in range(20)]
+    assert not second.has(name(20))
+    assert read(second, 20) is None
+    assert read(tier(directory, "another model"), 0) is None
+    modes = {path.stat().st_mode & 0o777 for path in [directory, *directory.rglob("*")] if path.is_dir()}
+    assert modes == {0o700}
+    assert {path.stat().st_mode & 0o777 for path in files(directory)} == {0o600}
+
+
+def _cut(data: bytes, rng: Random) -> bytes:
+    return data[: rng.randrange(len(data))]
+
+
+def _flipped(data: bytes, rng: Random) -> bytes:
+    at = rng.randrange(len(data))
+    return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
+
+
+def _extended(data: bytes, rng: Random) -> bytes:
+    return data + rng.randbytes(rng.randint(1, 2 * SIZE))
+
+
+def _zeroed(data: bytes, rng: Random) -> bytes:
+    """Pages that never reached the disk."""
+    at = rng.randrange(len(data))
+    return data[:at] + bytes(len(data) - at) if any(data[at:]) else b""
+
+
+def _foreign(data: bytes, rng: Random) -> bytes:
+    return rng.randbytes(len(data))
+
+
+@pytest.mark.parametrize("damage", [_cut, _flipped, _extended, _zeroed, _foreign])
+def test_a_damaged_file_is_missing_and_is_written_again(
+    directory: Path, damage: Callable[[bytes, Random], bytes]
+) -> None:
+    kept = tier(directory)
+    kept.put(name(1), content(1))
+    [path] = files(directory)
+    whole, rng = path.read_bytes(), Random(damage.__name__)
+    for _ in range(200):
+        path.write_bytes(damage(whole, rng))
+        assert read(kept, 1) is None
+        assert not path.exists(), "it is removed"
+        kept.put(name(1), content(1))
+        assert path.read_bytes() == whole
+
+
+def test_a_file_of_another_block_model_or_version_is_missing(directory: Path) -> None:
+    kept, other = tier(directory), tier(directory, "another model")
+    kept.put(name(1), content(1))
+    [path] = files(directory)
+    whole = path.read_bytes()
+    other.put(name(1), content(2))
+    [foreign] = set(files(directory)) - {path}
+    kept.put(name(2), content(2))
+    [another] = set(files(directory)) - {path, foreign}
+    for wrong in (foreign.read_bytes(), another.read_bytes(), b"RUNAKV2\n" + whole[8:], b""):
+        path.write_bytes(wrong)
+        assert read(kept, 1) is None
+        path.write_bytes(whole)
+    assert read(kept, 1) == bytes(content(1))
+    path.unlink()
+    path.symlink_to(another)
+    assert read(kept, 1) is None, "no link is followed"
+    path.unlink()
+    path.mkdir()
+    assert read(kept, 1) is None
+    kept.put(name(1), content(1))  # does not raise
+
+
+def test_the_files_used_last_stay_within_the_limit(directory: Path) -> None:
+    most = 50 * SIZE
+    kept = tier(directory, max_bytes=most)
+    foreign = directory / "notes.txt"
+    foreign.write_text("not a block")
+    tier(directory, "another model").put(name(0), content(0))
+    now = time.time()
+    os.utime(files(directory)[0], (now - 1000, now - 1000))
+    for number in range(200):
+        kept.put(name(number), content(number))
+        for path in files(directory):  # an earlier moment for each, in order
+            if path != foreign and path.stat().st_mtime > now - 500:
+                os.utime(path, (now - 900 + number, now - 900 + number))
+        assert read(kept, 0) is not None, "what is read stays"
+        assert sum(path.stat().st_size for path in files(directory) if path != foreign) <= most
+    assert foreign.read_text() == "not a block"
+    found = [number for number in range(200) if kept.has(name(number))]
+    assert found[1:] == list(range(found[1], 200)), "the newest"
+    assert len(found) > KEPT * 50 * SIZE / (SIZE + 100) - 3
+    assert read(tier(directory, "another model"), 0) is None, (
+        "the least recently used one is of another model"
+    )
+
+
+def test_a_write_that_was_killed_is_removed_later(directory: Path) -> None:
+    kept = tier(directory)
+    kept.put(name(1), content(1))
+    left = files(directory)[0].with_name(f"{TEMPORARY}1")
+    left.write_bytes(b"half")
+    tier(directory).put(name(2), content(2))
+    assert left.exists(), "its writer may be alive"
+    os.utime(left, (0, time.time() - LEFT_BEHIND_SECONDS - 1))
+    tier(directory).put(name(3), content(3))
+    assert not left.exists()
+
+
+_WRITER = """
+import sys
+from tests.unit.worker.test_disk_tier import content, name, tier
+from pathlib import Path
+kept = tier(Path(sys.argv[1]), max_bytes=40_000)
+print("begins", flush=True)
+number = 0
+while True:
+    kept.put(name(number % 60), content(number % 60))
+    number += 1
+"""
+
+
+def test_writers_may_be_killed_at_any_byte(directory: Path) -> None:
+    """Two of them, in one directory."""
+    rng, kept = Random(1), tier(directory)
+    for _ in range(3):
+        writers = [
+            subprocess.Popen([sys.executable, "-c", _WRITER, str(directory)], stdout=subprocess.PIPE)
+            for _ in range(2)
+        ]
+        for writer in writers:
+            assert writer.stdout is not None
+            writer.stdout.readline()
+        time.sleep(rng.uniform(0.01, 0.1))
+        for writer in writers:
+            writer.kill()
+            writer.communicate()
+        found = [number for number in range(60) if kept.has(name(number))]
+        assert found
+        assert all(read(kept, number) in (bytes(content(number)), None) for number in range(60))
+        assert all(kept.has(name(number)) for number in found), "no file was torn"
+
+
+@pytest.fixture
+def full_disk() -> Iterator[None]:
+    """Files cannot grow beyond half a block."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE // 2, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_ends_writing_for_a_while(
+    directory: Path, full_disk: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tier(directory)
+    kept.put(name(1), content(1))
+    assert files(directory) == []
+    assert read(kept, 1) is None
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    kept.put(name(1), content(1))
+    assert not kept.has(name(1)), "it was tried just now"
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + RETRY_SECONDS)
+    kept.put(name(1), content(1))
+    assert read(kept, 1) == bytes(content(1))
+
+
+def test_a_directory_that_cannot_be_written_is_read() -> None:
+    """In a process of another user, as root may write everywhere."""
+    base = Path(tempfile.mkdtemp(dir="/tmp"))
+    try:
+        base.chmod(0o755)
+        directory = base / "kv"
+        tier(directory).put(name(1), content(1))
+        if (child := os.fork()) == 0:
+            status = 1
+            try:
+                if os.geteuid() == 0:
+                    for path in [directory, *directory.rglob("*")]:
+                        os.chown(path, 65534, 65534)
+                    os.setuid(65534)
+                for path in [directory, *directory.rglob("*")]:
+                    path.chmod(0o500 if path.is_dir() else 0o400)
+                kept = tier(directory)
+                kept.put(name(2), content(2))
+                status = int(read(kept, 1) != bytes(content(1)) or kept.has(name(2)))
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        for path in base.rglob("*"):
+            path.chmod(0o700)
+        shutil.rmtree(base)
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])
+def test_a_directory_that_others_can_reach_is_refused(directory: Path, mode: int) -> None:
+    directory.mkdir()
+    directory.chmod(mode)
+    with pytest.raises(LoadError, match="chmod 700"):
+        tier(directory)
+
+
+def test_a_path_that_is_no_directory_is_refused(directory: Path) -> None:
+    directory.write_text("a file")
+    with pytest.raises(LoadError, match=r"--kv-offload-dir .*kv: File exists"):
+        tier(directory)
+    with pytest.raises(LoadError, match=r"--kv-offload-dir .*inner: Not a directory"):
+        tier(directory / "inner")

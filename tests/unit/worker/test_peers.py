@@ -1,0 +1,156 @@
+"""KV blocks between workers of two engines, over real sockets."""
+
+import time
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from protocol.codec import encode, pack
+from protocol.kv_transfer import MAX_FETCH_BYTES, PEER_ROLE, FetchBlocks, FetchedBlocks
+from protocol.security import LOCAL, Security
+from protocol.steps import LoadBlocks
+from protocol.transport import Client, HandshakeRefused, HandshakeTimeout, PeerGone, Server
+from services.cli.transport_keys import make_keys
+from services.worker.runner import LoadError
+from services.worker.tiers import peers
+from services.worker.tiers.peers import PeerClient, PeerServer
+from services.worker.tiers.transfers import BlockTransfers
+from tests.unit.worker.test_transfers import BLOCKS, LAYERS, SIZE, Rank, name
+
+IDENTITY = sha256(b"model").digest()
+BLOCK_BYTES = LAYERS * SIZE + SIZE
+LOOPBACK = "tcp://127.0.0.1:0"
+
+
+@pytest.fixture
+def rank() -> Iterator[Rank]:
+    rank = Rank()
+    yield rank
+    rank.transfers.end()
+
+
+@pytest.fixture
+def serve(rank: Rank) -> Iterator[Callable[[Security], PeerServer]]:
+    """Start servers of the rank's blocks."""
+    started: list[PeerServer] = []
+
+    def start(security: Security = LOCAL) -> PeerServer:
+        def find(identity: bytes, names: list[bytes]) -> tuple[int, memoryview]:
+            return rank.transfers.find(names) if identity == IDENTITY else (0, memoryview(b""))
+
+        started.append(PeerServer(LOOPBACK, security, find))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.close()
+
+
+def fetched(client: PeerClient, address: str, *numbers: int) -> list[bytes]:
+    return [bytes(block) for block in client.fetch([address], [*map(name, numbers)], BLOCK_BYTES)]
+
+
+def test_blocks_are_fetched_by_name_up_to_the_first_that_is_missing(
+    rank: Rank, serve: Callable[..., PeerServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In several messages, of two blocks each. A block of the server's tier counts."""
+    rank.follow(1, 2, 3, 4, 5)
+    rank.tier.put(name(6), memoryview(b"6" * BLOCK_BYTES))
+    monkeypatch.setattr(peers, "MAX_FETCH_BYTES", 2 * BLOCK_BYTES)
+    server, client = serve(), PeerClient(LOCAL, IDENTITY)
+    for _ in range(2):
+        wanted = [rank.content(block) for block in (1, 2, 3, 4, 5)] + [b"6" * BLOCK_BYTES]
+        assert fetched(client, server.address, 1, 2, 3, 4, 5, 6, 7, 1) == wanted
+        assert fetched(client, server.address, 3) == wanted[2:3]
+        assert fetched(client, server.address, 7, 1) == []
+    client.close()
+    other = PeerClient(LOCAL, sha256(b"another model").digest())
+    assert fetched(other, server.address, 1) == []
+    other.close()
+
+
+def test_a_load_takes_from_another_engine_what_its_tier_lacks(
+    rank: Rank, serve: Callable[..., PeerServer]
+) -> None:
+    rank.follow(1, 2, 3)
+    server, client, other = serve(), PeerClient(LOCAL, IDENTITY), Rank()
+    other.tier.put(name(1), memoryview(rank.content(1)))
+    other.transfers.end()
+    other.transfers = BlockTransfers(other.memory, [other.tier], other.answers.put, client)
+    names = b"".join(map(name, (1, 2, 3, 4)))
+    other.transfers.load(LoadBlocks(1, 1, 1, pack([4, 5, 6, 7]), names, [server.address]))
+    assert other.answer().count == 3
+    assert [other.content(block) for block in (4, 5, 6)] == [rank.content(block) for block in (1, 2, 3)]
+    other.transfers.load(LoadBlocks(1, 1, 2, pack([4]), name(2), []))
+    assert other.answer().count == 0, "nobody is asked"
+    other.transfers.end()
+
+
+def test_a_peer_that_is_not_there_or_answers_wrongly_costs_a_bounded_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(peers, "PATIENCE", 0.2)
+    client, began = PeerClient(LOCAL, IDENTITY), time.monotonic()
+    assert fetched(client, "tcp://127.0.0.1:9", 1) == []
+    assert fetched(client, "no endpoint", 1) == []
+    assert fetched(client, "tcp://10.0.0.1:7000", 1) == [], "beyond loopback without keys"
+    liar = Server(LOOPBACK, {PEER_ROLE})
+    assert fetched(client, liar.endpoint, 1) == []
+    assert time.monotonic() - began < 30
+    assert caplog.text.count("are computed") == 4
+    liar.close()
+    client.close()
+
+
+@pytest.mark.parametrize(
+    "answer", [FetchedBlocks(1, memoryview(b"short")), FetchedBlocks(9, memoryview(b""))]
+)
+def test_an_answer_of_another_size_is_dropped(
+    answer: FetchedBlocks, serve: Callable[..., PeerServer]
+) -> None:
+    server = PeerServer(LOOPBACK, LOCAL, lambda identity, names: (answer.count, answer.data))
+    client = PeerClient(LOCAL, IDENTITY)
+    assert fetched(client, server.address, 1, 2) == []
+    server.close()
+    client.close()
+
+
+def test_a_question_for_too_much_ends_the_connection(rank: Rank, serve: Callable[..., PeerServer]) -> None:
+    client = Client(serve().address, LOCAL)
+    client.handshake(PEER_ROLE, "greedy", 5)
+    client.send(FetchBlocks(IDENTITY, bytes(32) * (MAX_FETCH_BYTES // BLOCK_BYTES + 1)))
+    with pytest.raises(HandshakeRefused, match="more than one answer"):
+        client.receive(5)
+    client.close()
+    assert len(encode(FetchBlocks(IDENTITY, bytes(32) * BLOCKS))) < 400
+
+
+def test_only_workers_with_known_keys_fetch(
+    rank: Rank, serve: Callable[..., PeerServer], tmp_path: Path
+) -> None:
+    """Frontends, schedulers and workers of strangers may not, and nothing is fetched from a stranger."""
+    make_keys(tmp_path / "ours")
+    make_keys(tmp_path / "theirs")
+    ours, theirs = (Security(tmp_path / side / "worker") for side in ("ours", "theirs"))
+    rank.follow(1)
+    server, client = serve(ours), PeerClient(ours, IDENTITY)
+    assert fetched(client, server.address, 1) == [rank.content(1)]
+    for role in ("frontend", "scheduler"):
+        keys = Security(tmp_path / "ours" / role).with_server_key(server.address.split()[1])
+        other = Client(server.address.split()[0], keys)
+        with pytest.raises((HandshakeRefused, HandshakeTimeout, PeerGone)):
+            other.handshake(PEER_ROLE, "other", 1)
+        other.close()
+    stranger, their_client = serve(theirs), PeerClient(theirs, IDENTITY)
+    assert fetched(their_client, stranger.address, 1) == [rank.content(1)]
+    assert fetched(client, stranger.address, 1) == [], "its key is not known"
+    assert fetched(their_client, server.address, 1) == []
+    their_client.close()
+    client.close()
+
+
+def test_an_endpoint_that_cannot_be_bound_is_refused() -> None:
+    with pytest.raises(LoadError, match=r"--kv-peer-address: .*keys"):
+        PeerServer("tcp://10.0.0.1:0", LOCAL, lambda identity, names: (0, memoryview(b"")))

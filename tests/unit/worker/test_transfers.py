@@ -1,0 +1,181 @@
+"""Blocks on their way between KV memory and tiers, on the threads that production uses."""
+
+import threading
+from collections.abc import Callable, Iterator
+from queue import Queue
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from protocol.block_names import NAME_BYTES, NamedBlocks
+from protocol.codec import pack
+from protocol.steps import BlocksLoaded, LoadBlocks, ReleaseSlots
+from services.worker.kv_memory import KVMemory
+from services.worker.tiers.host import HostTier
+from services.worker.tiers.transfers import BlockTransfers
+
+BLOCKS, BLOCK_SIZE, LAYERS, SIZE = 8, 4, 3, 10
+
+
+class WatchedTier(HostTier):
+    """A tier whose calls run a hook first, on the thread of the transfer."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.before: Callable[[bytes], None] = lambda name: None
+        self.asked = threading.Event()
+
+    def has(self, name: bytes) -> bool:
+        self.asked.set()
+        return super().has(name)
+
+    def get(self, name: bytes, into: memoryview) -> bool:
+        self.before(name)
+        return super().get(name, into)
+
+
+def name(number: int) -> bytes:
+    return bytes([number]) * NAME_BYTES
+
+
+class Rank:
+    """KV memory of two parts: one with layers, and one without."""
+
+    def __init__(self) -> None:
+        self.memory, self.tier = KVMemory(), WatchedTier()
+        self.memory.begin("model", BLOCK_SIZE, BLOCKS, LAYERS * SIZE + SIZE)
+        self.layers: NDArray[np.uint8] = np.frombuffer(
+            self.memory.take(LAYERS * BLOCKS * SIZE, LAYERS), np.uint8
+        )
+        self.rest: NDArray[np.uint8] = np.frombuffer(self.memory.take(BLOCKS * SIZE), np.uint8)
+        self.layers[:] = np.arange(len(self.layers))
+        self.rest[:] = np.arange(len(self.rest)) + 100
+        self.answers: Queue[BlocksLoaded] = Queue()
+        self.transfers = BlockTransfers(self.memory, [self.tier], self.answers.put)
+
+    def follow(self, *blocks: int) -> None:
+        """These blocks became whole; each has its number as name."""
+        whole = NamedBlocks.from_lists(blocks, [name(block) for block in blocks])
+        assert self.memory.names is not None
+        self.memory.names.follow(ReleaseSlots(1, b"", whole))
+        self.transfers.follow(whole)
+
+    def load(self, ticket: int, pairs: dict[int, int]) -> None:
+        """`pairs`: block -> number of its name"""
+        names = b"".join(map(name, pairs.values()))
+        self.transfers.load(LoadBlocks(1, 1, ticket, pack([*pairs]), names))
+
+    def answer(self) -> BlocksLoaded:
+        return self.answers.get(timeout=10)
+
+    def content(self, block: int) -> bytes:
+        layers = self.layers.reshape(LAYERS, BLOCKS, SIZE)[:, block].tobytes()
+        return layers + self.rest.reshape(BLOCKS, SIZE)[block].tobytes()
+
+
+@pytest.fixture
+def rank() -> Iterator[Rank]:
+    rank = Rank()
+    yield rank
+    rank.transfers.end(patience=10)
+
+
+def test_blocks_are_written_and_loaded_to_other_places(rank: Rank) -> None:
+    before = [rank.content(block) for block in range(BLOCKS)]
+    rank.follow(2, 5)
+    rank.transfers.end(patience=10)
+    assert not rank.tier.has(name(3))
+    rank.transfers = BlockTransfers(rank.memory, [rank.tier], rank.answers.put)
+    rank.load(1, {0: 5, 7: 2, 1: 3, 4: 5})
+    assert rank.answer() == BlocksLoaded(1, 1, 2), "up to the first one that is missing"
+    assert [rank.content(block) for block in (0, 7)] == [before[5], before[2]]
+    untouched = [1, 2, 3, 4, 5, 6]
+    assert [rank.content(block) for block in untouched] == [before[block] for block in untouched]
+
+
+def test_a_block_that_changes_while_it_is_copied_is_not_written(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert rank.memory.names is not None
+    names, read = rank.memory.names, rank.memory.read_block
+
+    def changes(block: int, into: memoryview) -> None:
+        if block == 1:
+            names.drop([1])  # as for a plan that gives it away; another one names it again
+            names.follow(ReleaseSlots(1, b"", NamedBlocks.from_lists([1], [name(1)])))
+        read(block, into)
+
+    monkeypatch.setattr(rank.memory, "read_block", changes)
+    rank.follow(1, 2)
+    rank.transfers.end(patience=10)
+    assert not rank.tier.has(name(1))
+    assert rank.tier.has(name(2))
+
+
+def test_a_block_without_its_name_is_not_written(rank: Rank) -> None:
+    whole = NamedBlocks.from_lists([1], [name(1)])
+    rank.transfers.follow(whole)
+    rank.follow(2)
+    rank.transfers.end(patience=10)
+    assert not rank.tier.has(name(1))
+    assert rank.tier.has(name(2))
+
+
+def test_a_block_that_was_given_away_is_not_filled(rank: Rank) -> None:
+    for number in range(BLOCKS):
+        rank.tier.put(name(number), memoryview(bytes([number]) * (LAYERS * SIZE + SIZE)))
+    assert rank.memory.names is not None
+    names = rank.memory.names
+
+    def gives_away(wanted: bytes) -> None:
+        if wanted == name(6):
+            names.drop([2])
+
+    rank.tier.before, before = gives_away, rank.content(2)
+    rank.load(1, {1: 5, 2: 6, 3: 7})
+    assert rank.answer().count == 1
+    assert rank.content(2) == before
+    rank.tier.before = lambda wanted: rank.load(3, {1: 7}) if wanted == name(5) else None
+    rank.load(2, {1: 5})
+    assert rank.answer() == BlocksLoaded(1, 2, 0), "another load has taken its block"
+    assert rank.answer() == BlocksLoaded(1, 3, 1)
+
+
+def test_a_block_that_is_filled_has_no_name(rank: Rank) -> None:
+    rank.follow(1, 2)
+    rank.load(1, {1: 2})
+    assert rank.answer().count in (0, 1)
+    assert rank.memory.names is not None
+    held = rank.memory.names.held()
+    assert held is not None
+    assert [block for block, _ in held.pairs()] == [2]
+
+
+def test_nothing_is_touched_after_the_end(rank: Rank) -> None:
+    rank.tier.put(name(5), memoryview(bytes(LAYERS * SIZE + SIZE)))
+    before, reached, goes_on = rank.content(1), threading.Event(), threading.Event()
+
+    def waits(wanted: bytes) -> None:
+        reached.set()
+        assert goes_on.wait(10)
+
+    rank.tier.before = waits
+    rank.load(1, {1: 5})
+    assert reached.wait(10)
+    rank.transfers.end()
+    goes_on.set()
+    assert rank.answer().count == 0
+    assert rank.content(1) == before
+
+
+def test_the_memory_tier_keeps_what_was_used_last() -> None:
+    tier, buffer = HostTier(3 * SIZE), memoryview(bytearray(SIZE))
+    for number in range(3):
+        tier.put(name(number), memoryview(bytes([number]) * SIZE))
+    assert tier.get(name(0), buffer)
+    assert bytes(buffer) == bytes(SIZE)
+    tier.put(name(3), memoryview(bytes(SIZE)))
+    assert [tier.has(name(number)) for number in range(4)] == [True, False, True, True]
+    tier.put(name(4), memoryview(bytes(4 * SIZE)))
+    assert not tier.has(name(4)), "it is larger than the tier"
