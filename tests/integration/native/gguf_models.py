@@ -33,7 +33,6 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from services.worker.backends.native.kernels.cpu.compiled.block_formats import FORMATS
 from tests.integration.native.conftest import LONGROPE, MULTIPLIERS, TOKENS, YARN, Family
 
 SMALL = {
@@ -255,6 +254,9 @@ def _stored(
 
 def random_blocks(kind: str, shape: tuple[int, ...], size: float = 0.05) -> NDArray[np.uint8]:
     """Return random codes with weights of about `size`: [rows, bytes of a row]."""
+    # Loads numba, which vLLM 0.32 does not survive if it is there before vLLM's own start
+    from services.worker.backends.native.kernels.cpu.compiled.block_formats import FORMATS
+
     number, halves = GGMLQuantizationType[kind], FORMATS[kind].halves
     elements, block_bytes = GGML_QUANT_SIZES[number]
     generator = np.random.default_rng(shape[0])
