@@ -126,7 +126,7 @@ class RigidWorker(OracleWorker):
             self._void.add(slot)
             self._mid.add(slot)
         self._write(slot, generation, start, reached - start, samples and reached == end)
-        self._read(slot, reached)
+        self._read(slot, 0, 0, reached)
         report = [(slot, reached)]
         if samples and reached < end:
             return lambda _: self._unsampled(plan, (slot, generation), report)
@@ -146,7 +146,7 @@ class RigidWorker(OracleWorker):
             self._demand(slot not in self._void, f"slot {slot} decodes after a rollback")
             self._write(slot, generation, start, count, samples)
         for slot, _, start, count, _ in rows:
-            self._read(slot, start + count)
+            self._read(slot, 0, start, start + count)
         return lambda grammar: self._sample(plan, [(row[0], row[1]) for row in rows], grammar)
 
     def _unsampled(self, plan: SchedulerOutput, row: Row, report: list[tuple[int, int]]) -> ModelRunnerOutput:

@@ -27,6 +27,9 @@ PROMPTS = [
 ]  # fmt: skip
 PROSE = Path(__file__).parents[2] / "benchmarks" / "prose_and_code.txt"
 
+ROUNDING = 0.02
+"""Logits may differ by this much: the products of quantised weights round activations. The logits' deviation is 7."""
+
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
@@ -59,15 +62,16 @@ def test_greedy_tokens_of_twenty_prompts(
         requests = [driver.add(tokenizer.encode(text).ids) for text in batch]
         driver.generate(requests, TOKENS)
         for request in requests:
-            assert request.output == greedy(reference, request.prompt, request.output)
+            assert regret(reference, request.prompt, request.output) < ROUNDING
             driver.finish(request)
 
 
-def greedy(reference: Family, prompt: list[int], output: list[int]) -> list[int]:
-    """The best token at each position of `output`. If these are its tokens, greedy decoding gives the same ones."""
+def regret(reference: Family, prompt: list[int], output: list[int]) -> float:
+    """Return by how much the best logit exceeds that of a token of `output`, at most. If it is 0, greedy decoding gives
+    the same tokens."""
     logits = reference.model(torch.tensor([prompt + output[:-1]])).logits[0, len(prompt) - 1 :]
-    tokens: list[int] = logits.argmax(-1).tolist()
-    return tokens
+    chosen = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
+    return float((logits.amax(-1) - chosen).max())
 
 
 @pytest.fixture(scope="module")

@@ -144,6 +144,7 @@ def test_every_family_of_the_list_is_shown_under_both_names() -> None:
         (
             "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions",
             "prefix_cache_queries", "prefix_cache_hits", "prompt_tokens", "generation_tokens",
+            "external_prefix_cache_queries", "external_prefix_cache_hits",
             "admission_rejections:max_num_queued_reqs",
             "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
             "spec_decode_num_accepted_tokens_per_pos:0", "iteration_tokens_sum",
