@@ -5,12 +5,15 @@ with the one of a run without a fault. Detection ends with the first line of the
 the first token of any stream after the next epoch has begun.
 
 `--contexts` instead measures the pause of one stream of the default model whose context has so many tokens: a new
-worker reads the weights, a new scheduler keeps the worker, and both adopt the blocks of the context.
+worker reads the weights, a new scheduler keeps the worker, and both adopt the blocks of the context. With `--moves` it
+is the longest time without a token while the stream moves to a second engine, which computes the context: its own one
+drains, or all processes of that one are killed.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import random
 import re
 import signal
@@ -18,6 +21,8 @@ import statistics
 import time
 from datetime import datetime
 from typing import Any
+
+import httpx
 
 from services.checkpoint.default_model import packaged_model
 from tests.benchmarks.support.report import report
@@ -40,6 +45,7 @@ READY = re.compile(r"(\d{4}-\S+ \S+,\d{3}) INFO runahead.scheduler: ready: epoch
 KILLS_PER_SERVER = 3
 """As many as `serve` restarts a service within a minute."""
 VICTIMS = ("worker", "scheduler")
+MOVES = ("killed", "drained")
 SHARES = 0.05, 0.6
 """Share of the answers that has arrived when a service is killed."""
 
@@ -124,6 +130,60 @@ async def context_pauses(contexts: list[int], repeats: int) -> list[dict[str, An
     return rows
 
 
+async def moved_pauses(contexts: list[int], repeats: int) -> list[dict[str, Any]]:
+    """Return the pause of one stream for each length of its context and each cause of its move."""
+    rows: list[dict[str, Any]] = []
+    settings = "--max-num-seqs", "1", "--threads", "1", "--data-parallel-size", "2", "--enable-admin-routes"
+    for context in contexts:
+        row: dict[str, Any] = {"context": context}
+        with serving(*settings, RUNAHEAD_MODEL="") as server:
+            async with server.async_client() as client, httpx.AsyncClient(base_url=server.url) as http:
+                for cause in MOVES:
+                    pauses = list[float]()
+                    for number in range(repeats):
+                        first = (
+                            300 + 100 * number + 50 * (cause == "drained")
+                        )  # a prompt that no engine knows
+                        prompt = [first + i % 1000 for i in range(context)]
+                        body = {"prompt": prompt, "max_tokens": 250, "extra_body": {"ignore_eos": True}}
+                        load = Load(client, [body])
+                        load.model = (await client.models.list()).data[0].id
+                        pauses.append(await move(http, cause, load))
+                    row[f"{cause}: pause_s"] = statistics.median(pauses)
+        print(row, flush=True)
+        rows.append(row)
+    return rows
+
+
+async def move(http: httpx.AsyncClient, cause: str, load: Load) -> float:
+    """Let a stream move. Return the longest time without a token after that, seconds."""
+    answer = asyncio.create_task(load.ask(0))
+    while not load.last_token:  # noqa: ASYNC110  precise enough
+        await asyncio.sleep(0.01)
+    [stream] = (await http.get("/engines/streams")).json()["streams"]
+    engines = (await http.get("/engines")).json()["engines"]
+    [owner] = [engine for engine in engines if engine["name"] == stream["engine"]]
+    last, pause = load.last_token, 0.0
+    if cause == "drained":
+        await http.post(f"/engines/{owner['name']}/drain")
+    else:
+        for pid in owner["pids"]:
+            os.kill(pid, signal.SIGKILL)
+    while not answer.done():
+        await asyncio.sleep(0.001)
+        pause, last = max(pause, load.last_token - last), load.last_token
+    await answer
+    await http.post(f"/engines/{owner['name']}/drain", params={"cancel": True})
+    while not await all_ready(http):  # noqa: ASYNC110  other processes
+        await asyncio.sleep(0.1)
+    return pause
+
+
+async def all_ready(http: httpx.AsyncClient) -> bool:
+    engines = (await http.get("/engines")).json()["engines"]
+    return all(engine["state"] == "ready" for engine in engines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--victim", choices=VICTIMS, default="scheduler")
@@ -132,15 +192,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--contexts", type=int, nargs="+", help="tokens, such as 256 1024 4096 8000")
+    parser.add_argument("--moves", action="store_true", help="the contexts of a stream that moves")
     parser.add_argument("--repeats", type=int, default=1)
     args = parser.parse_args()
     if args.contexts:
         if packaged_model() is None:
             raise SystemExit("the default model is not installed: make setup")
-        rows = asyncio.run(context_pauses(args.contexts, args.repeats))
-        pauses = {
-            victim: {str(row["context"]): row[f"{victim}: pause_s"] for row in rows} for victim in VICTIMS
-        }
+        measure, causes = (moved_pauses, MOVES) if args.moves else (context_pauses, VICTIMS)
+        rows = asyncio.run(measure(args.contexts, args.repeats))
+        pauses = {cause: {str(row["context"]): row[f"{cause}: pause_s"] for row in rows} for cause in causes}
         figures = {"pause_seconds": pauses}
         report("recovery_served", "Pause by length of the context", rows, figures, {"model": "default"}, rows)
         return
