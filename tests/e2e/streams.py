@@ -76,6 +76,12 @@ async def answers(
     return texts
 
 
+async def answers_of(server: HttpServer, fault: Fault | None = None) -> list[Any]:
+    """Return the `answers` of a server."""
+    async with server.async_client() as client:
+        return await answers(client, fault)
+
+
 async def text_and_error(client: AsyncOpenAI, prompt: str, max_tokens: int) -> tuple[str, str]:
     """Return what a greedy stream has sent, and the error that has ended it; "": none has."""
     found, model = "", (await client.models.list()).data[0].id

@@ -15,7 +15,15 @@ from protocol.handshake import PROTOCOL_VERSION
 from tests.e2e.proxy import TcpProxy, Way
 from tests.e2e.separate import SeparateServices, separate_services
 from tests.e2e.server import HttpServer, wait_until
-from tests.e2e.streams import answers, assert_nothing_is_kept, engines_of, moves, run_command, text_and_error
+from tests.e2e.streams import (
+    answers,
+    answers_of,
+    assert_nothing_is_kept,
+    engines_of,
+    moves,
+    run_command,
+    text_and_error,
+)
 
 ADMIN = "--enable-admin-routes"
 soak = pytest.mark.soak
@@ -49,12 +57,7 @@ def services(recording: Path) -> Iterator[SeparateServices]:
 @pytest.fixture(scope="module")
 def undisturbed(services: SeparateServices) -> list[Any]:
     """Streams of a run without a fault."""
-
-    async def run() -> list[Any]:
-        async with services.async_client() as client:
-            return await answers(client)
-
-    return asyncio.run(run())
+    return asyncio.run(answers_of(services))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from services.checkpoint import DEMO_MODEL
 from tests.e2e.server import ServeProcess, serving, wait_until
 from tests.e2e.streams import (
     answers,
+    answers_of,
     assert_nothing_is_kept,
     bodies,
     engines_of,
@@ -43,12 +44,7 @@ def pair() -> Iterator[ServeProcess]:
 @pytest.fixture(scope="module")
 def undisturbed(pair: ServeProcess) -> list[Any]:
     """Streams of a run without a fault."""
-
-    async def run() -> list[Any]:
-        async with pair.async_client() as client:
-            return await answers(client)
-
-    return asyncio.run(run())
+    return asyncio.run(answers_of(pair))
 
 
 def completed(server: ServeProcess) -> float:
@@ -196,6 +192,9 @@ async def test_streams_move_when_settings_change(pair: ServeProcess, undisturbed
                 assert await answers(client) == undisturbed
                 rounds += 1
             await change
+            await asyncio.to_thread(
+                wait_until, lambda: len(engines_of(pair)) == 1, "the old engines are forgotten"
+            )
             (last,) = engines_of(pair)
             assert len(had) > 1 or moves(pair) > moved
     info = json.loads(pair.get("/server_info")[1])["features"]

@@ -11,7 +11,7 @@ from openai import APIError
 
 from tests.e2e.proxy import TcpProxy, Way
 from tests.e2e.separate import SeparateServices, separate_services
-from tests.e2e.streams import answers, assert_nothing_is_kept
+from tests.e2e.streams import answers, answers_of, assert_nothing_is_kept
 
 Fault = Callable[[TcpProxy], Coroutine[Any, Any, None]]
 FAULTS: dict[str, Fault] = {
@@ -32,12 +32,7 @@ def services() -> Iterator[SeparateServices]:
 @pytest.fixture(scope="module")
 def undisturbed(services: SeparateServices) -> list[Any]:
     """Streams of a run without a fault."""
-
-    async def run() -> list[Any]:
-        async with services.async_client() as client:
-            return await answers(client)
-
-    return asyncio.run(run())
+    return asyncio.run(answers_of(services))
 
 
 def link_of(services: SeparateServices, name: str) -> TcpProxy:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.server import ServeProcess, serving
-from tests.e2e.streams import answers
+from tests.e2e.server import serving
+from tests.e2e.streams import answers_of
 from tests.ray.cluster import Cluster
 from tests.ray.hosts import Host, hosts, why_not
 
@@ -32,15 +32,10 @@ def expected() -> Any:
     def of(layout: str) -> Any:
         if layout not in found:
             with serving(*NATIVE, f"--{layout.replace('_', '-')}") as server:
-                found[layout] = asyncio.run(_answers(server))
+                found[layout] = asyncio.run(answers_of(server))
         return found[layout]
 
     return of
-
-
-async def _answers(server: ServeProcess) -> Any:
-    async with server.async_client() as client:
-        return await answers(client)
 
 
 @pytest.fixture(scope="module")

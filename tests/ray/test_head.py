@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.server import wait_until
-from tests.e2e.streams import answers
+from tests.e2e.streams import answers_of
 from tests.ray.cluster import Cluster, HttpFrontend, engines, serves
 from tests.ray.hosts import TEST_ADDRESS, Host
 
@@ -43,11 +43,6 @@ def with_redis(three_hosts: list[Host]) -> Iterator[Cluster]:
         redis.kill()
 
 
-async def _answers(frontend: HttpFrontend, fault: Any = None) -> list[Any]:
-    async with frontend.async_client() as client:
-        return await answers(client, fault)
-
-
 def test_streams_do_not_notice_that_the_head_is_lost_and_comes_back(
     with_redis: Cluster, expected: Any
 ) -> None:
@@ -59,13 +54,13 @@ def test_streams_do_not_notice_that_the_head_is_lost_and_comes_back(
     async def lose_head() -> None:
         await asyncio.to_thread(head.kill)
 
-    assert asyncio.run(_answers(frontend, lose_head)) == expected(LAYOUT)
+    assert asyncio.run(answers_of(frontend, lose_head)) == expected(LAYOUT)
     assert "ready" in engines(frontend).values()
-    assert asyncio.run(_answers(frontend)) == expected(LAYOUT), "requests are answered without a head"
+    assert asyncio.run(answers_of(frontend)) == expected(LAYOUT), "requests are answered without a head"
     head.boot()
     cluster.start_node(head)
     wait_until(
         lambda: [*engines(frontend).values()].count("ready") == 2, "Serve has replaced what was on the head"
     )
-    assert asyncio.run(_answers(frontend)) == expected(LAYOUT)
+    assert asyncio.run(answers_of(frontend)) == expected(LAYOUT)
     wait_until(serves(frontend, 2), "no other engine is known")

@@ -9,15 +9,10 @@ from typing import Any
 import pytest
 
 from tests.e2e.server import wait_until
-from tests.e2e.streams import answers
+from tests.e2e.streams import answers_of
 from tests.ray.cluster import PROXY_PORT, RANK, Cluster, HttpFrontend, serves
 
 TENSOR, PIPELINE = "tensor_parallel_size=2", "pipeline_parallel_size=2"
-
-
-async def _answers(frontend: HttpFrontend) -> Any:
-    async with frontend.async_client() as client:
-        return await answers(client)
 
 
 @pytest.mark.parametrize("strategy", ["PACK", "SPREAD"])
@@ -32,7 +27,7 @@ def test_tokens_are_those_of_serve(
     for frontend in frontends:
         wait_until(serves(frontend, 1), "the engine of this deployment serves, and no other")
     for way in (frontends[0], frontends[2], HttpFrontend(cluster.hosts[1], PROXY_PORT)):
-        assert asyncio.run(_answers(way)) == expected(layout)
+        assert asyncio.run(answers_of(way)) == expected(layout)
 
 
 def test_an_answer_without_a_stream_passes_the_proxy(cluster: Cluster) -> None:

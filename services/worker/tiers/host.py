@@ -24,6 +24,7 @@ class HostTier:
         return True
 
     def put(self, name: bytes, data: memoryview) -> None:
+        self._bytes -= len(self._blocks.pop(name, b""))  # the last epoch's thread may have put it meanwhile
         while self._blocks and self._bytes + len(data) > self._max_bytes:
             self._bytes -= len(self._blocks.popitem(last=False)[1])
         if len(data) <= self._max_bytes:

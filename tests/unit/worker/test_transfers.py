@@ -177,5 +177,7 @@ def test_the_memory_tier_keeps_what_was_used_last() -> None:
     assert bytes(buffer) == bytes(SIZE)
     tier.put(name(3), memoryview(bytes(SIZE)))
     assert [tier.has(name(number)) for number in range(4)] == [True, False, True, True]
+    tier.put(name(3), memoryview(bytes(SIZE)))
+    assert [tier.has(name(number)) for number in range(4)] == [True, False, True, True], "a block counts once"
     tier.put(name(4), memoryview(bytes(4 * SIZE)))
     assert not tier.has(name(4)), "it is larger than the tier"
