@@ -11,7 +11,7 @@ import msgspec
 
 from protocol.block_names import NamedBlocks
 from protocol.epochs import EpochId
-from protocol.fields import MAX_ITEMS, Count, Finite, Fraction, StepId, Text
+from protocol.fields import MAX_ITEMS, Count, Finite, Fraction, Name, StepId, Text
 from protocol.logprobs import Logprobs
 from protocol.sampling import Pooling, SamplingParams
 
@@ -117,6 +117,8 @@ class BlocksLoaded(msgspec.Struct, array_like=True, frozen=True, tag="loaded_blo
     ticket: Count
     count: Count
     """Number of blocks, from the first one, that were filled."""
+    sources: Annotated[dict[Name, Count], msgspec.Meta(max_length=MAX_ITEMS)] = {}
+    """How many of them came from each tier: "host", "disk", or "peer" for another engine."""
 
 
 class GrammarOutput(msgspec.Struct, array_like=True, frozen=True, tag="grammar"):

@@ -33,6 +33,7 @@ from services.scheduler.core.observer import (
     ResultArrived,
     ResultRefused,
     StepDispatched,
+    TierChanged,
     TimeAdvanced,
 )
 from services.scheduler.grammar import INLINE_MASKS
@@ -137,5 +138,6 @@ def test_a_recorded_run_replays_with_the_same_decisions(depth: int, speculates: 
         ResultRefused,
         BlocksCached,
         BlocksEvicted,
+        TierChanged,
     }
     assert happened >= {*InboundEvent.__args__, *Decision.__args__} - never

@@ -404,13 +404,14 @@ class EngineCore:
             self.observers.emit(LoadSent(message))
             yield message
 
-    def on_loaded(self, epoch: int, ticket: int, count: int) -> None:
-        """All ranks have filled the first `count` blocks of a load (loaded block). A report of a load that was given up
-        is ignored."""
+    def on_loaded(self, epoch: int, ticket: int, count: int) -> bool:
+        """All ranks have filled the first `count` blocks of a load (loaded block). Return False if the load was given
+        up before."""
         self.observers.emit(BlocksFilled(epoch, ticket, count))
         load = self.store.loading.get(ticket) if epoch == self.epoch.number else None
         if load is not None:
             self._end_load(load, min(count, len(load.blocks)))
+        return load is not None
 
     def _end_load(self, load: BlockLoad, count: int) -> None:
         self.store.loading.times_of(load.peers).add(load, count, self.store.now)

@@ -189,6 +189,15 @@ class BlocksEvicted(msgspec.Struct, frozen=True):
     hashes: tuple[bytes, ...]
 
 
+class TierChanged(msgspec.Struct, frozen=True):
+    """Blocks have come to a tier of the workers, and others have left it afterwards. Emitted as `BlocksCached` is."""
+
+    tier: str
+    """"host" or "disk"."""
+    stored: tuple[bytes, ...]
+    removed: tuple[bytes, ...]
+
+
 class PreemptionCause(enum.Enum):
     BLOCKS = "blocks"
     """Running requests need more blocks than are free."""
@@ -266,6 +275,7 @@ Decision = (
     | SlotsReleased
     | BlocksCached
     | BlocksEvicted
+    | TierChanged
     | RequestPreempted
     | ResultApplied
     | StaleResultDropped

@@ -39,6 +39,8 @@ class Started:
     """Whole blocks that all ranks hold; None: there is none."""
     kv_peers: tuple[str, ...] = ()
     """`Loaded.kv_peer` of each rank; (): not all have one."""
+    bytes_per_block: int = 0
+    """Bytes of a KV block on all ranks together."""
 
 
 @dataclass(frozen=True)

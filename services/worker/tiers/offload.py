@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from hashlib import sha256
 
 from protocol.block_names import NamedBlocks
-from protocol.membership import Loaded
+from protocol.membership import Loaded, TierReport
 from protocol.steps import BlocksLoaded, LoadBlocks
 from services.config import WorkerConfig
 from services.worker.kv_memory import KVMemory
@@ -89,6 +89,14 @@ class Offload:
         """Fill blocks, and answer."""
         assert self._transfers is not None, "the scheduler knows whether there are tiers or peers"
         self._transfers.load(message)
+
+    def report(self) -> list[TierReport]:
+        """Return `Pong.tiers`. Names of blocks are reported by rank 0 alone."""
+        reports = []
+        for tier in self._tiers if self._transfers is not None else ():
+            names = tier.changes.take()
+            reports.append(TierReport(tier.label, tier.num_bytes, *(() if self._rank else names)))
+        return reports
 
     def end(self, leaves: bool = False) -> None:
         """The cache ends. `leaves`: so does the process."""

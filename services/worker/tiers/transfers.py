@@ -8,6 +8,7 @@ than they are written are left out.
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Protocol
@@ -18,6 +19,7 @@ from protocol.kv_transfer import MAX_FETCH_BYTES
 from protocol.steps import BlocksLoaded, LoadBlocks
 from services.process import name_this_thread
 from services.worker.kv_memory import KVMemory
+from services.worker.tiers.changes import TierChanges
 
 log = logging.getLogger("runahead.worker")
 
@@ -39,6 +41,19 @@ class PeerBlocks(Protocol):
 
 class Tier(Protocol):
     """Blocks by name. `get` and `put` are called on two threads."""
+
+    label: str
+    """"host" or "disk"."""
+    changes: TierChanges
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all blocks in it."""
+        ...
+
+    def begin(self) -> None:
+        """Called on the thread that writes, before the first block of each epoch."""
+        ...
 
     def has(self, name: bytes) -> bool: ...
     def get(self, name: bytes, into: memoryview) -> bool:
@@ -118,7 +133,7 @@ class BlockTransfers:
         data = memoryview(bytearray(len(names) * size))
         for count, name in enumerate(names):
             part = data[count * size : (count + 1) * size]
-            if not (self._copy(name, part) or any(tier.get(name, part) for tier in self._tiers)):
+            if not (self._copy(name, part) or self._read(name, part)):
                 return count, data[: count * size]
         return len(names), data
 
@@ -138,6 +153,8 @@ class BlockTransfers:
     def _write_blocks(self) -> None:
         name_this_thread()
         buffer = memoryview(bytearray(self._memory.block_bytes))
+        for tier in self._tiers:
+            tier.begin()
         while (item := self._unwritten.get()) is not None and not self._ended:
             self._write(item, buffer)
 
@@ -153,24 +170,33 @@ class BlockTransfers:
         name_this_thread()
         buffer = memoryview(bytearray(self._memory.block_bytes))
         while (message := self._loads.get()) is not None and not self._ended:
-            self._send(BlocksLoaded(message.epoch, message.ticket, self._fill(message, buffer)))
+            sources = self._fill(message, buffer)
+            self._send(BlocksLoaded(message.epoch, message.ticket, sources.total(), dict(sources)))
         if self._peers is not None:
             self._peers.close()
 
-    def _fill(self, message: LoadBlocks, buffer: memoryview) -> int:
-        """Return the number of blocks that were filled: from the tiers, and behind the first one that they lack from
-        another engine."""
-        blocks, names, count = unpack(message.blocks).tolist(), split_names(message.names), 0
-        while count < len(blocks) and any(tier.get(names[count], buffer) for tier in self._tiers):
-            if not self._put(blocks[count], message.ticket, buffer):
-                return count
-            count += 1
+    def _fill(self, message: LoadBlocks, buffer: memoryview) -> Counter[str]:
+        """Return the number of blocks that were filled, by their source: the tiers, and behind the first one that they
+        lack another engine."""
+        blocks, names, sources = unpack(message.blocks).tolist(), split_names(message.names), Counter[str]()
+        for block, name in zip(blocks, names, strict=False):
+            if (source := self._read(name, buffer)) is None:
+                break
+            if not self._put(block, message.ticket, buffer):
+                return sources
+            sources[source] += 1
+        count = sources.total()
         if count < len(blocks) and message.peers and self._peers is not None:
             for data in self._peers.fetch(message.peers, names[count:], self.block_bytes):
                 if not self._put(blocks[count], message.ticket, data):
                     break
                 count += 1
-        return count
+                sources["peer"] += 1
+        return sources
+
+    def _read(self, name: bytes, into: memoryview) -> str | None:
+        """Read a block from the first tier that has it. Return that one's label; None: none has it."""
+        return next((tier.label for tier in self._tiers if tier.get(name, into)), None)
 
     def _put(self, block: int, ticket: int, data: memoryview) -> bool:
         """Write a block. Return False if it was given away, or the epoch has ended."""

@@ -88,7 +88,7 @@ def test_blocks_are_written_and_loaded_to_other_places(rank: Rank) -> None:
     assert not rank.tier.has(name(3))
     rank.transfers = BlockTransfers(rank.memory, [rank.tier], rank.answers.put)
     rank.load(1, {0: 5, 7: 2, 1: 3, 4: 5})
-    assert rank.answer() == BlocksLoaded(1, 1, 2), "up to the first one that is missing"
+    assert rank.answer() == BlocksLoaded(1, 1, 2, {"host": 2}), "up to the first one that is missing"
     assert [rank.content(block) for block in (0, 7)] == [before[5], before[2]]
     untouched = [1, 2, 3, 4, 5, 6]
     assert [rank.content(block) for block in untouched] == [before[block] for block in untouched]
@@ -139,7 +139,7 @@ def test_a_block_that_was_given_away_is_not_filled(rank: Rank) -> None:
     rank.tier.before = lambda wanted: rank.load(3, {1: 7}) if wanted == name(5) else None
     rank.load(2, {1: 5})
     assert rank.answer() == BlocksLoaded(1, 2, 0), "another load has taken its block"
-    assert rank.answer() == BlocksLoaded(1, 3, 1)
+    assert rank.answer() == BlocksLoaded(1, 3, 1, {"host": 1})
 
 
 def test_a_block_that_is_filled_has_no_name(rank: Rank) -> None:
