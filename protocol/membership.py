@@ -231,8 +231,8 @@ class TierReport(msgspec.Struct, array_like=True, frozen=True):
 
     name: Name
     """"host" or "disk"."""
-    bytes: Bytes
-    """Size of all blocks in it, also those of other engines that share it."""
+    size: Bytes
+    """Bytes of all blocks in it, also those of other engines that share it."""
     stored: bytes = b""
     """uint8[blocks, NAME_BYTES]: blocks that this rank has written since its last report, if it is rank 0; under load
     the newest ones"""

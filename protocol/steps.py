@@ -118,7 +118,7 @@ class BlocksLoaded(msgspec.Struct, array_like=True, frozen=True, tag="loaded_blo
     count: Count
     """Number of blocks, from the first one, that were filled."""
     sources: Annotated[dict[Name, Count], msgspec.Meta(max_length=MAX_ITEMS)] = {}
-    """How many of them came from each tier: "host", "disk", or "peer" for another engine."""
+    """Number of them by source: "host", "disk", or "peer" for another engine."""
 
 
 class GrammarOutput(msgspec.Struct, array_like=True, frozen=True, tag="grammar"):

@@ -1,4 +1,4 @@
-"""What the workers report of their tiers: bytes, hits, and names of blocks for KV events."""
+"""Reports of the workers about their tiers: bytes, hits, and names of blocks for KV events."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ class TierReports:
 
     def on_report(self, worker: bytes, reports: Iterable[TierReport], observers: Observers) -> None:
         """A rank of the epoch in effect has sent a report. Raises: ProtocolError"""
-        self._bytes[worker] = {report.name: report.bytes for report in reports}
+        self._bytes[worker] = {report.name: report.size for report in reports}
         for report in reports:
             stored, removed = split_names(report.stored), split_names(report.removed)
             if observers.blocks and (stored or removed):

@@ -20,7 +20,7 @@ class TierChanges:
 
 
 def _drained(names: deque[bytes]) -> bytes:
-    taken = []
+    taken: list[bytes] = []
     with suppress(IndexError):
         while len(taken) < MAX_NAMES:
             taken.append(names.popleft())
