@@ -158,6 +158,8 @@ class Loaded(msgspec.Struct, array_like=True, frozen=True, tag="loaded"):
     kv_peer: Text = ""
     """"ENDPOINT" or "ENDPOINT KEY", with a public key (z85), at which workers of other engines fetch blocks from this
     rank. It fetches from them, too. "": neither."""
+    drops_blocks: bool = False
+    """True: this rank knows `LoadBlocks.dropped`."""
 
 
 class InitializeCache(msgspec.Struct, array_like=True, frozen=True, tag="init_cache"):

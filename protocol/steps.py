@@ -108,6 +108,9 @@ class LoadBlocks(msgspec.Struct, array_like=True, frozen=True, tag="load"):
     """uint8[blocks, NAME_BYTES]"""
     peers: Annotated[list[Text], msgspec.Meta(max_length=MAX_ITEMS)] = []
     """By rank: a worker of another engine that may have what the tier lacks (`Loaded.kv_peer`); []: none is known."""
+    dropped: bytes = b""
+    """uint8[blocks, NAME_BYTES]: names that no block in memory and in tiers may have when this message is answered; no
+    block is filled then. Sent only if all ranks know it (`Loaded.drops_blocks`)."""
 
 
 class BlocksLoaded(msgspec.Struct, array_like=True, frozen=True, tag="loaded_blocks"):

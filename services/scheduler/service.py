@@ -23,6 +23,7 @@ from protocol.records import Subscribe
 from protocol.requests import (
     AbortRequest,
     ClientMessage,
+    ControlCache,
     EnginePhase,
     EngineState,
     Finish,
@@ -40,6 +41,7 @@ from services.checkpoint import CheckpointError, text_digest
 from services.config import SchedulerConfig
 from services.process import HANG_FACTOR, NO_ALARM, STARTED, HangAlarm, start_log, stop_signals
 from services.scheduler.build import CoreStart, build_core
+from services.scheduler.cache_control import CacheControl
 from services.scheduler.cached_blocks import CachedBlockReports
 from services.scheduler.capabilities import Combination
 from services.scheduler.core.engine import EngineCore, StallError
@@ -119,6 +121,7 @@ class Service:
         self._loads: dict[int, dict[bytes, BlocksLoaded]] = {}
         """Ticket of a load -> answers of the ranks so far."""
         self._tiers = TierReports(config.block_size)
+        self._cache_control = CacheControl(config)
         self._started: Started | None = None
         """The epoch in effect, or the last one; None: there was none."""
         self._worker_seconds = WorkerSeconds()
@@ -231,6 +234,11 @@ class Service:
                 done = self.engine is not None and self.engine.reset_prefix_cache(running)
                 log.info("prefix cache reset%s", "" if done else "; running requests still share blocks")
                 self.frontends.send_if_connected(client, ResetDone(number, done))
+            case ControlCache():
+                started = self._started if self._ranks else None
+                answer = self._cache_control.handle(client, message, self.engine, started)
+                if answer is not None:
+                    self.frontends.send_if_connected(client, answer)
             case GenerateRequest(incarnation=other) | AbortRequest(incarnation=other) if other not in (
                 0,
                 self.incarnation,
@@ -302,7 +310,9 @@ class Service:
         if len(answers) == len(self._ranks):
             del self._loads[report.ticket]
             count = min(answer.count for answer in answers.values())
-            if self.engine.on_loaded(report.epoch, report.ticket, count):
+            if (done := self._cache_control.on_dropped(report)) is not None:
+                self.frontends.send_if_connected(*done)
+            elif self.engine.on_loaded(report.epoch, report.ticket, count):
                 self._tiers.on_loaded(answers.values())
 
     def _read_grammars(self) -> None:
@@ -339,6 +349,8 @@ class Service:
                     self._ranks = []
                     self._loads.clear()
                     self._tiers.end_epoch()
+                    for frontend, answer in self._cache_control.end_epoch():
+                        self.frontends.send_if_connected(frontend, answer)
                     self._subscriptions.end_epoch()
                     if self.engine is not None and self.engine.end_epoch(is_fault):
                         self.group.on_guilty_request()

@@ -85,6 +85,22 @@ class PrefixCacheReset(_Recordable, frozen=True):
     reset_running: bool
 
 
+class PrefixPinned(_Recordable, frozen=True):
+    pin: str
+    owner: str
+    names: tuple[bytes, ...]
+
+
+class PrefixUnpinned(_Recordable, frozen=True):
+    pin: str
+
+
+class BlocksDropped(_Recordable, frozen=True):
+    """Nobody may find the blocks with these names any more."""
+
+    names: tuple[bytes, ...]
+
+
 class EpochEnded(_Recordable, frozen=True):
     epoch: int
     is_fault: bool = False
@@ -260,6 +276,9 @@ InboundEvent = (
     | DispatchStarted
     | DispatchInterrupted
     | PrefixCacheReset
+    | PrefixPinned
+    | PrefixUnpinned
+    | BlocksDropped
     | EpochEnded
     | EpochStarted
     | BlocksAdopted

@@ -93,7 +93,8 @@ class Epoch:
         kv_peers = tuple(rank.kv_peer for rank in self._loaded())
         kv_peers = kv_peers if all(kv_peers) else ()
         num_bytes = sum(rank.bytes_per_block for rank in self._loaded())
-        return Started(self.id, peers, self.limits(), self._loaded()[0], held, kv_peers, num_bytes)
+        drops = all(rank.drops_blocks for rank in self._loaded())
+        return Started(self.id, peers, self.limits(), self._loaded()[0], held, kv_peers, num_bytes, drops)
 
     def end(self, reason: str, now: float) -> list[Action]:
         """Send all ranks that are left back to registration."""

@@ -122,6 +122,15 @@ class DiskTier:
                 "no KV block is written to %s for %.0f s: %s", self._root, RETRY_SECONDS, error.strerror
             )
 
+    def drop(self, name: bytes) -> None:
+        """Remove a block. Raises: OSError, if that fails."""
+        path = self._path(name)
+        with suppress(FileNotFoundError):
+            size = path.stat().st_size
+            path.unlink()
+            self._size = max(0, self._size - size)
+            self.changes.removed.append(name)
+
     def _path(self, name: bytes) -> Path:
         digits = name.hex()
         return self._own / digits[:2] / digits[2:]

@@ -30,6 +30,11 @@ class HostTier:
             self._blocks.move_to_end(name)
         return True
 
+    def drop(self, name: bytes) -> None:
+        if (data := self._blocks.pop(name, None)) is not None:
+            self.num_bytes -= len(data)
+            self.changes.removed.append(name)
+
     def put(self, name: bytes, data: memoryview) -> None:
         self.num_bytes -= len(
             self._blocks.pop(name, b"")

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -64,6 +65,20 @@ class Tier(Protocol):
         """Keep a block, if possible."""
         ...
 
+    def drop(self, name: bytes) -> None:
+        """Remove a block, if it is there. Called on the thread that writes. Raises: OSError"""
+        ...
+
+
+@dataclass(frozen=True)
+class DroppedNames:
+    """What the transfers of all epochs know of drops, as the last ones may still be under way when the next begin."""
+
+    names: dict[bytes, LoadBlocks] = field(default_factory=dict)
+    """Names of blocks that the tiers may still have, and that nobody may read, each with its last drop."""
+    writing: threading.Lock = field(default_factory=threading.Lock)
+    """Held while a block is written to the tiers, or removed."""
+
 
 class BlockTransfers:
     """
@@ -72,6 +87,7 @@ class BlockTransfers:
         tiers: the fastest one first.
         send: sends the answer to a load, on any thread.
         peers: workers of other engines; None: none is asked. It is closed at the end.
+        dropped: shared with the transfers of other epochs; None: there are none.
     """
 
     def __init__(
@@ -80,11 +96,14 @@ class BlockTransfers:
         tiers: Sequence[Tier],
         send: Callable[[BlocksLoaded], None],
         peers: PeerBlocks | None = None,
+        dropped: DroppedNames | None = None,
     ) -> None:
         assert memory.names is not None, "the cache has begun"
         self._memory, self._names, self._tiers = memory, memory.names, tiers
         self._send, self._peers = send, peers
-        self._unwritten: SimpleQueue[bytes | None] = SimpleQueue()
+        self._dropped = DroppedNames() if dropped is None else dropped
+        self._unwritten: SimpleQueue[bytes | LoadBlocks | None] = SimpleQueue()
+        """Names of blocks to write, and drops, in order."""
         self._loads: SimpleQueue[LoadBlocks | None] = SimpleQueue()
         self._in_memory = threading.Lock()
         """Held while a thread reads or writes the KV memory."""
@@ -105,6 +124,11 @@ class BlockTransfers:
     def load(self, message: LoadBlocks) -> None:
         self._names.expect(message)
         self._loads.put(message)
+
+    def drop(self, message: LoadBlocks) -> None:
+        """Remove blocks from the tiers, and answer. Nobody reads them from now on."""
+        self._dropped.names.update(dict.fromkeys(split_names(message.dropped), message))
+        self._unwritten.put(message)
 
     def end(self, patience: float = 0.0) -> None:
         """Leave the KV memory alone from now on.
@@ -155,10 +179,31 @@ class BlockTransfers:
         buffer = memoryview(bytearray(self._memory.block_bytes))
         for tier in self._tiers:
             tier.begin()
-        while (item := self._unwritten.get()) is not None and not self._ended:
-            self._write(item, buffer)
+        while (item := self._unwritten.get()) is not None:  # drops are carried out after the end, too
+            with self._dropped.writing:
+                if isinstance(item, bytes):
+                    self._write(item, buffer)
+                else:
+                    self._remove(item)
+
+    def _remove(self, message: LoadBlocks) -> None:
+        """Carry out a drop. Without an answer, if a file cannot be removed: it is not carried out then."""
+        names = split_names(message.dropped)
+        try:
+            for name in names:
+                for tier in self._tiers:
+                    tier.drop(name)
+        except OSError as error:
+            log.error("KV blocks cannot be dropped from a tier: %s", error)
+            return
+        for name in names:
+            if self._dropped.names.get(name) is message:
+                del self._dropped.names[name]
+        self._send(BlocksLoaded(message.epoch, message.ticket, 0))
 
     def _write(self, name: bytes, buffer: memoryview) -> None:
+        if self._ended:
+            return
         lacking = [tier for tier in self._tiers if not tier.has(name)]
         if lacking and self._copy(name, buffer):
             for tier in lacking:
@@ -196,6 +241,8 @@ class BlockTransfers:
 
     def _read(self, name: bytes, into: memoryview) -> str | None:
         """Read a block from the first tier that has it. Return that one's label; None: none has it."""
+        if name in self._dropped.names:
+            return None
         return next((tier.label for tier in self._tiers if tier.get(name, into)), None)
 
     def _put(self, block: int, ticket: int, data: memoryview) -> bool:
