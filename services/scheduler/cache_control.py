@@ -48,7 +48,8 @@ class CacheControl:
                 case CacheAction.DROP:
                     if not started.drops_blocks:
                         raise PinRefused("workers of an older version cannot drop blocks; replace them")
-                    return self._drop(frontend, message, names, engine, started)
+                    self._drop(frontend, message, names, engine, started)
+                    return None
         except PinRefused as refused:
             return CacheControlled(message.number, str(refused))
         return self._answer(message.number, engine, started)

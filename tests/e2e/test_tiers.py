@@ -107,9 +107,10 @@ def a_damaged_block_is_computed(server: ServeProcess, directory: Path, text: str
     assert answer(server) == (text, PREFIX)
 
 
-def forget(server: ServeProcess) -> None:
+def forget(server: ServeProcess, key: str = "") -> None:
     """Empty the prefix cache."""
-    httpx.post(f"{server.url}/reset_prefix_cache").raise_for_status()
+    headers = {"authorization": f"Bearer {key}"}
+    httpx.post(f"{server.url}/reset_prefix_cache", headers=headers).raise_for_status()
 
 
 def test_blocks_that_were_evicted_are_loaded(tmp_path: Path) -> None:

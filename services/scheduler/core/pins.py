@@ -33,7 +33,7 @@ class Pin:
     id: str
     owner: str
     names: list[bytes]
-    """Of the blocks of a prefix, from its start."""
+    """Names of the blocks of a prefix, from its start."""
     table: list[int] = field(default_factory=list)
     """Table of the part of the prefix whose blocks it holds."""
 

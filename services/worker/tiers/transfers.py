@@ -72,7 +72,7 @@ class Tier(Protocol):
 
 @dataclass(frozen=True)
 class DroppedNames:
-    """What the transfers of all epochs know of drops, as the last ones may still be under way when the next begin."""
+    """Drops under way, shared by the transfers of all epochs: the last ones may still carry them out."""
 
     names: dict[bytes, LoadBlocks] = field(default_factory=dict)
     """Names of blocks that the tiers may still have, and that nobody may read, each with its last drop."""

@@ -1,6 +1,7 @@
 """Blocks on their way between KV memory and tiers, on the threads that production uses."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from queue import Queue
 
@@ -24,11 +25,16 @@ class WatchedTier(HostTier):
     def __init__(self) -> None:
         super().__init__(1 << 20)
         self.before: Callable[[bytes], None] = lambda name: None
+        self.before_put: Callable[[], None] = lambda: None
         self.asked = threading.Event()
 
     def has(self, name: bytes) -> bool:
         self.asked.set()
         return super().has(name)
+
+    def put(self, name: bytes, data: memoryview) -> None:
+        self.before_put()
+        super().put(name, data)
 
     def get(self, name: bytes, into: memoryview) -> bool:
         self.before(name)
@@ -167,6 +173,61 @@ def test_nothing_is_touched_after_the_end(rank: Rank) -> None:
     goes_on.set()
     assert rank.answer().count == 0
     assert rank.content(1) == before
+
+
+def drop(ticket: int, *numbers: int) -> LoadBlocks:
+    return LoadBlocks(1, 1, ticket, b"", b"", dropped=b"".join(map(name, numbers)))
+
+
+def test_a_dropped_block_is_neither_read_nor_written_again(rank: Rank) -> None:
+    """Not even while the thread that removes it is busy, and after the end of the epoch."""
+    rank.follow(1, 2)
+    wait_for(lambda: rank.tier.has(name(2)))
+    reached, goes_on = threading.Event(), threading.Event()
+
+    def waits() -> None:
+        reached.set()
+        assert goes_on.wait(10)
+
+    rank.tier.before_put = waits
+    rank.follow(3)
+    assert reached.wait(10)
+    assert rank.memory.names is not None
+    rank.memory.names.forget([name(2), name(3)])
+    rank.transfers.drop(drop(1, 2, 3))
+    rank.load(2, {5: 1, 6: 2})
+    assert rank.answer() == BlocksLoaded(1, 2, 1, {"host": 1})
+    assert rank.transfers.find([name(2)])[0] == 0, "no peer gets it"
+    rank.transfers.end()
+    goes_on.set()
+    assert rank.answer() == BlocksLoaded(1, 1, 0)
+    assert [rank.tier.has(name(number)) for number in (1, 2, 3)] == [True, False, False]
+
+
+def test_a_drop_that_fails_is_not_confirmed_and_its_blocks_are_not_read(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank.follow(1)
+    wait_for(lambda: rank.tier.has(name(1)))
+
+    def fails(_: bytes) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(rank.tier, "drop", fails)
+    rank.transfers.drop(drop(1, 1))
+    monkeypatch.undo()
+    rank.load(2, {5: 1})
+    assert rank.answer() == BlocksLoaded(1, 2, 0)
+    rank.transfers.drop(drop(3, 1))
+    assert rank.answer() == BlocksLoaded(1, 3, 0)
+    assert not rank.tier.has(name(1))
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def test_the_memory_tier_keeps_what_was_used_last() -> None:
