@@ -35,7 +35,7 @@ def play(
 
     Args:
         restarts: the core is restarted whenever it is empty.
-        adopts: some workers keep their memory.
+        adopts: some workers keep their memory, and prefixes are pinned and dropped if they have a tier.
         tier: the workers have a tier, loads of which fail or come late.
 
     Raises: AssertionError, with the name of the broken rule.
@@ -142,7 +142,7 @@ class _Player:
     def _pins(self) -> None:
         """Pin, unpin and drop prefixes of requests that came, if the workers have a tier."""
         world, rng = self.world, self.of_pins
-        if world.tier is None or not world.streams or rng.random() > 0.1:
+        if world.tier is None or not self.adopts or not world.streams or rng.random() > 0.1:
             return
         stream = rng.choice(world.streams[-8:])
         names = world.names_of(stream, rng.choice((1, 2, 3, 1000)))

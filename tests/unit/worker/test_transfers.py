@@ -210,11 +210,15 @@ def test_a_drop_that_fails_is_not_confirmed_and_its_blocks_are_not_read(
     rank.follow(1)
     wait_for(lambda: rank.tier.has(name(1)))
 
+    failed = threading.Event()
+
     def fails(_: bytes) -> None:
+        failed.set()
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(rank.tier, "drop", fails)
     rank.transfers.drop(drop(1, 1))
+    assert failed.wait(10)
     monkeypatch.undo()
     rank.load(2, {5: 1})
     assert rank.answer() == BlocksLoaded(1, 2, 0)
