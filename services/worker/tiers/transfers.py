@@ -70,14 +70,14 @@ class Tier(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class DroppedNames:
     """Drops under way, shared by the transfers of all epochs: the last ones may still carry them out."""
 
     names: dict[bytes, LoadBlocks] = field(default_factory=dict)
     """Names of blocks that the tiers may still have, and that nobody may read, each with its last drop."""
-    writing: threading.Lock = field(default_factory=threading.Lock)
-    """Held while a block is written to the tiers, or removed."""
+    writer: threading.Thread | None = None
+    """The last thread that writes: the next one begins when it has ended."""
 
 
 class BlockTransfers:
@@ -112,6 +112,7 @@ class BlockTransfers:
             threading.Thread(target=self._write_blocks, name="blocks out", daemon=True),
             threading.Thread(target=self._fill_blocks, name="blocks in", daemon=True),
         ]
+        self._writer_before, self._dropped.writer = self._dropped.writer, self._threads[0]
         for thread in self._threads:
             thread.start()
 
@@ -177,14 +178,15 @@ class BlockTransfers:
     def _write_blocks(self) -> None:
         name_this_thread()
         buffer = memoryview(bytearray(self._memory.block_bytes))
+        if self._writer_before is not None:
+            self._writer_before.join()
         for tier in self._tiers:
             tier.begin()
         while (item := self._unwritten.get()) is not None:  # drops are carried out after the end, too
-            with self._dropped.writing:
-                if isinstance(item, bytes):
-                    self._write(item, buffer)
-                else:
-                    self._remove(item)
+            if isinstance(item, bytes):
+                self._write(item, buffer)
+            else:
+                self._remove(item)
 
     def _remove(self, message: LoadBlocks) -> None:
         """Carry out a drop. Without an answer, if a file cannot be removed: it is not carried out then."""
