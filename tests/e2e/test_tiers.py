@@ -107,7 +107,7 @@ def a_damaged_block_is_computed(server: ServeProcess, directory: Path, text: str
     assert answer(server) == (text, PREFIX)
 
 
-def forget(server: ServeProcess, key: str = "") -> None:
+def forget(server: ServeProcess, key: str = "none") -> None:
     """Empty the prefix cache."""
     headers = {"authorization": f"Bearer {key}"}
     httpx.post(f"{server.url}/reset_prefix_cache", headers=headers).raise_for_status()
