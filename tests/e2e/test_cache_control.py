@@ -8,6 +8,7 @@ import httpx
 
 from protocol.block_names import extend_names
 from protocol.codec import pack
+from services.worker.tiers.disk import TEMPORARY
 from tests.e2e.server import ServeProcess, serving, wait_until
 from tests.e2e.test_tiers import BLOCK_SIZE, PREFIX, TOKENS, files, forget
 
@@ -48,6 +49,13 @@ def refusal(server: ServeProcess, **body: Any) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["message"]
 
 
+def remove_blocks(directory: Path) -> None:
+    """Remove the files, so that nothing is loaded; not one that is being written, which would end writing for a while."""
+    for path in files(directory):
+        if not path.name.startswith(TEMPORARY):
+            path.unlink()
+
+
 def written(directory: Path, key: str) -> int:
     """Return the number of files with blocks of the prompt under a key's salt."""
     names: list[bytes] = []
@@ -65,8 +73,7 @@ def test_a_pinned_prefix_stays_and_a_dropped_one_is_gone(tmp_path: Path) -> None
         [pin] = control(server, action="list")["pins"]
         assert (pin["cached_tokens"], pin["bytes"]) == (PREFIX, PREFIX // BLOCK_SIZE * 8 * BLOCK_SIZE)
         assert len(pin["owner"]) == 16
-        for path in files(tmp_path):
-            path.unlink()  # so that nothing is loaded
+        remove_blocks(tmp_path)
         fill(server)
         assert cached(server, TOKENS) == PREFIX
         assert cached(server, TOKENS, KEYS[1]) == 0, "another key does not find it"
@@ -84,8 +91,7 @@ def test_a_pinned_prefix_stays_and_a_dropped_one_is_gone(tmp_path: Path) -> None
 
         assert control(server, action="unpin", pin="system")["pins"] == []
         fill(server)
-        for path in files(tmp_path):
-            path.unlink()
+        remove_blocks(tmp_path)
         assert cached(server, TOKENS) == 0, "it was evicted"
 
         control(server, KEYS[1], action="drop", prompt=TOKENS)
