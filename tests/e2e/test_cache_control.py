@@ -50,7 +50,7 @@ def refusal(server: ServeProcess, **body: Any) -> tuple[int, str]:
 
 
 def remove_blocks(directory: Path) -> None:
-    """Remove the files, so that nothing is loaded; not one that is being written, which would end writing for a while."""
+    """Remove the files, so that nothing is loaded; but not one that is being written, which would end writing."""
     for path in files(directory):
         if not path.name.startswith(TEMPORARY):
             path.unlink()

@@ -13,6 +13,7 @@ from protocol.block_names import extend_names
 from protocol.codec import pack
 from services.units import size_text
 from tests.e2e.server import ServeProcess, serving, wait_until
+from tests.soak.tiers import tier_faults
 
 SIM = ("--backend", "sim", "--sim-step-ms", "1", "--sim-prefill-token-us", "1000")
 """Computing a prompt takes much longer than loading it."""
@@ -160,3 +161,11 @@ async def test_a_stream_that_moves_fetches_its_blocks_from_the_engine_before() -
         assert "".join(parts).startswith(text)
         assert server.metric("stream_moves_total") == 1
         assert server.metric("external_prefix_cache_hits_total") >= PREFIX
+
+
+async def test_tiers_survive_kills_and_damaged_files() -> None:
+    """A reduced case of `make soak PART=tiers`."""
+    happened, failures = await tier_faults(2.0, 1)
+    assert failures == []
+    assert happened["everything killed"] == 1
+    assert happened["requests"] > 0

@@ -3,6 +3,7 @@ killed or damaged is, at any moment. Answers stay equal."""
 
 import asyncio
 import random
+import re
 import tempfile
 import time
 from collections import Counter
@@ -47,7 +48,7 @@ def bodies() -> list[dict[str, Any]]:
                 "seed": i,
                 "temperature": float(i % 2),
                 "extra_body": {"ignore_eos": True, **salt},
-            }  # fmt: skip
+            }
         )
     return found
 
@@ -103,13 +104,17 @@ async def _round(
         await asyncio.gather(*streams, return_exceptions=True)
         begun = [asyncio.create_task(load.ask(index)) for index in range(PROMPTS)]
         await asyncio.sleep(rng.uniform(0.05, 0.5))
-        for metric in ("external_prefix_cache_hits_total", "stream_moves_total"):
-            happened[metric] += int(server.metric(metric))
-    server.find_services()
-    for pid in {*everything, *(service.pid for service in server.services.values())}:
-        if psutil.pid_exists(pid) and _is_of(pid, everything[0]):
-            psutil.Process(pid).kill()
-    await asyncio.gather(*begun, return_exceptions=True)
+        text = (await asyncio.to_thread(server.get, "/metrics"))[1]
+        for name in ("kv_tier_hit_tokens_total", "stream_moves_total"):  # of the schedulers that live
+            for labels, count in re.findall(rf"^runahead:{name}{{(.*)}} (\S+)$", text, re.MULTILINE):
+                happened[f"{name} {''.join(re.findall('tier=.(.*?).,?$', labels))}".strip()] += int(
+                    float(count)
+                )
+        server.find_services()
+        for pid in {*everything, *(service.pid for service in server.services.values())}:
+            if psutil.pid_exists(pid) and _is_of(pid, everything[0]):
+                psutil.Process(pid).kill()
+        await asyncio.gather(*begun, return_exceptions=True)
     happened["everything killed"] += 1
     happened.update(load.counts)
     return with_log(load.failures, server)
@@ -136,7 +141,6 @@ def _kill(server: ServeProcess, rng: random.Random) -> str:
 
 async def _damage(url: str, directory: Path, asked: list[dict[str, Any]], rng: random.Random) -> str:
     """Damage or remove files, or change what is kept. Return what was done."""
-    paths = [path for path in directory.rglob("*") if path.is_file() and not path.name.startswith(TEMPORARY)]
     action = rng.choice(("cut", "flipped", "removed", "moved", "pinned", "dropped", "reset"))
     if action in ("pinned", "dropped"):
         body = rng.choice(asked)
@@ -150,6 +154,12 @@ async def _damage(url: str, directory: Path, asked: list[dict[str, Any]], rng: r
         async with httpx.AsyncClient(timeout=30, verify=False) as client:
             await client.post(f"{url}/reset_prefix_cache")
         return "caches reset"
+    await asyncio.to_thread(_damage_files, directory, action, rng)
+    return f"files {action}"
+
+
+def _damage_files(directory: Path, action: str, rng: random.Random) -> None:
+    paths = [path for path in directory.rglob("*") if path.is_file() and not path.name.startswith(TEMPORARY)]
     for path in rng.sample(paths, min(len(paths), 8)):
         try:
             data = path.read_bytes()
@@ -162,7 +172,6 @@ async def _damage(url: str, directory: Path, asked: list[dict[str, Any]], rng: r
                 path.write_bytes(data[:at] if action == "cut" else data[:at] + b"\xff" + data[at + 1 :])
         except FileNotFoundError:  # a worker has removed it
             continue
-    return f"files {action}"
 
 
 async def _control(url: str, body: dict[str, Any], unpins: bool = False) -> None:
