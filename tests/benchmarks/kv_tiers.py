@@ -32,7 +32,7 @@ class Pass(NamedTuple):
     """All prompts once."""
 
     tokens_per_second: float
-    """Of prompts and outputs."""
+    """Tokens of prompts and outputs."""
     ttft: float
     """Mean seconds to the first token."""
 
