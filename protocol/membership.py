@@ -158,6 +158,8 @@ class Loaded(msgspec.Struct, array_like=True, frozen=True, tag="loaded"):
     kv_peer: Text = ""
     """"ENDPOINT" or "ENDPOINT KEY", with a public key (z85), at which workers of other engines fetch blocks from this
     rank. It fetches from them, too. "": neither."""
+    drops_blocks: bool = False
+    """True: this rank knows `LoadBlocks.dropped`."""
 
 
 class InitializeCache(msgspec.Struct, array_like=True, frozen=True, tag="init_cache"):
@@ -226,6 +228,20 @@ class Ping(msgspec.Struct, array_like=True, frozen=True, tag="ping"):
     """Counts the scheduler's signs of life from 1; 0: this is none."""
 
 
+class TierReport(msgspec.Struct, array_like=True, frozen=True):
+    """A tier of one rank: a home of KV blocks outside of its cache."""
+
+    name: Name
+    """"host" or "disk"."""
+    size: Bytes
+    """Bytes of all blocks in it, also those of other engines that share it."""
+    stored: bytes = b""
+    """uint8[blocks, NAME_BYTES]: blocks that this rank has written since its last report, if it is rank 0; under load
+    the newest ones"""
+    removed: bytes = b""
+    """The same of blocks that it has removed. They come after those of `stored`."""
+
+
 class Pong(msgspec.Struct, array_like=True, frozen=True, tag="pong"):
     """Answer to a `Ping`. The scheduler computes the offset of the two clocks from it."""
 
@@ -237,6 +253,8 @@ class Pong(msgspec.Struct, array_like=True, frozen=True, tag="pong"):
     """Seconds on the worker's monotonic clock: this message was sent."""
     number: Count = 0
     """`Ping.number`"""
+    tiers: Annotated[list[TierReport], msgspec.Meta(max_length=MAX_ITEMS)] = []
+    """The tiers of this rank, in answers to signs of life during an epoch."""
 
 
 class Shutdown(msgspec.Struct, array_like=True, frozen=True, tag="shutdown"):

@@ -104,6 +104,50 @@ class ResetDone(msgspec.Struct, array_like=True, frozen=True, tag="reset_done"):
     """False: running requests still share blocks, or there is no engine."""
 
 
+class CacheAction(enum.IntEnum):
+    LIST = 0
+    PIN = 1
+    """The blocks with these names are not evicted any more, also if they are computed later."""
+    UNPIN = 2
+    DROP = 3
+    """The blocks with these names, or with those of a pin that ends, are found no more: neither in the cache nor in
+    tiers."""
+
+
+class ControlCache(msgspec.Struct, array_like=True, frozen=True, tag="control_cache"):
+    """Change which blocks are kept. A `CacheControlled` with the same number answers, after a drop when all ranks have
+    dropped the blocks. For schedulers with `EngineState.controls_cache`."""
+
+    number: Number
+    action: CacheAction
+    pin: Name = ""
+    """Id of the pin; "": none."""
+    owner: Name = ""
+    """Digest of the API key whose requests find a new pin's prefix; "": there are no keys."""
+    names: bytes = b""
+    """uint8[blocks, NAME_BYTES]: consecutive blocks of a prefix from its start (protocol.block_names)"""
+
+
+class PinnedPrefix(msgspec.Struct, array_like=True, frozen=True):
+    pin: Name
+    owner: Name
+    num_tokens: Count
+    num_held: Count
+    """Tokens whose blocks are in the cache. The others are pinned when they are computed."""
+    num_bytes: Count
+    """Bytes of these blocks on all ranks."""
+
+
+class CacheControlled(msgspec.Struct, array_like=True, frozen=True, tag="cache_controlled"):
+    number: Number
+    error: Text = ""
+    """Reason of a refusal, and the remedy; "": it was done."""
+    pins: Annotated[list[PinnedPrefix], msgspec.Meta(max_length=MAX_ITEMS)] = []
+    """All pins, in the order of their begin."""
+    num_dropped: Count = 0
+    """Tokens of the blocks that have left the cache."""
+
+
 class Finish(msgspec.Struct, array_like=True, frozen=True):
     """End of a request."""
 
@@ -212,9 +256,11 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     """Process ids on their machines: of the scheduler, then of the workers by rank."""
     kv_peers: Annotated[list[Text], msgspec.Meta(max_length=MAX_ITEMS)] = []
     """`Loaded.kv_peer` of each rank; []: not all have one."""
+    controls_cache: bool = False
+    """True: the scheduler answers `ControlCache`."""
 
 
-ClientMessage = GenerateRequest | AbortRequest | Subscribe | FrontendAlive | ResetPrefixCache
+ClientMessage = GenerateRequest | AbortRequest | Subscribe | FrontendAlive | ResetPrefixCache | ControlCache
 """frontend -> scheduler, after the handshake"""
-EngineMessage = RequestOutputs | EngineState | StepRecords | ResetDone | CachedBlocks
+EngineMessage = RequestOutputs | EngineState | StepRecords | ResetDone | CachedBlocks | CacheControlled
 """scheduler -> frontend, after the handshake"""

@@ -11,7 +11,7 @@ import msgspec
 
 from protocol.block_names import NamedBlocks
 from protocol.epochs import EpochId
-from protocol.fields import MAX_ITEMS, Count, Finite, Fraction, StepId, Text
+from protocol.fields import MAX_ITEMS, Count, Finite, Fraction, Name, StepId, Text
 from protocol.logprobs import Logprobs
 from protocol.sampling import Pooling, SamplingParams
 
@@ -108,6 +108,9 @@ class LoadBlocks(msgspec.Struct, array_like=True, frozen=True, tag="load"):
     """uint8[blocks, NAME_BYTES]"""
     peers: Annotated[list[Text], msgspec.Meta(max_length=MAX_ITEMS)] = []
     """By rank: a worker of another engine that may have what the tier lacks (`Loaded.kv_peer`); []: none is known."""
+    dropped: bytes = b""
+    """uint8[blocks, NAME_BYTES]: names that no block in memory and in tiers may have when this message is answered; no
+    block is filled then. Sent only if all ranks know it (`Loaded.drops_blocks`)."""
 
 
 class BlocksLoaded(msgspec.Struct, array_like=True, frozen=True, tag="loaded_blocks"):
@@ -117,6 +120,8 @@ class BlocksLoaded(msgspec.Struct, array_like=True, frozen=True, tag="loaded_blo
     ticket: Count
     count: Count
     """Number of blocks, from the first one, that were filled."""
+    sources: Annotated[dict[Name, Count], msgspec.Meta(max_length=MAX_ITEMS)] = {}
+    """Number of them by source: "host", "disk", or "peer" for another engine."""
 
 
 class GrammarOutput(msgspec.Struct, array_like=True, frozen=True, tag="grammar"):

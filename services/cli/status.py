@@ -7,8 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from services.cli.ask import NoAnswer, ServerAddress, ask, ask_object
+from services.units import size_text
 
 _SAMPLE = re.compile(r"^runahead:(\w+)(?:\{.*\})? (\S+)$", re.MULTILINE)
+_TIER = re.compile(
+    r'^runahead:kv_tier_(bytes|hit_tokens)(?:_total)?\{.*\btier="(\w+)".*\} (\S+)$', re.MULTILINE
+)
 
 _SHOWN = (
     "phase", "detail", "served_model_names", "features", "max_model_len", "num_blocks", "block_size", "version",
@@ -27,15 +31,20 @@ def status(server: ServerAddress, as_json: bool) -> int:
 
 
 def collect(server: ServerAddress) -> dict[str, Any]:
-    """Return the answer of /server_info, and the metrics that have no labels of their own.
+    """Return the answer of /server_info, the metrics that have no labels of their own, and those of tiers.
 
     Raises: NoAnswer
     """
     info = ask_object(server, "/server_info", *_SHOWN)
     metrics: dict[str, float] = {}
-    for name, value in _SAMPLE.findall(ask(server, "/metrics").decode()):
+    tiers: dict[str, dict[str, float]] = {}
+    text = ask(server, "/metrics").decode()
+    for name, value in _SAMPLE.findall(text):
         metrics[name] = metrics.get(name, 0.0) + float(value)
-    return {**info, "metrics": metrics}
+    for kind, tier, value in _TIER.findall(text):
+        counts = tiers.setdefault(tier, {"bytes": 0.0, "hit_tokens": 0.0})
+        counts[kind] += float(value)
+    return {**info, "metrics": metrics, "kv_tiers": tiers}
 
 
 def lines(url: str, found: dict[str, Any]) -> Iterator[str]:
@@ -55,6 +64,10 @@ def lines(url: str, found: dict[str, Any]) -> Iterator[str]:
         "context": f"{found['max_model_len']} tokens" if found["max_model_len"] else "",
         "KV cache": f"{found['num_blocks']:,} blocks of {found['block_size']} tokens, "
         f"{metrics.get('kv_cache_usage_perc', 0.0):.1%} in use",
+        "KV tiers": ", ".join(
+            f"{name} {size_text(int(tier['bytes']))} ({tier['hit_tokens']:,.0f} tokens found)"
+            for name, tier in found["kv_tiers"].items()
+        ),
         "steps": _counted(metrics, inflight_steps="in flight", steps_total="so far"),
         "recoveries": _counted(metrics, requests_resubmitted_total="requests resubmitted"),
         "version": found["version"],

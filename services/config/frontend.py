@@ -77,7 +77,7 @@ class FrontendConfig(HttpConfig):
     )
     enable_admin_routes: bool = Field(
         False,
-        description="Serve the routes that show and change the engines: /reset_prefix_cache and /engines.",
+        description="Serve the routes that show and change the engines: /reset_prefix_cache, /v1/cache and /engines.",
     )
     request_timeout: float = Field(
         600.0,

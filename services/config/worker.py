@@ -112,6 +112,12 @@ USERS: dict[str, tuple[str, ...]] = {
 """Backends that use a setting; all others of the settings are for all, or have a check of their own."""
 
 
+_VLLM_TIERS = (
+    ": vLLM's KV connectors load blocks within the steps of vLLM's own scheduler, and Runahead's loads run beside the "
+    "steps (docs/kv-tiers.md)"
+)
+
+
 class WorkerConfig(SimulatorConfig, BackendConfig):
     """Settings of a worker. `--help` lists the bases from last to first."""
 
@@ -120,9 +126,10 @@ class WorkerConfig(SimulatorConfig, BackendConfig):
         """Refuse a setting that the backend would ignore, unless it has the default value."""
         for name, backends in USERS.items():
             if self.backend not in backends and getattr(self, name) != type(self).model_fields[name].default:
+                why = _VLLM_TIERS if name.startswith("kv_") and self.backend == "vllm" else ""
                 raise ValueError(
                     f"--{name.replace('_', '-')} is a setting of --backend {' and '.join(backends)}; "
-                    f"--backend {self.backend} does not use it"
+                    f"--backend {self.backend} does not use it{why}"
                 )
         return self
 

@@ -25,7 +25,7 @@ from services.frontend.page.files import PageFiles
 from services.frontend.request_log import EndedRequestLog
 from services.frontend.responses_api import endpoints as responses_api
 from services.frontend.responses_api.files import ResponseFiles
-from services.frontend.routes import admin, information, models, probes
+from services.frontend.routes import admin, cache, information, models, probes
 from services.frontend.steps import endpoints as steps
 from services.frontend.traces import TraceExporter
 
@@ -40,7 +40,7 @@ MAX_QUOTED = 100
 def with_routes(config: FrontendConfig) -> FastAPI:
     """Return the application without the objects that its handlers use."""
     app = DocumentedApp(closed=config.unknown_parameters == "refuse")
-    for module in (*MODULES, admin) if config.enable_admin_routes else MODULES:
+    for module in (*MODULES, admin, cache) if config.enable_admin_routes else MODULES:
         app.include_router(module.router)
     _add_errors(app)
     return app

@@ -41,6 +41,7 @@ class StateReports:
             identity=group.identity,
             pids=[os.getpid(), *group.pids],
             kv_peers=[*started.kv_peers] if started else [],
+            controls_cache=True,
         )
 
     def _info(self, group: WorkerGroup, started: Started | None) -> dict[str, str]:

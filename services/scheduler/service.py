@@ -23,6 +23,7 @@ from protocol.records import Subscribe
 from protocol.requests import (
     AbortRequest,
     ClientMessage,
+    ControlCache,
     EnginePhase,
     EngineState,
     Finish,
@@ -40,6 +41,7 @@ from services.checkpoint import CheckpointError, text_digest
 from services.config import SchedulerConfig
 from services.process import HANG_FACTOR, NO_ALARM, STARTED, HangAlarm, start_log, stop_signals
 from services.scheduler.build import CoreStart, build_core
+from services.scheduler.cache_control import CacheControl
 from services.scheduler.cached_blocks import CachedBlockReports
 from services.scheduler.capabilities import Combination
 from services.scheduler.core.engine import EngineCore, StallError
@@ -66,6 +68,7 @@ from services.scheduler.membership import (
 )
 from services.scheduler.policies import BatchingPolicy, make_policy
 from services.scheduler.subscriptions import Subscriptions
+from services.scheduler.tier_reports import TierReports
 from services.scheduler.worker_seconds import WorkerSeconds
 
 log = logging.getLogger("runahead.scheduler")
@@ -115,8 +118,10 @@ class Service:
         self.engine: EngineCore | None = None
         self._ranks: list[bytes] = []
         """The workers of the epoch in effect; empty: no step may be dispatched."""
-        self._loads: dict[int, dict[bytes, int]] = {}
-        """Ticket of a load -> number of blocks that each rank has filled, of those that have answered."""
+        self._loads: dict[int, dict[bytes, BlocksLoaded]] = {}
+        """Ticket of a load -> answers of the ranks so far."""
+        self._tiers = TierReports(config.block_size)
+        self._cache_control = CacheControl(config)
         self._started: Started | None = None
         """The epoch in effect, or the last one; None: there was none."""
         self._worker_seconds = WorkerSeconds()
@@ -229,6 +234,11 @@ class Service:
                 done = self.engine is not None and self.engine.reset_prefix_cache(running)
                 log.info("prefix cache reset%s", "" if done else "; running requests still share blocks")
                 self.frontends.send_if_connected(client, ResetDone(number, done))
+            case ControlCache():
+                started = self._started if self._ranks else None
+                answer = self._cache_control.handle(client, message, self.engine, started)
+                if answer is not None:
+                    self.frontends.send_if_connected(client, answer)
             case GenerateRequest(incarnation=other) | AbortRequest(incarnation=other) if other not in (
                 0,
                 self.incarnation,
@@ -263,8 +273,13 @@ class Service:
                 self._on_loaded(worker, message)
             case StepReport():
                 self._subscriptions.add_times(worker, message, self.workers.clock_offset(worker))
-            case Pong(number=number):
-                self.group.on_pong(worker, number)
+            case Pong():
+                self.group.on_pong(worker, message.number)
+                if message.tiers and self.engine is not None and worker in self._ranks:
+                    try:
+                        self._tiers.on_report(worker, message.tiers, self.engine.observers)
+                    except ProtocolError as error:
+                        self.workers.count_error(worker, error)
             case _:
                 try:
                     self.group.on_message(worker, message, now)
@@ -290,11 +305,15 @@ class Service:
         """The blocks of a load that all ranks have filled count."""
         if self.engine is None or worker not in self._ranks or report.epoch != self.group.epoch:
             return
-        counts = self._loads.setdefault(report.ticket, {})
-        counts[worker] = report.count
-        if len(counts) == len(self._ranks):
+        answers = self._loads.setdefault(report.ticket, {})
+        answers[worker] = report
+        if len(answers) == len(self._ranks):
             del self._loads[report.ticket]
-            self.engine.on_loaded(report.epoch, report.ticket, min(counts.values()))
+            count = min(answer.count for answer in answers.values())
+            if (done := self._cache_control.on_dropped(report)) is not None:
+                self.frontends.send_if_connected(*done)
+            elif self.engine.on_loaded(report.epoch, report.ticket, count):
+                self._tiers.on_loaded(answers.values())
 
     def _read_grammars(self) -> None:
         if self.compiler is not None and self.engine is not None:
@@ -329,6 +348,9 @@ class Service:
                     log.warning("epoch %d has ended: %s", number_of(epoch), reason)
                     self._ranks = []
                     self._loads.clear()
+                    self._tiers.end_epoch()
+                    for frontend, answer in self._cache_control.end_epoch():
+                        self.frontends.send_if_connected(frontend, answer)
                     self._subscriptions.end_epoch()
                     if self.engine is not None and self.engine.end_epoch(is_fault):
                         self.group.on_guilty_request()
@@ -467,7 +489,11 @@ class Service:
             return {}
         seconds = self._worker_seconds.stats()
         grammars = self.compiler.stats() if self.compiler is not None else {}
-        return self.engine.stats() | seconds | self.group.stats() | grammars
+        held = len(self.engine.epoch.kv.pool.by_hash) * (
+            self._started.bytes_per_block if self._started else 0
+        )
+        tiers = self._tiers.stats(held, self.engine.store.counters["prefix_cache_hits"])
+        return self.engine.stats() | seconds | self.group.stats() | grammars | tiers
 
     def _status(self) -> GroupStatus:
         """Return the status of the group, or of the drain; a change is sent to all frontends at once."""

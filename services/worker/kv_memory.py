@@ -78,6 +78,12 @@ class BlockNames:
         with _FILLING:
             self._numbers[blocks] = self._loads[blocks] = 0
 
+    def forget(self, names: Sequence[bytes]) -> None:
+        """Remove these names: whatever block has one is not found by it any more (dropped block)."""
+        for name in names:
+            while (block := self.block_of(name)) is not None:
+                self._numbers[block] = 0
+
     def expect(self, load: LoadBlocks) -> None:
         """Let a load fill its blocks. They have no names until they are whole."""
         blocks = unpack(load.blocks)

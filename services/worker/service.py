@@ -196,7 +196,8 @@ class Worker:
                 self._end_epoch()
                 self._start_up.register()
             case Ping(sent=sent, number=number):
-                self._link.client.send(Pong(sent, self._received, time.monotonic(), number))
+                tiers = self._offload.report() if number else []
+                self._link.client.send(Pong(sent, self._received, time.monotonic(), number, tiers))
             case Shutdown(reason=reason):
                 log.info("leaving: %s", reason or "the scheduler sent no reason")
             case StepFault():

@@ -117,7 +117,7 @@ class StartUp:
         log.info("loaded: the KV cache has %s in %d blocks", size, loaded.num_blocks)
         offload = self._offload
         loaded = replace(loaded, epoch=assignment.epoch, held=self._runner.kv_memory.held())
-        loaded = replace(loaded, loads_blocks=offload.has_tiers, kv_peer=offload.kv_peer)
+        loaded = replace(loaded, loads_blocks=offload.has_tiers, kv_peer=offload.kv_peer, drops_blocks=True)
         self._link.client.send(loaded)
         self._session.loaded()
 

@@ -2,6 +2,7 @@
 
 import logging
 
+from protocol.block_names import split_names
 from protocol.codec import unpack
 from protocol.steps import GrammarOutput, LoadBlocks, ReleaseSlots, SchedulerOutput
 from services.worker.result_sender import LaunchedStep, fault
@@ -109,7 +110,9 @@ class StepExecution:
             case ReleaseSlots(slots=slots):
                 self._follow(action)
                 self._runner.release(unpack(slots))
-            case LoadBlocks():
+            case LoadBlocks(dropped=dropped):
+                if dropped and (names := self._runner.kv_memory.names) is not None:
+                    names.forget(split_names(dropped))
                 self._offload.load(action)
 
     def _follow(self, message: SchedulerOutput | ReleaseSlots) -> None:

@@ -130,7 +130,7 @@ SERVERS: Mapping[str, ComparedServer] = {
 
 def main() -> None:
     args = _arguments()
-    gguf = Path(args.model) if args.model else _packaged()
+    gguf = Path(args.model) if args.model else packaged_gguf()
     absent = {name: reason for name in args.servers if (reason := _absent(SERVERS[name]))}
     names = [name for name in args.servers if name not in absent]
     converted = _converted(gguf) if any(SERVERS[name].needs_vllm for name in names) else None
@@ -177,7 +177,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _packaged() -> Path:
+def packaged_gguf() -> Path:
     """Raises: SystemExit, if the package is not installed."""
     from services.checkpoint.default_model import packaged_model
 

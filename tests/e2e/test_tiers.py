@@ -2,6 +2,8 @@
 
 import asyncio
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
@@ -9,7 +11,9 @@ import pytest
 
 from protocol.block_names import extend_names
 from protocol.codec import pack
+from services.units import size_text
 from tests.e2e.server import ServeProcess, serving, wait_until
+from tests.soak.tiers import tier_faults
 
 SIM = ("--backend", "sim", "--sim-step-ms", "1", "--sim-prefill-token-us", "1000")
 """Computing a prompt takes much longer than loading it."""
@@ -33,6 +37,12 @@ def answer(server: ServeProcess, salt: str = "") -> tuple[str, int]:
     assert usage is not None
     assert usage.prompt_tokens_details is not None
     return completion.choices[0].text, usage.prompt_tokens_details.cached_tokens or 0
+
+
+def tiers(server: ServeProcess) -> dict[str, dict[str, int]]:
+    """Return bytes and tokens found by tier."""
+    [engine] = httpx.get(f"{server.url}/engines").json()["engines"]
+    return engine["kv_tiers"]
 
 
 def end(server: ServeProcess) -> None:
@@ -67,6 +77,16 @@ def test_after_a_restart_the_prefix_is_loaded(layout: tuple[str, ...], tmp_path:
         assert answer(server) == (text, PREFIX)
         assert answer(server) == (text, PREFIX), "now it is in the cache"
         assert server.metric("external_prefix_cache_hits_total") == PREFIX
+        assert tiers(server)["disk"]["hit_tokens"] == PREFIX
+        size = sum(path.stat().st_size for path in files(directory))
+        wait_until(lambda: tiers(server)["disk"]["bytes"] == size, "its size is reported")
+        shown = subprocess.run(
+            [sys.executable, "-m", "services.cli", "status", server.url],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert f"disk {size_text(size)} ({PREFIX} tokens found)" in shown.stdout
         assert answer(server, "another salt")[1] == 0
         if "sim" in layout:
             a_damaged_block_is_computed(server, directory, text)
@@ -88,9 +108,10 @@ def a_damaged_block_is_computed(server: ServeProcess, directory: Path, text: str
     assert answer(server) == (text, PREFIX)
 
 
-def forget(server: ServeProcess) -> None:
+def forget(server: ServeProcess, key: str = "none") -> None:
     """Empty the prefix cache."""
-    httpx.post(f"{server.url}/reset_prefix_cache").raise_for_status()
+    headers = {"authorization": f"Bearer {key}"}
+    httpx.post(f"{server.url}/reset_prefix_cache", headers=headers).raise_for_status()
 
 
 def test_blocks_that_were_evicted_are_loaded(tmp_path: Path) -> None:
@@ -140,3 +161,11 @@ async def test_a_stream_that_moves_fetches_its_blocks_from_the_engine_before() -
         assert "".join(parts).startswith(text)
         assert server.metric("stream_moves_total") == 1
         assert server.metric("external_prefix_cache_hits_total") >= PREFIX
+
+
+async def test_tiers_survive_kills_and_damaged_files() -> None:
+    """A reduced case of `make soak PART=tiers`."""
+    happened, failures = await tier_faults(2.0, 1)
+    assert failures == []
+    assert happened["everything killed"] == 1
+    assert happened["requests"] > 0

@@ -35,7 +35,7 @@ def play(
 
     Args:
         restarts: the core is restarted whenever it is empty.
-        adopts: some workers keep their memory.
+        adopts: some workers keep their memory, and prefixes are pinned and dropped if they have a tier.
         tier: the workers have a tier, loads of which fail or come late.
 
     Raises: AssertionError, with the name of the broken rule.
@@ -75,6 +75,7 @@ class _Player:
         self.of_masks = Random(f"masks/{seed}/{world.depth}")
         self.of_memory = Random(f"memory/{seed}/{world.depth}")
         self.of_tier = Random(f"tier/{seed}/{world.depth}")
+        self.of_pins = Random(f"pins/{seed}/{world.depth}")
         self.patience = self.of_tier.choice((0.1, 0.5, 0.9))
 
     def run(self) -> None:
@@ -95,6 +96,7 @@ class _Player:
                 world.late_result()
             self._masks()
             self._tier()
+            self._pins()
             self._compute()
             idle = not world.pending or (bool(self.arrivals) and rng.random() < 0.3)
             for _ in range(0 if idle else rng.choice((1, 1, 1, 2, 3))):
@@ -136,6 +138,24 @@ class _Player:
         if len(world.store.loading) and rng.random() < 0.02:
             world.log("loads take too long")
             world.engine.advance(world.store.now + 30.0)
+
+    def _pins(self) -> None:
+        """Pin, unpin and drop prefixes of requests that came, if the workers have a tier."""
+        world, rng = self.world, self.of_pins
+        if world.tier is None or not self.adopts or not world.streams or rng.random() > 0.1:
+            return
+        stream = rng.choice(world.streams[-8:])
+        names = world.names_of(stream, rng.choice((1, 2, 3, 1000)))
+        pins = [pin.id for pin in world.store.pins]
+        action = rng.choice(("pin", "pin", "unpin", "drop"))
+        if action == "pin" and names:
+            world.pin(rng.choice((f"{stream.number}", *pins[:1])), names)
+        elif action == "unpin" and pins:
+            world.unpin(rng.choice(pins))
+        elif action == "drop" and names and not world.lost:
+            world.drop_blocks(names)
+        world.coverage["pins: blocks"] += sum(len(pin.table) for pin in world.store.pins)
+        world.coverage["pins: of an earlier epoch"] += bool(pins) and world.epoch.number > 1
 
     def _compute(self) -> None:
         """Let pipeline stages run, all together or each at its own pace."""

@@ -30,6 +30,10 @@ def demand(holds: bool, rule: str, detail: object = "") -> None:
         raise InvariantError(f"{rule}: {detail}")
 
 
+def in_group_name(name: bytes, group: int) -> bytes:
+    return bytes((name[0] ^ group,)) + name[1:]
+
+
 class _Chain:
     """Independent hash chain over the known tokens of one request."""
 
@@ -50,6 +54,8 @@ class Checker:
         self._last_sampled: dict[tuple[int, int], bool] = {}
         """(slot, generation) -> whether its last processed row sampled."""
         self._processed = 0
+        self._pinned: dict[str, list[int]] = {}
+        """Pin -> its table when it was checked last."""
 
     @property
     def epoch(self) -> EpochState:
@@ -127,6 +133,7 @@ class Checker:
         """Epoch void: nothing is in flight, held, fenced, cached or gated."""
         epoch = self.epoch
         self._touched.clear()
+        self.on_blocks_forgotten()
         self._processed = epoch.next_step - 1
         demand(not len(epoch.running), "epoch void", "requests are running")
         demand(not self.engine.queue and not epoch.fences, "epoch void", "steps or fences remain")
@@ -137,6 +144,10 @@ class Checker:
         demand(not epoch.released, "epoch void", "lost workers would be notified of slots")
         gated = [request.number for request in self.waiting if request.stale_rows]
         demand(not gated, "resume gate", f"{gated} wait for rows that will never come")
+
+    def on_blocks_forgotten(self) -> None:
+        """Pins may lose blocks now."""
+        self._pinned.clear()
 
     def on_new_epoch(self) -> None:
         """Step ids begin at 1 and the cache is empty. Known tokens stay known."""
@@ -163,7 +174,7 @@ class Checker:
                     chain.prefix = extend(chain.prefix, token)
                     content.append(chain.prefix)
                 for group in range(len(self.epoch.limits.groups)):
-                    name = bytes((chain.digest[0] ^ group,)) + chain.digest[1:]
+                    name = in_group_name(chain.digest, group)
                     self.known[name] = [in_group(prefix, group) for prefix in content]
                 chain.blocks += 1
 
@@ -346,6 +357,7 @@ class Checker:
             elsewhere = any(request.slot >= 0 or request in list(self.waiting) for request in load.requests)
             demand(bool(load.requests) and not elsewhere, "loaded block", "a request is in two places")
             holders.update(load.prefix + load.blocks)
+        holders.update(self._check_pins())
         demand(
             pool.refs == [holders[b] for b in range(pool.num_blocks)],
             "block accounting",
@@ -381,6 +393,25 @@ class Checker:
         )
         for step, blocks in self._touched.items():
             demand(blocks.isdisjoint(free), "fence", f"step {step} may still write a free block")
+
+    def _check_pins(self) -> list[int]:
+        """Return the blocks that pins hold, each as often as it is held."""
+        epoch, pins = self.epoch, {pin.id: pin for pin in self.engine.store.pins}
+        groups, hash_of = len(epoch.limits.groups), epoch.kv.pool.hash_of
+        for pin in pins.values():
+            for at, block in enumerate(pin.table):
+                name = in_group_name(pin.names[at // groups], at % groups)
+                demand(
+                    block == NO_BLOCK or hash_of[block] == name, "pinned block", f"{pin.id} lost block {at}"
+                )
+            before = len(self._pinned.get(pin.id, ()))
+            demand(len(pin.table) >= before, "pinned block", f"{pin.id} has fewer blocks than before")
+        blocks = [block for pin in pins.values() for block in pin.blocks]
+        demand(
+            len(set(blocks)) <= epoch.limits.most_pinned, "pinned block", "the longest request does not fit"
+        )
+        self._pinned = {pin.id: pin.table for pin in pins.values()}
+        return blocks
 
     def _table(self, slot: int, group: int) -> list[int]:
         return self.epoch.kv.tables[slot][group :: len(self.epoch.limits.groups)]
@@ -430,6 +461,7 @@ class Checker:
         epoch = self.epoch
         demand(not self.engine.queue and not epoch.fences, "clean drain", "steps or fences")
         demand(not len(epoch.running) and not len(self.waiting), "clean drain", "requests")
-        demand(epoch.kv.num_free == epoch.limits.num_blocks, "clean drain", "blocks")
+        pinned = {block for pin in self.engine.store.pins for block in pin.blocks}
+        demand(epoch.kv.num_free == epoch.limits.num_blocks - len(pinned), "clean drain", "blocks")
         demand(len(epoch.slots.free) == epoch.limits.num_slots, "clean drain", "slots")
         demand(not epoch.released, "clean drain", "releases that no worker was notified of")

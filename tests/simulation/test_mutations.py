@@ -20,6 +20,7 @@ from services.scheduler.core.epoch import EpochState
 from services.scheduler.core.kv_cache import KVCacheManager
 from services.scheduler.core.ledger import Ledger
 from services.scheduler.core.lifecycle import Lifecycle
+from services.scheduler.core.pins import Pins
 from services.scheduler.core.plan import StepPlanner
 from services.scheduler.core.request import Request
 from services.scheduler.core.slots import DELIVER, DROP, SlotColumns
@@ -557,7 +558,36 @@ def a_load_outlives_its_aborted_request(finish: Any) -> Any:
     return broken
 
 
+def pins_hold_no_blocks(hold: Any) -> Any:
+    def broken(self: Pins, kv: Any) -> None:
+        before = [pin.blocks for pin in self]
+        hold(self, kv)
+        for pin, held in zip(self, before, strict=True):
+            kv.pool.give_back(block for block in pin.blocks if block not in held)
+
+    return broken
+
+
+def pins_may_take_all_blocks(add: Any) -> Any:
+    def broken(self: Pins, pin: Any, kv: Any, limits: Any) -> None:
+        add(self, pin, kv, dataclasses.replace(limits, max_model_len=1))
+
+    return broken
+
+
+def a_load_outlives_a_drop(drop: Any) -> Any:
+    return lambda self, names: self.epoch.kv.drop(names)
+
+
+def the_last_dropped_block_stays(drop: Any) -> Any:
+    return lambda self, names: drop(self, names[:-1])
+
+
 TIER_FAULTS = [
+    Fault("pins", "hold", pins_hold_no_blocks),
+    Fault("pins", "add", pins_may_take_all_blocks),
+    Fault("lifecycle", "drop_blocks", a_load_outlives_a_drop),
+    Fault("kv", "drop", the_last_dropped_block_stays),
     Fault("planner", "load", found_before_it_is_loaded),
     Fault("engine", "on_loaded", a_load_fills_all_it_asked_for),
     Fault("kv", "reserve", blocks_before_a_load_may_be_evicted),
@@ -577,6 +607,11 @@ def _fill_blindly(names: BlockNames, block: int, ticket: int, write: Any) -> boo
 
 def test_a_worker_that_fills_blocks_that_were_given_away_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockNames, "fill", _fill_blindly)
+    assert_caught(Fault("kv", "take_whole", lambda take: take), tier=True)
+
+
+def test_a_worker_that_keeps_dropped_names_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockNames, "forget", lambda names, dropped: None)
     assert_caught(Fault("kv", "take_whole", lambda take: take), tier=True)
 
 

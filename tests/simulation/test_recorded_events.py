@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 
 import pytest
 
@@ -11,6 +12,7 @@ from services.scheduler.core.observer import (
     AllRequestsFailed,
     BlocksAdopted,
     BlocksCached,
+    BlocksDropped,
     BlocksEvicted,
     BlocksFilled,
     CoreRestarted,
@@ -26,6 +28,8 @@ from services.scheduler.core.observer import (
     InboundEvent,
     MasksReady,
     PrefixCacheReset,
+    PrefixPinned,
+    PrefixUnpinned,
     RequestArrived,
     RequestRefused,
     RequestsAborted,
@@ -33,8 +37,10 @@ from services.scheduler.core.observer import (
     ResultArrived,
     ResultRefused,
     StepDispatched,
+    TierChanged,
     TimeAdvanced,
 )
+from services.scheduler.core.pins import PinRefused
 from services.scheduler.grammar import INLINE_MASKS
 from tests.event_recorder import EventRecorder
 from tests.simulation.driver import play
@@ -90,6 +96,13 @@ def replay(events: Iterable[Event], seed: int, depth: int, speculates: bool, tie
                 list(engine.dispatch())
             case PrefixCacheReset(reset_running=reset_running):
                 engine.reset_prefix_cache(reset_running)
+            case PrefixPinned(pin=pin, owner=owner, names=names):
+                with suppress(PinRefused):
+                    engine.pin(pin, owner, names)
+            case PrefixUnpinned(pin=pin):
+                engine.unpin(pin)
+            case BlocksDropped(names=names):
+                engine.drop_blocks(names)
             case EpochEnded(is_fault=is_fault):
                 engine.end_epoch(is_fault)
             case EpochStarted(epoch=epoch, limits=limits):
@@ -137,5 +150,6 @@ def test_a_recorded_run_replays_with_the_same_decisions(depth: int, speculates: 
         ResultRefused,
         BlocksCached,
         BlocksEvicted,
+        TierChanged,
     }
     assert happened >= {*InboundEvent.__args__, *Decision.__args__} - never

@@ -125,6 +125,12 @@ MUST_HAPPEN_TO_LOADS = [
     "loads: of a block that was given away",
     "loads: reported after their epoch",
     "loads: reported too late",
+    "pins: blocks",
+    "pins: of an earlier epoch",
+    "pins: refused",
+    "drops: blocks",
+    "drops: of a load",
+    "drops: of a block in the tier",
     "prefix hits in another epoch",
 ]
 
@@ -174,7 +180,7 @@ def test_any_workload_with_any_drafts_answers_as_without(first: int) -> None:
 @pytest.mark.timeout(3600 if SOAK else 300)
 @pytest.mark.parametrize("first", range(0, SEEDS // 3, CHUNK))
 def test_any_workload_with_a_tier_answers_as_without(first: int) -> None:
-    """Loads fail, are torn, come late, or outlive their requests and their epoch."""
+    """Loads fail, are torn, come late, or outlive their requests and their epoch. Prefixes are pinned and dropped."""
     happened = played(range(first, first + min(CHUNK, SEEDS // 3)), tier=True)
     assert [name for name in MUST_HAPPEN_TO_LOADS if not happened[name]] == []
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from protocol.block_names import NAME_BYTES
+from protocol.block_names import NAME_BYTES, split_names
 from protocol.codec import unpack
 from protocol.steps import LoadBlocks
 from services.worker.kv_memory import BlockNames
@@ -43,6 +43,14 @@ class SimulatedTier:
             self.kept[name] = [*kv[block]]
 
     def begin(self, message: LoadBlocks, names: BlockNames) -> None:
+        """Begin a load, or carry out a drop."""
+        if message.dropped:
+            dropped = split_names(message.dropped)
+            names.forget(dropped)
+            self.happened["drops: of a block in the tier"] += any(name in self.kept for name in dropped)
+            for name in dropped:
+                self.kept.pop(name, None)
+            return
         names.expect(message)
         self.loads.append(LoadUnderWay(message))
 

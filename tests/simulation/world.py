@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from protocol.block_names import NamedBlocks
+from protocol.block_names import NamedBlocks, extend_names, split_names
 from protocol.codec import Decoder, encode, pack, unpack
+from protocol.kv_groups import name_in_group
 from protocol.requests import Finish, FinishReason, GenerateRequest, RequestOutputs
 from protocol.rows import LogprobRows, ResultRows
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
@@ -31,6 +32,7 @@ from services.scheduler.core.observer import (
     StepDispatched,
 )
 from services.scheduler.core.parts import DEFAULT_PARTS, Parts
+from services.scheduler.core.pins import PinRefused
 from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.slots import DELIVER, DROP, LIVE
 from services.scheduler.core.store import RequestStore
@@ -185,6 +187,8 @@ class World:
         self.worker = OracleWorker(limits, vocab, epoch, speculating, self._future)
         self.names = BlockNames.empty(limits.num_blocks, limits.block_size, len(limits.groups))
         """The names of blocks that the workers keep."""
+        self.dropped: set[bytes] = set()
+        """Names of blocks that were dropped, on the workers too, and not computed since."""
         self.pipeline = StagePipeline(limits.stages)
         self.checker = Checker(self.engine)
         self.lost = False
@@ -353,8 +357,46 @@ class World:
         self.log("reset prefix cache", "with running" if reset_running else "")
         if len(self.engine.queue) and len(self.epoch.running):
             self.coverage[f"resets in flight: running={reset_running}"] += 1
+        self.checker.on_blocks_forgotten()
         self.engine.reset_prefix_cache(reset_running)
         assert not self.epoch.kv.pool.by_hash
+        self._transition()
+
+    def names_of(self, stream: SimulatedStream, num_blocks: int) -> list[bytes]:
+        """Return the names of the first blocks of a request's tokens so far."""
+        names: list[bytes] = []
+        size = self.limits.block_size
+        tokens = pack((stream.prompt + stream.tokens)[: num_blocks * size])
+        extend_names(names, "" if stream.request is None else stream.request.cache_salt, tokens, size)
+        return names
+
+    def pin(self, pin: str, names: list[bytes]) -> None:
+        """Pin a prefix, which may be refused."""
+        self.log("pin", pin, len(names))
+        try:
+            self.engine.pin(pin, "", names)
+        except PinRefused:
+            self.coverage["pins: refused"] += 1
+        self._transition()
+
+    def unpin(self, pin: str) -> None:
+        self.log("unpin", pin)
+        self.engine.unpin(pin)
+        self._transition()
+
+    def drop_blocks(self, names: list[bytes]) -> None:
+        """Drop a prefix, in the cache at once, and on the workers with the next message."""
+        self.log("drop", len(names))
+        self.checker.on_blocks_forgotten()
+        waits = sum(not set(load.names).isdisjoint(names) for load in self.store.loading)
+        _, count = self.engine.drop_blocks(names)
+        self.coverage["drops: blocks"] += count
+        self.coverage["drops: of a load"] += waits
+        all_names = {name_in_group(name, g) for name in names for g in range(len(self.limits.groups))}
+        assert all_names.isdisjoint(self.epoch.kv.pool.by_hash), "dropped block: one is found"
+        assert all(all_names.isdisjoint(load.names) for load in self.store.loading), (
+            "dropped block: one will be loaded"
+        )
         self._transition()
 
     def restart(self, policy: BatchingPolicy, seed: int) -> None:
@@ -477,6 +519,7 @@ class World:
         adopted, canary = common_blocks(held, self.limits.num_blocks)
         self.names.drop([canary])
         kv[canary] = [TORN] * self.limits.block_size
+        assert self.dropped.isdisjoint(adopted.values()), "dropped block: one is adopted"
         if adopted:
             self.engine.adopt(NamedBlocks.from_lists([*adopted], [*adopted.values()]))
         self.coverage["adopted blocks"] += len(adopted)
@@ -530,8 +573,11 @@ class World:
             if isinstance(message, LoadBlocks):
                 assert self.tier is not None
                 self.tier.begin(message, self.names)
+                self.dropped.update(split_names(message.dropped))
             elif not isinstance(message, GrammarOutput):
                 self.names.follow(message)
+                if message.whole is not None:
+                    self.dropped.difference_update(split_names(message.whole.names))
             self._take_results(self.worker.receive(frame))
             if isinstance(message, SchedulerOutput):
                 self.plans.append(_PLANS.decode(frame))

@@ -18,6 +18,7 @@ from tests.simulation.whole.seeds import SeedFailed, run_seeds
 from tests.soak.progress import Progress
 from tests.soak.replayed import replayed
 from tests.soak.served import FAULTS_PIECE, long_prompts, random_faults
+from tests.soak.tiers import TIERS_PIECE, tier_faults
 
 Result = tuple[Counter[str], list[str]]
 Piece = Callable[[int, int], Result]
@@ -103,6 +104,7 @@ PARTS = {
     "bodies": Part(suite(*BODIES), "s", 600, 3600, 1, is_timed=True),
     "probes": Part(served(long_prompts), "s", 600, 3600, 300),
     "faults": Part(served(random_faults), "s", 1800, 86_400, FAULTS_PIECE),
+    "tiers": Part(served(tier_faults), "s", 600, 3600, TIERS_PIECE),
     "replay": Part(
         replayed(lambda directory: suite(*ABUSE, RUNAHEAD_SOAK="", RUNAHEAD_SOAK_RECORD=directory)(0, 1)),
         "s", 600, 3600, 1, is_timed=True,

@@ -18,9 +18,10 @@ from vllm.distributed.kv_events import (
 from protocol.sampling import SamplingParams
 from tests.integration.scheduler.engine import PATIENCE, FrontendConnection, engine
 
-SIM = {"backend": "sim", "sim_step_ms": 0.0, "sim_vocab_size": 1000}
-TOPIC = "kv@test"
 BLOCK = 16
+SIM = {"backend": "sim", "sim_step_ms": 0.0, "sim_vocab_size": 1000, "kv_offload_bytes": 6 * 8 * BLOCK}
+"""With a tier for six blocks."""
+TOPIC = "kv@test"
 
 
 class EventSubscriber:
@@ -38,10 +39,14 @@ class EventSubscriber:
     def has_events(self) -> bool:
         return bool(self._events.poll(50))
 
-    def receive(self, until: type) -> None:
-        """Receive batches until one has an event of a type."""
+    def receive(self, until: type, medium: str = "GPU") -> None:
+        """Receive batches until one has an event of a type, about a medium unless it is about all."""
         deadline = time.monotonic() + PATIENCE
-        while not any(isinstance(event, until) for batch in self.batches.values() for event in batch.events):
+        while not any(
+            isinstance(event, until) and getattr(event, "medium", medium) == medium
+            for batch in self.batches.values()
+            for event in batch.events
+        ):
             assert time.monotonic() < deadline, self.batches
             if self._events.poll(1000):
                 topic, number, payload = self._events.recv_multipart()
@@ -100,6 +105,8 @@ def test_vllm_types_decode_stored_removed_and_cleared_blocks_and_replays(
             client.generate(other, [500 + other, *prompt], SamplingParams(4, temperature=0.0))
             client.wait_finished(other)
         subscriber.receive(BlockRemoved)
+        subscriber.receive(BlockStored, "CPU")
+        subscriber.receive(BlockRemoved, "CPU")
         running.worker.kill()  # the KV cache is lost
         subscriber.receive(AllBlocksCleared)
         client.close()
@@ -114,11 +121,19 @@ def test_vllm_types_decode_stored_removed_and_cleared_blocks_and_replays(
 def check(batches: dict[int, KVEventBatch], prompt: list[int]) -> None:
     """Check that the events tell one state of a cache: chains of parents, and tokens of the prompts."""
     cached: set[bytes] = set()
+    seen, tier = set[bytes](), set[bytes]()
     for batch in batches.values():
         assert batch.data_parallel_rank == 0
         assert batch.ts <= time.time()
         for event in batch.events:
             match event:
+                case BlockStored(medium="CPU"):
+                    assert set(event.block_hashes) <= seen, "the cache had them before"
+                    assert (event.token_ids, event.parent_block_hash, event.extra_keys) == ([], None, None)
+                    tier |= set(event.block_hashes)
+                case BlockRemoved(medium="CPU"):
+                    assert set(event.block_hashes) <= tier
+                    tier -= set(event.block_hashes)
                 case BlockStored():
                     assert (event.block_size, event.medium, event.lora_id) == (BLOCK, "GPU", None)
                     assert len(event.token_ids) == BLOCK * len(event.block_hashes)
@@ -127,9 +142,11 @@ def check(batches: dict[int, KVEventBatch], prompt: list[int]) -> None:
                     if event.parent_block_hash is None:
                         assert event.token_ids[1:BLOCK] == prompt[: BLOCK - 1]
                     cached |= set(event.block_hashes)
+                    seen |= cached
                 case BlockRemoved():
                     assert set(event.block_hashes) <= cached
                     cached -= set(event.block_hashes)
                 case AllBlocksCleared():
                     cached.clear()
     assert not cached
+    assert 0 < len(tier) <= 6

@@ -13,12 +13,20 @@ import logging
 import os
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from protocol.codec import Decoder, ProtocolError, encode, pack
-from protocol.requests import EngineState, Finish, FinishReason, GenerateRequest
+from protocol.requests import (
+    CacheControlled,
+    ControlCache,
+    EngineState,
+    Finish,
+    FinishReason,
+    GenerateRequest,
+)
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from protocol.security import LOCAL, Security
 from services.frontend.engine.addresses import EngineAddress
@@ -357,5 +365,26 @@ class EngineClient:
         """
         self.check_ready()
         engines = [engine for engine in self.engines.values() if engine.connection.is_open]
-        done = [engine.resets.request(reset_running, engine.connection.send_quietly) for engine in engines]
+        done = [engine.questions.reset(reset_running, engine.connection.send_quietly) for engine in engines]
         return all(await asyncio.gather(*done))
+
+    async def control_cache(
+        self, make: Callable[[EngineState, int], ControlCache]
+    ) -> dict[str, CacheControlled]:
+        """Send a request of an administrator to all engines. Return the answers by the engines' names.
+
+        Args:
+            make: returns the request for an engine, with a number.
+
+        Raises: APIError, if a scheduler does not answer
+        """
+        self.check_ready()
+        engines = [engine for engine in self.engines.values() if engine.connection.is_open]
+        if old := [engine.name for engine in engines if not engine.state.controls_cache]:
+            raise APIError(503, f"engine {old[0]} is of an older version, which knows no pins and drops")
+        answers = [
+            engine.questions.control(partial(make, engine.state), engine.connection.send_quietly)
+            for engine in engines
+        ]
+        names = (engine.name for engine in engines)
+        return dict(zip(names, await asyncio.gather(*answers), strict=True))

@@ -14,6 +14,7 @@ from protocol.logprobs import Logprobs
 from protocol.records import CachedBlocks, StepRecords, Subscribe
 from protocol.requests import (
     AbortRequest,
+    CacheControlled,
     EngineMessage,
     EnginePhase,
     EngineState,
@@ -25,10 +26,10 @@ from protocol.security import Security
 from protocol.transport import HandshakeRefused
 from services.frontend.engine.addresses import EngineAddress
 from services.frontend.engine.availability import Availability, Recovery, checked
-from services.frontend.engine.cache_resets import CacheResets
 from services.frontend.engine.connection import SchedulerConnection
 from services.frontend.engine.ledger import RequestLedger
 from services.frontend.engine.output_pace import OutputPace
+from services.frontend.engine.questions import Questions
 from services.frontend.engine.streams import RawLogprobs
 from services.frontend.placement import Condition, ConditionEvent, EngineReport, condition_after
 from services.frontend.steps.ring import StepRing
@@ -91,7 +92,7 @@ class ConnectedEngine:
         """Reason why it, or this frontend, has refused the connection; "": it has not."""
         self.overloaded_until = 0.0
         """Until then the scheduler refuses new requests for load; monotonic seconds."""
-        self.resets = CacheResets()
+        self.questions = Questions()
         self._pace = OutputPace()
         self._steps: StepRing | None = None
         self._follows_blocks = False
@@ -287,8 +288,8 @@ class ConnectedEngine:
             if isinstance(message, CachedBlocks):
                 self._on_cached_blocks(message)
                 return
-            if isinstance(message, ResetDone):
-                self.resets.on_done(message)
+            if isinstance(message, ResetDone | CacheControlled):
+                self.questions.on_answer(message)
                 return
             if message.incarnation != self.state.incarnation:
                 log.warning("a message of another scheduler was dropped")

@@ -15,7 +15,7 @@ from services.frontend.metrics.collectors import LABELS, OURS, histogram_family
 _GAUGES = {
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "inflight_steps", "epoch", "num_workers",
     "grammar_cache_bytes", "grammars_compiling", "weight_loads", "expected_queue_seconds",
-    "seconds_per_prompt_token",
+    "seconds_per_prompt_token", "kv_tier_bytes",
 }  # fmt: skip
 DECISIONS = (
     ("place", "placements", "requests that were placed on the engine"),
@@ -24,7 +24,10 @@ DECISIONS = (
     ("refuse", "placements_refused", "requests that no engine took"),
 )
 """Decisions of placement: name, metric, and its text."""
-_PART_LABELS = {"wasted_tokens_total": "cause", "admission_rejections": "reason"}
+_PART_LABELS = {
+    "wasted_tokens_total": "cause", "admission_rejections": "reason", "kv_tier_bytes": "tier",
+    "kv_tier_hit_tokens_total": "tier",
+}  # fmt: skip
 """Label of the part behind the colon in the name of a statistic; "position", unless it is listed."""
 
 

@@ -1,5 +1,6 @@
 """Routes of `--enable-admin-routes`, which change the engines."""
 
+from collections.abc import Mapping
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Query
@@ -25,6 +26,13 @@ class ResetResponse(TypedDict):
     """False: running requests still share blocks."""
 
 
+class TierEntry(TypedDict):
+    bytes: int
+    """Size of its KV blocks, of all ranks together."""
+    hit_tokens: int
+    """Prompt tokens that were found there so far."""
+
+
 class EngineEntry(TypedDict):
     name: str
     state: str
@@ -39,6 +47,8 @@ class EngineEntry(TypedDict):
     """Expected wait of a new request."""
     detail: str
     """One line for people."""
+    kv_tiers: dict[str, TierEntry]
+    """device, host, disk and peer (another engine), as far as there are any."""
 
 
 class EngineList(TypedDict):
@@ -109,9 +119,19 @@ async def engines(context: Context) -> EngineList:
                 "identity": engine.identity,
                 "queue_seconds": engine.state.stats.get("expected_queue_seconds", 0.0),
                 "detail": engine.refusal or engine.state.detail,
+                "kv_tiers": _tiers(engine.state.stats),
             }
             for engine in client.engines.values()
         ]
+    }
+
+
+def _tiers(stats: Mapping[str, float]) -> dict[str, TierEntry]:
+    sizes, hits = "kv_tier_bytes:", "kv_tier_hit_tokens_total:"
+    names = [name.partition(":")[2] for name in stats if name.startswith((sizes, hits))]
+    return {
+        name: {"bytes": int(stats.get(sizes + name, 0)), "hit_tokens": int(stats.get(hits + name, 0))}
+        for name in dict.fromkeys(names)
     }
 
 

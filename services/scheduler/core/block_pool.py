@@ -72,6 +72,13 @@ class BlockPool:
             self.hash_of[block] = None
             self.whole[block] = 0
 
+    def drop(self, block: int) -> None:
+        """Remove the block from the prefix cache, and free it unless it is held."""
+        self.forget(block)
+        if self.refs[block] == 0:
+            del self.cached[block]
+            self.blank.append(block)
+
     def forget_all(self) -> None:
         """Empty the prefix cache; held blocks stay with their holders."""
         self.by_hash.clear()

@@ -8,10 +8,11 @@ before it.
 
 import math
 from bisect import bisect_left
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 
 from protocol.block_names import NamedBlocks
 from protocol.codec import pack, unpack
+from protocol.kv_groups import name_in_group
 from protocol.records import RequestTimes
 from protocol.requests import (
     ITERATION_TOKENS,
@@ -30,6 +31,7 @@ from services.scheduler.core.loading import BlockLoad
 from services.scheduler.core.observer import (
     AllRequestsFailed,
     BlocksAdopted,
+    BlocksDropped,
     BlocksFilled,
     CoreRestarted,
     DispatchInterrupted,
@@ -45,6 +47,8 @@ from services.scheduler.core.observer import (
     ObserverAttached,
     Observers,
     PrefixCacheReset,
+    PrefixPinned,
+    PrefixUnpinned,
     RequestArrived,
     RequestRefused,
     RequestsAborted,
@@ -57,6 +61,7 @@ from services.scheduler.core.observer import (
     TimeAdvanced,
 )
 from services.scheduler.core.parts import DEFAULT_PARTS, Parts
+from services.scheduler.core.pins import Pin
 from services.scheduler.core.plan import PlannedStep
 from services.scheduler.core.queue_time import QueueTime
 from services.scheduler.core.request import Request, RequestKey, arrival_of, make_order_key
@@ -119,7 +124,7 @@ class EngineCore:
         self._build_epoch(epoch, limits, policy)
 
     def _build_epoch(self, number: int, limits: Limits, policy: BatchingPolicy) -> None:
-        self.epoch = self.parts.build_epoch(number, limits, policy, self.observers)
+        self.epoch = self.parts.build_epoch(number, limits, policy, self.observers, self.store.pins)
         self.lifecycle = self.parts.lifecycle(self.store, self.epoch)
         self.planner = self.parts.planner(self.store, self.epoch, self.lifecycle, self.drafting)
         self.applier = self.parts.applier(self.store, self.epoch, self.lifecycle, self.drafting)
@@ -294,6 +299,7 @@ class EngineCore:
         """Go on with another group of workers. Requests that exceed its sizes end with an error."""
         self.observers.emit(EpochStarted(number, limits))
         self._build_epoch(number, limits, policy)
+        self.store.pins.fit(limits)
         for request in [*self.store.waiting, *self.store.compiling]:
             positions = limits.positions(request.num_prompt_tokens, request.params)
             if len(request.token_ids) >= limits.max_model_len or positions > limits.kv_capacity:
@@ -329,6 +335,7 @@ class EngineCore:
         """Drop the prefix cache and all estimates, so that a new core that is restarted from the same point decides the
         same. The core must be empty. Totals stay."""
         self.observers.emit(point)
+        self._remove_pins()
         self._admitted, self._arrivals = point.tickets, Arrivals(self._open_arrivals)
         self.store.masks.last_ticket = point.mask_tickets
         self.store.loading.restart(point.load_tickets)
@@ -347,6 +354,29 @@ class EngineCore:
         requests still share blocks."""
         self.observers.emit(PrefixCacheReset(reset_running))
         return self.lifecycle.reset_prefix_cache(reset_running)
+
+    def pin(self, pin: str, owner: str, names: Sequence[bytes]) -> None:
+        """Pin the prefix whose blocks have these names (pinned block). Raises: PinRefused"""
+        self.observers.emit(PrefixPinned(pin, owner, tuple(names)))
+        self.store.pins.add(Pin(pin, owner, [*names]), self.epoch.kv, self.epoch.limits)
+
+    def unpin(self, pin: str) -> list[bytes]:
+        """End a pin. Return the names of its blocks. Raises: PinRefused"""
+        self.observers.emit(PrefixUnpinned(pin))
+        return self.store.pins.remove(pin, self.epoch.kv).names
+
+    def _remove_pins(self) -> None:
+        for pin in [*self.store.pins]:
+            self.store.pins.remove(pin.id, self.epoch.kv)
+
+    def drop_blocks(self, names: Sequence[bytes]) -> tuple[int, int]:
+        """Let nobody find the blocks with these names (dropped block). Return the ticket with which the workers answer,
+        and the number of blocks that have left the prefix cache. There must be workers."""
+        self.observers.emit(BlocksDropped(tuple(names)))
+        groups = range(self.epoch.kv.num_groups)
+        all_names = [name_in_group(name, group) for name in names for group in groups]
+        count = self.lifecycle.drop_blocks(all_names)
+        return self.store.loading.drop(b"".join(all_names)), count // len(groups)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -372,6 +402,7 @@ class EngineCore:
         queue, loading = self.queue, self.store.loading
         for load in loading.expired(self.store.now) if len(loading) else ():
             self._end_load(load, 0)
+        yield from self._drops_to_send()
         while True:
             for grammar in self.deferred_masks.outputs():
                 observers.emit(GrammarSent(grammar))
@@ -393,6 +424,14 @@ class EngineCore:
             observers.emit(SlotsReleased(release))
             yield release
 
+    def _drops_to_send(self) -> Iterator[LoadBlocks]:
+        dropped, epoch = self.store.loading.dropped, self.epoch
+        while dropped:
+            ticket, names = dropped.pop(0)
+            message = LoadBlocks(epoch.number, epoch.next_step, ticket, b"", b"", dropped=names)
+            self.observers.emit(LoadSent(message))
+            yield message
+
     def _loads_to_send(self, planned: PlannedStep | None) -> Iterator[LoadBlocks]:
         """Send the loads that were started with a step before it."""
         unsent, epoch = self.store.loading.unsent, self.epoch
@@ -404,13 +443,14 @@ class EngineCore:
             self.observers.emit(LoadSent(message))
             yield message
 
-    def on_loaded(self, epoch: int, ticket: int, count: int) -> None:
-        """All ranks have filled the first `count` blocks of a load (loaded block). A report of a load that was given up
-        is ignored."""
+    def on_loaded(self, epoch: int, ticket: int, count: int) -> bool:
+        """All ranks have filled the first `count` blocks of a load (loaded block). Return False if the load was given
+        up before."""
         self.observers.emit(BlocksFilled(epoch, ticket, count))
         load = self.store.loading.get(ticket) if epoch == self.epoch.number else None
         if load is not None:
             self._end_load(load, min(count, len(load.blocks)))
+        return load is not None
 
     def _end_load(self, load: BlockLoad, count: int) -> None:
         self.store.loading.times_of(load.peers).add(load, count, self.store.now)

@@ -91,4 +91,5 @@ class EpochState:
                 self.free(slot)
         self.fences.clear()
         self.released.clear()
+        self.kv.pins.release(self.kv)
         self.kv.pool.forget_all()

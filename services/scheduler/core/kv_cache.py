@@ -23,6 +23,7 @@ from protocol.block_names import NamedBlocks, extend_names
 from protocol.kv_groups import NO_BLOCK, ONE_GROUP, KVGroup, name_in_group
 from services.scheduler.core.block_pool import BlockPool
 from services.scheduler.core.observer import BlocksCached, BlocksEvicted, Observers
+from services.scheduler.core.pins import Pins
 from services.scheduler.core.request import Request
 from services.scheduler.core.slots import Column, SlotColumns, SlotIds
 
@@ -36,9 +37,11 @@ class KVCacheManager:
         enable_prefix_caching: bool = True,
         observers: Observers | None = None,
         groups: Sequence[KVGroup] = ONE_GROUP,
+        pins: Pins | None = None,
     ) -> None:
         self.block_size = block_size
         self.pool = pool
+        self.pins = Pins() if pins is None else pins
         self.enable_prefix_caching = enable_prefix_caching
         self._slots = slots
         self._observers = Observers() if observers is None else observers
@@ -76,11 +79,15 @@ class KVCacheManager:
         tokens = request.token_ids
         most = (len(tokens) - 1) // self.block_size
         self.extend_hashes(request, tokens, most)
+        return self.prefix_of(request.block_hashes[:most])
+
+    def prefix_of(self, names: list[bytes]) -> list[int]:
+        """Return the table of the longest prefix of the blocks with these names that every group can serve."""
         if self.num_groups > 1 or self._windows:
-            return self._longest_prefix(request.block_hashes[:most])
+            return self._longest_prefix(names)
         blocks = []
-        for block_hash in request.block_hashes[:most]:
-            block = self.pool.by_hash.get(block_hash)
+        for name in names:
+            block = self.pool.by_hash.get(name)
             if block is None:
                 break
             blocks.append(block)
@@ -319,15 +326,36 @@ class KVCacheManager:
         if self.enable_prefix_caching:
             self.pool.adopt(held.pairs())
             self._unseen = set(self.pool.cached)
+            self.pins.hold(self)
 
     def forget_all(self) -> None:
-        """Empty the prefix cache, on the workers too; held blocks stay with their holders."""
+        """Empty the prefix cache, on the workers too; held blocks stay with their holders, except those of pins."""
+        self.pins.release(self)
         self.pool.forget_all()
         self._whole, self._forgotten = [], True
         self._unseen.clear()
 
+    def drop(self, names: Sequence[bytes]) -> int:
+        """Remove the blocks with these names from the prefix cache (dropped block). Return their number."""
+        self.pins.release(self)
+        found = [(name, self.pool.by_hash.get(name)) for name in names]
+        known = [(name, block) for name, block in found if block is not None]
+        if self._observers.blocks:
+            emitted = [name for name, block in known if block not in self._unseen and self.emitted[block]]
+            if emitted:
+                self._observers.emit(
+                    BlocksEvicted(tuple(name_in_group(name, self.emitted_group) for name in emitted))
+                )
+        for _, block in known:
+            self._unseen.discard(block)
+            self.pool.drop(block)
+        self.pins.hold(self)
+        return len(known)
+
     def release(self, slot: int) -> None:
         """Free the slot's blocks; no step in flight may write them any more (the fence)."""
+        if len(self.pins):
+            self.pins.hold(self)
         self.pool.give_back(block for block in reversed(self.tables[slot]) if block >= 0)
         self.tables[slot] = []
 

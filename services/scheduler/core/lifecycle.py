@@ -3,6 +3,7 @@
 Stateless; acts on what survives (`RequestStore`) and on the present epoch (`EpochState`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from protocol.requests import Finish
@@ -77,6 +78,15 @@ class Lifecycle:
         self.epoch.kv.forget_all()
         return not len(self.epoch.running)
 
+    def drop_blocks(self, names: Sequence[bytes]) -> int:
+        """Remove the blocks with these names from the prefix cache, and end the loads that would fill such ones
+        (dropped block). Return the number of blocks."""
+        dropped = set(names)
+        for load in [*self.store.loading]:
+            if not dropped.isdisjoint(load.names):
+                self.end_load(load, 0)
+        return self.epoch.kv.drop(names)
+
     def void(self) -> None:
         """The workers are lost: running requests wait again with their confirmed tokens, every resume gate is open, and
         the epoch is void."""
@@ -86,6 +96,7 @@ class Lifecycle:
         for load in [*self.store.loading]:
             self.end_load(load, 0)
         self.store.loading.unsent.clear()
+        self.store.loading.dropped.clear()
         for request in self.store.waiting:
             self.drop_stale(request)
             request.asked = False

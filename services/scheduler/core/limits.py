@@ -54,6 +54,18 @@ class Limits:
             fits, self.num_blocks, key=lambda blocks: most_blocks(self.groups, blocks * size, chunk, size)
         )
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request."""
+        return min(self.max_model_len, self.kv_capacity)
+
+    @property
+    def most_pinned(self) -> int:
+        """Maximum number of blocks that pins hold: the longest request fits beside them (pinned block)."""
+        return self.num_blocks - most_blocks(
+            self.groups, self.longest, self.max_num_batched_tokens, self.block_size
+        )
+
     def held(self, ends: Column) -> Column:
         """Tokens for which rows that end at `ends` need blocks, int32[rows]; includes the drafter's positions."""
         return np.minimum(ends + np.int32(self.lookahead), self.max_model_len) if self.lookahead else ends

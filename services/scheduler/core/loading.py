@@ -82,6 +82,8 @@ class LoadingRequests:
     last_ticket: int = 0
     unsent: list[BlockLoad] = field(default_factory=list)
     """Loads that the workers were not sent yet."""
+    dropped: list[tuple[int, bytes]] = field(default_factory=list)
+    """Tickets, and names of blocks that the workers were not sent to drop yet."""
     _by_ticket: dict[int, BlockLoad] = field(default_factory=dict)
     _by_first: dict[bytes, BlockLoad] = field(default_factory=dict)
     """By the name of the first block."""
@@ -117,6 +119,12 @@ class LoadingRequests:
         load = BlockLoad(self.last_ticket, [request], prefix, blocks, names, peers, now, gives_up)
         self._by_ticket[load.ticket] = self._by_first[names[0]] = self._of[request] = load
         self.unsent.append(load)
+
+    def drop(self, names: bytes) -> int:
+        """Let the workers drop blocks. Return the ticket that they answer with."""
+        self.last_ticket += 1
+        self.dropped.append((self.last_ticket, names))
+        return self.last_ticket
 
     def join(self, request: Request, name: bytes) -> bool:
         """Let a request wait for the load that begins with this block. Return False if there is none."""

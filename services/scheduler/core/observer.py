@@ -85,6 +85,22 @@ class PrefixCacheReset(_Recordable, frozen=True):
     reset_running: bool
 
 
+class PrefixPinned(_Recordable, frozen=True):
+    pin: str
+    owner: str
+    names: tuple[bytes, ...]
+
+
+class PrefixUnpinned(_Recordable, frozen=True):
+    pin: str
+
+
+class BlocksDropped(_Recordable, frozen=True):
+    """Nobody may find the blocks with these names any more."""
+
+    names: tuple[bytes, ...]
+
+
 class EpochEnded(_Recordable, frozen=True):
     epoch: int
     is_fault: bool = False
@@ -189,6 +205,15 @@ class BlocksEvicted(msgspec.Struct, frozen=True):
     hashes: tuple[bytes, ...]
 
 
+class TierChanged(msgspec.Struct, frozen=True):
+    """Blocks have come to a tier of the workers, and others have left it afterwards. Emitted as `BlocksCached` is."""
+
+    tier: str
+    """"host" or "disk"."""
+    stored: tuple[bytes, ...]
+    removed: tuple[bytes, ...]
+
+
 class PreemptionCause(enum.Enum):
     BLOCKS = "blocks"
     """Running requests need more blocks than are free."""
@@ -251,6 +276,9 @@ InboundEvent = (
     | DispatchStarted
     | DispatchInterrupted
     | PrefixCacheReset
+    | PrefixPinned
+    | PrefixUnpinned
+    | BlocksDropped
     | EpochEnded
     | EpochStarted
     | BlocksAdopted
@@ -266,6 +294,7 @@ Decision = (
     | SlotsReleased
     | BlocksCached
     | BlocksEvicted
+    | TierChanged
     | RequestPreempted
     | ResultApplied
     | StaleResultDropped

@@ -20,6 +20,7 @@ from services.scheduler.core.loading import LoadingRequests
 from services.scheduler.core.masks import RequestMasks
 from services.scheduler.core.observer import Observers
 from services.scheduler.core.outputs import OutputBuffer
+from services.scheduler.core.pins import Pins
 from services.scheduler.core.plan import StepPlanner
 from services.scheduler.core.request import Request
 from services.scheduler.core.slots import SlotColumns
@@ -42,6 +43,7 @@ class Parts:
     slots: type[SlotColumns] = SlotColumns
     ledger: type[Ledger] = Ledger
     pool: type[BlockPool] = BlockPool
+    pins: type[Pins] = Pins
     kv: type[KVCacheManager] = KVCacheManager
     epoch: type[EpochState] = EpochState
     lifecycle: type[Lifecycle] = Lifecycle
@@ -51,14 +53,21 @@ class Parts:
 
     def build_store(self, compiler: Compiler | None, mask_maker: MaskMaker = INLINE_MASKS) -> RequestStore:
         compiling, masks = self.compiling(compiler), self.masks(mask_maker)
-        return self.store(compiling, masks, self.waiting(), self.loading(), self.outputs())
+        return self.store(compiling, masks, self.waiting(), self.loading(), self.outputs(), self.pins())
 
     def build_epoch(
-        self, number: int, limits: Limits, policy: BatchingPolicy, observers: Observers | None = None
+        self,
+        number: int,
+        limits: Limits,
+        policy: BatchingPolicy,
+        observers: Observers | None = None,
+        pins: Pins | None = None,
     ) -> EpochState:
         slots = self.slots(limits.num_slots, limits.max_model_len)
         pool = self.pool(limits.num_blocks)
-        kv = self.kv(slots, pool, limits.block_size, limits.enable_prefix_caching, observers, limits.groups)
+        kv = self.kv(
+            slots, pool, limits.block_size, limits.enable_prefix_caching, observers, limits.groups, pins
+        )
         return self.epoch(number, limits, policy, slots, self.ledger(slots), kv)
 
 

@@ -19,6 +19,7 @@ from services.scheduler.core.loading import LoadingRequests
 from services.scheduler.core.masks import RequestMasks
 from services.scheduler.core.observer import Observers, RequestFinished
 from services.scheduler.core.outputs import OutputBuffer
+from services.scheduler.core.pins import Pins
 from services.scheduler.core.request import Request, RequestKey, RequestStatus
 from services.scheduler.core.suspects import Suspects
 from services.scheduler.core.waiting import WaitingQueue
@@ -43,6 +44,7 @@ class RequestStore:
         waiting: WaitingQueue,
         loading: LoadingRequests,
         outputs: OutputBuffer,
+        pins: Pins,
     ) -> None:
         self.requests: dict[RequestKey, Request] = {}
         """Open requests."""
@@ -51,6 +53,7 @@ class RequestStore:
         self.waiting = waiting
         self.loading = loading
         self.outputs = outputs
+        self.pins = pins
         self.suspects = Suspects()
         self.counters: Counter[str] = Counter(dict.fromkeys(TOTALS, 0))
         """Totals by metric name."""

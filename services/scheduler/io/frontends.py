@@ -11,7 +11,15 @@ from msgspec.structs import replace
 from protocol.codec import Decoder
 from protocol.handshake import Hello
 from protocol.records import CachedBlocks, StepRecords
-from protocol.requests import ClientMessage, EngineState, FrontendAlive, RequestOutputs, ResetDone, RoundTrips
+from protocol.requests import (
+    CacheControlled,
+    ClientMessage,
+    EngineState,
+    FrontendAlive,
+    RequestOutputs,
+    ResetDone,
+    RoundTrips,
+)
 from protocol.security import LOCAL, Security
 from protocol.transport import PeerGone, PeerSlow, Server
 
@@ -103,7 +111,7 @@ class FrontendConnections:
         self.send_if_connected(frontend, replace(state, lease=frontend + 1, round_trips=round_trips))
 
     def send_if_connected(
-        self, frontend: int, message: EngineState | StepRecords | ResetDone | CachedBlocks
+        self, frontend: int, message: EngineState | StepRecords | ResetDone | CachedBlocks | CacheControlled
     ) -> None:
         """Send what may be lost. A frontend that is gone is in the next `take_gone`; one that does not read stays."""
         peer = self._peers.get(frontend)

@@ -9,6 +9,8 @@ import msgspec
 
 MEDIUM = "GPU"
 """vLLM's name of the KV cache that the model reads, on every device."""
+TIER_MEDIA = {"host": "CPU", "disk": "STORAGE"}
+"""vLLM's names of tiers."""
 
 
 class KVCacheEvent(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag=True):

@@ -12,9 +12,11 @@ from services.scheduler.core.observer import (
     PrefixCacheReset,
     ResultApplied,
     StepDispatched,
+    TierChanged,
 )
 from services.scheduler.kv_events.messages import (
     MEDIUM,
+    TIER_MEDIA,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -45,6 +47,13 @@ class KVEventObserver:
                 self._events.append(_stored(event))
             case BlocksEvicted(hashes=hashes):
                 self._events.append(BlockRemoved(list(hashes), MEDIUM, 0))
+            case TierChanged(tier=tier, stored=stored, removed=removed):
+                medium = TIER_MEDIA.get(tier, tier)
+                if stored:  # as vLLM's offloading does: without tokens, which the event of the cache had
+                    self._events.append(BlockStored([*stored], None, [], 0, None, medium, None))
+                if removed:
+                    self._events.append(BlockRemoved([*removed], medium))
+                self._flush()
             case PrefixCacheReset() | EpochEnded() | AllRequestsFailed() | CoreRestarted():
                 self._events.append(AllBlocksCleared())
                 self._flush()

@@ -39,6 +39,10 @@ class Started:
     """Whole blocks that all ranks hold; None: there is none."""
     kv_peers: tuple[str, ...] = ()
     """`Loaded.kv_peer` of each rank; (): not all have one."""
+    bytes_per_block: int = 0
+    """Bytes of a KV block on all ranks together."""
+    drops_blocks: bool = False
+    """True: all ranks know `LoadBlocks.dropped`."""
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,9 @@ class Epoch:
         held = NamedBlocks.from_lists(blocks, names) if blocks else None
         kv_peers = tuple(rank.kv_peer for rank in self._loaded())
         kv_peers = kv_peers if all(kv_peers) else ()
-        return Started(self.id, peers, self.limits(), self._loaded()[0], held, kv_peers)
+        num_bytes = sum(rank.bytes_per_block for rank in self._loaded())
+        drops = all(rank.drops_blocks for rank in self._loaded())
+        return Started(self.id, peers, self.limits(), self._loaded()[0], held, kv_peers, num_bytes, drops)
 
     def end(self, reason: str, now: float) -> list[Action]:
         """Send all ranks that are left back to registration."""

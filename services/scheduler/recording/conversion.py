@@ -40,6 +40,7 @@ from services.scheduler.core.observer import (
     SlotsReleased,
     StaleResultDropped,
     StepDispatched,
+    TierChanged,
 )
 from services.scheduler.core.request import RequestKey
 from services.scheduler.recording.prefix_chains import PrefixChains
@@ -53,7 +54,7 @@ from services.scheduler.recording.records import (
     StaleRecord,
 )
 
-NOT_RECORDED = (ObserverAttached, BlocksCached, BlocksEvicted)
+NOT_RECORDED = (ObserverAttached, BlocksCached, BlocksEvicted, TierChanged)
 """Events that follow from others; whether they are emitted depends on the listeners."""
 
 

@@ -15,6 +15,7 @@ from services.scheduler.core.limits import Limits
 from services.scheduler.core.observer import (
     AllRequestsFailed,
     BlocksAdopted,
+    BlocksDropped,
     BlocksFilled,
     CoreRestarted,
     DispatchInterrupted,
@@ -26,6 +27,8 @@ from services.scheduler.core.observer import (
     LoadSent,
     MasksReady,
     PrefixCacheReset,
+    PrefixPinned,
+    PrefixUnpinned,
     RequestArrived,
     RequestFinished,
     RequestPreempted,
@@ -160,6 +163,9 @@ InboundRecord = (
     | ResultArrived
     | DispatchStarted
     | PrefixCacheReset
+    | PrefixPinned
+    | PrefixUnpinned
+    | BlocksDropped
     | EpochEnded
     | EpochStarted
     | BlocksAdopted

@@ -21,6 +21,7 @@ from services.scheduler.core.limits import Limits
 from services.scheduler.core.observer import (
     AllRequestsFailed,
     BlocksAdopted,
+    BlocksDropped,
     BlocksFilled,
     CoreRestarted,
     DispatchInterrupted,
@@ -34,6 +35,8 @@ from services.scheduler.core.observer import (
     LoadSent,
     MasksReady,
     PrefixCacheReset,
+    PrefixPinned,
+    PrefixUnpinned,
     RequestArrived,
     RequestFinished,
     RequestsAborted,
@@ -43,6 +46,7 @@ from services.scheduler.core.observer import (
     TimeAdvanced,
 )
 from services.scheduler.core.parts import DEFAULT_PARTS, Parts
+from services.scheduler.core.pins import PinRefused
 from services.scheduler.core.request import RequestKey
 from services.scheduler.core.results import UnknownResult
 from services.scheduler.core.slots import DROP, Column
@@ -238,7 +242,7 @@ class Replay:
         self._decisions = []
         try:
             self._enter(turn, turns)
-        except (ProtocolError, StallError, UnknownResult):  # the shell goes on after these
+        except (ProtocolError, PinRefused, StallError, UnknownResult):  # the shell goes on after these
             return None
         except ValueError as error:
             return None if isinstance(turn.cause, (RequestArrived, ArrivalRecord)) else _text(error)
@@ -272,6 +276,12 @@ class Replay:
                 self._dispatch(turn)
             case PrefixCacheReset(reset_running=reset_running):
                 core.reset_prefix_cache(reset_running)
+            case PrefixPinned(pin=pin, owner=owner, names=names):
+                core.pin(pin, owner, names)
+            case PrefixUnpinned(pin=pin):
+                core.unpin(pin)
+            case BlocksDropped(names=names):
+                core.drop_blocks(names)
             case EpochEnded(is_fault=is_fault):
                 core.end_epoch(is_fault)
             case EpochStarted(epoch=epoch, limits=limits):

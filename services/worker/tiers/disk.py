@@ -22,6 +22,7 @@ from pathlib import Path
 
 from services.units import size_text
 from services.worker.runner import LoadError
+from services.worker.tiers.changes import TierChanges
 
 log = logging.getLogger("runahead.worker")
 
@@ -40,6 +41,8 @@ _DIRECTORY, _PART, _FILE = re.compile("[0-9a-f]{64}"), re.compile("[0-9a-f]{2}")
 
 
 class DiskTier:
+    label = "disk"
+
     def __init__(self, directory: str, identity: str, max_bytes: int) -> None:
         """Raises: LoadError, if the directory cannot be used."""
         self._root, self._max_bytes = Path(directory), max_bytes
@@ -49,7 +52,19 @@ class DiskTier:
         """Monotonic seconds."""
         self._size, self._since_scan = 0, max_bytes
         """Bytes of all files when they were last looked at, and bytes written since."""
+        self._is_scanned = False
+        self.changes = TierChanges()
         _check(self._root)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files; 0: they were not looked at."""
+        return self._size + self._since_scan if self._is_scanned else 0
+
+    def begin(self) -> None:
+        """Look at all files, if that was not done."""
+        with suppress(OSError):
+            self._make_room(0)
 
     def has(self, name: bytes) -> bool:
         return self._path(name).exists()
@@ -76,6 +91,7 @@ class DiskTier:
         log.warning("%s is torn or foreign; it is removed, and its tokens are computed", path)
         with suppress(OSError):
             path.unlink()
+            self.changes.removed.append(name)
         return False
 
     def put(self, name: bytes, data: memoryview) -> None:
@@ -99,11 +115,21 @@ class DiskTier:
                     temporary.unlink()
                 raise
             self._since_scan += size
+            self.changes.stored.append(name)
         except OSError as error:
             self._writes_from = time.monotonic() + RETRY_SECONDS
             log.warning(
                 "no KV block is written to %s for %.0f s: %s", self._root, RETRY_SECONDS, error.strerror
             )
+
+    def drop(self, name: bytes) -> None:
+        """Remove a block. Raises: OSError, if that fails."""
+        path = self._path(name)
+        with suppress(FileNotFoundError):
+            size = path.stat().st_size
+            path.unlink()
+            self._size = max(0, self._size - size)
+            self.changes.removed.append(name)
 
     def _path(self, name: bytes) -> Path:
         digits = name.hex()
@@ -121,7 +147,7 @@ class DiskTier:
         if not is_full and self._since_scan < BETWEEN_SCANS * self._max_bytes:
             return
         files = sorted(self._files())
-        self._size, self._since_scan = sum(bytes_of for _, bytes_of, _ in files), 0
+        self._size, self._since_scan, self._is_scanned = sum(bytes_of for _, bytes_of, _ in files), 0, True
         if self._size + size <= self._max_bytes:
             return
         before, goal = self._size, int(KEPT * self._max_bytes) - size
@@ -130,8 +156,14 @@ class DiskTier:
                 break
             with suppress(FileNotFoundError):  # another process removed it
                 os.unlink(path)
+                self._note_removed(path)
             self._size -= bytes_of
         log.debug("KV blocks of %s are removed from %s", size_text(before - self._size), self._root)
+
+    def _note_removed(self, path: str) -> None:
+        *_, identity, part, rest = Path(path).parts
+        if identity == self._own.name and _FILE.fullmatch(rest):
+            self.changes.removed.append(bytes.fromhex(part + rest))
 
     def _files(self) -> Iterator[tuple[float, int, str]]:
         """Iterate over the files of all engines and models: time of the last use, bytes, path. Files of others stay."""

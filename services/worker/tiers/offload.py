@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from hashlib import sha256
 
 from protocol.block_names import NamedBlocks
-from protocol.membership import Loaded
+from protocol.membership import Loaded, TierReport
 from protocol.steps import BlocksLoaded, LoadBlocks
 from services.config import WorkerConfig
 from services.worker.kv_memory import KVMemory
@@ -12,7 +12,7 @@ from services.worker.runner import LoadError
 from services.worker.tiers.disk import DiskTier
 from services.worker.tiers.host import HostTier
 from services.worker.tiers.peers import PeerClient, PeerServer
-from services.worker.tiers.transfers import BlockTransfers, Tier
+from services.worker.tiers.transfers import BlockTransfers, DroppedNames, Tier
 
 LAST_SECONDS = 2.0
 """Seconds for blocks that are not written yet when the worker leaves."""
@@ -42,6 +42,7 @@ class Offload:
         self._identity, self._rank = "", 0
         self._tiers: list[Tier] = []
         self._transfers: BlockTransfers | None = None
+        self._dropped = DroppedNames()
         self._server: PeerServer | None = None
         self.has_tiers = bool(config.kv_offload_dir or config.kv_offload_bytes)
         self._is_used = self.has_tiers or bool(config.kv_peer_address)
@@ -78,7 +79,7 @@ class Offload:
             peers = (
                 PeerClient(self._config.security, _digest(self._identity), self._rank) if is_peer else None
             )
-            self._transfers = BlockTransfers(memory, self._tiers, self._send, peers)
+            self._transfers = BlockTransfers(memory, self._tiers, self._send, peers, self._dropped)
 
     def follow(self, whole: NamedBlocks) -> None:
         """Blocks became whole."""
@@ -86,9 +87,23 @@ class Offload:
             self._transfers.follow(whole)
 
     def load(self, message: LoadBlocks) -> None:
-        """Fill blocks, and answer."""
+        """Fill blocks, or drop blocks from the tiers, and answer."""
+        if message.dropped:
+            if self._transfers is None:
+                self._send(BlocksLoaded(message.epoch, message.ticket, 0))
+            else:
+                self._transfers.drop(message)
+            return
         assert self._transfers is not None, "the scheduler knows whether there are tiers or peers"
         self._transfers.load(message)
+
+    def report(self) -> list[TierReport]:
+        """Return `Pong.tiers`. Names of blocks are reported by rank 0 alone."""
+        reports = []
+        for tier in self._tiers if self._transfers is not None else ():
+            names = tier.changes.take()
+            reports.append(TierReport(tier.label, tier.num_bytes, *(() if self._rank else names)))
+        return reports
 
     def end(self, leaves: bool = False) -> None:
         """The cache ends. `leaves`: so does the process."""

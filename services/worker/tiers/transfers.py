@@ -8,7 +8,9 @@ than they are written are left out.
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -18,6 +20,7 @@ from protocol.kv_transfer import MAX_FETCH_BYTES
 from protocol.steps import BlocksLoaded, LoadBlocks
 from services.process import name_this_thread
 from services.worker.kv_memory import KVMemory
+from services.worker.tiers.changes import TierChanges
 
 log = logging.getLogger("runahead.worker")
 
@@ -40,6 +43,19 @@ class PeerBlocks(Protocol):
 class Tier(Protocol):
     """Blocks by name. `get` and `put` are called on two threads."""
 
+    label: str
+    """"host" or "disk"."""
+    changes: TierChanges
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all blocks in it."""
+        ...
+
+    def begin(self) -> None:
+        """Called on the thread that writes, before the first block of each epoch."""
+        ...
+
     def has(self, name: bytes) -> bool: ...
     def get(self, name: bytes, into: memoryview) -> bool:
         """Copy a block. Return False if it is missing or wrong; then `into` is undefined."""
@@ -49,6 +65,20 @@ class Tier(Protocol):
         """Keep a block, if possible."""
         ...
 
+    def drop(self, name: bytes) -> None:
+        """Remove a block, if it is there. Called on the thread that writes. Raises: OSError"""
+        ...
+
+
+@dataclass
+class DroppedNames:
+    """Drops under way, shared by the transfers of all epochs: the last ones may still carry them out."""
+
+    names: dict[bytes, LoadBlocks] = field(default_factory=dict)
+    """Names of blocks that the tiers may still have, and that nobody may read, each with its last drop."""
+    writer: threading.Thread | None = None
+    """The last thread that writes: the next one begins when it has ended."""
+
 
 class BlockTransfers:
     """
@@ -57,6 +87,7 @@ class BlockTransfers:
         tiers: the fastest one first.
         send: sends the answer to a load, on any thread.
         peers: workers of other engines; None: none is asked. It is closed at the end.
+        dropped: shared with the transfers of other epochs; None: there are none.
     """
 
     def __init__(
@@ -65,11 +96,14 @@ class BlockTransfers:
         tiers: Sequence[Tier],
         send: Callable[[BlocksLoaded], None],
         peers: PeerBlocks | None = None,
+        dropped: DroppedNames | None = None,
     ) -> None:
         assert memory.names is not None, "the cache has begun"
         self._memory, self._names, self._tiers = memory, memory.names, tiers
         self._send, self._peers = send, peers
-        self._unwritten: SimpleQueue[bytes | None] = SimpleQueue()
+        self._dropped = DroppedNames() if dropped is None else dropped
+        self._unwritten: SimpleQueue[bytes | LoadBlocks | None] = SimpleQueue()
+        """Names of blocks to write, and drops, in order."""
         self._loads: SimpleQueue[LoadBlocks | None] = SimpleQueue()
         self._in_memory = threading.Lock()
         """Held while a thread reads or writes the KV memory."""
@@ -78,6 +112,7 @@ class BlockTransfers:
             threading.Thread(target=self._write_blocks, name="blocks out", daemon=True),
             threading.Thread(target=self._fill_blocks, name="blocks in", daemon=True),
         ]
+        self._writer_before, self._dropped.writer = self._dropped.writer, self._threads[0]
         for thread in self._threads:
             thread.start()
 
@@ -90,6 +125,11 @@ class BlockTransfers:
     def load(self, message: LoadBlocks) -> None:
         self._names.expect(message)
         self._loads.put(message)
+
+    def drop(self, message: LoadBlocks) -> None:
+        """Remove blocks from the tiers, and answer. Nobody reads them from now on."""
+        self._dropped.names.update(dict.fromkeys(split_names(message.dropped), message))
+        self._unwritten.put(message)
 
     def end(self, patience: float = 0.0) -> None:
         """Leave the KV memory alone from now on.
@@ -118,7 +158,7 @@ class BlockTransfers:
         data = memoryview(bytearray(len(names) * size))
         for count, name in enumerate(names):
             part = data[count * size : (count + 1) * size]
-            if not (self._copy(name, part) or any(tier.get(name, part) for tier in self._tiers)):
+            if not (self._copy(name, part) or self._read(name, part)):
                 return count, data[: count * size]
         return len(names), data
 
@@ -138,10 +178,34 @@ class BlockTransfers:
     def _write_blocks(self) -> None:
         name_this_thread()
         buffer = memoryview(bytearray(self._memory.block_bytes))
-        while (item := self._unwritten.get()) is not None and not self._ended:
-            self._write(item, buffer)
+        if self._writer_before is not None:
+            self._writer_before.join()
+        for tier in self._tiers:
+            tier.begin()
+        while (item := self._unwritten.get()) is not None:  # drops are carried out after the end, too
+            if isinstance(item, bytes):
+                self._write(item, buffer)
+            else:
+                self._remove(item)
+
+    def _remove(self, message: LoadBlocks) -> None:
+        """Carry out a drop. Without an answer, if a file cannot be removed: it is not carried out then."""
+        names = split_names(message.dropped)
+        try:
+            for name in names:
+                for tier in self._tiers:
+                    tier.drop(name)
+        except OSError as error:
+            log.error("KV blocks cannot be dropped from a tier: %s", error)
+            return
+        for name in names:
+            if self._dropped.names.get(name) is message:
+                del self._dropped.names[name]
+        self._send(BlocksLoaded(message.epoch, message.ticket, 0))
 
     def _write(self, name: bytes, buffer: memoryview) -> None:
+        if self._ended:
+            return
         lacking = [tier for tier in self._tiers if not tier.has(name)]
         if lacking and self._copy(name, buffer):
             for tier in lacking:
@@ -153,24 +217,35 @@ class BlockTransfers:
         name_this_thread()
         buffer = memoryview(bytearray(self._memory.block_bytes))
         while (message := self._loads.get()) is not None and not self._ended:
-            self._send(BlocksLoaded(message.epoch, message.ticket, self._fill(message, buffer)))
+            sources = self._fill(message, buffer)
+            self._send(BlocksLoaded(message.epoch, message.ticket, sources.total(), dict(sources)))
         if self._peers is not None:
             self._peers.close()
 
-    def _fill(self, message: LoadBlocks, buffer: memoryview) -> int:
-        """Return the number of blocks that were filled: from the tiers, and behind the first one that they lack from
-        another engine."""
-        blocks, names, count = unpack(message.blocks).tolist(), split_names(message.names), 0
-        while count < len(blocks) and any(tier.get(names[count], buffer) for tier in self._tiers):
-            if not self._put(blocks[count], message.ticket, buffer):
-                return count
-            count += 1
+    def _fill(self, message: LoadBlocks, buffer: memoryview) -> Counter[str]:
+        """Return the number of blocks that were filled, by their source: the tiers, and behind the first one that they
+        lack another engine."""
+        blocks, names, sources = unpack(message.blocks).tolist(), split_names(message.names), Counter[str]()
+        for block, name in zip(blocks, names, strict=False):
+            if (source := self._read(name, buffer)) is None:
+                break
+            if not self._put(block, message.ticket, buffer):
+                return sources
+            sources[source] += 1
+        count = sources.total()
         if count < len(blocks) and message.peers and self._peers is not None:
             for data in self._peers.fetch(message.peers, names[count:], self.block_bytes):
                 if not self._put(blocks[count], message.ticket, data):
                     break
                 count += 1
-        return count
+                sources["peer"] += 1
+        return sources
+
+    def _read(self, name: bytes, into: memoryview) -> str | None:
+        """Read a block from the first tier that has it. Return that one's label; None: none has it."""
+        if name in self._dropped.names:
+            return None
+        return next((tier.label for tier in self._tiers if tier.get(name, into)), None)
 
     def _put(self, block: int, ticket: int, data: memoryview) -> bool:
         """Write a block. Return False if it was given away, or the epoch has ended."""

@@ -3,6 +3,7 @@
 from collections import Counter
 
 from services.worker.kv_memory import KVMemory
+from services.worker.tiers.changes import TierChanges
 from tests.simulation.oracle import TORN
 from tests.simulation.whole.hub import Hub
 
@@ -41,11 +42,21 @@ class SlowTier:
     def __init__(self, hub: Hub, kept: dict[bytes, bytes], happened: Counter[str]) -> None:
         """`kept`: outlives the process."""
         self._hub, self._kept, self._happened = hub, kept, happened
+        self.label, self.changes = "host", TierChanges()
         self._seconds = hub.rng.choice((0.0, 0.001, 0.02, 0.3))
 
     def _wait(self) -> None:
         if self._seconds:
             self._hub.sleep(self._seconds * self._hub.rng.random())
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self._kept.values()))
+
+    def begin(self) -> None: ...
+
+    def drop(self, name: bytes) -> None:
+        self._kept.pop(name, None)
 
     def has(self, name: bytes) -> bool:
         return name in self._kept

@@ -177,6 +177,10 @@ def test_sizes_have_suffixes(given: str, size: int) -> None:
             "--load-format is a setting of --backend vllm; --backend native does not use it",
         ),
         (
+            {"kv_offload_bytes": "1G", "backend": "vllm"},
+            "--kv-offload-bytes is a setting of --backend native and sim; --backend vllm does not use it: vLLM's KV",
+        ),
+        (
             {"enforce_eager": True, "backend": "sim"},
             "--enforce-eager is a setting of --backend native and vllm; --backend sim does not use it",
         ),

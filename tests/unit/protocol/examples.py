@@ -32,12 +32,16 @@ from protocol.records import (
 )
 from protocol.requests import (
     AbortRequest,
+    CacheAction,
+    CacheControlled,
+    ControlCache,
     EnginePhase,
     EngineState,
     Finish,
     FinishReason,
     FrontendAlive,
     GenerateRequest,
+    PinnedPrefix,
     RequestOutputs,
     ResetDone,
     ResetPrefixCache,
@@ -81,6 +85,8 @@ EXAMPLES: list[msgspec.Struct] = [
     FrontendAlive(),
     ResetPrefixCache(4294967295, True),
     ResetDone(4294967295, True),
+    ControlCache(4294967295, CacheAction.PIN, "system", "0123456789abcdef", bytes(64)),
+    CacheControlled(4294967295, "no", [PinnedPrefix("system", "0123456789abcdef", 32, 16, 4096)], 48),
     Subscribe(False),
     CachedBlocks(3, b"n" * 32, b"o" * 32),
     StepRecords(

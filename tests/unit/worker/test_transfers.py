@@ -1,6 +1,7 @@
 """Blocks on their way between KV memory and tiers, on the threads that production uses."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from queue import Queue
 
@@ -24,11 +25,16 @@ class WatchedTier(HostTier):
     def __init__(self) -> None:
         super().__init__(1 << 20)
         self.before: Callable[[bytes], None] = lambda name: None
+        self.before_put: Callable[[], None] = lambda: None
         self.asked = threading.Event()
 
     def has(self, name: bytes) -> bool:
         self.asked.set()
         return super().has(name)
+
+    def put(self, name: bytes, data: memoryview) -> None:
+        self.before_put()
+        super().put(name, data)
 
     def get(self, name: bytes, into: memoryview) -> bool:
         self.before(name)
@@ -88,7 +94,7 @@ def test_blocks_are_written_and_loaded_to_other_places(rank: Rank) -> None:
     assert not rank.tier.has(name(3))
     rank.transfers = BlockTransfers(rank.memory, [rank.tier], rank.answers.put)
     rank.load(1, {0: 5, 7: 2, 1: 3, 4: 5})
-    assert rank.answer() == BlocksLoaded(1, 1, 2), "up to the first one that is missing"
+    assert rank.answer() == BlocksLoaded(1, 1, 2, {"host": 2}), "up to the first one that is missing"
     assert [rank.content(block) for block in (0, 7)] == [before[5], before[2]]
     untouched = [1, 2, 3, 4, 5, 6]
     assert [rank.content(block) for block in untouched] == [before[block] for block in untouched]
@@ -139,7 +145,7 @@ def test_a_block_that_was_given_away_is_not_filled(rank: Rank) -> None:
     rank.tier.before = lambda wanted: rank.load(3, {1: 7}) if wanted == name(5) else None
     rank.load(2, {1: 5})
     assert rank.answer() == BlocksLoaded(1, 2, 0), "another load has taken its block"
-    assert rank.answer() == BlocksLoaded(1, 3, 1)
+    assert rank.answer() == BlocksLoaded(1, 3, 1, {"host": 1})
 
 
 def test_a_block_that_is_filled_has_no_name(rank: Rank) -> None:
@@ -167,6 +173,65 @@ def test_nothing_is_touched_after_the_end(rank: Rank) -> None:
     goes_on.set()
     assert rank.answer().count == 0
     assert rank.content(1) == before
+
+
+def drop(ticket: int, *numbers: int) -> LoadBlocks:
+    return LoadBlocks(1, 1, ticket, b"", b"", dropped=b"".join(map(name, numbers)))
+
+
+def test_a_dropped_block_is_neither_read_nor_written_again(rank: Rank) -> None:
+    """Not even while the thread that removes it is busy, and after the end of the epoch."""
+    rank.follow(1, 2)
+    wait_for(lambda: rank.tier.has(name(2)))
+    reached, goes_on = threading.Event(), threading.Event()
+
+    def waits() -> None:
+        reached.set()
+        assert goes_on.wait(10)
+
+    rank.tier.before_put = waits
+    rank.follow(3)
+    assert reached.wait(10)
+    assert rank.memory.names is not None
+    rank.memory.names.forget([name(2), name(3)])
+    rank.transfers.drop(drop(1, 2, 3))
+    rank.load(2, {5: 1, 6: 2})
+    assert rank.answer() == BlocksLoaded(1, 2, 1, {"host": 1})
+    assert rank.transfers.find([name(2)])[0] == 0, "no peer gets it"
+    rank.transfers.end()
+    goes_on.set()
+    assert rank.answer() == BlocksLoaded(1, 1, 0)
+    assert [rank.tier.has(name(number)) for number in (1, 2, 3)] == [True, False, False]
+
+
+def test_a_drop_that_fails_is_not_confirmed_and_its_blocks_are_not_read(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank.follow(1)
+    wait_for(lambda: rank.tier.has(name(1)))
+
+    failed = threading.Event()
+
+    def fails(_: bytes) -> None:
+        failed.set()
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(rank.tier, "drop", fails)
+    rank.transfers.drop(drop(1, 1))
+    assert failed.wait(10)
+    monkeypatch.undo()
+    rank.load(2, {5: 1})
+    assert rank.answer() == BlocksLoaded(1, 2, 0)
+    rank.transfers.drop(drop(3, 1))
+    assert rank.answer() == BlocksLoaded(1, 3, 0)
+    assert not rank.tier.has(name(1))
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def test_the_memory_tier_keeps_what_was_used_last() -> None:

@@ -29,9 +29,9 @@ function show(engines, { open, streams, moves }) {
   byId("engines-state").textContent = "";
   const rows = engines.map((engine) => [
     engine.name, engine.state, engine.streams, engine.queue_seconds.toFixed(1), engine.endpoint, engine.pids.join(" "),
-    engine.detail === engine.state ? "" : engine.detail,
+    tiers(engine.kv_tiers), engine.detail === engine.state ? "" : engine.detail,
   ]);
-  const head = ["engine", "state", "streams", "queue, s", "endpoint", "process ids", ""];
+  const head = ["engine", "state", "streams", "queue, s", "endpoint", "process ids", "KV blocks; tokens found", ""];
   byId("engine-list").replaceChildren(table(head, rows, [2, 3]));
   const runs = streams.map((stream) => [
     stream.request_id, stream.engine || "waits", stream.engines.join(", "), stream.output_tokens,
@@ -49,4 +49,10 @@ function show(engines, { open, streams, moves }) {
     element("h4", { text: moved.length ? "Moves" : "No stream has moved" }),
     ...(moved.length ? [table(["time", "request", "engines", "reason", "after tokens"], moved, [4])] : []),
   );
+}
+
+function tiers(found) {
+  const sizes = Object.entries(found).map(([name, { bytes, hit_tokens }]) =>
+    `${name} ${(bytes / 2 ** 20).toFixed(1)} MiB; ${hit_tokens.toLocaleString("en")}`);
+  return sizes.join(", ");
 }
