@@ -3,7 +3,7 @@
 import asyncio
 import re
 
-from tests.e2e.server import ServeProcess, serving
+from tests.e2e.server import ServeProcess, serving, wait_until
 from tests.e2e.streams import answers_of, assert_nothing_is_kept, engines_of, kill_engine
 
 NATIVE = ("--threads", "1", "--kv-cache-memory-bytes", str(64 << 20))
@@ -16,16 +16,14 @@ LENGTH = 600
 
 def moved(server: ServeProcess, reason: str) -> int:
     """Return how many streams have moved for this reason."""
-    found = re.findall(
-        rf'^runahead:stream_moves_total{{.*reason="{reason}".*}} (\S+)$', server.get("/metrics")[1], re.M
-    )
+    pattern = rf'^runahead:stream_moves_total{{.*reason="{reason}".*}} (\S+)$'
+    found = re.findall(pattern, server.get("/metrics")[1], re.MULTILINE)
     return round(sum(map(float, found)))
 
 
 async def kill_at_first_move(server: ServeProcess, victim: str, count: int) -> None:
     """One prompt is computed, and others are not. `count`: moves of before."""
-    while await asyncio.to_thread(moved, server, "prefilled") == count:
-        await asyncio.sleep(0.01)
+    await asyncio.to_thread(wait_until, lambda: moved(server, "prefilled") > count, "a stream has moved")
     await kill_engine(server, victim)
 
 
