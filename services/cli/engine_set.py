@@ -13,6 +13,7 @@ from pathlib import Path
 from services.config import SERVICES, ServeConfig
 from services.worker import machine
 
+LOOPBACK = "tcp://127.0.0.1:0"
 CONTROL = "control"
 """Name of the supervisor's socket in the private directory."""
 
@@ -74,6 +75,11 @@ class EngineSet:
         scheduler, *ranks = service_names(name, config)
         scheduling = {"worker_endpoint": workers} | ({} if config.headless else {"client_endpoint": clients})
         working = {"scheduler_endpoint": workers, "transport_keys": None}
+        if config.prefill_engines:
+            index = int(name)
+            role = "prefill" if index < config.prefill_engines else "decode"
+            scheduling["role"] = role if index < config.data_parallel_size else "both"  # one of a replan
+            working |= {"kv_peer_address": config.kv_peer_address or LOOPBACK}
         return [
             self._command(scheduler, config, scheduling),
             *(self._command(rank, config, working) for rank in ranks),

@@ -19,7 +19,7 @@ from services.config import OMITTED, ServeConfig
 
 POLL_INTERVAL = 0.3
 """Seconds between two looks at a change that is under way."""
-COLUMNS = ("engine", "state", "streams", "queue, s", "endpoint", "pids")
+COLUMNS = ("engine", "role", "state", "streams", "queue, s", "endpoint", "pids")
 REFRESH = 1.0
 """Seconds between two updates of the live table."""
 WIDE = 1000
@@ -55,8 +55,8 @@ def _table(found: list[Any]) -> Table:
     table = Table(*COLUMNS, box=None)
     for engine in found:
         pids, queue = " ".join(map(str, engine["pids"])), f"{engine['queue_seconds']:.1f}"
-        row = engine["name"], engine["state"], str(engine["streams"]), queue, engine["endpoint"], pids
-        table.add_row(*map(Text, row))
+        state = engine["role"], engine["state"], str(engine["streams"])
+        table.add_row(*map(Text, (engine["name"], *state, queue, engine["endpoint"], pids)))
     return table
 
 

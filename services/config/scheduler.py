@@ -57,6 +57,11 @@ class SchedulerConfig(ServiceConfig):
         False,
         description="Give all layers one block table that keeps every token, also layers that read a window only.",
     )
+    role: Literal["both", "prefill", "decode"] = Field(
+        "both",
+        description="What frontends with several engines use this one for: long prompts only (prefill), or the rest "
+        "(decode), which loads the KV blocks of these prompts. An engine does both where no other one can.",
+    )
     scheduling_policy: Literal["fcfs", "priority"] = Field(
         "fcfs", description="Order of waiting requests: by arrival (fcfs) or by priority."
     )

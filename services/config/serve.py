@@ -24,6 +24,13 @@ class ServeConfig(WorkerConfig, SchedulerConfig, FrontendConfig):
         "caches are divided among them.",
     )
 
+    prefill_engines: int = Field(
+        0,
+        ge=0,
+        description="Number of these engines that only compute long prompts (--role prefill). The others load the KV "
+        "blocks from them and decode.",
+    )
+
     headless: bool = Field(
         False,
         description="Start an engine without an HTTP server. Frontends connect to it at --client-endpoint.",
@@ -56,6 +63,22 @@ class ServeConfig(WorkerConfig, SchedulerConfig, FrontendConfig):
             raise ValueError(
                 f"--data-parallel-size {self.data_parallel_size}: --device cuda computes on one GPU so far; use 1"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_roles(self) -> Self:
+        if self.prefill_engines and self.prefill_engines >= self.data_parallel_size:
+            raise ValueError(
+                f"--prefill-engines {self.prefill_engines} of --data-parallel-size {self.data_parallel_size} leaves no "
+                "engine that decodes"
+            )
+        if self.prefill_engines and not (self.backend in ("native", "sim") and self.enable_prefix_caching):
+            raise ValueError(
+                "--prefill-engines: the others load KV blocks from them, which needs --backend native or sim, and "
+                "--enable-prefix-caching"
+            )
+        if self.role != "both" and not self.headless:
+            raise ValueError("--role is for one engine beside others; serve has --prefill-engines")
         return self
 
     @model_validator(mode="after")

@@ -50,6 +50,7 @@ class StateReports:
             "batching_policy": c.policy,
             "batch_queue_depth": str(c.depth),
             "prefix_caching": str(c.enable_prefix_caching),
+            "role": c.role,
         }
         if c.speculative_config is not None:
             info["speculative_method"] = c.speculative_config.method

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -43,14 +44,20 @@ def bodies() -> list[dict[str, Any]]:
 
 
 async def answers(
-    client: AsyncOpenAI, fault: Fault | None = None, on_chunk: Callable[[int], None] = lambda _: None
+    client: AsyncOpenAI,
+    fault: Fault | None = None,
+    on_chunk: Callable[[int], None] = lambda _: None,
+    prefix: str = "",
 ) -> list[Any]:
     """Return text, finish reason and log-probabilities of each choice. The fault comes when all streams have begun.
 
     Args:
         on_chunk: called with the number of the stream whenever it has got something.
+        prefix: of all prompts.
     """
     model, requests = (await client.models.list()).data[0].id, bodies()
+    for body in requests:
+        body["prompt"] = prefix + body["prompt"]
     begun = asyncio.Barrier(len(requests) + 1)
 
     async def one(number: int, body: dict[str, Any]) -> Any:
@@ -76,10 +83,10 @@ async def answers(
     return texts
 
 
-async def answers_of(server: HttpServer, fault: Fault | None = None) -> list[Any]:
+async def answers_of(server: HttpServer, fault: Fault | None = None, prefix: str = "") -> list[Any]:
     """Return the `answers` of a server."""
     async with server.async_client() as client:
-        return await answers(client, fault)
+        return await answers(client, fault, prefix=prefix)
 
 
 async def text_and_error(client: AsyncOpenAI, prompt: str, max_tokens: int) -> tuple[str, str]:
@@ -101,6 +108,17 @@ async def restart(server: ServeProcess, name: str, number: int) -> None:
     before = server.services[name]
     before.send_signal(number)
     while server.services[name] == before:
+        await asyncio.sleep(0.02)
+        server.find_services()
+
+
+async def kill_engine(server: ServeProcess, name: str) -> None:
+    """Kill the scheduler and the worker of an engine, and wait until the supervisor has started others."""
+    services = [f"scheduler-{name}", f"worker-{name}"]
+    before = [server.services[service] for service in services]
+    for process in before:
+        process.send_signal(signal.SIGKILL)
+    while any(server.services[s] == b for s, b in zip(services, before, strict=True)):
         await asyncio.sleep(0.02)
         server.find_services()
 

@@ -21,6 +21,7 @@ from tests.e2e.streams import (
     assert_nothing_is_kept,
     bodies,
     engines_of,
+    kill_engine,
     moves,
     requests_total,
     run_command,
@@ -52,17 +53,6 @@ def completed(server: ServeProcess) -> float:
     totals = requests_total(server)
     assert totals.keys() == {"completed"}
     return totals["completed"]
-
-
-async def kill_engine(server: ServeProcess, name: str) -> None:
-    """Kill the scheduler and the worker of an engine, and wait until the supervisor has started others."""
-    services = [f"scheduler-{name}", f"worker-{name}"]
-    before = [server.services[service] for service in services]
-    for process in before:
-        process.send_signal(signal.SIGKILL)
-    while any(server.services[s] == b for s, b in zip(services, before, strict=True)):
-        await asyncio.sleep(0.02)
-        server.find_services()
 
 
 CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 40}}, "required": ["city"]}

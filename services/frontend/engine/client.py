@@ -257,6 +257,7 @@ class EngineClient:
             case Place(engine=name, reason=reason, holder=holder):
                 self.decisions["place", name, reason] += 1
                 entry.set_kv_peers(self._kv_peers(holder))
+                entry.only_prompt = reason is Reason.PREFILL and request.pooling is Pooling.NONE
                 self.ledger.assign(entry, name)
                 self.engines[name].submit_open()
             case Hold():
@@ -288,6 +289,7 @@ class EngineClient:
         if source is not None:
             source.abort([number])
         entry.set_kv_peers(self._kv_peers(move.source))
+        entry.only_prompt = False
         self.ledger.move(number, self._next_number(), move.target, is_fault=move.reason is Reason.LOST)
         self.decisions["move", move.source, move.reason] += 1
         self.latest_moves.append(
@@ -307,17 +309,24 @@ class EngineClient:
         )  # fmt: skip
 
     def _on_finish(self, engine: ConnectedEngine, finish: Finish) -> bool:
-        """Return True if a request that an engine did not admit was placed at another one."""
+        """Return True if the request goes on: its prompt is computed, or another engine admits it."""
+        entry = self.ledger.entry(finish.number)
+        if entry is not None and entry.only_prompt and finish.reason is FinishReason.LENGTH:
+            if len(entry.stream.output) >= entry.request.params.max_tokens:
+                return False
+            if (move := self.placement.prefilled(entry.key)) is not None:
+                self._move(move)
+            return move is not None
         if finish.reason is not FinishReason.REJECTED or len(self.engines) == 1:
             return False
-        entry = self.ledger.entry(finish.number)
         if entry is None or entry.num_rejections >= len(self.engines):
             return False
         entry.num_rejections += 1
         self.engines.report(engine)
         request, identity = entry.request, entry.identity or self.engines.identity
         match self.placement.place(entry.key, request.token_ids, request.cache_salt, identity):
-            case Place(engine=name) if name != engine.name:
+            case Place(engine=name, reason=reason) if name != engine.name:
+                entry.only_prompt = reason is Reason.PREFILL and request.pooling is Pooling.NONE
                 self.ledger.move(finish.number, self._next_number(), name, is_fault=False)
                 return True
         return False

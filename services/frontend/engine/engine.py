@@ -31,7 +31,7 @@ from services.frontend.engine.ledger import RequestLedger
 from services.frontend.engine.output_pace import OutputPace
 from services.frontend.engine.questions import Questions
 from services.frontend.engine.streams import RawLogprobs
-from services.frontend.placement import Condition, ConditionEvent, EngineReport, condition_after
+from services.frontend.placement import Condition, ConditionEvent, EngineReport, Role, condition_after
 from services.frontend.steps.ring import StepRing
 
 log = logging.getLogger("runahead.frontend")
@@ -136,6 +136,11 @@ class ConnectedEngine:
             return self.state.phase.name.lower().replace("_", " ")
         return str(self.condition)
 
+    @property
+    def role(self) -> Role:
+        role = self.state.info.get("role", "")
+        return Role(role) if role in {*Role} else Role.BOTH
+
     def report(self) -> EngineReport:
         """Return what placement needs."""
         state, stats = self.state, self.state.stats
@@ -148,6 +153,7 @@ class ConnectedEngine:
             stats.get("seconds_per_prompt_token", 0.0),
             int(num_streams),
             self._pace.seconds,
+            self.role,
         )
 
     def _change(self, event: ConditionEvent) -> None:

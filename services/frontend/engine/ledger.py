@@ -72,6 +72,8 @@ class LedgerEntry:
     """Seconds since then without another one."""
     was_sent: bool = False
     """A scheduler has had it."""
+    only_prompt: bool = False
+    """Its engine computes the prompt and one token; another one goes on."""
 
     @property
     def has_progress(self) -> bool:
@@ -114,9 +116,14 @@ class LedgerEntry:
         age = max(now - self.since, sys.float_info.min) if self.was_sent else 0.0
         self.was_sent, self.holder, self.sent_length = True, scheduler, len(output)
         self.identity = identity or self.identity
+        params = request.params
+        if self.only_prompt:
+            most = len(output) + 1
+            params = replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
         return replace(
             request,
             token_ids=request.token_ids + pack(output) if output else request.token_ids,
+            params=params,
             incarnation=scheduler[1],
             attempts=self.attempts,
             age=age,

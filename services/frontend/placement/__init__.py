@@ -9,6 +9,7 @@ from services.frontend.placement.decisions import (
     PlacementLimits,
     Reason,
     RefuseRequest,
+    Role,
 )
 from services.frontend.placement.engine_states import (
     Condition,
@@ -34,6 +35,7 @@ __all__ = [
     "PlacementView",
     "Reason",
     "RefuseRequest",
+    "Role",
     "condition_after",
     "find_placement_policy",
 ]

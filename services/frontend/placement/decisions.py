@@ -7,6 +7,16 @@ import msgspec
 from services.frontend.placement.engine_states import Condition
 
 
+class Role(enum.StrEnum):
+    """Requests that an engine gets, as long as there are engines for the rest."""
+
+    BOTH = "both"
+    PREFILL = "prefill"
+    """It computes long prompts; their streams move when that is done."""
+    DECODE = "decode"
+    """It gets the streams of these prompts, and all other requests."""
+
+
 class EngineReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """An engine as its last message, and the frontend's measurements, show it."""
 
@@ -23,6 +33,7 @@ class EngineReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """Open requests on the engine, those of other frontends included."""
     seconds_per_output_token: float = 0.0
     """Measured time between two tokens of a stream; 0.0: unknown. A stream that waits longer counts with its wait."""
+    role: Role = Role.BOTH
 
 
 class PlacementLimits(msgspec.Struct, frozen=True):
@@ -36,6 +47,9 @@ class PlacementLimits(msgspec.Struct, frozen=True):
     """The same by streams of engines that still execute them."""
     share: float = 0.5
     """Share of an engine's time that recomputation of such streams may take."""
+    prefill_tokens: int = 512
+    """Prompt tokens that must be computed from which an engine of the role `prefill` gets a request. Fewer delay the
+    streams of a decoding engine by about one step."""
 
 
 class Reason(enum.StrEnum):
@@ -50,6 +64,10 @@ class Reason(enum.StrEnum):
     """No ready engine is known to hold a prefix of the prompt."""
     POLICY = "policy"
     """The policy does not look at prefixes."""
+    PREFILL = "prefill"
+    """A long part of the prompt must be computed, and this engine computes prompts for others."""
+    PREFILLED = "prefilled"
+    """The stream's prompt is computed, and its engine computes only prompts."""
     LOST = "lost"
     """The stream's engine is gone."""
     DRAINING = "draining"

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from services.frontend.placement.decisions import EngineReport
+from services.frontend.placement.decisions import EngineReport, Role
 from services.frontend.placement.engine_states import Condition
 
 Rows = NDArray[np.int64]
@@ -31,6 +31,8 @@ class EngineColumns:
         self.names: list[str] = []
         self.reports: list[EngineReport] = []
         self._free: list[int] = []
+        self._has_roles = False
+        """True: an engine has reported that it only computes prompts."""
         self._candidates: dict[str, Candidates] = {}
         """By required identity, until a condition, an identity or a block size changes."""
         self.slow: set[int] = set()
@@ -64,6 +66,7 @@ class EngineColumns:
             changed = -1 if before.condition is report.condition else row
             if changed >= 0 or before.identity != report.identity or before.block_size != report.block_size:
                 self._candidates.clear()
+        self._has_roles |= report.role is Role.PREFILL
         self.waiting_seconds[row] = report.queue_seconds
         self.streams[row] = report.num_streams
         self.prompt_seconds[row] = report.seconds_per_prompt_token
@@ -89,6 +92,16 @@ class EngineColumns:
             found = Candidates(np.array(sorted(rows), np.int64), tuple(sorted(sizes)))
             self._candidates[identity] = found
         return found
+
+    def by_role(self, rows: Rows) -> tuple[Rows, Rows]:
+        """Return the engines that decode, and those that only compute prompts for them. While there are none of one
+        kind, all are of the first."""
+        if not self._has_roles:
+            return rows, rows[:0]
+        prefills = np.array([self.reports[row].role is Role.PREFILL for row in rows], np.bool_)
+        if prefills.all():
+            return rows, rows[:0]
+        return rows[~prefills], rows[prefills]
 
     def token_seconds(self, rows: Rows) -> Column:
         """Return the seconds per prompt token. Those not measured are assumed to be as the mean of the others."""

@@ -203,6 +203,25 @@ class Placement:
                 self._record(move)
         return found
 
+    def prefilled(self, key: int) -> Move | None:
+        """The engine of a request has computed its prompt, and does no more than that. Return where it goes on: at an
+        engine that decodes, or at the same one if none does. None: the key is unknown."""
+        if self._record is not None:
+            self._record(records.Prefilled(key))
+        if (stream := self._streams.get(key)) is None:
+            return None
+        source, rows = stream.row, self._fleet.candidates(stream.identity).rows
+        targets, computing = self._fleet.by_role(rows)
+        if len(computing):
+            self._take_from(stream)
+            hits = self._hits(targets, stream.names)
+            at = self._choose(targets, stream.num_tokens, hits) if len(targets) > 1 else 0
+            self._put(stream, int(targets[at]), stream.num_tokens)
+        move = Move(key, self._fleet.names[source], self._fleet.names[stream.row], Reason.PREFILLED)
+        if self._record is not None:
+            self._record(move)
+        return move
+
     # -- placing -------------------------------------------------------------------------------------------------------
 
     def _place(
@@ -218,11 +237,16 @@ class Placement:
         if fleet.slow:
             fast = rows[~np.isin(rows, list(fleet.slow))]
             rows = fast if len(fast) else rows
-        if len(rows) == 1:
-            at, hits, reason = 0, self._hits(rows, names), Reason.ONLY_ENGINE
-        else:
+        decoding, computing = fleet.by_role(rows)
+        hits = self._hits(decoding, names)
+        if len(computing) and num_tokens - hits.max() >= self._limits.prefill_tokens:
+            rows, reason = computing, Reason.PREFILL
             hits = self._hits(rows, names)
-            at = self._choose(rows, num_tokens, hits)
+            at = self._choose(rows, num_tokens, hits) if len(rows) > 1 else 0
+        elif len(decoding) == 1:
+            rows, at, reason = decoding, 0, Reason.ONLY_ENGINE
+        else:
+            rows, at = decoding, self._choose(decoding, num_tokens, hits)
             if not self.uses_prefixes:
                 reason = Reason.POLICY
             elif hits[at]:
@@ -346,7 +370,7 @@ class Placement:
             seconds = fleet.output_seconds.take(rows)
             chosen &= seconds <= NO_LONGER_SLOW * reference(fleet, rows)
             chosen &= ~np.isin(rows, [fleet.row_of.get(name, -1) for name in stream.left])
-        rows = rows[chosen]
+        rows, _ = fleet.by_role(rows[chosen])
         if fleet.slow:
             fast = rows[~np.isin(rows, list(fleet.slow))]
             rows = fast if len(fast) else rows

@@ -65,13 +65,19 @@ class RequestEnded(msgspec.Struct, frozen=True, tag="ended"):
     key: int
 
 
+class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
+    """A move follows, if the key is known."""
+
+    key: int
+
+
 class MovesRequested(msgspec.Struct, frozen=True, tag="moves_requested"):
     """The moves follow."""
 
 
 Event = (
     PlacementStarted | Advanced | EngineReported | EngineRemoved | BlocksStored | BlocksRemoved | BlocksCleared
-    | PlacementRequested | RequestEnded | MovesRequested
+    | PlacementRequested | RequestEnded | Prefilled | MovesRequested
 )  # fmt: skip
 Record = Event | Place | Hold | RefuseRequest | Move
 Recorder = Callable[[Record], None]

@@ -36,6 +36,8 @@ def replay(recording: Iterable[records.Record]) -> list[records.Record]:
                 core.place_named(event.key, event.num_tokens, event.names, event.identity_required)
             case records.RequestEnded(key=key):
                 core.on_ended(key)
+            case records.Prefilled(key=key):
+                core.prefilled(key)
             case records.MovesRequested():
                 core.moves()
     return found

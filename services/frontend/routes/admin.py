@@ -35,6 +35,8 @@ class TierEntry(TypedDict):
 
 class EngineEntry(TypedDict):
     name: str
+    role: str
+    """both, prefill or decode."""
     state: str
     streams: int
     """Requests of this frontend that it owns."""
@@ -72,7 +74,7 @@ class MoveEntry(TypedDict):
     source: str
     target: str
     reason: str
-    """lost, draining or slow."""
+    """lost, draining, slow or prefilled."""
     output_tokens: int
     """Tokens that the former engine had delivered."""
 
@@ -112,6 +114,7 @@ async def engines(context: Context) -> EngineList:
         "engines": [
             {
                 "name": engine.name,
+                "role": engine.role,
                 "state": engine.status,
                 "streams": counts[engine.name],
                 "endpoint": engine.address.endpoint,

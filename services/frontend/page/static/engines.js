@@ -28,11 +28,11 @@ function show(engines, { open, streams, moves }) {
   byId("engines").hidden = false;
   byId("engines-state").textContent = "";
   const rows = engines.map((engine) => [
-    engine.name, engine.state, engine.streams, engine.queue_seconds.toFixed(1), engine.endpoint, engine.pids.join(" "),
-    tiers(engine.kv_tiers), engine.detail === engine.state ? "" : engine.detail,
+    engine.name, engine.role, engine.state, engine.streams, engine.queue_seconds.toFixed(1), engine.endpoint,
+    engine.pids.join(" "), tiers(engine.kv_tiers), engine.detail === engine.state ? "" : engine.detail,
   ]);
-  const head = ["engine", "state", "streams", "queue, s", "endpoint", "process ids", "KV blocks; tokens found", ""];
-  byId("engine-list").replaceChildren(table(head, rows, [2, 3]));
+  const head = ["engine", "role", "state", "streams", "queue, s", "endpoint", "process ids", "KV blocks; tokens found", ""];
+  byId("engine-list").replaceChildren(table(head, rows, [3, 4]));
   const runs = streams.map((stream) => [
     stream.request_id, stream.engine || "waits", stream.engines.join(", "), stream.output_tokens,
   ]);

@@ -15,6 +15,7 @@ from services.frontend.placement import (
     PlacementLimits,
     Reason,
     RefuseRequest,
+    Role,
 )
 from services.frontend.placement.engine_states import MAY_SERVE
 from services.frontend.placement.policies import BUILT_IN
@@ -37,6 +38,7 @@ REPORTS = st.builds(
     SECONDS,
     st.integers(0, 200),
     SECONDS,
+    st.sampled_from(Role) | st.just(Role.BOTH),
 )
 
 
@@ -133,6 +135,27 @@ class PlacementMachine(RuleBasedStateMachine):
             assert move.reason is expected.get(condition, Reason.SLOW)
             assert move.reason is not Reason.SLOW or condition is Condition.READY
             self.engine_of[move.key] = move.target
+
+    @rule(key=KEYS)
+    def prefilled(self, key: int) -> None:
+        """A stream goes to an engine that decodes, and stays only if there is none of its model."""
+        move = self.core.prefilled(key)
+        if key not in self.engine_of:
+            assert move is None
+            return
+        assert move is not None
+        assert (move.source, move.reason) == (self.engine_of[key], Reason.PREFILLED)
+        model, ready = self.identity_of[key], Condition.READY
+        roles = {
+            name: report.role
+            for name, report in self.reports.items()
+            if report.condition is ready and (not model or report.identity == model)
+        }
+        if {*roles.values()} > {Role.PREFILL}:
+            assert roles[move.target] is not Role.PREFILL
+        else:
+            assert move.target == move.source
+        self.engine_of[key] = move.target
 
     @rule()
     def streams_of_lost_engines_leave(self) -> None:

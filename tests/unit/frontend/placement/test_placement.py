@@ -4,7 +4,16 @@ import hashlib
 
 import pytest
 
-from services.frontend.placement import Condition, Hold, Move, Place, PlacementLimits, Reason, RefuseRequest
+from services.frontend.placement import (
+    Condition,
+    Hold,
+    Move,
+    Place,
+    PlacementLimits,
+    Reason,
+    RefuseRequest,
+    Role,
+)
 from services.frontend.placement.placement import REST
 from services.frontend.placement.policies import PrefixAwarePolicy
 from services.frontend.placement.slowness import SLOW_SECONDS
@@ -38,6 +47,22 @@ def test_one_engine_gets_every_request_and_nothing_is_hashed(monkeypatch: pytest
     placement.on_engine("b", report())
     with pytest.raises(AssertionError):
         placement.place(2, LONG)
+
+
+def test_long_prompts_go_to_an_engine_that_computes_them_and_then_to_one_that_decodes() -> None:
+    placement = core("a", "b")
+    placement.on_engine("p", report(role=Role.PREFILL))
+    assert engine_of(placement.place(1, prompt((1, 100)))) in "ab", "a short prompt"
+    assert placement.place(2, prompt((2, 600))) == Place("p", Reason.PREFILL)
+    move = placement.prefilled(2)
+    assert move is not None
+    assert move in (Move(2, "p", "a", Reason.PREFILLED), Move(2, "p", "b", Reason.PREFILLED))
+    again = placement.place(3, prompt((2, 600), (3, 50)))
+    assert engine_of(again) == move.target, "it has the blocks now"
+    for name in "ab":
+        placement.on_engine(name, report(Condition.GONE))
+    assert {move.target for move in placement.moves()} == {"p"}
+    assert placement.place(4, prompt((4, 600))) == Place("p", Reason.ONLY_ENGINE), "nobody else decodes"
 
 
 def test_a_session_returns_to_the_engine_that_computed_its_prefix() -> None:

@@ -10,6 +10,7 @@ from services.frontend.placement import (
     Place,
     Placement,
     PlacementLimits,
+    Role,
 )
 
 MODEL = "weights, float32"
@@ -24,9 +25,10 @@ def report(
     num_streams: int = 0,
     output_seconds: float = 0.0,
     block_size: int = BLOCK_SIZE,
+    role: Role = Role.BOTH,
 ) -> EngineReport:
     return EngineReport(
-        condition, identity, queue_seconds, block_size, TOKEN_SECONDS, num_streams, output_seconds
+        condition, identity, queue_seconds, block_size, TOKEN_SECONDS, num_streams, output_seconds, role
     )
 
 

@@ -1,0 +1,50 @@
+"""An engine that computes prompts beside one that decodes: answers are those of one engine, whichever dies."""
+
+import asyncio
+import re
+
+from tests.e2e.server import ServeProcess, serving, wait_until
+from tests.e2e.streams import answers_of, assert_nothing_is_kept, engines_of, kill_engine
+
+NATIVE = ("--threads", "1", "--kv-cache-memory-bytes", str(64 << 20))
+ROLES = ("--data-parallel-size", "2", "--prefill-engines", "1", "--enable-admin-routes")
+PREFILL, DECODE = "0", "1"
+LONG = [f"{name} " + "word " * 600 for name in ("undisturbed", PREFILL, DECODE)]
+"""Prefixes of prompts. Each is new to the engines when its turn comes."""
+LENGTH = 600
+
+
+def moved(server: ServeProcess, reason: str) -> int:
+    """Return how many streams have moved for this reason."""
+    pattern = rf'^runahead:stream_moves_total{{.*reason="{reason}".*}} (\S+)$'
+    found = re.findall(pattern, server.get("/metrics")[1], re.MULTILINE)
+    return round(sum(map(float, found)))
+
+
+async def kill_at_first_move(server: ServeProcess, victim: str, count: int) -> None:
+    """One prompt is computed, and others are not. `count`: moves of before."""
+    await asyncio.to_thread(wait_until, lambda: moved(server, "prefilled") > count, "a stream has moved")
+    await kill_engine(server, victim)
+
+
+async def test_long_prompts_are_computed_by_one_engine_and_decoded_by_another() -> None:
+    with serving(*NATIVE) as single:
+        expected = [await answers_of(single, prefix=prefix) for prefix in ("", *LONG)]
+    with serving(*NATIVE, *ROLES) as server:
+        server.wait_engines(2)
+        assert [engine["role"] for engine in engines_of(server).values()] == ["prefill", "decode"]
+        assert await answers_of(server) == expected[0]
+        assert moved(server, "prefilled") == 0, "short prompts stay with the engine that decodes"
+        assert await answers_of(server, prefix=LONG[0]) == expected[1]
+        count = moved(server, "prefilled")
+        assert count > 0
+        assert server.metric("external_prefix_cache_hits_total") >= LENGTH // 16 * 16, "blocks are loaded"
+
+        for victim, prefix, answers in ((PREFILL, LONG[1], expected[2]), (DECODE, LONG[2], expected[3])):
+            count = moved(server, "prefilled")
+            found, _ = await asyncio.gather(
+                answers_of(server, prefix=prefix), kill_at_first_move(server, victim, count)
+            )
+            assert found == answers
+            server.wait_engines(2)
+        assert_nothing_is_kept(server)
