@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from protocol.kv_groups import MAX_GROUPS
-from services.config.base import REVISION, TOKENIZER, ServiceConfig
+from services.config.base import ENABLE_LORA, MAX_LORA_RANK, REVISION, TOKENIZER, ServiceConfig
 from services.config.kv_events import KVEventsConfig
 from services.config.sizes import Size
 from services.config.speculation import SpeculativeConfig
@@ -57,6 +57,9 @@ class SchedulerConfig(ServiceConfig):
         False,
         description="Give all layers one block table that keeps every token, also layers that read a window only.",
     )
+    enable_lora: bool = Field(False, description=ENABLE_LORA)
+    max_loras: int = Field(1, ge=1, le=256, description="Maximum number of LoRA adapters in one step.")
+    max_lora_rank: int = Field(16, ge=1, le=512, description=MAX_LORA_RANK)
     scheduling_policy: Literal["fcfs", "priority"] = Field(
         "fcfs", description="Order of waiting requests: by arrival (fcfs) or by priority."
     )
@@ -177,6 +180,11 @@ class SchedulerConfig(ServiceConfig):
     def num_drafts(self) -> int:
         """Maximum number of drafts of a row."""
         return self.speculative_config.num_speculative_tokens if self.speculative_config is not None else 0
+
+    @property
+    def num_loras(self) -> int:
+        """Maximum number of adapters in one step; 0: none are served."""
+        return self.max_loras if self.enable_lora else 0
 
     @property
     def max_kv_groups(self) -> int:

@@ -19,6 +19,7 @@ from functools import partial
 from typing import NamedTuple
 
 from protocol.codec import Decoder, ProtocolError, encode, pack
+from protocol.lora import LoRAAdapter
 from protocol.requests import (
     CacheControlled,
     ControlCache,
@@ -76,6 +77,7 @@ class RequestContext:
     cache_salt: str = ""
     structured: StructuredOutputParams | None = None
     pooling: Pooling = Pooling.NONE
+    lora: LoRAAdapter | None = None
 
 
 class StreamMove(NamedTuple):
@@ -231,6 +233,7 @@ class EngineClient:
             context.request_id,
             context.structured,
             context.pooling,
+            lora=context.lora,
         )
         try:  # the scheduler would expel this frontend, with all its streams
             _requests.decode(encode(message))
@@ -253,7 +256,7 @@ class EngineClient:
         Raises: APIError, if no engine takes it; it is closed then
         """
         request, identity = entry.request, entry.identity or self.engines.identity
-        match self.placement.place(entry.key, request.token_ids, request.cache_salt, identity):
+        match self.placement.place(entry.key, request.token_ids, request.salt, identity):
             case Place(engine=name, reason=reason, holder=holder):
                 self.decisions["place", name, reason] += 1
                 entry.set_kv_peers(self._kv_peers(holder))
@@ -316,7 +319,7 @@ class EngineClient:
         entry.num_rejections += 1
         self.engines.report(engine)
         request, identity = entry.request, entry.identity or self.engines.identity
-        match self.placement.place(entry.key, request.token_ids, request.cache_salt, identity):
+        match self.placement.place(entry.key, request.token_ids, request.salt, identity):
             case Place(engine=name) if name != engine.name:
                 self.ledger.move(finish.number, self._next_number(), name, is_fault=False)
                 return True

@@ -80,6 +80,9 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.engine.arg_utils import EngineArgs
 from vllm.envs import enable_envs_cache
+
+# Adapters.
+from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
 # Parameters of a request.
@@ -160,6 +163,7 @@ __all__ = [
     "EngineArgs",
     "FullAttentionSpec",
     "GrammarOutput",
+    "LoRARequest",
     "LogitsProcessors",
     "LogprobsTensors",
     "ModelRunnerOutput",
