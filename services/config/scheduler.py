@@ -219,6 +219,15 @@ class SchedulerConfig(ServiceConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_lora(self) -> Self:
+        if self.enable_lora and self.policy == "phased":
+            raise ValueError(
+                "--enable-lora: a phased step would wait for a prompt whose adapter has no seat; use "
+                "--batching-policy chunked"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_phased(self) -> Self:
         if self.batching_policy == "phased" and self.max_num_batched_tokens % self.block_size:
             raise ValueError(

@@ -12,7 +12,6 @@ from tests.simulation.grammar import REFUSED, structured
 from tests.simulation.parameters import MATRIX, OTHERS, STRUCTURED, with_parameters
 from tests.simulation.world import params
 
-
 ADAPTERS = tuple(LoRAAdapter(name, f"/{name}", name * 64) for name in "abc")
 
 
@@ -110,7 +109,7 @@ def draw(seed: int, speculates: bool = False, tier: bool = False) -> Workload:
     if limits.leaves_rows_out:
         arrivals = [_constrained(arrival, of_masks) for arrival in arrivals]
     of_adapters = Random(f"adapters/{seed}")
-    if of_adapters.random() < 0.3:
+    if of_adapters.random() < 0.3 and policy != "phased":  # refused
         limits = replace(limits, max_loras=of_adapters.choice((1, 2)))
         arrivals = [replace(arrival, lora=of_adapters.choice((None, *ADAPTERS))) for arrival in arrivals]
     return Workload(
