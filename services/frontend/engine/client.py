@@ -19,7 +19,7 @@ from functools import partial
 from typing import NamedTuple
 
 from protocol.codec import Decoder, ProtocolError, encode, pack
-from protocol.lora import LoRAAdapter
+from protocol.lora import LoRAAdapter, salt_of
 from protocol.requests import (
     CacheControlled,
     ControlCache,
@@ -78,6 +78,11 @@ class RequestContext:
     structured: StructuredOutputParams | None = None
     pooling: Pooling = Pooling.NONE
     lora: LoRAAdapter | None = None
+
+    @property
+    def salt(self) -> str:
+        """What the names of its KV blocks begin with."""
+        return salt_of(self.lora, self.cache_salt)
 
 
 class StreamMove(NamedTuple):
