@@ -74,7 +74,7 @@ class GenerateRequest(msgspec.Struct, array_like=True, frozen=True, tag="generat
 
     @property
     def salt(self) -> str:
-        """What the names of its KV blocks begin with."""
+        """Return the beginning of the names of its KV blocks."""
         return salt_of(self.lora, self.cache_salt)
 
 

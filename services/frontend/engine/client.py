@@ -81,7 +81,7 @@ class RequestContext:
 
     @property
     def salt(self) -> str:
-        """What the names of its KV blocks begin with."""
+        """Return the beginning of the names of its KV blocks."""
         return salt_of(self.lora, self.cache_salt)
 
 

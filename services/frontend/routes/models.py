@@ -24,7 +24,7 @@ class ModelEntry(TypedDict):
     created_at: str
     """RFC 3339."""
     parent: NotRequired[str]
-    """Of an adapter: the model."""
+    """The model of an adapter."""
 
 
 class ModelList(TypedDict):
