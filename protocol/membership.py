@@ -106,6 +106,10 @@ class Assignment(msgspec.Struct, array_like=True, frozen=True, tag="assignment")
     speculation: Speculation | None = None
     max_kv_groups: Count = 1
     """Maximum number of `Loaded.groups`; 1: the scheduler knows one block table per request."""
+    max_loras: Count = 0
+    """Maximum number of LoRA adapters in one step; 0: none are served."""
+    max_lora_rank: Count = 0
+    """Maximum rank of an adapter."""
 
     @property
     def shard(self) -> Shard:

@@ -13,6 +13,7 @@ import msgspec
 from protocol.epochs import Incarnation
 from protocol.fields import MAX_ITEMS, Count, Duration, Fraction, Int32, Name, Number, Text
 from protocol.logprobs import Logprobs
+from protocol.lora import LoRAAdapter, salt_of
 from protocol.records import CachedBlocks, RequestTimes, StepRecords, Subscribe
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 
@@ -68,6 +69,13 @@ class GenerateRequest(msgspec.Struct, array_like=True, frozen=True, tag="generat
     of load, and precedes every new one of its priority; the oldest comes first."""
     kv_peers: Annotated[list[Text], msgspec.Meta(max_length=MAX_ITEMS)] = []
     """`EngineState.kv_peers` of another engine that may have KV blocks of the request's prefix; []: none is known."""
+    lora: LoRAAdapter | None = None
+    """None: the model itself."""
+
+    @property
+    def salt(self) -> str:
+        """Return the beginning of the names of its KV blocks."""
+        return salt_of(self.lora, self.cache_salt)
 
 
 MAX_RETRY_AFTER = 3600.0

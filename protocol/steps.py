@@ -13,6 +13,7 @@ from protocol.block_names import NamedBlocks
 from protocol.epochs import EpochId
 from protocol.fields import MAX_ITEMS, Count, Finite, Fraction, Name, StepId, Text
 from protocol.logprobs import Logprobs
+from protocol.lora import LoRAAdapter
 from protocol.sampling import Pooling, SamplingParams
 
 NO_DRAFT = -1
@@ -34,6 +35,8 @@ class NewRequest(msgspec.Struct, array_like=True, frozen=True):
     """Other than NONE: the row with `samples` returns an embedding; its token is ignored."""
     request_id: Text = ""
     """The external id, for log lines only."""
+    lora: LoRAAdapter | None = None
+    """None: the model itself. A step has rows of at most `Assignment.max_loras` adapters (adapter seat)."""
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):

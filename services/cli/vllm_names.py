@@ -44,8 +44,6 @@ HINTS: dict[str, str] = {
     "--runner": f"every model serves text and embeddings; {_LEFT_OUT}",
     "--override-generation-config": "--generation-config vllm drops the checkpoint's; requests can set each value",
     "--compilation-config": "use --enforce-eager with --backend vllm, or leave it out",
-    "--enable-lora": "LoRA adapters are not served",
-    "--lora-modules": "LoRA adapters are not served",
     "--api-server-count": "start more `runahead frontend` processes (docs/deployment.md)",
     "--seed": f"a request without a seed is given its own; {_LEFT_OUT}, or send one with each request",
     "--random-seed": f"a request without a seed is given its own; {_LEFT_OUT}, or send one with each request",

@@ -13,6 +13,8 @@ CHECKPOINT = (
 )
 """Description of the setting `model` of frontends and workers."""
 REVISION = "Branch, tag or commit on the hub, for every file. Default: the main branch."
+ENABLE_LORA = "Serve LoRA adapters beside the model; --backend vllm only."
+MAX_LORA_RANK = "Maximum rank of a LoRA adapter."
 TOKENIZER = "Directory or Hugging Face name of another tokenizer. Default: the checkpoint's."
 
 

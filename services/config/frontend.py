@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from services.config.base import CHECKPOINT, REVISION, TOKENIZER
+from services.config.base import CHECKPOINT, ENABLE_LORA, MAX_LORA_RANK, REVISION, TOKENIZER
 from services.config.http import HttpConfig
 from services.config.sizes import Size
 
@@ -41,6 +41,13 @@ class FrontendConfig(HttpConfig):
         description="Model names that the API accepts; responses contain the first one. Default: the name "
         "of the model.",
     )
+    enable_lora: bool = Field(False, description=ENABLE_LORA)
+    lora_modules: Annotated[list[str], BeforeValidator(as_list)] = Field(
+        default_factory=list,
+        description="LoRA adapter to serve, NAME=DIRECTORY. It may be given several times; requests name it as their "
+        "model. Workers read the same directory.",
+    )
+    max_lora_rank: int = Field(16, ge=1, le=512, description=MAX_LORA_RANK)
     scheduler_endpoint: Annotated[list[str], BeforeValidator(as_list)] = Field(
         default_factory=lambda: ["ipc:///tmp/runahead/clients"],
         min_length=1,
@@ -148,6 +155,12 @@ class FrontendConfig(HttpConfig):
             )
         if self.engines.startswith("dns://") and not re.fullmatch(r"dns://[^/:\s]+:\d{1,5}", self.engines):
             raise ValueError("--engines: a name is given with its port, such as dns://engines.llm.svc:5601")
+        return self
+
+    @model_validator(mode="after")
+    def _check_lora(self) -> Self:
+        if self.lora_modules and not self.enable_lora:
+            raise ValueError("--lora-modules needs --enable-lora")
         return self
 
     @model_validator(mode="after")

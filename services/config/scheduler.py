@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from protocol.kv_groups import MAX_GROUPS
-from services.config.base import REVISION, TOKENIZER, ServiceConfig
+from services.config.base import ENABLE_LORA, MAX_LORA_RANK, REVISION, TOKENIZER, ServiceConfig
 from services.config.kv_events import KVEventsConfig
 from services.config.sizes import Size
 from services.config.speculation import SpeculativeConfig
@@ -62,6 +62,9 @@ class SchedulerConfig(ServiceConfig):
         description="What frontends with several engines use this one for: long prompts only (prefill), or the rest "
         "(decode), which loads the KV blocks of these prompts. An engine does both where no other one can.",
     )
+    enable_lora: bool = Field(False, description=ENABLE_LORA)
+    max_loras: int = Field(1, ge=1, le=256, description="Maximum number of LoRA adapters in one step.")
+    max_lora_rank: int = Field(16, ge=1, le=512, description=MAX_LORA_RANK)
     scheduling_policy: Literal["fcfs", "priority"] = Field(
         "fcfs", description="Order of waiting requests: by arrival (fcfs) or by priority."
     )
@@ -184,6 +187,11 @@ class SchedulerConfig(ServiceConfig):
         return self.speculative_config.num_speculative_tokens if self.speculative_config is not None else 0
 
     @property
+    def num_loras(self) -> int:
+        """Maximum number of adapters in one step; 0: none are served."""
+        return self.max_loras if self.enable_lora else 0
+
+    @property
     def max_kv_groups(self) -> int:
         """Maximum number of block tables per request. 1 where every position stays in use: a drafter with a cache reads
         it through the same table, and `phased` pads prompts to lengths that a window may not serve."""
@@ -213,6 +221,15 @@ class SchedulerConfig(ServiceConfig):
     def _check_record(self) -> Self:
         if self.record_tokens and self.record is None:
             raise ValueError("--record-tokens needs --record DIR")
+        return self
+
+    @model_validator(mode="after")
+    def _check_lora(self) -> Self:
+        if self.enable_lora and self.policy == "phased":
+            raise ValueError(
+                "--enable-lora: a phased step would wait for a prompt whose adapter has no seat; use "
+                "--batching-policy chunked"
+            )
         return self
 
     @model_validator(mode="after")

@@ -3,9 +3,12 @@
 import logging
 from dataclasses import dataclass, field
 
+from protocol.lora import LoRAAdapter
 from protocol.sampling import Pooling
-from services.checkpoint import DEMO_MODEL, is_local, model_name, read_json, resolve
+from services.checkpoint import DEMO_MODEL, CheckpointError, is_local, model_name, read_json, resolve
 from services.config import FrontendConfig
+from services.frontend.adapters import Adapters
+from services.frontend.errors import no_such_model
 from services.frontend.openai.parameters.sampling import SamplingDefaults
 from services.frontend.output_formats import OutputFormats
 from services.frontend.templates.chat_template import ChatTemplate, find_template, find_tool_template, try_out
@@ -24,6 +27,19 @@ class ServedModel:
     pooling: Pooling = Pooling.LAST
     """The computation of an embedding from the positions' hidden states."""
     formats: OutputFormats = field(default_factory=OutputFormats)
+    adapters: Adapters = field(default_factory=Adapters)
+
+    @property
+    def all_names(self) -> list[str]:
+        """Names of the model and of its adapters."""
+        return [*self.names, *self.adapters.names]
+
+    def adapter(self, name: str | None) -> LoRAAdapter | None:
+        """Return the adapter that a request names; None: it names the model. Raises: APIError"""
+        adapter = self.adapters.get(name)
+        if adapter is None and name is not None and name not in self.names:
+            raise no_such_model(name, self.all_names)
+        return adapter
 
     @classmethod
     def load(cls, config: FrontendConfig) -> "ServedModel":
@@ -51,4 +67,11 @@ class ServedModel:
         architectures = read_json(directory, "config.json").get("architectures")
         architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
         formats = OutputFormats.from_config(config, tokenizer, tool_use or text or "", architecture)
-        return cls(config.served_model_name or [name], tokenizer, template, defaults, pooling, formats)
+        names = config.served_model_name or [name]
+        adapters = Adapters(directory, config.max_lora_rank if config.enable_lora else 0, tuple(names))
+        for module in config.lora_modules:
+            adapter, separator, path = module.partition("=")
+            if not separator:
+                raise CheckpointError(f"--lora-modules {module}: it has the form NAME=DIRECTORY")
+            adapters.load(adapter, path)
+        return cls(names, tokenizer, template, defaults, pooling, formats, adapters)

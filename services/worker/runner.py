@@ -42,6 +42,7 @@ class Identity:
     waits for masks (step_queue.py); `sample_tokens` leaves out the constrained rows without masks in its grammar."""
     single_rank: str = ""
     """Reason why the worker can only be the single rank of a group; "": it may have others."""
+    serves_loras: bool = False
 
 
 SINGLE_GPU = (

@@ -106,6 +106,10 @@ class StartUp:
         self._link.results.begin_epoch(assignment.epoch, assignment.rank)
         try:
             with self._starting():
+                if assignment.max_loras and not self._runner.identify().serves_loras:
+                    raise LoadError(
+                        "--enable-lora: only --backend vllm with --device cpu serves LoRA adapters"
+                    )
                 loaded = self._runner.load(assignment, self._progress, listener)
                 self._offload.open(self._runner.kv_memory, loaded, assignment.rank)
         except LoadError:

@@ -238,7 +238,9 @@ class _Player:
         replayed = max(0, min(int(a.replayed * len(answer.tokens)), len(answer.tokens) - 1))
         world.coverage["replays"] += replayed > 0
         world.coverage["replays with a grammar"] += replayed > 0 and a.grammar is not None
-        world.add(a.prompt, a.params, a.frontend, None, a.priority, a.salt, replayed, a.grammar, a.pooling)
+        world.add(
+            a.prompt, a.params, a.frontend, None, a.priority, a.salt, replayed, a.grammar, a.pooling, a.lora
+        )
 
     def _resubmit(self, old: SimulatedStream) -> None:
         """Send another prompt under the same number, at once."""
@@ -246,4 +248,6 @@ class _Player:
         if not self.world.is_open(*key):
             prompt = [self.rng.randrange(self.load.vocab) for _ in old.prompt]
             self.world.coverage["numbers reused"] += 1
-            self.world.add(prompt, old.params, *key, structured=old.structured, pooling=old.pooling)
+            self.world.add(
+                prompt, old.params, *key, structured=old.structured, pooling=old.pooling, lora=old.lora
+            )

@@ -79,6 +79,8 @@ class Checker:
             for group in range(len(limits.groups))
             for block in self._table(slot, group)[self._first_block(group, start) :]
         }
+        adapters = {lora for slot in slots if (lora := self.epoch.slots.request(slot).lora) is not None}
+        demand(len(adapters) <= limits.max_loras, "adapter seat", f"{len(adapters)} adapters in a step")
         demand(NO_BLOCK not in self._touched[step.step_id], WINDOW, f"step {step.step_id} reads no block")
 
     def on_processed(self, step: InflightStep) -> None:
@@ -118,8 +120,10 @@ class Checker:
             demand(False, "work conservation", f"slot {slot} is ready, but step {epoch.next_step} is empty")
         if len(epoch.running) >= limits.max_num_seqs or not s.free:
             return
+        seated = {s.request(slot).lora for slot in epoch.running.tolist()} - {None}
         for request in self.waiting:
-            if not request.stale_rows:
+            adapters = seated | ({request.lora} - {None})
+            if not request.stale_rows and len(adapters) <= max(limits.max_loras, len(seated)):
                 most = min(len(request.token_ids) + limits.lookahead, limits.max_model_len)
                 fits = len(limits.groups) * -(-most // size) <= pool.num_free
                 demand(
@@ -165,6 +169,11 @@ class Checker:
             chain = self._chains.get(request)
             if chain is None:
                 chain = self._chains[request] = _Chain(request.cache_salt)
+                demand(
+                    request.lora is None or request.lora.digest in request.cache_salt,
+                    "adapter in the salt",
+                    request.number,
+                )
             while (chain.blocks + 1) * size <= total:
                 tokens = history[slot] if slot >= 0 else request.token_ids
                 block = tokens[chain.blocks * size : (chain.blocks + 1) * size]

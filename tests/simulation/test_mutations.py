@@ -110,6 +110,29 @@ def hashes_without_salt(extend: Any) -> Any:
     return broken
 
 
+def every_adapter_has_a_seat(has_seat: Any) -> Any:
+    return lambda planner, request: True
+
+
+def one_adapter_holds_back_another(has_seat: Any) -> Any:
+    """Work conservation: a free seat is not given away."""
+
+    def broken(self: StepPlanner, request: Request) -> bool:
+        running = (self.epoch.slots.request(slot).lora for slot in self.epoch.running.tolist())
+        return request.lora is None or not {*running} - {None, request.lora}
+
+    return broken
+
+
+def salt_without_the_adapter(init: Any) -> Any:
+    def broken(self: Request, *args: Any, **named: Any) -> None:
+        init(self, *args, **named)
+        if self.lora is not None:
+            self.cache_salt = self.cache_salt.removeprefix(f"\0{self.lora.digest}:")
+
+    return broken
+
+
 def whole_prompt_is_a_hit(find: Any) -> Any:
     def broken(self: KVCacheManager, request: Any) -> Any:
         blocks = find(self, request)
@@ -505,6 +528,9 @@ FAULTS = [
     Fault("kv", "find_prefix", registered_when_looked_up),
     Fault("kv", "find_prefix", whole_prompt_is_a_hit),
     Fault("kv", "extend_hashes", hashes_without_salt),
+    Fault("planner", "has_adapter_seat", every_adapter_has_a_seat),
+    Fault("planner", "has_adapter_seat", one_adapter_holds_back_another),
+    Fault("request", "__init__", salt_without_the_adapter),
     Fault("ledger", "add", no_placeholders),
     Fault("planner", "slices", one_step_too_many),
     Fault("planner", "slices", certain_finish_one_early),

@@ -4,12 +4,15 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from protocol.kv_groups import KVGroup
+from protocol.lora import LoRAAdapter
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from services.scheduler.core.limits import Limits
 from tests.simulation.drafts import ACCEPTANCES, Speculating
 from tests.simulation.grammar import REFUSED, structured
 from tests.simulation.parameters import MATRIX, OTHERS, STRUCTURED, with_parameters
 from tests.simulation.world import params
+
+ADAPTERS = tuple(LoRAAdapter(name, f"/{name}", name * 64) for name in "abc")
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class Arrival:
     """Share of the answer that counts as delivered before, 0 to 1."""
     grammar: StructuredOutputParams | None = None
     pooling: Pooling = Pooling.NONE
+    lora: LoRAAdapter | None = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,10 @@ def draw(seed: int, speculates: bool = False, tier: bool = False) -> Workload:
         arrivals = [_asking(arrival, of_parameters, vocab) for arrival in arrivals]
     if limits.leaves_rows_out:
         arrivals = [_constrained(arrival, of_masks) for arrival in arrivals]
+    of_adapters = Random(f"adapters/{seed}")
+    if of_adapters.random() < 0.3 and policy != "phased":  # refused
+        limits = replace(limits, max_loras=of_adapters.choice((1, 2)))
+        arrivals = [replace(arrival, lora=of_adapters.choice((None, *ADAPTERS))) for arrival in arrivals]
     return Workload(
         limits=limits,
         threshold=rng.choice((0, 0, 0, 3, 5)),

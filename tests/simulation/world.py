@@ -14,6 +14,7 @@ import msgspec
 from protocol.block_names import NamedBlocks, extend_names, split_names
 from protocol.codec import Decoder, encode, pack, unpack
 from protocol.kv_groups import name_in_group
+from protocol.lora import LoRAAdapter
 from protocol.requests import Finish, FinishReason, GenerateRequest, RequestOutputs
 from protocol.rows import LogprobRows, ResultRows
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
@@ -104,6 +105,7 @@ class SimulatedStream:
     pooling: Pooling = Pooling.NONE
     scored: set[int] = field(default_factory=set)
     """Positions whose log-probabilities have arrived."""
+    lora: LoRAAdapter | None = None
     embedded: bool = False
     planned_drafts: int = 0
     """Drafts planned in all its rows."""
@@ -241,11 +243,12 @@ class World:
         replayed: int = 0,
         structured: StructuredOutputParams | None = None,
         pooling: Pooling = Pooling.NONE,
+        lora: LoRAAdapter | None = None,
     ) -> SimulatedStream:
         """Send a request; `replayed` of its output tokens count as delivered before."""
         number = len(self.streams) if number is None else number
         stream = SimulatedStream(frontend, number, prompt, sampling, NO_ANSWER, replayed)
-        stream.structured, stream.pooling = structured, pooling
+        stream.structured, stream.pooling, stream.lora = structured, pooling, lora
         stream.answer = stream.expected(self.limits.max_model_len, self.vocab)
         stream.tokens += stream.answer.tokens[:replayed]
         message = GenerateRequest(
@@ -258,6 +261,7 @@ class World:
             f"sim-{number}",
             structured,
             pooling,
+            lora=lora,
         )
         self.log(
             "add",
@@ -268,6 +272,7 @@ class World:
             f"replayed {replayed}",
             structured or "",
             pooling or "",
+            lora.name if lora is not None else "",
         )
         positions = self.limits.positions(len(prompt), sampling)
         stream.doomed = not self._fits(stream) or positions < len(prompt) or stream.refused

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
     Gemma3ForCausalLM,
@@ -136,3 +137,32 @@ def _save_int8(model: PreTrainedModel, directory: Path) -> None:
         },
     }
     (directory / "config.json").write_text(json.dumps(config))
+
+
+def make_adapter(directory: Path, base: Path, seed: int, rank: int = 4) -> Path:
+    """Write a random LoRA adapter in PEFT's format for attention and gate of every layer of a Llama-like checkpoint,
+    to the new `directory`. Returns the directory."""
+    directory.mkdir()
+    of_base = json.loads((base / "config.json").read_text())
+    hidden, heads, groups = (
+        of_base[n] for n in ("hidden_size", "num_attention_heads", "num_key_value_heads")
+    )
+    width = of_base.get("head_dim") or hidden // heads
+    sizes = {
+        "self_attn.q_proj": (hidden, heads * width),
+        "self_attn.v_proj": (hidden, groups * width),
+        "mlp.gate_proj": (hidden, of_base["intermediate_size"]),
+    }
+    random, tensors = torch.Generator().manual_seed(seed), {}
+    for layer in range(of_base["num_hidden_layers"]):
+        for module, (inputs, outputs) in sizes.items():
+            name = f"base_model.model.model.layers.{layer}.{module}"
+            tensors[f"{name}.lora_A.weight"] = torch.randn(rank, inputs, generator=random) * 0.3
+            tensors[f"{name}.lora_B.weight"] = torch.randn(outputs, rank, generator=random) * 0.3
+    save_file(tensors, directory / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none", "task_type": "CAUSAL_LM",
+        "target_modules": [module.split(".")[1] for module in sizes], "base_model_name_or_path": str(base),
+    }  # fmt: skip
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return directory

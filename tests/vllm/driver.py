@@ -11,6 +11,7 @@ import numpy as np
 
 from protocol.codec import Decoder, encode, pack, unpack
 from protocol.kv_groups import MAX_GROUPS, ONE_GROUP
+from protocol.lora import LoRAAdapter
 from protocol.membership import Assignment, InitializeCache, Speculation
 from protocol.requests import Finish, GenerateRequest
 from protocol.rows import LogprobRows
@@ -57,6 +58,7 @@ class VllmStream:
     """Log-probabilities by position: token rank, ids and values, as first received."""
     finish: Finish | None = None
     aborted: bool = False
+    lora: LoRAAdapter | None = None
 
 
 class VllmWorker:
@@ -66,6 +68,7 @@ class VllmWorker:
         self,
         speculation: Speculation | None = None,
         create_platform: Callable[[WorkerConfig], WorkerPlatform] = worker_platform,
+        max_loras: int = 0,
         **config: Any,
     ) -> None:
         settings = {
@@ -73,7 +76,7 @@ class VllmWorker:
             "kv_cache_memory_bytes": 64 << 20,
         }  # fmt: skip
         self.runner = VllmRunner(WorkerConfig.model_validate(settings | config), create_platform)
-        self.speculation = speculation
+        self.speculation, self.max_loras = speculation, max_loras
         self.leaves_rows_out = self.runner.identify().leaves_rows_out
         self.epoch = 0
         self.loads = 0
@@ -94,7 +97,8 @@ class VllmWorker:
         """Return the assignment of the next epoch."""
         self.epoch += 1
         sizes = BLOCK, 2 * MAX_SEQS, CHUNK, CONTEXT
-        return Assignment(self.epoch, 0, 1, *sizes, speculation=self.speculation, max_kv_groups=MAX_GROUPS)
+        settings = {"speculation": self.speculation, "max_loras": self.max_loras, "max_lora_rank": 8}
+        return Assignment(self.epoch, 0, 1, *sizes, max_kv_groups=MAX_GROUPS, **settings)
 
     def _progress(self, phase: str, fraction: float) -> None:
         self.loads += fraction == 0.0
@@ -124,6 +128,7 @@ class VllmRun:
             *(MAX_SEQS, CHUNK, CONTEXT, num_blocks, BLOCK, prefix_caching),
             drafts_in_flight=depth * drafts,
             leaves_rows_out=worker.leaves_rows_out and policy != "phased",
+            max_loras=worker.max_loras,
         )
         self.compilation, self.masks = Compilation(VOCAB), LateMasks()
         self._random = Random(late)
@@ -168,6 +173,7 @@ class VllmRun:
             stream.params,
             structured=stream.structured,
             pooling=stream.pooling,
+            lora=stream.lora,
         )
         self.core.add(0, message)
         for ticket in list(self.compilation.waiting):

@@ -4,7 +4,10 @@ from typing import Any
 
 import msgspec
 from vllm import LLM, RequestOutput, SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.v1.metrics.reader import Counter
+
+from protocol.lora import LoRAAdapter
 
 
 class VllmRequest(msgspec.Struct):
@@ -15,6 +18,7 @@ class VllmRequest(msgspec.Struct):
     """Fields of vLLM's SamplingParams."""
     set_afterwards: dict[str, Any] = {}
     """The same, set afterwards, because vLLM's frontend takes them as text only."""
+    lora: LoRAAdapter | None = None
 
     def sampling_params(self) -> SamplingParams:
         params = SamplingParams(**self.params)
@@ -64,6 +68,7 @@ def generate(model: str, batches: list[list[VllmRequest]], **engine: Any) -> Vll
             [{"prompt_token_ids": request.prompt} for request in batch],
             [request.sampling_params() for request in batch],
             use_tqdm=False,
+            lora_request=[r.lora and LoRARequest(r.lora.name, r.lora.number, r.lora.path) for r in batch],
         )
         tokens.append([list(output.outputs[0].token_ids) for output in outputs])
         scores.append([_scores(output) for output in outputs])

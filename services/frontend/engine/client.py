@@ -19,6 +19,7 @@ from functools import partial
 from typing import NamedTuple
 
 from protocol.codec import Decoder, ProtocolError, encode, pack
+from protocol.lora import LoRAAdapter, salt_of
 from protocol.requests import (
     CacheControlled,
     ControlCache,
@@ -76,6 +77,12 @@ class RequestContext:
     cache_salt: str = ""
     structured: StructuredOutputParams | None = None
     pooling: Pooling = Pooling.NONE
+    lora: LoRAAdapter | None = None
+
+    @property
+    def salt(self) -> str:
+        """Return the beginning of the names of its KV blocks."""
+        return salt_of(self.lora, self.cache_salt)
 
 
 class StreamMove(NamedTuple):
@@ -231,6 +238,7 @@ class EngineClient:
             context.request_id,
             context.structured,
             context.pooling,
+            lora=context.lora,
         )
         try:  # the scheduler would expel this frontend, with all its streams
             _requests.decode(encode(message))
@@ -253,7 +261,7 @@ class EngineClient:
         Raises: APIError, if no engine takes it; it is closed then
         """
         request, identity = entry.request, entry.identity or self.engines.identity
-        match self.placement.place(entry.key, request.token_ids, request.cache_salt, identity):
+        match self.placement.place(entry.key, request.token_ids, request.salt, identity):
             case Place(engine=name, reason=reason, holder=holder):
                 self.decisions["place", name, reason] += 1
                 entry.set_kv_peers(self._kv_peers(holder))
@@ -324,7 +332,7 @@ class EngineClient:
         entry.num_rejections += 1
         self.engines.report(engine)
         request, identity = entry.request, entry.identity or self.engines.identity
-        match self.placement.place(entry.key, request.token_ids, request.cache_salt, identity):
+        match self.placement.place(entry.key, request.token_ids, request.salt, identity):
             case Place(engine=name, reason=reason) if name != engine.name:
                 entry.only_prompt = reason is Reason.PREFILL and request.pooling is Pooling.NONE
                 self.ledger.move(finish.number, self._next_number(), name, is_fault=False)

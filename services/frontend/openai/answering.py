@@ -12,7 +12,7 @@ from starlette.types import Scope
 
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from services.frontend.engine.client import EngineClient, RequestContext
-from services.frontend.errors import APIError, no_such_model
+from services.frontend.errors import APIError
 from services.frontend.http.disconnect import watch_disconnect
 from services.frontend.metrics import Metrics
 from services.frontend.model import ServedModel
@@ -57,6 +57,7 @@ Body = CompletionRequest | ChatRequest
 class SchedulingFields(Protocol):
     """Fields of a body that order and separate requests in the engine."""
 
+    model: str | None
     cache_salt: str | None
     priority: int | None
 
@@ -87,8 +88,7 @@ class Answering:
 
     def check_model(self, name: str | None) -> None:
         """Raises: APIError"""
-        if name is not None and name not in self.model.names:
-            raise no_such_model(name, self.model.names)
+        self.model.adapter(name)
 
     def shed(self, scope: Scope) -> APIError | None:
         """Return why the engine would certainly refuse the request for load, or None. A refusal is recorded.
@@ -159,9 +159,11 @@ class Answering:
         structured: StructuredOutputParams | None = None,
         pooling: Pooling = Pooling.NONE,
     ) -> RequestContext:
+        """Raises: APIError, if the model is not served any more"""
         tenant, salt = http.state.tenant, body.cache_salt or ""
         salt = f"{tenant}/{salt}" if tenant else salt  # cache hits reveal nothing to holders of another key
-        return RequestContext(http.state.request_id, body.priority or 0, salt, structured, pooling)
+        lora = self.model.adapter(body.model)
+        return RequestContext(http.state.request_id, body.priority or 0, salt, structured, pooling, lora)
 
     async def submissions(self, body: Body, prompts: list[Prompt]) -> list[Submission]:
         """Return each prompt with the parameters of its first answer. Raises: APIError"""

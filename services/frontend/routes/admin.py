@@ -3,10 +3,13 @@
 from collections.abc import Mapping
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Body, Path, Query
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request as HTTPRequest
+from starlette.responses import PlainTextResponse
 from typing_extensions import TypedDict
 
+from services.checkpoint import CheckpointError
 from services.frontend.context import Context
 from services.frontend.errors import APIError
 from services.frontend.openapi import GUARDED, errors
@@ -99,6 +102,37 @@ class ReplanStatus(TypedDict):
     engine: str
     """Name of the new engine."""
     detail: str
+
+
+@router.post("/v1/load_lora_adapter", summary="Serves a LoRA adapter", response_class=PlainTextResponse)
+async def load_lora_adapter(
+    context: Context,
+    lora_name: Annotated[str, Body(max_length=256)],
+    lora_path: Annotated[str, Body(max_length=4096)],
+) -> str:
+    """Open requests and new ones go on while its files are checked."""
+    try:
+        await run_in_threadpool(context.model.adapters.load, lora_name, lora_path)
+    except (CheckpointError, OSError) as error:
+        raise APIError(400, str(error)) from None
+    return f"Success: LoRA adapter '{lora_name}' added successfully."
+
+
+@router.post(
+    "/v1/unload_lora_adapter",
+    summary="Serves a LoRA adapter no longer",
+    response_class=PlainTextResponse,
+    responses=errors(404),
+)
+async def unload_lora_adapter(
+    context: Context, lora_name: Annotated[str, Body(max_length=256, embed=True)]
+) -> str:
+    """New requests cannot name it; open ones end as they began."""
+    try:
+        context.model.adapters.unload(lora_name)
+    except CheckpointError as error:
+        raise APIError(404, str(error)) from None
+    return f"Success: LoRA adapter '{lora_name}' removed successfully."
 
 
 @router.post("/reset_prefix_cache", summary="Empties the prefix caches of all engines")

@@ -1,13 +1,12 @@
 """/v1/models: the names under which the model is served, in OpenAI's and Anthropic's form at once."""
 
 from datetime import UTC, datetime
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NotRequired
 
 from fastapi import APIRouter, Path
 from typing_extensions import TypedDict
 
 from services.frontend.context import AppContext, Context
-from services.frontend.errors import no_such_model
 from services.frontend.openai.schemas.responses import Natural
 from services.frontend.openapi import GUARDED, errors
 
@@ -24,6 +23,8 @@ class ModelEntry(TypedDict):
     display_name: str
     created_at: str
     """RFC 3339."""
+    parent: NotRequired[str]
+    """The model of an adapter."""
 
 
 class ModelList(TypedDict):
@@ -36,20 +37,19 @@ class ModelList(TypedDict):
 
 @router.get("/v1/models", summary="Models that are served")
 async def models(context: Context) -> ModelList:
-    names = context.model.names
+    names = context.model.all_names
     data = [_entry(context, name) for name in names]
     return {"object": "list", "data": data, "first_id": names[0], "last_id": names[-1], "has_more": False}
 
 
 @router.get("/v1/models/{name:path}", summary="One of the models", responses=errors(400, 404))
 async def model(name: Annotated[str, Path(max_length=512)], context: Context) -> ModelEntry:
-    if name not in context.model.names:
-        raise no_such_model(name, context.model.names)
+    context.model.adapter(name)
     return _entry(context, name)
 
 
 def _entry(context: AppContext, name: str) -> ModelEntry:
-    return {
+    entry: ModelEntry = {
         "id": name,
         "object": "model",
         "created": context.started,
@@ -59,3 +59,6 @@ def _entry(context: AppContext, name: str) -> ModelEntry:
         "display_name": name,
         "created_at": datetime.fromtimestamp(context.started, UTC).isoformat().replace("+00:00", "Z"),
     }
+    if context.model.adapters.get(name) is not None:
+        entry["parent"] = context.model.names[0]
+    return entry

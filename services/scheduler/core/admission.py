@@ -48,7 +48,7 @@ class Admission:
             self._prompt_problem(message, tokens, limits)
             or self._size_problem(message, len(tokens), limits)
             or self._parameter_problem(message, limits)
-            or self._missing_feature(message, store.compiling.serves)
+            or self._missing_feature(message, store.compiling.serves, limits)
         )
         if problem is not None:
             return Refusal(FinishReason.INVALID, problem)
@@ -119,9 +119,11 @@ class Admission:
             return f"priority must lie between -{MAX_PRIORITY} and {MAX_PRIORITY}"
         return None
 
-    def _missing_feature(self, message: GenerateRequest, compiles: bool) -> str | None:
+    def _missing_feature(self, message: GenerateRequest, compiles: bool, limits: Limits) -> str | None:
         if message.structured is not None and not compiles:
             return "structured output is not served: the scheduler was started without the model's tokenizer"
         if message.pooling is not Pooling.NONE and not self.hidden_size:
             return "this backend serves no embeddings"
+        if message.lora is not None and not limits.max_loras:
+            return "LoRA adapters are not served: the scheduler was started without --enable-lora"
         return None

@@ -189,11 +189,12 @@ class EngineCore:
             message.num_prompt_tokens,
             message.params,
             make_order_key(message.priority if self._use_priority else 0, self._arrivals.next(message.age)),
-            message.cache_salt,
+            message.salt,
             message.pooling,
             message.request_id,
             store.now,
             kv_peers=tuple(message.kv_peers),
+            lora=message.lora,
         )
         store.counters["prompt_tokens"] += request.num_prompt_tokens
         if message.structured is None:

@@ -250,7 +250,7 @@ class KVCacheManager:
             tokens = self._slots.history[slot, begin * size : end * size].copy()
             parent = hashes[begin - 1] if begin else None
             self._observers.emit(
-                BlocksCached(tuple(hashes[begin:end]), parent, tokens, size, request.cache_salt)
+                BlocksCached(tuple(hashes[begin:end]), parent, tokens, size, request.cache_salt, request.lora)
             )
 
     def _emit_evicted(self, num_blocks: int) -> None:

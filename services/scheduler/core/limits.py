@@ -35,6 +35,8 @@ class Limits:
     """True: the workers load KV blocks from a tier (loaded block, docs/invariants.md)."""
     fetches_blocks: bool = False
     """True: they load KV blocks from the workers of another engine, if a request names one."""
+    max_loras: int = 0
+    """LoRA adapters of all running requests together (adapter seat); 0: none are served."""
 
     @property
     def num_slots(self) -> int:

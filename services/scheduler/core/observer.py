@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.block_names import NamedBlocks
+from protocol.lora import LoRAAdapter
 from protocol.requests import Finish, GenerateRequest
 from protocol.steps import GrammarOutput, LoadBlocks, ModelRunnerOutput, ReleaseSlots, SchedulerOutput
 from services.scheduler.core.ledger import InflightStep
@@ -197,6 +198,7 @@ class BlocksCached(msgspec.Struct, frozen=True):
     token_ids: NDArray[np.int32]
     block_size: int
     salt: str
+    lora: LoRAAdapter | None = None
 
 
 class BlocksEvicted(msgspec.Struct, frozen=True):

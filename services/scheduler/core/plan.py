@@ -99,6 +99,8 @@ class StepPlanner:
         epoch, head = self.epoch, self.store.waiting.head()
         if head is None or len(epoch.running) < epoch.limits.max_num_seqs or head.stale_rows:
             return
+        if not self.has_adapter_seat(head):
+            return
         worst = int(epoch.running[-1])
         if priority_of(head.order_key) < priority_of(int(epoch.slots.order_key[worst])):
             if self.load(head, epoch.kv.find_prefix(head)):
@@ -169,6 +171,8 @@ class StepPlanner:
         """Admit requests while seats, slots, tokens and blocks last. Nobody passes a request that lacks blocks; one
         that waits for its stale rows lets others pass (admission order).
 
+        So does one that waits for an adapter seat.
+
         Args:
             alone: the only request that may run.
         """
@@ -181,7 +185,7 @@ class StepPlanner:
             room = min(choice.tokens_left, choice.prefill_left)
             if room <= 0 or seats <= 0:
                 break
-            if request.stale_rows:
+            if request.stale_rows or not self.has_adapter_seat(request):
                 continue
             prefix = kv.find_prefix(request)
             if alone is None and self.load(request, prefix):
@@ -202,6 +206,15 @@ class StepPlanner:
                 break
             self.admit(request, prefix, count, held, choice)
             seats -= 1
+
+    def has_adapter_seat(self, request: Request) -> bool:
+        """Return whether the adapters of the running requests and of this one fit into one step (adapter seat)."""
+        if request.lora is None:
+            return True
+        epoch = self.epoch
+        adapters = (epoch.slots.request(slot).lora for slot in epoch.running.tolist())
+        seated = {adapter.digest for adapter in adapters if adapter is not None}
+        return request.lora.digest in seated or len(seated) < epoch.limits.max_loras
 
     def load(self, request: Request, prefix: list[int]) -> bool:
         """Ask a tier, or another engine, for the blocks behind the cached prefix, if that is expected to be faster than
@@ -265,6 +278,7 @@ class StepPlanner:
                 request.params,
                 request.pooling,
                 request.request_id,
+                request.lora,
             )
         )
         choice.slots.append(row)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.lora import LoRAAdapter
 from protocol.requests import Finish, FinishReason
 from protocol.sampling import Pooling, SamplingParams
 from services.scheduler.grammar import Grammar, Masks
@@ -55,6 +56,7 @@ class Request:
     order_key: int
     """Unique; the request with the lowest key is served first and preempted last."""
     cache_salt: str = ""
+    """`GenerateRequest.salt`, which has the adapter."""
     pooling: Pooling = Pooling.NONE
     request_id: str = ""
     """The external id, for log lines."""
@@ -76,6 +78,7 @@ class Request:
     """Hash chain over the full blocks of the known tokens. Later blocks may not be hashed yet."""
     kv_peers: tuple[str, ...] = ()
     """Workers of another engine that may have blocks of its prefix, by rank."""
+    lora: LoRAAdapter | None = None
     asked: bool = False
     """True: a tier was asked for its blocks since it last left a slot."""
     num_cached_tokens: int = 0

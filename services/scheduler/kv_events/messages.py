@@ -31,7 +31,8 @@ class BlockStored(KVCacheEvent, frozen=True):
     medium: str | None
     lora_name: str | None
     extra_keys: list[tuple[Any, ...] | None] | None = None
-    """Per block: the request's salt, for its first block; None for others."""
+    """Per block: the name of the adapter, if there is one, and for its first block the salt, which has the adapter's
+    digest; None: neither."""
     group_idx: int | None = None
 
 

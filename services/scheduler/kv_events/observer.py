@@ -67,18 +67,19 @@ class KVEventObserver:
 
 
 def _stored(event: BlocksCached) -> BlockStored:
-    salted = event.parent is None and event.salt
-    extra_keys: list[tuple[str] | None] = [None] * len(event.hashes)
-    if salted:
-        extra_keys[0] = (event.salt,)
+    adapter = event.lora
+    keys = () if adapter is None else (adapter.name,)
+    extra_keys: list[tuple[str, ...] | None] = [keys or None] * len(event.hashes)
+    if event.parent is None and event.salt:
+        extra_keys[0] = (*keys, event.salt)
     return BlockStored(
         list(event.hashes),
         event.parent,
         event.token_ids.tolist(),
         event.block_size,
-        None,
+        None if adapter is None else adapter.number,
         MEDIUM,
-        None,
+        None if adapter is None else adapter.name,
         extra_keys,
         0,
     )

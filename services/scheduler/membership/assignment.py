@@ -22,6 +22,8 @@ def make_assignment(
         rendezvous=rendezvous,
         speculation=_speculation(config),
         max_kv_groups=config.max_kv_groups,
+        max_loras=config.num_loras,
+        max_lora_rank=config.max_lora_rank if config.enable_lora else 0,
     )
 
 

@@ -62,4 +62,5 @@ def fit(c: SchedulerConfig, loaded: list[Loaded], leaves_rows_out: bool = False)
         leaves_rows_out=leaves_rows_out and c.batching_policy != "phased",
         loads_blocks=all(rank.loads_blocks for rank in loaded),
         fetches_blocks=all(rank.kv_peer for rank in loaded),
+        max_loras=c.num_loras,
     )

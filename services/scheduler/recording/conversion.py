@@ -154,7 +154,7 @@ class TokenRemover:
         outside = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
         if len(outside):
             plain = replace(plain, token_ids=pack(outside[:1]))
-        blocks = self._chains.arrive((event.frontend, message.number), message.cache_salt, tokens)
+        blocks = self._chains.arrive((event.frontend, message.number), message.salt, tokens)
         return ArrivalRecord(event.frontend, plain, len(tokens), blocks)
 
     def _outcome(self, event: ResultApplied) -> OutcomeRecord:

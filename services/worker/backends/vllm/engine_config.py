@@ -10,6 +10,9 @@ from services.config import WorkerConfig
 from services.worker.backends.vllm import vllm_api
 from services.worker.runner import LoadError
 
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Maximum ranks that vLLM has."""
+
 
 @dataclass(frozen=True)
 class EngineOptions:
@@ -30,6 +33,9 @@ class EngineOptions:
     has_groups: bool
     """Layers with a window may have block tables of their own."""
     speculation: Speculation | None
+    max_loras: int
+    """0: no adapters."""
+    max_lora_rank: int
 
     @classmethod
     def from_config(
@@ -48,6 +54,8 @@ class EngineOptions:
             enforce_eager=config.enforce_eager,
             has_groups=assignment.max_kv_groups > 1,
             speculation=assignment.speculation,
+            max_loras=assignment.max_loras,
+            max_lora_rank=assignment.max_lora_rank,
         )
 
 
@@ -79,6 +87,7 @@ def create_engine_config(
         disable_hybrid_kv_cache_manager=None if options.has_groups else True,
         disable_log_stats=True,
         speculative_config=_drafter_config(options.speculation),
+        **_lora_arguments(options),
         **device_arguments,
     )
     try:
@@ -87,6 +96,13 @@ def create_engine_config(
         raise LoadError(f"vLLM cannot serve this model: {' '.join(str(error).split())}") from error
     _check(config, options)
     return config
+
+
+def _lora_arguments(options: EngineOptions) -> dict[str, Any]:
+    if not options.max_loras:
+        return {}
+    rank = next((size for size in _LORA_RANKS if size >= options.max_lora_rank), options.max_lora_rank)
+    return {"enable_lora": True, "max_loras": options.max_loras, "max_lora_rank": rank}
 
 
 def _drafter_config(speculation: Speculation | None) -> dict[str, Any] | None:

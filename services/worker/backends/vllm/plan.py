@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from protocol.codec import unpack
+from protocol.lora import LoRAAdapter
 from protocol.steps import NewRequest, SchedulerOutput
 from services.worker.backends.vllm import vllm_api
 from services.worker.backends.vllm.parameters import RequestGenerator, to_vllm_params
@@ -21,6 +22,11 @@ from services.worker.backends.vllm.row_masks import LEFT_OUT, RowMasks
 from services.worker.backends.vllm.sampled_steps import TokenPlaceholders
 from services.worker.batch.slots import Rows, SlotTable
 from services.worker.sampling.reference import GREEDY_BELOW
+
+
+def lora_request(adapter: LoRAAdapter) -> vllm_api.LoRARequest:
+    return vllm_api.LoRARequest(adapter.name, adapter.number, adapter.path)
+
 
 RESERVED_BLOCKS = 1
 """vLLM reserves its first block, so its block ids are one higher than the plan's."""
@@ -163,6 +169,7 @@ class PlanTranslator:
             block_ids=tuple([] for _ in range(self._table.num_groups)),
             num_computed_tokens=start,
             output_token_ids=output,
+            lora_request=None if (lora := request.lora) is None else lora_request(lora),
         )
 
     def _new_blocks(self, slots: NDArray[np.int32]) -> list[tuple[list[int], ...] | None]:

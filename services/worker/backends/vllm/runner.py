@@ -73,6 +73,7 @@ class VllmRunner:
             leaves_rows_out=not single,  # the end of a forward pass on a GPU is not observed
             waits_for_masks=False,
             single_rank=single,
+            serves_loras=not single,  # not run on a GPU yet
         )
 
     def load(

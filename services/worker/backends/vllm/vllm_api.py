@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from torch import distributed
+from torch import Tensor, distributed
 
 from services.worker.backends.vllm.shared_memory import machine
 from services.worker.runner import LoadError
@@ -80,6 +80,11 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.engine.arg_utils import EngineArgs
 from vllm.envs import enable_envs_cache
+
+# Adapters.
+from vllm.lora.ops.torch_ops import lora_ops
+from vllm.lora.punica_wrapper import punica_cpu
+from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
 # Parameters of a request.
@@ -145,6 +150,17 @@ def _on_the_same_machine(group: Any, source_rank: int = 0) -> list[bool]:
     return [name == machines[source_rank] for name in machines]
 
 
+def _shrink_adapters_only(
+    inputs: Tensor, weights: Tensor, output: Tensor, adapters: Tensor, scaling: float = 1.0
+) -> None:
+    """Compute the first half of LoRA's product. For a row without adapter vLLM's CPU kernel reads index -1, the last
+    adapter, so answers of the model would be those of the adapter beside them; here it gets zeros."""
+    _bgmv_shrink(inputs, weights, output, adapters, scaling)
+    output.masked_fill_((adapters < 0).unsqueeze(1), 0.0)
+
+
+_bgmv_shrink = lora_ops.bgmv_shrink
+lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = _shrink_adapters_only
 parallel_state.init_model_parallel_group = _without_message_queue
 parallel_state.in_the_same_node_as = _on_the_same_machine
 
@@ -160,6 +176,7 @@ __all__ = [
     "EngineArgs",
     "FullAttentionSpec",
     "GrammarOutput",
+    "LoRARequest",
     "LogitsProcessors",
     "LogprobsTensors",
     "ModelRunnerOutput",

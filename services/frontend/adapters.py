@@ -1,0 +1,151 @@
+"""LoRA adapters that this frontend serves beside the model. Their files are checked here, so that workers need not
+refuse any: a header of safetensors names every tensor's shape.
+
+A request carries its adapter to the workers, which read it when its first row comes. So an adapter that is unloaded
+takes no new requests, and open ones end as they began.
+"""
+
+import hashlib
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+from protocol.lora import LoRAAdapter
+from services.checkpoint import CheckpointError, read_json
+
+WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_MAX_HEADER = 100 << 20
+"""Bytes of a header; the limit of the safetensors library."""
+_KINDS = ("lora_A.weight", "lora_B.weight")
+_UNSERVED = ("use_dora", "modules_to_save")
+"""Options of PEFT that vLLM does not serve."""
+
+Shape = tuple[int, ...]
+
+
+class Adapters:
+    """
+    Args:
+        base: directory of the model.
+        max_rank: 0: adapters are not served.
+    """
+
+    def __init__(self, base: Path | None = None, max_rank: int = 0, taken: tuple[str, ...] = ()) -> None:
+        self._base, self._max_rank, self._taken = base, max_rank, taken
+        self._adapters: dict[str, LoRAAdapter] = {}
+
+    @property
+    def names(self) -> list[str]:
+        return [*self._adapters]
+
+    def get(self, name: str | None) -> LoRAAdapter | None:
+        return None if name is None else self._adapters.get(name)
+
+    def load(self, name: str, path: str) -> LoRAAdapter:
+        """Serve the adapter in a directory. Raises: CheckpointError"""
+        self._check_enabled()
+        if not 0 < len(name) <= 256 or "\0" in name:
+            raise CheckpointError("the name of an adapter has 1 to 256 characters")
+        if name in self._taken or name in self._adapters:
+            raise CheckpointError(f"the name {name!r} is already that of a model or an adapter")
+        directory = Path(path).expanduser().absolute()
+        if len(str(directory)) > 4096 or not directory.is_dir():
+            raise CheckpointError(f"the adapter {name!r}: {path!r:.200} is no directory")
+        self._check(directory)
+        adapter = LoRAAdapter(name, str(directory), _digest(directory))
+        if self._adapters.setdefault(name, adapter) is not adapter:  # two at once
+            raise CheckpointError(f"the name {name!r} is already that of an adapter")
+        return adapter
+
+    def unload(self, name: str) -> None:
+        """Raises: CheckpointError, if the frontend has no such adapter"""
+        self._check_enabled()
+        if self._adapters.pop(name, None) is None:
+            raise CheckpointError(f"there is no adapter {name!r:.200}")
+
+    def _check_enabled(self) -> None:
+        if not self._max_rank:
+            raise CheckpointError("LoRA adapters are not served: start the server with --enable-lora")
+
+    def _check(self, directory: Path) -> None:
+        """Raises: CheckpointError, if vLLM would not serve the adapter with this model."""
+        config = read_json(directory, "adapter_config.json")
+        rank = config.get("r")
+        if config.get("peft_type") != "LORA" or not isinstance(rank, int):
+            raise CheckpointError(f"{directory} has no adapter_config.json of a LoRA adapter")
+        for option in _UNSERVED:
+            if config.get(option):
+                raise CheckpointError(f"{directory}: {option} is not supported by vLLM")
+        if not 1 <= rank <= self._max_rank:
+            raise CheckpointError(
+                f"{directory}: the adapter has rank {rank}, but --max-lora-rank is {self._max_rank}"
+            )
+        if not (directory / WEIGHTS).is_file():
+            raise CheckpointError(f"{directory} has no {WEIGHTS}; other formats are not served")
+        shapes = _shapes(directory / WEIGHTS)
+        if not shapes:
+            raise CheckpointError(f"{directory / WEIGHTS} has no tensors")
+        base = _base_shapes(self._base)
+        if not any(
+            _weight_of(name) in base for name in shapes
+        ):  # a format with other names: vLLM finds the modules
+            base = {}
+        for name, shape in shapes.items():
+            kind = next((k for k in _KINDS if name.endswith(k)), None)
+            if kind is None or not name.startswith(_PREFIX) or len(shape) != 2:
+                raise CheckpointError(f"{directory / WEIGHTS}: {name!r:.200} is no tensor of LoRA")
+            if shape[0 if kind is _KINDS[0] else 1] != rank:
+                raise CheckpointError(f"{directory / WEIGHTS}: {name!r:.200} is not of rank {rank}")
+            wanted, side = base.get(_weight_of(name)), int(kind is _KINDS[0])
+            if base and (wanted is None or wanted[side] != shape[side]):
+                raise CheckpointError(
+                    f"{directory} is an adapter of another model: {name!r:.200} does not fit the weights of this one"
+                )
+
+
+def _weight_of(name: str) -> str:
+    """Return the name of the weight that a tensor of an adapter changes."""
+    return name.removeprefix(_PREFIX).removesuffix(_KINDS[0]).removesuffix(_KINDS[1]) + "weight"
+
+
+def _base_shapes(base: Path | None) -> dict[str, Shape]:
+    """Return the shapes of the model's weights; {}: this frontend has no safetensors files of it."""
+    files = sorted(base.glob("*.safetensors")) if base is not None and base.is_dir() else []
+    return {name: shape for file in files for name, shape in _shapes(file).items() if len(shape) == 2}
+
+
+def _shapes(file: Path) -> dict[str, Shape]:
+    """Return the shape of each tensor, from the header. Raises: CheckpointError"""
+    try:
+        with file.open("rb") as content:
+            (size,) = struct.unpack("<Q", content.read(8))
+            if size > _MAX_HEADER:
+                raise ValueError("its header is too long")
+            header: dict[str, Any] = json.loads(content.read(size))
+            header.pop("__metadata__", None)
+            ends = [entry["data_offsets"][1] for entry in header.values()]
+            if 8 + size + max(ends, default=0) != os.fstat(content.fileno()).st_size:
+                raise ValueError("it is not complete")
+            return {name: tuple(map(int, entry["shape"])) for name, entry in header.items()}
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        IndexError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        struct.error,
+    ) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from None
+
+
+def _digest(directory: Path) -> str:
+    digest = hashlib.sha256()
+    for name in ("adapter_config.json", WEIGHTS):
+        with (directory / name).open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()

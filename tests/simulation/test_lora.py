@@ -1,0 +1,44 @@
+"""Adapter seats: a request whose adapter finds no seat waits, and holds back nobody else."""
+
+import pytest
+
+from services.scheduler.core.limits import Limits
+from tests.simulation.test_acceptance import DEPTHS, prompt_of
+from tests.simulation.workload import ADAPTERS
+from tests.simulation.world import World, params
+
+A, B, C = ADAPTERS
+LIMITS = Limits(4, 64, 128, 96, 4, max_loras=2)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_request_without_an_adapter_seat_waits_alone(depth: int) -> None:
+    world = World(LIMITS, depth)
+    for adapter in (A, B):
+        world.add(prompt_of(8), params(20, eos=False), lora=adapter)
+    late = world.add(prompt_of(8), params(5, eos=False), lora=C)
+    others = [world.add(prompt_of(8), params(5, eos=False), lora=adapter) for adapter in (None, A)]
+    while any(stream.open for stream in others):
+        world.step()
+        assert not late.steps
+    world.drain()
+    assert late.tokens
+
+
+def test_equal_prompts_hit_within_an_adapter_only() -> None:
+    world = World(LIMITS, 2)
+    hits = []
+    for adapter in (None, A, B, A, None):
+        stream = world.add(prompt_of(40), params(2, eos=False), lora=adapter)
+        world.drain()
+        hits.append(stream.hit)
+    assert hits == [0, 0, 0, 36, 36]
+
+
+def test_a_salt_cannot_name_an_adapter() -> None:
+    world = World(LIMITS, 2)
+    world.add(prompt_of(40), params(2, eos=False), lora=A)
+    world.drain()
+    forged = world.add(prompt_of(40), params(2, eos=False), salt=f"\0{A.digest}:")
+    world.drain()
+    assert not forged.hit

@@ -1,0 +1,101 @@
+"""LoRA adapters: tokens under this scheduler equal those of vLLM's own `LLM.generate` with the same adapters."""
+
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from protocol.lora import LoRAAdapter
+from protocol.sampling import SamplingParams
+from services.frontend.adapters import Adapters
+from tests.vllm import checkpoints
+from tests.vllm.driver import VllmRun, VllmStream, VllmWorker
+from tests.vllm.preloaded import processes
+from tests.vllm.reference import VllmRequest, generate
+
+LENGTHS = (5, 70, 33, 64)
+"""Tokens of each prompt: shorter and longer than a block (32) and than the budget of a step (64)."""
+OUTPUT = 16
+KINDS: tuple[dict[str, Any], ...] = ({"temperature": 0.0}, {"temperature": 0.8, "seed": 7})
+
+
+def vllm_requests(adapters: list[LoRAAdapter]) -> list[VllmRequest]:
+    """Each prompt with the model and with each adapter, so that a hit across adapters would change tokens."""
+    return [
+        VllmRequest(
+            [(number * 389 + i * 31) % 4000 + 10 for i in range(length)],
+            {"max_tokens": OUTPUT, "ignore_eos": True, **KINDS[number % 2]},
+            lora=adapter,
+        )
+        for number, length in enumerate(LENGTHS)
+        for adapter in (None, *adapters)
+    ]
+
+
+class LoRAAnswers(msgspec.Struct):
+    together: dict[str, list[list[int]]]
+    """By maximum of adapters in a step and depth."""
+    preempted: list[list[int]]
+    preemptions: float
+
+
+def answer(model: str, adapters: list[LoRAAdapter]) -> LoRAAnswers:
+    """Needs a new process, because it creates vLLM."""
+    together = {}
+
+    def serve(run: VllmRun) -> list[list[int]]:
+        streams = [
+            VllmStream(r.prompt, SamplingParams(**_own(r.params)), lora=r.lora)
+            for r in vllm_requests(adapters)
+        ]
+        return [stream.tokens for stream in run.serve(*streams)]
+
+    worker = VllmWorker(model=model, dtype="float32", max_loras=2)
+    for depth in (1, 2, 3):
+        with VllmRun(worker, depth) as run:
+            together[f"two, depth {depth}"] = serve(run)
+            together[f"two, depth {depth}, cached prompts"] = serve(run)
+    with VllmRun(worker, 3, num_blocks=13) as run:
+        preempted = serve(run)
+        preemptions = run.core.stats()["num_preemptions"]
+    worker.max_loras = 1  # vLLM is loaded again
+    with VllmRun(worker, 2) as run:
+        together["one, depth 2"] = serve(run)
+    return LoRAAnswers(together, preempted, preemptions)
+
+
+def _own(params: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in params.items() if name != "ignore_eos"}
+
+
+def reference(model: str, adapters: list[LoRAAdapter]) -> list[list[int]]:
+    settings = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "enable_prefix_caching": False}
+    alone = [
+        [request] for request in vllm_requests(adapters)
+    ]  # beside adapters, vLLM's answers of the model are wrong
+    return [batch[0] for batch in generate(model, alone, max_model_len=256, **settings).tokens]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ProcessPoolExecutor]:
+    with processes() as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_tokens_equal_vllms(architecture: str, pool: ProcessPoolExecutor, tmp_path: Path) -> None:
+    base = checkpoints.make(architecture, tmp_path / "base")
+    loading = Adapters(base, 8)
+    adapters = [
+        loading.load(name, str(checkpoints.make_adapter(tmp_path / name, base, seed)))
+        for seed, name in enumerate("ab")
+    ]
+    both = [pool.submit(side, str(base), adapters) for side in (answer, reference)]
+    mine, expected = (future.result() for future in both)
+    assert len({tuple(tokens) for tokens in expected}) == len(expected)  # every adapter changes every answer
+    assert mine.together == dict.fromkeys(mine.together, expected)
+    assert mine.preempted == expected
+    assert mine.preemptions > 0
