@@ -19,7 +19,6 @@ class Leadership:
         self._sent = now
 
     def on_sign_of_life(self, now: float) -> None:
-        """A sign of life is sent to all."""
         self._sent = now
 
     def lost(self, now: float, replaced: bool) -> str | None:

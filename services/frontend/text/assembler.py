@@ -55,8 +55,6 @@ class OutOfOrder(Exception):
 
 
 class TextAssembler:
-    """Text of one choice."""
-
     __slots__ = (
         "_detokenizer",
         "_filter",
