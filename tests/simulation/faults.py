@@ -49,7 +49,7 @@ class Fault(NamedTuple):
         return type(self.name, (base,), {self.method: method})
 
 
-class Faults(list[Fault]):
+class FaultList(list[Fault]):
     def add(self, part: str, method: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Decorate the faulty method of a fault in this list."""
 

@@ -18,13 +18,13 @@ from services.scheduler.core.plan import StepPlanner
 from services.scheduler.core.request import Request
 from services.scheduler.core.slots import DELIVER, LIVE, Column, SlotColumns
 from tests.simulation.drafts import Speculating
-from tests.simulation.faults import Fault, Faults, assert_caught, parameters, unchanged
+from tests.simulation.faults import Fault, FaultList, assert_caught, parameters, unchanged
 from tests.simulation.grammar import structured
 from tests.simulation.reference import reference
 from tests.simulation.test_speculation import ROOMY, prompt_of
 from tests.simulation.world import World, params
 
-FAULTS = Faults()
+FAULTS = FaultList()
 
 
 @FAULTS.add("applier", "settle")
@@ -130,7 +130,7 @@ def a_stop_counts_at_the_end_of_a_row_only(
     return tokens._replace(counts=counts, ends=tokens.ends & ~early, stops=tokens.stops & ~early)
 
 
-RARE_FAULTS = Faults()
+RARE_FAULTS = FaultList()
 """Faults in situations that are rare in random workloads: grammars, log-probabilities, rows that go on behind a
 stop."""
 

@@ -12,7 +12,7 @@ from services.scheduler.core.kv_cache import KVCacheManager
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import Request
 from services.scheduler.policies import ChunkedPolicy, SchedulerView
-from tests.simulation.faults import Fault, Faults, assert_caught, parameters
+from tests.simulation.faults import Fault, FaultList, assert_caught, parameters
 from tests.simulation.invariants import Checker
 from tests.simulation.test_acceptance import DEPTHS, prompt_of
 from tests.simulation.world import World, params
@@ -126,7 +126,7 @@ def test_a_window_as_long_as_the_context_decides_as_full_attention() -> None:
     assert plans((KVGroup(),)) == plans((KVGroup("sliding_window", 64),))
 
 
-FAULTS = Faults()
+FAULTS = FaultList()
 
 
 @FAULTS.add("kv", "free_unread")

@@ -16,7 +16,7 @@ from services.scheduler.core.request import Request
 from services.scheduler.core.results import UnknownResult
 from services.scheduler.core.slots import DELIVER, DROP
 from services.scheduler.policies import ChunkedPolicy
-from tests.simulation.faults import Fault, Faults, assert_caught, parameters
+from tests.simulation.faults import Fault, FaultList, assert_caught, parameters
 from tests.simulation.grammar import structured
 from tests.simulation.world import SimulatedStream, World, params
 
@@ -290,7 +290,7 @@ def test_plans_name_their_masked_rows() -> None:
 # -- faults ------------------------------------------------------------------------------------------------------
 
 
-FAULTS = Faults()
+FAULTS = FaultList()
 
 
 @FAULTS.add("applier", "settle")
@@ -346,7 +346,7 @@ def test_fault_is_caught(fault: Fault) -> None:
     assert_caught(fault)
 
 
-DRAFT_FAULTS = Faults()
+DRAFT_FAULTS = FaultList()
 
 
 @DRAFT_FAULTS.add("applier", "settle")

@@ -26,9 +26,9 @@ from services.scheduler.core.request import Request
 from services.scheduler.core.slots import DELIVER, DROP, SlotColumns
 from services.scheduler.core.waiting import WaitingQueue
 from services.worker.kv_memory import BlockNames
-from tests.simulation.faults import Fault, Faults, assert_caught, parameters, unchanged
+from tests.simulation.faults import Fault, FaultList, assert_caught, parameters, unchanged
 
-FAULTS = Faults()
+FAULTS = FaultList()
 
 
 @FAULTS.add("ledger", "names")
@@ -394,7 +394,7 @@ def whole_one_step_too_early(note: Any, self: KVCacheManager, rows: Any, confirm
     note(self, rows, np.minimum(self._slots.computed[rows], self._slots.tokens[rows]))
 
 
-TIER_FAULTS = Faults()
+TIER_FAULTS = FaultList()
 
 
 @TIER_FAULTS.add("planner", "load")
