@@ -36,8 +36,6 @@ class CachedBlocks(msgspec.Struct, array_like=True, frozen=True, tag="cached_blo
 
 
 class RankTimes(msgspec.Struct, array_like=True, frozen=True):
-    """Times of one rank in one step."""
-
     rank: Count
     times: StepTimes
     returns_result: bool = False

@@ -20,8 +20,6 @@ CONTROL = "control"
 
 @dataclass(frozen=True)
 class Command:
-    """Command of a service."""
-
     name: str
     arguments: list[str]
 

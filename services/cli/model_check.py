@@ -142,7 +142,6 @@ def parts(config: ServeConfig, model: ModelConfig) -> list[ModelPart]:
 def rank_memories(
     config: ServeConfig, path: Path, ranks: Sequence[ModelPart], context: int
 ) -> list[RankMemory]:
-    """Return the memory of each rank."""
     size, groups = config.block_size, config.max_kv_groups
     return [rank_memory(config, path, part, size, context, groups) for part in ranks]
 

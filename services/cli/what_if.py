@@ -95,7 +95,6 @@ def predict(config: ReplayConfig, header: RecordingHeader, history: History, cos
 
 
 def recorded(history: History) -> Measurements:
-    """Return the measurements of a recording."""
     measured = Measurements(num_preemptions=history.num_preemptions)
     for request in history.requests:
         if request.ended:

@@ -2,11 +2,14 @@
 
 import asyncio
 import time
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Annotated
+from functools import wraps
+from typing import Annotated, Any
 
 from fastapi import Depends
 from starlette.requests import Request as HTTPRequest
+from starlette.responses import Response
 
 from services.frontend.engine.client import EngineClient
 from services.frontend.engine.replan import Replans
@@ -39,3 +42,14 @@ async def app_context(http: HTTPRequest) -> AppContext:
 
 
 Context = Annotated[AppContext, Depends(app_context)]
+Handler = Callable[[HTTPRequest, AppContext], Coroutine[Any, Any, Response]]
+
+
+def recorded(handler: Handler) -> Handler:
+    """Decorate a route that submits requests to the engine: the end of each request is recorded."""
+
+    @wraps(handler)
+    async def record(http: HTTPRequest, context: AppContext) -> Response:
+        return await context.answering.recorded(http, handler(http, context))
+
+    return record

@@ -22,8 +22,7 @@ from services.frontend.engine.client import EngineClient
 from services.frontend.engine.placement_recording import PlacementRecording
 from services.frontend.errors import APIError
 from services.frontend.http.connection import Connection
-from services.frontend.http.cors import with_cors
-from services.frontend.http.guards import Guards
+from services.frontend.http.guards import Guards, with_cors
 from services.frontend.http.listener import listen, tls_options
 from services.frontend.load_log import log_load
 from services.frontend.metrics import Metrics

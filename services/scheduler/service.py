@@ -52,8 +52,7 @@ from services.scheduler.grammar.masks import INLINE_MASKS, MaskThread
 from services.scheduler.grammar.vocabulary import GrammarVocabulary
 from services.scheduler.io.frontends import FrontendConnections
 from services.scheduler.io.workers import WorkerConnections
-from services.scheduler.leadership import Leadership
-from services.scheduler.leases import Leases
+from services.scheduler.leases import Leadership, Leases
 from services.scheduler.listeners import CoreListener, make_listeners
 from services.scheduler.membership import (
     Ended,

@@ -14,7 +14,6 @@ class WorkerSeconds:
         )
 
     def add(self, times: StepTimes) -> None:
-        """Add the times of one step."""
         sums, self.last_forward = self._sums, times.forward_ended - times.forward_began
         sums["idle"] += times.idle
         sums["busy"] += times.sampled - times.forward_began

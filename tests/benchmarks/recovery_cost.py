@@ -30,8 +30,7 @@ from protocol.steps import SchedulerOutput
 from services.config import SchedulerConfig
 from services.frontend.engine.ledger import RequestLedger
 from services.frontend.engine.streams import FlushQueue, RawLogprobs, RequestStream, ResponseStream, Token
-from services.scheduler.leadership import Leadership
-from services.scheduler.leases import Leases
+from services.scheduler.leases import Leadership, Leases
 from services.scheduler.membership import StepSize, WorkerGroup
 from tests.benchmarks.scheduler_cost import build
 from tests.benchmarks.support.processor_time import seconds_by_process

@@ -4,10 +4,9 @@ import asyncio
 import signal
 
 import pytest
-from openai import APIError, AsyncOpenAI
+from openai import AsyncOpenAI
 
 from tests.e2e.server import ServeProcess, is_alive, serving, wait_until
-from tests.e2e.streams import restart
 
 TOKENS = 48
 SIM = ("--backend", "sim", "--sim-step-ms", "20")
@@ -117,31 +116,6 @@ async def test_services_do_not_outlive_a_killed_supervisor(ranks: tuple[str, ...
             for stream in streams:
                 await stream.close()
         wait_until(lambda: not any(map(is_alive, server.services.values())), "all ranks have ended")
-
-
-async def test_worker_that_is_killed_too_often_stops_all_and_each_stream_ends_with_an_error() -> None:
-    with serving(*SIM) as server:
-        async with server.async_client() as client:
-            model = (await client.models.list()).data[0].id
-            streams = [
-                await client.completions.create(
-                    model=model, prompt=f"Number {i}", max_tokens=2000, stream=True,
-                    extra_body={"ignore_eos": True},
-                )
-                for i in range(4)
-            ]  # fmt: skip
-            for stream in streams:
-                await anext(stream)
-            for _ in range(3):
-                await restart(server, "worker", signal.SIGKILL)
-            server.services["worker"].kill()
-            for stream in streams:
-                with pytest.raises(APIError, match="stopped"):
-                    async for _chunk in stream:
-                        pass
-        assert server.wait() == 128 + signal.SIGKILL
-        assert server.last_line() == "runahead: worker was killed by SIGKILL"
-        server.assert_nothing_is_left()
 
 
 def test_unsupported_tensor_parallel_size_is_refused_with_the_possible_ones() -> None:

@@ -185,8 +185,9 @@ async def test_tool_calls_and_embeddings_continue_with_the_next_scheduler() -> N
             assert server.metric("requests_resubmitted_total") >= 4
 
 
-async def test_streams_end_with_an_error_when_the_server_gives_up() -> None:
-    """The fourth death of the scheduler within a minute is the last."""
+@pytest.mark.parametrize("service", ["scheduler", "worker"])
+async def test_streams_end_with_an_error_when_the_server_gives_up(service: str) -> None:
+    """The fourth death of a service within a minute is the last."""
     with serving(*SIM) as server:
         async with server.async_client() as client:
             model = (await client.models.list()).data[0].id
@@ -203,14 +204,14 @@ async def test_streams_end_with_an_error_when_the_server_gives_up() -> None:
             for stream in streams:
                 await anext(stream)
             for _ in range(3):
-                await restart(server, "scheduler", signal.SIGKILL)
-            server.services["scheduler"].kill()
+                await restart(server, service, signal.SIGKILL)
+            server.services[service].kill()
             for stream in streams:
                 with pytest.raises(APIError, match="stopped"):
                     async for _chunk in stream:
                         pass
             assert server.wait() == 128 + signal.SIGKILL
-            assert server.last_line() == "runahead: scheduler was killed by SIGKILL"
+            assert server.last_line() == f"runahead: {service} was killed by SIGKILL"
             server.assert_nothing_is_left()
 
 

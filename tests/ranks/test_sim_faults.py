@@ -59,61 +59,45 @@ def test_lost_feedback(make_group: MakeGroup) -> None:
         running.group.stage(0).last_answer()
 
 
-def test_feedback_of_two_rows_swapped(make_group: MakeGroup) -> None:
-    """The last stage notices it: it has the tokens that it sampled."""
-    running = StagedRequests(make_group(1, 2))
-    running.group.stage(1).call("swap", "send_feedback", HEADER, HEADER + 1)
-    running.step()
-    running.step()
-    with pytest.raises(
-        RankFailure, match=r"OracleError: slot \d position 7: token \d+ of 97 came from the stage before"
-    ):
-        running.group.stage(1).last_answer()
-
-
-@pytest.mark.parametrize("by", [VOCAB, -VOCAB])
-def test_feedback_outside_the_vocabulary(make_group: MakeGroup, by: int) -> None:
-    """Valid ids: it never becomes an index."""
-    running = StagedRequests(make_group(1, 2))
-    running.group.stage(1).call("shift", "send_feedback", HEADER, by)
-    running.step()
-    running.step()
-    with pytest.raises(RankFailure, match=r"OracleError: slot 0 position 7: token -?\d+ is not among the 97"):
-        running.group.stage(0).last_answer()
+SWAPPED = r"slot 0 position 6: token \d+ of 97 came from the stage before, but \d+ is known here"
+OTHER_TOKEN = r"slot \d position 7: token \d+ of 97 came from the stage before"
+OUTSIDE = r"slot 0 position 7: token -?\d+ is not among the 97"
+OTHER_HASH = "slot 0 position 6: expected the activation"
+UNKNOWN = r"slot 0 position 6: token 1\d\d of 97 .* but -1 is known here"
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    ("stages", "sender", "change", "steps", "noticed_by", "text"),
     [
-        ([HEADER, HEADER + 1], r"slot 0 position 6: token \d+ of 97 came from the stage before, but \d+ is known here"),
-        ([HEADER + 2, HEADER + 3], r"slot 0 position 6: expected the activation [0-9a-f]{16} from the stage before"),
+        # The last stage has the tokens that it sampled
+        (2, 1, ("swap", "send_feedback", HEADER, HEADER + 1), 2, 1, OTHER_TOKEN),
+        # Valid ids: it never becomes an index
+        (2, 1, ("shift", "send_feedback", HEADER, VOCAB), 2, 0, OUTSIDE),
+        (2, 1, ("shift", "send_feedback", HEADER, -VOCAB), 2, 0, OUTSIDE),
+        (3, 0, ("shift", "send_activations", HEADER, VOCAB), 1, 1, UNKNOWN),
+        (2, 0, ("swap", "send_activations", HEADER, HEADER + 1), 1, 1, SWAPPED),
+        (2, 0, ("swap", "send_activations", HEADER + 2, HEADER + 3), 1, 1, OTHER_HASH + " [0-9a-f]{16} from the"),
+        # A middle stage has no other source for a sampled token; the hash in the message does not match it
+        (3, 0, ("shift", "send_activations", HEADER, 1), 1, 1, OTHER_HASH),
     ],
-    ids=["tokens", "hashes"],
+    ids=["feedback swapped", "feedback above", "feedback below", "token outside", "tokens swapped", "hashes swapped",
+         "another token"],
 )  # fmt: skip
-def test_two_rows_of_activations_swapped(make_group: MakeGroup, words: list[int], text: str) -> None:
-    running = StagedRequests(make_group(1, 2))
-    running.group.stage(0).call("swap", "send_activations", *words)
-    running.step()
+def test_a_changed_message(
+    make_group: MakeGroup,
+    stages: int,
+    sender: int,
+    change: tuple[str, str, int, int],
+    steps: int,
+    noticed_by: int,
+    text: str,
+) -> None:
+    running = StagedRequests(make_group(1, stages))
+    running.group.stage(sender).call(*change)
+    for _ in range(steps):
+        running.step()
     with pytest.raises(RankFailure, match="OracleError: " + text):
-        running.group.stage(1).last_answer()
-
-
-def test_another_token_for_a_middle_stage(make_group: MakeGroup) -> None:
-    """A middle stage has no other source for a sampled token; the hash in the message does not match it."""
-    running = StagedRequests(make_group(1, 3))
-    running.group.stage(0).call("shift", "send_activations", HEADER, 1)
-    running.step()
-    with pytest.raises(RankFailure, match="OracleError: slot 0 position 6: expected the activation"):
-        running.group.stage(1).last_answer()
-
-
-def test_a_token_outside_the_vocabulary_between_stages(make_group: MakeGroup) -> None:
-    """Valid ids: it never becomes an index."""
-    running = StagedRequests(make_group(1, 3))
-    running.group.stage(0).call("shift", "send_activations", HEADER, VOCAB)
-    running.step()
-    with pytest.raises(RankFailure, match=r"slot 0 position 6: token 1\d\d of 97 .* but -1 is known here"):
-        running.group.stage(1).last_answer()
+        running.group.stage(noticed_by).last_answer()
 
 
 def test_activations_of_another_step(make_group: MakeGroup) -> None:

@@ -1,6 +1,6 @@
 """Faults that are put into the core on purpose: each replaces one public method of one of its parts.
 
-A fault is a function of the production method that returns the faulty one. It acts in a subclass of the part's class,
+A fault is a faulty method, with the production method as its first argument. It acts in a subclass of the part's class,
 which the core is composed of (`services.scheduler.core.parts`); production classes stay as they are.
 """
 
@@ -24,7 +24,7 @@ class Fault(NamedTuple):
     part: str
     """A field of `Parts`, or "engine"."""
     method: str
-    broken: Callable[[Any], Any]
+    broken: Callable[..., Any]
 
     @property
     def name(self) -> str:
@@ -41,7 +41,28 @@ class Fault(NamedTuple):
         return self._subclass(EngineCore) if self.part == "engine" else EngineCore
 
     def _subclass(self, base: type[Any]) -> type[Any]:
-        return type(self.name, (base,), {self.method: self.broken(getattr(base, self.method))})
+        original = getattr(base, self.method)
+
+        def method(*arguments: Any, **named: Any) -> Any:
+            return self.broken(original, *arguments, **named)
+
+        return type(self.name, (base,), {self.method: method})
+
+
+class FaultList(list[Fault]):
+    def add(self, part: str, method: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Decorate the faulty method of a fault in this list."""
+
+        def add(broken: Callable[..., Any]) -> Callable[..., Any]:
+            self.append(Fault(part, method, broken))
+            return broken
+
+        return add
+
+
+def unchanged(original: Any, *arguments: Any, **named: Any) -> Any:
+    """No fault."""
+    return original(*arguments, **named)
 
 
 def parameters(faults: Sequence[Fault]) -> list[ParameterSet]:

@@ -12,7 +12,7 @@ from services.scheduler.core.kv_cache import KVCacheManager
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import Request
 from services.scheduler.policies import ChunkedPolicy, SchedulerView
-from tests.simulation.faults import Fault, assert_caught, parameters
+from tests.simulation.faults import Fault, FaultList, assert_caught, parameters
 from tests.simulation.invariants import Checker
 from tests.simulation.test_acceptance import DEPTHS, prompt_of
 from tests.simulation.world import World, params
@@ -126,36 +126,30 @@ def test_a_window_as_long_as_the_context_decides_as_full_attention() -> None:
     assert plans((KVGroup(),)) == plans((KVGroup("sliding_window", 64),))
 
 
-def freed_one_step_too_early(free: Any) -> Any:
+FAULTS = FaultList()
+
+
+@FAULTS.add("kv", "free_unread")
+def freed_one_step_too_early(free: Any, self: KVCacheManager, rows: Any, committed: Any) -> None:
     """The positions of steps in flight count as committed."""
-
-    def broken(self: KVCacheManager, rows: Any, committed: Any) -> None:
-        free(self, rows, self._slots.computed[rows])
-
-    return broken
+    free(self, rows, self._slots.computed[rows])
 
 
-def freed_one_block_too_early(free: Any) -> Any:
-    return lambda self, rows, committed: free(self, rows, committed + self.block_size)
+@FAULTS.add("kv", "free_unread")
+def freed_one_block_too_early(free: Any, self: Any, rows: Any, committed: Any) -> Any:
+    return free(self, rows, committed + self.block_size)
 
 
-def never_freed(free: Any) -> Any:
-    return lambda self, rows, committed: None
+@FAULTS.add("kv", "free_unread")
+def never_freed(free: Any, self: Any, rows: Any, committed: Any) -> Any:
+    return None
 
 
-def absent_blocks_count_as_missing(missing: Any) -> Any:
-    def broken(self: KVCacheManager, prefix: list[int], num_tokens: int) -> int:
-        return int(missing(self, prefix, num_tokens)) - prefix.count(NO_BLOCK)
-
-    return broken
-
-
-FAULTS = [
-    Fault("kv", "free_unread", freed_one_step_too_early),
-    Fault("kv", "free_unread", freed_one_block_too_early),
-    Fault("kv", "free_unread", never_freed),
-    Fault("kv", "num_missing", absent_blocks_count_as_missing),
-]
+@FAULTS.add("kv", "num_missing")
+def absent_blocks_count_as_missing(
+    missing: Any, self: KVCacheManager, prefix: list[int], num_tokens: int
+) -> int:
+    return int(missing(self, prefix, num_tokens)) - prefix.count(NO_BLOCK)
 
 
 @pytest.mark.parametrize("fault", parameters(FAULTS))

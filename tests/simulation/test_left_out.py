@@ -16,7 +16,7 @@ from services.scheduler.core.request import Request
 from services.scheduler.core.results import UnknownResult
 from services.scheduler.core.slots import DELIVER, DROP
 from services.scheduler.policies import ChunkedPolicy
-from tests.simulation.faults import Fault, assert_caught, parameters
+from tests.simulation.faults import Fault, FaultList, assert_caught, parameters
 from tests.simulation.grammar import structured
 from tests.simulation.world import SimulatedStream, World, params
 
@@ -290,68 +290,55 @@ def test_plans_name_their_masked_rows() -> None:
 # -- faults ------------------------------------------------------------------------------------------------------
 
 
-def a_left_out_row_stays_computed(settle: Any) -> Any:
+FAULTS = FaultList()
+
+
+@FAULTS.add("applier", "settle")
+def a_left_out_row_stays_computed(
+    settle: Any, self: ResultApplier, rows: Any, drafts: Any, result: Any, live: Any
+) -> None:
     """The optimistic position is not lowered."""
-
-    def broken(self: ResultApplier, rows: Any, drafts: Any, result: Any, live: Any) -> None:
-        settle(self, rows, drafts, result, live & (result.counts > 0))
-
-    return broken
+    settle(self, rows, drafts, result, live & (result.counts > 0))
 
 
-def a_left_out_row_is_settled_twice(settle: Any) -> Any:
-    def broken(self: ResultApplier, rows: Any, drafts: Any, result: Any, live: Any) -> None:
-        settle(self, rows, drafts, result, live)
-        self.epoch.slots.computed[rows[live & (result.counts == 0)]] -= 1
+@FAULTS.add("applier", "settle")
+def a_left_out_row_is_settled_twice(
+    settle: Any, self: ResultApplier, rows: Any, drafts: Any, result: Any, live: Any
+) -> None:
+    settle(self, rows, drafts, result, live)
+    self.epoch.slots.computed[rows[live & (result.counts == 0)]] -= 1
 
-    return broken
 
-
-def a_left_out_row_stays_promised(settle: Any) -> Any:
+@FAULTS.add("applier", "settle")
+def a_left_out_row_stays_promised(
+    settle: Any, self: ResultApplier, rows: Any, drafts: Any, result: Any, live: Any
+) -> None:
     """It still counts as a sampling row in flight."""
-
-    def broken(self: ResultApplier, rows: Any, drafts: Any, result: Any, live: Any) -> None:
-        settle(self, rows, drafts, result, live)
-        self.epoch.slots.sampling[rows[live & (result.counts == 0)]] += 1
-
-    return broken
+    settle(self, rows, drafts, result, live)
+    self.epoch.slots.sampling[rows[live & (result.counts == 0)]] += 1
 
 
-def masks_outlive_their_token(matching: Any) -> Any:
-    def broken(self: Request, token_ids: list[int]) -> int:
-        masks, matched = self.masks, int(matching(self, token_ids))
-        self.masks = masks
-        return matched
-
-    return broken
+@FAULTS.add("request", "matching")
+def masks_outlive_their_token(matching: Any, self: Request, token_ids: list[int]) -> int:
+    masks, matched = self.masks, int(matching(self, token_ids))
+    self.masks = masks
+    return matched
 
 
-def masks_of_ended_requests_are_not_sent(row_masks: Any) -> Any:
-    def broken(self: Any, step: Any, row: int, *arguments: Any) -> Any:
-        masks = row_masks(self, step, row, *arguments)
-        return None if self.epoch.slots.state[step.slots[row]] == DROP else masks
-
-    return broken
-
-
-def masks_that_were_made_are_lost(on_masks: Any) -> Any:
-    def broken(self: EngineCore, ticket: int, masks: Any) -> None:
-        on_masks(self, ticket, masks)
-        for request in self.requests.values():
-            if request.masks is masks and ticket % 3 == 0:
-                request.masks, request.mask_ticket = None, ticket
-
-    return broken
+@FAULTS.add("deferred_masks", "row_masks")
+def masks_of_ended_requests_are_not_sent(
+    row_masks: Any, self: Any, step: Any, row: int, *arguments: Any
+) -> Any:
+    masks = row_masks(self, step, row, *arguments)
+    return None if self.epoch.slots.state[step.slots[row]] == DROP else masks
 
 
-FAULTS = [
-    Fault("applier", "settle", a_left_out_row_stays_computed),
-    Fault("applier", "settle", a_left_out_row_is_settled_twice),
-    Fault("applier", "settle", a_left_out_row_stays_promised),
-    Fault("request", "matching", masks_outlive_their_token),
-    Fault("deferred_masks", "row_masks", masks_of_ended_requests_are_not_sent),
-    Fault("engine", "on_masks", masks_that_were_made_are_lost),
-]
+@FAULTS.add("engine", "on_masks")
+def masks_that_were_made_are_lost(on_masks: Any, self: EngineCore, ticket: int, masks: Any) -> None:
+    on_masks(self, ticket, masks)
+    for request in self.requests.values():
+        if request.masks is masks and ticket % 3 == 0:
+            request.masks, request.mask_ticket = None, ticket
 
 
 @pytest.mark.parametrize("fault", parameters(FAULTS))
@@ -359,16 +346,16 @@ def test_fault_is_caught(fault: Fault) -> None:
     assert_caught(fault)
 
 
-def drafts_of_a_left_out_row_stay_computed(settle: Any) -> Any:
-    def broken(self: ResultApplier, rows: Any, drafts: Any, result: Any, live: Any) -> None:
-        settle(self, rows, drafts, result, live)
-        left_out = live & (result.counts == 0)
-        self.epoch.slots.computed[rows[left_out]] += drafts[left_out]
-
-    return broken
+DRAFT_FAULTS = FaultList()
 
 
-DRAFT_FAULTS = [Fault("applier", "settle", drafts_of_a_left_out_row_stay_computed)]
+@DRAFT_FAULTS.add("applier", "settle")
+def drafts_of_a_left_out_row_stay_computed(
+    settle: Any, self: ResultApplier, rows: Any, drafts: Any, result: Any, live: Any
+) -> None:
+    settle(self, rows, drafts, result, live)
+    left_out = live & (result.counts == 0)
+    self.epoch.slots.computed[rows[left_out]] += drafts[left_out]
 
 
 @pytest.mark.parametrize("fault", parameters(DRAFT_FAULTS))

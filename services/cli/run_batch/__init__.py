@@ -10,8 +10,7 @@ from typing import NamedTuple
 from services.cli.ask import ServerAddress
 from services.cli.keys import with_keys
 from services.cli.run_batch.batch import Batch, BatchCounts
-from services.cli.run_batch.connection import Target
-from services.cli.run_batch.requests import reach
+from services.cli.run_batch.requests import Target, reach
 from services.cli.serve import serve
 from services.cli.settings import ConfigurationError, flag
 from services.config import RunBatchConfig, ServeConfig
@@ -38,7 +37,7 @@ def run_batch(config: RunBatchConfig) -> int:
     started = time.monotonic()
     if config.url:
         keys = with_keys(config).api_key
-        target = Target.from_url(ServerAddress(config.url, "".join(keys[:1]), config.insecure, config.cacert))
+        target = Target(ServerAddress(config.url, "".join(keys[:1]), config.insecure, config.cacert))
         asyncio.run(reach(target))
         asyncio.run(batch.run(target))
         status = 0
@@ -75,7 +74,7 @@ def _run_with_services(config: RunBatchConfig, batch: Batch) -> int:
         fields.pop(name, None)
     with private_directory(short_base(DIRECTORY_PREFIX, "http"), DIRECTORY_PREFIX) as directory:
         socket = str(directory / "http")
-        target = Target.from_socket(socket)
+        target = Target(ServerAddress("http://localhost"), socket)
         own = ServeConfig.model_validate(fields | {"uds": socket})
         thread: threading.Thread | None = None
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from services.cli.run_batch.connection import Target
 from services.cli.run_batch.lines import BatchRefusal, BatchRequest, answer_line, parse, refusal_line
-from services.cli.run_batch.requests import RequestSender, ServerGone
+from services.cli.run_batch.requests import RequestSender, ServerGone, Target
 
 WINDOW = 16
 """Lines that are read ahead, for each request that may be open: a slow one holds back only the output."""
@@ -64,7 +63,7 @@ class Batch:
             for task in pending:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
-            sender.close()
+            await sender.close()
 
     async def _run(
         self, sender: RequestSender, pending: "deque[asyncio.Task[_Result]]", output: TextIO

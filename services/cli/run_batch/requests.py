@@ -4,9 +4,13 @@ import asyncio
 import email.utils
 import json
 import time
+from dataclasses import dataclass
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
-from services.cli.run_batch.connection import HttpAnswer, HttpConnection, Target
+import httpx
+
+from services.cli.ask import NoAnswer, ServerAddress, base_url
 from services.cli.run_batch.lines import BatchRequest
 from services.cli.settings import ConfigurationError
 
@@ -32,29 +36,64 @@ class BatchAnswer(NamedTuple):
     body: Any
 
 
+@dataclass(frozen=True)
+class Target:
+    """The server of a batch."""
+
+    server: ServerAddress
+    socket: str | None = None
+    """Unix socket on which it listens; None: at the address."""
+
+    @property
+    def host(self) -> str:
+        """Raises: ConfigurationError, if the URL names none"""
+        try:
+            parts = urlsplit(self.server.url)
+            host = parts.hostname if parts.port != 0 else None
+        except ValueError:
+            host = None
+        if not host:
+            raise ConfigurationError(
+                f"--url: {self.server.url} names no host; give one such as http://127.0.0.1:8000"
+            )
+        return host
+
+    def client(self, concurrency: int = 1) -> httpx.AsyncClient:
+        """Return a client with up to `concurrency` connections, which stay open. Raises: ConfigurationError"""
+        try:
+            tls = self.server.tls()
+        except NoAnswer as error:
+            raise ConfigurationError(str(error)) from None
+        limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
+        key = self.server.api_key
+        return httpx.AsyncClient(
+            transport=httpx.AsyncHTTPTransport(verify=tls, limits=limits, uds=self.socket),
+            base_url=base_url(self.server.url),
+            headers={"authorization": f"Bearer {key}"} if key else None,
+            timeout=ANSWER_SECONDS,
+        )
+
+
 async def reach(target: Target) -> None:
     """Raises: ConfigurationError, if the server does not list its models"""
-    connection = HttpConnection(target)
+    host = target.host
     try:
-        async with asyncio.timeout(CONNECT_SECONDS):
-            status = (await connection.request("GET", "/v1/models")).status
-    except OSError as error:  # also a time limit
+        async with target.client() as client, asyncio.timeout(CONNECT_SECONDS):
+            status = (await client.get("/v1/models")).status_code
+    except (OSError, httpx.HTTPError) as error:  # also a time limit
         reason = str(error) or f"no answer within {CONNECT_SECONDS:g} s"
-        raise ConfigurationError(f"--url: no answer from {target.host}: {reason}") from None
-    finally:
-        connection.close()
+        raise ConfigurationError(f"--url: no answer from {host}: {reason}") from None
     if status != 200:
         hint = "; give the key with RUNAHEAD_API_KEY or --api-key" if status == 401 else ""
-        raise ConfigurationError(f"--url: {target.host} answers /v1/models with status {status}{hint}")
+        raise ConfigurationError(f"--url: {host} answers /v1/models with status {status}{hint}")
 
 
 class RequestSender:
-    """Sends up to `concurrency` requests at a time, each on a connection of its own that later ones use again."""
+    """Sends up to `concurrency` requests at a time."""
 
     def __init__(self, target: Target, concurrency: int) -> None:
-        self._target = target
+        self._client = target.client(concurrency)
         self._slots = asyncio.Semaphore(concurrency)
-        self._idle: list[HttpConnection] = []
 
     async def send(self, request: BatchRequest) -> BatchAnswer:
         """Return the answer; a refusal for load is repeated when the server says so.
@@ -62,37 +101,34 @@ class RequestSender:
         Raises: ServerGone
         """
         async with self._slots:
-            connection = self._idle.pop() if self._idle else HttpConnection(self._target)
-            try:
-                answer, waited = await _attempt(connection, request), 0.0
-                while answer.status in OVERLOADED and waited < MOST_SECONDS:
-                    pause = pause_of(answer)
-                    await asyncio.sleep(pause)
-                    answer, waited = await _attempt(connection, request), waited + pause
-            finally:
-                self._idle.append(connection)
-        return BatchAnswer(answer.status, answer.headers.get("x-request-id", ""), _decoded(answer.body))
+            answer, waited = await self._attempt(request), 0.0
+            while answer.status_code in OVERLOADED and waited < MOST_SECONDS:
+                pause = pause_of(answer)
+                await asyncio.sleep(pause)
+                answer, waited = await self._attempt(request), waited + pause
+        return BatchAnswer(
+            answer.status_code, answer.headers.get("x-request-id", ""), _decoded(answer.content)
+        )
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Close all connections. No request may be open."""
-        for connection in self._idle:
-            connection.close()
+        await self._client.aclose()
+
+    async def _attempt(self, request: BatchRequest) -> httpx.Response:
+        """Raises: ServerGone"""
+        reason: Exception | None = None
+        headers = {"content-type": "application/json"}
+        for attempt in range(ATTEMPTS):
+            try:
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    return await self._client.post(request.url, content=request.body, headers=headers)
+            except (OSError, httpx.HTTPError) as error:  # such as a connection that was closed when idle
+                reason = error
+                await asyncio.sleep(PAUSE_SECONDS if attempt else 0)
+        raise ServerGone(f"the server is gone: {reason}") from reason
 
 
-async def _attempt(connection: HttpConnection, request: BatchRequest) -> HttpAnswer:
-    """Raises: ServerGone"""
-    reason: Exception | None = None
-    for attempt in range(ATTEMPTS):
-        try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                return await connection.request("POST", request.url, request.body)
-        except OSError as error:  # such as a connection that was closed when idle
-            reason = error
-            await asyncio.sleep(PAUSE_SECONDS if attempt else 0)
-    raise ServerGone(f"the server is gone: {reason}") from reason
-
-
-def pause_of(answer: HttpAnswer) -> float:
+def pause_of(answer: httpx.Response) -> float:
     """Return the seconds of `Retry-After`, which is a number or a date."""
     given = answer.headers.get("retry-after", "")
     try:

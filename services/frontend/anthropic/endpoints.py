@@ -16,7 +16,7 @@ from services.frontend.anthropic.responses import (
     MessageResponse,
 )
 from services.frontend.anthropic.schemas import CountTokensRequest, MessagesRequest
-from services.frontend.context import AppContext, Context
+from services.frontend.context import Context, recorded
 from services.frontend.errors import ANTHROPIC_PREFIX, AnthropicErrorResponse
 from services.frontend.openai.answers.chat_output import ChatOutput
 from services.frontend.openai.answers.usage import UsageCounter
@@ -25,16 +25,6 @@ from services.frontend.openai.parameters.structured import structured_params
 from services.frontend.openapi import WITH_BODY, errors, read_by_handler
 
 router = APIRouter(prefix=ANTHROPIC_PREFIX, responses=errors(*WITH_BODY, body=AnthropicErrorResponse))
-
-
-@router.post(
-    "",
-    summary="Continues a conversation, in Anthropic's dialect",
-    response_model=MessageResponse,
-    openapi_extra=read_by_handler(MessagesRequest, event=MessageEvent, error=AnthropicErrorResponse),
-)
-async def messages(http: HTTPRequest, context: Context) -> Response:
-    return await context.answering.recorded(http, _message(http, context))
 
 
 @router.post(
@@ -50,7 +40,14 @@ async def count_tokens(http: HTTPRequest, context: Context) -> CountTokensRespon
     return {"input_tokens": len(ids)}
 
 
-async def _message(http: HTTPRequest, context: AppContext) -> Response:
+@router.post(
+    "",
+    summary="Continues a conversation, in Anthropic's dialect",
+    response_model=MessageResponse,
+    openapi_extra=read_by_handler(MessagesRequest, event=MessageEvent, error=AnthropicErrorResponse),
+)
+@recorded
+async def messages(http: HTTPRequest, context: Context) -> Response:
     given = await context.bodies.parse(http, MessagesRequest)
     answering, model, state = context.answering, context.model, context.engine.state
     answering.check(given.model)

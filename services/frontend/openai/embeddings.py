@@ -116,8 +116,6 @@ class EntryFormat(Protocol):
 
 
 class EmbeddingStream(RequestStream):
-    """One input."""
-
     __slots__ = ("_embedder", "index", "values")
 
     def __init__(self, response: ResponseStream, embedder: "Embedder", index: int) -> None:

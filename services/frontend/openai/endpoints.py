@@ -8,7 +8,7 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 from protocol.sampling import StructuredOutputParams
-from services.frontend.context import AppContext, Context
+from services.frontend.context import AppContext, Context, recorded
 from services.frontend.openai.answers.chat_output import ChatOutput
 from services.frontend.openai.answers.dialects import CompletionDialect, Dialect
 from services.frontend.openai.answers.events import EventEncoder
@@ -47,36 +47,6 @@ router = APIRouter(responses=errors(*WITH_BODY))
 
 
 @router.post(
-    "/v1/chat/completions",
-    summary="Continues a conversation",
-    response_model=ChatResponse,
-    openapi_extra=read_by_handler(ChatRequest, event=ChatChunk),
-)
-async def chat(http: HTTPRequest, context: Context) -> Response:
-    return await context.answering.recorded(http, _chat(http, context))
-
-
-@router.post(
-    "/v1/completions",
-    summary="Continues one or several texts",
-    response_model=CompletionResponse,
-    openapi_extra=read_by_handler(CompletionRequest, event=CompletionChunk),
-)
-async def completions(http: HTTPRequest, context: Context) -> Response:
-    return await context.answering.recorded(http, _complete(http, context))
-
-
-@router.post(
-    "/v1/embeddings",
-    summary="Computes normalised embeddings of texts",
-    response_model=EmbeddingResponse,
-    openapi_extra=read_by_handler(EmbeddingRequest),
-)
-async def embeddings(http: HTTPRequest, context: Context) -> Response:
-    return await context.answering.recorded(http, _embed(http, context))
-
-
-@router.post(
     "/tokenize",
     summary="Text or a conversation to token ids",
     response_model=TokenizeResponse,
@@ -106,7 +76,14 @@ async def to_text(http: HTTPRequest, context: Context) -> Response:
     return Response(content, media_type="application/json")
 
 
-async def _complete(http: HTTPRequest, context: AppContext) -> Response:
+@router.post(
+    "/v1/completions",
+    summary="Continues one or several texts",
+    response_model=CompletionResponse,
+    openapi_extra=read_by_handler(CompletionRequest, event=CompletionChunk),
+)
+@recorded
+async def completions(http: HTTPRequest, context: Context) -> Response:
     body = await context.bodies.parse(http, CompletionRequest)
     answering, state = context.answering, context.engine.state
     answering.check(body.model)
@@ -114,7 +91,14 @@ async def _complete(http: HTTPRequest, context: AppContext) -> Response:
     return await _answer(http, context, body, prompts, CompletionDialect(), structured_params(body))
 
 
-async def _chat(http: HTTPRequest, context: AppContext) -> Response:
+@router.post(
+    "/v1/chat/completions",
+    summary="Continues a conversation",
+    response_model=ChatResponse,
+    openapi_extra=read_by_handler(ChatRequest, event=ChatChunk),
+)
+@recorded
+async def chat(http: HTTPRequest, context: Context) -> Response:
     body = await context.bodies.parse(http, ChatRequest)
     answering, model, state = context.answering, context.model, context.engine.state
     answering.check(body.model)
@@ -126,7 +110,14 @@ async def _chat(http: HTTPRequest, context: AppContext) -> Response:
     return await _answer(http, context, body, [prompt], dialect, grammar)
 
 
-async def _embed(http: HTTPRequest, context: AppContext) -> Response:
+@router.post(
+    "/v1/embeddings",
+    summary="Computes normalised embeddings of texts",
+    response_model=EmbeddingResponse,
+    openapi_extra=read_by_handler(EmbeddingRequest),
+)
+@recorded
+async def embeddings(http: HTTPRequest, context: Context) -> Response:
     body = await context.bodies.parse(http, EmbeddingRequest)
     context.answering.check(body.model)
     format = EmbeddingFormat.from_body(body, context.engine.state.hidden_size)

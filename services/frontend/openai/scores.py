@@ -11,7 +11,7 @@ from pydantic import Field
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
-from services.frontend.context import AppContext, Context
+from services.frontend.context import Context, recorded
 from services.frontend.errors import ErrorResponse, invalid
 from services.frontend.openai.embeddings import (
     EmbeddingFormat,
@@ -126,29 +126,6 @@ _RERANKED: Any = {
 }
 
 
-@router.post("/score", **_SCORED)
-@router.post("/v1/score", **_SCORED)
-async def score(http: HTTPRequest, context: Context) -> Response:
-    return await context.answering.recorded(http, _score(http, context))
-
-
-@router.post("/rerank", **_RERANKED)
-@router.post("/v1/rerank", **_RERANKED)
-@router.post("/v2/rerank", **_RERANKED)
-async def rerank(http: HTTPRequest, context: Context) -> Response:
-    return await context.answering.recorded(http, _rerank(http, context))
-
-
-@router.post(
-    "/pooling",
-    summary="Computes normalised embeddings of texts",
-    response_model=PoolingResponse,
-    openapi_extra=read_by_handler(EmbeddingRequest),
-)
-async def pooling(http: HTTPRequest, context: Context) -> Response:
-    return await context.answering.recorded(http, _pool(http, context))
-
-
 @router.post(
     "/classify",
     summary="Refused: served models have no classes",
@@ -159,7 +136,10 @@ async def classify() -> None:
     raise invalid("this server does not classify; /score compares texts, and a chat can choose among words")
 
 
-async def _score(http: HTTPRequest, context: AppContext) -> Response:
+@router.post("/score", **_SCORED)
+@router.post("/v1/score", **_SCORED)
+@recorded
+async def score(http: HTTPRequest, context: Context) -> Response:
     body = await context.bodies.parse(http, ScoreRequest)
     context.answering.check(body.model)
     first, second = body.pairs()
@@ -175,7 +155,11 @@ async def _score(http: HTTPRequest, context: AppContext) -> Response:
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
-async def _rerank(http: HTTPRequest, context: AppContext) -> Response:
+@router.post("/rerank", **_RERANKED)
+@router.post("/v1/rerank", **_RERANKED)
+@router.post("/v2/rerank", **_RERANKED)
+@recorded
+async def rerank(http: HTTPRequest, context: Context) -> Response:
     body = await context.bodies.parse(http, RerankRequest)
     context.answering.check(body.model)
     texts = [given if isinstance(given, str) else given.text for given in body.documents]
@@ -196,7 +180,14 @@ async def _rerank(http: HTTPRequest, context: AppContext) -> Response:
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
-async def _pool(http: HTTPRequest, context: AppContext) -> Response:
+@router.post(
+    "/pooling",
+    summary="Computes normalised embeddings of texts",
+    response_model=PoolingResponse,
+    openapi_extra=read_by_handler(EmbeddingRequest),
+)
+@recorded
+async def pooling(http: HTTPRequest, context: Context) -> Response:
     body = await context.bodies.parse(http, EmbeddingRequest)
     context.answering.check(body.model)
     format = EmbeddingFormat.from_body(body, context.engine.state.hidden_size)

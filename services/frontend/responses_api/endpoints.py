@@ -16,7 +16,7 @@ from starlette.responses import Response, StreamingResponse
 
 from protocol.codec import pack, unpack
 from protocol.sampling import SamplingParams
-from services.frontend.context import AppContext, Context
+from services.frontend.context import AppContext, Context, recorded
 from services.frontend.engine.client import RequestContext
 from services.frontend.errors import GONE, APIError, invalid
 from services.frontend.model import ServedModel
@@ -51,17 +51,6 @@ log = logging.getLogger("runahead.frontend")
 router = APIRouter(prefix="/v1/responses")
 _STORED = errors(*GUARDED, 400, 404)
 ResponseId = Annotated[str, Path(max_length=512)]
-
-
-@router.post(
-    "",
-    summary="Continues a conversation, in the form of items",
-    response_model=ResponseObject,
-    responses=errors(*WITH_BODY),
-    openapi_extra=read_by_handler(ResponsesRequest, event=ResponseStreamEvent),
-)
-async def create(http: HTTPRequest, context: Context) -> Response:
-    return await context.answering.recorded(http, _create(http, context))
 
 
 @router.get(
@@ -159,7 +148,15 @@ class _Turn:
         return input_items(self.given)
 
 
-async def _create(http: HTTPRequest, context: AppContext) -> Response:
+@router.post(
+    "",
+    summary="Continues a conversation, in the form of items",
+    response_model=ResponseObject,
+    responses=errors(*WITH_BODY),
+    openapi_extra=read_by_handler(ResponsesRequest, event=ResponseStreamEvent),
+)
+@recorded
+async def create(http: HTTPRequest, context: Context) -> Response:
     given = await context.bodies.parse(http, ResponsesRequest)
     answering, model, state = context.answering, context.model, context.engine.state
     answering.check(given.model)

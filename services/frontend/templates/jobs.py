@@ -29,8 +29,6 @@ class TemplateSources(msgspec.Struct, array_like=True):
 
 
 class RenderJob(msgspec.Struct, array_like=True):
-    """One conversation."""
-
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
     add_generation_prompt: bool

@@ -41,8 +41,6 @@ class NewTokens(NamedTuple):
 
 
 class AppliedResult(NamedTuple):
-    """Effect of a result."""
-
     states: NDArray[np.int8]
     """int8[sampling rows]: state of the row's slot before; DROP if the row was ignored."""
     counts: Column

@@ -35,7 +35,6 @@ class QueueTime:
     _num_ends: int = 0
 
     def on_dispatch(self, now: float) -> None:
-        """A step is dispatched."""
         if self._measured_until is None:
             self._measured_until = now
 
@@ -57,7 +56,6 @@ class QueueTime:
             self._cache_hits = cache_hits
 
     def on_ends(self, requests: Iterable[Request], now: float) -> None:
-        """Requests have ended with a result."""
         for request in requests:
             self._num_ends = min(self._num_ends + 1, NUM_ENDS)
             self._seat_seconds += (now - request.scheduled - self._seat_seconds) / self._num_ends

@@ -1,8 +1,7 @@
 """Recordings: what entered the core and what it decided, in files; and their replay."""
 
 from services.scheduler.recording.describe import describe
-from services.scheduler.recording.live import LiveRecording
-from services.scheduler.recording.recorder import FlightRecorder
+from services.scheduler.recording.recorder import FlightRecorder, LiveRecording
 from services.scheduler.recording.records import RecordingHeader
 from services.scheduler.recording.replay import CoreFactory, Difference, ProductionCore, Replay
 from services.scheduler.recording.segments import (

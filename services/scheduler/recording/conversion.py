@@ -123,7 +123,6 @@ class TokenRemover:
         """Requests that a stop token ended with the result that is being applied."""
 
     def records(self, event: Event) -> list[Record]:
-        """Return the records of an event."""
         if isinstance(event, RequestArrived):
             return [self._arrival(event)]
         record = self._converter.record(event)

@@ -95,7 +95,6 @@ class ProductionCore:
         return settings_of(self.header)
 
     def policy(self, limits: Limits) -> BatchingPolicy:
-        """Raises: ValueError, if the recorded policy cannot be used."""
         return make_policy(self.config, limits)
 
     def drafting(self) -> Drafting | None:
@@ -351,7 +350,6 @@ class Replay:
         return owner.grammar if owner is not None and isinstance(owner.grammar, RecordedGrammar) else None
 
     def _step(self, epoch: int, step_id: int) -> InflightStep | None:
-        """Return a step in flight."""
         if epoch != self.core.epoch.number:
             return None
         return next((step for step in self.core.queue.steps if step.step_id == step_id), None)

@@ -160,8 +160,6 @@ def _frame_of(records: Sequence[Record]) -> bytes:
 
 
 class EventRecording:
-    """A recording of one scheduler."""
-
     def __init__(self, directory: Path, incarnation: int | None = None) -> None:
         """
         Args:

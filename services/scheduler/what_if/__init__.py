@@ -3,8 +3,7 @@
 from services.scheduler.what_if.cost import FEATURES, StepCost
 from services.scheduler.what_if.history import History
 from services.scheduler.what_if.measurements import Figure, Measurements, RequestMeasurement
-from services.scheduler.what_if.settings import limits_for
-from services.scheduler.what_if.simulation import ModelledDevice, WhatIf
+from services.scheduler.what_if.simulation import ModelledDevice, WhatIf, limits_for
 
 __all__ = [
     "FEATURES",

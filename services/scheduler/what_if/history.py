@@ -34,8 +34,6 @@ from services.scheduler.what_if.cost import StepCost, Vector, features_of
 
 @dataclass(eq=False)
 class RecordedRequest:
-    """One request of a recording."""
-
     arrived: float
     """Seconds on the scheduler's clock, as all times here."""
     frontend: int

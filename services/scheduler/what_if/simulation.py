@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from protocol.codec import pack, unpack
+from protocol.membership import Loaded
 from protocol.requests import Finish, FinishReason
 from protocol.sampling import Pooling, StructuredOutputParams
 from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepTimes
@@ -23,12 +24,28 @@ from services.scheduler.core.limits import Limits
 from services.scheduler.core.observer import Event, RequestFinished, StepDispatched
 from services.scheduler.core.request import RequestKey
 from services.scheduler.core.slots import LIVE, Column, SlotIds
+from services.scheduler.membership.sizes import GroupError, fit
 from services.scheduler.policies import make_policy
 from services.scheduler.recording.grammar import RecordedCompiler, RecordedGrammar
 from services.scheduler.recording.records import RecordingHeader
 from services.scheduler.what_if.cost import StepCost
 from services.scheduler.what_if.history import History, RecordedRequest
 from services.scheduler.what_if.measurements import Measurements, RequestMeasurement
+
+
+def limits_for(header: RecordingHeader, config: SchedulerConfig) -> Limits:
+    """Return the sizes that the recorded workers would give; a number of blocks that is set is assumed to fit.
+
+    Raises: ValueError, if the context does not fit the blocks.
+    """
+    blocks = max(header.limits.num_blocks, config.num_gpu_blocks_override or 0)
+    groups = header.limits.groups
+    loaded = Loaded("", header.vocab_size, header.limits.max_model_len, 0, blocks, groups=groups)
+    try:
+        return fit(config, [loaded], header.limits.leaves_rows_out)
+    except GroupError as error:
+        raise ValueError(str(error)) from None
+
 
 _SEED = 0
 """Seed of the draws of accepted drafts."""

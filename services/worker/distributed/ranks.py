@@ -149,8 +149,6 @@ class Ranks:
 
 
 class _Joined(NamedTuple):
-    """Result of `join`."""
-
     tensor_parallel: TensorParallelGroup
     pipeline: PipelineGroup
     on_this_machine: int

@@ -94,16 +94,27 @@ def test_plans_of_the_epoch_before_are_not_executed(scheduler: ScriptedWorkerSer
         assert worker.exit_status() == 0
 
 
-def test_a_worker_with_a_stuck_step_exits(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
-    """The forward pass never returns and waits in no collective: the process exits with a status of its own."""
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_worker_with_a_stuck_step_exits(
+    scheduler: ScriptedWorkerServer, tmp_path: Path, is_lost: bool
+) -> None:
+    """The forward pass never returns and waits in no collective: the process exits with a status of its own.
+
+    Args:
+        is_lost: the scheduler is gone, not only the epoch.
+    """
     with worker_process(tmp_path, before=HANG) as process:
         scheduler.serve(1)
         plans = PlanBuilder()
         scheduler.send(plans.step(plans.admit(prompt(1, 6))))
         scheduler.wait_heartbeat()
-        scheduler.end(1)
+        if is_lost:
+            scheduler.close()
+        else:
+            scheduler.end(1)
         status, log = exit_status(process)
         assert status == EXIT_STUCK
+        assert "closed the connection, but the last step does not end" in log or not is_lost
         assert "the last step does not end" in log
 
 

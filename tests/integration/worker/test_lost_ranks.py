@@ -22,10 +22,8 @@ from protocol.membership import (
     Shutdown,
 )
 from services.worker import result_sender
-from services.worker.result_sender import EXIT_STUCK
 from services.worker.service import EXIT_LOST, EXIT_REFUSED
 from tests.integration.worker.scripted import (
-    HANG,
     ScriptedWorkerServer,
     exit_status,
     worker_process,
@@ -224,20 +222,6 @@ def test_the_loss_of_the_scheduler_ends_the_wait_of_a_rank_that_hangs(pair: Rank
 
 
 # -- one worker --------------------------------------------------------------------------------------------------
-
-
-def test_a_worker_with_a_stuck_step_exits_when_its_scheduler_is_gone(
-    scheduler: ScriptedWorkerServer, tmp_path: Path
-) -> None:
-    with worker_process(tmp_path, before=HANG) as process:
-        scheduler.serve()
-        plans = PlanBuilder()
-        scheduler.send(plans.step(plans.admit(prompt(1, 6))))
-        scheduler.wait_heartbeat()
-        scheduler.close()
-        status, log = exit_status(process)
-        assert status == EXIT_STUCK
-        assert "closed the connection, but the last step does not end" in log
 
 
 @pytest.mark.parametrize("serving", [False, True])

@@ -9,7 +9,7 @@ from services.frontend.engine.connection import SchedulerConnection
 from services.frontend.engine.ledger import Holder, LedgerEntry, RequestLedger
 from services.scheduler.core.lifecycle import Lifecycle
 from services.scheduler.io.frontends import FrontendConnections
-from services.scheduler.leadership import Leadership
+from services.scheduler.leases import Leadership
 from services.worker.session import Session
 from tests.simulation.whole.device import SimulatedDevice
 from tests.simulation.whole.faults import play

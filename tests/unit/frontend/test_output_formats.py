@@ -11,9 +11,8 @@ from tokenizers import Tokenizer as HFTokenizer
 from services.checkpoint import DEMO_MODEL, CheckpointError
 from services.config import FrontendConfig, ServeConfig
 from services.frontend.model import ServedModel
-from services.frontend.output_formats import OutputFormats
+from services.frontend.output_formats import OutputFormats, recognised_tools
 from services.frontend.reasoning.think import ReasoningStart
-from services.frontend.recognition import recognised_tools
 from services.frontend.text.tokenizer import Tokenizer
 from services.frontend.tools.formats import FORMATS
 

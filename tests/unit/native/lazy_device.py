@@ -25,8 +25,8 @@ import torch
 from numpy.typing import NDArray
 
 from services.worker.backends.device_times import DeviceTime
+from services.worker.backends.native.device.cuda import CopyOnItsWay, UploadedMirror
 from services.worker.backends.native.device.interface import DeviceMemory, DeviceMirror, HostCopy
-from services.worker.backends.native.device.pending import CopyOnItsWay, UploadedMirror
 from services.worker.backends.native.device.pinned_memory import PinnedStaging
 
 POISON = -(2**31) + 77

@@ -2,8 +2,7 @@
 
 from services.scheduler.core.arrivals import Arrivals
 from services.scheduler.core.request import ARRIVAL_BITS
-from services.scheduler.leadership import Leadership
-from services.scheduler.leases import Leases
+from services.scheduler.leases import Leadership, Leases
 
 
 def test_older_requests_come_first_and_all_before_new_ones() -> None:

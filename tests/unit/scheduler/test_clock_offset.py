@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.scheduler.io.clock_offset import WINDOW, ClockOffset
+from services.scheduler.io.workers import WINDOW, ClockOffset
 
 AHEAD = 1000.0
 """Seconds by which the peer's clock is ahead."""

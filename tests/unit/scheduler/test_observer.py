@@ -116,29 +116,21 @@ class ObservedEngine:
 # -- order and completeness --------------------------------------------------------------------------------------
 
 
-def test_one_request_from_arrival_to_finish_at_depth_one() -> None:
-    engine = ObservedEngine(depth=1)
+@pytest.mark.parametrize(
+    ("depth", "middle"),
+    [
+        (1, ["StepDispatched", "ResultArrived", "ResultApplied", "DispatchStarted", "StepDispatched"]),
+        (2, ["StepDispatched", "StepDispatched", "ResultArrived", "ResultApplied", "DispatchStarted"]),
+    ],
+)
+def test_one_request_from_arrival_to_finish(depth: int, middle: list[str]) -> None:
+    engine = ObservedEngine(depth)
     engine.generate(max_tokens=2)
     engine.run()
     assert engine.names == [
-        "RequestArrived",
-        "DispatchStarted", "StepDispatched", "ResultArrived", "ResultApplied",
-        "DispatchStarted", "StepDispatched", "ResultArrived", "RequestFinished", "ResultApplied",
-        "DispatchStarted", "SlotsReleased",
-    ]  # fmt: skip
-
-
-def test_one_request_from_arrival_to_finish_at_depth_two() -> None:
-    engine = ObservedEngine(depth=2)
-    engine.generate(max_tokens=2)
-    engine.run()
-    assert engine.names == [
-        "RequestArrived",
-        "DispatchStarted", "StepDispatched", "StepDispatched",
-        "ResultArrived", "ResultApplied", "DispatchStarted",
-        "ResultArrived", "RequestFinished", "ResultApplied",
-        "DispatchStarted", "SlotsReleased",
-    ]  # fmt: skip
+        *("RequestArrived", "DispatchStarted", *middle),
+        *("ResultArrived", "RequestFinished", "ResultApplied", "DispatchStarted", "SlotsReleased"),
+    ]
 
 
 @pytest.mark.parametrize("depth", [1, 2])

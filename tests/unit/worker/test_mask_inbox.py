@@ -59,21 +59,12 @@ def test_a_step_waits_while_nobody_else_could_begin() -> None:
     assert taken == [[grammar(1, 4)]]
 
 
-def test_the_last_token_of_another_request_does_not_wait() -> None:
-    """It has no row in the next step."""
+@pytest.mark.parametrize("later", [(4,), (4, 7)])
+def test_another_request_ends_the_wait(later: tuple[int, ...]) -> None:
     inbox = MaskInbox(2)
     inbox.prepared(1, rows(4, 7))
     thread, taken = taken_later(inbox, 1, 4)
-    inbox.prepared(2, rows(4))
-    thread.join()
-    assert taken == [[]]
-
-
-def test_another_request_in_a_later_step_ends_the_wait() -> None:
-    inbox = MaskInbox(2)
-    inbox.prepared(1, rows(4, 7))
-    thread, taken = taken_later(inbox, 1, 4)
-    inbox.prepared(2, rows(4, 7))
+    inbox.prepared(2, rows(*later))
     thread.join()
     assert taken == [[]]
 

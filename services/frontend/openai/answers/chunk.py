@@ -52,7 +52,6 @@ class Chunk:
 
     @classmethod
     def joined(cls, chunks: "list[Chunk]") -> "Chunk":
-        """Return all chunks of a choice as one."""
         whole = cls("".join(chunk.text for chunk in chunks))
         for chunk in chunks:
             whole.logprobs += chunk.logprobs

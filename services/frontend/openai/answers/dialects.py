@@ -114,7 +114,6 @@ class ChatDialect:
         return answer
 
     def choice(self, index: int, whole: Chunk) -> ChatChoice:
-        """Return a whole answer."""
         message: ChatMessage = {
             "role": self._role,
             "content": self._beginning + whole.text,

@@ -33,8 +33,6 @@ def _event(content: bytes) -> bytes:
 
 
 class ChoiceEvents:
-    """Writes the events of one choice."""
-
     __slots__ = ("_around_text", "_encoder", "_index")
 
     def __init__(self, encoder: "EventEncoder", index: int) -> None:

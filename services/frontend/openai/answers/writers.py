@@ -49,5 +49,4 @@ class AnswerCollector:
         return self._choices[-1]
 
     def answers(self) -> list[Chunk]:
-        """Return each choice as one chunk."""
         return [Chunk.joined(choice.chunks) for choice in self._choices]

@@ -8,22 +8,23 @@ next one with the step.
 """
 
 import time
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from protocol.codec import unpack
 from protocol.kv_groups import ONE_GROUP
 from protocol.membership import Assignment, InitializeCache
-from protocol.steps import NO_DRAFT, SchedulerOutput
+from protocol.steps import NO_DRAFT, GrammarOutput, SchedulerOutput
 from services.worker.backends.device_times import StepClock
-from services.worker.backends.mask_inbox import MaskInbox
+from services.worker.backends.mask_inbox import MaskInbox, joined
 from services.worker.backends.native.draft_table import DraftTable, positions_message, rows_from_message
 from services.worker.backends.native.drafters.base import Advance, Drafter, DrafterSlots
 from services.worker.backends.native.feedback import TokenFeedback
 from services.worker.backends.native.kernels.interface.kv_cache import Allocate, own_memory
 from services.worker.backends.native.kernels.interface.recording import Captured
-from services.worker.backends.native.left_out import RowsToSample
 from services.worker.backends.native.model.forward import FEW, ForwardPass, most_rows
 from services.worker.backends.native.model.layer_groups import LayerGroups
 from services.worker.backends.native.model.model import Model
@@ -38,6 +39,30 @@ from services.worker.batch.slots import BatchColumns, PlanError, Rows
 from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT
 from services.worker.distributed.ranks import Ranks
 from services.worker.runner import ForwardDone
+
+
+class RowsToSample(NamedTuple):
+    """Which sampling rows of a step are sampled, on the rank that samples (left-out row, docs/invariants.md)."""
+
+    grammar: GrammarOutput | None
+    """Masks of the constrained ones; None: there are none."""
+    kept: NDArray[np.bool_] | None
+    """bool[sampling rows]: the rows that are not left out; None: all are sampled."""
+
+    @classmethod
+    def with_masks(cls, pending: ComputedStep, masks: MaskInbox) -> Self:
+        """Wait for the step's masks as long as no other request is held back, then leave out the rows that have none.
+
+        Raises: RanksLost, if the epoch ends meanwhile.
+        """
+        masked = unpack(pending.step.masked)
+        if not len(masked):
+            return cls(None, None)
+        taken = masks.take(pending.step.step_id, masked)
+        return cls(
+            joined(taken.parts), ~np.isin(pending.slots, [*taken.left_out]) if taken.left_out else None
+        )
+
 
 _NO_DRAFTS = np.empty((0, 0), np.int32)
 

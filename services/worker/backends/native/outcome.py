@@ -34,7 +34,6 @@ class Outcome(NamedTuple):
         return type(self)(self.ids[tokens], self.counts[stays], self.drafts[stays])
 
     def to_message(self, message: torch.Tensor) -> torch.Tensor:
-        """Fill and return the message."""
         columns, k = message.numpy(), self.drafts.shape[1]
         most = columns.shape[1] - 1 - k
         columns[:, 0] = self.counts

@@ -14,8 +14,7 @@ from starlette.types import Receive, Scope, Send
 from services.config import FrontendConfig, HttpConfig
 from services.frontend.app import with_routes
 from services.frontend.errors import APIError
-from services.frontend.http.cors import with_cors
-from services.frontend.http.guards import Guards
+from services.frontend.http.guards import Guards, with_cors
 from services.frontend.openai.answering import ANSWER_PATHS, Answering
 from services.frontend.page.files import PageFiles
 

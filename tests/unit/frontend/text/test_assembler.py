@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.checkpoint import DEMO_MODEL
-from services.frontend.text.assembler import OutOfOrder, TextAssembler
-from services.frontend.text.stop_strings import StopFilter
+from services.frontend.text.assembler import OutOfOrder, StopFilter, TextAssembler
 from services.frontend.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(DEMO_MODEL)

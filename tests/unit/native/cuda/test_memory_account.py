@@ -19,8 +19,8 @@ from triton.runtime.interpreter import InterpretedFunction
 from protocol.membership import InitializeCache, Shard, Speculation
 from protocol.sampling import Pooling, SamplingParams
 from services.config import WorkerConfig
+from services.worker.backends.native.device.cuda import UploadedMirror
 from services.worker.backends.native.device.interface import DeviceMemory, DeviceMirror
-from services.worker.backends.native.device.pending import UploadedMirror
 from services.worker.backends.native.epoch_memory import epoch_memory
 from services.worker.backends.native.kernels.cuda.kernels import CudaKernels
 from services.worker.backends.native.model.config import ModelConfig

@@ -8,17 +8,57 @@ meanwhile. The sources are kept until then: torch's allocator would give their m
 stream. The pinned memory is kept by the result's arrays, and used again when these are dropped.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from services.worker.backends.device_times import DeviceTime, StreamTimes
-from services.worker.backends.native.device.interface import DeviceMemory, DeviceMirror, HostCopy
-from services.worker.backends.native.device.pending import CopyOnItsWay, UploadedMirror
+from services.worker.backends.native.device.interface import (
+    I32,
+    ComputeDevice,
+    DeviceMemory,
+    DeviceMirror,
+    HostCopy,
+)
 from services.worker.backends.native.device.pinned_memory import PinnedStaging
+from services.worker.batch.staging import CopyEvent
+
+
+class CopyOnItsWay:
+    """`HostCopy` that has arrived when an event has passed.
+
+    Args:
+        copies: on the host; the result's arrays are views of them.
+        sources: on the device, kept until the copy has run.
+    """
+
+    def __init__(
+        self, event: CopyEvent, copies: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+    ) -> None:
+        self._event, self._copies, self._sources = event, copies, [*sources]
+
+    def get(self) -> tuple[NDArray[Any], ...]:
+        self._event.synchronize()
+        self._sources.clear()
+        return tuple(copy.numpy() for copy in self._copies)
+
+
+class UploadedMirror:
+    """`DeviceMirror` that uploads changed rows."""
+
+    def __init__(self, device: ComputeDevice, array: NDArray[Any]) -> None:
+        self._device, self._array = device, array
+        self.tensor = torch.from_numpy(array.copy()).to(device.where)
+
+    def update(self, *rows: I32 | Sequence[int]) -> None:
+        if any(map(len, rows)):
+            changed = np.unique(np.concatenate([np.asarray(each, np.int64) for each in rows]))
+            index, values = self._device.upload(changed, self._array[changed])
+            self._device.launch(lambda: self.tensor.index_copy_(0, index, values))
 
 
 class CudaDevice:

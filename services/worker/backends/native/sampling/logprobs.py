@@ -56,7 +56,6 @@ class ScoresOnTheirWay(NamedTuple):
 
     @classmethod
     def begin(cls, scored: Sequence[ScoredRows], device: ComputeDevice) -> Self:
-        """Begin the copies."""
         columns = [(part, (part.tokens.token_ranks, part.tokens.ids, part.tokens.values)) for part in scored]
         return cls([(part, device.download(*tensors)) for part, tensors in columns])
 

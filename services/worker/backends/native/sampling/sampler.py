@@ -6,18 +6,20 @@ one kept are kept too. Of equal maxima the lowest id wins, also where nothing is
 the logits before all this.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from protocol.codec import unpack
+from protocol.rows import GrammarRows
 from protocol.steps import GrammarOutput
 from services.worker.backends.native.kernels.interface.kernels import Kernels
+from services.worker.backends.native.kernels.interface.logit_rules import LogitRule
+from services.worker.backends.native.kernels.interface.rows import RowKernels
 from services.worker.backends.native.kernels.interface.sampling import DrawColumns
 from services.worker.backends.native.sampling.acceptance import SamplePositions
-from services.worker.backends.native.sampling.grammar_mask import GrammarMask
-from services.worker.backends.native.sampling.logit_rules import rule_of_slot
 from services.worker.backends.native.sampling.logprobs import ScoredRows, score
 from services.worker.backends.native.sampling.preparation import run_every_operation
 from services.worker.backends.native.token_history import TokenHistory
@@ -25,6 +27,59 @@ from services.worker.batch.slots import NONE, BatchColumns
 from services.worker.sampling.reference import GREEDY_BELOW
 
 I32 = NDArray[np.int32]
+
+
+def rule_of_slot(table: BatchColumns, slot: int, vocab_size: int) -> LogitRule | None:
+    """Return the logit rule of a request; None where the parameters change no logits.
+
+    Ids outside the vocabulary have no effect.
+    """
+    if not (table.penalized[slot] or table.edited[slot] or table.banned[slot]):
+        return None
+    params = table.params[slot]
+    biases = [(token, bias) for token, bias in params.logit_bias if token < vocab_size]
+    allowed = params.allowed_token_ids
+    return LogitRule(
+        num_prompt=int(table.num_prompt[slot]),
+        allowed=np.unique(_inside(unpack(allowed), vocab_size)) if allowed else None,
+        bad_words=tuple(np.array(word, np.int32) for word in params.bad_words if word[-1] < vocab_size),
+        banned=_inside(np.array(table.banned[slot], np.int32), vocab_size) if table.banned[slot] else None,
+        banned_until=int(table.banned_until[slot]),
+        biased=np.array([token for token, _ in biases], np.int32) if biases else None,
+        biases=np.array([bias for _, bias in biases], np.float32) if biases else None,
+        penalizes=bool(table.penalized[slot]),
+        repetition=params.repetition_penalty,
+        frequency=params.frequency_penalty,
+        presence=params.presence_penalty,
+    )
+
+
+def _inside(tokens: I32, vocab_size: int) -> I32:
+    return tokens[(tokens >= 0) & (tokens < vocab_size)]
+
+
+class GrammarMask(NamedTuple):
+    """The masks of one step's sampled tokens."""
+
+    rows: I32
+    """int32[masks]: which of the tokens"""
+    words: I32
+    """int32[masks, ceil(vocab / 32)], least significant bit first"""
+    acceptable: I32
+    """int32[sampling rows]: drafts that may be accepted"""
+
+    @classmethod
+    def from_message(
+        cls, kernels: RowKernels, grammar: GrammarOutput, slots: I32, drafts: I32, vocab_size: int
+    ) -> Self:
+        """`slots` and `drafts` are those of the sampling rows; masks of other slots are not used.
+
+        Raises: ProtocolError
+        """
+        masked, counts, words = GrammarRows.from_message(grammar, vocab_size)
+        tokens, acceptable = kernels.place_masks(slots, drafts, masked, counts)
+        used = tokens >= 0
+        return cls(tokens[used], words[used], acceptable)
 
 
 class SampledTokens(NamedTuple):

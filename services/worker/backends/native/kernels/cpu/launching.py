@@ -62,7 +62,6 @@ class Launcher:
         return out
 
     def record(self, body: Callable[[B], T], buffers: B) -> CpuRecording[T]:
-        """Record what `body` launches."""
         self._recorder = recorder = KernelRecorder(buffers, self._replay, self._beside_torch)
         try:
             return CpuRecording(recorder, body(buffers))

@@ -11,9 +11,8 @@ from services.worker.backends.native.kernels.cpu.compiled.copying import copy_ke
 from services.worker.backends.native.kernels.cpu.compiled.most_likely import most_likely_kernel
 from services.worker.backends.native.kernels.cpu.compiled.norm_and_gate import gate_kernel, norm_kernel
 from services.worker.backends.native.kernels.cpu.compiled.rotary import rotary_kernel
-from services.worker.backends.native.kernels.cpu.embedding import PanelEmbedding
 from services.worker.backends.native.kernels.cpu.launching import Launcher
-from services.worker.backends.native.kernels.cpu.panels import Panels
+from services.worker.backends.native.kernels.cpu.panels import PanelEmbedding, Panels
 from services.worker.backends.native.kernels.cpu.products import (
     NARROW,
     OWN_BFLOAT16,
@@ -33,11 +32,10 @@ from services.worker.backends.native.kernels.interface.kv_cache import (
     KVCache,
     own_memory,
 )
-from services.worker.backends.native.kernels.interface.network import Activation
+from services.worker.backends.native.kernels.interface.network import Activation, PlainEmbedding
 from services.worker.backends.native.kernels.interface.products import EmbeddingTable, Linear
 from services.worker.backends.native.kernels.interface.recording import Recording
 from services.worker.backends.native.kernels.interface.routing import Routed, RoutingKernels
-from services.worker.backends.native.kernels.plain_embedding import PlainEmbedding
 from services.worker.backends.native.kernels.quantized_weight import QuantizedWeight, Weight
 from services.worker.backends.native.layout import kv_block_bytes, padded
 

@@ -20,8 +20,6 @@ _STEPS = ((8, 1), (32, 4), (256, 8), (MOST_ROWS, 32))
 
 @dataclass(frozen=True)
 class GraphPlan:
-    """Sizes of graphs."""
-
     sizes: tuple[int, ...]
     """Rows, ascending."""
 

@@ -12,7 +12,6 @@ from services.worker.backends.native.kernels.cuda.compiled.gathering import gath
 from services.worker.backends.native.kernels.cuda.compiled.norm_and_gate import gate_kernel, norm_kernel
 from services.worker.backends.native.kernels.cuda.graph_plan import GraphPlan
 from services.worker.backends.native.kernels.cuda.graphs import GraphMaker
-from services.worker.backends.native.kernels.cuda.products import CudaLinear, dense
 from services.worker.backends.native.kernels.cuda.recording import GraphRecording
 from services.worker.backends.native.kernels.interface.attention import Attention, AttentionShape
 from services.worker.backends.native.kernels.interface.buffers import Buffers
@@ -22,12 +21,40 @@ from services.worker.backends.native.kernels.interface.kv_cache import (
     KVCache,
     own_memory,
 )
-from services.worker.backends.native.kernels.interface.network import Activation
+from services.worker.backends.native.kernels.interface.network import Activation, PlainEmbedding
 from services.worker.backends.native.kernels.interface.products import EmbeddingTable, Linear
 from services.worker.backends.native.kernels.interface.recording import EagerRecording, Recording
 from services.worker.backends.native.kernels.interface.routing import RoutingKernels
-from services.worker.backends.native.kernels.plain_embedding import PlainEmbedding
-from services.worker.backends.native.kernels.quantized_weight import Weight
+from services.worker.backends.native.kernels.quantized_weight import QuantizedWeight, Weight
+from services.worker.runner import LoadError
+
+
+class CudaLinear:
+    """`Linear` with the weights in the dtype of the activations."""
+
+    def __init__(
+        self, weight: Weight, bias: torch.Tensor | None, activations: torch.dtype, device: ComputeDevice
+    ) -> None:
+        """Raises: LoadError, for quantised weights."""
+        plain = device.keep(dense(weight)).to(activations)
+        self._transposed, self.num_bytes = plain.t(), plain.nbytes
+        self._bias = bias if bias is None else device.keep(bias).to(activations)
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        if self._bias is None:
+            return torch.mm(x, self._transposed, out=out)
+        return torch.addmm(self._bias, x, self._transposed, out=out)
+
+
+def dense(weight: Weight) -> torch.Tensor:
+    """Raises: LoadError, for quantised weights."""
+    if isinstance(weight, QuantizedWeight):
+        raise LoadError(
+            f"quantised weights ({', '.join(weight.kinds)}) are not supported on CUDA; use --quantization none, "
+            "or --device cpu"
+        )
+    return weight
+
 
 B = TypeVar("B", bound=Buffers)
 T = TypeVar("T")

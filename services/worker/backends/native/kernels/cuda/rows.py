@@ -9,6 +9,7 @@ from services.worker.backends.native.device.interface import ComputeDevice
 from services.worker.backends.native.kernels.cuda.attention import TILE
 from services.worker.backends.native.kernels.cuda.compiled.layout import layout_kernel
 from services.worker.backends.native.kernels.cuda.graph_plan import padded_rows
+from services.worker.backends.native.kernels.host_history import place_masks
 from services.worker.backends.native.kernels.interface.arrays import I32
 from services.worker.backends.native.kernels.interface.rows import (
     BatchTensors,
@@ -16,7 +17,6 @@ from services.worker.backends.native.kernels.interface.rows import (
     SlotDrafts,
     Verified,
 )
-from services.worker.backends.native.kernels.mask_places import place_masks
 from services.worker.batch.row_check import CountRows, count_rows
 from services.worker.batch.slots import Rows
 

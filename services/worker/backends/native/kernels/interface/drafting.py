@@ -59,8 +59,6 @@ class DraftRows(NamedTuple):
 
 
 class DraftLimits(NamedTuple):
-    """Limits of the drafts of a step."""
-
     k: int
     """Maximum number of drafts of a row."""
     position: int

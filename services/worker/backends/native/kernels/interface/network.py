@@ -121,3 +121,17 @@ class NetworkKernels(Protocol):
     def record(self, body: Callable[[B], T], buffers: B) -> Recording[T]:
         """Record the operations that `body` calls on `buffers`. `body` must not depend on values."""
         ...
+
+
+class PlainEmbedding:
+    """`EmbeddingTable`"""
+
+    def __init__(self, network: NetworkKernels, tensor: torch.Tensor) -> None:
+        self._network, self._tensor, self.num_bytes = network, tensor, tensor.nbytes
+        self.tensor: torch.Tensor | None = tensor
+
+    def __len__(self) -> int:
+        return len(self._tensor)
+
+    def look_up(self, index: torch.Tensor, out: torch.Tensor) -> None:
+        self._network.gather(index, self._tensor, out)

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from services.worker.backends.native.kernels.host_history import HostHistory
+from services.worker.backends.native.kernels.host_history import HostHistory, place_masks
 from services.worker.backends.native.kernels.interface.arrays import I32
 from services.worker.backends.native.kernels.interface.rows import (
     BatchTensors,
@@ -11,7 +11,6 @@ from services.worker.backends.native.kernels.interface.rows import (
     SlotDrafts,
     Verified,
 )
-from services.worker.backends.native.kernels.mask_places import place_masks
 from services.worker.batch.row_check import CountRows, count_rows
 from services.worker.batch.slots import Rows
 

@@ -80,7 +80,6 @@ class Format(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """Groups of a step."""
         return max(1, STEP // self.group)
 
     @property
