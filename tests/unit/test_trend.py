@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.benchmarks.trend.__main__ import SCRIPTS, run_all
 from tests.benchmarks.trend.classes import class_of, measured
-from tests.benchmarks.trend.forms import FORMS, PageFigure, ShortForm
+from tests.benchmarks.trend.forms import FORMS, Shown, ShortForm
 from tests.benchmarks.trend.page import PAGE, page
 
 MACHINE = {"cpu": "a processor", "cores": 2, "features": ["avx2", "avx512f", "avx512_bf16"]}
@@ -34,9 +34,9 @@ def test_a_report_becomes_medians_and_spread():
     repeats = {"ours": [{"rate": 6.0}, {"rate": 9.0}], "other": [{"rate": 3.0}, {"rate": 3.0}]}
     report = {"ratio": 2.4, "rows": [{"model": "m4", "rows": 1, "ms": 7}], "repeats": repeats}
     ours, other = "repeats > ours > * > rate", "repeats > other > * > rate"
-    assert measured(PageFigure("", "ratio", ours, other), report) == [2.4, 2, 3]
-    assert measured(PageFigure("", "", ours), report) == [7.5, 6, 9]
-    assert measured(PageFigure("", "rows > model=m4; rows=1 > ms"), report) == [7]
+    assert measured(Shown("", "ratio", ours, other), report) == [2.4, 2, 3]
+    assert measured(Shown("", "", ours), report) == [7.5, 6, 9]
+    assert measured(Shown("", "rows > model=m4; rows=1 > ms"), report) == [7]
     assert class_of(MACHINE) == "avx512-bf16-2"
 
 
@@ -59,7 +59,7 @@ def test_what_fails_or_takes_too_long_is_named_and_the_others_run(tmp_path: Path
         ShortForm("one", "fails", "", "", ()),
         ShortForm("two", "hangs", "", "", (), seconds=0.2),
         ShortForm("three", "empty", "", "", ()),
-        ShortForm("four", "works", "", "", [PageFigure("a", "a"), PageFigure("not on this processor", "c")]),
+        ShortForm("four", "works", "", "", [Shown("a", "a"), Shown("not on this processor", "c")]),
     ))  # fmt: skip
     reasons = list(run_all(forms, time.monotonic() + 60, scripts=tmp_path, figures=tmp_path))
     assert [reason.partition(";")[0] for reason in reasons[:2]] == [

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.trend.forms import BRANCH, FORMS, PageFigure
+from tests.benchmarks.trend.forms import BRANCH, FORMS, Shown
 
 DIRECTORY = Path("docs/figures")
 NAMES = {
@@ -57,7 +57,7 @@ def merge(section: str, report: Mapping[str, Any], note: str = "", directory: Pa
     return file
 
 
-def measured(figure: PageFigure, report: Mapping[str, Any]) -> list[float]:
+def measured(figure: Shown, report: Mapping[str, Any]) -> list[float]:
     """Return the value, and the least and the most of the repeats if there are several.
 
     Raises: LookupError, TypeError
