@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.benchmarks.trend.__main__ import SCRIPTS, run_all
 from tests.benchmarks.trend.classes import class_of, measured
-from tests.benchmarks.trend.forms import FORMS, Shown, ShortForm
+from tests.benchmarks.trend.forms import FORMS, ShortForm, Shown
 from tests.benchmarks.trend.page import PAGE, page
 
 MACHINE = {"cpu": "a processor", "cores": 2, "features": ["avx2", "avx512f", "avx512_bf16"]}
