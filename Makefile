@@ -30,7 +30,7 @@ find_packages = site='import site; print(site.getsitepackages()[0])'; \
 	echo "import site; site.addsitedir('$$($(BIN)/python -c "$$site")')" \
 	>"$$($(1)/bin/python -c "$$site")/runahead-base.pth"
 
-.PHONY: setup serve images quick test test-avx2 test-docker test-clients test-web setup-vllm test-vllm setup-ray test-ray check bench bench-gpu gpu-wheels soak soak-long docs release clean
+.PHONY: setup serve images quick test test-avx2 test-docker test-clients test-web setup-vllm test-vllm setup-ray test-ray check bench bench-all bench-gpu gpu-wheels soak soak-long docs release clean
 
 setup: $(STAMP)
 
@@ -170,6 +170,10 @@ bench: $(STAMP) $(if $(filter engines_served,$(NAME)),$(ROUTERS)/.installed) $(i
 	$(if $(NAME),,$(error NAME is missing: make bench NAME=..., one of: $(notdir $(basename $(wildcard tests/benchmarks/*.py)))))
 	@mkdir -p build/bench
 	PYTHONPATH=. $(BIN)/python tests/benchmarks/$(NAME).py $(ARGS)
+
+# The short form of every benchmark in 30 minutes; the figures go to docs/figures and to docs/benchmarks.md.
+bench-all: $(STAMP)
+	PYTHONPATH=. $(BIN)/python -m tests.benchmarks.trend $(ARGS)
 
 # Measures on a GPU; docs/gpu.md. PYTHON has a CUDA build of torch and Triton, so it is not that of .venv.
 bench-gpu:
