@@ -84,7 +84,7 @@ def taken(form: ShortForm, file: Path, note: str, figures: Path = DIRECTORY) -> 
     """Merge a report. Return why it cannot be merged; empty: it is."""
     try:
         merge(form.section, json.loads(file.read_text()), note, figures)
-    except (OSError, LookupError) as error:
+    except (OSError, LookupError, ValueError) as error:
         return f"{form.section}: {error}"
     return ""
 

@@ -35,7 +35,12 @@ def merge(section: str, report: Mapping[str, Any], note: str = "", directory: Pa
     for figure in form.figures:
         try:
             figures[figure.label] = measured(figure, report)
-        except (LookupError, TypeError):  # not part of the short form, or not on this processor
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+        ):  # not part of the short form, or not on this processor
             continue
     if not figures:
         raise LookupError(f"the report of {form.benchmark} has none of its figures")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 BRANCH = " > "
-"""Separates the keys of a path in a report. `*`: each item of a list; `key=value, key=value`: the item with these."""
+"""Separates the keys of a path in a report. `*`: each item of a list; `key=value; key=value`: the item with these."""
 
 
 class Shown(NamedTuple):
@@ -302,6 +302,15 @@ FORMS = (
         "How do placement policies compare at 1,000 engines, simulated? ([placement.md](placement.md#figures))",
         "--engines 100 --frontends 10 --requests 20000",
         [Shown("hits of one cache with all memory, share", "hits of one cache")],
+    ),
+    ShortForm(
+        "roles_served", "roles_served",
+        "How even are short streams beside long prompts: prefill apart, in chunks, or whole?", "--seconds 30",
+        [Shown(f"{mode} over apart: {label}", f"{mode} / apart, {column}")
+         for mode in ("chunked", "mixed")
+         for label, column in (("ITL p99", "gap p99, ms"), ("ITL p99.9", "gap p99.9, ms"),
+                               ("TTFT of long prompts", "long: TTFT p50, s"))],
+        seconds=240,
     ),
     ShortForm(
         "decode_bandwidth", "decode_bandwidth",

@@ -1,10 +1,19 @@
 """The placement core under any events in any order: hypothesis drives engines, requests and the clock."""
 
 from collections.abc import Callable
+from typing import Any
 
-from hypothesis import settings
+import pytest
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from services.frontend.placement import (
     Condition,
@@ -18,6 +27,7 @@ from services.frontend.placement import (
     Role,
 )
 from services.frontend.placement.engine_states import MAY_SERVE
+from services.frontend.placement.fleet import EngineColumns
 from services.frontend.placement.policies import BUILT_IN
 from services.frontend.placement.records import Record, decode_lines, encode_line
 from services.frontend.placement.replay import first_difference
@@ -38,7 +48,7 @@ REPORTS = st.builds(
     SECONDS,
     st.integers(0, 200),
     SECONDS,
-    st.sampled_from(Role) | st.just(Role.BOTH),
+    st.sampled_from(Role),
 )
 
 
@@ -55,6 +65,7 @@ class PlacementMachine(RuleBasedStateMachine):
 
     @initialize(policy=st.sampled_from(sorted(BUILT_IN)), limit=st.sampled_from((None, 1.0)))
     def start(self, policy: str, limit: float | None) -> None:
+        self.limit = limit
         self.core = Placement(policy, PlacementLimits(16, limit), 7, self.records.append)
 
     # -- events --------------------------------------------------------------------------------------------------------
@@ -110,8 +121,13 @@ class PlacementMachine(RuleBasedStateMachine):
         self.engine_of.pop(key, None)
         self.identity_of.pop(key, None)
         match decision:
-            case Place(engine=name, hit_tokens=hit):
+            case Place(engine=name, hit_tokens=hit, reason=reason):
                 assert name in ready
+                roles = {self.reports[each].role for each in ready}
+                only_computes = self.reports[name].role is Role.PREFILL
+                others_are_left_out = self.limit is not None or self.core._fleet.slow  # noqa: SLF001
+                if not others_are_left_out and roles != {Role.PREFILL}:
+                    assert only_computes == (reason is Reason.PREFILL)
                 assert 0 <= hit <= len(tokens) // 4
                 self.engine_of[key], self.identity_of[key] = name, self.reports[name].identity
             case Hold():
@@ -136,13 +152,13 @@ class PlacementMachine(RuleBasedStateMachine):
             assert move.reason is not Reason.SLOW or condition is Condition.READY
             self.engine_of[move.key] = move.target
 
-    @rule(key=KEYS)
-    def prefilled(self, key: int) -> None:
+    @precondition(lambda self: self.engine_of)
+    @rule(index=KEYS)
+    def prefilled(self, index: int) -> None:
         """A stream goes to an engine that decodes, and stays only if there is none of its model."""
+        key = sorted(self.engine_of)[index % len(self.engine_of)]
+        assert self.core.prefilled(-1) is None
         move = self.core.prefilled(key)
-        if key not in self.engine_of:
-            assert move is None
-            return
         assert move is not None
         assert (move.source, move.reason) == (self.engine_of[key], Reason.PREFILLED)
         model, ready = self.identity_of[key], Condition.READY
@@ -181,10 +197,25 @@ class PlacementMachine(RuleBasedStateMachine):
         assert first_difference(recording) is None
 
 
+STEPS = settings(max_examples=150, stateful_step_count=40, deadline=None)
+FIRST: Any = {
+    "max_examples": 5000,
+    "phases": [Phase.generate],
+    "report_multiple_bugs": False,
+    "derandomize": True,
+    "database": None,
+}
+"""Until something fails."""
+
+
 def test_any_events_in_any_order() -> None:
-    run_state_machine_as_test(
-        PlacementMachine, settings=settings(max_examples=150, stateful_step_count=40, deadline=None)
-    )
+    run_state_machine_as_test(PlacementMachine, settings=STEPS)
+
+
+def test_a_stream_that_stays_where_its_prompt_was_computed_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EngineColumns, "by_role", lambda _, rows: (rows, rows[:0]))
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(PlacementMachine, settings=settings(STEPS, **FIRST))
 
 
 def test_a_recording_with_another_decision_is_noticed() -> None:
