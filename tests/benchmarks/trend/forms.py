@@ -68,7 +68,7 @@ def _bytes(kib: int) -> list[Shown]:
 FORMS = (
     ShortForm(
         "run_ahead", "run_ahead", "How long do workers wait for plans at depth 1, and at depth 2?",
-        "--repeats 1 --output 500 --native-output 200",
+        "--repeats 1 --only sim --output 600",
         [
             Shown(f"{backend}: {label}", path.format(backend))
             for backend in ("sim", "native")
