@@ -67,7 +67,8 @@ def _bytes(kib: int) -> list[Shown]:
 
 FORMS = (
     ShortForm(
-        "run_ahead", "run_ahead", "How long do workers wait for plans at depth 1, and at depth 2?", "--repeats 1",
+        "run_ahead", "run_ahead", "How long do workers wait for plans at depth 1, and at depth 2?",
+        "--repeats 1 --only sim --output 600",
         [
             Shown(f"{backend}: {label}", path.format(backend))
             for backend in ("sim", "native")
@@ -115,7 +116,8 @@ FORMS = (
     ),
     ShortForm(
         "phased_policy", "phased_policy",
-        "How long does a device that cannot mix phases wait for plans, at TP 1 and 4?", "--repeats 1",
+        "How long does a device that cannot mix phases wait for plans, at TP 1 and 4?",
+        "--repeats 1 --total 64",
         [
             Shown(f"idle at depth {depth}, TP {ranks}", f"idle_depth{depth} > {ranks}",
                    f"repeats > {ranks} > {depth} > * > idle")
@@ -161,7 +163,7 @@ FORMS = (
     ),
     ShortForm(
         "step_viewer", "step_viewer", "What do step records and a page that shows them cost the frontend?",
-        "--repeats 2",
+        "--repeats 1",
         [
             Shown("tokens per second of CPU time, with over without", "with_over_without"),
             Shown("a record over the tokens of a step, CPU time", "share"),
@@ -301,7 +303,9 @@ FORMS = (
         "placement_scale", "placement_scale",
         "How do placement policies compare at 1,000 engines, simulated? ([placement.md](placement.md#figures))",
         "--engines 100 --frontends 10 --requests 20000",
-        [Shown("hits of one cache with all memory, share", "hits of one cache")],
+        [Shown(f"{policy}: {label}", f"rows > policy={policy} > {key}")
+         for policy in ("prefix_aware", "prefix_aware+events", "least_loaded")
+         for label, key in (("hits over those of one cache with all memory", "of one cache"),)],
     ),
     ShortForm(
         "roles_served", "roles_served",
