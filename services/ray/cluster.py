@@ -50,4 +50,4 @@ def show_reasons() -> None:
         for name in starting:
             if (text := reason(name)) and text not in shown:
                 shown.add(text)
-                print(f"runahead: application {name} does not start: {text}", file=sys.stderr, flush=True)
+                print(f"runahead: a replica of {name} has failed: {text}", file=sys.stderr, flush=True)
