@@ -1,5 +1,6 @@
 """The application of Ray Serve: a deployment of engines and one of frontends."""
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from services import release
 from services.cli.preflight import check_placement, check_policy
 from services.cli.settings import ConfigurationError, flag, is_list, meant_key, merge
 from services.config import OF_RAY, RayConfig
-from services.ray.cluster import check_resources
+from services.ray.cluster import check_resources, show_reasons
 from services.ray.engine import EngineReplica
 from services.ray.frontend import FrontendReplica
 from services.ray.resources import FRONTEND_CPUS, bundles
@@ -32,7 +33,10 @@ def app(args: dict[str, Any]) -> Application:
 
     Raises: ConfigurationError; RuntimeError, if the cluster is too small
     """
-    return application(settings(args))
+    built = application(settings(args))
+    if not ray.is_initialized():  # in the process of `serve run`
+        threading.Thread(target=show_reasons, name="reasons", daemon=True).start()
+    return built
 
 
 def settings(args: Mapping[str, Any]) -> RayConfig:

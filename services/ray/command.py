@@ -1,6 +1,5 @@
 """`runahead ray MODEL`: deploys the application on a Ray cluster, and removes it at the end."""
 
-import re
 import signal
 import socket
 import threading
@@ -11,11 +10,10 @@ from ray import serve
 from services.cli.settings import ConfigurationError
 from services.config import RayCommandConfig
 from services.ray.application import application
+from services.ray.cluster import reason
 
 NAMESPACE = "serve"
 CONNECT_SECONDS = 5.0
-ERROR = re.compile(r"(\w+\.)*\w*(Error|Failed): ")
-"""Begin of the line of a traceback that has the error."""
 
 
 def run(config: RayCommandConfig) -> int:
@@ -45,9 +43,9 @@ def run(config: RayCommandConfig) -> int:
     try:
         serve.run(app, name=config.name, route_prefix=config.route_prefix)
     except RuntimeError as error:
-        reason = _reason(config.name) or str(error)
+        text = reason(config.name) or str(error)
         serve.delete(config.name)
-        raise ConfigurationError(reason) from None
+        raise ConfigurationError(text) from None
     try:
         print(
             f"Serving behind Ray Serve, and at port {config.port} of each frontend. Ctrl-C removes it.",
@@ -70,13 +68,3 @@ def _check_address(address: str) -> None:
         raise ConfigurationError(
             f"--address {address}: {error.strerror or error}; start a cluster: ray start --head"
         ) from None
-
-
-def _reason(name: str) -> str:
-    """Return why the application does not start: the last line of the error of one of its deployments, or ""."""
-    application = serve.status().applications.get(name)
-    messages = [] if application is None else [d.message for d in application.deployments.values()]
-    lines = [
-        line.strip() for message in messages for line in message.splitlines() if ERROR.match(line.strip())
-    ]
-    return lines[-1] if lines else ""

@@ -48,16 +48,21 @@ async def answers(
     fault: Fault | None = None,
     on_chunk: Callable[[int], None] = lambda _: None,
     prefix: str = "",
+    times: int = 1,
 ) -> list[Any]:
     """Return text, finish reason and log-probabilities of each choice. The fault comes when all streams have begun.
 
     Args:
         on_chunk: called with the number of the stream whenever it has got something.
         prefix: of all prompts.
+        times: number of the `bodies`, each time with other prompts.
     """
-    model, requests = (await client.models.list()).data[0].id, bodies()
-    for body in requests:
-        body["prompt"] = prefix + body["prompt"]
+    model = (await client.models.list()).data[0].id
+    requests = [
+        body | {"prompt": f"{prefix}{'Again. ' * turn}{body['prompt']}"}
+        for turn in range(times)
+        for body in bodies()
+    ]
     begun = asyncio.Barrier(len(requests) + 1)
 
     async def one(number: int, body: dict[str, Any]) -> Any:
@@ -83,10 +88,12 @@ async def answers(
     return texts
 
 
-async def answers_of(server: HttpServer, fault: Fault | None = None, prefix: str = "") -> list[Any]:
+async def answers_of(
+    server: HttpServer, fault: Fault | None = None, prefix: str = "", times: int = 1
+) -> list[Any]:
     """Return the `answers` of a server."""
     async with server.async_client() as client:
-        return await answers(client, fault, prefix=prefix)
+        return await answers(client, fault, prefix=prefix, times=times)
 
 
 async def text_and_error(client: AsyncOpenAI, prompt: str, max_tokens: int) -> tuple[str, str]:

@@ -61,7 +61,7 @@ class Cluster:
         command = [str(BIN / "serve"), "start", "--address", self.address, "--http-host", "0.0.0.0"]
         self.hosts[0].run([*command, "--proxy-location", "EveryNode"], self.environment)
 
-    def start_node(self, host: Host) -> None:
+    def start_node(self, host: Host, **variables: str) -> None:
         head = ["--head", "--port", str(GCS_PORT), "--include-dashboard=false"]
         place = head if host is self.hosts[0] else ["--address", self.address]
         host.run(
@@ -69,7 +69,7 @@ class Cluster:
                 str(BIN / "ray"), "start", *place, "--node-ip-address", host.address, "--num-cpus", str(self._cpus),
                 "--disable-usage-stats", "--object-store-memory", str(80 << 20),
             ],
-            self.environment,
+            self.environment | variables,
         )  # fmt: skip
 
     def serve(self, *arguments: str, model: str = str(DEMO_MODEL)) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,12 @@ def _possible() -> None:
 
 @pytest.fixture(scope="session")
 def expected() -> Any:
-    """The answers of `runahead serve`, by a setting such as tensor_parallel_size=2."""
-    found = dict[str, Any]()
+    """The answers of `runahead serve`, by a setting such as tensor_parallel_size=2, and by the number of `bodies`."""
 
-    def of(layout: str) -> Any:
-        if layout not in found:
-            with serving(*NATIVE, f"--{layout.replace('_', '-')}") as server:
-                found[layout] = asyncio.run(answers_of(server))
-        return found[layout]
+    @cache
+    def of(layout: str, times: int = 1) -> Any:
+        with serving(*NATIVE, f"--{layout.replace('_', '-')}") as server:
+            return asyncio.run(answers_of(server, times=times))
 
     return of
 

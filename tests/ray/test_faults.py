@@ -19,6 +19,8 @@ from tests.ray.cluster import ENGINE, FRONTEND, RANK, SCHEDULER, Cluster, HttpFr
 from tests.ray.hosts import Host
 
 LAYOUT = "tensor_parallel_size=2"
+TIMES = 2
+"""Sixteen streams as often."""
 SCHEDULER_CHILD, RANK_CHILD = "services.cli.child scheduler", "services.cli.child worker"
 gaps: dict[str, float] = {}
 """Longest time between two tokens of a stream, seconds, by fault."""
@@ -57,7 +59,7 @@ async def disturbed(frontend: HttpFrontend, fault: Callable[[], object], name: s
         await asyncio.to_thread(fault)
 
     async with frontend.async_client() as client:
-        found = await answers(client, strike, on_chunk)
+        found = await answers(client, strike, on_chunk, times=TIMES)
     gaps[name] = longest
     return found
 
@@ -72,7 +74,7 @@ def survive(
 ) -> None:
     """`repair`: what an operator does afterwards."""
     wait_until(serves(frontend, 2), "two engines serve")
-    assert asyncio.run(disturbed(frontend, fault, name)) == expected(LAYOUT)
+    assert asyncio.run(disturbed(frontend, fault, name)) == expected(LAYOUT, TIMES)
     repair()
     wait_until(serves(frontend, 2), "two engines serve again")
     assert_nothing_is_kept(frontend)

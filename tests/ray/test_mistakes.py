@@ -1,9 +1,11 @@
 """Mistakes of those who deploy: each is named in one line, and nothing waits without end."""
 
+import os
 import shutil
 
 import pytest
 
+from services import release
 from services.checkpoint import DEMO_MODEL
 from tests.e2e.server import wait_until
 from tests.ray.cluster import FRONTEND, RANK, Cluster
@@ -47,9 +49,26 @@ def test_a_cluster_that_is_not_there(cluster: Cluster) -> None:
 
 
 def test_a_model_that_is_not_on_the_node_of_a_rank(cluster: Cluster) -> None:
-    """Each host has a /tmp of its own. The model is on all of them but one."""
-    for host in cluster.hosts[:2]:
-        shutil.copytree(DEMO_MODEL, host.tmp / "model", dirs_exist_ok=True)
+    """Each host has a /tmp of its own. The model is on one of them, so one of two ranks lacks it, wherever Ray places
+    the scheduler, which can do without."""
+    shutil.copytree(DEMO_MODEL, cluster.hosts[0].tmp / "model", dirs_exist_ok=True)
     output = cluster.serve("tensor_parallel_size=2", "placement_group_strategy=SPREAD", model="/tmp/model")
+    assert "runahead: a replica of default has failed: " in output
     assert "no such model directory: /tmp/model" in output
+    wait_until(lambda: not cluster.processes(RANK), "the application is removed")
+
+
+def test_another_version_of_runahead_on_a_node(cluster: Cluster) -> None:
+    host = cluster.hosts[2]
+    other = host.tmp / "other" / f"{release.DISTRIBUTION.replace('-', '_')}-0.0.1.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {release.DISTRIBUTION}\nVersion: 0.0.1\n")
+    host.kill()
+    host.boot()
+    cluster.start_node(host, PYTHONPATH=f"/tmp/other:{os.getcwd()}")
+    output = cluster.serve("tensor_parallel_size=2", "placement_group_strategy=SPREAD")
+    versions = (
+        f"has Runahead 0.0.1, and the application {release.version()}; install one version on all nodes"
+    )
+    assert f"node {host.address} {versions}" in output
     wait_until(lambda: not cluster.processes(RANK), "the application is removed")
