@@ -38,16 +38,15 @@ def reason(name: str) -> str:
 
 def show_reasons() -> None:
     """Print why the replicas of the applications that start have failed: `serve run` says only that they have."""
-    shown = set[str]()
-    began = False
+    shown, began = set[str](), set[str]()
     while True:
         time.sleep(POLL_INTERVAL)
         applications = serve.status().applications if ray.is_initialized() else {}
-        starting = [name for name, a in applications.items() if a.status == ApplicationStatus.DEPLOYING]
-        if began and not starting:
-            return
-        began = began or bool(starting)
-        for name in starting:
+        starting = {name for name, a in applications.items() if a.status == ApplicationStatus.DEPLOYING}
+        began |= starting
+        for name in sorted(began):  # also those that have just given up
             if (text := reason(name)) and text not in shown:
                 shown.add(text)
                 print(f"runahead: a replica of {name} has failed: {text}", file=sys.stderr, flush=True)
+        if began and not starting:
+            return
