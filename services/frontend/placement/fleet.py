@@ -70,7 +70,9 @@ class EngineColumns:
         self.waiting_seconds[row] = report.queue_seconds
         self.streams[row] = report.num_streams
         self.prompt_seconds[row] = report.seconds_per_prompt_token
-        self.output_seconds[row] = report.seconds_per_output_token
+        # An engine that computes prompts sends few tokens, and is not slow for that
+        decodes = report.role is not Role.PREFILL
+        self.output_seconds[row] = report.seconds_per_output_token if decodes else 0.0
         return changed
 
     def remove(self, name: str) -> None:

@@ -267,6 +267,16 @@ def test_streams_leave_a_slow_engine_once_and_never_return() -> None:
     assert [move.key for move in placement.moves()] == [1]
 
 
+def test_an_engine_that_computes_prompts_is_not_slow_for_its_few_tokens() -> None:
+    placement = core("a")
+    for second in range(2 * int(REST)):
+        placement.advance(float(second))
+        placement.on_engine("a", report(output_seconds=0.03))
+        placement.on_engine("p", report(output_seconds=5.0, role=Role.PREFILL))
+        assert engine_of(placement.place(second, prompt((second, 600)))) == "p"
+        assert placement.moves() == []
+
+
 def test_a_stream_does_not_move_to_its_own_engine_that_has_just_become_fast() -> None:
     placement = core(*"ab")
     placement.on_engine("b", report(queue_seconds=99.0))
