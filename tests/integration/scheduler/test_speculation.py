@@ -70,14 +70,14 @@ def counted(client: FrontendConnection) -> dict[int, tuple[int, int]]:
     return {n: (finish.num_draft_tokens, finish.num_accepted_tokens) for n, finish in finishes.items()}
 
 
-def assert_same_answers(client: FrontendConnection) -> None:
-    """Tokens and log-probabilities are the same."""
+def assert_same_answers(client: FrontendConnection, is_adaptive: bool = False) -> None:
+    """Tokens and log-probabilities are the same. Adaptive speculation may find that no draft pays here and now."""
     expected = without_drafts()
     for number in REQUESTS:
         assert client.tokens[number] == expected.tokens[number], number
         assert client.logprobs[number] == expected.logprobs[number], number
     drafted, accepted = map(sum, zip(*counted(client).values(), strict=True))
-    assert 0 < accepted < drafted
+    assert is_adaptive or 0 < accepted < drafted
 
 
 def test_depths_give_the_same_answers_and_accept_the_same_drafts(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_pool_that_preempts_while_others_leave(tmp_path: Path) -> None:
         tmp_path, aborts=True, speculative_config=THREE | {"adaptive": True}, batch_queue_depth=3, **sizes
     )
     assert sum(finish.num_preemptions for finish in client.finished.values()) > 0
-    assert_same_answers(client)
+    assert_same_answers(client, is_adaptive=True)
 
 
 @pytest.mark.parametrize(("policy", "stages", "depth"), [("chunked", 2, 2), ("balanced", 4, 5)])
