@@ -84,7 +84,8 @@ class FrontendConfig(HttpConfig):
     )
     enable_admin_routes: bool = Field(
         False,
-        description="Serve the routes that show and change the engines: /reset_prefix_cache, /v1/cache and /engines.",
+        description="Serve the routes that show and change the engines: /reset_prefix_cache, /v1/cache, /engines, and "
+        "those that load and unload LoRA adapters.",
     )
     request_timeout: float = Field(
         600.0,

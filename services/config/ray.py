@@ -86,9 +86,11 @@ class RayCommandConfig(RayConfig):
 
 OF_RAY = OMITTED | {
     "host_ip",
+    "prefill_engines",
     "record",
     "record_max_bytes",
     "record_tokens",
+    "role",
     "step_trace",
     "sim_trace",
     "kv_events_config",
@@ -96,4 +98,4 @@ OF_RAY = OMITTED | {
     "insecure_transport",
 }
 """Settings that an application on Ray does not have: Ray places its services, which make their keys themselves, and
-engines that come and go cannot share a file."""
+engines that come and go cannot share a file. They are all equal, so they have no roles."""

@@ -79,6 +79,11 @@ class ServeConfig(WorkerConfig, SchedulerConfig, FrontendConfig):
             )
         if self.role != "both" and not self.headless:
             raise ValueError("--role is for one engine beside others; serve has --prefill-engines")
+        if self.role != "both" and not (self.kv_peer_address or self.kv_offload_dir):
+            raise ValueError(
+                f"--role {self.role}: engines load each other's KV blocks; give --kv-peer-address, or a "
+                "--kv-offload-dir that all of them use"
+            )
         return self
 
     @model_validator(mode="after")

@@ -29,6 +29,13 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("serve", DEMO, "--max-model-len", "128K"), "more than the 2048 positions of the model; use --max-model-len 2048"),
     (("serve", DEMO, "--tensor-parallel-size", "3"), "cannot be cut for 3 tensor-parallel ranks, only for 1, 2, 4"),
     (("serve", DEMO, "--pipeline-parallel-size", "9"), "4 layers cannot be cut into 9 pipeline stages"),
+    (("serve", DEMO, "--prefill-engines", "1"), "of --data-parallel-size 1 leaves no engine that decodes"),
+    (("serve", DEMO, "--role", "prefill"), "--role is for one engine beside others; serve has --prefill-engines"),
+    (
+        ("serve", DEMO, "--headless", "--client-endpoint", "ipc:///tmp/x", "--role", "decode"),
+        "--role decode: engines load each other's KV blocks; give --kv-peer-address",
+    ),
+    (("ray", DEMO, "--prefill-engines", "1"), "--prefill-engines"),
     (("serve", DEMO, "--kv-cache-memory-bytes", "1500M"), "of memory are free; use at most"),
     (("serve", DEMO, "--device", "cuda"), "is a build for CPUs; install a CUDA build of torch"),
     (("serve", DEMO, "--device", "cuda", "--tensor-parallel-size", "2"), "--device cuda computes on one GPU so far"),
