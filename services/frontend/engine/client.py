@@ -96,6 +96,11 @@ class StreamMove(NamedTuple):
     """Tokens that were delivered before."""
 
 
+def _computes_only_prompt(reason: Reason, request: GenerateRequest) -> bool:
+    """Return whether a request goes to an engine for its prompt alone (prefilled stream). An embedding is no more."""
+    return reason is Reason.PREFILL and request.pooling is Pooling.NONE
+
+
 class EngineClient:
     """
     Args:
@@ -265,7 +270,7 @@ class EngineClient:
             case Place(engine=name, reason=reason, holder=holder):
                 self.decisions["place", name, reason] += 1
                 entry.set_kv_peers(self._kv_peers(holder))
-                entry.only_prompt = reason is Reason.PREFILL and request.pooling is Pooling.NONE
+                entry.only_prompt = _computes_only_prompt(reason, request)
                 self.ledger.assign(entry, name)
                 self.engines[name].submit_open()
             case Hold():
@@ -334,7 +339,7 @@ class EngineClient:
         request, identity = entry.request, entry.identity or self.engines.identity
         match self.placement.place(entry.key, request.token_ids, request.salt, identity):
             case Place(engine=name, reason=reason) if name != engine.name:
-                entry.only_prompt = reason is Reason.PREFILL and request.pooling is Pooling.NONE
+                entry.only_prompt = _computes_only_prompt(reason, request)
                 self.ledger.move(finish.number, self._next_number(), name, is_fault=False)
                 return True
         return False

@@ -36,9 +36,8 @@ class HostTier:
             self.changes.removed.append(name)
 
     def put(self, name: bytes, data: memoryview) -> None:
-        self.num_bytes -= len(
-            self._blocks.pop(name, b"")
-        )  # the last epoch's thread may have put it meanwhile
+        # The last epoch's thread may have put it meanwhile
+        self.num_bytes -= len(self._blocks.pop(name, b""))
         while self._blocks and self.num_bytes + len(data) > self._max_bytes:
             evicted, content = self._blocks.popitem(last=False)
             self.num_bytes -= len(content)
