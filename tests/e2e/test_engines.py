@@ -55,6 +55,13 @@ def completed(server: ServeProcess) -> float:
     return totals["completed"]
 
 
+def services_of(server: ServeProcess) -> list[str]:
+    """Return the services that run now."""
+    server.services.clear()
+    server.find_services()
+    return [*server.services]
+
+
 CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 40}}, "required": ["city"]}
 TOOL: Any = {"type": "function", "function": {"name": "find_city", "parameters": CITY}}
 OTHER_KINDS = 40
@@ -151,6 +158,7 @@ def test_a_change_that_fails_leaves_the_engines_as_they_were(pair: ServeProcess,
     shutil.copytree(DEMO_MODEL, tmp_path / "other")
     file = tmp_path / "other" / "tokenizer.json"
     file.write_text(file.read_text() + "\n")
+    pair.wait_engines(2)  # one was killed before
     before = engines_of(pair)
     for flags, why in (
         (("--tokenizer", str(tmp_path / "other")), "tokenizer mismatch"),
@@ -190,9 +198,8 @@ async def test_streams_move_when_settings_change(pair: ServeProcess, undisturbed
     info = json.loads(pair.get("/server_info")[1])["features"]
     assert (info["batching_policy"], info["batch_queue_depth"]) == ("balanced", "3")
     assert completed(pair) - before == rounds * len(bodies())
-    pair.services.clear()
-    pair.find_services()
-    assert sorted(pair.services) == ["frontend", f"scheduler-{last}", f"worker-{last}"]
+    left = ["frontend", f"scheduler-{last}", f"worker-{last}"]
+    wait_until(lambda: sorted(services_of(pair)) == left, "the old processes have ended")
     pair.signal(signal.SIGTERM)
     assert pair.wait() == 0, pair.log.read_text()
     pair.assert_nothing_is_left()
