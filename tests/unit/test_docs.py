@@ -155,8 +155,10 @@ def test_benchmarks_that_are_named_exist(page: Path) -> None:
         assert (ROOT / "tests" / "benchmarks" / f"{name}.py").exists(), name
 
 
-EXAMPLES = [page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "clients.md"]
-"""Pages with examples that this environment can run; tests/clients/test_examples.py runs those of clients.md."""
+EXAMPLES = [
+    page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in ("clients.md", "examples.md")
+]
+"""Pages with examples that need no server; tests/clients and tests/e2e run those of the others (test_examples.py)."""
 
 
 @pytest.mark.parametrize("page", EXAMPLES, ids=lambda page: page.name)
