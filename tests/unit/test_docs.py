@@ -201,3 +201,10 @@ def test_a_class_name_stands_once() -> None:
         for name in re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE)
     ]
     assert [name for name, count in Counter(found).items() if count > 1] == []
+
+
+def test_every_page_has_a_place_on_the_site() -> None:
+    listed = re.findall(
+        r"^[a-z-]+$", (ROOT / "docs" / "site" / "pages" / "index.md").read_text(), re.MULTILINE
+    )
+    assert {page.stem for page in (ROOT / "docs").glob("*.md")} <= set(listed)
