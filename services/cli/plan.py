@@ -13,11 +13,11 @@ from services.config import ServeConfig
 from services.scheduler.recording import EventRecording, RecordingError
 from services.scheduler.what_if import History
 from services.units import size_text
-from services.worker.backends.native.layout import inputs_kept_together
 from services.worker.backends.native.memory import served_dtype
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.partition import tensor_parallel_sizes
 from services.worker.bandwidth import read_bandwidth
+from services.worker.kernels.layout import inputs_kept_together
 from services.worker.runner import LoadError
 
 EXAMPLE_CONTEXT = 512

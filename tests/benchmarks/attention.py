@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from services.worker.backends.native.kernels.interface.attention import AttentionShape
-from services.worker.backends.native.kernels.interface.kv_cache import CacheShape
-from services.worker.backends.native.kernels.interface.rows import BatchTensors
-from services.worker.backends.native.kernels.selection import choose, create, processor_features
 from services.worker.batch.slots import Rows
+from services.worker.kernels.interface.attention import AttentionShape
+from services.worker.kernels.interface.kv_cache import CacheShape
+from services.worker.kernels.interface.rows import BatchTensors
+from services.worker.kernels.selection import choose, create, processor_features
 from tests.benchmarks.support.report import report
 
 BLOCK_SIZE, HEAD_DIM = 16, 64

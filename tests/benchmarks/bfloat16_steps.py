@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from services.cli.bench.load import prompts
 from services.config import BenchConfig, WorkerConfig
-from services.worker.backends.native.kernels import selection
+from services.worker.kernels import selection
 from tests.benchmarks.support.random_llama import SHAPES, random_llama
 from tests.benchmarks.support.report import report
 from tests.benchmarks.support.static_batch import StaticBatch

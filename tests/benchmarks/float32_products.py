@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import torch
 
-from services.worker.backends.native.kernels.cpu.launching import Launcher
-from services.worker.backends.native.kernels.cpu.products import NARROW, WIDE, Float32Product
-from services.worker.backends.native.kernels.cpu.thread_team import set_num_threads
-from services.worker.backends.native.kernels.selection import processor_features
+from services.worker.kernels.cpu.launching import Launcher
+from services.worker.kernels.cpu.products import NARROW, WIDE, Float32Product
+from services.worker.kernels.cpu.thread_team import set_num_threads
+from services.worker.kernels.selection import processor_features
 from tests.benchmarks.support.random_llama import SHAPES, VOCAB
 from tests.benchmarks.support.report import report
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection
 
 import torch
 
-from services.worker.backends.native.kernels.interface.kernels import Kernels
-from services.worker.backends.native.kernels.interface.products import Linear
-from services.worker.backends.native.kernels.quantized_weight import Weight, quantized
-from services.worker.backends.native.kernels.selection import (
+from services.worker.kernels.interface.kernels import Kernels
+from services.worker.kernels.interface.products import Linear
+from services.worker.kernels.quantized_weight import Weight, quantized
+from services.worker.kernels.selection import (
     ONEDNN_BFLOAT16,
     choose,
     create,

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 
 from services.checkpoint import DEMO_MODEL
-from services.worker.backends.native.kernels.cpu import thread_team
+from services.worker.kernels.cpu import thread_team
 from tests.benchmarks.speculation import text_prompts
 from tests.benchmarks.support.report import report
 from tests.integration.native.driver import DrivenRequest, RunnerDriver

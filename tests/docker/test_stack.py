@@ -73,7 +73,7 @@ def test_streams_come_from_three_containers(stack: Stack, expected: dict[str, st
 def test_image_contains_compiled_kernels(stack: Stack) -> None:
     """Any user finds them, so none is compiled in the container."""
     (worker,) = stack.containers("worker")
-    compile_all = "python", "-m", "services.worker.backends.native.kernels.cpu"
+    compile_all = "python", "-m", "services.worker.kernels.cpu"
     lines = stack.engine.run("exec", "--env", "NUMBA_DEBUG_CACHE=1", worker.id, *compile_all).splitlines()
     assert any(line.startswith("[cache] data loaded from '/tmp/") for line in lines)
     assert not any(line.startswith("[cache] data saved") for line in lines)

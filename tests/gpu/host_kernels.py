@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from services.worker.backends.native.device.cuda import CudaDevice
-from services.worker.backends.native.device.interface import ComputeDevice
-from services.worker.backends.native.kernels.cuda.kernels import CudaKernels
-from services.worker.backends.native.kernels.interface.kernels import Kernels
-from services.worker.backends.native.kernels.interface.rows import SlotDrafts
+from services.worker.device.cuda import CudaDevice
+from services.worker.device.interface import ComputeDevice
+from services.worker.kernels.cuda.kernels import CudaKernels
+from services.worker.kernels.interface.kernels import Kernels
+from services.worker.kernels.interface.rows import SlotDrafts
 
 
 class MovedMemory:
@@ -82,7 +82,7 @@ class OnHost:
                 result = function(*map(memory.to_device, arguments))
                 memory.copy_back()
                 result = memory.to_host(result)
-            is_part = type(result).__module__.startswith("services.worker.backends.native.kernels.cuda")
+            is_part = type(result).__module__.startswith("services.worker.kernels.cuda")
             return OnHost(result, self._device) if is_part else result
 
         return call

@@ -6,12 +6,12 @@ import torch
 from protocol.membership import Shard
 from services.checkpoint import DEMO_MODEL
 from services.config import WorkerConfig
-from services.worker.backends.native.device.memory_plan import WORKSPACE
 from services.worker.backends.native.epoch_memory import epoch_memory
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.model import Model
 from services.worker.backends.native.model.partition import ModelPart
 from services.worker.backends.native.runner import NativeRunner
+from services.worker.device.memory_plan import WORKSPACE
 from services.worker.runner import SINGLE_GPU, LoadError
 from services.worker.weights import open_checkpoint
 from tests.benchmarks.gpu import parts

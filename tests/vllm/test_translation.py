@@ -13,7 +13,6 @@ from protocol.kv_groups import KVGroup
 from protocol.rows import LogprobRows, ResultRows
 from protocol.sampling import SamplingParams
 from protocol.steps import NO_DRAFT, GrammarOutput, NewRequest, SchedulerOutput, StepTimes
-from services.worker.backends.device_times import PastTime, StepClock
 from services.worker.backends.vllm import vllm_api
 from services.worker.backends.vllm.kv_groups import kv_groups
 from services.worker.backends.vllm.output import RequestedLogprobs, VllmOutput
@@ -22,6 +21,7 @@ from services.worker.backends.vllm.plan import RESERVED_BLOCKS, PlanTranslator, 
 from services.worker.backends.vllm.row_masks import RowMasks
 from services.worker.backends.vllm.sampled_steps import SampledStep
 from services.worker.batch.slots import NONE, PlanError, Rows, SlotTable
+from services.worker.device.device_times import PastTime, StepClock
 from services.worker.runner import LoadError
 
 VOCAB = 100

@@ -15,13 +15,13 @@ from protocol.steps import ModelRunnerOutput, NewRequest, SchedulerOutput, StepT
 from services.worker.backends.native.drafters.base import TargetModel
 from services.worker.backends.native.drafters.ngram import NgramDrafter
 from services.worker.backends.native.epoch import NativeEpoch
-from services.worker.backends.native.kernels.interface.kernels import Kernels
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.model import Model
 from services.worker.backends.native.model.partition import ModelPart
 from services.worker.backends.native.stages import NativeStages
 from services.worker.batch.slots import SlotTable
 from services.worker.distributed.ranks import Ranks
+from services.worker.kernels.interface.kernels import Kernels
 from services.worker.runner import Output
 from tests.benchmarks.gpu.shapes import RandomCheckpoint
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from services.config import WorkerConfig
-from services.worker.backends.native.device.interface import ComputeDevice
-from services.worker.backends.native.kernels import selection
-from services.worker.backends.native.kernels.interface.kernels import Kernels
 from services.worker.backends.native.runner import NativeRunner
+from services.worker.device.interface import ComputeDevice
+from services.worker.kernels import selection
+from services.worker.kernels.interface.kernels import Kernels
 from tests.benchmarks.gpu.shapes import TINY_SERVED
 from tests.benchmarks.gpu.waits import WaitedEvent
 

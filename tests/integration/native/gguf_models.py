@@ -255,7 +255,7 @@ def _stored(
 def random_blocks(kind: str, shape: tuple[int, ...], size: float = 0.05) -> NDArray[np.uint8]:
     """Return random codes with weights of about `size`: [rows, bytes of a row]."""
     # Loads numba, which vLLM 0.32 does not survive if it is there before vLLM's own start
-    from services.worker.backends.native.kernels.cpu.compiled.block_formats import FORMATS
+    from services.worker.kernels.cpu.compiled.block_formats import FORMATS
 
     number, halves = GGMLQuantizationType[kind], FORMATS[kind].halves
     elements, block_bytes = GGML_QUANT_SIZES[number]

@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from protocol.membership import Shard, Speculation
 from services.checkpoint import DEMO_MODEL
-from services.worker.backends.native.kernels.selection import choose, create
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.model import Model
 from services.worker.backends.native.model.partition import ModelPart
+from services.worker.kernels.selection import choose, create
 from services.worker.weights import HashedCheckpoint, layer_contents, open_checkpoint
 from services.worker.weights.safetensors_checkpoint import SafetensorsCheckpoint
 from tests.integration.native.conftest import Family

@@ -13,7 +13,7 @@ from protocol.sampling import SamplingParams
 from protocol.steps import NO_DRAFT
 from services.checkpoint import DEMO_MODEL
 from services.worker.backends.native.drafters.base import I32, Advance
-from services.worker.backends.native.kernels.cpu.compiled import product
+from services.worker.kernels.cpu.compiled import product
 from services.worker.runner import LoadError
 from tests.integration.native.conftest import Family
 from tests.integration.native.driver import DrivenRequest, RunnerDriver

@@ -326,6 +326,6 @@ def test_the_measurement_imports_no_numba() -> None:
     """The version of NumPy on a GPU machine may be one that numba refuses."""
     code = (
         "import sys; sys.modules['numba'] = None; import tests.benchmarks.gpu.__main__; "
-        "import tests.integration.native.driver, services.worker.backends.native.device.cuda"
+        "import tests.integration.native.driver, services.worker.device.cuda"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

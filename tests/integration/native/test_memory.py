@@ -8,10 +8,10 @@ import pytest
 from protocol.membership import Shard
 from services.checkpoint import DEMO_MODEL
 from services.config import WorkerConfig
-from services.worker.backends.native.kernels import selection
 from services.worker.backends.native.memory import RankMemory, rank_memory
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.partition import ModelPart
+from services.worker.kernels import selection
 from tests.integration.native.driver import RunnerDriver
 
 

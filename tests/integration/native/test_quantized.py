@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from protocol.sampling import SamplingParams
 from services.checkpoint import DEMO_MODEL
 from services.config import WorkerConfig
-from services.worker.backends.native.kernels.quantized_weight import quantized
 from services.worker.backends.native.runner import NativeRunner
+from services.worker.kernels.quantized_weight import quantized
 from services.worker.runner import LoadError
 from tests.integration.native.conftest import SMALL, Family, save
 from tests.integration.native.driver import RunnerDriver

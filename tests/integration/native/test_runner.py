@@ -15,10 +15,10 @@ from protocol.membership import Assignment, InitializeCache
 from protocol.sampling import SamplingParams
 from protocol.steps import GrammarOutput
 from services.config import WorkerConfig
-from services.worker.backends.native.kernels import selection
-from services.worker.backends.native.kernels.cpu.compiled import product
 from services.worker.backends.native.runner import NativeRunner
 from services.worker.batch.slots import PlanError
+from services.worker.kernels import selection
+from services.worker.kernels.cpu.compiled import product
 from services.worker.runner import LoadError
 from tests.integration.native.conftest import Family
 from tests.integration.native.driver import BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS, RunnerDriver, i32, ints

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from protocol.membership import Shard
-from services.worker.backends.native.kernels.interface.kernels import Kernels
-from services.worker.backends.native.kernels.selection import choose, create
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.model import Model, cache_shape
 from services.worker.backends.native.model.partition import ModelPart
+from services.worker.kernels.interface.kernels import Kernels
+from services.worker.kernels.selection import choose, create
 from services.worker.runner import LoadError
 from services.worker.weights import open_checkpoint
 from tests.integration.native.conftest import Family

@@ -15,8 +15,8 @@ import pytest
 
 from protocol.sampling import SamplingParams
 from services.checkpoint import DEMO_MODEL
-from services.worker.backends.native.kernels.cpu import compiled
-from services.worker.backends.native.kernels.cpu.compiled import product
+from services.worker.kernels.cpu import compiled
+from services.worker.kernels.cpu.compiled import product
 from tests.integration.native.driver import RunnerDriver
 
 ONE_HEAP = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.arena_max=1"}

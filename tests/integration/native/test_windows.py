@@ -12,12 +12,12 @@ from protocol.membership import Assignment, InitializeCache, Shard
 from protocol.sampling import SamplingParams
 from protocol.steps import SchedulerOutput
 from services.config import WorkerConfig
-from services.worker.backends.native.kernels.cpu.network import CpuNetwork
-from services.worker.backends.native.kernels.interface.kv_cache import KVCache
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.layer_groups import LayerGroups
 from services.worker.backends.native.model.partition import ModelPart
 from services.worker.backends.native.runner import NativeRunner
+from services.worker.kernels.cpu.network import CpuNetwork
+from services.worker.kernels.interface.kv_cache import KVCache
 from tests.integration.native.conftest import Family
 from tests.integration.native.engine_driver import EngineDriver, LocalSteps, ServedRequest
 from tests.integration.native.test_left_out import NGRAM, assert_equal, limits, serve

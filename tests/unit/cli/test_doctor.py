@@ -6,7 +6,7 @@ import pytest
 
 from services.cli import doctor
 from services.worker import machine
-from services.worker.backends.native.kernels import selection
+from services.worker.kernels import selection
 from tests.unit.cli.command import run_command
 
 Capture = pytest.CaptureFixture[str]

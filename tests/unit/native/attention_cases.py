@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from services.worker.backends.native.kernels.interface.attention import Attention, AttentionShape
-from services.worker.backends.native.kernels.interface.kernels import Kernels
-from services.worker.backends.native.kernels.interface.kv_cache import CacheShape, KVCache
-from services.worker.backends.native.kernels.interface.rows import BatchTensors
 from services.worker.batch.slots import Rows
+from services.worker.kernels.interface.attention import Attention, AttentionShape
+from services.worker.kernels.interface.kernels import Kernels
+from services.worker.kernels.interface.kv_cache import CacheShape, KVCache
+from services.worker.kernels.interface.rows import BatchTensors
 
 SLOTS = 3
 AttentionMaker = Callable[[AttentionShape, KVCache, torch.Tensor, int], Attention]

@@ -14,12 +14,12 @@ from torch.nn import functional as F
 from protocol.membership import Shard, Speculation
 from services.worker.backends.native.drafters.base import Advance, DrafterSlots, TargetModel
 from services.worker.backends.native.drafters.eagle import ERROR, EagleDrafter
-from services.worker.backends.native.kernels.selection import choose, create, processor_features
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.model import Model
 from services.worker.backends.native.model.partition import ModelPart
 from services.worker.backends.native.token_history import TokenHistory
 from services.worker.batch.slots import SlotTable
+from services.worker.kernels.selection import choose, create, processor_features
 from services.worker.weights import open_checkpoint
 
 VOCAB, HIDDEN, WIDE, HEADS, KV_HEADS, DIM, LAYERS = 211, 64, 104, 4, 2, 16, 5

@@ -4,17 +4,17 @@ import pytest
 import torch
 
 from protocol.rows import LogprobRows
-from services.worker.backends.native.device.cpu import CpuDevice
-from services.worker.backends.native.kernels.interface.kernels import Kernels
-from services.worker.backends.native.kernels.selection import (
+from services.worker.backends.native.sampling.logprobs import ScoresOnTheirWay
+from services.worker.backends.native.sampling.sampler import SampledTokens
+from services.worker.device.cpu import CpuDevice
+from services.worker.kernels.interface.kernels import Kernels
+from services.worker.kernels.selection import (
     OWN_BFLOAT16,
     TABLE,
     WIDE,
     create,
     processor_features,
 )
-from services.worker.backends.native.sampling.logprobs import ScoresOnTheirWay
-from services.worker.backends.native.sampling.sampler import SampledTokens
 
 IMPLEMENTATIONS = ("compiled", "reference")
 F32, BF16 = torch.float32, torch.bfloat16

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.worker.backends.native.device.cpu import CpuDevice
-from services.worker.backends.native.kernels.cuda.kernels import CudaKernels
+from services.worker.device.cpu import CpuDevice
+from services.worker.kernels.cuda.kernels import CudaKernels
 
 T = TypeVar("T")
 

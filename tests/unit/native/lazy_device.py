@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from services.worker.backends.device_times import DeviceTime
-from services.worker.backends.native.device.cuda import CopyOnItsWay, UploadedMirror
-from services.worker.backends.native.device.interface import DeviceMemory, DeviceMirror, HostCopy
-from services.worker.backends.native.device.pinned_memory import PinnedStaging
+from services.worker.device.cuda import CopyOnItsWay, UploadedMirror
+from services.worker.device.device_times import DeviceTime
+from services.worker.device.interface import DeviceMemory, DeviceMirror, HostCopy
+from services.worker.device.pinned_memory import PinnedStaging
 
 POISON = -(2**31) + 77
 Work = Callable[[], object]

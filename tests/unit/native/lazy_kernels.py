@@ -11,34 +11,34 @@ import torch
 from numpy.typing import NDArray
 
 from protocol.steps import NO_DRAFT
-from services.worker.backends.native.device.interface import ComputeDevice
-from services.worker.backends.native.kernels.interface.attention import Attention, AttentionShape
-from services.worker.backends.native.kernels.interface.buffers import Buffers
-from services.worker.backends.native.kernels.interface.drafting import DraftingKernels
-from services.worker.backends.native.kernels.interface.kv_cache import (
+from services.worker.batch.slots import Rows
+from services.worker.device.interface import ComputeDevice
+from services.worker.kernels.interface.attention import Attention, AttentionShape
+from services.worker.kernels.interface.buffers import Buffers
+from services.worker.kernels.interface.drafting import DraftingKernels
+from services.worker.kernels.interface.kv_cache import (
     Allocate,
     CacheShape,
     KVCache,
     own_memory,
 )
-from services.worker.backends.native.kernels.interface.logit_rules import LogitRule, LogitRules
-from services.worker.backends.native.kernels.interface.network import Activation, NetworkKernels
-from services.worker.backends.native.kernels.interface.products import EmbeddingTable, Linear
-from services.worker.backends.native.kernels.interface.recording import Captured, Recording
-from services.worker.backends.native.kernels.interface.rows import (
+from services.worker.kernels.interface.logit_rules import LogitRule, LogitRules
+from services.worker.kernels.interface.network import Activation, NetworkKernels
+from services.worker.kernels.interface.products import EmbeddingTable, Linear
+from services.worker.kernels.interface.recording import Captured, Recording
+from services.worker.kernels.interface.rows import (
     BatchTensors,
     SettledRows,
     SlotDrafts,
     Verified,
 )
-from services.worker.backends.native.kernels.interface.sampling import DrawColumns, ScoredTokens
-from services.worker.backends.native.kernels.interface.workspaces import EpochSizes, Uses
-from services.worker.backends.native.kernels.quantized_weight import Weight
-from services.worker.backends.native.kernels.reference.drafting import ReferenceDrafting
-from services.worker.backends.native.kernels.reference.kernels import ReferenceKernels
-from services.worker.backends.native.kernels.reference.rows import ReferenceRows
-from services.worker.backends.native.kernels.reference.sampling import ReferenceSampling
-from services.worker.batch.slots import Rows
+from services.worker.kernels.interface.sampling import DrawColumns, ScoredTokens
+from services.worker.kernels.interface.workspaces import EpochSizes, Uses
+from services.worker.kernels.quantized_weight import Weight
+from services.worker.kernels.reference.drafting import ReferenceDrafting
+from services.worker.kernels.reference.kernels import ReferenceKernels
+from services.worker.kernels.reference.rows import ReferenceRows
+from services.worker.kernels.reference.sampling import ReferenceSampling
 from tests.unit.native.lazy_device import LazyDevice, poisoned
 
 I32 = NDArray[np.int32]

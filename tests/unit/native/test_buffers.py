@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from services.worker.backends.native.kernels.interface.buffers import Buffers
+from services.worker.kernels.interface.buffers import Buffers
 
 
 class SmallBuffers(Buffers):

@@ -5,11 +5,11 @@ import torch
 
 from services.checkpoint import DEMO_MODEL
 from services.config import WorkerConfig
-from services.worker.backends.native.device.choice import device_kind
-from services.worker.backends.native.device.interface import DeviceMemory
-from services.worker.backends.native.device.memory_plan import WORKSPACE, MemoryPlan
-from services.worker.backends.native.kernels.selection import choose
 from services.worker.backends.native.runner import NativeRunner
+from services.worker.device.choice import device_kind
+from services.worker.device.interface import DeviceMemory
+from services.worker.device.memory_plan import WORKSPACE, MemoryPlan
+from services.worker.kernels.selection import choose
 from services.worker.runner import SINGLE_GPU, LoadError
 
 GIB = 1 << 30

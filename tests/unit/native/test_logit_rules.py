@@ -11,10 +11,10 @@ import torch
 from protocol.codec import ProtocolError
 from protocol.sampling import SamplingParams
 from protocol.steps import GrammarOutput, NewRequest, SchedulerOutput
-from services.worker.backends.native.kernels.cpu.logit_rules import CpuLogitRules
 from services.worker.backends.native.sampling.sampler import SampledTokens, Sampler
 from services.worker.backends.native.token_history import TokenHistory
 from services.worker.batch.slots import SlotTable
+from services.worker.kernels.cpu.logit_rules import CpuLogitRules
 from services.worker.sampling.reference import adjusted
 from tests.unit.native.implementations import IMPLEMENTATIONS, make, scores_of
 

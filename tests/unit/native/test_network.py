@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from services.worker.backends.native.device.cpu import HOST
-from services.worker.backends.native.kernels.interface.buffers import Buffers
-from services.worker.backends.native.kernels.interface.network import Activation, NetworkKernels
-from services.worker.backends.native.kernels.selection import ONEDNN_BFLOAT16, processor_features
+from services.worker.device.cpu import HOST
+from services.worker.kernels.interface.buffers import Buffers
+from services.worker.kernels.interface.network import Activation, NetworkKernels
+from services.worker.kernels.selection import ONEDNN_BFLOAT16, processor_features
 from tests.unit.native.implementations import BF16, F32, every_implementation, make
 
 ROWS = [0, 1, 7, 40, 150]

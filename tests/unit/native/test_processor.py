@@ -12,7 +12,7 @@ import pytest
 VARIABLES = Path(__file__).parents[2] / "avx2.env"
 REPORT = """
 import json, numba, numpy, torch
-from services.worker.backends.native.kernels.selection import choose, processor_features
+from services.worker.kernels.selection import choose, processor_features
 
 @numba.njit
 def double(values):

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from services.worker.backends.native.kernels.cpu.compiled.block_formats import FORMATS
-from services.worker.backends.native.kernels.interface.network import NetworkKernels
-from services.worker.backends.native.kernels.quantized_weight import QuantizedWeight, stacked
-from services.worker.backends.native.kernels.selection import choose, create, processor_features
 from services.worker.backends.native.memory import BITS
+from services.worker.kernels.cpu.compiled.block_formats import FORMATS
+from services.worker.kernels.interface.network import NetworkKernels
+from services.worker.kernels.quantized_weight import QuantizedWeight, stacked
+from services.worker.kernels.selection import choose, create, processor_features
 from tests.integration.native.gguf_models import random_blocks
 from tests.unit.native.implementations import BF16, F32, make
 

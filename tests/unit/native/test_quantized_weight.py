@@ -5,7 +5,7 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
-from services.worker.backends.native.kernels.quantized_weight import (
+from services.worker.kernels.quantized_weight import (
     GROUP,
     Quantization,
     QuantizedWeight,

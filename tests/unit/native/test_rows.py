@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.backends.native.kernels.interface.rows import BatchTensors, SlotDrafts
 from services.worker.batch.slots import EMPTY, Rows
+from services.worker.kernels.interface.rows import BatchTensors, SlotDrafts
 from tests.unit.native.implementations import IMPLEMENTATIONS, every_implementation, make
 
 SLOTS, LIMIT, VOCAB, MOST = 12, 60, 50, 4

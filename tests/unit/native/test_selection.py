@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from services.config import WorkerConfig
-from services.worker.backends.native.kernels.selection import (
+from services.worker.kernels.selection import (
     ONEDNN_BFLOAT16,
     PAIRS,
     TABLE,
@@ -104,7 +104,7 @@ def test_the_reference_serves_without_the_compiled_implementation() -> None:
         "import sys; sys.modules['numba'] = sys.modules['llvmlite'] = None\n"
         "import torch\n"
         "import services.worker.backends.native\n"
-        "from services.worker.backends.native.kernels.selection import choose, create\n"
+        "from services.worker.kernels.selection import choose, create\n"
         "create(choose('reference', 'cpu', torch.float32, ()))\n"
         "assert not any('kernels.cpu' in name for name in sys.modules)\n"
     )

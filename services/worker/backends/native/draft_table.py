@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 
 from protocol.steps import NO_DRAFT
-from services.worker.backends.native.kernels.interface.rows import RowKernels, SlotDrafts
 from services.worker.backends.native.token_history import TokenHistory
 from services.worker.batch.slots import EMPTY, PlanError, Rows
+from services.worker.kernels.interface.rows import RowKernels, SlotDrafts
 
 I32 = NDArray[np.int32]
 

@@ -10,18 +10,18 @@ import torch
 from protocol.membership import Assignment, Shard
 from services.config import WorkerConfig
 from services.worker.backends.native import drafters
-from services.worker.backends.native.device.choice import device_kind
 from services.worker.backends.native.drafters.base import Drafter, TargetModel
-from services.worker.backends.native.kernels import selection
-from services.worker.backends.native.kernels.interface.kernels import Kernels
-from services.worker.backends.native.kernels.quantized_weight import Quantization
-from services.worker.backends.native.kernels.selection import KernelChoice
-from services.worker.backends.native.layout import inputs_kept_together
 from services.worker.backends.native.memory import served_dtype
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.loading import has_blocks
 from services.worker.backends.native.model.model import Model
 from services.worker.backends.native.model.partition import ModelPart, tensor_parallel_sizes
+from services.worker.device.choice import device_kind
+from services.worker.kernels import selection
+from services.worker.kernels.interface.kernels import Kernels
+from services.worker.kernels.layout import inputs_kept_together
+from services.worker.kernels.quantized_weight import Quantization
+from services.worker.kernels.selection import KernelChoice
 from services.worker.runner import SINGLE_GPU, Identity, LoadError, Progress
 from services.worker.weights import (
     Checkpoint,

@@ -8,10 +8,10 @@ from protocol.kv_groups import ONE_GROUP, KVGroup
 from services.checkpoint import default_dtype, is_gguf
 from services.checkpoint.gguf import read_header
 from services.config import WorkerConfig
-from services.worker.backends.native.layout import kv_block_bytes
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.layer_groups import LayerGroups
 from services.worker.backends.native.model.partition import ModelPart
+from services.worker.kernels.layout import kv_block_bytes
 
 BITS = {
     "Q4_0": 4.5, "Q4_1": 5.0, "Q5_0": 5.5, "Q5_1": 6.0, "Q8_0": 8.5, "Q4_K": 4.625, "Q5_K": 5.625, "Q6_K": 6.5625,

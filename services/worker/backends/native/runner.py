@@ -16,24 +16,24 @@ from services.units import size_text
 from services.worker import machine
 from services.worker.backends.epoch_value import EpochValue
 from services.worker.backends.kv_blocks import context_limit, num_kv_blocks
-from services.worker.backends.native.device.memory_plan import MemoryPlan
 from services.worker.backends.native.drafters.base import Drafter
 from services.worker.backends.native.epoch import NativeEpoch
 from services.worker.backends.native.epoch_memory import epoch_memory
 from services.worker.backends.native.kept_model import KeptModel
-from services.worker.backends.native.kernels import selection
-from services.worker.backends.native.kernels.interface.kernels import Kernels
-from services.worker.backends.native.kernels.interface.kv_cache import (
-    Allocate,
-    memory_of,
-    own_memory,
-)
-from services.worker.backends.native.kernels.selection import KernelChoice
 from services.worker.backends.native.model.layer_groups import LayerGroups
 from services.worker.backends.native.model.model import Model
 from services.worker.backends.native.stages import NativeOutput, NativeStages, Prepared
 from services.worker.batch.slots import SlotTable
+from services.worker.device.memory_plan import MemoryPlan
 from services.worker.distributed.ranks import Ranks
+from services.worker.kernels import selection
+from services.worker.kernels.interface.kernels import Kernels
+from services.worker.kernels.interface.kv_cache import (
+    Allocate,
+    memory_of,
+    own_memory,
+)
+from services.worker.kernels.selection import KernelChoice
 from services.worker.kv_memory import KVMemory
 from services.worker.runner import Identity, Progress
 

@@ -36,11 +36,11 @@ from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput, St
 from services.worker.backends.mask_inbox import MaskInbox
 from services.worker.backends.native.compute_thread import ComputeThread, Job
 from services.worker.backends.native.epoch import NativeEpoch
-from services.worker.backends.native.kernels.interface.recording import Captured
 from services.worker.backends.native.step import ComputedStep, NativeResult, PreparedStep
 from services.worker.backends.pending_step import PendingStep, own_grammar
 from services.worker.batch.slots import SlotTable
 from services.worker.distributed.ranks import Ranks
+from services.worker.kernels.interface.recording import Captured
 from services.worker.runner import ForwardDone
 
 log = logging.getLogger("runahead.worker")

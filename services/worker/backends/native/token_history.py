@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from protocol.steps import NewRequest
-from services.worker.backends.native.kernels.interface.kernels import Kernels
 from services.worker.batch.slots import PlanError
+from services.worker.kernels.interface.kernels import Kernels
 
 I32 = NDArray[np.int32]
 

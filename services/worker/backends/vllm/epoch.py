@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from protocol.codec import unpack
 from protocol.membership import Assignment, InitializeCache
 from protocol.steps import GrammarOutput, SchedulerOutput
-from services.worker.backends.device_times import StepClock
 from services.worker.backends.pending_step import PendingStep, own_grammar
 from services.worker.backends.pooling import PooledRows, Pooler
 from services.worker.backends.vllm.engine import VllmEngine
@@ -18,6 +17,7 @@ from services.worker.backends.vllm.plan import RESERVED_BLOCKS, PlanTranslator, 
 from services.worker.backends.vllm.process_groups import ProcessGroups
 from services.worker.backends.vllm.row_masks import RowMasks
 from services.worker.batch.slots import Rows, SlotTable
+from services.worker.device.device_times import StepClock
 from services.worker.runner import ForwardDone, Output
 
 

@@ -8,12 +8,12 @@ from numpy.typing import NDArray
 
 from protocol.rows import LogprobRows
 from protocol.steps import ModelRunnerOutput, SchedulerOutput
-from services.worker.backends.device_times import DeviceTime, StepClock
 from services.worker.backends.pooling import PooledRows
 from services.worker.backends.vllm import vllm_api
 from services.worker.backends.vllm.platforms.interface import HostArray
 from services.worker.backends.vllm.sampled_steps import SampledStep
 from services.worker.batch.slots import NONE, Rows
+from services.worker.device.device_times import DeviceTime, StepClock
 
 I32 = NDArray[np.int32]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.backends.native.kernels.cpu import compile_cache as cache
+from services.worker.kernels.cpu import compile_cache as cache
 
 
 @pytest.fixture

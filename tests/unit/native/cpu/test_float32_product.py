@@ -5,11 +5,11 @@ The kernel for AVX-512 computes on every processor, so all of them test it."""
 import pytest
 import torch
 
-from services.worker.backends.native.kernels.cpu.compiled import product as narrow_kernels
-from services.worker.backends.native.kernels.cpu.compiled import wide_product as wide_kernels
-from services.worker.backends.native.kernels.cpu.launching import Launcher
-from services.worker.backends.native.kernels.cpu.products import NARROW, WIDE, Float32Product, Float32Way
-from services.worker.backends.native.kernels.cpu.thread_team import set_num_threads
+from services.worker.kernels.cpu.compiled import product as narrow_kernels
+from services.worker.kernels.cpu.compiled import wide_product as wide_kernels
+from services.worker.kernels.cpu.launching import Launcher
+from services.worker.kernels.cpu.products import NARROW, WIDE, Float32Product, Float32Way
+from services.worker.kernels.cpu.thread_team import set_num_threads
 
 SHAPES = [(64, 96), (1, 5), (211, 64), (130, 17), (192, 384)]
 WAYS = {"narrow": NARROW, "wide": WIDE}

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from numba import carray
 
-from services.worker.backends.native.kernels.cpu.compiled import raw
-from services.worker.backends.native.kernels.cpu.helpers import SHARE, Helpers
-from services.worker.backends.native.kernels.cpu.thread_team import (
+from services.worker.kernels.cpu.compiled import raw
+from services.worker.kernels.cpu.helpers import SHARE, Helpers
+from services.worker.kernels.cpu.thread_team import (
     HEADER,
     Kernel,
     set_num_threads,

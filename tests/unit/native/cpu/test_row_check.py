@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from services.worker.backends.native.kernels.cpu.rows import CpuRows
 from services.worker.batch.row_check import EMPTY, count_rows
+from services.worker.kernels.cpu.rows import CpuRows
 
 SLOTS, BLOCK, CONTEXT = 12, 4, 30
 Columns = dict[str, NDArray[Any]]

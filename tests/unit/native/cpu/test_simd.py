@@ -3,7 +3,7 @@
 import numpy as np
 from numba import njit
 
-from services.worker.backends.native.kernels.cpu.compiled import simd
+from services.worker.kernels.cpu.compiled import simd
 from services.worker.sampling import noise
 
 

@@ -20,11 +20,11 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from protocol.steps import GrammarOutput
-from services.worker.backends.native.kernels.cuda.attention import PagedAttention
-from services.worker.backends.native.kernels.cuda.kernels import CudaKernels
-from services.worker.backends.native.kernels.interface.attention import AttentionShape
-from services.worker.backends.native.kernels.interface.kv_cache import CacheShape
-from services.worker.backends.native.kernels.interface.sampling import DrawColumns
+from services.worker.kernels.cuda.attention import PagedAttention
+from services.worker.kernels.cuda.kernels import CudaKernels
+from services.worker.kernels.interface.attention import AttentionShape
+from services.worker.kernels.interface.kv_cache import CacheShape
+from services.worker.kernels.interface.sampling import DrawColumns
 from tests.benchmarks.gpu.shapes import SHAPES
 from tests.unit.native.attention_cases import AttentionCase
 from tests.unit.native.cuda.tiny_engine import TinyEngine

@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from services.worker.backends.native.kernels.cuda.attention import PagedAttention
-from services.worker.backends.native.kernels.reference.kernels import ReferenceKernels
+from services.worker.kernels.cuda.attention import PagedAttention
+from services.worker.kernels.reference.kernels import ReferenceKernels
 from tests.unit.native.attention_cases import AttentionCase, PagedTokens
 from tests.unit.native.cuda.kernel_cases import Accuracy, KernelMaker
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.backends.native.kernels.reference.drafting import ReferenceDrafting
+from services.worker.kernels.reference.drafting import ReferenceDrafting
 from tests.unit.native.cuda.kernel_cases import KernelMaker
 
 

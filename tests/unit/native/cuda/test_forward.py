@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.backends.native.kernels.reference.kernels import ReferenceKernels
+from services.worker.kernels.reference.kernels import ReferenceKernels
 from services.worker.runner import LoadError
 from tests.integration.native.conftest import VARIANTS, save
 from tests.unit.native.cuda.tiny_engine import TinyEngine, write_tiny_model

@@ -2,13 +2,13 @@
 
 import pytest
 
-from services.worker.backends.native.kernels.cuda.graph_plan import (
+from services.worker.kernels.cuda.graph_plan import (
     MOST_PADDING,
     MOST_ROWS,
     GraphPlan,
     padded_rows,
 )
-from services.worker.backends.native.kernels.cuda.split_plan import num_splits
+from services.worker.kernels.cuda.split_plan import num_splits
 
 
 @pytest.mark.parametrize("most", [1, 2, 7, 8, 9, 31, 100, 256, 300, 512, 5000])

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager
 import numpy as np
 import torch
 
-from services.worker.backends.native.device.interface import HostCopy
+from services.worker.device.interface import HostCopy
 from tests.gpu.host_kernels import MovedMemory, gpu_kernels
 from tests.unit.native.interpreted import CopyingDevice
 

@@ -7,8 +7,8 @@ PROGRAM = """
 import sys
 sys.modules["numba"] = None  # an import of numba raises ModuleNotFoundError
 import torch
-import services.worker.backends.native.kernels.selection
-import services.worker.backends.native.kernels.cuda.kernels
+import services.worker.kernels.selection
+import services.worker.kernels.cuda.kernels
 assert not torch.cuda.is_initialized()
 """
 

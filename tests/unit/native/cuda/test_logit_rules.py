@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from services.worker.backends.native.kernels.interface.logit_rules import LogitRule
-from services.worker.backends.native.kernels.reference.sampling import ReferenceLogitRules
+from services.worker.kernels.interface.logit_rules import LogitRule
+from services.worker.kernels.reference.sampling import ReferenceLogitRules
 from tests.unit.native.cuda.kernel_cases import Accuracy, KernelMaker
 
 VOCAB, SLOTS, LIMIT, PROMPT = 1100, 9, 40, 5

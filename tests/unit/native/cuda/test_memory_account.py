@@ -19,14 +19,14 @@ from triton.runtime.interpreter import InterpretedFunction
 from protocol.membership import InitializeCache, Shard, Speculation
 from protocol.sampling import Pooling, SamplingParams
 from services.config import WorkerConfig
-from services.worker.backends.native.device.cuda import UploadedMirror
-from services.worker.backends.native.device.interface import DeviceMemory, DeviceMirror
 from services.worker.backends.native.epoch_memory import epoch_memory
-from services.worker.backends.native.kernels.cuda.kernels import CudaKernels
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.model import Model
 from services.worker.backends.native.model.partition import ModelPart
 from services.worker.backends.native.runner import NativeRunner
+from services.worker.device.cuda import UploadedMirror
+from services.worker.device.interface import DeviceMemory, DeviceMirror
+from services.worker.kernels.cuda.kernels import CudaKernels
 from services.worker.weights import open_checkpoint
 from tests.integration.native.driver import NUM_BLOCKS, DrivenRequest, RunnerDriver
 from tests.unit.native.cuda.tiny_engine import write_tiny_model

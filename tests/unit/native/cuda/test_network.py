@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from services.worker.backends.native.kernels.quantized_weight import quantized
-from services.worker.backends.native.kernels.reference.network import ReferenceNetwork
+from services.worker.kernels.quantized_weight import quantized
+from services.worker.kernels.reference.network import ReferenceNetwork
 from services.worker.runner import LoadError
 from tests.unit.native.cuda.kernel_cases import Accuracy, KernelMaker, each_dtype
 

@@ -2,10 +2,10 @@
 
 import torch
 
-from services.worker.backends.native.kernels.cuda.graph_plan import GraphPlan
-from services.worker.backends.native.kernels.cuda.network import CudaNetwork
-from services.worker.backends.native.kernels.cuda.recording import GraphRecording
-from services.worker.backends.native.kernels.interface.buffers import Buffers
+from services.worker.kernels.cuda.graph_plan import GraphPlan
+from services.worker.kernels.cuda.network import CudaNetwork
+from services.worker.kernels.cuda.recording import GraphRecording
+from services.worker.kernels.interface.buffers import Buffers
 from tests.unit.native.interpreted import CopyingDevice, CountedGraphs
 
 

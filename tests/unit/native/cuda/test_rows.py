@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.backends.native.kernels.cuda.graph_plan import MOST_PADDING
-from services.worker.backends.native.kernels.interface.rows import BatchTensors, SlotDrafts
-from services.worker.backends.native.kernels.reference.rows import ReferenceRows
 from services.worker.batch.slots import EMPTY, Rows
+from services.worker.kernels.cuda.graph_plan import MOST_PADDING
+from services.worker.kernels.interface.rows import BatchTensors, SlotDrafts
+from services.worker.kernels.reference.rows import ReferenceRows
 from tests.unit.native.cuda.kernel_cases import KernelMaker
 
 SLOTS, LIMIT, VOCAB, MOST = 12, 200, 50, 4

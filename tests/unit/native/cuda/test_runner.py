@@ -7,9 +7,9 @@ from msgspec.structs import replace
 
 from protocol.membership import Assignment, Speculation
 from services.config import WorkerConfig
-from services.worker.backends.native.kernels.cuda.kernels import CudaKernels
 from services.worker.backends.native.model.forward import most_rows
 from services.worker.backends.native.runner import NativeRunner
+from services.worker.kernels.cuda.kernels import CudaKernels
 from tests.integration.native.driver import GREEDY, DrivenRequest, RunnerDriver
 from tests.unit.native.cuda.tiny_engine import write_tiny_model
 from tests.unit.native.interpreted import CopyingDevice

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.backends.native.kernels.cuda import sampling
-from services.worker.backends.native.kernels.interface.sampling import DrawColumns
-from services.worker.backends.native.kernels.reference.sampling import ReferenceSampling
+from services.worker.kernels.cuda import sampling
+from services.worker.kernels.interface.sampling import DrawColumns
+from services.worker.kernels.reference.sampling import ReferenceSampling
 from services.worker.sampling import noise
 from tests.unit.native.cuda.kernel_cases import KernelMaker
 

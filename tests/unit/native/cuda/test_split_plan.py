@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.worker.backends.native.kernels.cuda.split_plan import MOST_SPLITS, most_parts, num_splits
+from services.worker.kernels.cuda.split_plan import MOST_SPLITS, most_parts, num_splits
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 8, 32])

@@ -10,7 +10,6 @@ from protocol.codec import pack
 from protocol.membership import Assignment, Shard
 from protocol.sampling import SamplingParams
 from protocol.steps import GrammarOutput, NewRequest
-from services.worker.backends.native.kernels.interface.kernels import Kernels
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.forward import ForwardPass
 from services.worker.backends.native.model.model import Model
@@ -19,6 +18,7 @@ from services.worker.backends.native.sampling.sampler import SampledTokens, Samp
 from services.worker.backends.native.token_history import TokenHistory
 from services.worker.batch.slots import BatchColumns, Rows
 from services.worker.distributed.ranks import Ranks
+from services.worker.kernels.interface.kernels import Kernels
 from services.worker.weights import open_checkpoint
 from tests.unit.native.eagle_heads import HIDDEN, TARGET, VOCAB, layer, random, write
 

@@ -19,13 +19,13 @@ from services.worker.backends.native.drafters.base import (
     Proposer,
     TargetModel,
 )
-from services.worker.backends.native.kernels.interface.sampling import SamplingKernels
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.forward import ForwardPass
 from services.worker.backends.native.model.model import Model
 from services.worker.backends.native.model.partition import ModelPart
 from services.worker.batch.slots import EMPTY, Rows
 from services.worker.distributed.ranks import Ranks
+from services.worker.kernels.interface.sampling import SamplingKernels
 from services.worker.runner import LoadError
 
 BEHIND = 16

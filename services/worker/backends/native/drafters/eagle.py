@@ -23,8 +23,8 @@ from services.worker.backends.native.drafters.base import (
     TargetModel,
 )
 from services.worker.backends.native.drafters.eagle_model import EagleModel, load
-from services.worker.backends.native.kernels.interface.drafting import DraftLimits, DraftRows
 from services.worker.backends.native.model.model import cache_shape
+from services.worker.kernels.interface.drafting import DraftLimits, DraftRows
 from services.worker.runner import LoadError
 
 DEMO_EAGLE = DEMO_MODEL / "eagle"

@@ -16,13 +16,13 @@ import torch
 from services.worker.backends.native.drafters.base import States, TargetModel
 from services.worker.backends.native.drafters.eagle_config import EagleConfig
 from services.worker.backends.native.drafters.eagle_weights import EagleLoader
-from services.worker.backends.native.kernels.interface.attention import Attention
-from services.worker.backends.native.kernels.interface.buffers import Buffers
-from services.worker.backends.native.kernels.interface.drafting import DraftTensors
-from services.worker.backends.native.kernels.interface.network import NetworkKernels
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.forward import FINAL
 from services.worker.backends.native.model.model import attention_shape, cache_shape
+from services.worker.kernels.interface.attention import Attention
+from services.worker.kernels.interface.buffers import Buffers
+from services.worker.kernels.interface.drafting import DraftTensors
+from services.worker.kernels.interface.network import NetworkKernels
 from services.worker.runner import LoadError
 from services.worker.weights import Checkpoint
 

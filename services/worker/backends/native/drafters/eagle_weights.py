@@ -4,8 +4,8 @@ import torch
 
 from services.worker.backends.native.drafters.base import TargetModel
 from services.worker.backends.native.drafters.eagle_config import EagleConfig
-from services.worker.backends.native.kernels.interface.network import NetworkKernels
-from services.worker.backends.native.kernels.interface.products import Linear
+from services.worker.kernels.interface.network import NetworkKernels
+from services.worker.kernels.interface.products import Linear
 from services.worker.runner import LoadError
 from services.worker.weights import Checkpoint
 

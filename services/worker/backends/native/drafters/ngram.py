@@ -15,7 +15,7 @@ from services.worker.backends.native.drafters.base import (
     Proposer,
     TargetModel,
 )
-from services.worker.backends.native.kernels.interface.drafting import DraftingKernels
+from services.worker.kernels.interface.drafting import DraftingKernels
 
 
 class NgramDrafter(Drafter):

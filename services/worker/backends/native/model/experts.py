@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import torch
 
-from services.worker.backends.native.kernels.interface.network import Activation, NetworkKernels
-from services.worker.backends.native.kernels.interface.products import Linear
 from services.worker.backends.native.model.config import ExpertsConfig
+from services.worker.kernels.interface.network import Activation, NetworkKernels
+from services.worker.kernels.interface.products import Linear
 from services.worker.runner import LoadError
 
 Expert = tuple[Linear, Linear]

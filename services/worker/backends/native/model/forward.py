@@ -8,10 +8,6 @@ import torch
 from numpy.typing import NDArray
 
 from protocol.membership import Assignment
-from services.worker.backends.native.kernels.interface.buffers import Buffers
-from services.worker.backends.native.kernels.interface.kv_cache import Allocate, own_memory
-from services.worker.backends.native.kernels.interface.recording import Captured
-from services.worker.backends.native.kernels.interface.rows import BatchTensors
 from services.worker.backends.native.model.experts import Experts
 from services.worker.backends.native.model.layer import Mlp
 from services.worker.backends.native.model.layer_groups import LayerGroups
@@ -21,6 +17,10 @@ from services.worker.backends.native.token_history import TokenHistory
 from services.worker.backends.pooling import PooledRows
 from services.worker.batch.slots import Rows
 from services.worker.distributed.ranks import Ranks
+from services.worker.kernels.interface.buffers import Buffers
+from services.worker.kernels.interface.kv_cache import Allocate, own_memory
+from services.worker.kernels.interface.recording import Captured
+from services.worker.kernels.interface.rows import BatchTensors
 
 FINAL = -1
 """The hidden states after the final norm, where a layer's number is expected."""

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from services.worker.backends.native.kernels.interface.products import Linear
 from services.worker.backends.native.model.experts import Experts
+from services.worker.kernels.interface.products import Linear
 
 
 @dataclass(frozen=True)

@@ -6,21 +6,21 @@ from typing import Literal, NamedTuple
 import torch
 from torch.nn import functional
 
-from services.worker.backends.native.device.interface import ComputeDevice
-from services.worker.backends.native.kernels.interface.network import NetworkKernels
-from services.worker.backends.native.kernels.interface.products import EmbeddingTable, Linear
-from services.worker.backends.native.kernels.quantized_weight import (
+from services.worker.backends.native.model.config import ExpertsConfig, ModelConfig
+from services.worker.backends.native.model.experts import Expert, Experts
+from services.worker.backends.native.model.layer import Layer, Mlp
+from services.worker.backends.native.model.partition import ModelPart
+from services.worker.backends.native.model.rope import head_order
+from services.worker.device.interface import ComputeDevice
+from services.worker.kernels.interface.network import NetworkKernels
+from services.worker.kernels.interface.products import EmbeddingTable, Linear
+from services.worker.kernels.quantized_weight import (
     Quantization,
     QuantizedWeight,
     Weight,
     quantized,
     stacked,
 )
-from services.worker.backends.native.model.config import ExpertsConfig, ModelConfig
-from services.worker.backends.native.model.experts import Expert, Experts
-from services.worker.backends.native.model.layer import Layer, Mlp
-from services.worker.backends.native.model.partition import ModelPart
-from services.worker.backends.native.model.rope import head_order
 from services.worker.runner import LoadError
 from services.worker.weights import Checkpoint, Cut
 

@@ -7,14 +7,14 @@ stream with the same bits. Embedding and head are divided by token ids.
 
 import torch
 
-from services.worker.backends.native.kernels.interface.attention import AttentionShape
-from services.worker.backends.native.kernels.interface.kernels import Kernels
-from services.worker.backends.native.kernels.interface.kv_cache import CacheShape
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.layer_groups import LayerGroups
 from services.worker.backends.native.model.loading import ShardLoader, Wanted
 from services.worker.backends.native.model.partition import ModelPart
 from services.worker.backends.native.model.rope import rotation
+from services.worker.kernels.interface.attention import AttentionShape
+from services.worker.kernels.interface.kernels import Kernels
+from services.worker.kernels.interface.kv_cache import CacheShape
 from services.worker.runner import Progress
 from services.worker.weights import Checkpoint
 

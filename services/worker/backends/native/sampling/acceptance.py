@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.worker.backends.native.kernels.interface.rows import RowKernels, Verified
+from services.worker.kernels.interface.rows import RowKernels, Verified
 
 I32 = NDArray[np.int32]
 

@@ -8,10 +8,10 @@ import torch
 from numpy.typing import NDArray
 
 from protocol.rows import LogprobRows
-from services.worker.backends.native.device.interface import ComputeDevice, HostCopy
-from services.worker.backends.native.kernels.interface.sampling import SamplingKernels, ScoredTokens
 from services.worker.backends.native.token_history import TokenHistory
 from services.worker.batch.slots import NONE, BatchColumns, Rows
+from services.worker.device.interface import ComputeDevice, HostCopy
+from services.worker.kernels.interface.sampling import SamplingKernels, ScoredTokens
 
 I32 = NDArray[np.int32]
 SLICE = 1 << 22

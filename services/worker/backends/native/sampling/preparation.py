@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
-from services.worker.backends.native.kernels.interface.kernels import Kernels
-from services.worker.backends.native.kernels.interface.logit_rules import LogitRule, LogitRules
-from services.worker.backends.native.kernels.interface.sampling import DrawColumns
+from services.worker.kernels.interface.kernels import Kernels
+from services.worker.kernels.interface.logit_rules import LogitRule, LogitRules
+from services.worker.kernels.interface.sampling import DrawColumns
 
 _TOKEN, _ROW, _POSITION = (np.full(1, value, np.int32) for value in (0, 0, 1))
 _RULE = LogitRule(

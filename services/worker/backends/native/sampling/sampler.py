@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 from protocol.codec import unpack
 from protocol.rows import GrammarRows
 from protocol.steps import GrammarOutput
-from services.worker.backends.native.kernels.interface.kernels import Kernels
-from services.worker.backends.native.kernels.interface.logit_rules import LogitRule
-from services.worker.backends.native.kernels.interface.rows import RowKernels
-from services.worker.backends.native.kernels.interface.sampling import DrawColumns
 from services.worker.backends.native.sampling.acceptance import SamplePositions
 from services.worker.backends.native.sampling.logprobs import ScoredRows, score
 from services.worker.backends.native.sampling.preparation import run_every_operation
 from services.worker.backends.native.token_history import TokenHistory
 from services.worker.batch.slots import NONE, BatchColumns
+from services.worker.kernels.interface.kernels import Kernels
+from services.worker.kernels.interface.logit_rules import LogitRule
+from services.worker.kernels.interface.rows import RowKernels
+from services.worker.kernels.interface.sampling import DrawColumns
 from services.worker.sampling.reference import GREEDY_BELOW
 
 I32 = NDArray[np.int32]

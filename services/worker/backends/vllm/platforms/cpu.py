@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.worker.backends.device_times import DeviceTime, PastTime
 from services.worker.backends.vllm.engine_config import EngineOptions
 from services.worker.backends.vllm.parameters import RequestGenerator
 from services.worker.backends.vllm.platforms.interface import HostArray
+from services.worker.device.device_times import DeviceTime, PastTime
 from services.worker.runner import LoadError
 
 CPU_BLOCK = 32

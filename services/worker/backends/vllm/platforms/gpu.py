@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 
 from services.units import size_text
-from services.worker.backends.device_times import DeviceTime, StreamTimes
 from services.worker.backends.vllm import vllm_api
 from services.worker.backends.vllm.engine_config import EngineOptions
 from services.worker.backends.vllm.platforms.interface import HostArray
+from services.worker.device.device_times import DeviceTime, StreamTimes
 from services.worker.runner import LoadError
 
 OFFSETS_PER_DRAW = 4

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.worker.backends.device_times import DeviceTime
 from services.worker.backends.vllm.engine_config import EngineOptions
+from services.worker.device.device_times import DeviceTime
 
 HostArray = Callable[[], NDArray[np.float32]]
 """Waits for a copy, and returns it."""

@@ -1,0 +1,140 @@
+"""A GPU through torch: a compute stream, a copy stream, and pinned memory.
+
+Uploads run on the compute stream, so kernels behind them see their data.
+
+Downloads run on the copy stream. It waits for the compute stream's work so far, copies into pinned memory, and records
+an event; the thread that publishes sleeps until the event (blocking synchronisation), and the compute stream goes on
+meanwhile. The sources are kept until then: torch's allocator would give their memory to a later kernel of the compute
+stream. The pinned memory is kept by the result's arrays, and used again when these are dropped.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from services.worker.batch.staging import CopyEvent
+from services.worker.device.device_times import DeviceTime, StreamTimes
+from services.worker.device.interface import (
+    I32,
+    ComputeDevice,
+    DeviceMemory,
+    DeviceMirror,
+    HostCopy,
+)
+from services.worker.device.pinned_memory import PinnedStaging
+
+
+class CopyOnItsWay:
+    """`HostCopy` that has arrived when an event has passed.
+
+    Args:
+        copies: on the host; the result's arrays are views of them.
+        sources: on the device, kept until the copy has run.
+    """
+
+    def __init__(
+        self, event: CopyEvent, copies: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+    ) -> None:
+        self._event, self._copies, self._sources = event, copies, [*sources]
+
+    def get(self) -> tuple[NDArray[Any], ...]:
+        self._event.synchronize()
+        self._sources.clear()
+        return tuple(copy.numpy() for copy in self._copies)
+
+
+class UploadedMirror:
+    """`DeviceMirror` that uploads changed rows."""
+
+    def __init__(self, device: ComputeDevice, array: NDArray[Any]) -> None:
+        self._device, self._array = device, array
+        self.tensor = torch.from_numpy(array.copy()).to(device.where)
+
+    def update(self, *rows: I32 | Sequence[int]) -> None:
+        if any(map(len, rows)):
+            changed = np.unique(np.concatenate([np.asarray(each, np.int64) for each in rows]))
+            index, values = self._device.upload(changed, self._array[changed])
+            self._device.launch(lambda: self.tensor.index_copy_(0, index, values))
+
+
+class CudaDevice:
+    """`ComputeDevice`"""
+
+    is_host = False
+
+    def __init__(self, index: int = 0) -> None:
+        self.where = torch.device("cuda", index)
+        torch.cuda.set_device(self.where)
+        self._compute, self._copies = torch.cuda.Stream(self.where), torch.cuda.Stream(self.where)
+        self._staging = PinnedStaging(self._passed)
+        self._times = StreamTimes()
+
+    def working(self) -> AbstractContextManager[None]:
+        return self._working()
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Wait for the copies of weights, which used the default stream, and work on the compute stream."""
+        torch.cuda.set_device(self.where)
+        torch.cuda.synchronize(self.where)
+        try:
+            with torch.cuda.stream(self._compute):
+                yield
+        finally:
+            # torch frees the epoch's memory for the default stream at once, also if kernels of this one still write it.
+            with suppress(RuntimeError):  # a device that has failed has reported it with its step
+                torch.cuda.synchronize(self.where)
+
+    # -- copies --------------------------------------------------------------------------------------------------
+
+    def _passed(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(blocking=True)
+        event.record(self._compute)
+        return event
+
+    def begin_step(self) -> None:
+        self._staging.begin_step()
+
+    def upload(self, *columns: NDArray[Any]) -> tuple[torch.Tensor, ...]:
+        staged = self._staging.stage(columns)
+        whole = torch.empty(len(staged.memory), dtype=torch.uint8, device=self.where)
+        return staged.split(whole.copy_(staged.memory, non_blocking=True))
+
+    def download(self, *tensors: torch.Tensor) -> HostCopy:
+        copies = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in tensors]
+        event = torch.cuda.Event(blocking=True)
+        self._copies.wait_stream(self._compute)
+        with torch.cuda.stream(self._copies):
+            for copy, tensor in zip(copies, tensors, strict=True):
+                copy.copy_(tensor, non_blocking=True)
+            event.record(self._copies)
+        return CopyOnItsWay(event, copies, tensors)
+
+    def mirror(self, array: NDArray[Any]) -> DeviceMirror:
+        return UploadedMirror(self, array)
+
+    def capacity(self, few: Mapping[str, int], most: Mapping[str, int]) -> dict[str, int]:
+        return dict(most)
+
+    def launch(self, function: Callable[[], object]) -> None:
+        function()
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.where)
+
+    # -- time and memory -----------------------------------------------------------------------------------------
+
+    def now(self) -> DeviceTime:
+        return self._times.now(self._compute)
+
+    def memory(self) -> DeviceMemory:
+        free, total = torch.cuda.mem_get_info(self.where)
+        unused = torch.cuda.memory_reserved(self.where) - torch.cuda.memory_allocated(self.where)
+        return DeviceMemory(total, free + unused)
+
+    def free(self) -> None:
+        torch.cuda.empty_cache()

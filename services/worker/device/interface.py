@@ -1,0 +1,109 @@
+"""The device of a rank as the runner uses it: copies in both directions, their order, and points in time.
+
+Rules:
+
+- **One calling thread** enqueues: uploads, updates of mirrors, kernels, downloads. `HostCopy.get` and
+  `DeviceTime.seconds` may be called by another thread.
+- **Order.** Uploads and kernels run in the order of the calls. A download runs beside later kernels, after everything
+  that was enqueued before it.
+- **Sources.** The columns given to `upload` and `DeviceMirror.update` stay unchanged until the call returns; on the CPU
+  the tensor is the column itself, so a caller that changes it changes the tensor (host-buffer rule,
+  docs/invariants.md). The tensors given to `download` are not written again by any later kernel (result memory).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from services.worker.device.device_times import DeviceTime
+
+I32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Memory of a device that is apart from the host's, bytes."""
+
+    total: int
+    free: int
+    """Free for all processes, with what torch has reserved and does not use."""
+
+
+class HostCopy(Protocol):
+    """Tensors on their way to the host."""
+
+    def get(self) -> tuple[NDArray[Any], ...]:
+        """Wait for the copy without spinning. The arrays are the caller's: no later step changes them."""
+        ...
+
+
+class DeviceMirror(Protocol):
+    """An array of the host and its copy on the device."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The copy, at an address that does not change."""
+        ...
+
+    def update(self, *rows: I32 | Sequence[int]) -> None:
+        """Copy rows that the host has changed. A row may be named more than once."""
+        ...
+
+
+class ComputeDevice(Protocol):
+    """The device of one rank."""
+
+    where: torch.device
+    """Tensors of kernels and of the runner are allocated here."""
+    is_host: bool
+    """The host reads the device's memory directly, and work is complete when its call returns."""
+
+    def working(self) -> AbstractContextManager[None]:
+        """Return a context for the calling thread, in which torch enqueues its work on this device. At its end, all
+        work has run, so memory that it used may be freed."""
+        ...
+
+    def begin_step(self) -> None:
+        """Begin a step: the host memory of uploads of earlier steps may be used again when these have run."""
+        ...
+
+    def upload(self, *columns: NDArray[Any]) -> tuple[torch.Tensor, ...]:
+        """Return the columns on the device, by one copy of all of them. uint64 becomes int64 with the same bits."""
+        ...
+
+    def download(self, *tensors: torch.Tensor) -> HostCopy:
+        """Copy tensors to the host. They are kept in memory until the copy has run."""
+        ...
+
+    def mirror(self, array: NDArray[Any]) -> DeviceMirror:
+        """Return a mirror of [rows, width], equal to the array as it is now."""
+        ...
+
+    def capacity(self, few: Mapping[str, int], most: Mapping[str, int]) -> dict[str, int]:
+        """Return the initial rows of buffers: `few` if they can grow later, `most` if their addresses must stay."""
+        ...
+
+    def launch(self, function: Callable[[], object]) -> None:
+        """Run torch operations in the order of kernels. The function must not read values on the host."""
+        ...
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the host on the device, when it has arrived. For weights."""
+        ...
+
+    def now(self) -> DeviceTime:
+        """Return the point in time after everything enqueued so far."""
+        ...
+
+    def memory(self) -> DeviceMemory | None:
+        """None for the host, whose memory other processes share."""
+        ...
+
+    def free(self) -> None:
+        """Return memory that torch has reserved and does not use."""
+        ...

@@ -1,0 +1,147 @@
+# ruff: noqa: ARG001, the signatures are numba's
+"""AVX-512's bfloat16 instructions for numba kernels: rounding, and products of pairs.
+
+`vdpbf16ps` adds the products of two inputs to sixteen sums in one fixed order, so a row's sums do not depend on the
+rows beside it.
+"""
+
+from typing import Any
+
+from llvmlite import binding, ir  # type: ignore[import-untyped]
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from services.worker.kernels.cpu.compiled import simd
+from services.worker.kernels.cpu.compiled.block_formats import QUADS
+from services.worker.kernels.cpu.compiled.building import load, moved, spread, store
+from services.worker.kernels.cpu.compiled.simd import I16, I32, I64, VF, VI
+
+WORDS = 64
+"""Bytes of the weights of two inputs of a panel: sixteen words of two bfloat16."""
+binding.initialize_native_asmparser()
+_HALVES = ir.VectorType(I16, 32)
+
+
+def _rounded(builder: Any, first: Any, second: Any) -> Any:
+    """Two vectors of float32 as thirty-two bfloat16, one after the other."""
+    kind = ir.FunctionType(_HALVES, [VF, VF])
+    return builder.asm(kind, "vcvtne2ps2bf16 $2, $1, $0", "=v,v,v", [second, first], False)
+
+
+@intrinsic
+def store_bf16x32(typing_context: Any, address: Any, first: Any, second: Any) -> Any:
+    """Round two vectors to bfloat16 and store them one after the other."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        rounded = _rounded(builder, args[1], args[2])
+        builder.store(rounded, builder.inttoptr(args[0], _HALVES.as_pointer()), align=2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, simd.vector, simd.vector), code
+
+
+def _paired(builder: Any, even: Any, odd: Any) -> Any:
+    """Two vectors rounded to bfloat16, in pairs: number i of `even` beside number i of `odd`."""
+    rounded = _rounded(builder, even, odd)
+    order = [number // 2 + number % 2 * 16 for number in range(32)]
+    return builder.shuffle_vector(rounded, rounded, ir.Constant(ir.VectorType(I32, 32), order))
+
+
+@intrinsic(prefer_literal=True)
+def dot_products(
+    typing_context: Any,
+    rows: Any,
+    panels: Any,
+    x: Any,
+    stride: Any,
+    weights: Any,
+    step: Any,
+    pairs: Any,
+    out: Any,
+) -> Any:
+    """Multiply rows with panels of bfloat16.
+
+    `rows` and `panels` are constants: `rows` * `panels` vectors of sums and `panels` of weights must fit into 31
+    registers.
+
+    Args:
+        x: address of the first row, bfloat16
+        stride: bytes from one row to the next
+        weights: address of the first panel: bfloat16[pairs, 16, 2]
+        step: bytes from one panel to the next
+        pairs: inputs / 2
+        out: float32[rows, panels, 16], overwritten
+    """
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, stride, weights, step, pairs, out = args[2:]
+        sums = _Sums(builder, rows.literal_value, panels.literal_value)
+        with cgutils.for_range(builder, pairs) as loop:
+            offset = builder.mul(loop.index, ir.Constant(I64, WORDS))
+            words = [
+                load(builder, _at(builder, weights, step, panel, offset), VI)
+                for panel in range(panels.literal_value)
+            ]
+            sums.add_products(words, x, stride, builder.mul(loop.index, ir.Constant(I64, 4)))
+        sums.store(out)
+        return context.get_dummy_value()
+
+    return types.void(rows, panels, *[types.int64] * 6), code
+
+
+@intrinsic
+def round_step(typing_context: Any, target: Any, numbers: Any, scale: Any, minimum: Any) -> Any:
+    """Write the weights of a decoded step (`block_formats`) in bfloat16 pairs. All are addresses."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        scale, minimum = (load(builder, address, VF) for address in args[2:])
+        bits = ir.Constant(VI, [16] * simd.LANES)
+
+        def weights(half: int, quad: int) -> list[Any]:
+            words = load(builder, moved(builder, args[1], WORDS * (half * QUADS + quad)), VI)
+            both = builder.ashr(builder.shl(words, bits), bits), builder.ashr(words, bits)
+            return [
+                simd.call_llvm(builder, "llvm.fma.v16f32", VF, [builder.sitofp(some, VF), scale, minimum])
+                for some in both
+            ]
+
+        for quad in range(QUADS):
+            for number, both in enumerate(zip(weights(0, quad), weights(1, quad), strict=True)):
+                place = moved(builder, args[0], WORDS * (2 * quad + number))
+                store(builder, _paired(builder, *both), place, 2)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), code
+
+
+class _Sums:
+    """Vectors of sums, by row and panel, which begin with 0. LLVM keeps them in registers."""
+
+    def __init__(self, builder: Any, rows: int, panels: int) -> None:
+        self._builder, self._rows, self._panels = builder, rows, panels
+        self.places = [[cgutils.alloca_once(builder, VF) for _ in range(panels)] for _ in range(rows)]
+        for row in self.places:
+            for place in row:
+                builder.store(ir.Constant(VF, None), place)
+
+    def add_products(self, words: list[Any], x: Any, stride: Any, offset: Any) -> None:
+        """Add the products of two inputs. `offset`: of the inputs in a row, in bytes."""
+        builder = self._builder
+        for number, row in enumerate(self.places):
+            some = spread(builder, load(builder, _at(builder, x, stride, number, offset), I32), VI)
+            for place, word in zip(row, words, strict=True):
+                builder.store(_dot(builder, builder.load(place), some, word), place)
+
+    def store(self, out: Any) -> None:
+        builder = self._builder
+        for number, place in enumerate(place for row in self.places for place in row):
+            store(builder, builder.load(place), builder.add(out, ir.Constant(I64, number * WORDS)))
+
+
+def _at(builder: Any, base: Any, distance: Any, number: int, offset: Any) -> Any:
+    return builder.add(builder.add(base, builder.mul(distance, ir.Constant(I64, number))), offset)
+
+
+def _dot(builder: Any, sums: Any, x: Any, weights: Any) -> Any:
+    kind = ir.FunctionType(VF, [VF, VI, VI])
+    return builder.asm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v", [sums, x, weights], False)

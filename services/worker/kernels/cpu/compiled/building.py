@@ -1,0 +1,25 @@
+"""LLVM instructions that several intrinsics are built from. Addresses are LLVM's 64-bit integers, in bytes."""
+
+from typing import Any
+
+from llvmlite import ir  # type: ignore[import-untyped]
+
+from services.worker.kernels.cpu.compiled.simd import I32, I64, LANES, VI
+
+
+def moved(builder: Any, address: Any, distance: int) -> Any:
+    return builder.add(address, ir.Constant(I64, distance))
+
+
+def load(builder: Any, address: Any, kind: ir.Type, align: int = 1) -> Any:
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
+
+
+def store(builder: Any, value: Any, address: Any, align: int = 1) -> None:
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=align)
+
+
+def spread(builder: Any, value: Any, kind: ir.VectorType) -> Any:
+    """Return a vector with the value in each of its sixteen lanes."""
+    one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(I32, 0))
+    return builder.shuffle_vector(one, one, ir.Constant(VI, [0] * LANES))

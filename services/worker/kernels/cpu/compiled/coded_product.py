@@ -1,0 +1,522 @@
+# ruff: noqa: ARG001, the signatures are numba's
+"""y = W x + b from quantised weights, with products of whole numbers.
+
+Activations are rounded to whole numbers of up to 16 bits, with one scale for 256 inputs, which loses less than
+bfloat16. Numbers of weights and activations are multiplied exactly; scales and minima are applied to the sums of a
+block (of half a block in some formats) in float32, in the order of the inputs. Few rows are multiplied with codes that
+are decoded in registers, more rows with panels that are decoded once. Both compute the same sums, so a row has the same
+bits in a batch of any size (batch invariance, docs/invariants.md).
+
+A rounded row is one after the other:
+
+- int16[steps, 2, 16]: even inputs and odd inputs of each step
+- int32[steps, 2]: sums of its halves
+- float32[steps]: sums
+- float32[spans]: scales
+
+The kernel and the program for decoded panels are the same for all formats. A format has a coder (`coder`), which the
+kernel calls.
+"""
+
+from functools import cache, reduce
+from typing import Any
+
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import carray, njit
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from services.worker.kernels.cpu.compiled import raw, simd
+from services.worker.kernels.cpu.compiled.block_formats import (
+    FORMATS,
+    KINDS,
+    MINIMA_AT,
+    PANEL,
+    PANELS,
+    QUADS,
+    SCALES_AT,
+    SPAN,
+    SPAN_BYTES,
+    STEP,
+    Format,
+    block_scale,
+    code_pairs,
+    decode_span,
+    group_factor,
+    step_minima,
+)
+from services.worker.kernels.cpu.compiled.building import load, moved, spread, store
+from services.worker.kernels.cpu.compiled.product import PRODUCT
+from services.worker.kernels.cpu.compiled.simd import F32, I16, I32, I64, LANES, VF, VI
+from services.worker.kernels.cpu.thread_team import HEADER, Kernel, compiled, take
+
+BLOCK = PANELS * PANEL
+"""Outputs of one item."""
+ROWS, WIDTH = (6, 2) if simd.WIDE else (6, 1)
+"""Largest numbers of rows and panels that are multiplied together once the panels are decoded."""
+FEW = 3
+"""Largest number of rows that do not pay for decoded panels."""
+UNROLLED = 4
+"""Pairs of inputs of one turn of the innermost loop."""
+CHUNK = 32 * ROWS
+"""Maximum number of rows of one item."""
+WORTH = 1 << 18
+"""Smallest number of multiplications for which another thread is used."""
+HALVES_AT, TOTALS_AT, SCALES_OF_ROWS_AT = 2 * STEP, 2 * STEP + 8, 2 * STEP + 12
+"""Offsets in a rounded row of what follows the activations, in bytes for each step."""
+CODED = [
+    *PRODUCT,
+    ("format", np.int64),  # int64[NUMBERS], as `format_table` returns it
+    ("half", np.int64),  # activations are bfloat16, and not float32
+]
+NUMBERS = 10
+_CODED = np.dtype(HEADER + CODED, align=True)
+TASK = np.dtype(
+    [
+        ("codes", np.int64),  # address of the first panel
+        ("first", np.int64),  # step of a span
+        ("steps", np.int64),  # of the span
+        ("rows", np.int64),  # up to `FEW`; 0: decode panels
+        ("width", np.int64),  # number of panels
+        ("out", np.int64),  # decoded panels, or float32[rows, PANELS, 16], to which products are added
+        ("x", np.int64),  # address of the first rounded row
+        ("row_bytes", np.int64),
+        ("row_steps", np.int64),
+    ]
+)
+"""A coder's arguments."""
+TASK_BYTES = 128
+_TINY = np.float32(1e-30)
+"""Rows whose numbers are all smaller are 0."""
+
+
+def _add_products(builder: Any, sums: Any, numbers: Any, pair: Any) -> Any:
+    """Add the products of two inputs to sixteen int32. `numbers`: int16[32]; `pair`: int32[16] that hold two int16."""
+    if simd.compiles_for("avx512vnni"):
+        operands = [sums, builder.bitcast(numbers, VI), pair]
+        return simd.call_llvm(builder, "llvm.x86.avx512.vpdpwssd.512", VI, operands)
+    some = builder.bitcast(pair, numbers.type)
+    if simd.compiles_for("avx512bw"):
+        products = simd.call_llvm(builder, "llvm.x86.avx512.pmaddw.d.512", VI, [numbers, some])
+        return builder.add(sums, products)
+    wide = ir.VectorType(I32, 2 * LANES)
+    products = builder.mul(builder.sext(numbers, wide), builder.sext(some, wide))
+    for first in (0, 1):  # becomes one instruction
+        order = ir.Constant(VI, list(range(first, 2 * LANES, 2)))
+        sums = builder.add(sums, builder.shuffle_vector(products, products, order))
+    return sums
+
+
+class _Tile:
+    """Sums of some rows and panels in a span. LLVM keeps them in registers.
+
+    A rounded row begins at an address of `x`; `steps` is its number of steps, and `first` the first one of the span.
+    """
+
+    def __init__(
+        self, builder: Any, rows: int, panels: int, x: Any, row_bytes: Any, steps: Any, first: Any
+    ) -> None:
+        self._builder, self._panels, self._steps, self.first = builder, panels, steps, first
+        self._x = [builder.add(x, builder.mul(row_bytes, ir.Constant(I64, row))) for row in range(rows)]
+        self._parts = self.vectors(VF)
+        self.set(self._parts)
+
+    def vectors(self, kind: ir.VectorType) -> list[list[Any]]:
+        """Return places of a vector for each panel of each row."""
+        return [[cgutils.alloca_once(self._builder, kind) for _ in range(self._panels)] for _ in self._x]
+
+    def set(self, vectors: list[list[Any]], values: list[Any] | None = None) -> None:
+        """Set the vectors of each row to a value, or to 0."""
+        for number, row in enumerate(vectors):
+            for place in row:
+                none = ir.Constant(place.type.pointee, None)
+                self._builder.store(none if values is None else values[number], place)
+
+    def of_rows(
+        self, kind: ir.Type, index: Any, index_bytes: int, step_bytes: int = 0, more: int = 0
+    ) -> list[Any]:
+        """Load a number of each row into all lanes: that at `steps * step_bytes + index * index_bytes + more`."""
+        builder, vector = self._builder, VF if kind == F32 else VI
+        at = builder.add(
+            self.times(self._steps, step_bytes), moved(builder, self.times(index, index_bytes), more)
+        )
+        return [spread(builder, load(builder, builder.add(x, at), kind, 4), vector) for x in self._x]
+
+    def add_products(self, sums: list[list[Any]], numbers: list[Any], pairs: list[Any]) -> None:
+        """Add the products of two inputs of each row, `pairs`, and of each panel."""
+        builder = self._builder
+        for row, pair in zip(sums, pairs, strict=True):
+            for place, some in zip(row, numbers, strict=True):
+                builder.store(_add_products(builder, builder.load(place), some, pair), place)
+
+    def add_scaled(self, sums: list[list[Any]], scales: list[Any]) -> None:
+        """Add sums, times the scales of their panels."""
+        for mine, theirs in zip(self._parts, sums, strict=True):
+            for place, sum_of, scale in zip(mine, theirs, scales, strict=True):
+                self._add_product(place, self._builder.sitofp(self._builder.load(sum_of), VF), scale)
+
+    def add_minima(self, minima: list[Any], step: Any) -> None:
+        totals = self.of_rows(F32, step, 4, TOTALS_AT)
+        for row, total in zip(self._parts, totals, strict=True):
+            for place, minimum in zip(row, minima, strict=True):
+                self._add_product(place, minimum, total)
+
+    def add_to(self, out: Any) -> None:
+        """Add the sums of the span times the scales of the rows to those of the item."""
+        builder = self._builder
+        span = builder.udiv(self.first, ir.Constant(I64, SPAN))
+        scales = self.of_rows(F32, span, 4, SCALES_OF_ROWS_AT)
+        for number, (row, scale) in enumerate(zip(self._parts, scales, strict=True)):
+            for panel, place in enumerate(row):
+                at = moved(builder, out, 64 * (number * PANELS + panel))
+                operands = [builder.load(place), scale, load(builder, at, VF, 4)]
+                store(builder, simd.call_llvm(builder, "llvm.fma.v16f32", VF, operands), at, 4)
+
+    def times(self, value: Any, factor: int) -> Any:
+        return self._builder.mul(value, ir.Constant(I64, factor))
+
+    def _add_product(self, place: Any, a: Any, b: Any) -> None:
+        operands = [a, b, self._builder.load(place)]
+        self._builder.store(simd.call_llvm(self._builder, "llvm.fma.v16f32", VF, operands), place)
+
+
+@intrinsic(prefer_literal=True)
+def _multiply_codes(
+    typing_context: Any, kind: Any, rows: Any, panels: Any, x: Any, row_bytes: Any, steps: Any, first: Any, number: Any,
+    codes: Any, out: Any
+) -> Any:  # fmt: skip
+    """Multiply a span of rows with panels that are decoded in registers. `kind`, `rows` and `panels` are constants.
+
+    Args:
+        x: address of the first rounded row
+        row_bytes: from one row to the next
+        steps: of a row
+        first: step of the span
+        number: of steps of the span
+        codes: address of the first panel
+        out: float32[rows, PANELS, 16] from the first panel on; products are added
+    """
+    name = KINDS[kind.literal_value]
+    own, width = FORMATS[name], panels.literal_value
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, row_bytes, steps, first, number, codes, out = args[3:]
+        tile = _Tile(builder, rows.literal_value, width, x, row_bytes, steps, first)
+        sums = [tile.vectors(VI) for _ in range(own.unit)]
+        whole = tile.vectors(VI) if own.multiplies else sums[0]
+        groups, turns = (ir.Constant(I64, size) for size in (own.groups, own.turns // own.groups))
+        block_steps, units = ir.Constant(I64, own.steps), ir.Constant(I64, own.scale_steps // own.unit)
+
+        def add_unit(step: Any) -> None:
+            in_block = builder.urem(step, block_steps)
+            unit = builder.udiv(in_block, ir.Constant(I64, own.unit))
+            with cgutils.for_range(builder, groups) as outer:
+                for number, some in enumerate(sums):
+                    starts = None
+                    if own.zero:  # products with the code of zero are subtracted
+                        halves = (
+                            [outer.index] if own.groups == 2 else [ir.Constant(I64, half) for half in (0, 1)]
+                        )
+                        zero = ir.Constant(VI, [-own.zero] * LANES)
+                        place = tile.times(moved(builder, step, number), 2)
+                        totals = [
+                            tile.of_rows(I32, builder.add(place, half), 4, HALVES_AT) for half in halves
+                        ]
+                        starts = [
+                            builder.mul(reduce(builder.add, each), zero) for each in zip(*totals, strict=True)
+                        ]
+                    tile.set(some, starts)
+                with cgutils.for_range(builder, turns) as inner:
+                    index = builder.add(builder.mul(outer.index, turns), inner.index)
+                    here = builder.add(tile.times(step, QUADS * 2), index)
+                    decoded = [code_pairs(builder, name, block, unit, index) for block in blocks]
+                    for same in zip(*decoded, strict=True):
+                        number, quad, _ = same[0]
+                        for half in range(2):
+                            pairs = tile.of_rows(I32, here, 4, 0, number * 2 * STEP + half * STEP + quad * 4)
+                            tile.add_products(sums[number], [both[half] for _, _, both in same], pairs)
+                for number, some in enumerate(sums if own.multiplies else ()):
+                    group = builder.add(builder.mul(moved(builder, in_block, number), groups), outer.index)
+                    factors = [group_factor(builder, name, block, group) for block in blocks]
+                    for mine, theirs in zip(whole, some, strict=True):
+                        for to, place, factor in zip(mine, theirs, factors, strict=True):
+                            scaled = builder.mul(builder.load(place), factor)
+                            builder.store(builder.add(builder.load(to), scaled), to)
+            for number in range(own.unit if own.has_minima else 0):
+                minima = [
+                    step_minima(builder, name, block, moved(builder, in_block, number)) for block in blocks
+                ]
+                tile.add_minima(minima, moved(builder, step, number))
+
+        with cgutils.for_range(builder, builder.udiv(number, ir.Constant(I64, own.scale_steps))) as loop:
+            start = builder.add(first, tile.times(loop.index, own.scale_steps))
+            place = builder.add(codes, tile.times(builder.udiv(start, block_steps), PANELS * own.bytes))
+            blocks = [moved(builder, place, panel * own.bytes) for panel in range(width)]
+            if own.multiplies:
+                tile.set(whole)
+            with cgutils.for_range(builder, units) as inner:
+                add_unit(builder.add(start, tile.times(inner.index, own.unit)))
+            tile.add_scaled(whole, [block_scale(builder, name, block) for block in blocks])
+        tile.add_to(out)
+        return context.get_dummy_value()
+
+    return types.void(kind, rows, panels, *[types.int64] * 7), code
+
+
+@intrinsic(prefer_literal=True)
+def _multiply_decoded(
+    typing_context: Any, rows: Any, panels: Any, x: Any, row_bytes: Any, steps: Any, first: Any, number: Any,
+    decoded: Any, scale_steps: Any, has_minima: Any, out: Any
+) -> Any:  # fmt: skip
+    """Multiply a span of rows with decoded panels. `rows` and `panels` are constants. The others: see above."""
+    width = panels.literal_value
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, row_bytes, steps, first, number, decoded, scale_steps, has_minima, out = args[2:]
+        tile = _Tile(builder, rows.literal_value, width, x, row_bytes, steps, first)
+        sums = tile.vectors(VI)
+
+        def loaded(index: Any, kind: ir.VectorType, more: int) -> list[Any]:
+            place = builder.add(decoded, tile.times(index, 64))
+            return [
+                load(builder, moved(builder, place, more + panel * SPAN_BYTES), kind, 4)
+                for panel in range(width)
+            ]
+
+        with cgutils.for_range(builder, builder.udiv(number, scale_steps)) as outer:
+            start = builder.mul(outer.index, scale_steps)
+            tile.set(sums)
+            with cgutils.for_range(builder, tile.times(scale_steps, STEP // 2 // UNROLLED)) as loop:
+                index = builder.add(tile.times(start, STEP // 2), tile.times(loop.index, UNROLLED))
+                here = builder.add(tile.times(first, STEP // 2), index)
+                for some in range(UNROLLED):
+                    numbers = loaded(index, ir.VectorType(I16, 2 * LANES), 64 * some)
+                    tile.add_products(sums, numbers, tile.of_rows(I32, here, 4, 0, 4 * some))
+            with cgutils.for_range(builder, builder.mul(scale_steps, has_minima)) as loop:
+                step = builder.add(start, loop.index)
+                tile.add_minima(loaded(step, VF, MINIMA_AT), builder.add(first, step))
+            tile.add_scaled(sums, loaded(outer.index, VF, SCALES_AT))
+        tile.add_to(out)
+        return context.get_dummy_value()
+
+    return types.void(rows, panels, *[types.int64] * 9), code
+
+
+def _even_and_odd(builder: Any, address: Any, half: int) -> list[Any]:
+    """Load 32 inputs: the even ones and the odd ones, as bits of float32."""
+    if half:
+        words = load(builder, address, VI, 2)
+        high = ir.Constant(VI, [0xFFFF0000] * LANES)
+        return [builder.shl(words, ir.Constant(VI, [16] * LANES)), builder.and_(words, high)]
+    both = [load(builder, moved(builder, address, 64 * number), VI, 4) for number in range(2)]
+    orders = [ir.Constant(VI, list(range(first, 2 * LANES, 2))) for first in (0, 1)]
+    return [builder.shuffle_vector(*both, order) for order in orders]
+
+
+@intrinsic(prefer_literal=True)
+def _larger(typing_context: Any, address: Any, half: Any, most: Any) -> Any:
+    """The larger ones of `most` and the absolute values of 32 inputs. A number that is none is the largest."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        most = builder.bitcast(args[2], VI)
+        for values in _even_and_odd(builder, args[0], half.literal_value):
+            size = builder.and_(values, ir.Constant(VI, [0x7FFFFFFF] * LANES))
+            most = builder.select(builder.icmp_signed(">", size, most), size, most)
+        return builder.bitcast(most, VF)
+
+    return simd.vector(types.int64, half, simd.vector), code
+
+
+@intrinsic(prefer_literal=True)
+def _round_step(
+    typing_context: Any, address: Any, half: Any, inverse: Any, to: Any, halves: Any, total: Any
+) -> Any:
+    """Round 32 inputs times `inverse`. `to`, `halves` and `total`: addresses of their parts of a rounded row."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        # The float32 nearest to a small number + 1.5 * 2**23 has that number, rounded, in its lowest bits
+        magic, sums = ir.Constant(VF, [12582912.0] * LANES), ir.Constant(VI, [-2 * 0x4B400000] * LANES)
+        for number, values in enumerate(_even_and_odd(builder, args[0], half.literal_value)):
+            scaled = builder.fmul(builder.bitcast(values, VF), args[2])
+            bits = builder.bitcast(builder.fadd(scaled, magic), VI)
+            store(
+                builder,
+                builder.trunc(bits, ir.VectorType(I16, LANES)),
+                moved(builder, args[3], STEP * number),
+                2,
+            )
+            sums = builder.add(sums, bits)
+        for distance in (4, 2, 1):
+            order = ir.Constant(VI, [lane ^ distance for lane in range(LANES)])
+            sums = builder.add(sums, builder.shuffle_vector(sums, sums, order))
+        ends = [builder.extract_element(sums, ir.Constant(I32, lane)) for lane in (0, LANES // 2)]
+        for number, end in enumerate(ends):
+            store(builder, end, moved(builder, args[4], 4 * number), 4)
+        store(builder, builder.sitofp(builder.add(*ends), F32), args[5], 4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, half, simd.vector, *[types.int64] * 3), code
+
+
+@intrinsic
+def _largest(typing_context: Any, sizes: Any) -> Any:
+    """The largest of sixteen numbers that are not negative."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bits = builder.bitcast(args[0], VI)
+        return builder.bitcast(simd.call_llvm(builder, "llvm.vector.reduce.smax.v16i32", I32, [bits]), F32)
+
+    return types.float32(simd.vector), code
+
+
+@njit(inline="always")
+def _round_row(x, steps, limit, to, HALF):  # type: ignore[no-untyped-def]
+    size, halves, totals = STEP * (2 if HALF else 4), to + steps * HALVES_AT, to + steps * TOTALS_AT
+    scales = to + steps * SCALES_OF_ROWS_AT
+    for span in range((steps + SPAN - 1) // SPAN):
+        first, end = span * SPAN, min(steps, span * SPAN + SPAN)
+        sizes = simd.splat(np.float32(0))
+        for step in range(first, end):
+            sizes = _larger(x + step * size, HALF, sizes)
+        largest = _largest(sizes)
+        is_tiny = largest <= _TINY
+        scale = np.float32(0) if is_tiny else largest / np.float32(limit)
+        inverse = simd.splat(np.float32(0) if is_tiny else np.float32(limit) / largest)
+        simd.store_f32(scales + span * 4, scale)
+        for step in range(first, end):
+            target = to + step * 2 * STEP
+            _round_step(x + step * size, HALF, inverse, target, halves + step * 8, totals + step * 4)
+
+
+@njit(inline="always")
+def _write(a, sums, row, rows, first):  # type: ignore[no-untyped-def]
+    """Add the bias to sums, float32[rows, BLOCK], and store the outputs from `first` on."""
+    size = 2 if a.half else 4
+    for i in range(rows):
+        for output in range(first, min(a.outputs, first + BLOCK), PANEL):
+            here = sums + (i * BLOCK + output - first) * 4
+            value = simd.add(simd.load_f32x16(here), simd.load_f32x16(a.bias + output * 4))
+            out = a.out + ((row + i) * a.stride + output) * size
+            if output + PANEL <= a.outputs:
+                simd.store16(out, value, a.half)
+            else:
+                simd.store_f32x16(here, value)
+                for j in range(a.outputs - output):
+                    simd.store1(out + j * size, simd.load_f32(here + j * 4), a.half)
+
+
+def coded_product_kernel(inputs: int) -> Kernel:
+    """One item is a block of outputs of up to `CHUNK` rows; its work is the number of rows."""
+    return _compiled().again_for(WORTH, BLOCK * inputs)
+
+
+@cache
+def _compiled() -> Kernel:
+    def coded_product(address):  # type: ignore[no-untyped-def]
+        a = carray(raw.pointer(address), 1, _CODED)[0]
+        own = raw.i64_at(a.format, NUMBERS)
+        coder, limit, scale_steps, has_minima, few = own[0], own[3], own[4], own[5], own[6]
+        steps, items = a.inputs // STEP, (a.outputs + BLOCK - 1) // BLOCK
+        row_bytes = (steps * SCALES_OF_ROWS_AT + (steps + SPAN - 1) // SPAN * 4 + 63) // 64 * 64
+        most, item_bytes = min(a.rows, CHUNK), steps // own[1] * own[2] * PANELS
+        buffer = raw.allocate(64 + TASK_BYTES + WIDTH * SPAN_BYTES + most * (BLOCK * 4 + row_bytes))
+        place = (buffer + 63) // 64 * 64
+        decoded = place + TASK_BYTES
+        sums = decoded + WIDTH * SPAN_BYTES
+        rounded = sums + most * BLOCK * 4
+        task = carray(raw.pointer(place), 1, TASK)[0]
+        task.x, task.row_bytes, task.row_steps = rounded, row_bytes, steps
+        present = -1  # first row of those that are rounded: most items have the rows of the one before
+        while True:
+            item = take(address)
+            if item >= a.items:
+                break
+            block, start = item % items, item // items * CHUNK
+            rows = min(CHUNK, a.rows - start)
+            if present != start:
+                present = start
+                for row in range(rows):
+                    x, to = (start + row) * a.inputs, rounded + row * row_bytes
+                    if a.half:
+                        _round_row(a.x + x * 2, steps, limit, to, 1)
+                    else:
+                        _round_row(a.x + x * 4, steps, limit, to, 0)
+            is_few = rows <= few
+            task.rows, task.width = (rows, own[6 + rows]) if is_few else (0, WIDTH)
+            for number in range(rows * PANELS):
+                simd.store_f32x16(sums + number * 64, simd.splat(np.float32(0)))
+            panels = (min(BLOCK, a.outputs - block * BLOCK) + PANEL - 1) // PANEL
+            for step in range(0, steps, SPAN):
+                task.first, task.steps = step, min(SPAN, steps - step)
+                for panel in range(0, panels, task.width):
+                    out = sums + panel * 64
+                    task.codes = a.weight + block * item_bytes + panel * own[2]
+                    task.out = out if is_few else decoded
+                    raw.call(coder, place)
+                    done = rows if is_few else 0
+                    while done < rows:
+                        # Equal parts: seven rows are four and three
+                        parts = (rows - done + ROWS - 1) // ROWS
+                        some = (rows - done + parts - 1) // parts
+                        _multiply_some(task, some, done, decoded, scale_steps, has_minima, out)
+                        done += some
+            _write(a, sums, start, rows, block * BLOCK)
+        raw.release(buffer)
+
+    return Kernel(coded_product, CODED, cost=1)
+
+
+@njit(inline="always")
+def _multiply_some(a, rows, done, decoded, scale_steps, has_minima, sums):  # type: ignore[no-untyped-def]
+    x, size, steps, first, number = a.x + done * a.row_bytes, a.row_bytes, a.row_steps, a.first, a.steps
+    out = sums + done * BLOCK * 4
+    if rows == 6:
+        _multiply_decoded(6, WIDTH, x, size, steps, first, number, decoded, scale_steps, has_minima, out)
+    elif rows == 5:
+        _multiply_decoded(5, WIDTH, x, size, steps, first, number, decoded, scale_steps, has_minima, out)
+    elif rows == 4:
+        _multiply_decoded(4, WIDTH, x, size, steps, first, number, decoded, scale_steps, has_minima, out)
+    else:
+        _multiply_decoded(3, WIDTH, x, size, steps, first, number, decoded, scale_steps, has_minima, out)
+
+
+@cache
+def _coder(kind: int) -> Any:
+    """Return the coder of a format: a C function with the address of a `TASK`."""
+    own = FORMATS[KINDS[kind]]
+    KIND, STEPS, BYTES, UNIT, SCALE_STEPS = kind, own.steps, own.bytes, own.unit, own.scale_steps
+    WIDTH1, WIDTH2, WIDTH3 = _widths(own)
+
+    def coder(address):  # type: ignore[no-untyped-def]
+        a = carray(raw.pointer(address), 1, TASK)[0]
+        x, size, steps, first, number = a.x, a.row_bytes, a.row_steps, a.first, a.steps
+        codes = a.codes
+        if a.rows == 0:
+            for panel in range(a.width):
+                to = a.out + panel * SPAN_BYTES
+                decode_span(codes + panel * BYTES, first, number, to, KIND, STEPS, BYTES, UNIT, SCALE_STEPS)
+        elif a.rows == 1:
+            _multiply_codes(KIND, 1, WIDTH1, x, size, steps, first, number, codes, a.out)
+        elif a.rows == 2:
+            _multiply_codes(KIND, 2, WIDTH2, x, size, steps, first, number, codes, a.out)
+        else:
+            _multiply_codes(KIND, 3, WIDTH3, x, size, steps, first, number, codes, a.out)
+
+    return compiled(coder)
+
+
+def _widths(own: Format) -> tuple[int, ...]:
+    """Return the numbers of panels that are multiplied together with one, two and three rows."""
+    places = 16 if simd.WIDE else 4
+    return tuple(max(1, min(4, places // (rows * own.unit)) // 2 * 2) for rows in (1, 2, 3))
+
+
+@cache
+def format_table(kind: int) -> NDArray[np.int64]:
+    """Return what kernels must know of a format, and compile its coder: address of the coder; steps and bytes of a
+    block; largest activation; `scale_steps`; `has_minima`; `FEW`; panels for each of so few rows."""
+    own = FORMATS[KINDS[kind]]
+    numbers = own.steps, own.bytes, own.limit, own.scale_steps, int(own.has_minima), FEW, *_widths(own)
+    return np.array([_coder(kind).address, *numbers], np.int64)

@@ -1,0 +1,69 @@
+"""Launch of a kernel: immediately, or as the next call of a recording."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from services.worker.kernels.cpu.recording import (
+    CpuRecording,
+    Function,
+    KernelRecorder,
+    replay_kernel,
+)
+from services.worker.kernels.cpu.thread_team import Kernel
+from services.worker.kernels.interface.buffers import Buffers
+
+B = TypeVar("B", bound=Buffers)
+T = TypeVar("T")
+
+
+class Launcher:
+    """For one calling thread. `beside_torch`: see `thread_team.shared`."""
+
+    def __init__(self, beside_torch: bool = False) -> None:
+        self._replay, self._beside_torch = replay_kernel(), beside_torch
+        self._recorder: KernelRecorder | None = None
+
+    def launch(
+        self,
+        kernel: Kernel,
+        counted: torch.Tensor,
+        values: tuple[Any, ...],
+        items: int = 1,
+        chunk: int = 1,
+        field: str = "",
+    ) -> None:
+        """Run `kernel` over the rows of `counted` with `values` for its fields, now or in the recording.
+
+        Args:
+            items: for each `chunk` rows, or part of it
+            field: the field of the kernel that is the number of rows; empty: none
+        """
+        if self._recorder is not None:
+            self._recorder.add(kernel, counted, values, items, chunk, field)
+        else:
+            rows = len(counted)
+            kernel.run(items * -(-rows // chunk), values, items * rows)
+
+    def call(
+        self, function: Function, x: torch.Tensor, out: torch.Tensor, in_place: bool = True
+    ) -> torch.Tensor:
+        """Call a function of the host, now or in the recording.
+
+        Args:
+            in_place: True: a recording copies the result to `out`; False: it stays where the function allocates it
+
+        Returns: the result; in a recording, `out` as its placeholder.
+        """
+        if self._recorder is None:
+            return function(x)
+        self._recorder.call(function, x, out, in_place)
+        return out
+
+    def record(self, body: Callable[[B], T], buffers: B) -> CpuRecording[T]:
+        self._recorder = recorder = KernelRecorder(buffers, self._replay, self._beside_torch)
+        try:
+            return CpuRecording(recorder, body(buffers))
+        finally:
+            self._recorder = None

@@ -1,0 +1,254 @@
+"""The forward pass with compiled kernels over a paged cache."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from services.worker.kernels.cpu.compiled import copying, routing
+from services.worker.kernels.cpu.compiled.attention import attention_kernel, write_kernel
+from services.worker.kernels.cpu.compiled.copying import copy_kernel
+from services.worker.kernels.cpu.compiled.most_likely import most_likely_kernel
+from services.worker.kernels.cpu.compiled.norm_and_gate import gate_kernel, norm_kernel
+from services.worker.kernels.cpu.compiled.rotary import rotary_kernel
+from services.worker.kernels.cpu.launching import Launcher
+from services.worker.kernels.cpu.panels import PanelEmbedding, Panels
+from services.worker.kernels.cpu.products import (
+    NARROW,
+    OWN_BFLOAT16,
+    WIDE,
+    Float32Product,
+    OneDnnProduct,
+    PanelProduct,
+    StackedProduct,
+    coded_panel_product,
+)
+from services.worker.kernels.cpu.thread_team import Kernel
+from services.worker.kernels.interface.attention import Attention, AttentionShape
+from services.worker.kernels.interface.buffers import Buffers
+from services.worker.kernels.interface.kv_cache import (
+    Allocate,
+    CacheShape,
+    KVCache,
+    own_memory,
+)
+from services.worker.kernels.interface.network import Activation, PlainEmbedding
+from services.worker.kernels.interface.products import EmbeddingTable, Linear
+from services.worker.kernels.interface.recording import Recording
+from services.worker.kernels.interface.routing import Routed, RoutingKernels
+from services.worker.kernels.layout import kv_block_bytes, padded
+from services.worker.kernels.quantized_weight import QuantizedWeight, Weight
+
+B = TypeVar("B", bound=Buffers)
+T = TypeVar("T")
+
+
+class CpuNetwork:
+    """`NetworkKernels`. All kernels are our own except products by oneDNN, which a recording calls between its kernels.
+
+    Args:
+        own: the feature of the processor with which our own kernels compute products of bfloat16 activations; None:
+            oneDNN computes them
+        wide: products of float32 activations use AVX-512
+    """
+
+    def __init__(
+        self, activations: torch.dtype, cache: torch.dtype, own: str | None = None, wide: bool = False
+    ) -> None:
+        self.activations, self._cache, self._own = activations, cache, own
+        self._float32 = WIDE if wide else NARROW
+        half = activations == torch.bfloat16
+        self._launcher = Launcher(beside_torch=half and own is None)
+        self._norm, self._most_likely = norm_kernel(half), most_likely_kernel()
+        self._gates: dict[Activation, Kernel] = {}
+        self.routing: RoutingKernels | None = CpuRouting()
+        self._copies = {
+            torch.float32: copy_kernel(half=False, beside_torch=half),
+            torch.bfloat16: copy_kernel(half=True, beside_torch=half),
+        }
+
+    def linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Linear:
+        if isinstance(weight, QuantizedWeight):
+            panels = [Panels.from_blocks(kind, parts) for kind, parts in weight.by_type()]
+            if len(panels) == 1:
+                return self._from_panels(panels[0], bias)
+            biases = [None] * len(panels) if bias is None else bias.split([each.outputs for each in panels])
+            return StackedProduct([self._from_panels(*each) for each in zip(panels, biases, strict=True)])
+        if self._own is not None:
+            return self._from_panels(Panels.from_plain(weight), bias)
+        if self.activations == torch.float32:
+            return Float32Product(self._launcher, weight, bias, self._float32)
+        return OneDnnProduct(self._launcher, weight.to(self.activations), bias)
+
+    def embedding(self, weight: Weight) -> EmbeddingTable:
+        if isinstance(weight, QuantizedWeight):
+            [(kind, parts)] = weight.by_type()  # one tensor of a file
+            return PanelEmbedding(self._launcher, Panels.from_blocks(kind, parts))
+        if self._own is not None:
+            return PanelEmbedding(self._launcher, Panels.from_plain(weight))
+        return PlainEmbedding(self, weight)
+
+    def tied(self, embedding: EmbeddingTable) -> Linear:
+        if isinstance(embedding, PanelEmbedding):
+            return self._from_panels(embedding.panels, None)
+        assert embedding.tensor is not None, "it is one of this network's"
+        return self.linear(embedding.tensor)
+
+    def _from_panels(self, panels: Panels, bias: torch.Tensor | None) -> PanelProduct:
+        if self._own is not None:
+            return OWN_BFLOAT16[self._own](self._launcher, panels, bias)
+        half = self.activations == torch.bfloat16
+        return coded_panel_product(self._launcher, panels, bias, half)
+
+    def bytes_per_block(self, shape: CacheShape) -> int:
+        layers, kv_heads, head_dim, block_size, dtype = shape
+        return kv_block_bytes(layers, kv_heads, head_dim, block_size, dtype.itemsize)
+
+    def kv_cache(self, shape: CacheShape, num_blocks: int, allocate: Allocate = own_memory) -> KVCache:
+        """keys[layer]: [blocks, kv_heads, padded head_dim, padded block_size], transposed for the attention kernel;
+        values[layer]: [blocks, kv_heads, block_size, padded head_dim]."""
+        layers, heads, dim, size, dtype = shape
+        keys = allocate((layers, num_blocks, heads, padded(dim), padded(size)), dtype)
+        values = allocate((layers, num_blocks, heads, size, padded(dim)), dtype)
+        return KVCache(shape, num_blocks, keys, values)
+
+    def attention(
+        self, shape: AttentionShape, cache: KVCache, table: torch.Tensor, most_tokens: int
+    ) -> Attention:
+        return CpuAttention(self._launcher, self.activations, shape, cache, table, most_tokens)
+
+    def gather(self, index: torch.Tensor, source: torch.Tensor, out: torch.Tensor) -> None:
+        self._copied(index, source, index.data_ptr(), out, adds=False, factor=1.0)
+
+    def copy(self, source: torch.Tensor, out: torch.Tensor, factor: float = 1.0) -> None:
+        self._copied(source, source, 0, out, adds=False, factor=factor)
+
+    def add(self, source: torch.Tensor, out: torch.Tensor, factor: float = 1.0) -> None:
+        self._copied(source, source, 0, out, adds=True, factor=factor)
+
+    def _copied(
+        self,
+        counted: torch.Tensor,
+        source: torch.Tensor,
+        index: int,
+        out: torch.Tensor,
+        adds: bool,
+        factor: float,
+    ) -> None:
+        sizes, kernel = (source.shape[1], out.stride(0)), self._copies[source.dtype]
+        kernel.cost = -(-copying.WORTH // sizes[0])
+        values = (source.data_ptr(), index, out.data_ptr(), *sizes, int(adds), factor)
+        self._launcher.launch(kernel, counted, values)
+
+    def norm(
+        self,
+        residual: torch.Tensor | None,
+        delta: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        eps: float,
+        out: torch.Tensor,
+        factor: float = 1.0,
+    ) -> None:
+        addresses = (0 if x is None else x.data_ptr() for x in (residual, delta, weight, out))
+        self._launcher.launch(self._norm, out, (*addresses, out.shape[1], eps, factor))
+
+    def gate_and_multiply(
+        self, gate_up: torch.Tensor, out: torch.Tensor, activation: Activation = "silu"
+    ) -> None:
+        if activation not in self._gates:
+            self._gates[activation] = gate_kernel(self.activations == torch.bfloat16, activation)
+        values = gate_up.data_ptr(), out.data_ptr(), out.shape[1]
+        self._launcher.launch(self._gates[activation], gate_up, values)
+
+    def most_likely(
+        self, logits: torch.Tensor, sharpness: torch.Tensor, ids: torch.Tensor, chances: torch.Tensor
+    ) -> None:
+        addresses = ids.data_ptr(), chances.data_ptr(), sharpness.data_ptr()
+        self._launcher.launch(self._most_likely, logits, (logits.data_ptr(), logits.shape[1], *addresses))
+
+    def call(
+        self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        return self._launcher.call(function, x, out)
+
+    def record(self, body: Callable[[B], T], buffers: B) -> Recording[T]:
+        return self._launcher.record(body, buffers)
+
+
+class CpuRouting:
+    """`RoutingKernels`"""
+
+    def route(self, logits: torch.Tensor, per_token: int, normalised: bool) -> Routed:
+        tokens, weights, ends = routing.route(logits.float().numpy(), per_token, normalised)
+        return Routed(torch.from_numpy(tokens), torch.from_numpy(weights), ends.tolist())
+
+    def combine(
+        self, results: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor, rows: int
+    ) -> torch.Tensor:
+        out = torch.zeros(rows, results.shape[1])
+        routing.combine(results.float().numpy(), tokens.numpy(), weights.numpy(), out.numpy())
+        return out
+
+
+class CpuAttention:
+    """`Attention`. `write` stores the rotated queries for `attend`, padded to whole vectors."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        activations: torch.dtype,
+        shape: AttentionShape,
+        cache: KVCache,
+        table: torch.Tensor,
+        most_tokens: int,
+    ) -> None:
+        kinds = activations == torch.bfloat16, cache.shape.dtype == torch.bfloat16
+        self._rotary, self._write, self._attend = (
+            rotary_kernel(),
+            write_kernel(*kinds),
+            attention_kernel(*kinds),
+        )
+        self._launcher, self._shape, self._cache, self._tables = (
+            launcher,
+            shape,
+            cache,
+            shape.tables_of(table),
+        )
+        dim, block_size = cache.shape.head_dim, cache.shape.block_size
+        self._queries = torch.empty(most_tokens, shape.heads, padded(dim))
+        turns = len(shape.frequencies)
+        self._cos, self._sin = (torch.empty(turns, most_tokens, dim // 2) for _ in range(2))
+        self._amplitudes = torch.ones(turns, dim // 2) if shape.amplitudes is None else shape.amplitudes
+        self._shared = (
+            *(block_size, padded(block_size)),
+            *(shape.heads, cache.shape.kv_heads, dim, padded(dim), self._queries.data_ptr()),
+        )
+
+    def begin(self, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        self._where = slots.data_ptr(), positions.data_ptr()
+        for tables in zip(self._shape.frequencies, self._amplitudes, self._cos, self._sin, strict=True):
+            addresses = positions.data_ptr(), *(table.data_ptr() for table in tables)
+            self._launcher.launch(self._rotary, positions, (*addresses, self._cos.shape[2]))
+
+    def write(
+        self, layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> None:
+        kind, dim = self._shape.rotation_of(layer), self._cache.shape.head_dim
+        turns = self._cos[kind].data_ptr(), self._sin[kind].data_ptr()
+        weights = tuple(weight.data_ptr() for weight in norms) if norms else (0, 0)
+        all_heads = norms is not None and len(norms[0]) != dim
+        numbers = int(all_heads), self._shape.norm_eps, self._shape.score_factor
+        values = (*self._of(layer), qkv.data_ptr(), *self._where, *turns, *weights, *numbers)
+        self._launcher.launch(self._write, qkv, values)
+
+    def attend(
+        self, layer: int, tiles: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> None:
+        values = (*self._of(layer), out.data_ptr(), tiles.data_ptr(), self._shape.windows[layer])
+        values = (*values, 0 if sinks is None else sinks.data_ptr())
+        self._launcher.launch(self._attend, tiles, values, self._cache.shape.kv_heads)
+
+    def _of(self, layer: int) -> tuple[int, ...]:
+        place, table = self._shape.place_of(layer), self._tables[self._shape.table_of(layer)]
+        keys, values = self._cache.keys[place], self._cache.values[place]
+        return keys.data_ptr(), values.data_ptr(), table.data_ptr(), table.stride(0), *self._shared

@@ -1,0 +1,227 @@
+"""Recorded kernels, replayed without Python in between: with few rows, Python would take more time than the kernels.
+
+Each recorded call has a prepared argument block, whose addresses do not change. Only numbers of rows differ from run to
+run; a call reads its number from the cell of its kind of rows.
+
+Between sequences of kernels, a recording calls functions of the host. If such a function allocates its result, the
+recorded buffer is a placeholder: the address of the result is written to the argument blocks of the kernels that read
+it.
+"""
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, cast
+
+import numpy as np
+import torch
+from numba import carray, njit
+from numpy.typing import NDArray
+
+from services.worker.kernels.cpu import thread_team
+from services.worker.kernels.cpu.compiled import raw
+from services.worker.kernels.cpu.thread_team import HEADER, Kernel
+from services.worker.kernels.interface.buffers import Buffers
+from services.worker.kernels.interface.recording import Captured
+
+T = TypeVar("T")
+Cell = NDArray[np.int64]
+"""int64[1]: a number of rows."""
+_CALL = np.dtype(
+    [
+        ("function", np.int64),
+        ("block", np.int64),
+        ("rows", np.int64),  # address of a `Cell`
+        ("items", np.int64),  # for each `chunk` rows
+        ("chunk", np.int64),
+        ("rows_field", np.int64),  # address in the block that gets the number of rows, or 0
+        ("cost", np.int64),
+    ]
+)
+REPLAY = [
+    ("calls", np.int64),  # _CALL[number]
+    ("number", np.int64),
+    ("share", np.int64),  # see `thread_team.shared`
+    ("among", np.int64),
+]
+_REPLAY = np.dtype(HEADER + REPLAY, align=True)
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+@njit(inline="always")
+def run(calls, number, share, among):  # type: ignore[no-untyped-def]
+    """Run recorded calls in order; the last two are what `thread_team.shared` returns."""
+    every = carray(raw.pointer(calls), (number,), _CALL)
+    for i in range(number):
+        one = every[i]
+        rows = raw.i64_at(one.rows, 1)[0]
+        header = raw.i64_at(one.block, 2)
+        header[0], header[1] = 0, one.items * ((rows + one.chunk - 1) // one.chunk)
+        if one.rows_field != 0:
+            raw.i64_at(one.rows_field, 1)[0] = rows
+        if share == 0 or one.items * rows < 2 * one.cost:
+            raw.call(one.function, one.block)
+        else:
+            raw.call_shared(share, one.function, one.block, among)
+
+
+def replay_kernel() -> Kernel:
+    """Runs a whole sequence. Other threads may share its kernels."""
+
+    def replay(address):  # type: ignore[no-untyped-def]
+        a = carray(raw.pointer(address), 1, _REPLAY)[0]
+        run(a.calls, a.number, a.share, a.among)
+
+    return Kernel(replay, REPLAY, cost=1)
+
+
+class Sequence:
+    """Recorded kernels that follow one another. For one calling thread."""
+
+    def __init__(self, replay: Kernel, beside_torch: bool) -> None:
+        self._kernels: list[Kernel] = []
+        self._calls = np.empty(0, _CALL)
+        self._replay, self._beside_torch = replay.again(), beside_torch
+        self._filled: tuple[int, ...] = ()
+
+    def add(
+        self, kernel: Kernel, values: tuple[Any, ...], rows: Cell, items: int, chunk: int, field: str
+    ) -> Kernel:
+        """Append `kernel` with `values` for its fields. Return a copy with an argument block of its own.
+
+        Args:
+            items: for each `chunk` rows, or part of it
+            field: of the kernel, that gets the number of rows; empty: none
+        """
+        own = kernel.again()
+        own.fill(values)
+        rows_field = own.address_of(field) if field else 0
+        call = np.array(
+            [(own.function, own.address, rows.ctypes.data, items, chunk, rows_field, own.cost)], _CALL
+        )
+        self._kernels.append(own)
+        self._calls = np.concatenate((self._calls, call))
+        return own
+
+    @property
+    def calls(self) -> tuple[int, int]:
+        """Address and number of the calls; valid until another call is added."""
+        return self._calls.ctypes.data, len(self._calls)
+
+    def run(self) -> None:
+        values = *self.calls, *thread_team.shared(self._beside_torch)
+        if values != self._filled:
+            self._replay.fill(values)
+            self._filled = values
+        self._replay.call()
+
+
+class Placeholder:
+    """A buffer that represents results in other memory."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.tensor = buffer
+        """The last result; kept so that its memory stays valid until the next one."""
+
+
+class HostCall:
+    """A function of the host inside a recording.
+
+    Args:
+        x: a buffer or a placeholder
+        out: the buffer that the result is copied to, or the placeholder of the result
+    """
+
+    def __init__(
+        self, function: Function, x: torch.Tensor | Placeholder, out: torch.Tensor | Placeholder, rows: Cell
+    ) -> None:
+        self._function, self._x, self._out, self._rows = function, x, out, rows
+        self.readers: list[Cell] = []
+        """Argument fields that get the address of a placeholder's result."""
+
+    def run(self) -> None:
+        rows = int(self._rows[0])
+        x = self._x.tensor if isinstance(self._x, Placeholder) else self._x
+        result = self._function(x[:rows])
+        if isinstance(self._out, torch.Tensor):
+            self._out[:rows] = result
+            return
+        self._out.tensor, at = result, result.data_ptr()
+        for reader in self.readers:
+            reader[0] = at
+
+
+class KernelRecorder:
+    """A recording that is being made."""
+
+    def __init__(self, buffers: Buffers, replay: Kernel, beside_torch: bool) -> None:
+        self._buffers, self._replay, self._beside_torch = buffers, replay, beside_torch
+        self.cells = {kind: np.zeros(1, np.int64) for kind in buffers.capacity}
+        self.parts: list[Sequence | HostCall] = []
+        self._placeholders: dict[int, Placeholder] = {}
+        self._writers: dict[int, HostCall] = {}
+        """The last call whose result a placeholder represents. Both dictionaries are by address."""
+
+    def add(
+        self,
+        kernel: Kernel,
+        counted: torch.Tensor,
+        values: tuple[Any, ...],
+        items: int = 1,
+        chunk: int = 1,
+        field: str = "",
+    ) -> None:
+        """Append a kernel over the rows of the buffer `counted`; the rest as for `Sequence.add`."""
+        last = self.parts[-1] if self.parts else None
+        if not isinstance(last, Sequence):
+            self.parts.append(last := Sequence(self._replay, self._beside_torch))
+        own = last.add(kernel, values, self._cell(counted), items, chunk, field)
+        for number, value in enumerate(values):
+            if value in self._writers:
+                self._writers[value].readers.append(own.cell_of(number))
+
+    def call(self, function: Function, x: torch.Tensor, out: torch.Tensor, in_place: bool) -> None:
+        """Append a call of the host. `in_place`: its result is copied to `out`; otherwise `out` is its placeholder."""
+        at, source = out.data_ptr(), self._placeholders.get(x.data_ptr(), x)
+        target = out if in_place else self._placeholders.setdefault(at, Placeholder(out))
+        part = HostCall(function, source, target, self._cell(x))
+        if not in_place:
+            self._writers[at] = part
+        self.parts.append(part)
+
+    def in_place_of(self, result: object) -> object:
+        """Return the result of a recorded function, or its placeholder."""
+        if isinstance(result, torch.Tensor):
+            return self._placeholders.get(result.data_ptr(), result)
+        return result
+
+    def _cell(self, counted: torch.Tensor) -> Cell:
+        return self.cells[self._buffers.kind_of(counted)]
+
+
+class CpuRecording(Generic[T]):
+    """A `Recording`: sequences of kernels, and between them functions of the host."""
+
+    def __init__(self, recorder: KernelRecorder, result: T) -> None:
+        self._cells, self._parts, self._result = recorder.cells, recorder.parts, result
+        self._placeholder = recorder.in_place_of(result)
+
+    def run(self, **counts: int) -> T:
+        for kind, count in counts.items():
+            self._cells[kind][0] = count
+        for part in self._parts:
+            part.run()
+        if isinstance(self._placeholder, Placeholder):
+            return cast(T, self._placeholder.tensor)
+        return self._result
+
+    def capture(self, progress: Captured) -> int:
+        """Do nothing: the operations are recorded."""
+        return 0
+
+    def single(self, kind: str) -> tuple[int, int, int]:
+        """Return the arguments of the kernel that runs this recording: address and number of its calls, cell of `kind`.
+
+        Raises: ValueError, when the recording calls functions of the host.
+        """
+        if len(self._parts) != 1 or not isinstance(sequence := self._parts[0], Sequence):
+            raise ValueError("a kernel can only run a recording of kernels")
+        return (*sequence.calls, self._cells[kind].ctypes.data)

@@ -1,0 +1,79 @@
+"""Sampling with compiled kernels."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from services.worker.kernels.cpu.compiled.choosing import draw_kernel, greedy_kernel
+from services.worker.kernels.cpu.compiled.logit_rules import mask_kernel
+from services.worker.kernels.cpu.compiled.logprobs import logprobs_kernel
+from services.worker.kernels.cpu.logit_rules import CpuLogitRules
+from services.worker.kernels.interface.arrays import I32
+from services.worker.kernels.interface.logit_rules import LogitRules
+from services.worker.kernels.interface.sampling import DrawColumns, ScoredTokens
+from services.worker.sampling.noise import keys
+from services.worker.sampling.reference import GREEDY_BELOW
+
+
+class CpuSampling:
+    """`SamplingKernels`. For one calling thread."""
+
+    def __init__(self) -> None:
+        self._greedy, self._draw, self._mask = greedy_kernel(), draw_kernel(), mask_kernel()
+        self._logprobs = logprobs_kernel()
+
+    def logit_rules(self, num_slots: int, vocab_size: int, history: torch.Tensor) -> LogitRules:
+        return CpuLogitRules(num_slots, vocab_size, history)
+
+    def apply_bitmask(self, logits: torch.Tensor, rows: I32, words: I32) -> None:
+        addresses = rows.ctypes.data, words.ctypes.data
+        self._mask.run(len(rows), (logits.data_ptr(), logits.shape[1], *addresses))
+
+    def greedy(self, logits: torch.Tensor) -> torch.Tensor:
+        ids = torch.empty(len(logits), dtype=torch.int32)
+        self._greedy.run(len(logits), (logits.data_ptr(), 0, logits.shape[1], ids.data_ptr()))
+        return ids
+
+    def choose(self, logits: torch.Tensor, columns: DrawColumns) -> torch.Tensor:
+        draws = columns.temperature >= GREEDY_BELOW
+        if not draws.any():
+            return self.greedy(logits)
+        if draws.all():
+            return torch.from_numpy(self._drawn(logits, np.arange(len(logits), dtype=np.int32), columns))
+        ids = np.empty(len(logits), np.int32)
+        if len(rows := np.flatnonzero(~draws).astype(np.int32)):
+            ids[rows] = self._greatest(logits, rows)
+        rows = np.flatnonzero(draws).astype(np.int32)
+        ids[rows] = self._drawn(logits, rows, columns)
+        return torch.from_numpy(ids)
+
+    def _greatest(self, logits: torch.Tensor, rows: I32) -> I32:
+        ids = np.empty(len(rows), np.int32)
+        addresses = logits.data_ptr(), rows.ctypes.data
+        self._greedy.run(len(rows), (*addresses, logits.shape[1], ids.ctypes.data))
+        return ids
+
+    def _drawn(self, logits: torch.Tensor, rows: I32, columns: DrawColumns) -> I32:
+        ids = np.empty(len(rows), np.int32)
+        chosen: list[NDArray[Any]] = [*columns]
+        if len(rows) < len(logits):
+            chosen = [column[rows] for column in columns]
+        *filters, seed, position = chosen
+        drawn = [*filters, *keys(seed, position), ids]
+        addresses = logits.data_ptr(), rows.ctypes.data
+        self._draw.run(len(rows), (*addresses, logits.shape[1], *(column.ctypes.data for column in drawn)))
+        return ids
+
+    def logprobs(self, logits: torch.Tensor, rows: I32, tokens: torch.Tensor, tops: I32) -> ScoredTokens:
+        vocab_size = logits.shape[1]
+        counts = tops + np.int32(1)
+        firsts = np.cumsum(counts, dtype=np.int32) - counts
+        entries = int(counts.sum())
+        ids, values = np.empty(entries, np.int32), np.empty(entries, np.float32)
+        token_ranks = np.empty(len(rows), np.int32)
+        columns = rows, tokens.numpy(), tops, firsts, ids, values, token_ranks
+        addresses = (column.ctypes.data for column in columns)
+        self._logprobs.run(len(rows), (logits.data_ptr(), vocab_size, *addresses, entries))
+        return ScoredTokens(counts, *map(torch.from_numpy, (ids, values, token_ranks)))

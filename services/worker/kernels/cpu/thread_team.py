@@ -1,0 +1,169 @@
+"""Compiled kernels, run by the calling thread alone or shared with others.
+
+A kernel is a C function of one address. Every thread that shares it calls the function, and takes items from the
+counter at that address until none are left.
+"""
+
+import copy
+import ctypes
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numba import cfunc, njit
+from numba.core import types
+from numpy.typing import NDArray
+
+from services.worker.kernels.cpu.compiled.raw import fetch_add
+from services.worker.kernels.cpu.helpers import SHARE, Helpers
+
+HEADER = [("next", np.int64), ("items", np.int64)]
+"""First fields of every argument block: the counter, and the number of items."""
+Share = tuple[int, int]
+"""The address of a function like `GOMP_parallel(function, data, threads, flags)`, and its third argument."""
+ALONE: Share = (0, 0)
+"""Not shared."""
+
+
+@njit(inline="always")
+def take(address):  # type: ignore[no-untyped-def]
+    """Take the next item."""
+    return fetch_add(address, 1)
+
+
+def openmp_address() -> int:
+    """Address of `GOMP_parallel`; 0 where torch has another library."""
+    try:
+        return ctypes.cast(ctypes.CDLL("libgomp.so.1").GOMP_parallel, ctypes.c_void_p).value or 0
+    except (OSError, AttributeError):
+        return 0
+
+
+_OPENMP = openmp_address()
+_SHARE = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32)
+_CALLABLE = {address: _SHARE(address) for address in (_OPENMP, SHARE) if address}
+
+
+class _ThreadHelpers(threading.local):
+    """The helpers of each calling thread."""
+
+    helpers: Helpers | None = None
+
+
+_own = _ThreadHelpers()
+_threads = 1
+
+
+def set_num_threads(number: int) -> None:
+    """Set the number of threads of each kernel in this process, including the calling thread."""
+    global _threads
+    _threads = number if sys.platform == "linux" else 1
+
+
+def shared(beside_torch: bool = False) -> Share:
+    """Return how the calling thread shares a kernel with others.
+
+    Args:
+        beside_torch: operations of torch run before and after the kernel. The kernel is then shared with torch's OpenMP
+            threads, which spin between operations.
+    """
+    if beside_torch:
+        threads = torch.get_num_threads()
+        return (_OPENMP, threads) if _OPENMP and threads > 1 else ALONE
+    if not (others := _threads - 1):
+        return ALONE
+    if _own.helpers is None or _own.helpers.number != others:
+        _own.helpers = None  # they leave first
+        _own.helpers = Helpers(others)
+    return SHARE, _own.helpers.state
+
+
+_compiled: dict[tuple[object, ...], Any] = {}
+"""A body's code and the values that it refers to -> numba's cfunc.
+
+Each model and drafter of a process makes its kernels, and numba reads a kernel from its files in 5 to 10 ms.
+"""
+
+
+def compiled(body: Callable[[int], None]) -> Any:
+    """Return numba's cfunc of a body: compiled, read from the compile cache, or made before by this process."""
+    values = [cell.cell_contents for cell in body.__closure__ or ()]
+    key = (body.__code__, *values, *map(type, values))
+    if key not in _compiled:
+        _compiled[key] = cfunc(types.void(types.int64), nopython=True, cache=True)(body)
+    return _compiled[key]
+
+
+class Kernel:
+    """A compiled kernel and its argument block. For one calling thread.
+
+    Args:
+        body: `body(address)` in numba's subset of Python; `address` is that of the argument block.
+        fields: names and types of its arguments, after `HEADER`; pointers are int64.
+        cost: smallest amount of work for which another thread is used, in items or in the unit of `run`'s `work`.
+        beside_torch: see `shared`
+    """
+
+    def __init__(
+        self,
+        body: Callable[[int], None],
+        fields: list[tuple[str, Any]],
+        cost: int,
+        beside_torch: bool = False,
+    ) -> None:
+        self._compiled = compiled(body)
+        self._call = ctypes.CFUNCTYPE(None, ctypes.c_int64)(self._compiled.address)
+        self.function: int = self._compiled.address
+        self.cost, self._fields, self._beside_torch = (
+            cost,
+            np.dtype(HEADER + fields, align=True),
+            beside_torch,
+        )
+        self.renew_arguments()
+
+    def renew_arguments(self) -> None:
+        """Allocate a new argument block."""
+        self._block = np.zeros(1, self._fields)
+        self.address: int = self._block.ctypes.data
+        self.args = self._block[0]
+
+    def again(self) -> Self:
+        """Return the same code with another argument block."""
+        other = copy.copy(self)
+        other.renew_arguments()
+        return other
+
+    def again_for(self, worth: int, work: int) -> Self:
+        """As `again`, for units of `work` operations, of which `worth` operations are worth another thread."""
+        other = self.again()
+        other.cost = -(-worth // work)
+        return other
+
+    def address_of(self, field: str) -> int:
+        """Return the address of a field of the argument block."""
+        offset = self._block.dtype.fields[field][1]  # type: ignore[index]
+        return self.address + int(offset)
+
+    def cell_of(self, number: int) -> NDArray[np.int64]:
+        """Argument `number` of the block as int64[1]; it is an address."""
+        return self._block[self._fields.names[len(HEADER) + number]]  # type: ignore[index]
+
+    def call(self) -> None:
+        """Run on the calling thread with the present argument block."""
+        self._call(self.address)
+
+    def fill(self, values: tuple[Any, ...], items: int = 0) -> None:
+        """Set the argument block to the values of the fields, in order."""
+        self._block[0] = (0, items, *values)
+
+    def run(self, items: int, values: tuple[Any, ...], work: int = 0) -> None:
+        """Run over `items` items with the values of the fields, in order. `work`: the amount of work; 0: the items."""
+        self.fill(values, items)
+        share, among = ALONE if (work or items) < 2 * self.cost else shared(self._beside_torch)
+        if share:
+            _CALLABLE[share](self.function, self.address, among, 0)
+        else:
+            self._call(self.address)

@@ -1,0 +1,74 @@
+"""The implementation for CUDA devices."""
+
+from collections.abc import Callable
+
+import torch
+
+from services.worker.device.interface import ComputeDevice
+from services.worker.kernels.cuda.attention import num_processors
+from services.worker.kernels.cuda.attention_buffers import AttentionBuffers
+from services.worker.kernels.cuda.drafting import CudaDrafting, lookup_bytes
+from services.worker.kernels.cuda.graph_plan import GraphPlan
+from services.worker.kernels.cuda.graphs import CudaGraphs, GraphMaker
+from services.worker.kernels.cuda.logit_rules import counts_bytes
+from services.worker.kernels.cuda.network import CudaNetwork
+from services.worker.kernels.cuda.rows import CudaRows
+from services.worker.kernels.cuda.sampling import CudaSampling, sampling_bytes
+from services.worker.kernels.interface.drafting import DraftingKernels
+from services.worker.kernels.interface.network import NetworkKernels
+from services.worker.kernels.interface.rows import RowKernels
+from services.worker.kernels.interface.sampling import SamplingKernels
+from services.worker.kernels.interface.workspaces import EpochSizes, Uses
+
+
+class CudaKernels:
+    """`Kernels`
+
+    Args:
+        activations, dtype: of products, and of weights and KV cache; equal
+        eager: launch the kernels of decode steps one by one instead of replaying graphs
+        graphs: for tests, makes the graphs of an epoch; by default CUDA graphs, where the device has them
+    """
+
+    def __init__(
+        self,
+        activations: torch.dtype,
+        dtype: torch.dtype,
+        device: ComputeDevice,
+        eager: bool = False,
+        graphs: Callable[[], GraphMaker] | None = None,
+    ) -> None:
+        assert activations == dtype, "products on the device have operands of one dtype"
+        self.device, self._activations = device, activations
+        if graphs is None and not eager and device.where.type == "cuda":
+            graphs = CudaGraphs
+        self._captures = graphs is not None
+        self.network: NetworkKernels = CudaNetwork(activations, device, graphs)
+        self.rows: RowKernels = CudaRows(device)
+        self.sampling: SamplingKernels = CudaSampling(device)
+        self.drafting: DraftingKernels = CudaDrafting(device)
+
+    def float32_network(self) -> NetworkKernels:
+        return CudaNetwork(torch.float32, self.device)
+
+    def workspaces(self, sizes: EpochSizes) -> Uses:
+        """Graphs are an estimate; the log has what they take."""
+        shape, cache, sampled = sizes.attention, sizes.cache, sizes.rows["sampled"]
+        processors, meta = num_processors(self.device.where), torch.device("meta")
+        group = shape.heads // cache.kv_heads
+        attention = AttentionBuffers(
+            *(shape.heads, group, shape.head_dim, sizes.rows["tokens"], self._activations, processors, meta),
+            len(shape.frequencies),
+        )
+        rotations = shape.frequencies, shape.amplitudes
+        plan = GraphPlan.for_rows(min(sizes.rows.values()) if self._captures else 0)
+        return {
+            "attention": attention.num_bytes + sum(each.nbytes for each in rotations if each is not None),
+            "sampling": sampling_bytes(sampled, sizes.vocab_size),
+            "penalties": counts_bytes(sampled, sizes.vocab_size),
+            "drafts": lookup_bytes(sizes.num_slots, sizes.max_model_len) if sizes.num_drafts else 0,
+            "graphs": plan.num_bytes(cache.layers),
+        }
+
+    def use_threads(self, number: int) -> None:
+        """Do nothing: kernels run on the device."""

@@ -1,0 +1,150 @@
+"""The rows of a step: the host's columns are uploaded, tokens stay on the device."""
+
+import numpy as np
+import torch
+import triton
+from numpy.typing import NDArray
+
+from services.worker.batch.row_check import CountRows, count_rows
+from services.worker.batch.slots import Rows
+from services.worker.device.interface import ComputeDevice
+from services.worker.kernels.cuda.attention import TILE
+from services.worker.kernels.cuda.compiled.layout import layout_kernel
+from services.worker.kernels.cuda.graph_plan import padded_rows
+from services.worker.kernels.host_history import place_masks
+from services.worker.kernels.interface.arrays import I32
+from services.worker.kernels.interface.rows import (
+    BatchTensors,
+    SettledRows,
+    SlotDrafts,
+    Verified,
+)
+
+_AT_ONCE = 256
+
+
+class CudaRows:
+    """`RowKernels`. Frontiers and proposed drafts (`SlotDrafts`) are tensors of the host."""
+
+    tile = TILE
+    count_rows: CountRows = staticmethod(count_rows)
+    place_masks = staticmethod(place_masks)
+
+    def __init__(self, device: ComputeDevice) -> None:
+        self._device = device
+
+    def spread(self, counts: I32) -> tuple[I32, I32]:
+        owners = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        firsts = np.cumsum(counts, dtype=np.int32) - counts
+        return owners, np.arange(len(owners), dtype=np.int32) - firsts[owners]
+
+    # -- the token history -----------------------------------------------------------------------------------------
+
+    def write_prompt(self, history: torch.Tensor, slot: int, tokens: I32) -> None:
+        (ids,) = self._device.upload(tokens)
+        history[slot, : len(tokens)].copy_(ids)
+
+    def write_tokens(self, history: torch.Tensor, slots: I32, positions: I32, ids: torch.Tensor) -> None:
+        limit, inside = history.shape[1], np.flatnonzero(positions < history.shape[1])
+        columns = [_places(slots[inside], positions[inside], limit)]
+        if not len(inside):
+            return
+        if len(inside) < len(slots):
+            columns.append(inside)
+        places, *kept = self._device.upload(*columns)
+        history.view(-1).scatter_(0, places, ids.index_select(0, kept[0]) if kept else ids)
+
+    def read_tokens(self, history: torch.Tensor, slots: I32, positions: I32) -> torch.Tensor:
+        (places,) = self._device.upload(_places(slots, positions, history.shape[1]))
+        return history.view(-1).index_select(0, places)
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def lay_out(
+        self, rows: Rows, history: torch.Tensor | None, vocab_size: int, batch: BatchTensors
+    ) -> tuple[int, int]:
+        """Ids are not checked, because the host does not wait for them. Padding rows follow (graph_plan.py)."""
+        slots, positions = _tokens_of(self, rows)
+        tiles, sampled = _tiles_of(self, rows), _sampled_of(self, rows)
+        counts = len(slots), len(tiles), len(sampled)
+        buffers = batch.ids, batch.slots, batch.positions, batch.tiles, batch.sampled
+        kinds = batch.slots, batch.tiles, batch.sampled
+        padded = [padded_rows(number, len(buffer)) for number, buffer in zip(counts, kinds, strict=True)]
+        reads = history is not None
+        columns = self._device.upload(slots, positions, tiles.reshape(-1), sampled)
+        limit = 0 if history is None else history.shape[1]
+        grid = (triton.cdiv(max(padded[0], 4 * padded[1], padded[2], 1), _AT_ONCE),)
+        layout_kernel[grid](
+            *(*columns, batch.ids if history is None else history, *buffers, *counts, *padded, limit),
+            reads=reads,
+            at_once=_AT_ONCE,
+        )
+        return counts[1], counts[2]
+
+    def settle(self, rows: Rows, drafts: SlotDrafts, history: torch.Tensor) -> tuple[SettledRows | None, int]:
+        frontier, proposed, tokens = (tensor.numpy() for tensor in drafts)
+        here = frontier[rows.slots]
+        early = np.flatnonzero(here > rows.starts)
+        if len(early):
+            return None, int(early[0])
+        starts = np.where(here >= 0, here, rows.starts)
+        number = np.minimum(rows.drafts, proposed[rows.slots])
+        counts = rows.counts - rows.drafts + number
+        ends = starts + counts
+        owners, offsets = self.spread(number)
+        if len(owners):
+            slots, positions = rows.slots[owners], ends[owners] - number[owners] + offsets
+            (ids,) = self._device.upload(tokens[slots, offsets])
+            self.write_tokens(history, slots, positions, ids)
+        frontier[rows.slots], proposed[rows.slots] = ends, 0
+        return SettledRows(starts, counts, number), -1
+
+    def verify(
+        self, slots: I32, firsts: I32, drafts: I32, acceptable: I32, ids: torch.Tensor, history: torch.Tensor
+    ) -> Verified:
+        """Waits for the device: the host plans with the number of accepted drafts."""
+        drafted = np.minimum(drafts, acceptable)
+        most = np.minimum(drafted, history.shape[1] - firsts).clip(min=0).astype(np.int32)
+        owners, offsets = self.spread(most)
+        begins = np.cumsum(drafts + 1) - drafts - 1
+        places = _places(slots[owners], firsts[owners] + offsets, history.shape[1])
+        sampled, expected = self._device.upload(begins[owners] + offsets, places)
+        here = ids.index_select(0, sampled) == history.view(-1).index_select(0, expected)
+        (equal,) = self._device.download(here).get()
+        counts = np.ones(len(slots), np.int32)
+        firsts_of = np.cumsum(most) - most
+        for row in np.flatnonzero(most).tolist():
+            matches = equal[firsts_of[row] : firsts_of[row] + most[row]]
+            counts[row] += int(matches.argmin()) if not matches.all() else len(matches)
+        stays = np.arange(len(ids)) - np.repeat(begins, drafts + 1) < np.repeat(counts, drafts + 1)
+        return Verified(counts, drafted, stays)
+
+
+def _places(slots: I32, positions: I32, limit: int) -> NDArray[np.int64]:
+    """int64[tokens]: indices in a flat history."""
+    return slots.astype(np.int64) * limit + positions
+
+
+def _tokens_of(kernels: CudaRows, rows: Rows) -> tuple[I32, I32]:
+    """int32[tokens] each: slot and position."""
+    if (rows.counts == 1).all():
+        return np.ascontiguousarray(rows.slots), np.ascontiguousarray(rows.starts)
+    owners, offsets = kernels.spread(rows.counts)
+    return rows.slots[owners], rows.starts[owners] + offsets
+
+
+def _tiles_of(kernels: CudaRows, rows: Rows) -> I32:
+    """int32[tiles, 4], see `BatchTensors`"""
+    owners, offsets = kernels.spread(-(-rows.counts // TILE))
+    firsts, offsets = np.cumsum(rows.counts) - rows.counts, offsets * TILE
+    counts = np.minimum(rows.counts[owners] - offsets, TILE)
+    columns = rows.slots[owners], rows.starts[owners] + offsets, firsts[owners] + offsets, counts
+    return np.stack(columns, 1).astype(np.int32)
+
+
+def _sampled_of(kernels: CudaRows, rows: Rows) -> I32:
+    """int32[sampled]: indices of the last token of each sampling row, and of its drafts."""
+    drafts = rows.drafts[rows.samples]
+    owners, offsets = kernels.spread(drafts + np.int32(1))
+    ends = np.cumsum(rows.counts)[rows.samples]
+    return (ends[owners] - 1 - drafts[owners] + offsets).astype(np.int32)

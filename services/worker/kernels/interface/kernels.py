@@ -1,0 +1,35 @@
+"""One implementation of all operations."""
+
+from typing import Protocol
+
+from services.worker.device.interface import ComputeDevice
+from services.worker.kernels.interface.drafting import DraftingKernels
+from services.worker.kernels.interface.network import NetworkKernels
+from services.worker.kernels.interface.rows import RowKernels
+from services.worker.kernels.interface.sampling import SamplingKernels
+from services.worker.kernels.interface.workspaces import EpochSizes, Uses
+
+
+class Kernels(Protocol):
+    """One implementation, for a model in one dtype. Each group is for one calling thread."""
+
+    device: ComputeDevice
+    """Device that computes; operands of the model are on it."""
+    network: NetworkKernels
+    """The network with the activations that the selection chose for the model's dtype."""
+    rows: RowKernels
+    sampling: SamplingKernels
+    drafting: DraftingKernels
+
+    def float32_network(self) -> NetworkKernels:
+        """Return another network, with float32 activations over a cache in the model's dtype."""
+        ...
+
+    def workspaces(self, sizes: EpochSizes) -> Uses:
+        """Return the most memory of the device that the operations of a step take beside their operands; nothing where
+        the memory is the host's."""
+        ...
+
+    def use_threads(self, number: int) -> None:
+        """Compute with `number` threads in this process, including the calling thread."""
+        ...

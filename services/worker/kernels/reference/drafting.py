@@ -1,0 +1,110 @@
+"""Proposals of tokens in plain Python."""
+
+import numpy as np
+import torch
+
+from protocol.steps import NO_DRAFT
+from services.worker.kernels.interface.arrays import I32
+from services.worker.kernels.interface.drafting import (
+    DraftLayout,
+    DraftLimits,
+    DraftRows,
+    DraftTensors,
+)
+from services.worker.kernels.interface.recording import Recording
+
+
+class ReferenceDrafting:
+    """`DraftingKernels`"""
+
+    def lookup(
+        self, history: torch.Tensor, slots: I32, lengths: I32, sizes: range, k: int, min_acceptance: float
+    ) -> I32:
+        found = np.full((len(slots), k), NO_DRAFT, np.int32)
+        for row, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
+            tokens = history[slot, :length].tolist()
+            if (match := _longest_match(tokens, sizes)) is None:
+                continue
+            after, size = match
+            chance = np.float32(1)
+            for j in range(k):
+                chance *= np.float32(size) / np.float32(size + 1)
+                if chance < np.float32(min_acceptance):
+                    break
+                tokens.append(tokens[after + j])
+                found[row, j] = tokens[-1]
+        return found
+
+    def lay_out(
+        self, rows: DraftRows, history: torch.Tensor, limits: DraftLimits, tensors: DraftTensors
+    ) -> DraftLayout:
+        place = row = sampled = 0
+        columns = zip(
+            *(c.tolist() for c in (rows.slots, rows.starts, rows.counts, rows.samples)), strict=True
+        )
+        for slot, start, count, samples in columns:
+            end = start + count
+            for position in range(start, min(end, limits.position)):
+                tensors.slots[place], tensors.positions[place] = slot, position
+                tensors.ids[place] = history[slot, min(position + 1, history.shape[1] - 1)]
+                place += 1
+            if not samples:
+                continue
+            held = int(rows.num_blocks[slot]) * rows.block_size
+            room = min(limits.position - 1 - end, held - end + 1, limits.k)
+            if room > 0:
+                tensors.last[row], tensors.room[row], tensors.owner[row] = place - 1, room, sampled
+                tensors.sharpness[row] = 1 / float(np.hypot(rows.temperature[slot], limits.error))
+                tensors.chance[row] = 1
+                tensors.tiles[row] = torch.tensor([slot, end - 1, place - 1, 1])
+                row += 1
+            sampled += 1
+        return DraftLayout(place, row)
+
+    def draft(
+        self,
+        places: Recording[None],
+        rows: Recording[None],
+        tensors: DraftTensors,
+        layout: DraftLayout,
+        min_acceptance: float,
+        tokens: torch.Tensor | None,
+        proposed: I32,
+    ) -> None:
+        t, k, (num_places, num_rows) = tensors, proposed.shape[1], layout
+        for number in range(max(k, 1)):
+            places.run(places=num_places)
+            if not num_rows or not k:
+                return
+            rows.run(rows=num_rows)
+            chance = t.chance[:num_rows] * t.sure[:num_rows]
+            likely = chance >= min_acceptance
+            ids = t.chosen[:num_rows] if tokens is None else tokens[t.chosen[:num_rows].long()]
+            proposed[t.owner[:num_rows][likely].numpy(), number] = ids[likely].numpy()
+            going = (likely & (t.room[:num_rows] > number + 1)).nonzero()[:, 0]
+            if number + 1 == k:
+                return
+            num_places = num_rows = _continue(t, going, ids[going], chance[going])
+
+
+def _longest_match(tokens: list[int], sizes: range) -> tuple[int, int] | None:
+    """Return the end and the size of the longest earlier occurrence of the last tokens; among equals the last one."""
+    for size in reversed(sizes):
+        for first in range(len(tokens) - size - 1, -1, -1):
+            if tokens[first : first + size] == tokens[-size:]:
+                return first + size, size
+    return None
+
+
+def _continue(t: DraftTensors, going: torch.Tensor, ids: torch.Tensor, chance: torch.Tensor) -> int:
+    """Make rows `going` the rows and the places of the next round, with the tokens drafted last; returns how many."""
+    left = len(going)
+    for column in (t.room, t.owner, t.sharpness):
+        column[:left] = column[going]
+    t.chance[:left], t.ids[:left], t.hidden[:left] = chance, ids, t.yielded[going]
+    at = torch.arange(left, dtype=torch.int32)
+    t.slots[:left], t.positions[:left], t.last[:left] = t.tiles[going, 0], t.tiles[going, 1] + 1, at
+    t.tiles[:left] = torch.stack(
+        (t.slots[:left], t.positions[:left], at, torch.ones(left, dtype=torch.int32)), 1
+    )
+    return left
