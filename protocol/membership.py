@@ -24,6 +24,7 @@ from protocol.block_names import NamedBlocks
 from protocol.epochs import EpochId, RegisteredEpoch
 from protocol.fields import MAX_ITEMS, Bytes, Count, Finite, Fraction, Name, StepId, Text
 from protocol.kv_groups import KVGroups
+from protocol.pooling import PoolingModel
 
 
 class Shard(msgspec.Struct, array_like=True, frozen=True):
@@ -164,6 +165,9 @@ class Loaded(msgspec.Struct, array_like=True, frozen=True, tag="loaded"):
     rank. It fetches from them, too. "": neither."""
     drops_blocks: bool = False
     """True: this rank knows `LoadBlocks.dropped`."""
+    pooling: PoolingModel | None = None
+    """What the model computes instead of text; None: it generates text. `max_model_len` is then one more than the
+    longest prompt, because the result takes the place of a token."""
 
 
 class InitializeCache(msgspec.Struct, array_like=True, frozen=True, tag="init_cache"):

@@ -14,6 +14,7 @@ from protocol.epochs import Incarnation
 from protocol.fields import MAX_ITEMS, Count, Duration, Fraction, Int32, Name, Number, Text
 from protocol.logprobs import Logprobs
 from protocol.lora import LoRAAdapter, salt_of
+from protocol.pooling import PoolingModel, PoolingParams
 from protocol.records import CachedBlocks, RequestTimes, StepRecords, Subscribe
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 
@@ -71,6 +72,8 @@ class GenerateRequest(msgspec.Struct, array_like=True, frozen=True, tag="generat
     """`EngineState.kv_peers` of another engine that may have KV blocks of the request's prefix; []: none is known."""
     lora: LoRAAdapter | None = None
     """None: the model itself."""
+    pooling_params: PoolingParams | None = None
+    """For `Pooling.MODEL`; None: the defaults."""
 
     @property
     def salt(self) -> str:
@@ -182,7 +185,8 @@ class Embedding(msgspec.Struct, array_like=True, frozen=True):
 
     number: Number
     values: bytes
-    """float32[hidden size], not normalised"""
+    """float32[hidden size], not normalised; for `Pooling.MODEL` float32[size], or float32[tokens, size] row after row
+    for a task of each token"""
 
 
 class RequestOutputs(msgspec.Struct, array_like=True, frozen=True, tag="outputs"):
@@ -266,6 +270,8 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     """`Loaded.kv_peer` of each rank; []: not all have one."""
     controls_cache: bool = False
     """True: the scheduler answers `ControlCache`."""
+    pooling: PoolingModel | None = None
+    """What the model computes instead of text; None: it generates text."""
 
 
 ClientMessage = GenerateRequest | AbortRequest | Subscribe | FrontendAlive | ResetPrefixCache | ControlCache

@@ -218,20 +218,26 @@ class EmbeddingRows(NamedTuple):
 
     slots: I32
     """int32[rows]"""
+    sizes: I32
+    """int32[rows]: numbers of each."""
     values: NDArray[np.float32]
-    """float32[rows, hidden size]"""
+    """float32[sum(sizes)], row after row."""
 
     @classmethod
     def from_message(cls, result: ModelRunnerOutput) -> Self:
         """Raises: ProtocolError"""
         slots, values = unpack(result.embedding_slots), unpack(result.embeddings, np.float32)
-        if not len(slots) or len(values) % len(slots) or _negative(slots):
+        sizes = unpack(result.embedding_sizes)
+        if not result.embedding_sizes and len(slots):
+            sizes = np.full(len(slots), len(values) // len(slots), np.int32)
+        if not len(slots) or len(sizes) != len(slots) or sizes.sum() != len(values) or _negative(slots | sizes):
             raise ProtocolError(f"{len(values)} numbers are no embeddings of {len(slots)} slots")
-        return cls(slots, values.reshape(len(slots), -1))
+        return cls(slots, sizes, values)
 
     def by_slot(self) -> dict[int, bytes]:
-        """Return the bytes of each slot's embedding, float32[hidden size]."""
-        return {slot: row.tobytes() for slot, row in zip(self.slots.tolist(), self.values, strict=True)}
+        """Return the bytes of each slot's embedding, float32[its size]."""
+        rows = np.split(self.values, np.cumsum(self.sizes)[:-1])
+        return {slot: row.tobytes() for slot, row in zip(self.slots.tolist(), rows, strict=True)}
 
 
 class OutputRows(NamedTuple):

@@ -154,7 +154,7 @@ class StructuredOutputParams(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Pooling(enum.IntEnum):
-    """Embedding that a request returns instead of tokens."""
+    """Vector that a request returns instead of tokens."""
 
     NONE = 0
     """No embedding: tokens are generated."""
@@ -162,3 +162,5 @@ class Pooling(enum.IntEnum):
     """The hidden state of the last token."""
     MEAN = 2
     """The mean of the hidden states of all tokens; such a request reads no prefix cache."""
+    MODEL = 3
+    """What the pooler of a `PoolingModel` computes, which serves nothing else."""

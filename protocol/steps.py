@@ -14,6 +14,7 @@ from protocol.epochs import EpochId
 from protocol.fields import MAX_ITEMS, Count, Finite, Fraction, Name, StepId, Text
 from protocol.logprobs import Logprobs
 from protocol.lora import LoRAAdapter
+from protocol.pooling import PoolingParams
 from protocol.sampling import Pooling, SamplingParams
 
 NO_DRAFT = -1
@@ -37,6 +38,8 @@ class NewRequest(msgspec.Struct, array_like=True, frozen=True):
     """The external id, for log lines only."""
     lora: LoRAAdapter | None = None
     """None: the model itself. A step has rows of at most `Assignment.max_loras` adapters (adapter seat)."""
+    pooling_params: PoolingParams | None = None
+    """For `Pooling.MODEL`; None: the defaults."""
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
@@ -209,12 +212,14 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, frozen=True, tag="resul
     embedding_slots: bytes = b""
     """int32[embeddings]: slots of pooling rows with `samples`, in plan order"""
     embeddings: bytes = b""
-    """float32[embeddings, hidden size]"""
+    """float32[embeddings, hidden size], or vectors of the lengths in `embedding_sizes`"""
     drafted: bytes = b""
     """int32[rows]: number of verified drafts, without those that a grammar forbids; b"": no drafts"""
     draft_token_ids: bytes = b""
     """int32[rows, num_speculative_tokens]: drafts for the next step, NO_DRAFT at positions without a draft. Sent only
     for plans with `has_structured_output_requests`, whose masks depend on the drafts."""
+    embedding_sizes: bytes = b""
+    """int32[embeddings]: numbers of each result of a model's own pooler (`Pooling.MODEL`); b"": hidden size each"""
 
 
 class StepReport(msgspec.Struct, array_like=True, frozen=True, tag="report"):

@@ -26,7 +26,7 @@ class StateReports:
             phase=status.phase,
             detail=status.detail,
             progress=status.progress,
-            max_model_len=limits.max_model_len if limits else 0,
+            max_model_len=limits.max_model_len - limits.pools_only if limits else 0,  # no token follows a prompt
             vocab_size=loaded.vocab_size if loaded else 0,
             num_blocks=limits.num_blocks if limits else 0,
             block_size=self._config.block_size,
@@ -42,6 +42,7 @@ class StateReports:
             pids=[os.getpid(), *group.pids],
             kv_peers=[*started.kv_peers] if started else [],
             controls_cache=True,
+            pooling=loaded.pooling if loaded else None,
         )
 
     def _info(self, group: WorkerGroup, started: Started | None) -> dict[str, str]:

@@ -13,6 +13,7 @@ class WatchedPolicy:
     def __init__(self, policy: BatchingPolicy) -> None:
         self.policy = policy
         self._budget = StepBudget(0, 0)
+        self._whole_prompts = False
         self.shown: list[int] = []
         """Slots in the policy's last order."""
         self._first: dict[Request, tuple[int, int]] = {}
@@ -20,7 +21,7 @@ class WatchedPolicy:
 
     def begin(self, view: SchedulerView) -> StepBudget:
         self._first.clear()
-        self._budget = self.policy.begin(view)
+        self._budget, self._whole_prompts = self.policy.begin(view), view.limits.whole_prompts
         demand(1 <= self._budget.tokens <= view.limits.max_num_batched_tokens, "budget range", self._budget)
         return self._budget
 
@@ -47,12 +48,14 @@ class WatchedPolicy:
                 )
             else:
                 demand(slot in self.shown, "policy", f"slot {slot} was left out of the order")
-            demand(count <= budget.chunk, "policy", f"a chunk of {count}, allowed {budget.chunk}")
+            allowed = count <= budget.chunk or self._whole_prompts
+            demand(allowed, "policy", f"a chunk of {count}, allowed {budget.chunk}")
             is_prefill = start < slots.entry[slot]
             sums["prefill" if is_prefill else "decodes"] += count if is_prefill else 1
             sums["tokens"] += count
         for name, total in sums.items():
             most = getattr(budget, name)
-            demand(most is None or total <= most, "budget range", f"{name}: {total}, budget {most}")
+            allowed = most is None or total <= most or self._whole_prompts  # which exceed shares, not the step
+            demand(allowed, "budget range", f"{name}: {total}, budget {most}")
         most = budget.admissions
         demand(most is None or len(entering) <= most, "policy", f"{len(entering)} admissions, allowed {most}")

@@ -79,6 +79,9 @@ class Checker:
             for group in range(len(limits.groups))
             for block in self._table(slot, group)[self._first_block(group, start) :]
         }
+        if limits.whole_prompts:
+            is_whole = bool(step.samples.all()) and not step.starts.any()
+            demand(is_whole, "whole prompt", f"a part of a prompt in step {step.step_id}")
         adapters = {lora for slot in slots if (lora := self.epoch.slots.request(slot).lora) is not None}
         demand(len(adapters) <= limits.max_loras, "adapter seat", f"{len(adapters)} adapters in a step")
         demand(NO_BLOCK not in self._touched[step.step_id], WINDOW, f"step {step.step_id} reads no block")

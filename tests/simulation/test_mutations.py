@@ -112,6 +112,21 @@ def one_adapter_holds_back_another(has_seat: Any, self: StepPlanner, request: Re
     return request.lora is None or not {*running} - {None, request.lora}
 
 
+@FAULTS.add("planner", "admit_waiting")
+def prompts_are_cut(admit: Any, self: StepPlanner, *args: Any) -> None:
+    limits = self.epoch.limits
+    self.epoch.limits = dataclasses.replace(limits, whole_prompts=False)
+    admit(self, *args)
+    self.epoch.limits = limits
+
+
+@FAULTS.add("planner", "admit_waiting")
+def whole_prompts_must_fit_a_chunk(admit: Any, self: StepPlanner, choice: Any, budget: Any, alone: Any) -> None:
+    head = self.store.waiting.head()
+    if not (self.epoch.limits.whole_prompts and head and len(head.token_ids) > budget.chunk):
+        admit(self, choice, budget, alone)
+
+
 @FAULTS.add("request", "__init__")
 def salt_without_the_adapter(init: Any, self: Request, *args: Any, **named: Any) -> None:
     init(self, *args, **named)

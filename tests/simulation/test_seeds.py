@@ -71,6 +71,8 @@ MUST_HAPPEN = [
     "stops: grammar failed",
     "embeddings: LAST",
     "embeddings: MEAN",
+    "embeddings: MODEL",
+    "whole prompts that wait for the next step",
     "log-probabilities",
     "prompt log-probabilities twice",
     "replays with a grammar",

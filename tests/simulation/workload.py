@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from random import Random
 
-from protocol.kv_groups import KVGroup
+from protocol.kv_groups import ONE_GROUP, KVGroup
 from protocol.lora import LoRAAdapter
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from services.scheduler.core.limits import Limits
@@ -112,10 +112,15 @@ def draw(seed: int, speculates: bool = False, tier: bool = False) -> Workload:
     if of_adapters.random() < 0.3 and policy != "phased":  # refused
         limits = replace(limits, max_loras=of_adapters.choice((1, 2)))
         arrivals = [replace(arrival, lora=of_adapters.choice((None, *ADAPTERS))) for arrival in arrivals]
+    of_pooling = Random(f"pooling/{seed}")
+    pools = not (speculates or tier or policy == "phased" or limits.groups != ONE_GROUP)
+    if pools := pools and of_pooling.random() < 0.15:
+        limits = with_pooler(limits, of_pooling.random() < 0.7)
+        arrivals = [_pooled(arrival) for arrival in arrivals]
     return Workload(
         limits=limits,
         threshold=rng.choice((0, 0, 0, 3, 5)),
-        policy="random" if rng.random() < 0.15 else policy,
+        policy="random" if rng.random() < 0.15 and not pools else policy,
         vocab=vocab,
         use_priority=contended or rng.random() < 0.4,
         arrivals=arrivals,
@@ -128,6 +133,22 @@ def draw(seed: int, speculates: bool = False, tier: bool = False) -> Workload:
         uneven=of_group.random() < 0.3,
         mask_speed=of_masks.choice((1, 1, 0.8, 0.5, 0.2)),
         speculating=speculating(seed) if speculates else None,
+    )
+
+
+def with_pooler(limits: Limits, whole_prompts: bool) -> Limits:
+    """Return the sizes of a model that generates no text."""
+    if not whole_prompts:
+        return replace(limits, pools_only=True)
+    fitting = max(limits.max_num_batched_tokens, limits.max_model_len - 1)
+    return replace(
+        limits, max_num_batched_tokens=fitting, pools_only=True, whole_prompts=True, enable_prefix_caching=False
+    )
+
+
+def _pooled(arrival: Arrival) -> Arrival:
+    return replace(
+        arrival, params=params(1, eos=False), replayed=0.0, grammar=None, pooling=Pooling.MODEL, lora=None
     )
 
 

@@ -762,6 +762,10 @@ class World:
             self.coverage["resumed"] += slot in entering and stream.steps > 1
             self.coverage["resumed in another epoch"] += slot in entering and stream.voids > 0
             self.coverage["prefix hits in another epoch"] += start > 0 and slot in entering and plan.epoch > 1
+        head, total = self.store.waiting.head(), int(step.counts.sum())
+        if self.limits.whole_prompts and head is not None and total < self.limits.max_num_batched_tokens:
+            is_long = total + len(head.token_ids) > self.limits.max_num_batched_tokens
+            self.coverage["whole prompts that wait for the next step"] += is_long
         self.log("step", step.step_id, *zip(*rows, strict=True), "new", sorted(entering))
         self.checker.check()
 

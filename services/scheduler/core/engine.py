@@ -195,6 +195,7 @@ class EngineCore:
             store.now,
             kv_peers=tuple(message.kv_peers),
             lora=message.lora,
+            pooling_params=message.pooling_params,
         )
         store.counters["prompt_tokens"] += request.num_prompt_tokens
         if message.structured is None:

@@ -37,6 +37,10 @@ class Limits:
     """True: they load KV blocks from the workers of another engine, if a request names one."""
     max_loras: int = 0
     """LoRA adapters of all running requests together (adapter seat); 0: none are served."""
+    pools_only: bool = False
+    """True: the model has a pooler of its own and generates no text (`Pooling.MODEL`)."""
+    whole_prompts: bool = False
+    """True: the model attends in both directions, so a prompt is computed in one step (whole prompt)."""
 
     @property
     def num_slots(self) -> int:

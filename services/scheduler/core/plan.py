@@ -52,6 +52,10 @@ class StepChoice:
     block_ids: list[int] = field(default_factory=list)
     admitting: bool = True
 
+    @property
+    def num_tokens(self) -> int:
+        return sum(int(counts.sum()) for counts in self.counts)
+
 
 @dataclass(eq=False)
 class StepPlanner:
@@ -171,7 +175,8 @@ class StepPlanner:
         """Admit requests while seats, slots, tokens and blocks last. Nobody passes a request that lacks blocks; one
         that waits for its stale rows lets others pass (admission order).
 
-        So does one that waits for an adapter seat.
+        So does one that waits for an adapter seat. A prompt that must be whole takes what is left of the step, whatever
+        chunk and share the policy allows, and waits for the next step if that is too little (whole prompt).
 
         Args:
             alone: the only request that may run.
@@ -182,27 +187,31 @@ class StepPlanner:
         seats = min(seats, len(epoch.slots.free), _limit(budget.admissions))
         # Nothing else refers to the iterator: with the end of the loop it returns the members that it has passed.
         for request in self.candidates(alone):
-            room = min(choice.tokens_left, choice.prefill_left)
+            room, chunk = min(choice.tokens_left, choice.prefill_left), budget.chunk
             if room <= 0 or seats <= 0:
                 break
             if request.stale_rows or not self.has_adapter_seat(request):
                 continue
+            if limits.whole_prompts:
+                room = chunk = limits.max_num_batched_tokens - choice.num_tokens
             prefix = kv.find_prefix(request)
             if alone is None and self.load(request, prefix):
                 continue
             longest = kv.covered(prefix)
-            offered = min(len(request.token_ids) - longest, budget.chunk, room)
+            offered = min(len(request.token_ids) - longest, chunk, room)
             view = epoch.view(self.store.waiting)
             hit, count = epoch.policy.admit(view, request, longest, offered)
             if hit < longest:
                 prefix = kv.shortened(request, prefix, hit)
                 if kv.covered(prefix) < hit:  # a window's blocks are missing there: no hit is always possible
-                    offered = min(len(request.token_ids), budget.chunk, room)
+                    offered = min(len(request.token_ids), chunk, room)
                     prefix, (hit, count) = [], epoch.policy.admit(view, request, 0, offered)
             count = min(count, room)
             end = np.array([len(request.token_ids) if budget.runner_reports else hit + count], np.int32)
             held = limits.held(end)
             if not count or kv.num_missing(prefix, int(held[0])) > kv.num_free:
+                break
+            if limits.whole_prompts and count < len(request.token_ids):
                 break
             self.admit(request, prefix, count, held, choice)
             seats -= 1
@@ -279,6 +288,7 @@ class StepPlanner:
                 request.pooling,
                 request.request_id,
                 request.lora,
+                request.pooling_params,
             )
         )
         choice.slots.append(row)

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.lora import LoRAAdapter
+from protocol.pooling import PoolingParams
 from protocol.requests import Finish, FinishReason
 from protocol.sampling import Pooling, SamplingParams
 from services.scheduler.grammar import Grammar, Masks
@@ -79,6 +80,7 @@ class Request:
     kv_peers: tuple[str, ...] = ()
     """Workers of another engine that may have blocks of its prefix, by rank."""
     lora: LoRAAdapter | None = None
+    pooling_params: PoolingParams | None = None
     asked: bool = False
     """True: a tier was asked for its blocks since it last left a slot."""
     num_cached_tokens: int = 0

@@ -34,7 +34,7 @@ class DecodedResult(NamedTuple):
     logprobs: LogprobRows | None = None
     """`owners` are slots of the step."""
     embeddings: Mapping[int, bytes] = NO_EMBEDDINGS
-    """slot -> float32[hidden size], of pooling rows that sample."""
+    """slot -> float32[values], of pooling rows that sample."""
     progress: ProgressRows | None = None
     """Positions that prefill rows reached, where the runner reports them."""
     sampled: float = 0.0
@@ -59,7 +59,8 @@ def decode_result(
     _check_rows(step, rows, vocab_size)
     if logprobs is not None and not np.isin(logprobs.owners, step.slots).all():
         raise UnknownResult(f"step {step.step_id} has log-probabilities of slots that are not its own")
-    if any(len(values) != 4 * hidden_size for values in embeddings.values()):
+    is_hidden = not message.embedding_sizes  # otherwise the model's pooler decides the size
+    if is_hidden and any(len(values) != 4 * hidden_size for values in embeddings.values()):
         raise UnknownResult(f"step {step.step_id} has embeddings of another size than the model's")
     return DecodedResult(
         rows.counts,

@@ -26,11 +26,17 @@ def fit(c: SchedulerConfig, loaded: list[Loaded], leaves_rows_out: bool = False)
     num_blocks = c.num_gpu_blocks_override or least
     if num_blocks > least:
         raise GroupError(f"--num-gpu-blocks-override {num_blocks}: the workers can hold {least} blocks")
-    groups = loaded[0].groups or ONE_GROUP
+    groups, pooling = loaded[0].groups or ONE_GROUP, loaded[0].pooling
     wrong = any((group.kind == "full_attention") == bool(group.size) for group in groups)
-    if wrong or any((rank.groups or ONE_GROUP) != groups for rank in loaded):
+    if wrong or any((rank.groups or ONE_GROUP, rank.pooling) != (groups, pooling) for rank in loaded):
         raise GroupError(
-            "the workers have different or impossible groups of KV cache; start all with the same release and settings"
+            "the workers have different poolers or groups of KV cache, or impossible ones; start all with the same "
+            "release and settings"
+        )
+    whole_prompts = pooling is not None and pooling.whole_prompts
+    if whole_prompts and c.policy == "phased":
+        raise GroupError(
+            "this model computes a prompt in one step, and --batching-policy phased in chunks; use chunked"
         )
     sizes = Limits(
         max_num_seqs=c.max_num_seqs,
@@ -54,8 +60,12 @@ def fit(c: SchedulerConfig, loaded: list[Loaded], leaves_rows_out: bool = False)
     s = c.speculative_config
     return replace(
         sizes,
-        max_model_len=min(capacity, *(rank.max_model_len for rank in loaded)),
-        enable_prefix_caching=c.enable_prefix_caching,
+        max_model_len=min(
+            capacity,
+            *(rank.max_model_len for rank in loaded),
+            *([c.max_num_batched_tokens + 1] if whole_prompts else []),
+        ),
+        enable_prefix_caching=c.enable_prefix_caching and not whole_prompts,
         stages=c.pipeline_parallel_size,
         lookahead=c.num_drafts if s is not None and s.has_kv_cache else 0,
         drafts_in_flight=c.num_drafts * -(-c.depth // c.pipeline_parallel_size),
@@ -63,4 +73,6 @@ def fit(c: SchedulerConfig, loaded: list[Loaded], leaves_rows_out: bool = False)
         loads_blocks=all(rank.loads_blocks for rank in loaded),
         fetches_blocks=all(rank.kv_peer for rank in loaded),
         max_loras=c.num_loras,
+        pools_only=pooling is not None,
+        whole_prompts=whole_prompts,
     )
