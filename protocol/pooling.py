@@ -29,6 +29,12 @@ class PoolingModel(msgspec.Struct, array_like=True, frozen=True):
     def is_tokenwise(self) -> bool:
         return self.task.startswith("token_")
 
+    def has_length(self, dimensions: int) -> bool:
+        """Return whether an embedding can have so many numbers in place of `size`."""
+        if self.dimensions is None or not 0 < dimensions <= self.size:
+            return False
+        return not self.dimensions or dimensions in self.dimensions
+
 
 class PoolingParams(msgspec.Struct, array_like=True, frozen=True):
     """Parameters of one request to a `PoolingModel`."""

@@ -13,6 +13,7 @@ from protocol.codec import Decoder, encode, pack, unpack
 from protocol.kv_groups import MAX_GROUPS, ONE_GROUP
 from protocol.lora import LoRAAdapter
 from protocol.membership import Assignment, InitializeCache, Speculation
+from protocol.pooling import PoolingParams
 from protocol.requests import Finish, GenerateRequest
 from protocol.rows import LogprobRows
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
@@ -50,6 +51,7 @@ class VllmStream:
     params: SamplingParams
     structured: StructuredOutputParams | None = None
     pooling: Pooling = Pooling.NONE
+    pooling_params: PoolingParams | None = None
     embedding: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
@@ -69,6 +71,8 @@ class VllmWorker:
         speculation: Speculation | None = None,
         create_platform: Callable[[WorkerConfig], WorkerPlatform] = worker_platform,
         max_loras: int = 0,
+        context: int = CONTEXT,
+        chunk: int = CHUNK,
         **config: Any,
     ) -> None:
         settings = {
@@ -77,17 +81,19 @@ class VllmWorker:
         }  # fmt: skip
         self.runner = VllmRunner(WorkerConfig.model_validate(settings | config), create_platform)
         self.speculation, self.max_loras = speculation, max_loras
+        self.context, self.chunk = context, chunk
         self.leaves_rows_out = self.runner.identify().leaves_rows_out
         self.epoch = 0
         self.loads = 0
 
     def enter(self, num_blocks: int) -> Session:
         assignment = self.next_assignment()
-        session, cache = Session(), InitializeCache(num_blocks, CONTEXT)
+        session = Session()
         session.leaves_rows_out = session.collects_masks = self.leaves_rows_out
         session.on(assignment)
         self.loaded = self.runner.load(assignment, self._progress)
         session.loaded()
+        cache = InitializeCache(num_blocks, self.context + (self.loaded.pooling is not None))
         session.on(cache)
         self.runner.init_kv_cache(cache)
         session.ready()
@@ -96,7 +102,7 @@ class VllmWorker:
     def next_assignment(self) -> Assignment:
         """Return the assignment of the next epoch."""
         self.epoch += 1
-        sizes = BLOCK, 2 * MAX_SEQS, CHUNK, CONTEXT
+        sizes = BLOCK, 2 * MAX_SEQS, self.chunk, self.context
         settings = {"speculation": self.speculation, "max_loras": self.max_loras, "max_lora_rank": 8}
         return Assignment(self.epoch, 0, 1, *sizes, max_kv_groups=MAX_GROUPS, **settings)
 
@@ -125,7 +131,7 @@ class VllmRun:
         speculation = worker.speculation
         drafts = speculation.num_speculative_tokens if speculation is not None else 0
         limits = Limits(
-            *(MAX_SEQS, CHUNK, CONTEXT, num_blocks, BLOCK, prefix_caching),
+            *(MAX_SEQS, worker.chunk, worker.context, num_blocks, BLOCK, prefix_caching),
             drafts_in_flight=depth * drafts,
             leaves_rows_out=worker.leaves_rows_out and policy != "phased",
             max_loras=worker.max_loras,
@@ -135,8 +141,16 @@ class VllmRun:
         self._worker, self._runner = worker, worker.runner
         self._session = worker.enter(num_blocks)
         limits = replace(limits, groups=worker.loaded.groups or ONE_GROUP)
+        if (pooling := worker.loaded.pooling) is not None:
+            limits = replace(
+                limits,
+                max_model_len=worker.loaded.max_model_len,
+                enable_prefix_caching=prefix_caching and not pooling.whole_prompts,
+                pools_only=True,
+                whole_prompts=pooling.whole_prompts,
+            )
         config = SchedulerConfig.model_validate(
-            {"batching_policy": policy, "block_size": BLOCK, "max_num_batched_tokens": CHUNK}
+            {"batching_policy": policy, "block_size": BLOCK, "max_num_batched_tokens": worker.chunk}
         )
         self.core = EngineCore(
             limits,
@@ -174,6 +188,7 @@ class VllmRun:
             structured=stream.structured,
             pooling=stream.pooling,
             lora=stream.lora,
+            pooling_params=stream.pooling_params,
         )
         self.core.add(0, message)
         for ticket in list(self.compilation.waiting):

@@ -1,9 +1,10 @@
 """The reference: vLLM's own `LLM.generate`, each engine in a process of its own."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from vllm import LLM, RequestOutput, SamplingParams
+from vllm import LLM, PoolingParams, RequestOutput, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.v1.metrics.reader import Counter
 
@@ -74,6 +75,22 @@ def generate(model: str, batches: list[list[VllmRequest]], **engine: Any) -> Vll
         scores.append([_scores(output) for output in outputs])
     counts = {metric.name: metric.value for metric in llm.get_metrics() if isinstance(metric, Counter)}
     return VllmAnswers(tokens, scores, counts["vllm:num_preemptions"], counts["vllm:prefix_cache_hits"])
+
+
+def pool(
+    model: str, task: Any, requests: Sequence[tuple[list[int], dict[str, Any]]], **engine: Any
+) -> list[list[float]]:
+    """Return the numbers that vLLM's `LLM.encode` gives for each prompt, with fields of its PoolingParams. The process
+    must end afterwards."""
+    settings = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 16, "kv_cache_memory_bytes": 64 << 20}
+    llm = LLM(model=model, **settings, **engine)
+    outputs = llm.encode(
+        [{"prompt_token_ids": prompt} for prompt, _ in requests],
+        [PoolingParams(**fields) for _, fields in requests],
+        pooling_task=task,
+        use_tqdm=False,
+    )
+    return [output.outputs.data.float().flatten().tolist() for output in outputs]
 
 
 def _scores(output: RequestOutput) -> dict[int, Score]:

@@ -26,16 +26,15 @@ def num_kv_blocks(
 
     Args:
         reserved: blocks that the backend allocates for itself and does not offer.
+        bytes_per_block: 0: blocks need no memory.
         budget: bytes; 0: memory of the host, as configured.
 
     Raises: LoadError, if not one block fits.
     """
     budget = budget or machine.cache_budget(config.kv_cache_memory_bytes)
     per_request = most_blocks(groups, max_model_len, assignment.max_num_batched_tokens, assignment.block_size)
-    affordable, useful = (
-        affordable_blocks(budget, bytes_per_block, reserved),
-        assignment.num_slots * per_request,
-    )
+    useful = assignment.num_slots * per_request
+    affordable = affordable_blocks(budget, bytes_per_block, reserved) if bytes_per_block else useful
     if config.kv_cache_memory_bytes and affordable > useful:
         log.warning(
             "--kv-cache-memory-bytes: %s of %s are used: %d sequences (--max-num-seqs) of %d tokens fill no more",

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from protocol.kv_groups import ONE_GROUP
 from protocol.membership import Assignment, Speculation
 from services.worker import machine
 from services.worker.backends.pooling import PooledRows
@@ -17,6 +18,7 @@ from services.worker.backends.vllm.checkpoint import DTYPE_CHOICES
 from services.worker.backends.vllm.draft_verifier import DraftVerifier
 from services.worker.backends.vllm.engine_config import EngineOptions, create_engine_config
 from services.worker.backends.vllm.kv_groups import kv_groups
+from services.worker.backends.vllm.model_pooler import ModelPooler
 from services.worker.backends.vllm.plan import TranslatedMasks
 from services.worker.backends.vllm.platforms.interface import WorkerPlatform
 from services.worker.backends.vllm.process_groups import ProcessGroups
@@ -79,7 +81,11 @@ class VllmEngine:
         )
         self._wrapper.set_kv_cache_layout(layout.name)
         self._cache_groups = vllm_api.get_kv_cache_groups(self.config, specs)
-        self.groups = kv_groups(self._cache_groups, options.block_size, assignment.max_kv_groups)
+        self.pooler = None if self.generates else ModelPooler(self.config, self.runner, specs.values())
+        if self._cache_groups or self.generates:
+            self.groups = kv_groups(self._cache_groups, options.block_size, assignment.max_kv_groups)
+        else:
+            self.groups = ONE_GROUP  # of blocks without memory: the layers attend in both directions
         with self._check_kernels(groups):
             self.cache_budget = platform.measure(self._wrapper)
             """Bytes for the KV cache; 0: the host's memory has them."""
@@ -139,12 +145,18 @@ class VllmEngine:
         return int(self.config.model_config.max_model_len)
 
     @property
+    def generates(self) -> bool:
+        return bool(self.config.model_config.runner_type == "generate")
+
+    @property
     def hidden_size(self) -> int:
-        return int(self.config.model_config.get_hidden_size())
+        return int(self.config.model_config.get_hidden_size()) if self.pooler is None else self.pooler.model.size
 
     @property
     def bytes_per_block(self) -> int:
-        return int(vllm_api.pool_bytes_per_block(self.config, self._cache_groups))
+        """0: the model has no KV cache."""
+        groups = self._cache_groups
+        return int(vllm_api.pool_bytes_per_block(self.config, groups)) if groups else 0
 
     def allocate(self, num_blocks: int) -> None:
         """Create an empty cache and an empty batch."""
@@ -156,7 +168,8 @@ class VllmEngine:
         config.kv_cache_layout = cache.kv_cache_layout
         self._wrapper.initialize_from_config([config] * self.config.parallel_config.world_size)
         self._wrapper.compile_or_warm_up_model()
-        self._warm_up_logprobs()
+        if self.generates:
+            self._warm_up_logprobs()
         if self.options.speculation is not None:
             self._warm_up_drafts(self.options.speculation.num_speculative_tokens)
 
@@ -188,6 +201,7 @@ class VllmEngine:
         self._wrapper.shutdown()
 
     def execute(self, step: vllm_api.SchedulerOutput) -> Any:
+        """Return the result of a model with a pooler, which samples nothing."""
         _set_num_threads(self.threads.choose(step.total_num_scheduled_tokens))
         began = time.monotonic()
         output = self._wrapper.execute_model(step)

@@ -125,10 +125,8 @@ def _drafter_config(speculation: Speculation | None) -> dict[str, Any] | None:
 def _check(config: Any, options: EngineOptions) -> None:
     """Raises: LoadError, for what this backend cannot do."""
     model = config.model_config
-    if model.runner_type != "generate":
-        raise LoadError(
-            f"this is a model for {model.runner_type}; --backend vllm serves models that generate text"
-        )
+    if model.runner_type == "pooling" and (options.speculation is not None or options.max_loras):
+        raise LoadError("models for pooling are served without --speculative-config and --enable-lora")
     if model.is_multimodal_model:
         raise LoadError("models with images, sound or video as input are not supported with --backend vllm")
     if config.use_v2_model_runner:

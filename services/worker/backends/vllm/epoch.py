@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,7 @@ from services.worker.backends.vllm.output import RequestedLogprobs, VllmOutput
 from services.worker.backends.vllm.plan import RESERVED_BLOCKS, PlanTranslator, TranslatedMasks
 from services.worker.backends.vllm.process_groups import ProcessGroups
 from services.worker.backends.vllm.row_masks import RowMasks
+from services.worker.backends.vllm.sampled_steps import SampledStep
 from services.worker.batch.slots import Rows, SlotTable
 from services.worker.device.device_times import StepClock
 from services.worker.runner import ForwardDone, Output
@@ -32,6 +34,8 @@ class _ExecutedVllmStep:
     pooled: PooledRows | None
     """None if no row needs a hidden state, or if another rank reports the step."""
     clock: StepClock
+    result: Any
+    """Of a model with a pooler of its own, which samples nothing."""
 
 
 class VllmEpoch:
@@ -61,7 +65,9 @@ class VllmEpoch:
             leaves_rows_out=leaves_rows_out,
             groups=engine.groups,
         )
-        self._pooler = Pooler(assignment.num_slots, engine.hidden_size, engine.runner.device)
+        self._pooler = None
+        if engine.generates:
+            self._pooler = Pooler(assignment.num_slots, engine.hidden_size, engine.runner.device)
         batch, speculation = engine.runner, assignment.speculation
         self._translator = PlanTranslator(
             self.table,
@@ -70,6 +76,7 @@ class VllmEpoch:
             batch.num_prompt_logprobs,
             speculation.num_speculative_tokens if speculation else 0,
             engine.platform.generator,
+            engine.pooler,
         )
         self._pending = PendingStep[_ExecutedVllmStep]()
 
@@ -79,19 +86,24 @@ class VllmEpoch:
         engine, table = self._engine, self.table
         vllm_step, rows, ids = self._translator.translate(step, table.apply(step))
         requested = RequestedLogprobs(table.logprobs[rows.slots], table.prompt_logprobs[rows.slots])
-        pooled = self._pooler.rows(rows, table) if self._reports else None
+        pooled = self._pooler.rows(rows, table) if self._reports and self._pooler is not None else None
         prepared, began = time.monotonic(), engine.platform.now()
         with self._groups.detect_lost_ranks():
-            engine.execute(vllm_step)
+            result = engine.execute(vllm_step)
         if pooled is not None:
             engine.pool(pooled, ids, rows)
         clock = StepClock(prepared, began, engine.platform.now())
-        self._pending.put(_ExecutedVllmStep(step, rows, ids, requested, pooled, clock))
+        self._pending.put(_ExecutedVllmStep(step, rows, ids, requested, pooled, clock, result))
 
     def sample(self, grammar: GrammarOutput | None) -> Output:
         """Sample the executed step, as `ModelRunner.sample_tokens`."""
         p = self._pending.take()
         step, engine, translator = p.step, self._engine, self._translator
+        if engine.pooler is not None:
+            if not self._reports:
+                return ForwardDone(p.clock.times(engine.platform.now()))
+            pooled = SampledStep(p.result)
+            return VllmOutput(step, p.rows, p.ids, p.requested, pooled, p.clock, engine.platform.now())
         masks = self._masks(p, grammar)
         with self._groups.detect_lost_ranks():
             sampled = engine.sample(masks, p.ids)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from protocol.rows import LogprobRows
@@ -57,6 +58,8 @@ class VllmOutput:
         index_of = result.req_id_to_index
         samples = rows.samples
         indices = np.array([index_of[self.ids[row]] for row in np.flatnonzero(samples)], np.int64)
+        if (vectors := result.pooler_output) is not None:
+            return self._pooled([vectors[i] for i in indices])
         tokens = [result.sampled_token_ids[i] for i in indices]
         counts = np.array([len(row) for row in tokens], np.int32)
         drafted = rows.drafts if self.acceptable is None else self.acceptable
@@ -77,6 +80,23 @@ class VllmOutput:
             embeddings=embeddings,
             drafted=drafted[samples].tobytes() if drafted.any() else b"",
             draft_token_ids=self.proposed[samples].tobytes() if self.proposed is not None else b"",
+        )
+
+    def _pooled(self, vectors: list[torch.Tensor | None]) -> ModelRunnerOutput:
+        """Return the result of a model with a pooler of its own: a vector in place of each token."""
+        values = [np.empty(0, np.float32) if v is None else v.float().numpy().ravel() for v in vectors]
+        slots, ones = self.rows.slots[self.rows.samples], np.ones(len(vectors), np.int32)
+        return ModelRunnerOutput(
+            epoch=self.step.epoch,
+            step_id=self.step.step_id,
+            slots=slots.tobytes(),
+            generations=self.rows.generations[self.rows.samples].tobytes(),
+            counts=ones.tobytes(),
+            token_ids=(0 * ones).tobytes(),
+            times=self.clock.times(self.ended),
+            embedding_slots=slots.tobytes(),
+            embeddings=b"".join(v.tobytes() for v in values),
+            embedding_sizes=np.array([len(v) for v in values], np.int32).tobytes(),
         )
 
     def _token_logprobs(

@@ -16,6 +16,7 @@ from protocol.codec import unpack
 from protocol.lora import LoRAAdapter
 from protocol.steps import NewRequest, SchedulerOutput
 from services.worker.backends.vllm import vllm_api
+from services.worker.backends.vllm.model_pooler import ModelPooler
 from services.worker.backends.vllm.parameters import RequestGenerator, to_vllm_params
 from services.worker.backends.vllm.proposed_drafts import ProposedDrafts
 from services.worker.backends.vllm.row_masks import LEFT_OUT, RowMasks
@@ -56,6 +57,7 @@ class PlanTranslator:
         prompt_logprobs: vLLM's own number of log-probabilities per prompt token, by request id
         max_drafts: of a row; 0: no speculation
         generator: makes the random numbers of a request from its seed and the number of its output tokens
+        pooler: None: the model generates text
     """
 
     def __init__(
@@ -66,11 +68,13 @@ class PlanTranslator:
         prompt_logprobs: dict[str, int],
         max_drafts: int = 0,
         generator: Callable[[int, int], torch.Generator] = RequestGenerator.after_draws,
+        pooler: ModelPooler | None = None,
     ) -> None:
         self._table, self._vocab_size = table, vocab_size
         self.drafts = ProposedDrafts(max_drafts, table.max_model_len, requests)
         self.placeholders = TokenPlaceholders(requests)
         self._requests, self._prompt_logprobs, self._generator = requests, prompt_logprobs, generator
+        self._pooler = pooler
         self._entering: dict[int, NewRequest] = {}
         """New requests by slot, until their first row."""
         self._ids = [""] * table.num_slots
@@ -151,7 +155,7 @@ class PlanTranslator:
             request = self._entering.pop(slot)
             state = self._state(request, start)
             self._requests[state.req_id] = state
-            if (count := state.sampling_params.prompt_logprobs) is not None:
+            if (count := request.params.prompt_logprobs) is not None:
                 self._prompt_logprobs[state.req_id] = count
             self._known_blocks[slot] = 0
         return rows.slots[first]
@@ -159,12 +163,13 @@ class PlanTranslator:
     def _state(self, request: NewRequest, start: int) -> vllm_api.CachedRequestState:
         tokens, num_prompt = unpack(request.token_ids).tolist(), request.num_prompt_tokens
         params, output = request.params, tokens[num_prompt:]
-        is_sampled = params.temperature >= GREEDY_BELOW
+        is_sampled, pooler = params.temperature >= GREEDY_BELOW, self._pooler
         return vllm_api.CachedRequestState(
             req_id=self._ids[request.slot],
             prompt_token_ids=tokens[:num_prompt],
             mm_features=[],
-            sampling_params=to_vllm_params(params, self._vocab_size),
+            sampling_params=to_vllm_params(params, self._vocab_size) if pooler is None else None,
+            pooling_params=None if pooler is None else pooler.to_vllm_params(request.pooling_params),
             generator=self._generator(params.seed, len(output)) if is_sampled else None,
             block_ids=tuple([] for _ in range(self._table.num_groups)),
             num_computed_tokens=start,

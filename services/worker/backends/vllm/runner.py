@@ -37,7 +37,7 @@ from services.worker.weights.safetensors_checkpoint import SafetensorsCheckpoint
 
 
 class VllmRunner:
-    """A `ModelRunner` for models of vLLM that generate text.
+    """A `ModelRunner` for models of vLLM.
 
     Args:
         create_platform: returns the device, when a model is loaded
@@ -99,7 +99,7 @@ class VllmRunner:
         return Loaded(
             model_hash=digest,
             vocab_size=engine.vocab_size,
-            max_model_len=engine.max_model_len,
+            max_model_len=engine.max_model_len + (engine.pooler is not None),
             bytes_per_block=engine.bytes_per_block,
             num_blocks=num_kv_blocks(
                 self._config,
@@ -114,6 +114,7 @@ class VllmRunner:
             hidden_size=engine.hidden_size,
             num_loads=self._num_loads,
             contents=self._contents,
+            pooling=None if engine.pooler is None else engine.pooler.model,
         )
 
     def _hash(self, directory: Path) -> dict[str, str]:

@@ -88,6 +88,7 @@ from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
 # Parameters of a request.
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 # Before serving.
@@ -181,6 +182,7 @@ __all__ = [
     "LogprobsTensors",
     "ModelRunnerOutput",
     "NewRequestData",
+    "PoolingParams",
     "SamplerOutput",
     "SamplingMetadata",
     "SamplingParams",
