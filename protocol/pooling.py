@@ -44,5 +44,5 @@ class PoolingParams(msgspec.Struct, array_like=True, frozen=True):
     """
     dimensions: Count = 0
     """Length of the embedding; 0: that of the model."""
-    second_text: Count = 0
-    """Index of the first token of the second text of a pair; 0: there is one text."""
+    second_text: Count | None = None
+    """Index of the first token of the second text of a pair; None: there is one text."""

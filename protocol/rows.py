@@ -230,7 +230,12 @@ class EmbeddingRows(NamedTuple):
         sizes = unpack(result.embedding_sizes)
         if not result.embedding_sizes and len(slots):
             sizes = np.full(len(slots), len(values) // len(slots), np.int32)
-        if not len(slots) or len(sizes) != len(slots) or sizes.sum() != len(values) or _negative(slots | sizes):
+        if (
+            not len(slots)
+            or len(sizes) != len(slots)
+            or sizes.sum() != len(values)
+            or _negative(slots | sizes)
+        ):
             raise ProtocolError(f"{len(values)} numbers are no embeddings of {len(slots)} slots")
         return cls(slots, sizes, values)
 

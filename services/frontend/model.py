@@ -28,6 +28,9 @@ class ServedModel:
     """The computation of an embedding from the positions' hidden states."""
     formats: OutputFormats = field(default_factory=OutputFormats)
     adapters: Adapters = field(default_factory=Adapters)
+    pair_template: bool = False
+    """True: `template` was given with --chat-template, so a model that scores pairs uses it, with the roles `query` and
+    `document`. Templates of checkpoints are often those of the model that they were made of."""
 
     @property
     def all_names(self) -> list[str]:
@@ -74,4 +77,5 @@ class ServedModel:
             if not separator:
                 raise CheckpointError(f"--lora-modules {module}: it has the form NAME=DIRECTORY")
             adapters.load(adapter, path)
-        return cls(names, tokenizer, template, defaults, pooling, formats, adapters)
+        is_given = config.chat_template is not None
+        return cls(names, tokenizer, template, defaults, pooling, formats, adapters, is_given)

@@ -26,7 +26,9 @@ class StateReports:
             phase=status.phase,
             detail=status.detail,
             progress=status.progress,
-            max_model_len=limits.max_model_len - limits.pools_only if limits else 0,  # no token follows a prompt
+            max_model_len=limits.max_model_len - limits.pools_only
+            if limits
+            else 0,  # no token follows a prompt
             vocab_size=loaded.vocab_size if loaded else 0,
             num_blocks=limits.num_blocks if limits else 0,
             block_size=self._config.block_size,

@@ -55,7 +55,9 @@ class WatchedPolicy:
             sums["tokens"] += count
         for name, total in sums.items():
             most = getattr(budget, name)
-            allowed = most is None or total <= most or self._whole_prompts  # which exceed shares, not the step
+            allowed = (
+                most is None or total <= most or self._whole_prompts
+            )  # which exceed shares, not the step
             demand(allowed, "budget range", f"{name}: {total}, budget {most}")
         most = budget.admissions
         demand(most is None or len(entering) <= most, "policy", f"{len(entering)} admissions, allowed {most}")

@@ -121,7 +121,9 @@ def prompts_are_cut(admit: Any, self: StepPlanner, *args: Any) -> None:
 
 
 @FAULTS.add("planner", "admit_waiting")
-def whole_prompts_must_fit_a_chunk(admit: Any, self: StepPlanner, choice: Any, budget: Any, alone: Any) -> None:
+def whole_prompts_must_fit_a_chunk(
+    admit: Any, self: StepPlanner, choice: Any, budget: Any, alone: Any
+) -> None:
     head = self.store.waiting.head()
     if not (self.epoch.limits.whole_prompts and head and len(head.token_ids) > budget.chunk):
         admit(self, choice, budget, alone)

@@ -142,7 +142,11 @@ def with_pooler(limits: Limits, whole_prompts: bool) -> Limits:
         return replace(limits, pools_only=True)
     fitting = max(limits.max_num_batched_tokens, limits.max_model_len - 1)
     return replace(
-        limits, max_num_batched_tokens=fitting, pools_only=True, whole_prompts=True, enable_prefix_caching=False
+        limits,
+        max_num_batched_tokens=fitting,
+        pools_only=True,
+        whole_prompts=True,
+        enable_prefix_caching=False,
     )
 
 

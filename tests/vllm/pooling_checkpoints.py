@@ -91,7 +91,11 @@ def _set_mean(directory: Path) -> None:
     ]
     (directory / "modules.json").write_text(json.dumps(entries))
     (directory / "1_Pooling").mkdir()
-    pooling = {"word_embedding_dimension": 128, "pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}
+    pooling = {
+        "word_embedding_dimension": 128,
+        "pooling_mode_mean_tokens": True,
+        "pooling_mode_cls_token": False,
+    }
     (directory / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"matryoshka_dimensions": [32, 64, 128]}))

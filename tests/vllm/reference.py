@@ -82,7 +82,12 @@ def pool(
 ) -> list[list[float]]:
     """Return the numbers that vLLM's `LLM.encode` gives for each prompt, with fields of its PoolingParams. The process
     must end afterwards."""
-    settings = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 16, "kv_cache_memory_bytes": 64 << 20}
+    settings = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_num_seqs": 16,
+        "kv_cache_memory_bytes": 64 << 20,
+    }
     llm = LLM(model=model, **settings, **engine)
     outputs = llm.encode(
         [{"prompt_token_ids": prompt} for prompt, _ in requests],

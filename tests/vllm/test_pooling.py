@@ -1,8 +1,8 @@
 """Models that embed, classify or score: numbers under this scheduler equal those of vLLM's own `LLM.encode`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -25,7 +25,7 @@ class PoolingCase(NamedTuple):
     task: str
     chunk: int = CONTEXT
     """Budget of a step, tokens."""
-    fields: dict[str, Any] = {}
+    fields: Mapping[str, Any] = MappingProxyType({})
     """Fields of vLLM's PoolingParams, of every second request."""
 
 
@@ -72,8 +72,8 @@ def streams(case: PoolingCase) -> list[VllmStream]:
         stream = VllmStream(prompt, ONE, pooling=Pooling.MODEL)
         if number % 2:
             fields = dict(case.fields)
-            extra = fields.pop("extra_kwargs", {"compressed_token_type_ids": 0})
-            stream.pooling_params = PoolingParams(**fields, second_text=extra["compressed_token_type_ids"])
+            second = fields.pop("extra_kwargs", {}).get("compressed_token_type_ids")
+            stream.pooling_params = PoolingParams(**fields, second_text=second)
         found.append(stream)
     return found
 
@@ -114,7 +114,7 @@ def both(
     name, case = request.param, CASES[request.param]
     model = str(pooling_checkpoints.make(name, tmp_path_factory.mktemp("checkpoints") / name))
     mine = pool.submit(answer, model, case)
-    requests = [(prompt, case.fields if n % 2 else {}) for n, prompt in enumerate(prompts())]
+    requests = [(prompt, dict(case.fields) if n % 2 else {}) for n, prompt in enumerate(prompts())]
     vllms = pool.submit(pool_by_vllm, model, case.task, requests, max_model_len=CONTEXT)
     return name, mine.result(), vllms.result()
 

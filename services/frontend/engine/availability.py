@@ -12,7 +12,9 @@ NOT_CONNECTED = EngineState(EnginePhase.WAITING_FOR_WORKERS, "connecting to the 
 SERVING = (EnginePhase.READY, EnginePhase.RECOVERING)
 """Phases of an engine that takes requests."""
 STARTING = (EnginePhase.WAITING_FOR_WORKERS, EnginePhase.LOADING)
-SIZES = ("max_model_len", "vocab_size", "num_blocks", "block_size", "max_num_seqs", "hidden_size", "identity")
+SIZES = (
+    "max_model_len", "vocab_size", "num_blocks", "block_size", "max_num_seqs", "hidden_size", "identity", "pooling",
+)  # fmt: skip
 """Fields of `EngineState` that requests are checked against, and that decide where they may go."""
 
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from protocol.codec import Decoder, ProtocolError, encode, pack
 from protocol.lora import LoRAAdapter, salt_of
+from protocol.pooling import PoolingParams
 from protocol.requests import (
     CacheControlled,
     ControlCache,
@@ -78,6 +79,7 @@ class RequestContext:
     structured: StructuredOutputParams | None = None
     pooling: Pooling = Pooling.NONE
     lora: LoRAAdapter | None = None
+    pooling_params: PoolingParams | None = None
 
     @property
     def salt(self) -> str:
@@ -244,6 +246,7 @@ class EngineClient:
             context.structured,
             context.pooling,
             lora=context.lora,
+            pooling_params=context.pooling_params,
         )
         try:  # the scheduler would expel this frontend, with all its streams
             _requests.decode(encode(message))

@@ -10,6 +10,7 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from starlette.types import Scope
 
+from protocol.pooling import PoolingParams
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from services.frontend.engine.client import EngineClient, RequestContext
 from services.frontend.errors import APIError
@@ -28,6 +29,7 @@ from services.frontend.openai.prompts.encoder import PromptEncoder
 from services.frontend.openai.prompts.prompt import Prompt
 from services.frontend.openai.schemas.requests import BaseRequest, ChatRequest, CompletionRequest
 from services.frontend.openai.schemas.responses import AnswerHead
+from services.frontend.openai.tasks import GENERATE, check_task
 from services.frontend.request_log import EndedRequest, EndedRequestLog
 from services.frontend.request_summary import RequestSummary
 from services.frontend.text.token_texts import TokenTexts
@@ -40,6 +42,7 @@ ANSWER_PATHS = frozenset(
         "/v1/embeddings",
         "/v1/messages",
         "/v1/responses",
+        "/classify",
         "/score",
         "/v1/score",
         "/rerank",
@@ -81,10 +84,13 @@ class Answering:
         self.prompts = PromptEncoder(model)
         self._texts = TokenTexts(model.tokenizer)
 
-    def check(self, model: str | None) -> None:
-        """Raises: APIError, if the model is another one or the engine takes no requests"""
+    def check(self, model: str | None, generates: bool = True) -> None:
+        """Raises: APIError, if the model is another one, or generates no text but should, or the engine takes no
+        requests"""
         self.check_model(model)
         self.engine.check_ready()
+        if generates:
+            check_task(self.engine.state.pooling, GENERATE)
 
     def check_model(self, name: str | None) -> None:
         """Raises: APIError"""
@@ -158,12 +164,16 @@ class Answering:
         body: SchedulingFields,
         structured: StructuredOutputParams | None = None,
         pooling: Pooling = Pooling.NONE,
+        pooling_params: PoolingParams | None = None,
     ) -> RequestContext:
         """Raises: APIError, if the model is not served any more"""
         tenant, salt = http.state.tenant, body.cache_salt or ""
         salt = f"{tenant}/{salt}" if tenant else salt  # cache hits reveal nothing to holders of another key
         lora = self.model.adapter(body.model)
-        return RequestContext(http.state.request_id, body.priority or 0, salt, structured, pooling, lora)
+        priority = body.priority or 0
+        return RequestContext(
+            http.state.request_id, priority, salt, structured, pooling, lora, pooling_params
+        )
 
     async def submissions(self, body: Body, prompts: list[Prompt]) -> list[Submission]:
         """Return each prompt with the parameters of its first answer. Raises: APIError"""

@@ -1,34 +1,30 @@
-"""/v1/embeddings: each input is an engine request that ends with an embedding."""
+"""Vectors of texts, for /v1/embeddings and others: each text is an engine request that ends with a vector."""
 
 import base64
 import contextlib
 import time
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from starlette.requests import Request as HTTPRequest
 
-from protocol.requests import Finish
-from protocol.sampling import SamplingParams
+from protocol.pooling import PoolingParams
+from protocol.requests import EngineState, Finish
+from protocol.sampling import Pooling, SamplingParams
 from services.frontend.context import AppContext
 from services.frontend.engine.client import EngineClient, RequestContext, failure
 from services.frontend.engine.streams import RawLogprobs, RequestStream, ResponseStream, Token
 from services.frontend.errors import APIError, invalid
 from services.frontend.http.disconnect import watch_disconnect
 from services.frontend.metrics import AnswerRecord, Metrics
+from services.frontend.openai.answering import SchedulingFields
 from services.frontend.openai.parameters.sampling import too_long
-from services.frontend.openai.prompts.encoder import (
-    PromptEncoder,
-    checked_ids,
-    least_tokens,
-    separate_prompts,
-)
-from services.frontend.openai.schemas.requests import EmbeddingRequest
+from services.frontend.openai.prompts.encoder import checked_ids, least_tokens, separate_prompts
+from services.frontend.openai.schemas.requests import EmbeddingRequest, TextsRequest
 from services.frontend.openai.schemas.responses import AnswerHead, EmbeddingEntry, EmbeddingUsage
-from services.frontend.text.tokenizer import Tokenizer
 
 MAX_OPEN = 64
 """Inputs of one body that are open in the engine at once, so that a long list does not delay other requests."""
@@ -41,72 +37,131 @@ class EmbeddingFormat:
 
     dimensions: int
     as_base64: bool
+    normalises: bool
+    """False: the model's own pooler does, if the client wants it."""
+    is_tokenwise: bool = False
+    """A vector for each token."""
 
     @classmethod
-    def from_body(cls, body: EmbeddingRequest, hidden_size: int) -> "EmbeddingFormat":
+    def from_body(cls, body: EmbeddingRequest, state: EngineState) -> "EmbeddingFormat":
         """Raises: APIError"""
-        if not hidden_size:
+        size, model = state.hidden_size, state.pooling
+        if not size:
             raise invalid("this server gives no embeddings; its backend computes none", "model")
-        dimensions = body.dimensions or hidden_size
-        if dimensions > hidden_size:
+        dimensions = body.dimensions or size
+        if dimensions > size:
             raise invalid(
-                f"dimensions is {dimensions}, but this model's embeddings have {hidden_size}", "dimensions"
+                f"dimensions is {dimensions}, but this model's embeddings have {size}", "dimensions"
             )
-        return cls(dimensions, body.encoding_format == "base64")
+        if model is not None and body.dimensions and not model.has_length(dimensions):
+            lengths = f"to {', '.join(map(str, model.dimensions))} only" if model.dimensions else "not at all"
+            raise invalid(
+                f"dimensions is {dimensions}; this model's vectors are shortened {lengths}", "dimensions"
+            )
+        normalises = model is None and body.use_activation is not False
+        return cls(
+            dimensions, body.encoding_format == "base64", normalises, bool(model and model.is_tokenwise)
+        )
 
     def encode(self, index: int, values: NDArray[np.float32]) -> bytes:
         """Return the JSON of one entry of `data`.
 
         Args:
-            values: float32[hidden size], not normalised.
+            values: as in `Embedding`.
 
         Raises: APIError
         """
         entry: EmbeddingEntry = {"object": "embedding", "index": index, "embedding": self.value(values)}
         return msgspec.json.encode(entry)
 
-    def value(self, values: NDArray[np.float32]) -> str | list[float]:
+    def value(self, values: NDArray[np.float32]) -> str | list[float] | list[list[float]]:
         """Return the embedding in the client's form. Raises: APIError"""
-        unit = normalised(values[: self.dimensions])
-        if not self.as_base64:
-            numbers: list[float] = unit.tolist()
-            return numbers
-        return base64.b64encode(unit.astype("<f4").tobytes()).decode()  # as the official client reads it
+        given = finite(values if self.is_tokenwise else values[: self.dimensions])
+        given = normalised(given) if self.normalises else given
+        if self.as_base64:
+            return base64.b64encode(given.astype("<f4").tobytes()).decode()  # as the official client reads it
+        numbers: list[float] | list[list[float]]
+        numbers = given.reshape(-1, self.dimensions).tolist() if self.is_tokenwise else given.tolist()
+        return numbers
+
+
+def finite(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Raises: APIError, if a number is not finite"""
+    if not np.isfinite(values).all():
+        raise APIError(500, "the model gave an embedding that is no finite number")
+    return values
 
 
 def normalised(values: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return float32 of L2 norm 1; zeros stay zeros. Raises: APIError, if a number is not finite"""
-    exact = values.astype(np.float64)  # its square cannot overflow
-    if not np.isfinite(exact).all():
-        raise APIError(500, "the model gave an embedding that is no finite number")
+    exact = finite(values).astype(np.float64)  # its square cannot overflow
     length = float(np.sqrt(exact @ exact))
     return (exact / (length or 1.0)).astype(np.float32)
 
 
-async def token_ids(
-    body: EmbeddingRequest, encoder: PromptEncoder, tokenizer: Tokenizer, vocab_size: int, max_model_len: int
-) -> list[list[int]]:
-    """Return the token ids of each input, at least one each. Raises: APIError"""
+class PooledPrompt(NamedTuple):
+    token_ids: list[int]
+    second_text: int | None = None
+    """See `PoolingParams`."""
+
+
+Given = str | list[int] | tuple[str, str]
+"""A text, its token ids, or a pair of texts."""
+
+
+@dataclass(frozen=True)
+class PromptReader:
+    """Encodes and truncates texts as the served model reads them."""
+
+    context: AppContext
+    keep: int | None
+    """`truncate_prompt_tokens`"""
+    side: str | None
+    """`truncation_side`"""
+    add_special_tokens: bool
+
+    async def read(self, given: Given) -> PooledPrompt:
+        """Return at least one token. Raises: APIError"""
+        state, model, most = self.context.engine.state, self.context.model, self.keep
+        context_length, pools_only = state.max_model_len, state.pooling is not None
+        longest = (
+            context_length if pools_only else context_length - 1
+        )  # the engine reserves a position for a token
+        if most == 0:
+            raise invalid("truncate_prompt_tokens leaves nothing of the input", "truncate_prompt_tokens")
+        most = longest if most == -1 else most
+        second = None
+        if isinstance(given, list):
+            ids = given
+        else:
+            first, other = given if isinstance(given, tuple) else (given, None)
+            least = least_tokens(first + (other or ""), model.tokenizer) - (other is not None)
+            if most is None and least > longest:
+                raise too_long(least, context_length, "input", at_least=True)
+            # transformers cuts a text before it adds special tokens, and vLLM afterwards at a side that is given
+            cut = most if pools_only and self.side is None else None
+            encode = self.context.answering.prompts.encode_texts
+            ids, second = await encode(first, other, self.add_special_tokens, cut)
+        checked_ids(ids, state.vocab_size, "input")
+        if most is not None and len(ids) > most:
+            keeps_end = self.side == "left" if pools_only else self.side != "right"
+            cut = len(ids) - most if keeps_end else 0
+            ids, second = ids[cut : cut + most], None if second is None else max(second - cut, 0)
+        if not 0 < len(ids) <= longest:
+            raise (
+                too_long(len(ids), context_length, "input") if ids else invalid("an input is empty", "input")
+            )
+        return PooledPrompt(ids, second)
+
+
+async def inputs_of(body: TextsRequest, context: AppContext) -> list[PooledPrompt]:
+    """Return the prompt of each input. Raises: APIError"""
     inputs = separate_prompts(body.input)
     if not inputs or not all(inputs):
         raise invalid("an input is empty", "input")
-    longest = max_model_len - 1  # the engine reserves a position for an output token
-    keep = longest if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
-    if keep == 0:
-        raise invalid("truncate_prompt_tokens leaves nothing of the input", "truncate_prompt_tokens")
-    found = []
-    for given in inputs:
-        if isinstance(given, str):
-            if keep is None and (least := least_tokens(given, tokenizer)) > longest:
-                raise too_long(least, max_model_len, "input", at_least=True)
-            ids = await encoder.encode(given, body.add_special_tokens is not False)
-        else:
-            ids = given
-        checked_ids(ids, vocab_size, "input")
-        found.append(ids if keep is None else ids[-keep:])
-        if len(found[-1]) > longest:
-            raise too_long(len(found[-1]), max_model_len, "input")
-    return found
+    special = body.add_special_tokens is not False
+    reader = PromptReader(context, body.truncate_prompt_tokens, body.truncation_side, special)
+    return [await reader.read(given) for given in inputs]
 
 
 class EntryFormat(Protocol):
@@ -153,7 +208,7 @@ class Embedder:
         metrics: Metrics,
         format: EntryFormat,
         request: RequestContext,
-        prompts: list[list[int]],
+        prompts: list[PooledPrompt],
     ) -> None:
         self.response = ResponseStream(engine.flush_queue, request.request_id)
         self._engine = engine
@@ -181,8 +236,12 @@ class Embedder:
     def _submit_next(self) -> None:
         """Raises: APIError"""
         index = self._num_submitted
-        stream = EmbeddingStream(self.response, self, index)
-        self._engine.submit(stream, self._prompts[index], _ONE_TOKEN, self._request)
+        stream, request = EmbeddingStream(self.response, self, index), self._request
+        ids, second = self._prompts[index]
+        if request.pooling_params is not None and second is not None:
+            params = msgspec.structs.replace(request.pooling_params, second_text=second)
+            request = replace(request, pooling_params=params)
+        self._engine.submit(stream, ids, _ONE_TOKEN, request)
         self._open[index] = stream
         self._num_submitted += 1
 
@@ -195,25 +254,36 @@ class Embedder:
         del self._open[stream.index]
         if self._entries[stream.index] is None:
             raise APIError(500, "the engine returned no embedding")
-        prompt = self._prompts[stream.index]
+        prompt = self._prompts[stream.index].token_ids
         self._metrics.on_answer(AnswerRecord("stop", now - self._started, prompt_tokens=len(prompt), end=end))
         if self._num_submitted < len(self._prompts):
             self._submit_next()
 
 
+async def pooled(
+    http: HTTPRequest,
+    context: AppContext,
+    body: SchedulingFields,
+    prompts: list[PooledPrompt],
+    format: EntryFormat,
+    params: PoolingParams,
+) -> tuple[list[bytes], int]:
+    """Return the encoded vector of each prompt, and the number of tokens. `params`: for a model with a pooler of its
+    own. Raises: APIError"""
+    kind = (context.model.pooling, None) if context.engine.state.pooling is None else (Pooling.MODEL, params)
+    request = context.answering.context(http, body, None, *kind)
+    http.state.summary.prompt_tokens = count = sum(len(prompt.token_ids) for prompt in prompts)
+    embedder = Embedder(context.engine, context.metrics, format, request, prompts)
+    with contextlib.closing(embedder), watch_disconnect(http.receive, embedder.response.fail):
+        return await embedder.run(), count
+
+
 async def embed(
     http: HTTPRequest, context: AppContext, body: EmbeddingRequest, format: EntryFormat
 ) -> tuple[list[bytes], int]:
-    """Return the encoded embedding of each input, and the number of tokens. Raises: APIError"""
-    state, answering = context.engine.state, context.answering
-    EmbeddingFormat.from_body(body, state.hidden_size)  # refuses backends without embeddings
-    sizes = state.vocab_size, state.max_model_len
-    prompts = await token_ids(body, answering.prompts, context.model.tokenizer, *sizes)
-    request = answering.context(http, body, pooling=context.model.pooling)
-    http.state.summary.prompt_tokens = sum(map(len, prompts))
-    embedder = Embedder(context.engine, context.metrics, format, request, prompts)
-    with contextlib.closing(embedder), watch_disconnect(http.receive, embedder.response.fail):
-        return await embedder.run(), sum(map(len, prompts))
+    """Return the encoded vector of each input, and the number of tokens. Raises: APIError"""
+    params = PoolingParams(body.use_activation, body.dimensions or 0)
+    return await pooled(http, context, body, await inputs_of(body, context), format, params)
 
 
 def embedding_usage(num_tokens: int) -> EmbeddingUsage:

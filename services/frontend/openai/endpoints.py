@@ -32,6 +32,7 @@ from services.frontend.openai.schemas.responses import (
     CompletionResponse,
     EmbeddingResponse,
 )
+from services.frontend.openai.tasks import GENERATE, check_task
 from services.frontend.openai.tokenize import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -112,15 +113,16 @@ async def chat(http: HTTPRequest, context: Context) -> Response:
 
 @router.post(
     "/v1/embeddings",
-    summary="Computes normalised embeddings of texts",
+    summary="Computes embeddings of texts, normalised by default",
     response_model=EmbeddingResponse,
     openapi_extra=read_by_handler(EmbeddingRequest),
 )
 @recorded
 async def embeddings(http: HTTPRequest, context: Context) -> Response:
     body = await context.bodies.parse(http, EmbeddingRequest)
-    context.answering.check(body.model)
-    format = EmbeddingFormat.from_body(body, context.engine.state.hidden_size)
+    context.answering.check(body.model, generates=False)
+    check_task(context.engine.state.pooling, GENERATE, "embed")
+    format = EmbeddingFormat.from_body(body, context.engine.state)
     entries, count = await embed(http, context, body, format)
     content = embeddings_json(context.answering.head(body, "embd"), entries, count)
     return Response(content, media_type="application/json")

@@ -1,7 +1,7 @@
-"""/score, /rerank and /pooling: vLLM's routes, from the embeddings of the model."""
+"""/classify, /score, /rerank and /pooling: vLLM's routes, from embeddings of the model or from its own pooler."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -11,25 +11,34 @@ from pydantic import Field
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
-from services.frontend.context import Context, recorded
-from services.frontend.errors import ErrorResponse, invalid
+from protocol.pooling import PoolingModel, PoolingParams
+from services.frontend.context import AppContext, Context, recorded
+from services.frontend.errors import invalid
 from services.frontend.openai.embeddings import (
     EmbeddingFormat,
+    Given,
+    PromptReader,
     embed,
     embedding_usage,
     embeddings_json,
+    finite,
+    inputs_of,
     normalised,
+    pooled,
 )
-from services.frontend.openai.schemas.fields import MAX_INPUTS, Text
+from services.frontend.openai.schemas.fields import MAX_INPUTS, TemplateVariables, Text
 from services.frontend.openai.schemas.open_object import OpenObject
-from services.frontend.openai.schemas.requests import EmbeddingRequest, ScheduledRequest
+from services.frontend.openai.schemas.requests import PoolingRequest, ScheduledRequest, TextsRequest
 from services.frontend.openai.schemas.responses import (
+    ClassificationEntry,
+    ClassificationResponse,
     PoolingEntry,
     PoolingResponse,
     RerankResponse,
     RerankResult,
     ScoreResponse,
 )
+from services.frontend.openai.tasks import check_scores, check_task
 from services.frontend.openapi import WITH_BODY, errors, read_by_handler
 
 Texts = Text | Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS // 2, fail_fast=True)]
@@ -39,16 +48,15 @@ _TEXTS = {name for pair in _PAIRS for name in pair}
 
 class _Scored(ScheduledRequest):
     truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=2**31)
-    """Number of tokens to keep at the end of each text; -1: as many as the context holds."""
-
-    def embedding_request(self, texts: list[str]) -> EmbeddingRequest:
-        return EmbeddingRequest(
-            input=texts,
-            model=self.model,
-            priority=self.priority,
-            cache_salt=self.cache_salt,
-            truncate_prompt_tokens=self.truncate_prompt_tokens,
-        )
+    """Number of tokens to keep of each text, or of each pair; -1: as many as the context holds."""
+    truncation_side: Literal["left", "right"] | None = None
+    """See `TextsRequest`."""
+    use_activation: bool | None = None
+    """False: a model that scores pairs leaves out its last function."""
+    instruction: Text | None = None
+    """Variable of the template for pairs (`--chat-template`)."""
+    chat_template_kwargs: TemplateVariables | None = None
+    """Other variables of that template."""
 
 
 class ScoreRequest(_Scored):
@@ -98,10 +106,25 @@ def _listed(given: str | list[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Vectors:
-    """Keeps embeddings as bytes of float32, normalised."""
+    """Keeps vectors as bytes of float32."""
+
+    normalises: bool
 
     def encode(self, index: int, values: NDArray[np.float32]) -> bytes:
-        return normalised(values).tobytes()
+        return (normalised(values) if self.normalises else finite(values)).tobytes()
+
+
+@dataclass(frozen=True)
+class _ClassFormat:
+    model: PoolingModel
+
+    def encode(self, index: int, values: NDArray[np.float32]) -> bytes:
+        best, labels = int(finite(values).argmax()), self.model.labels
+        label = (labels[best] or None) if best < len(labels) else None
+        entry: ClassificationEntry = {
+            "index": index, "label": label, "probs": values.tolist(), "num_classes": len(values),
+        }  # fmt: skip
+        return msgspec.json.encode(entry)
 
 
 @dataclass(frozen=True)
@@ -115,12 +138,12 @@ class _PoolingFormat:
 
 router = APIRouter(responses=errors(*WITH_BODY))
 _SCORED: Any = {
-    "summary": "Compares texts by the cosine of their embeddings",
+    "summary": "Compares texts: by their embeddings, or by a model that scores pairs",
     "response_model": ScoreResponse,
     "openapi_extra": read_by_handler(ScoreRequest),
 }
 _RERANKED: Any = {
-    "summary": "Orders documents by the cosine of their embeddings and that of a query",
+    "summary": "Orders documents by their scores with a query",
     "response_model": RerankResponse,
     "openapi_extra": read_by_handler(RerankRequest),
 }
@@ -128,12 +151,20 @@ _RERANKED: Any = {
 
 @router.post(
     "/classify",
-    summary="Refused: served models have no classes",
-    status_code=400,
-    response_model=ErrorResponse,
+    summary="Computes the classes of texts",
+    response_model=ClassificationResponse,
+    openapi_extra=read_by_handler(TextsRequest),
 )
-async def classify() -> None:
-    raise invalid("this server does not classify; /score compares texts, and a chat can choose among words")
+@recorded
+async def classify(http: HTTPRequest, context: Context) -> Response:
+    body, model = await context.bodies.parse(http, TextsRequest), context.engine.state.pooling
+    context.answering.check(body.model, generates=False)
+    check_task(model, "classify")
+    assert model is not None, "check_task refuses a model that generates text"
+    prompts, params = await inputs_of(body, context), PoolingParams(body.use_activation)
+    entries, count = await pooled(http, context, body, prompts, _ClassFormat(model), params)
+    content = embeddings_json(context.answering.head(body, "classify"), entries, count)
+    return Response(content, media_type="application/json")
 
 
 @router.post("/score", **_SCORED)
@@ -141,11 +172,7 @@ async def classify() -> None:
 @recorded
 async def score(http: HTTPRequest, context: Context) -> Response:
     body = await context.bodies.parse(http, ScoreRequest)
-    context.answering.check(body.model)
-    first, second = body.pairs()
-    given = body.embedding_request([*first, *second])
-    vectors, count = await embed(http, context, given, _Vectors())
-    scores = cosines(vectors[: len(first)], vectors[len(first) :])
+    scores, count = await _scores(http, context, body, *body.pairs())
     answer: ScoreResponse = {
         "object": "list",
         **context.answering.head(body, "score"),
@@ -161,10 +188,8 @@ async def score(http: HTTPRequest, context: Context) -> Response:
 @recorded
 async def rerank(http: HTTPRequest, context: Context) -> Response:
     body = await context.bodies.parse(http, RerankRequest)
-    context.answering.check(body.model)
     texts = [given if isinstance(given, str) else given.text for given in body.documents]
-    vectors, count = await embed(http, context, body.embedding_request([body.query, *texts]), _Vectors())
-    scores = cosines(vectors[:1], vectors[1:])
+    scores, count = await _scores(http, context, body, [body.query], texts)
     results: list[RerankResult] = []
     for i in sorted(range(len(texts)), key=lambda i: -scores[i])[: body.top_n or None]:
         results.append({"index": i, "relevance_score": scores[i]})
@@ -182,23 +207,67 @@ async def rerank(http: HTTPRequest, context: Context) -> Response:
 
 @router.post(
     "/pooling",
-    summary="Computes normalised embeddings of texts",
+    summary="Computes embeddings or classes of texts or of their tokens, as the model is served",
     response_model=PoolingResponse,
-    openapi_extra=read_by_handler(EmbeddingRequest),
+    openapi_extra=read_by_handler(PoolingRequest),
 )
 @recorded
 async def pooling(http: HTTPRequest, context: Context) -> Response:
-    body = await context.bodies.parse(http, EmbeddingRequest)
-    context.answering.check(body.model)
-    format = EmbeddingFormat.from_body(body, context.engine.state.hidden_size)
+    body, state = await context.bodies.parse(http, PoolingRequest), context.engine.state
+    context.answering.check(body.model, generates=False)
+    served = "embed" if state.pooling is None else state.pooling.task
+    if body.task not in (None, served):
+        raise invalid(f"task is {body.task}, but this model is served for {served}", "task")
+    format = EmbeddingFormat.from_body(body, state)
     entries, count = await embed(http, context, body, _PoolingFormat(format))
     content = embeddings_json(context.answering.head(body, "pool"), entries, count)
     return Response(content, media_type="application/json")
 
 
-def cosines(first: list[bytes], second: list[bytes]) -> list[float]:
-    """Return the cosine of each pair of normalised float32 vectors; one first vector is paired with all second ones."""
-    left, right = (
-        np.array([np.frombuffer(v, np.float32) for v in side], np.float64) for side in (first, second)
-    )
-    return [float(value) for value in np.clip((left * right).sum(axis=1), -1.0, 1.0)]
+async def _scores(
+    http: HTTPRequest, context: AppContext, body: _Scored, first: list[str], second: list[str]
+) -> tuple[list[float], int]:
+    """Return the score of each pair, one first text with all second ones, and the number of tokens. Raises: APIError"""
+    context.answering.check(body.model, generates=False)
+    model, template = context.engine.state.pooling, context.model.pair_template
+    check_scores(model)
+    scores_pairs = model is not None and model.task == "classify"
+    if not (scores_pairs and template):
+        for name in ("instruction", "chat_template_kwargs"):
+            if getattr(body, name):
+                raise invalid(f"{name}: there is no template for pairs; start with --chat-template", name)
+    if not all(first) or not all(second):
+        raise invalid("an input is empty", "input")
+    given: list[Given] = [*first, *second]
+    if model is not None and scores_pairs:
+        pairs = [(first[0] if len(first) == 1 else first[i], text) for i, text in enumerate(second)]
+        if template:
+            variables = {"instruction": body.instruction} if body.instruction is not None else {}
+            variables |= body.chat_template_kwargs or {}
+            given = [await context.answering.prompts.rendered_pair(*pair, variables) for pair in pairs]
+        else:
+            given = [*pairs] if model.separates_pairs else ["".join(pair) for pair in pairs]
+    reader = PromptReader(context, body.truncate_prompt_tokens, body.truncation_side, True)
+    prompts = [await reader.read(prompt) for prompt in given]
+    normalises = model is None or model.task == "embed"
+    params = PoolingParams(body.use_activation)
+    vectors, count = await pooled(http, context, body, prompts, _Vectors(normalises), params)
+    values = [np.frombuffer(vector, np.float32) for vector in vectors]
+    if scores_pairs:
+        return [float(value[0]) for value in values], count
+    left, right = values[: len(first)] * (len(second) if len(first) == 1 else 1), values[len(first) :]
+    pairs_of_vectors = zip(left, right, strict=True)
+    if normalises:
+        return [cosine(*pair) for pair in pairs_of_vectors], count
+    size = context.engine.state.hidden_size
+    return [most_similar(a.reshape(-1, size), b.reshape(-1, size)) for a, b in pairs_of_vectors], count
+
+
+def cosine(first: NDArray[np.float32], second: NDArray[np.float32]) -> float:
+    """Return the cosine of two normalised vectors."""
+    return float(np.clip(first.astype(np.float64) @ second, -1.0, 1.0))
+
+
+def most_similar(query: NDArray[np.float32], document: NDArray[np.float32]) -> float:
+    """Return the sum over the query's tokens of each one's best product with a token of the document."""
+    return float((query @ document.T).max(axis=1).sum())

@@ -83,6 +83,28 @@ class Tokenizer:
         """Encode the output of a chat template, which has written its special tokens itself."""
         return self._encode(text, add_special_tokens=False)
 
+    def encode_texts(
+        self, first: str, second: str | None, add_special_tokens: bool, most: int | None
+    ) -> tuple[list[int], int | None]:
+        """Encode a text or a pair as a model for pooling reads it.
+
+        Args:
+            most: number of tokens to keep, special ones included; the end of a text is cut, of a pair that of the
+                longer text first. None: all.
+
+        Returns: token ids, and the index of the first token of the second text, if the tokenizer marks it.
+        """
+        texts = [first] if second is None else [first, second]
+        parts = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        if most is not None:
+            added = self._tokenizer.num_special_tokens_to_add(second is not None) if add_special_tokens else 0
+            lengths = _fitting([len(part.ids) for part in parts], max(most - added, 0))
+            for part, length in zip(parts, lengths, strict=True):
+                part.truncate(length)
+        whole = self._tokenizer.post_process(*parts, add_special_tokens=add_special_tokens)
+        types = whole.type_ids
+        return list(whole.ids), types.index(1) if 1 in types else None
+
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """The library releases the GIL only for batches. This form also skips offsets, which nothing reads."""
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -116,6 +138,17 @@ class Tokenizer:
             if self._words is not None
             else WindowDetokenizer(decode, prompt)
         )
+
+
+def _fitting(lengths: list[int], most: int) -> list[int]:
+    """Return the lengths of one or two texts that fit together into `most` tokens, as transformers cuts them with
+    "longest_first"."""
+    if sum(lengths) <= most:
+        return lengths
+    if len(lengths) == 1:
+        return [most]
+    short = min(min(lengths), most // 2)
+    return [short, most - short] if lengths[0] <= lengths[1] else [most - short, short]
 
 
 def _max_token_chars(tokenizer: HFTokenizer, layout: dict[str, Any]) -> int:

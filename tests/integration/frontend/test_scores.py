@@ -109,7 +109,7 @@ def test_pooling_is_the_embedding(scorer: Frontend, engine: ScriptedScheduler) -
         ("/rerank", {"query": "x", "documents": []}, "documents"),
         ("/rerank", {"query": "x", "documents": ["x"], "top_n": -1}, "top_n"),
         ("/pooling", {}, "input"),
-        ("/classify", {"input": "x"}, None),
+        ("/classify", {"input": "x"}, "model"),
     ],
 )
 def test_bad_field_is_refused(

@@ -1,9 +1,9 @@
 """Prompts to token ids, on worker threads: the tokenizer releases the GIL, so the event loop continues."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from protocol.sampling import BadWords
 from services.frontend.errors import invalid
@@ -12,6 +12,7 @@ from services.frontend.openai.parameters.sampling import COMPLETION_MAX_TOKENS, 
 from services.frontend.openai.prompts.conversation import conversation, num_chars
 from services.frontend.openai.prompts.prompt import Prompt
 from services.frontend.openai.schemas.requests import BaseGenerationRequest, ChatRequest, CompletionRequest
+from services.frontend.templates.chat_template import Conversation
 from services.frontend.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -59,6 +60,12 @@ class PromptEncoder:
         """Raises: APIError"""
         return await self.run(num_chars(body), lambda: self._model.template.render(conversation(body)))
 
+    async def rendered_pair(self, query: str, document: str, variables: Mapping[str, Any]) -> str:
+        """Render two texts with the template for pairs. Raises: APIError"""
+        roles = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+        given = Conversation(roles, add_generation_prompt=False, variables=variables)
+        return await self.run(len(query) + len(document), lambda: self._model.template.render(given))
+
     async def bad_words(self, words: list[str]) -> BadWords:
         """Raises: APIError"""
         if not words:
@@ -73,6 +80,16 @@ class PromptEncoder:
         tokenizer = self._model.tokenizer
         encode = tokenizer.encode if add_special_tokens else tokenizer.encode_rendered
         return await self.run(len(text), lambda: encode(text))
+
+    async def encode_texts(
+        self, first: str, second: str | None, add_special_tokens: bool, most: int | None
+    ) -> tuple[list[int], int | None]:
+        """See `Tokenizer.encode_texts`. Raises: APIError, if a text is too long"""
+        size = len(first) + len(second or "")
+        if size > MAX_CHARS:
+            raise invalid(f"a text has {size} characters, but at most {MAX_CHARS} are tokenized")
+        encode = self._model.tokenizer.encode_texts
+        return await self.run(size, lambda: encode(first, second, add_special_tokens, most))
 
     async def decode(self, ids: list[int], show_special: bool) -> str:
         """Return the text, with the special tokens' texts if `show_special`."""

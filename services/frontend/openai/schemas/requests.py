@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from protocol.pooling import PoolingTask
 from protocol.requests import MAX_PRIORITY
 from protocol.sampling import MAX_REPETITION_PENALTY
 from services.frontend.openai.schemas.fields import (
@@ -204,17 +205,32 @@ class ChatRequest(BaseGenerationRequest):
     chat_template_kwargs: TemplateVariables | None = None
 
 
-class EmbeddingRequest(ScheduledRequest):
+class TextsRequest(ScheduledRequest):
+    """Fields of every body whose texts become vectors."""
+
     input: (
         Text | TokenIds | Annotated[list[Text], Field(max_length=MAX_INPUTS, fail_fast=True)]
         | Annotated[list[TokenIds], Field(max_length=MAX_INPUTS, fail_fast=True)]
     )  # fmt: skip
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=2**31)
+    """Number of tokens to keep of each input; -1: as many as the context holds."""
+    truncation_side: Literal["left", "right"] | None = None
+    """The side that is cut off, by default left; with a model that generates no text right, and texts keep their
+    special tokens."""
+    add_special_tokens: bool | None = True
+    use_activation: bool | None = None
+    """False: leave out the last function, such as the norm of an embedding or the softmax of classes."""
+
+
+class EmbeddingRequest(TextsRequest):
     encoding_format: Literal["float", "base64"] | None = "float"
     dimensions: int | None = Field(None, ge=1, lt=2**31)
     """Number of values to keep at the beginning of the embedding, which is normalised afterwards."""
-    truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=2**31)
-    """Number of tokens to keep at the end of each input; -1: as many as the context holds."""
-    add_special_tokens: bool | None = True
+
+
+class PoolingRequest(EmbeddingRequest):
+    task: PoolingTask | None = None
+    """The task that the model is served for; others are refused."""
 
 
 @cache

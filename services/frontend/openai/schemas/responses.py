@@ -188,8 +188,8 @@ class EmbeddingResponse(AnswerHead):
 class PoolingEntry(TypedDict):
     object: Literal["pooling"]
     index: Natural
-    data: list[float] | str
-    """Numbers, or little-endian float32 in base64."""
+    data: list[float] | list[list[float]] | str
+    """Numbers, a list of them for each token, or little-endian float32 in base64."""
 
 
 class PoolingResponse(AnswerHead):
@@ -198,11 +198,25 @@ class PoolingResponse(AnswerHead):
     usage: EmbeddingUsage
 
 
+class ClassificationEntry(TypedDict):
+    index: Natural
+    label: str | None
+    """Name of the likeliest class."""
+    probs: list[float]
+    num_classes: Natural
+
+
+class ClassificationResponse(AnswerHead):
+    object: Literal["list"]
+    data: list[ClassificationEntry]
+    usage: EmbeddingUsage
+
+
 class ScoreEntry(TypedDict):
     index: Natural
     object: Literal["score"]
-    score: Annotated[float, Field(ge=-1, le=1)]
-    """Cosine of the two embeddings."""
+    score: float
+    """Cosine of the two embeddings, or the number of a model that scores pairs."""
 
 
 class ScoreResponse(AnswerHead):
@@ -214,7 +228,7 @@ class ScoreResponse(AnswerHead):
 class RerankResult(TypedDict):
     index: Natural
     """Position of the document in the request."""
-    relevance_score: Annotated[float, Field(ge=-1, le=1)]
+    relevance_score: float
     document: NotRequired[dict[str, str] | None]
 
 

@@ -150,7 +150,9 @@ class VllmEngine:
 
     @property
     def hidden_size(self) -> int:
-        return int(self.config.model_config.get_hidden_size()) if self.pooler is None else self.pooler.model.size
+        return (
+            int(self.config.model_config.get_hidden_size()) if self.pooler is None else self.pooler.model.size
+        )
 
     @property
     def bytes_per_block(self) -> int:

@@ -46,7 +46,7 @@ class ModelPooler:
 
     def to_vllm_params(self, given: PoolingParams | None) -> vllm_api.PoolingParams:
         given, extra = given or _DEFAULTS, None
-        if given.second_text and self._has_types:
+        if given.second_text is not None and self._has_types:
             extra = {"compressed_token_type_ids": given.second_text}
         params = vllm_api.PoolingParams(
             task=self.model.task,

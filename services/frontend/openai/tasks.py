@@ -1,0 +1,34 @@
+"""The routes of a model by what it computes. Other routes are refused by name."""
+
+from protocol.pooling import PoolingModel
+from services.frontend.errors import invalid
+
+GENERATE = "generate"
+ROUTES = {
+    GENERATE: "/v1/chat/completions, /v1/completions or /v1/embeddings",
+    "embed": "/v1/embeddings, /score, /rerank or /pooling",
+    "classify": "/classify or /pooling; with one class /score or /rerank",
+    "token_embed": "/score, /rerank or /pooling",
+    "token_classify": "/pooling",
+}
+
+
+def check_task(model: PoolingModel | None, *tasks: str) -> None:
+    """
+    Args:
+        model: None: the engine's model generates text.
+
+    Raises: APIError, if the model serves none of the tasks
+    """
+    task = GENERATE if model is None else model.task
+    if task not in tasks:
+        raise invalid(f"this model is served for the task {task}: use {ROUTES[task]}", "model")
+
+
+def check_scores(model: PoolingModel | None) -> None:
+    """Raises: APIError, if the model cannot compare two texts"""
+    check_task(model, GENERATE, "embed", "token_embed", "classify")
+    if model is not None and model.task == "classify" and model.size != 1:
+        raise invalid(
+            f"this model has {model.size} classes, and only one with one class gives scores", "model"
+        )
