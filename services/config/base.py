@@ -1,5 +1,6 @@
 """Settings that all services share."""
 
+import json
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +17,16 @@ REVISION = "Branch, tag or commit on the hub, for every file. Default: the main 
 ENABLE_LORA = "Serve LoRA adapters beside the model; --backend vllm only."
 MAX_LORA_RANK = "Maximum rank of a LoRA adapter."
 TOKENIZER = "Directory or Hugging Face name of another tokenizer. Default: the checkpoint's."
+
+
+def from_json(value: object) -> object:
+    """Parse JSON from a flag or the environment. A file may contain the mapping itself."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not JSON: {error}") from None
 
 
 class BaseConfig(BaseModel):

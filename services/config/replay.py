@@ -4,8 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from services.config.base import BaseConfig
-from services.config.scheduler import from_json
+from services.config.base import BaseConfig, from_json
 from services.config.sizes import Size
 from services.config.speculation import SpeculativeConfig
 

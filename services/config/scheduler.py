@@ -1,25 +1,14 @@
 """Settings of the scheduler."""
 
-import json
 from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from protocol.kv_groups import MAX_GROUPS
-from services.config.base import ENABLE_LORA, MAX_LORA_RANK, REVISION, TOKENIZER, ServiceConfig
+from services.config.base import ENABLE_LORA, MAX_LORA_RANK, REVISION, TOKENIZER, ServiceConfig, from_json
 from services.config.kv_events import KVEventsConfig
 from services.config.sizes import Size
 from services.config.speculation import SpeculativeConfig
-
-
-def from_json(value: object) -> object:
-    """Parse JSON from a flag or the environment. A file may contain the mapping itself."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"is not JSON: {error}") from None
 
 
 class SchedulerConfig(ServiceConfig):

@@ -1,10 +1,10 @@
 """Settings of a worker."""
 
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from services.config.base import CHECKPOINT, REVISION, ServiceConfig
+from services.config.base import CHECKPOINT, REVISION, ServiceConfig, from_json
 from services.config.simulator import SimulatorConfig
 from services.config.sizes import Size
 
@@ -92,6 +92,19 @@ class BackendConfig(ServiceConfig):
         "oneDNN would compute bfloat16 products. The other kernels do so without this.",
     )
     load_format: str = Field("auto", description="vllm: file format of the weights.")
+    runner: Literal["auto", "generate", "pooling"] = Field(
+        "auto",
+        description="vllm: whether the model generates text (generate), or embeds, classifies or scores it (pooling). "
+        "auto: as its files say.",
+    )
+    pooler_config: Annotated[dict[str, Any], BeforeValidator(from_json)] = Field(
+        {},
+        description='vllm: settings of a model for pooling as JSON, such as {"task": "token_classify"} or '
+        '{"pooling_type": "MEAN"}. Default: the checkpoint\'s.',
+    )
+    hf_overrides: Annotated[dict[str, Any], BeforeValidator(from_json)] = Field(
+        {}, description="vllm: values in place of those of config.json, as JSON. Default: none."
+    )
     enforce_eager: bool = Field(
         False,
         description="vllm: do not compile the model. native on a GPU: do not record graphs. The worker starts sooner "
@@ -100,7 +113,7 @@ class BackendConfig(ServiceConfig):
 
 
 USERS: dict[str, tuple[str, ...]] = {
-    "load_format": ("vllm",),
+    **dict.fromkeys(("load_format", "runner", "pooler_config", "hf_overrides"), ("vllm",)),
     "device": ("native", "vllm"),
     "gpu_memory_utilization": ("native", "vllm"),
     "enforce_eager": ("native", "vllm"),

@@ -1,5 +1,6 @@
 """Properties of a checkpoint that can be read before vLLM loads it."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ class CheckpointInfo:
     """Identity of the model, for the registration."""
 
     digest: str
-    """Digest of config.json, of every tensor's name, shape and dtype, and of --quantization."""
+    """Digest of config.json, of every tensor's name, shape and dtype, and of the settings that change the model."""
     dtype: str
     tensor_parallel_sizes: tuple[int, ...]
     tokenizer: str
@@ -35,6 +36,9 @@ class CheckpointInfo:
             raise LoadError(f"{error}; download the model again") from error
         model = config.get("text_config", config)
         settings = [] if worker.quantization is None else [worker.quantization]
+        if worker.runner != "auto":
+            settings.append(worker.runner)
+        settings += [json.dumps(x, sort_keys=True) for x in (worker.pooler_config, worker.hf_overrides) if x]
         digest = model_digest(directory, open_checkpoint(directory), settings)
         return cls(digest, _dtype(worker, model), _tensor_parallel_sizes(model), tokenizer_digest(directory))
 

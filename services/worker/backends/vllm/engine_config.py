@@ -29,6 +29,9 @@ class EngineOptions:
     """0: the context length of the checkpoint."""
     quantization: str | None
     load_format: str
+    runner: str
+    pooler_config: Mapping[str, Any]
+    hf_overrides: Mapping[str, Any]
     enforce_eager: bool
     has_groups: bool
     """Layers with a window may have block tables of their own."""
@@ -51,6 +54,9 @@ class EngineOptions:
             max_model_len=assignment.max_model_len,
             quantization=config.quantization,
             load_format=config.load_format,
+            runner=config.runner,
+            pooler_config=config.pooler_config,
+            hf_overrides=config.hf_overrides,
             enforce_eager=config.enforce_eager,
             has_groups=assignment.max_kv_groups > 1,
             speculation=assignment.speculation,
@@ -81,12 +87,15 @@ def create_engine_config(
         pipeline_parallel_size=assignment.pipeline_parallel_size,
         quantization=options.quantization,
         load_format=options.load_format,
+        runner=options.runner,
+        hf_overrides=dict(options.hf_overrides),
         enforce_eager=options.enforce_eager,
         enable_prefix_caching=False,  # the scheduler has a prefix cache
         # None: except where vLLM itself does so, as for chunked local attention.
         disable_hybrid_kv_cache_manager=None if options.has_groups else True,
         disable_log_stats=True,
         speculative_config=_drafter_config(options.speculation),
+        **_pooler_arguments(options),
         **_lora_arguments(options),
         **device_arguments,
     )
@@ -96,6 +105,16 @@ def create_engine_config(
         raise LoadError(f"vLLM cannot serve this model: {' '.join(str(error).split())}") from error
     _check(config, options)
     return config
+
+
+def _pooler_arguments(options: EngineOptions) -> dict[str, Any]:
+    """Raises: LoadError, if vLLM does not know a setting or its value"""
+    if not options.pooler_config:
+        return {}
+    try:
+        return {"pooler_config": vllm_api.PoolerConfig(**options.pooler_config)}
+    except (TypeError, ValueError) as error:
+        raise LoadError(f"--pooler-config: {' '.join(str(error).split())}") from error
 
 
 def _lora_arguments(options: EngineOptions) -> dict[str, Any]:

@@ -69,6 +69,9 @@ os.environ.setdefault("NUMBA_NUM_THREADS", "1")  # threads of vLLM's n-gram draf
 from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 
+# Parameters of a request.
+from vllm.config import PoolerConfig
+
 # Start and end.
 from vllm.distributed import parallel_state
 from vllm.distributed.parallel_state import (
@@ -86,8 +89,6 @@ from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
-
-# Parameters of a request.
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
@@ -182,6 +183,7 @@ __all__ = [
     "LogprobsTensors",
     "ModelRunnerOutput",
     "NewRequestData",
+    "PoolerConfig",
     "PoolingParams",
     "SamplerOutput",
     "SamplingMetadata",
