@@ -9,6 +9,7 @@ from pydantic import TypeAdapter
 from services.frontend.openai.schemas.responses import (
     ChatChunk,
     ChatResponse,
+    ClassificationResponse,
     CompletionChunk,
     CompletionResponse,
     EmbeddingResponse,
@@ -33,6 +34,7 @@ WHOLE = {
     "/score": strict(ScoreResponse),
     "/rerank": strict(RerankResponse),
     "/pooling": strict(PoolingResponse),
+    "/classify": strict(ClassificationResponse),
 }
 CHUNKS = {"/v1/completions": strict(CompletionChunk), "/v1/chat/completions": strict(ChatChunk)}
 
