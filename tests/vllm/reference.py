@@ -11,6 +11,14 @@ from vllm.v1.metrics.reader import Counter
 from protocol.lora import LoRAAdapter
 
 
+_SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_num_seqs": 16,
+    "kv_cache_memory_bytes": 64 << 20,
+}
+
+
 class VllmRequest(msgspec.Struct):
     """One request."""
 
@@ -53,12 +61,9 @@ def generate(model: str, batches: list[list[VllmRequest]], **engine: Any) -> Vll
     llm = LLM(
         **{
             "model": model,
-            "dtype": "float32",
-            "enforce_eager": True,
-            "max_num_seqs": 16,
+            **_SETTINGS,
             "block_size": 32,
             "num_gpu_blocks_override": 256,
-            "kv_cache_memory_bytes": 64 << 20,
             "disable_log_stats": False,
             **engine,
         }
@@ -77,18 +82,21 @@ def generate(model: str, batches: list[list[VllmRequest]], **engine: Any) -> Vll
     return VllmAnswers(tokens, scores, counts["vllm:num_preemptions"], counts["vllm:prefix_cache_hits"])
 
 
+def pool_texts(model: str, method: str, arguments: list[Any], **engine: Any) -> list[list[float]]:
+    """Return the numbers of `LLM.embed`, `LLM.classify` or `LLM.score` for texts. The process must end afterwards."""
+    llm = LLM(model=model, **{**_SETTINGS, **engine})
+    outputs = getattr(llm, method)(*arguments, use_tqdm=False)
+    field = {"embed": "embedding", "classify": "probs", "score": "score"}[method]
+    found = [getattr(output.outputs, field) for output in outputs]
+    return [[values] if isinstance(values, float) else list(values) for values in found]
+
+
 def pool(
     model: str, task: Any, requests: Sequence[tuple[list[int], dict[str, Any]]], **engine: Any
 ) -> list[list[float]]:
     """Return the numbers that vLLM's `LLM.encode` gives for each prompt, with fields of its PoolingParams. The process
     must end afterwards."""
-    settings = {
-        "dtype": "float32",
-        "enforce_eager": True,
-        "max_num_seqs": 16,
-        "kv_cache_memory_bytes": 64 << 20,
-    }
-    llm = LLM(model=model, **settings, **engine)
+    llm = LLM(model=model, **{**_SETTINGS, **engine})
     outputs = llm.encode(
         [{"prompt_token_ids": prompt} for prompt, _ in requests],
         [PoolingParams(**fields) for _, fields in requests],
