@@ -10,7 +10,6 @@ from vllm.v1.metrics.reader import Counter
 
 from protocol.lora import LoRAAdapter
 
-
 _SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "enforce_eager": True,
