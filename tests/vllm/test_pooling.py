@@ -1,8 +1,7 @@
 """Models that embed, classify or score: numbers under this scheduler equal those of vLLM's own `LLM.encode`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -25,7 +24,7 @@ class PoolingCase(NamedTuple):
     task: str
     chunk: int = CONTEXT
     """Budget of a step, tokens."""
-    fields: Mapping[str, Any] = MappingProxyType({})
+    fields: dict[str, Any] | None = None
     """Fields of vLLM's PoolingParams, of every second request."""
 
 
@@ -43,6 +42,8 @@ CASES = {
     "qwen3-classifier": PoolingCase("classify", 48, RAW),
     "qwen3-scorer": PoolingCase("classify", 48),
 }
+PER_CHANGE = ("bert-mean", "bert-scorer", "bert-tagger", "qwen3-classifier")
+"""`make soak` runs all."""
 ENCODERS = {name for name in CASES if not name.startswith("qwen3")}
 
 
@@ -71,7 +72,7 @@ def streams(case: PoolingCase) -> list[VllmStream]:
     for number, prompt in enumerate(prompts()):
         stream = VllmStream(prompt, ONE, pooling=Pooling.MODEL)
         if number % 2:
-            fields = dict(case.fields)
+            fields = dict(case.fields or {})
             second = fields.pop("extra_kwargs", {}).get("compressed_token_type_ids")
             stream.pooling_params = PoolingParams(**fields, second_text=second)
         found.append(stream)
@@ -106,7 +107,10 @@ def pool() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name in PER_CHANGE else pytest.mark.soak) for name in CASES],
+)
 def both(
     request: pytest.FixtureRequest, pool: ProcessPoolExecutor, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, PooledAnswers, list[list[float]]]:
@@ -114,7 +118,7 @@ def both(
     name, case = request.param, CASES[request.param]
     model = str(pooling_checkpoints.make(name, tmp_path_factory.mktemp("checkpoints") / name))
     mine = pool.submit(answer, model, case)
-    requests = [(prompt, dict(case.fields) if n % 2 else {}) for n, prompt in enumerate(prompts())]
+    requests = [(prompt, dict(case.fields or {}) if n % 2 else {}) for n, prompt in enumerate(prompts())]
     vllms = pool.submit(pool_by_vllm, model, case.task, requests, max_model_len=CONTEXT)
     return name, mine.result(), vllms.result()
 
