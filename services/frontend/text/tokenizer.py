@@ -101,7 +101,9 @@ class Tokenizer:
             lengths = _fitting([len(part.ids) for part in parts], max(most - added, 0))
             for part, length in zip(parts, lengths, strict=True):
                 part.truncate(length)
-        whole = self._tokenizer.post_process(*parts, add_special_tokens=add_special_tokens)
+        whole = self._tokenizer.post_process(
+            parts[0], None if second is None else parts[1], add_special_tokens
+        )
         types = whole.type_ids
         return list(whole.ids), types.index(1) if 1 in types else None
 
