@@ -4,7 +4,7 @@ import base64
 import contextlib
 import time
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -39,29 +39,23 @@ class EmbeddingFormat:
     as_base64: bool
     normalises: bool
     """False: the model's own pooler does, if the client wants it."""
-    is_tokenwise: bool = False
-    """A vector for each token."""
 
     @classmethod
     def from_body(cls, body: EmbeddingRequest, state: EngineState) -> "EmbeddingFormat":
         """Raises: APIError"""
-        size, model = state.hidden_size, state.pooling
-        if not size:
-            raise invalid("this server gives no embeddings; its backend computes none", "model")
+        size, model = _vector_size(state), state.pooling
         dimensions = body.dimensions or size
         if dimensions > size:
             raise invalid(
                 f"dimensions is {dimensions}, but this model's embeddings have {size}", "dimensions"
             )
-        if model is not None and body.dimensions and not model.has_length(dimensions):
+        if model is not None and dimensions < size and not model.has_length(dimensions):
             lengths = f"to {', '.join(map(str, model.dimensions))} only" if model.dimensions else "not at all"
             raise invalid(
                 f"dimensions is {dimensions}; this model's vectors are shortened {lengths}", "dimensions"
             )
         normalises = model is None and body.use_activation is not False
-        return cls(
-            dimensions, body.encoding_format == "base64", normalises, bool(model and model.is_tokenwise)
-        )
+        return cls(dimensions, body.encoding_format == "base64", normalises)
 
     def encode(self, index: int, values: NDArray[np.float32]) -> bytes:
         """Return the JSON of one entry of `data`.
@@ -74,15 +68,26 @@ class EmbeddingFormat:
         entry: EmbeddingEntry = {"object": "embedding", "index": index, "embedding": self.value(values)}
         return msgspec.json.encode(entry)
 
-    def value(self, values: NDArray[np.float32]) -> str | list[float] | list[list[float]]:
+    def value(self, values: NDArray[np.float32]) -> str | list[float]:
         """Return the embedding in the client's form. Raises: APIError"""
-        given = finite(values if self.is_tokenwise else values[: self.dimensions])
-        given = normalised(given) if self.normalises else given
-        if self.as_base64:
-            return base64.b64encode(given.astype("<f4").tobytes()).decode()  # as the official client reads it
-        numbers: list[float] | list[list[float]]
-        numbers = given.reshape(-1, self.dimensions).tolist() if self.is_tokenwise else given.tolist()
+        given = finite(values[: self.dimensions])
+        numbers: str | list[float] = self.numbers(normalised(given) if self.normalises else given)
         return numbers
+
+    def numbers(self, values: NDArray[np.float32]) -> Any:
+        """Return an array as base64 or as lists."""
+        if self.as_base64:
+            return base64.b64encode(
+                values.astype("<f4").tobytes()
+            ).decode()  # as the official client reads it
+        return values.tolist()
+
+
+def _vector_size(state: EngineState) -> int:
+    """Raises: APIError, if there are no vectors"""
+    if not state.hidden_size:
+        raise invalid("this server gives no embeddings; its backend computes none", "model")
+    return state.hidden_size
 
 
 def finite(values: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -270,6 +275,7 @@ async def pooled(
 ) -> tuple[list[bytes], int]:
     """Return the encoded vector of each prompt, and the number of tokens. `params`: for a model with a pooler of its
     own. Raises: APIError"""
+    _vector_size(context.engine.state)
     kind = (context.model.pooling, None) if context.engine.state.pooling is None else (Pooling.MODEL, params)
     request = context.answering.context(http, body, None, *kind)
     http.state.summary.prompt_tokens = count = sum(len(prompt.token_ids) for prompt in prompts)

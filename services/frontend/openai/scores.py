@@ -130,9 +130,14 @@ class _ClassFormat:
 @dataclass(frozen=True)
 class _PoolingFormat:
     format: EmbeddingFormat
+    is_tokenwise: bool
 
     def encode(self, index: int, values: NDArray[np.float32]) -> bytes:
-        entry: PoolingEntry = {"object": "pooling", "index": index, "data": self.format.value(values)}
+        if self.is_tokenwise:
+            data = self.format.numbers(finite(values).reshape(-1, self.format.dimensions))
+        else:
+            data = self.format.value(values)
+        entry: PoolingEntry = {"object": "pooling", "index": index, "data": data}
         return msgspec.json.encode(entry)
 
 
@@ -219,7 +224,7 @@ async def pooling(http: HTTPRequest, context: Context) -> Response:
     if body.task not in (None, served):
         raise invalid(f"task is {body.task}, but this model is served for {served}", "task")
     format = EmbeddingFormat.from_body(body, state)
-    entries, count = await embed(http, context, body, _PoolingFormat(format))
+    entries, count = await embed(http, context, body, _PoolingFormat(format, served.startswith("token_")))
     content = embeddings_json(context.answering.head(body, "pool"), entries, count)
     return Response(content, media_type="application/json")
 
