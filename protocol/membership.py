@@ -166,8 +166,8 @@ class Loaded(msgspec.Struct, array_like=True, frozen=True, tag="loaded"):
     drops_blocks: bool = False
     """True: this rank knows `LoadBlocks.dropped`."""
     pooling: PoolingModel | None = None
-    """What the model computes instead of text; None: it generates text. `max_model_len` is then one more than the
-    longest prompt, because the result takes the place of a token."""
+    """A model that generates no text; None: it generates text. `max_model_len` is then one more than the longest prompt,
+    because the result takes the place of a token."""
 
 
 class InitializeCache(msgspec.Struct, array_like=True, frozen=True, tag="init_cache"):

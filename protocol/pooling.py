@@ -7,7 +7,7 @@ import msgspec
 from protocol.fields import MAX_ITEMS, Count, Text
 
 PoolingTask = Literal["embed", "classify", "token_embed", "token_classify"]
-"""What a model computes: an embedding, or a number per class; of the whole prompt, or of each token."""
+"""Compute an embedding, or a number per class, of the whole prompt or of each token."""
 
 
 class PoolingModel(msgspec.Struct, array_like=True, frozen=True):

@@ -271,7 +271,7 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     controls_cache: bool = False
     """True: the scheduler answers `ControlCache`."""
     pooling: PoolingModel | None = None
-    """What the model computes instead of text; None: it generates text."""
+    """A model that generates no text; None: it generates text."""
 
 
 ClientMessage = GenerateRequest | AbortRequest | Subscribe | FrontendAlive | ResetPrefixCache | ControlCache

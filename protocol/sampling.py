@@ -163,4 +163,4 @@ class Pooling(enum.IntEnum):
     MEAN = 2
     """The mean of the hidden states of all tokens; such a request reads no prefix cache."""
     MODEL = 3
-    """What the pooler of a `PoolingModel` computes, which serves nothing else."""
+    """The result of the pooler of a `PoolingModel`, which serves nothing else."""

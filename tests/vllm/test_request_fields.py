@@ -9,6 +9,7 @@ from vllm.entrypoints.anthropic import protocol as anthropic
 from vllm.entrypoints.openai.chat_completion import protocol as chat
 from vllm.entrypoints.openai.completion import protocol as completion
 from vllm.entrypoints.openai.responses import protocol as responses
+from vllm.entrypoints.pooling.classify import protocol as classify
 from vllm.entrypoints.pooling.embed import protocol as embed
 from vllm.entrypoints.pooling.pooling import protocol as pooling
 from vllm.entrypoints.pooling.scoring import protocol as scoring
@@ -26,7 +27,9 @@ from services.frontend.openai.schemas.requests import (
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
+    PoolingRequest,
     StructuredOutputs,
+    TextsRequest,
 )
 from services.frontend.openai.scores import RerankRequest, ScoreRequest
 from services.frontend.openai.tokenize import (
@@ -48,7 +51,9 @@ REFUSED_BLOCKS = {"image", "tool_reference", "tool_addition", "tool_removal"}
         (ResponsesRequest, responses.ResponsesRequest),
         (EmbeddingRequest, embed.EmbeddingCompletionRequest),
         (EmbeddingRequest, embed.EmbeddingChatRequest),
-        (EmbeddingRequest, pooling.PoolingCompletionRequest),
+        (PoolingRequest, pooling.PoolingCompletionRequest),
+        (TextsRequest, classify.ClassificationCompletionRequest),
+        (TextsRequest, classify.ClassificationChatRequest),
         (ScoreRequest, scoring.ScoreTextRequest),
         (ScoreRequest, scoring.ScoreDataRequest),
         (ScoreRequest, scoring.ScoreQueriesDocumentsRequest),
@@ -72,6 +77,8 @@ def test_every_field_of_a_body_is_known(ours: type[OpenObject], theirs: type[Bas
         (CompletionRequest, completion.CompletionRequest),
         (ResponsesRequest, responses.ResponsesRequest),
         (EmbeddingRequest, embed.EmbeddingCompletionRequest),
+        (PoolingRequest, pooling.PoolingCompletionRequest),
+        (TextsRequest, classify.ClassificationCompletionRequest),
         (RerankRequest, scoring.RerankRequest),
         (MessagesRequest, anthropic.AnthropicMessagesRequest),
     ],

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import pytest
 from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.config import ModelConfig
+from vllm.model_executor.layers.pooler import Pooler
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.sample.sampler import Sampler
@@ -42,6 +44,9 @@ OBJECTS: dict[str, tuple[type, ...]] = {
     "state": (vllm_api.CachedRequestState,),
     "result": (vllm_api.ModelRunnerOutput, vllm_api.SamplingParams),
     "self._output": (AsyncModelRunnerOutput,),
+    "self._model_config": (ModelConfig,),
+    "model_config": (ModelConfig,),
+    "vllm_pooler": (Pooler,),
 }
 """Classes of the expressions that hold objects of vLLM; an attribute is one of any of them. The drafter is not among
 them, because its module imports numba (vllm_api.py); test_speculation.py calls it."""

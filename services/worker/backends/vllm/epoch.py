@@ -35,7 +35,7 @@ class _ExecutedVllmStep:
     """None if no row needs a hidden state, or if another rank reports the step."""
     clock: StepClock
     result: Any
-    """Of a model with a pooler of its own, which samples nothing."""
+    """The result of a model with a pooler of its own, which samples nothing."""
 
 
 class VllmEpoch:

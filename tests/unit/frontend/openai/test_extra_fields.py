@@ -10,7 +10,12 @@ from services.frontend.anthropic.schemas import CountTokensRequest, MessagesRequ
 from services.frontend.errors import APIError
 from services.frontend.openai.parameters.extra_fields import MAX_NAMED, ExtraFields, UnknownFieldMode
 from services.frontend.openai.schemas.open_object import OpenObject
-from services.frontend.openai.schemas.requests import ChatRequest, CompletionRequest, EmbeddingRequest
+from services.frontend.openai.schemas.requests import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    TextsRequest,
+)
 from services.frontend.openai.schemas.unserved import NEUTRAL
 from services.frontend.openai.scores import RerankRequest, ScoreRequest
 from services.frontend.responses_api.schemas import ResponsesRequest
@@ -140,6 +145,7 @@ MINIMAL: dict[type[OpenObject], dict[str, Any]] = {
     CountTokensRequest: HELLO,
     RerankRequest: {"query": "x", "documents": ["y"]},
     ScoreRequest: {"text_1": "x", "text_2": "y"},
+    TextsRequest: {"input": "x"},
 }
 
 
@@ -152,8 +158,8 @@ MINIMAL: dict[type[OpenObject], dict[str, Any]] = {
         (ResponsesRequest, "max_tokens", 5), (MessagesRequest, "n", 2), (MessagesRequest, "best_of", 2),
         (MessagesRequest, "guided_regex", "x"), (MessagesRequest, "container", "c"), (MessagesRequest, "stop", "x"),
         (CountTokensRequest, "chat_template", "x"), (CountTokensRequest, "mcp_servers", [{}]),
-        (RerankRequest, "instruction", "x"), (RerankRequest, "max_tokens_per_doc", 5),
-        (ScoreRequest, "max_tokens_per_query", 5), (ScoreRequest, "use_activation", False),
+        (RerankRequest, "max_tokens_per_doc", 5), (ScoreRequest, "max_tokens_per_query", 5),
+        (TextsRequest, "dimensions", 5), (TextsRequest, "messages", []),
     ],
 )  # fmt: skip
 def test_every_route_refuses_known_parameters(kind: type[OpenObject], name: str, value: object) -> None:

@@ -20,7 +20,7 @@ FREE = {
 OPEN = {
     "CompletionRequest", "ChatRequest", "EmbeddingRequest", "TokenizeCompletionRequest", "TokenizeChatRequest",
     "DetokenizeRequest", "MessageParam", "TextPart", "ToolCall", "FunctionCall", "MessagesRequest",
-    "ScoreRequest", "RerankRequest",
+    "ScoreRequest", "RerankRequest", "TextsRequest", "PoolingRequest",
     "CountTokensRequest", "AnthropicMessage", "AnthropicTool", "TextBlock", "ToolUseBlock", "ToolResultBlock",
     "ThinkingBlock", "RedactedThinkingBlock", "ResponsesRequest", "ResponsesTool", "InputMessage", "FunctionCallItem",
     "FunctionCallOutput", "ReasoningItem", "InputText", "RefusalPart", "ReasoningText",
