@@ -166,7 +166,7 @@ class Loaded(msgspec.Struct, array_like=True, frozen=True, tag="loaded"):
     drops_blocks: bool = False
     """True: this rank knows `LoadBlocks.dropped`."""
     pooling: PoolingModel | None = None
-    """A model that generates no text; None: it generates text. `max_model_len` is then one more than the longest prompt,
+    """A model that generates no text; None: it generates text. Its `max_model_len` is one more than its longest prompt,
     because the result takes the place of a token."""
 
 
