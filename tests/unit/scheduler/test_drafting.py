@@ -34,17 +34,19 @@ class DraftingRun(NamedTuple):
     """Tokens per millisecond."""
     chosen: list[int]
     trials: list[bool]
+    rests: list[bool]
 
 
 def run(policy: Drafting, device: DeviceModel, steps: int = 1500, seed: int = 0) -> DraftingRun:
     """Run with two steps in flight: the cost of a step is known after the next one was planned."""
     chance, rows, took, tokens = random.Random(seed), device.rows, 0.0, 0
-    chosen, trials, flying, planned, now = [], [], [], 0, 1.0
+    chosen, trials, rests, flying, planned, now = [], [], [], [], 0, 1.0
     ones = np.ones(rows, np.int32)
     for step_id in range(1, steps + 1):
         proposes = policy.length(rows)
         chosen.append(proposes)
         trials.append(policy.is_trial)
+        rests.append(policy.rests)
         drafted = np.array([planned * (chance.random() < device.offered) for _ in range(rows)], np.int32)
         counts = ones.copy()
         for row in range(rows):
@@ -54,12 +56,12 @@ def run(policy: Drafting, device: DeviceModel, steps: int = 1500, seed: int = 0)
         time *= math.exp(chance.gauss(0, device.noise)) * (5 if chance.random() < device.interrupted else 1)
         samples = np.ones(rows, np.bool_)
         columns = np.arange(rows), ones, ones, ones + planned, samples, planned * ones
-        step, now = InflightStep(step_id, *columns, proposes, policy.is_trial), now + time * 1e-3
+        step, now = InflightStep(step_id, *columns, proposes, policy.is_trial, policy.rests), now + time * 1e-3
         flying.append((step, drafted, counts, now))
         if len(flying) == 2:
             policy.observe(*flying.pop(0))
         took, tokens, planned = took + time, tokens + int(counts.sum()), proposes
-    return DraftingRun(tokens / took, chosen, trials)
+    return DraftingRun(tokens / took, chosen, trials, rests)
 
 
 DEVICES = {
