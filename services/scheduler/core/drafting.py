@@ -41,7 +41,7 @@ _LEAD = 16
 """Steps before a trial after a rest in which a drafter with a state of its own gets its input again."""
 _RESTS = 64
 """Most steps of a rest."""
-_LEARNS = 3
+LEARNS = 3
 """Steps out of `_RESTS` that are measured in a rest; one follows another, as the time between two counts."""
 _SHORT = 0.004
 """Seconds of a step below which the cost of measuring each one counts."""
@@ -327,7 +327,7 @@ class AdaptiveDrafting:
             self._next_trial = self._formed + lead + _REST
 
     def observe(self, step: InflightStep, drafted: Column, counts: Column, sampled: float) -> None:
-        if step.rests and self._seconds_plain < _SHORT and step.step_id % _RESTS >= _LEARNS:
+        if step.rests and self._seconds_plain < _SHORT and step.step_id % _RESTS >= LEARNS:
             return
         (before, since), self._last = self._last, (step.step_id, sampled)
         seconds, steps = max(sampled - since, 0.0) if since and sampled else 0.0, step.step_id - before

@@ -80,7 +80,7 @@ class EagleProposer(Proposer):
         """Blocks of the slot up to the last one that `_table` has; 0: the head knows nothing of the request."""
         self._known = np.ones(slots.num_blocks, np.bool_)
         """Blocks whose keys and values the head has computed from the beginning of the request on."""
-        self._enters = np.zeros(table.num_slots, np.bool_)
+        self._enters = np.ones(table.num_slots, np.bool_)
         """Slots of whose present request the head has missed no step."""
         self._has_rested = False
         self._make_room(_FEW)
