@@ -63,7 +63,10 @@ def run(policy: Drafting, device: DeviceModel, steps: int = 1500, seed: int = 0)
         time *= math.exp(chance.gauss(0, device.noise)) * (5 if chance.random() < device.interrupted else 1)
         samples = np.ones(rows, np.bool_)
         columns = np.arange(rows), ones, ones, ones + planned, samples, planned * ones
-        step, now = InflightStep(step_id, *columns, proposes, policy.is_trial, policy.rests), now + time * 1e-3
+        step, now = (
+            InflightStep(step_id, *columns, proposes, policy.is_trial, policy.rests),
+            now + time * 1e-3,
+        )
         flying.append((step, drafted, counts, now))
         if len(flying) == 2:
             policy.observe(*flying.pop(0))
