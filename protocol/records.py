@@ -80,6 +80,8 @@ class StepRecord(msgspec.Struct, array_like=True, frozen=True):
     """Number of drafts that the step proposed for each row that sampled."""
     is_draft_trial: bool = False
     """The step belonged to a trial: its number of drafts, or that of its verified ones, was chosen to measure it."""
+    speculation_rests: bool = False
+    """No drafts paid, so the step was that of an engine without speculation."""
 
 
 class EngineEventKind(enum.IntEnum):

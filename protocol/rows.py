@@ -57,6 +57,8 @@ class StepRows(NamedTuple):
             raise ProtocolError(f"{what} has a negative number, or a row without a token")
         if plan.drafts and drafts[unpack(samples, np.bool_) == 0].any():
             raise ProtocolError(f"{what} has drafts in a row that does not sample")
+        if plan.speculation_rests and plan.num_speculative_tokens:
+            raise ProtocolError(f"{what} requests drafts of a drafter that rests")
         block_slots, block_ids, released = map(unpack, (plan.block_slots, plan.block_ids, plan.released))
         _same_length(what, block_slots=block_slots, block_ids=block_ids)
         if _negative(block_slots | block_ids) or _negative(released):

@@ -86,6 +86,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     whole: NamedBlocks | None = None
     """Blocks that became whole since the last message; None: none did. They have these names before this plan's blocks
     lose theirs: those of `block_ids`, and those of `new` from the first position that its row computes."""
+    speculation_rests: bool = False
+    """True: the drafter gets nothing of this step, which proposes no drafts."""
 
 
 class ReleaseSlots(msgspec.Struct, array_like=True, frozen=True, tag="release"):

@@ -304,4 +304,5 @@ def _record(step: _Step) -> StepRecord:
         kv_cache_usage=event.kv_cache_usage,
         num_speculative_tokens=row.proposes,
         is_draft_trial=row.is_trial,
+        speculation_rests=row.rests,
     )

@@ -24,13 +24,15 @@ class Drawn:
     """A `Drafting` with another number of drafts in every step."""
 
     min_acceptance = 0.0
-    is_trial = False
+    is_trial = rests = False
 
     def __init__(self, lengths: tuple[int, ...], seed: int) -> None:
         self._lengths, self._rng = lengths, Random(seed)
 
     def length(self, num_rows: int) -> int:
-        return self._rng.choice(self._lengths)
+        number = self._rng.choice(self._lengths)
+        self.rests = not number and self._rng.random() < 0.5
+        return number
 
     def observe(self, step: InflightStep, drafted: Column, counts: Column, sampled: float) -> None:
         """Ignored."""

@@ -259,6 +259,8 @@ class OracleWorker:
         drafts = unpack(plan.drafts).tolist() if plan.drafts else [0] * len(rows)
         self._planned_drafts = {row[0]: k for row, k in zip(rows, drafts, strict=True) if k}
         self._demand(bool(rows), "an empty plan was sent")
+        rests = plan.speculation_rests
+        self._demand(not (rests and plan.num_speculative_tokens), "a drafter that rests proposes drafts")
         self._demand(len({row[0] for row in rows}) == len(rows), "a slot has two rows in one step")
         return rows
 

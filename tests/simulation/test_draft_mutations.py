@@ -113,6 +113,12 @@ def drafts_are_not_reserved(add: Any, self: Ledger, step: Any) -> None:
     self._slots.placeholders[step.slots] -= step.drafts
 
 
+@FAULTS.add("planner", "commit")
+def a_step_of_a_rest_proposes_drafts(commit: Any, self: StepPlanner, choice: Any) -> Any:
+    planned = commit(self, choice)
+    return planned._replace(plan=msgspec.structs.replace(planned.plan, speculation_rests=True))
+
+
 @FAULTS.add("applier", "cut")
 def tokens_after_a_stop_are_delivered(
     until: Any, self: ResultApplier, rows: Any, token_ids: Any, first: Any, counts: Any

@@ -217,7 +217,7 @@ class Varying:
     """A `Drafting`: another number of drafts in each step, and none now and then."""
 
     min_acceptance = 0.0
-    is_trial = False
+    is_trial = rests = False
 
     def __init__(self) -> None:
         self._numbers = cycle((K, 0, 1, 2))

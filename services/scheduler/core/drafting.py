@@ -29,7 +29,7 @@ _REMEMBERED = 1.0
 """Rows of a position below which its figures do not decay while no drafts are proposed: a failure stays known."""
 _PRIOR_ACCEPTANCE = 0.7
 """Acceptance at the first position until it was measured."""
-_MARGIN = 1.01
+_MARGIN = 1.02
 """Drafts must promise this multiple of the rate without drafts: estimates are noisy, and no draft costs nothing."""
 _TRIALS = 0.01
 """Share of the time that trials may lose."""
@@ -37,6 +37,14 @@ _TRIAL_STEPS = 5
 """Steps of a trial that propose its number. The first of them still verifies the number before."""
 _REST = 40
 """Steps from the beginning of a trial to the next one."""
+_LEAD = 16
+"""Steps before a trial after a rest in which a drafter with a state of its own gets its input again."""
+_RESTS = 64
+"""Most steps of a rest."""
+LEARNS = 3
+"""Steps out of `_RESTS` that are measured in a rest; one follows another, as the time between two counts."""
+_SHORT = 0.004
+"""Seconds of a step below which the cost of measuring each one counts."""
 _CORRECTIONS = (2, 64)
 """Steps that the fitted time counts for beside those that were measured, and the number of these that count."""
 _EXACT_LOADS = 8
@@ -50,6 +58,8 @@ class Drafting(Protocol):
     """Acceptance probability below which a draft of the step that is formed is not worth verifying."""
     is_trial: bool
     """The step that is formed belongs to a trial."""
+    rests: bool
+    """Speculation rests in the step that is formed: it proposes no drafts, and the drafter gets nothing of it."""
 
     def length(self, num_rows: int) -> int:
         """Return the number of drafts per row that a step of `num_rows` rows proposes."""
@@ -70,7 +80,7 @@ class FixedDrafting:
     """A `Drafting` that always proposes the same number."""
 
     min_acceptance = 0.0
-    is_trial = False
+    is_trial = rests = False
 
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
@@ -94,9 +104,11 @@ class Acceptance:
         """Age of these counts in units of the memory: they decay with the next step that had drafts."""
         self._offsets = np.arange(4)[:, None] * (most + 1)
 
-    def add(self, planned: Column, drafted: Column, counts: Column, seconds: float) -> None:
+    def pass_time(self, seconds: float, steps: int) -> None:
+        self._age += _age(seconds, steps, _MEMORY["text"])
+
+    def add(self, planned: Column, drafted: Column, counts: Column) -> None:
         """Count a step: int32[sampling rows], planned and verified drafts and tokens of each row."""
-        self._age += _age(seconds, _MEMORY["text"])
         if not planned.any():
             return
         reached = np.minimum(counts, planned)
@@ -168,6 +180,9 @@ class StepSeconds:
         """Return whether a step of this load and number was measured."""
         return self._of_load(num_rows)[proposes][1] > 0
 
+    def pass_time(self, seconds: float, steps: int) -> None:
+        self._age += _age(seconds, steps, _MEMORY["machine"])
+
     def add(self, num_rows: int, drafted: int, proposes: int, prompt_tokens: int, seconds: float) -> float:
         """Learn from a step. Return its seconds without those of another delay.
 
@@ -190,7 +205,6 @@ class StepSeconds:
                 correction[1] = min(correction[1] + 1, _CORRECTIONS[1])
                 correction[0] += (seconds / fitted - correction[0]) / (correction[1] + _CORRECTIONS[0])
         self._new.append((*features, seconds))
-        self._age += _age(seconds, _MEMORY["machine"])
         if len(self._new) >= _FIT_EVERY:
             self._update_fit()
         return seconds
@@ -217,10 +231,15 @@ class StepSeconds:
 
 
 class AdaptiveDrafting:
-    """A `Drafting` that proposes the number with the highest estimated rate of tokens."""
+    """A `Drafting` that proposes the number with the highest estimated rate of tokens.
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    While that is none, speculation *rests* until the next estimate: a step then costs what it costs without
+    speculation.
+    """
+
+    def __init__(self, most: int, lead: int = 0) -> None:
+        """`lead`: steps before a trial after a rest in which the drafter gets its input again."""
+        self._most, self._lead = most, lead
         self._acceptance = Acceptance(most)
         self._seconds = StepSeconds(most)
         self._best, self._num_rows = most, 0
@@ -230,33 +249,52 @@ class AdaptiveDrafting:
         self._losses: list[float] = []
         """Seconds that a step is expected to lose, by its number of drafts."""
         self.min_acceptance = _MIN_ACCEPTANCE[0]
-        self.is_trial = False
+        self.is_trial = self.rests = False
         self._credit = 0.0
         """Seconds that trials may lose now."""
         self._trial, self._left = 0, 0
         """Number of drafts of the present trial, and steps of it that are not formed yet."""
-        self._rest = self._turn = 0
-        self._formed = 0
+        self._next_trial = self._turn = 0
+        self._formed = self._proposed = 0
+        """Steps formed so far, and the number of drafts that the last one proposes."""
+        self._rest_until = 0
+        """Number of formed steps at which the present rest ends."""
+        self._rested, self._seconds_plain = 0, 0.0
+        """Steps of rests without credit so far, and the expected seconds of one."""
         self._last = (0, 0.0)
-        """Id of the last step that returned, and when it was sampled."""
+        """Id of the last step that returned and was measured, and when it was sampled."""
 
     def length(self, num_rows: int) -> int:
-        if self._formed % _LOOK_EVERY == 0 or num_rows != self._num_rows:
+        if self._formed < self._rest_until and num_rows == self._num_rows:
+            self._formed += 1
+            self._rested += 1
+            return 0
+        if self.rests or self._formed % _LOOK_EVERY == 0 or num_rows != self._num_rows:
             self._look(num_rows)
-        self._formed += 1
         if not self._left:
             self._begin_trial()
+        self._formed += 1
         self.is_trial = self._left > 0
-        if not self._left:
-            return self._best
-        self._left -= 1
-        return (
-            self._trial if self._left else self._best
-        )  # the last step verifies the drafts of the one before
+        number = self._best
+        if self._left:
+            self._left -= 1
+            if self._left > _TRIAL_STEPS:
+                number = 0  # the drafter catches up
+            elif self._left:  # the last step verifies the drafts of the one before
+                number = self._trial
+        self.rests = not (self.is_trial or number or self._proposed) and self._rate > 0
+        self._proposed = number
+        self._rest_until = 0
+        if self.rests:
+            self._rest_until = self._formed + min(_RESTS, int(_MEMORY["machine"] / self._seconds_plain))
+            self._rested += 1
+        return number
 
     def _look(self, num_rows: int) -> None:
         """Estimate the best number."""
         self._num_rows = num_rows
+        self._credit += _TRIALS * self._rested * self._seconds_plain
+        self._rested = 0
         if not self._seconds.known:
             return
         yields, computes = self._acceptance.per_row()
@@ -264,7 +302,7 @@ class AdaptiveDrafting:
         rates = [num_rows * tokens / time for tokens, time in zip(yields, seconds, strict=True)]
         best = max(range(self._most + 1), key=rates.__getitem__)
         self._best = best if rates[best] > _MARGIN * rates[0] else 0
-        self._rate = rates[self._best]
+        self._rate, self._seconds_plain = rates[self._best], seconds[0]
         self._losses = [
             time - num_rows * tokens / self._rate for tokens, time in zip(yields, seconds, strict=True)
         ]
@@ -274,45 +312,50 @@ class AdaptiveDrafting:
     def _begin_trial(self) -> None:
         """Begin the next trial once its expected loss is covered: of no drafts, of the best other number, and of the
         neighbours of the best one."""
-        self._rest -= 1
-        if self._rest > 0 or not self._rate:
+        if self._formed < self._next_trial or not self._rate:
             return
         best, losses = self._best, self._losses
         others = (number for number in range(self._most + 1) if number != best)
-        number = (0, min(others, key=losses.__getitem__), best - 1, best + 1)[self._turn % 4]
-        if number == best or not 0 <= number <= self._most:
+        turns = (0, min(others, key=losses.__getitem__), best - 1, best + 1)
+        while (number := turns[self._turn % 4]) == best or not 0 <= number <= self._most:
             self._turn += 1
-            return
         is_first = number == 0 and not self._seconds.measured(self._num_rows, 0)
         if is_first or self._credit > _TRIAL_STEPS * losses[number]:
             self._turn += 1
-            self._trial, self._left, self._rest = number, _TRIAL_STEPS + 1, _REST
+            lead = self._lead if self.rests else 0
+            self._trial, self._left = number, lead + _TRIAL_STEPS + 1
+            self._next_trial = self._formed + lead + _REST
 
     def observe(self, step: InflightStep, drafted: Column, counts: Column, sampled: float) -> None:
+        if step.rests and self._seconds_plain < _SHORT and step.step_id % _RESTS >= LEARNS:
+            return
         (before, since), self._last = self._last, (step.step_id, sampled)
-        seconds = max(sampled - since, 0.0) if before + 1 == step.step_id and since and sampled else 0.0
+        seconds, steps = max(sampled - since, 0.0) if since and sampled else 0.0, step.step_id - before
+        if steps > 0:
+            self._acceptance.pass_time(seconds, steps)
+            self._seconds.pass_time(seconds, steps)
         planned = step.drafts if len(step.drafts) == len(counts) else step.drafts[step.samples]
-        self._acceptance.add(planned, drafted, counts, seconds)
-        if not seconds:
+        self._acceptance.add(planned, drafted, counts)
+        if not seconds or steps != 1:
             return
         num_rows, most = len(step.slots), int(planned.max(initial=0))
         prompt_tokens = int(step.counts.sum()) - num_rows - (int(planned.sum()) if most else 0)
         if most == step.proposes:  # others verify and propose different numbers
             num_drafted = int(drafted.sum()) if most else 0
             seconds = self._seconds.add(num_rows, num_drafted, step.proposes, prompt_tokens, seconds)
-        if not prompt_tokens:
+        if not prompt_tokens and not step.rests:
             self._credit += _TRIALS * seconds
             if step.is_trial and self._rate:
                 self._credit -= max(seconds - float(counts.sum()) / self._rate, 0.0)
 
 
-def _age(seconds: float, memory: float) -> float:
-    return min(seconds / memory, 1 / _LEAST)
+def _age(seconds: float, steps: int, memory: float) -> float:
+    return min(seconds / memory, steps / _LEAST)
 
 
 def drafting_from_config(config: SpeculativeConfig | None) -> Drafting | None:
     """Return None without speculation."""
     if config is None:
         return None
-    most = config.num_speculative_tokens
-    return AdaptiveDrafting(most) if config.adaptive else FixedDrafting(most)
+    most, lead = config.num_speculative_tokens, 0 if config.method == "ngram" else _LEAD
+    return AdaptiveDrafting(most, lead) if config.adaptive else FixedDrafting(most)

@@ -22,6 +22,8 @@ class InflightStep:
     """Number of drafts that the step proposes for each sampling row."""
     is_trial: bool = False
     """The step belongs to a trial of this number."""
+    rests: bool = False
+    """Speculation rests: the step proposes no drafts, and the drafter gets nothing of it."""
 
 
 class Ledger:

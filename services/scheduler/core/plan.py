@@ -309,7 +309,7 @@ class StepPlanner:
         np.maximum(drafts, 0, out=drafts)
         drafting = self.drafting if samples.any() else None
         proposes = drafting.length(int(np.count_nonzero(samples))) if drafting else 0
-        is_trial = drafting is not None and drafting.is_trial
+        is_trial, rests = (drafting.is_trial, drafting.rests) if drafting else (False, False)
         step = InflightStep(
             epoch.next_step,
             slots,
@@ -320,6 +320,7 @@ class StepPlanner:
             drafts,
             proposes,
             is_trial,
+            rests,
         )
         masked = slots[samples & s.constrained.take(slots)]
         plan = SchedulerOutput(
@@ -341,6 +342,7 @@ class StepPlanner:
             report_times=self.store.observers.rank_times,
             masked=pack(masked.astype(np.int32)),
             whole=epoch.kv.take_whole(),
+            speculation_rests=rests,
         )
         epoch.next_step += 1
         epoch.ledger.add(step)

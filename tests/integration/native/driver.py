@@ -128,6 +128,8 @@ class RunnerDriver:
         computes."""
         self.keeps_logits = keeps_logits
         self.block_size, self.speculation = block_size, speculation
+        self.rests = False
+        """Speculation rests in the next step."""
         self.k = speculation.num_speculative_tokens if speculation else 0
         """Drafts to ask for in the next step."""
         self.min_acceptance = 0.0
@@ -235,6 +237,7 @@ class RunnerDriver:
             drafts=i32(*drafts) if any(drafts) else b"",
             num_speculative_tokens=self.k,
             min_acceptance=self.min_acceptance,
+            speculation_rests=self.rests,
         )
 
     def launch(self, rows: list[tuple[DrivenRequest, int]], grammar: GrammarOutput | None = None) -> Launched:

@@ -446,6 +446,33 @@ def test_a_decode_step_waits_for_no_device(
             request.known -= drafts - (count - 1)
 
 
+@pytest.mark.parametrize("method", ["eagle", "ngram"])
+def test_a_rest_changes_no_token(method: str) -> None:
+    """Prompts, and slots that other requests had, are among what the drafter misses."""
+    wanted = Speculation("eagle", 3, str(DEMO_MODEL / "eagle")) if method == "eagle" else ngram(3)
+    rng = np.random.default_rng(2)
+    some = [rng.integers(300, 4096, size).tolist() for size in (30, 9, 17)]
+    outputs, accepted = [], 0
+    for speculation in (None, wanted):
+        driver = RunnerDriver(DEMO_MODEL, speculation=speculation, dtype="float32")
+        requests = [driver.add(prompt) for prompt in some[:2]]
+        for number in range(40):
+            driver.rests = speculation is not None and number % 13 < 5
+            driver.k = 3 * (speculation is not None and number % 13 > 8)
+            if number == 14:
+                requests.append(driver.preempt(requests[0]))
+            if number == 27:
+                requests.append(driver.add(some[2]))
+            here = requests[number >= 14 :]
+            before = len(requests[-1].output)
+            driver.step([(request, request.known - request.computed) for request in here])
+            accepted += len(requests[-1].output) - before > 1
+        outputs.append([request.output for request in requests])
+    for plain, drafted in zip(*outputs, strict=True):
+        assert drafted[: len(plain)] == plain
+    assert accepted or method == "ngram"
+
+
 def test_deferred_steps_change_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """A head that gets steps late proposes the same drafts as one that gets each step at once."""
     wanted = Speculation("eagle", 3, str(DEMO_MODEL / "eagle"))

@@ -166,18 +166,20 @@ class EagleSetup:
         with torch.inference_mode():
             return self.proposer.propose(advance, k).tolist()
 
-    def reference(self, tokens: list[int], k: int) -> list[int]:
-        """The drafts after `tokens`, whose last one was sampled."""
-        return [token for token, _ in self.chances(tokens, k)]
+    def reference(self, tokens: list[int], k: int, begin: int = 0) -> list[int]:
+        """The drafts after `tokens`, whose last one was sampled; the head knows those from `begin` on."""
+        return [token for token, _ in self.chances(tokens, k, begin=begin)]
 
     @torch.inference_mode()
-    def chances(self, tokens: list[int], k: int, temperature: float = 0.0) -> list[tuple[int, float]]:
+    def chances(
+        self, tokens: list[int], k: int, temperature: float = 0.0, begin: int = 0
+    ) -> list[tuple[int, float]]:
         """The drafts, each with its probability of being the next token at `temperature`."""
         network = Reference(self.head, self.tensors, self.target)
-        hidden = network.fuse(self.states(len(tokens) - 1))
+        hidden = network.fuse([states[begin:] for states in self.states(len(tokens) - 1)])
         drafts: list[tuple[int, float]] = []
         for _ in range(k):
-            ids = torch.tensor(tokens[1:] + [token for token, _ in drafts])
+            ids = torch.tensor(tokens[begin + 1 :] + [token for token, _ in drafts])
             yielded = network.layer(ids, hidden)[-1:]
             drafts.append(network.token(yielded, math.hypot(temperature, ERROR)))
             hidden = torch.cat((hidden, yielded))

@@ -41,7 +41,8 @@ class Deferred:
         self.advances = drafter.proposer.advances
         self.drafter = DeferredDrafter(drafter)
         history = TokenHistory(8, 8, 8, make("reference"))
-        self.propose = self.drafter.start(DrafterSlots(self.table, history, 8)).propose
+        self.proposer = self.drafter.start(DrafterSlots(self.table, history, 8))
+        self.propose = self.proposer.propose
 
 
 def step(*rows: tuple[int, int, int], samples: bool = True, generation: int = 1) -> Advance:
@@ -51,6 +52,16 @@ def step(*rows: tuple[int, int, int], samples: bool = True, generation: int = 1)
     states = torch.from_numpy(names.astype(np.float32)[:, None])
     generations = np.full(len(rows), generation, np.int32)
     return Advance(slots, generations, starts, counts, np.full(len(rows), samples), [states, states + 0.5])
+
+
+def test_what_was_kept_before_a_rest_never_comes() -> None:
+    deferred = Deferred()
+    deferred.propose(step((5, 0, 4)), 0)
+    assert deferred.proposer.rest()
+    deferred.propose(step((5, 6, 1)), 0)
+    deferred.propose(step((5, 7, 1)), 2)
+    ((advance),) = deferred.advances
+    assert (advance.starts.tolist(), advance.counts.tolist()) == ([6], [2])
 
 
 def test_steps_without_drafts_come_with_the_next_that_has_some() -> None:

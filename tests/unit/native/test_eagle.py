@@ -105,6 +105,34 @@ def test_a_resumed_request_drafts_the_same_in_another_slot(setup: EagleSetup) ->
     assert setup.step([(3, tokens, 0, 33)], K) == before
 
 
+def test_after_a_rest_the_head_reads_what_it_got_since(setup: EagleSetup) -> None:
+    tokens, other = sequence(60), sequence(60, 1)
+    setup.step([(0, tokens, 0, 30), (2, other, 0, 20)], K)
+    assert setup.proposer.rest()
+    assert setup.step([(0, tokens, 33, 38)], K) == [setup.reference(tokens[:39], K, 33)]
+    drafts = setup.step([(0, tokens, 38, 40), (2, other, 25, 26)], K)
+    assert drafts == [setup.reference(tokens[:41], K, 33), setup.reference(other[:27], K, 25)]
+    setup.proposer.rest()
+    setup.proposer.assign(2)
+    drafts = setup.step([(0, tokens, 45, 46), (2, other, 0, 26)], K)
+    assert drafts == [setup.reference(tokens[:47], K, 45), setup.reference(other[:27], K)]
+
+
+def test_a_cached_prefix_counts_if_the_head_has_computed_it(eagle: EagleSetup) -> None:
+    """Blocks that were written while it rested are not read."""
+    table, tokens = eagle.table.block_table, sequence(60)
+    eagle.step([(0, tokens, 0, 30)], K)
+    eagle.proposer.rest()
+    for slot, writes, begin in ((1, 0, 24), (2, 30, 0)):
+        if writes:
+            eagle.proposer.assign(0)
+            eagle.step([(0, tokens, 0, 14), (3, tokens, 0, 14)], K)
+            eagle.step([(0, tokens, 14, writes)], K)
+        table[slot, :6] = table[0, :6]
+        eagle.proposer.assign(slot)
+        assert eagle.step([(slot, tokens, 24, 29)], K) == [eagle.reference(tokens[:30], K, begin)]
+
+
 def test_rows_that_sample_nothing_draft_nothing(eagle: EagleSetup) -> None:
     tokens = sequence(40)
     assert eagle.step([(0, tokens, 0, 20)], K, samples=False) == []

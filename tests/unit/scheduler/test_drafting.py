@@ -2,13 +2,20 @@
 
 import math
 import random
+import sys
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from services.config import SpeculativeConfig
-from services.scheduler.core.drafting import AdaptiveDrafting, Drafting, FixedDrafting, drafting_from_config
+from services.scheduler.core.drafting import (
+    LEARNS,
+    AdaptiveDrafting,
+    Drafting,
+    FixedDrafting,
+    drafting_from_config,
+)
 from services.scheduler.core.ledger import InflightStep
 
 MOST = 4
@@ -34,17 +41,19 @@ class DraftingRun(NamedTuple):
     """Tokens per millisecond."""
     chosen: list[int]
     trials: list[bool]
+    rests: list[bool]
 
 
 def run(policy: Drafting, device: DeviceModel, steps: int = 1500, seed: int = 0) -> DraftingRun:
     """Run with two steps in flight: the cost of a step is known after the next one was planned."""
     chance, rows, took, tokens = random.Random(seed), device.rows, 0.0, 0
-    chosen, trials, flying, planned, now = [], [], [], 0, 1.0
+    chosen, trials, rests, flying, planned, now = [], [], [], [], 0, 1.0
     ones = np.ones(rows, np.int32)
     for step_id in range(1, steps + 1):
         proposes = policy.length(rows)
         chosen.append(proposes)
         trials.append(policy.is_trial)
+        rests.append(policy.rests)
         drafted = np.array([planned * (chance.random() < device.offered) for _ in range(rows)], np.int32)
         counts = ones.copy()
         for row in range(rows):
@@ -54,12 +63,15 @@ def run(policy: Drafting, device: DeviceModel, steps: int = 1500, seed: int = 0)
         time *= math.exp(chance.gauss(0, device.noise)) * (5 if chance.random() < device.interrupted else 1)
         samples = np.ones(rows, np.bool_)
         columns = np.arange(rows), ones, ones, ones + planned, samples, planned * ones
-        step, now = InflightStep(step_id, *columns, proposes, policy.is_trial), now + time * 1e-3
+        step, now = (
+            InflightStep(step_id, *columns, proposes, policy.is_trial, policy.rests),
+            now + time * 1e-3,
+        )
         flying.append((step, drafted, counts, now))
         if len(flying) == 2:
             policy.observe(*flying.pop(0))
         took, tokens, planned = took + time, tokens + int(counts.sum()), proposes
-    return DraftingRun(tokens / took, chosen, trials)
+    return DraftingRun(tokens / took, chosen, trials, rests)
 
 
 DEVICES = {
@@ -90,6 +102,44 @@ def test_drafts_that_are_given_up_are_tried_again_now_and_then() -> None:
     chosen = run(AdaptiveDrafting(MOST), DeviceModel(acceptance=0.0, token=0.2), 3000).chosen
     assert chosen[-1000:].count(0) > 950
     assert max(chosen[-1500:]) > 0, "drafts are tried again"
+
+
+def test_while_no_drafts_pay_speculation_rests_but_for_trials() -> None:
+    """A trial after a rest begins with the steps in which the drafter gets its input again."""
+    policy = AdaptiveDrafting(MOST, lead=3)
+    seen = run(policy, DeviceModel(acceptance=0.0, token=0.2), 4000)
+    late = [*zip(seen.chosen, seen.trials, seen.rests, strict=True)][-2000:]
+    assert sum(rests for *_, rests in late) > 1900
+    assert not any(rests and (number or trial) for number, trial, rests in late)
+    begins = [at for at in range(1, len(late) - 4) if late[at][1] and late[at - 1][2]]
+    assert begins
+    for at in begins:
+        numbers = [number for number, *_ in late[at : at + 4]]
+        assert numbers[:3] == [0, 0, 0]
+        assert numbers[3] > 0
+
+
+def test_a_step_of_a_rest_costs_two_calls() -> None:
+    policy = AdaptiveDrafting(MOST)
+    run(policy, DeviceModel(acceptance=0.0, token=0.2, noise=0, interrupted=0, step=0.3), 4000)
+    while not policy.rests or policy.is_trial:
+        policy.length(8)
+    ones, calls = np.ones(8, np.int32), list[str]()
+    columns = np.arange(8), ones, ones, ones, ones > 0, 0 * ones
+    step = InflightStep(LEARNS, *columns, 0, rests=True)
+
+    def count(frame: object, event: str, what: object) -> None:
+        if event in ("call", "c_call"):
+            calls.append(event)
+
+    sys.setprofile(count)
+    try:
+        policy.length(8)
+        policy.observe(step, 0 * ones, ones, 1.0)
+    finally:
+        sys.setprofile(None)
+    assert policy.rests
+    assert len(calls) == 2 + 1, "with the one that ends the count"
 
 
 def test_drafts_that_begin_to_work_are_noticed() -> None:

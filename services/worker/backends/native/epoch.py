@@ -260,7 +260,7 @@ class NativeEpoch:
     def _proposed(self, pending: ComputedStep, sampled: SampledTokens) -> NDArray[np.int32]:
         """Return the drafts for the next step, int32[sampling rows, k], and advance the drafter's own state."""
         k = pending.step.num_speculative_tokens
-        if self.proposer is None:
+        if self.proposer is None or (pending.step.speculation_rests and self.proposer.rest()):
             return np.full((len(sampled.counts), k), NO_DRAFT, np.int32)
         rows, stay, samples = pending.rows, pending.rows.counts, pending.rows.samples
         kept = sampled.counts > 0

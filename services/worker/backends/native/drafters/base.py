@@ -104,12 +104,16 @@ class Proposer(ABC):
     def assign(self, slot: int) -> None:  # noqa: B027 - most keep nothing of a slot
         """Drop the state of a slot that another request gets."""
 
+    def rest(self) -> bool:
+        """Prepare for a step that the proposer gets nothing of. Return False if it needs every step."""
+        return True
+
     @abstractmethod
     def propose(self, advance: Advance, k: int) -> I32:
         """Propose up to `k` drafts for each sampling row.
 
         Must be called once after every step, also for chunks of prompts and with `k` = 0, so that the drafter's state
-        of each request follows the target's (prompt chunks, docs/invariants.md).
+        of each request follows the target's (prompt chunks, docs/invariants.md), except after a `rest`.
 
         Returns:
             int32[sampling rows, k], padded with NO_DRAFT. Tokens are in the vocabulary and their positions inside the

@@ -52,6 +52,11 @@ class DeferredProposer(Proposer):
     def assign(self, slot: int) -> None:
         self._proposer.assign(slot)
 
+    def rest(self) -> bool:
+        if self._kept:
+            self._keep([])
+        return self._proposer.rest()
+
     def propose(self, advance: Advance, k: int) -> I32:
         tokens = len(advance.states[0])
         if k == 0 and self._has_room(tokens, advance.states):

@@ -76,6 +76,9 @@ class DraftModelProposer(Proposer):
     def assign(self, slot: int) -> None:
         self._computed[slot] = EMPTY
 
+    def rest(self) -> bool:
+        return False  # cached prefixes that it never computed would spoil the drafts of later requests
+
     def propose(self, advance: Advance, k: int) -> I32:
         slots, table = advance.slots, self._slots.table
         computed = self._computed[slots]

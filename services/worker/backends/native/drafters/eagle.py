@@ -5,6 +5,10 @@ positions, and overwrites the keys and values of earlier drafts there. Then it c
 sampled row with its own predictions. Its keys and values are in separate tensors under the target's block tables, so
 prefixes are shared here too. The last place of a shared block was computed with the token that followed it in the
 request that wrote it. In another request this may reduce the acceptance of a draft; it never changes an answer.
+
+After a rest the head does not know the tokens before. A request then *begins* with the first token that the head gets
+of it: that one has position 0 of the head, and the request's blocks from that of the token on. Only differences of
+positions count, so these drafts are those of a head that reads a shorter text.
 """
 
 from pathlib import Path
@@ -24,7 +28,7 @@ from services.worker.backends.native.drafters.base import (
 )
 from services.worker.backends.native.drafters.eagle_model import EagleModel, load
 from services.worker.backends.native.model.model import cache_shape
-from services.worker.kernels.interface.drafting import DraftLimits, DraftRows
+from services.worker.kernels.interface.drafting import DraftLayout, DraftLimits, DraftRows
 from services.worker.runner import LoadError
 
 DEMO_EAGLE = DEMO_MODEL / "eagle"
@@ -65,18 +69,40 @@ class EagleProposer(Proposer):
 
     def __init__(self, model: EagleModel, slots: DrafterSlots, limit: int) -> None:
         self._model, self._slots, self._limit = model, slots, limit
-        shape = cache_shape(model.config.layer, slots.table.block_size, model.dtype)
+        table = slots.table
+        shape = cache_shape(model.config.layer, table.block_size, model.dtype)
         self._cache = model.network.kv_cache(shape, slots.num_blocks, slots.allocate)
+        self._begins = np.zeros(table.num_slots, np.int32)
+        """First position that the head knows of each slot."""
+        self._table = np.zeros((table.num_slots, table.max_blocks), np.int32)
+        """Block table of each slot from that position on."""
+        self._held = np.zeros(table.num_slots, np.int32)
+        """Blocks of the slot up to the last one that `_table` has; 0: the head knows nothing of the request."""
+        self._known = np.ones(slots.num_blocks, np.bool_)
+        """Blocks whose keys and values the head has computed from the beginning of the request on."""
+        self._enters = np.ones(table.num_slots, np.bool_)
+        """Slots of whose present request the head has missed no step."""
+        self._has_rested = False
         self._make_room(_FEW)
 
     def _make_room(self, places: int) -> None:
         """Allocate buffers and record the operations on them."""
         model, network = self._model, self._model.network
         self._buffers = model.buffers(places)
-        table = torch.from_numpy(self._slots.table.block_table)
+        table = torch.from_numpy(self._table)
         attention = self._attention = network.attention(model.attention, self._cache, table, places)
         self._places = network.record(lambda b: model.compute_places(b, attention), self._buffers)
         self._rows = network.record(lambda b: model.compute_rows(b, attention), self._buffers)
+
+    def assign(self, slot: int) -> None:
+        self._held[slot], self._enters[slot] = 0, True
+
+    def rest(self) -> bool:
+        self._has_rested = True
+        self._held.fill(0)
+        self._enters.fill(False)
+        self._known.fill(False)  # blocks may be written meanwhile
+        return True
 
     def propose(self, advance: Advance, k: int) -> I32:
         proposed = np.full((np.count_nonzero(advance.samples), k), NO_DRAFT, np.int32)
@@ -91,6 +117,7 @@ class EagleProposer(Proposer):
         )
         if not layout.places:
             return proposed
+        self._follow(advance, layout)
         if layout.places < tokens:
             stays = self._inside(advance)
             states = [each[stays] for each in states]
@@ -105,6 +132,31 @@ class EagleProposer(Proposer):
             proposed,
         )
         return proposed
+
+    def _follow(self, advance: Advance, layout: DraftLayout) -> None:
+        """Begin the rows of requests that the head does not know, and lay out the places at the head's positions."""
+        table, slots, size = self._slots.table, advance.slots, self._slots.table.block_size
+        for row in np.flatnonzero(table.num_blocks[slots] != self._held[slots]).tolist():
+            slot, end = slots[row], table.num_blocks[slots[row]]
+            if not self._held[slot]:
+                self._begins[slot] = self._first_known(slot, int(advance.starts[row]))
+            first = self._begins[slot] // size
+            self._table[slot, : end - first] = table.block_table[slot, first:end]
+            self._held[slot] = end
+        if not self._has_rested:
+            return
+        begins, firsts, ends = self._begins[slots], advance.starts // size, advance.ends // size
+        for row in np.flatnonzero((begins == 0) & (ends > firsts)).tolist():
+            self._known[table.block_table[slots[row], firsts[row] : ends[row]]] = True
+        if begins.any():
+            b, (places, rows) = self._buffers, layout
+            b.positions[:places] -= torch.from_numpy(self._begins[b.slots[:places].numpy()])
+            b.tiles[:rows, 1] -= torch.from_numpy(self._begins[b.tiles[:rows, 0].numpy()])
+
+    def _first_known(self, slot: int, start: int) -> int:
+        """Return where a request begins of which the head gets the tokens from `start` on."""
+        cached = self._slots.table.block_table[slot, : -(-start // self._slots.table.block_size)]
+        return 0 if self._enters[slot] and self._known[cached].all() else start
 
     def _rows_of(self, advance: Advance) -> DraftRows:
         table = self._slots.table
