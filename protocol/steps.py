@@ -88,6 +88,9 @@ class SchedulerOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     lose theirs: those of `block_ids`, and those of `new` from the first position that its row computes."""
     speculation_rests: bool = False
     """True: the drafter gets nothing of this step, which proposes no drafts."""
+    completes: NamedBlocks | None = None
+    """Blocks that have all their positions when this step was executed, with the names that they get now; None: there
+    is none. Sent only to workers that serve blocks to other engines (completed block, docs/invariants.md)."""
 
 
 class ReleaseSlots(msgspec.Struct, array_like=True, frozen=True, tag="release"):

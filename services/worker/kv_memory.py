@@ -50,6 +50,12 @@ class BlockNames:
         self._last = int(numbers.max(initial=0))
         self._loads = np.zeros(len(numbers), np.int64)
         """Ticket of the load that fills the block; 0: none does."""
+        self._completed = np.zeros(len(numbers), np.int64)
+        """Step of this epoch that completes the block under its name; 0: the plan of none said so."""
+        self.executed = 0
+        """The last step that this rank has executed; set on any thread."""
+        self._owners = np.ones(len(numbers), np.int64)
+        """1, 2, 3 ...: counts how often the block was given away."""
 
     @classmethod
     def empty(cls, num_blocks: int, block_size: int, groups: int = 1) -> "BlockNames":
@@ -57,32 +63,38 @@ class BlockNames:
         return cls(np.zeros(num_blocks, np.uint64), names, block_size, groups)
 
     def follow(self, message: SchedulerOutput | ReleaseSlots) -> None:
-        """Apply a message before it is executed: name the blocks that are whole, then drop the names of those that the
-        step's requests get to write."""
-        if message.whole is not None:
-            self._name(message.whole)
-        if isinstance(message, SchedulerOutput) and (message.block_ids or message.new):
-            self.drop(self._assigned(message))
+        """Apply a message before it is executed: name the blocks that are whole, drop the names of those that the
+        step's requests get to write, then name those that the step completes."""
+        if (whole := message.whole) is not None:
+            if whole.replaces:
+                self._numbers[:] = self._completed[:] = 0
+            blocks = self._name(whole)
+            self._numbers[blocks] = np.arange(self._last + 1, self._last + 1 + len(blocks), dtype=np.uint64)
+            self._last += len(blocks)
+        if isinstance(message, SchedulerOutput):
+            if message.block_ids or message.new:
+                self.drop(self._assigned(message))
+            if message.completes is not None:
+                self._completed[self._name(message.completes)] = message.step_id
 
-    def _name(self, whole: NamedBlocks) -> None:
-        if whole.replaces:
-            self._numbers[:] = 0
-        blocks = unpack(whole.blocks)
-        self._numbers[blocks] = 0
-        self._names[blocks] = np.frombuffer(whole.names, np.uint8).reshape(-1, NAME_BYTES)
-        self._numbers[blocks] = np.arange(self._last + 1, self._last + 1 + len(blocks), dtype=np.uint64)
-        self._last += len(blocks)
+    def _name(self, named: NamedBlocks) -> NDArray[np.int32]:
+        """Give blocks their names, which do not count yet. Return the blocks."""
+        blocks = unpack(named.blocks)
+        self._numbers[blocks] = self._completed[blocks] = 0
+        self._names[blocks] = np.frombuffer(named.names, np.uint8).reshape(-1, NAME_BYTES)
+        return blocks
 
     def drop(self, blocks: Sequence[int] | NDArray[np.int32]) -> None:
         """Remove the names of blocks that are about to be written. No load fills them any more."""
         with _FILLING:
-            self._numbers[blocks] = self._loads[blocks] = 0
+            self._owners[blocks] += 1
+            self._numbers[blocks] = self._completed[blocks] = self._loads[blocks] = 0
 
     def forget(self, names: Sequence[bytes]) -> None:
         """Remove these names: whatever block has one is not found by it any more (dropped block)."""
         for name in names:
-            while (block := self.block_of(name)) is not None:
-                self._numbers[block] = 0
+            blocks = self._having(name)
+            self._numbers[blocks] = self._completed[blocks] = 0
 
     def expect(self, load: LoadBlocks) -> None:
         """Let a load fill its blocks. They have no names until they are whole."""
@@ -104,16 +116,23 @@ class BlockNames:
             self._loads[:] = 0
 
     def block_of(self, name: bytes) -> int | None:
-        """Return the block with this name. May be called on any thread."""
+        """Return the block that can be read under this name: it is whole, or this rank has executed the step that
+        completes it (completed block). May be called on any thread."""
+        return next((block for block in self._having(name) if self.owner(block, name)), None)
+
+    def _having(self, name: bytes) -> list[int]:
+        """Return the blocks with this name, which may not count yet or any more."""
         beginnings, wanted = self._names.view(np.uint64)[:, 0], np.frombuffer(name, np.uint64, 1)[0]
         found = np.flatnonzero(beginnings == wanted).tolist()
-        return next((block for block in found if self.number(block, name)), None)
+        return [block for block in found if self._names[block].tobytes() == name]
 
-    def number(self, block: int, name: bytes) -> int:
-        """Return the number of the block, which it loses with this name; 0: it has another name or none. May be called
-        on any thread."""
-        number = int(self._numbers[block])
-        return number if self._names[block].tobytes() == name and number == self._numbers[block] else 0
+    def owner(self, block: int, name: bytes) -> int:
+        """Return a number that stays while the block can be read under this name; 0: it cannot. May be called on any
+        thread."""
+        owner = int(self._owners[block])
+        counts = self._numbers[block] or 0 < self._completed[block] <= self.executed
+        is_named = counts and self._names[block].tobytes() == name
+        return owner if is_named and owner == self._owners[block] else 0
 
     def held(self) -> NamedBlocks | None:
         """Return the blocks with a name, in the order in which they became whole; None: there is none."""

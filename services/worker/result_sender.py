@@ -36,6 +36,7 @@ from protocol.steps import (
 )
 from protocol.transport import Client, HandshakeRefused, PeerGone, PeerSlow
 from services.process import NO_ALARM, HangAlarm, IdleWatch, name_this_thread, processor_seconds
+from services.worker.kv_memory import BlockNames
 from services.worker.runner import OutOfMemory, Output, RanksLost, is_out_of_memory
 from services.worker.session import ResendResult
 
@@ -65,6 +66,8 @@ class LaunchedStep:
     """Seconds that the executing thread waited for this plan while no plan was queued."""
     requests: Callable[[], str] = str
     """Return the external ids of the step's requests, for the log."""
+    names: BlockNames | None = None
+    """Names of the blocks that the step writes."""
 
     @property
     def epoch(self) -> int:
@@ -248,6 +251,8 @@ class ResultSender:
             return fault(launched.epoch, launched.step_id, error) if launched.epoch == self._epoch else None
         finally:
             self._computing = False
+        if launched.names is not None:
+            launched.names.executed = launched.step_id
         with self._state:
             return self._completed(launched, result) if launched.epoch == self._epoch else None
 

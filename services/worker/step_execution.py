@@ -128,7 +128,8 @@ class StepExecution:
         def requests() -> str:
             return self._requests_of(step)
 
-        self._link.results.put(LaunchedStep(step, output, self._received, self._waited, requests))
+        names = self._runner.kv_memory.names
+        self._link.results.put(LaunchedStep(step, output, self._received, self._waited, requests, names))
         self._waited = 0.0
 
     def _requests_of(self, step: SchedulerOutput) -> str:

@@ -1,11 +1,14 @@
 """Play a random workload in the world; every choice comes from the seed and the depth."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from random import Random
 
+import msgspec
+
 from services.scheduler.core.engine import EngineCore
+from services.scheduler.core.loading import LoadTimes
 from services.scheduler.core.observer import Observer
 from services.scheduler.core.parts import DEFAULT_PARTS, Parts
 from tests.simulation.policies import build, conserves_work
@@ -40,7 +43,59 @@ def play(
 
     Raises: AssertionError, with the name of the broken rule.
     """
-    load = draw(seed, speculates, tier)
+    player = _player(draw(seed, speculates, tier), seed, depth, trace, observer, parts, engine, restarts, adopts)
+    for _ in player.rounds():
+        pass
+    return player.world
+
+
+def play_peers(
+    seed: int,
+    depth: int,
+    trace: Callable[[str], None] | None = None,
+    parts: Parts = DEFAULT_PARTS,
+    engine: type[EngineCore] = EngineCore,
+) -> tuple[World, World]:
+    """Run the seed's workload on two engines that fetch blocks from one another. In some runs the first one computes
+    only prompts, and the other one gets each request when the first one has begun it, or ended it.
+
+    Raises: AssertionError, with the name of the broken rule.
+    """
+    load, rng = draw(seed, tier=True), Random(f"peers/{seed}/{depth}")
+    longest = load.limits.max_model_len
+    arrivals = [
+        replace(a, prompt=(a.prompt * longest)[: rng.randint(len(a.prompt), longest - 1)], replayed=0.0)
+        for a in load.arrivals
+    ]
+    load = replace(load, limits=replace(load.limits, fetches_blocks=True), arrivals=arrivals)
+    only_prompts = [replace(a, params=msgspec.structs.replace(a.params, max_tokens=1)) for a in load.arrivals]
+    has_roles = rng.random() < 0.7
+    loads = (replace(load, arrivals=only_prompts) if has_roles else load), load
+    first, second = (
+        _player(each, seed + number, depth, trace, parts=parts, engine=engine)
+        for number, each in enumerate(loads)
+    )
+    first.peer, second.peer = second, first
+    second.follows = has_roles
+    runs = {player: player.rounds() for player in (first, second)}
+    while runs:
+        player = rng.choice([*runs])
+        if next(runs[player], None) is None:
+            del runs[player]
+    return first.world, second.world
+
+
+def _player(
+    load: Workload,
+    seed: int,
+    depth: int,
+    trace: Callable[[str], None] | None = None,
+    observer: Observer | None = None,
+    parts: Parts = DEFAULT_PARTS,
+    engine: type[EngineCore] = EngineCore,
+    restarts: bool = False,
+    adopts: bool = True,
+) -> "_Player":
     policy = build(load, load.limits, seed)
     world = World(
         load.limits,
@@ -56,13 +111,12 @@ def play(
         late_masks=load.mask_speed < 1,
         parts=parts,
         engine=engine,
-        tier=SimulatedTier() if tier else None,
+        tier=SimulatedTier() if load.limits.loads_blocks else None,
     )
     world.coverage[f"policies: {load.policy}"] += 1
     world.coverage[f"stages: {load.limits.stages}"] += 1
     world.log(load)
-    _Player(world, load, seed, Random(f"{seed}/{depth}"), restarts, adopts).run()
-    return world
+    return _Player(world, load, seed, Random(f"{seed}/{depth}"), restarts, adopts)
 
 
 class _Player:
@@ -77,8 +131,15 @@ class _Player:
         self.of_tier = Random(f"tier/{seed}/{world.depth}")
         self.of_pins = Random(f"pins/{seed}/{world.depth}")
         self.patience = self.of_tier.choice((0.1, 0.5, 0.9))
+        self.peer: _Player | None = None
+        """Engine that this one fetches blocks from."""
+        self.follows = False
+        """True: requests come when the peer has begun to compute their prompt, or ended it."""
+        self.first_step = self.of_tier.choice((1, 2, 100))
+        """Steps of the peer then."""
+        self.arrived: list[SimulatedStream] = []
 
-    def run(self) -> None:
+    def rounds(self) -> Iterator[int]:
         """Play rounds. A round is one turn of the service's loop: frontends, then results, then dispatch."""
         world, rng = self.world, self.rng
         for turn in range(MOST_ROUNDS):
@@ -108,6 +169,7 @@ class _Player:
             world.dispatch()
             if self.restarts and world.engine.is_empty:
                 world.restart(build(self.load, world.limits, self.seed), self.seed)
+            yield turn
         raise AssertionError(f"liveness: not finished after {MOST_ROUNDS} rounds")
 
     def _masks(self) -> None:
@@ -123,9 +185,14 @@ class _Player:
         world, rng, tier = self.world, self.of_tier, self.world.tier
         if tier is None or world.lost:
             return
-        if rng.random() < 0.5 and not world.worker.is_behind:
+        if self.peer is not None:
+            tier.begin_copy = self.peer.world.begin_copy
+            world.store.loading.peer_times = LoadTimes()  # loads are always worth it
+            if world.pending and rng.random() < 0.5:
+                world.executed(rng.randrange(len(world.pending)))
+        elif rng.random() < 0.5 and not world.worker.is_behind:
             tier.store(world.names, world.worker.kv)
-        if rng.random() < 0.3:  # another engine shares the tier
+        if self.peer is None and rng.random() < 0.3:  # another engine shares the tier
             tier.kept.update({name: [*content] for name, content in world.checker.known.items()})
         if tier.kept and rng.random() < 0.1:
             del tier.kept[rng.choice([*tier.kept])]
@@ -226,7 +293,11 @@ class _Player:
             world.reset_prefix_cache(reset_running=rng.random() < 0.7)
 
     def _holds_back(self) -> bool:
-        """Return whether the next request waits until the core was restarted; every third one does."""
+        """Return whether the next request waits: until the core was restarted, as every third one does, or for the peer
+        that computes its prompt."""
+        if self.follows and self.peer is not None:
+            before, number = self.peer.arrived, len(self.arrived)
+            return number >= len(before) or (before[number].open and before[number].steps < self.first_step)
         return self.restarts and len(self.arrivals) % 3 == 0 and bool(self.world.engine.requests)
 
     def _arrive(self, a: Arrival) -> None:
@@ -238,8 +309,10 @@ class _Player:
         replayed = max(0, min(int(a.replayed * len(answer.tokens)), len(answer.tokens) - 1))
         world.coverage["replays"] += replayed > 0
         world.coverage["replays with a grammar"] += replayed > 0 and a.grammar is not None
-        world.add(
-            a.prompt, a.params, a.frontend, None, a.priority, a.salt, replayed, a.grammar, a.pooling, a.lora
+        asks = self.peer is not None and self.of_tier.random() < 0.9
+        options = (a.grammar, a.pooling, a.lora, asks)
+        self.arrived.append(
+            world.add(a.prompt, a.params, a.frontend, None, a.priority, a.salt, replayed, *options)
         )
 
     def _resubmit(self, old: SimulatedStream) -> None:

@@ -124,6 +124,8 @@ class OracleWorker:
         self.vocab, self.epoch, self.stages = vocab, epoch, limits.stages
         self.confirmed = 0
         """The last step whose tokens the scheduler knew when it formed the next plan."""
+        self.executed = 0
+        """The last step that has ended, for readers beside the steps; tests say when."""
         self._known = 0
         """`confirmed` when the plan that is executed was formed."""
         self.needs = 0
@@ -304,6 +306,13 @@ class OracleWorker:
         for step, places in self._written.items():
             for block, offset in places if step > last_whole else ():
                 self.kv[block][offset] = TORN
+
+    def content(self, block: int) -> list[int | None]:
+        """Return what a reader beside the steps sees."""
+        unwritten = {
+            place for step, places in self._written.items() if step > self.executed for place in places
+        }
+        return [TORN if (block, at) in unwritten else word for at, word in enumerate(self.kv[block])]
 
     def _poison(self, block: int) -> None:
         self.kv[block] = [None] * self.block_size

@@ -2,7 +2,7 @@
 
 import argparse
 
-from tests.simulation.driver import play
+from tests.simulation.driver import play, play_peers
 
 
 def main() -> None:
@@ -11,9 +11,14 @@ def main() -> None:
     parser.add_argument("--depth", type=int, required=True)
     parser.add_argument("--speculates", action="store_true")
     parser.add_argument("--tier", action="store_true")
+    parser.add_argument("--peers", action="store_true")
     args = parser.parse_args()
-    world = play(args.seed, args.depth, print, args.speculates, tier=args.tier)
-    print("passed:", dict(world.coverage))
+    if args.peers:
+        worlds = [*play_peers(args.seed, args.depth, print)]
+    else:
+        worlds = [play(args.seed, args.depth, print, args.speculates, tier=args.tier)]
+    for world in worlds:
+        print("passed:", dict(world.coverage))
 
 
 if __name__ == "__main__":

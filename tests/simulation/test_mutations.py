@@ -26,7 +26,9 @@ from services.scheduler.core.request import Request
 from services.scheduler.core.slots import DELIVER, DROP, SlotColumns
 from services.scheduler.core.waiting import WaitingQueue
 from services.worker.kv_memory import BlockNames
+from tests.simulation.driver import play_peers
 from tests.simulation.faults import Fault, FaultList, assert_caught, parameters, unchanged
+from tests.simulation.workload import draw
 
 FAULTS = FaultList()
 
@@ -508,6 +510,18 @@ def test_a_worker_that_fills_blocks_that_were_given_away_is_caught(monkeypatch: 
 def test_a_worker_that_keeps_dropped_names_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockNames, "forget", lambda names, dropped: None)
     assert_caught(Fault("kv", "take_whole", unchanged), tier=True)
+
+
+def _ended(names: BlockNames) -> int:
+    return 1 << 62
+
+
+def test_a_worker_that_serves_blocks_of_steps_in_flight_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockNames, "executed", property(_ended, lambda names, step: None), raising=False)
+    with pytest.raises(AssertionError, match="prefix-cache content|foreign or unwritten KV"):
+        for seed in range(30):
+            for depth in draw(seed).depths[:3]:
+                play_peers(seed, depth)
 
 
 @pytest.mark.parametrize("fault", parameters(FAULTS))

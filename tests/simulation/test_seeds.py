@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from tests.simulation.driver import play
+from tests.simulation.driver import play, play_peers
 from tests.simulation.workload import draw
 
 SOAK = os.environ.get("RUNAHEAD_SOAK") == "1"
@@ -93,20 +93,25 @@ MUST_HAPPEN = [
 ]
 
 
-def played(seeds: range, speculates: bool = False, tier: bool = False) -> Counter[str]:
+def played(
+    seeds: range, speculates: bool = False, tier: bool = False, peers: bool = False
+) -> Counter[str]:
     """Play the seeds' workloads at every depth, and return what happened."""
     happened: Counter[str] = Counter()
     for seed in seeds:
         depths = draw(seed, speculates).depths
         for depth in depths if seed % 16 else {*depths, 8}:
             try:
-                world = play(seed, depth, speculates=speculates, tier=tier)
+                worlds = (
+                    play_peers(seed, depth) if peers else [play(seed, depth, speculates=speculates, tier=tier)]
+                )
             except Exception as error:
                 command = f".venv/bin/python -m tests.simulation.replay --seed {seed} --depth {depth}"
-                command += " --speculates" * speculates + " --tier" * tier
+                command += " --speculates" * speculates + " --tier" * tier + " --peers" * peers
                 pytest.fail(f"{type(error).__name__}: {error}\nreplay: {command}")
-            happened += world.coverage
-            happened["preemptions"] += world.store.counters["num_preemptions"]
+            for world in worlds:
+                happened += world.coverage
+                happened["preemptions"] += world.store.counters["num_preemptions"]
     return happened
 
 
@@ -185,6 +190,25 @@ def test_any_workload_with_a_tier_answers_as_without(first: int) -> None:
     """Loads fail, are torn, come late, or outlive their requests and their epoch. Prefixes are pinned and dropped."""
     happened = played(range(first, first + min(CHUNK, SEEDS // 3)), tier=True)
     assert [name for name in MUST_HAPPEN_TO_LOADS if not happened[name]] == []
+
+
+MUST_HAPPEN_TO_FETCHES = [
+    "fetches: blocks",
+    "fetches: of a block that is not confirmed",
+    "fetches: a block changed while it was copied",
+    "aborts: loading",
+    "epochs: ended with loads",
+    "loads: a block is torn",
+    "drops: blocks",
+]
+
+
+@pytest.mark.timeout(3600 if SOAK else 300)
+@pytest.mark.parametrize("first", range(0, SEEDS // 8, CHUNK))
+def test_two_engines_that_fetch_blocks_answer_as_the_reference(first: int) -> None:
+    """Both lose workers, drop prefixes and reset their caches meanwhile. Some compute a prompt that the other needs."""
+    happened = played(range(first, first + min(CHUNK, SEEDS // 8)), peers=True)
+    assert [name for name in MUST_HAPPEN_TO_FETCHES if not happened[name]] == []
 
 
 def test_a_run_replays_exactly() -> None:

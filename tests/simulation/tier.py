@@ -1,6 +1,8 @@
-"""A tier of the simulated world: blocks that outlive epochs, and loads on their way. Faults come from the driver."""
+"""A tier of the simulated world, and the engine that its workers fetch from: blocks that outlive epochs, and loads on
+their way. Faults come from the driver."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from protocol.block_names import NAME_BYTES, split_names
@@ -18,6 +20,8 @@ class LoadUnderWay:
     filled: int = 0
     ended: bool = False
     """True: the next block is missing, torn or foreign, or was given away."""
+    copy: Callable[[], list[int | None] | None] | None = None
+    """Ends the copy of the next block that another engine has begun."""
 
     @property
     def blocks(self) -> list[tuple[int, bytes]]:
@@ -35,6 +39,8 @@ class SimulatedTier:
     kept: dict[bytes, list[int | None]] = field(default_factory=dict)
     loads: list[LoadUnderWay] = field(default_factory=list)
     happened: Counter[str] = field(default_factory=Counter)
+    begin_copy: Callable[[bytes], Callable[[], list[int | None] | None] | None] | None = None
+    """`World.begin_copy` of another engine; None: there is none."""
 
     def store(self, names: BlockNames, kv: KV) -> None:
         """Write the named blocks, as the worker does beside its steps."""
@@ -61,6 +67,14 @@ class SimulatedTier:
             return
         (block, name), content = left[0], None
         content = self.kept.get(name)
+        if content is None and load.message.peers and self.begin_copy is not None:
+            if load.copy is None:
+                load.copy = self.begin_copy(name)
+                load.ended = load.copy is None
+                return
+            content, load.copy = load.copy(), None
+            self.happened["fetches: blocks"] += content is not None
+            self.happened["fetches: a block changed while it was copied"] += content is None
 
         def write() -> None:
             assert content is not None

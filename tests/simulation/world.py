@@ -18,7 +18,7 @@ from protocol.lora import LoRAAdapter
 from protocol.requests import Finish, FinishReason, GenerateRequest, RequestOutputs
 from protocol.rows import LogprobRows, ResultRows
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
-from protocol.steps import GrammarOutput, LoadBlocks, ModelRunnerOutput, SchedulerOutput
+from protocol.steps import GrammarOutput, LoadBlocks, ModelRunnerOutput, ReleaseSlots, SchedulerOutput
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.epoch import EpochState
 from services.scheduler.core.ledger import InflightStep
@@ -244,8 +244,11 @@ class World:
         structured: StructuredOutputParams | None = None,
         pooling: Pooling = Pooling.NONE,
         lora: LoRAAdapter | None = None,
+        asks_peer: bool = False,
     ) -> SimulatedStream:
-        """Send a request; `replayed` of its output tokens count as delivered before."""
+        """Send a request; `replayed` of its output tokens count as delivered before.
+
+        `asks_peer`: another engine may have blocks of it."""
         number = len(self.streams) if number is None else number
         stream = SimulatedStream(frontend, number, prompt, sampling, NO_ANSWER, replayed)
         stream.structured, stream.pooling, stream.lora = structured, pooling, lora
@@ -262,6 +265,7 @@ class World:
             structured,
             pooling,
             lora=lora,
+            kv_peers=["peer"] if asks_peer else [],
         )
         self.log(
             "add",
@@ -507,6 +511,8 @@ class World:
         if held is None:
             self.names = BlockNames.empty(limits.num_blocks, limits.block_size, len(limits.groups))
         else:
+            self.names = BlockNames.empty(len(kv), limits.block_size, len(limits.groups))
+            self.names.follow(ReleaseSlots(epoch, b"", held))
             self._adopt(kv, [held, self._subset(held, keeps_memory)])
         self.pipeline, self.even = StagePipeline(limits.stages), True
         self._transition()
@@ -581,8 +587,8 @@ class World:
                 self.dropped.update(split_names(message.dropped))
             elif not isinstance(message, GrammarOutput):
                 self.names.follow(message)
-                if message.whole is not None:
-                    self.dropped.difference_update(split_names(message.whole.names))
+                named = (message.whole, getattr(message, "completes", None))
+                self.dropped.difference_update(*(split_names(blocks.names) for blocks in named if blocks))
             self._take_results(self.worker.receive(frame))
             if isinstance(message, SchedulerOutput):
                 self.plans.append(_PLANS.decode(frame))
@@ -608,6 +614,31 @@ class World:
         )
         self.publish()
         return len(self.engine.queue) - before
+
+    def executed(self, which: int) -> None:
+        """The workers have executed the steps up to the `which`-th one whose result is on its way."""
+        self.worker.executed = max(self.worker.executed, [*self.pending][which])
+        self.names.executed = self.worker.executed
+
+    def begin_copy(self, name: bytes) -> Callable[[], list[int | None] | None] | None:
+        """Begin to copy a block for another engine. Return a function that ends it; None: it is not here. The copy is
+        made in two halves, and dropped if the block changes meanwhile, as `BlockTransfers.find` does."""
+        names, worker = self.names, self.worker
+        if self.lost or (block := names.block_of(name)) is None:
+            return None
+        assert name not in self.dropped, "dropped block: another engine gets one"
+        pool = self.epoch.kv.pool
+        confirmed = pool.whole[pool.by_hash[name]] if name in pool.by_hash else True
+        self.coverage["fetches: of a block that is not confirmed"] += not confirmed
+        owner, first = names.owner(block, name), worker.content(block)
+
+        def end() -> list[int | None] | None:
+            rest = worker.content(block)
+            half = len(rest) // 2
+            same = not self.lost and self.worker is worker and names.owner(block, name) == owner
+            return first[:half] + rest[half:] if same else None
+
+        return end
 
     def report_load(self, load: LoadUnderWay) -> None:
         """The workers report how many blocks of a load they have filled."""
@@ -642,6 +673,7 @@ class World:
     def complete(self, which: int = 0) -> None:
         """Deliver the `which`-th result on its way."""
         step_id = list(self.pending)[which]
+        self.executed(which)
         frame = self.pending.pop(step_id)
         self.log("result", step_id)
         self._advance()

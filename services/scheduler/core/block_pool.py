@@ -19,6 +19,8 @@ class BlockPool:
         self.by_hash: dict[bytes, int] = {}
         self.whole = bytearray(num_blocks + 1)
         """1: confirmed steps have written the block under its present hash."""
+        self.named: list[int] = []
+        """Blocks that were registered since the list was taken. Some may have lost their hash."""
         self.blank = list(range(num_blocks - 1, -1, -1))
         """Free blocks without a hash; the last one is taken first."""
         self.cached: OrderedDict[int, None] = OrderedDict()
@@ -63,6 +65,7 @@ class BlockPool:
         if self.hash_of[block] is None and block_hash not in self.by_hash:
             self.by_hash[block_hash] = block
             self.hash_of[block] = block_hash
+            self.named.append(block)
 
     def forget(self, block: int) -> None:
         """Remove the block from the prefix cache, because its content is about to change."""

@@ -321,6 +321,17 @@ class KVCacheManager:
         names = [pool.hash_of[block] or b"" for block in blocks]
         return NamedBlocks.from_lists(blocks, names, forgotten) if blocks or forgotten else None
 
+    def take_completed(self, is_wanted: bool) -> NamedBlocks | None:
+        """Return the blocks, with their names, that the next step to be sent completes at the latest, and that are not
+        whole; None: there is none, or they are not wanted."""
+        pool, named = self.pool, self.pool.named
+        if not named:
+            return None
+        pool.named = []
+        pairs = ((block, pool.hash_of[block]) for block in named if not pool.whole[block])
+        names = {block: name for block, name in pairs if is_wanted and name is not None}  # others were evicted
+        return NamedBlocks.from_lists([*names], [*names.values()]) if names else None
+
     def begin_with(self, held: NamedBlocks) -> None:
         """Start an epoch with the whole blocks that its workers hold."""
         if self.enable_prefix_caching:

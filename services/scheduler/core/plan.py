@@ -343,6 +343,7 @@ class StepPlanner:
             masked=pack(masked.astype(np.int32)),
             whole=epoch.kv.take_whole(),
             speculation_rests=rests,
+            completes=epoch.kv.take_completed(epoch.limits.fetches_blocks),
         )
         epoch.next_step += 1
         epoch.ledger.add(step)

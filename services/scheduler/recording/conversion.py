@@ -87,9 +87,9 @@ class Converter:
     def plan(self, event: StepDispatched) -> PlanRecord:
         plan = event.plan
         num_tokens = tuple(len(new.token_ids) // 4 for new in plan.new)
-        if not self._keeps_tokens and (plan.new or plan.whole is not None):
+        if not self._keeps_tokens and (plan.new or plan.whole is not None or plan.completes is not None):
             new = [replace(row, token_ids=b"", params=PLAIN) for row in plan.new]
-            plan = replace(plan, new=new, whole=_without_names(plan.whole))
+            plan = replace(plan, new=new, whole=_without_names(plan.whole), completes=None)
         return PlanRecord(
             plan, num_tokens, event.requests, event.steps_in_flight, event.num_running, event.num_waiting
         )

@@ -1,7 +1,7 @@
 """Blocks on their way between the KV memory of a rank and its tiers, in one epoch (loaded block, docs/invariants.md).
 
 Two threads beside the steps. One writes the blocks that became whole: it copies a block and then looks whether the
-block still has the number that it had before, because a step may write a block only after it has lost its name. The
+block still has the owner that it had before, because a step may write a block only after it has lost its name. The
 other one fills the blocks of loads, each under the lock that a plan takes to give blocks away. Blocks that come faster
 than they are written are left out.
 """
@@ -165,13 +165,13 @@ class BlockTransfers:
     def _copy(self, name: bytes, into: memoryview) -> bool:
         """Copy a block out of the memory. Return False if it is not there, or has lost its name meanwhile."""
         block = self._names.block_of(name)
-        if block is None or not (number := self._names.number(block, name)):
+        if block is None or not (owner := self._names.owner(block, name)):
             return False
         with self._in_memory:
             if self._ended:
                 return False
             self._memory.read_block(block, into)
-        return self._names.number(block, name) == number
+        return self._names.owner(block, name) == owner
 
     # -- out -----------------------------------------------------------------------------------------------------
 

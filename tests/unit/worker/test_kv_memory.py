@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from protocol.block_names import NAME_BYTES, NamedBlocks
 from protocol.codec import pack
@@ -41,6 +42,27 @@ def test_a_block_loses_its_name_before_the_step_that_writes_it() -> None:
     assert blocks_of(names.held()) == [5, 0, 1, 4, 6], "a shared prefix keeps its names"
     names.follow(ReleaseSlots(1, b"", named(7, replaces=True)))
     assert blocks_of(names.held()) == [7]
+
+
+def test_a_block_can_be_read_when_the_step_that_completes_it_was_executed() -> None:
+    names = BlockNames.empty(BLOCKS, BLOCK_SIZE)
+
+    def readable() -> list[int]:
+        return [block for block in range(BLOCKS) if names.block_of(bytes([block]) * NAME_BYTES) is not None]
+
+    names.follow(replace(plan(start=0, table=[0, 1, 2], grown=[3]), completes=named(0, 1)))
+    assert readable() == []
+    names.executed = 1
+    assert readable() == [0, 1]
+    assert names.held() is None, "adoption waits for the confirmation"
+    names.follow(ReleaseSlots(1, b"", named(1)))
+    names.follow(replace(plan(start=0, table=[0, 4], grown=[]), step_id=2, completes=named(4)))
+    assert readable() == [1], "block 0 was given away"
+    names.forget([bytes([4]) * NAME_BYTES])
+    names.executed = 2
+    assert readable() == [1], "block 4 was dropped"
+    names.follow(ReleaseSlots(1, b"", named(replaces=True)))
+    assert readable() == []
 
 
 @pytest.fixture
