@@ -15,6 +15,7 @@ from protocol.membership import EndEpoch, Heartbeat, RankLost, Shutdown, WorkerM
 from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepFault, StepReport, StepResult, StepTimes
 from protocol.transport import Client, PeerGone, Server
 from services.worker import result_sender
+from services.worker.kv_memory import BlockNames
 from services.worker.result_sender import RESULTS_KEPT, LaunchedStep, ResultSender
 from services.worker.runner import Output, RanksLost
 from services.worker.session import ResendResult
@@ -191,6 +192,19 @@ def test_a_result_on_the_host_is_sent_after_a_step_whose_copy_is_on_its_way(
     copy.ended.set()
     assert [measured(connection.next_message()) for _ in range(2)] == [result(1, 1), result(1, 2)]
     assert output.thread is not threading.current_thread()
+
+
+def test_blocks_of_a_step_can_be_read_before_its_result_is_sent(connection: ResultConnection) -> None:
+    names, copy = BlockNames.empty(1, 16), PendingCopy(result(1, 1))
+    connection.results.put(dataclasses.replace(launched(1, 1, copy), names=names))
+    assert copy.begun.wait(PATIENCE)
+    assert names.executed == 0
+    copy.ended.set()
+    connection.next_message()
+    assert names.executed == 1
+    connection.results.put(dataclasses.replace(done(1, 2, OSError("a kernel failed")), names=names))
+    connection.next_message()
+    assert names.executed == 1
 
 
 def test_nothing_follows_the_failure_of_a_step_on_the_host(connection: ResultConnection) -> None:
