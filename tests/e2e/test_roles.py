@@ -3,6 +3,8 @@
 import asyncio
 import re
 
+import pytest
+
 from tests.e2e.server import ServeProcess, serving, wait_until
 from tests.e2e.streams import answers_of, assert_nothing_is_kept, engines_of, kill_engine
 
@@ -27,10 +29,14 @@ async def kill_at_first_move(server: ServeProcess, victim: str, count: int) -> N
     await kill_engine(server, victim)
 
 
-async def test_long_prompts_are_computed_by_one_engine_and_decoded_by_another() -> None:
+@pytest.mark.parametrize(
+    "depth", [2, *(pytest.param(depth, marks=pytest.mark.soak) for depth in (1, 3))]
+)
+async def test_long_prompts_are_computed_by_one_engine_and_decoded_by_another(depth: int) -> None:
+    """The answers to compare with are those of depth two."""
     with serving(*NATIVE) as single:
         expected = [await answers_of(single, prefix=prefix) for prefix in ("", *LONG)]
-    with serving(*NATIVE, *ROLES) as server:
+    with serving(*NATIVE, *ROLES, "--batch-queue-depth", str(depth)) as server:
         server.wait_engines(2)
         assert [engine["role"] for engine in engines_of(server).values()] == ["prefill", "decode"]
         assert await answers_of(server) == expected[0]

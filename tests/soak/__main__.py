@@ -35,7 +35,7 @@ RECOVERY = (
     "tests/ranks/test_recovery.py", "tests/e2e/test_recovery.py", "tests/e2e/test_poison.py",
     "tests/e2e/test_partitions.py",
 )  # fmt: skip
-ENGINES = ("tests/e2e/test_engines.py", "tests/e2e/test_engine_links.py")
+ENGINES = ("tests/e2e/test_engines.py", "tests/e2e/test_engine_links.py", "tests/e2e/test_roles.py")
 
 
 def _chunk(seeds: range) -> Result:
