@@ -29,9 +29,7 @@ async def kill_at_first_move(server: ServeProcess, victim: str, count: int) -> N
     await kill_engine(server, victim)
 
 
-@pytest.mark.parametrize(
-    "depth", [2, *(pytest.param(depth, marks=pytest.mark.soak) for depth in (1, 3))]
-)
+@pytest.mark.parametrize("depth", [2, *(pytest.param(depth, marks=pytest.mark.soak) for depth in (1, 3))])
 async def test_long_prompts_are_computed_by_one_engine_and_decoded_by_another(depth: int) -> None:
     """The answers to compare with are those of depth two."""
     with serving(*NATIVE) as single:

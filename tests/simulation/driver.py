@@ -43,7 +43,9 @@ def play(
 
     Raises: AssertionError, with the name of the broken rule.
     """
-    player = _player(draw(seed, speculates, tier), seed, depth, trace, observer, parts, engine, restarts, adopts)
+    player = _player(
+        draw(seed, speculates, tier), seed, depth, trace, observer, parts, engine, restarts, adopts
+    )
     for _ in player.rounds():
         pass
     return player.world

@@ -1,7 +1,9 @@
 """The simulator notices faults: each fault below replaces a method of a part of the core, and must be caught."""
 
 import dataclasses
+from collections import deque
 from copy import copy
+from itertools import starmap
 from typing import Any
 
 import msgspec
@@ -518,10 +520,9 @@ def _ended(names: BlockNames) -> int:
 
 def test_a_worker_that_serves_blocks_of_steps_in_flight_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockNames, "executed", property(_ended, lambda names, step: None), raising=False)
-    with pytest.raises(AssertionError, match="prefix-cache content|foreign or unwritten KV"):
-        for seed in range(30):
-            for depth in draw(seed).depths[:3]:
-                play_peers(seed, depth)
+    runs = ((seed, depth) for seed in range(30) for depth in draw(seed).depths[:3])
+    with pytest.raises(AssertionError, match=r"prefix-cache content|foreign or unwritten KV"):
+        deque(starmap(play_peers, runs), maxlen=0)
 
 
 @pytest.mark.parametrize("fault", parameters(FAULTS))

@@ -93,9 +93,7 @@ MUST_HAPPEN = [
 ]
 
 
-def played(
-    seeds: range, speculates: bool = False, tier: bool = False, peers: bool = False
-) -> Counter[str]:
+def played(seeds: range, speculates: bool = False, tier: bool = False, peers: bool = False) -> Counter[str]:
     """Play the seeds' workloads at every depth, and return what happened."""
     happened: Counter[str] = Counter()
     for seed in seeds:
@@ -103,7 +101,9 @@ def played(
         for depth in depths if seed % 16 else {*depths, 8}:
             try:
                 worlds = (
-                    play_peers(seed, depth) if peers else [play(seed, depth, speculates=speculates, tier=tier)]
+                    play_peers(seed, depth)
+                    if peers
+                    else [play(seed, depth, speculates=speculates, tier=tier)]
                 )
             except Exception as error:
                 command = f".venv/bin/python -m tests.simulation.replay --seed {seed} --depth {depth}"

@@ -329,7 +329,9 @@ class KVCacheManager:
             return None
         pool.named = []
         pairs = ((block, pool.hash_of[block]) for block in named if not pool.whole[block])
-        names = {block: name for block, name in pairs if is_wanted and name is not None}  # others were evicted
+        names = {
+            block: name for block, name in pairs if is_wanted and name is not None
+        }  # others were evicted
         return NamedBlocks.from_lists([*names], [*names.values()]) if names else None
 
     def begin_with(self, held: NamedBlocks) -> None:
