@@ -25,6 +25,7 @@ from protocol.epochs import EpochId, RegisteredEpoch
 from protocol.fields import MAX_ITEMS, Bytes, Count, Finite, Fraction, Name, StepId, Text
 from protocol.kv_groups import KVGroups
 from protocol.pooling import PoolingModel
+from protocol.steps import KeepPins
 
 
 class Shard(msgspec.Struct, array_like=True, frozen=True):
@@ -168,6 +169,10 @@ class Loaded(msgspec.Struct, array_like=True, frozen=True, tag="loaded"):
     pooling: PoolingModel | None = None
     """A model that generates no text; None: it generates text. Its `max_model_len` is one more than its longest prompt,
     because the result takes the place of a token."""
+    knows_pins: bool = False
+    """True: this rank knows `KeepPins`."""
+    pins: KeepPins | None = None
+    """Those of the last scheduler; None: it sent none to this process."""
 
 
 class InitializeCache(msgspec.Struct, array_like=True, frozen=True, tag="init_cache"):

@@ -124,6 +124,25 @@ class LoadBlocks(msgspec.Struct, array_like=True, frozen=True, tag="load"):
     block is filled then. Sent only if all ranks know it (`Loaded.drops_blocks`)."""
 
 
+class KeptPin(msgspec.Struct, array_like=True, frozen=True):
+    """A pin of `protocol.requests.ControlCache`."""
+
+    pin: Name
+    owner: Name
+    names: bytes
+    """uint8[blocks, NAME_BYTES]"""
+
+
+class KeepPins(msgspec.Struct, array_like=True, frozen=True, tag="pins"):
+    """All pins of the scheduler, which each rank keeps for the next one (`Loaded.pins`). Sent when they have changed,
+    and when an epoch has begun, only if all ranks know it."""
+
+    epoch: EpochId
+    block_size: Count
+    """Tokens per block."""
+    pins: Annotated[list[KeptPin], msgspec.Meta(max_length=MAX_ITEMS)]
+
+
 class BlocksLoaded(msgspec.Struct, array_like=True, frozen=True, tag="loaded_blocks"):
     """Answer of a rank to `LoadBlocks`."""
 
@@ -246,7 +265,7 @@ class StepFault(msgspec.Struct, array_like=True, frozen=True, tag="fault"):
     """Type and text of the exception in the worker."""
 
 
-StepMessage = SchedulerOutput | ReleaseSlots | GrammarOutput | LoadBlocks
+StepMessage = SchedulerOutput | ReleaseSlots | GrammarOutput | LoadBlocks | KeepPins
 """scheduler -> worker, per step"""
 StepResult = ModelRunnerOutput | StepReport | StepFault | BlocksLoaded
 """worker -> scheduler, per step"""

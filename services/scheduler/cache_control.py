@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from protocol.block_names import split_names
 from protocol.requests import CacheAction, CacheControlled, ControlCache
-from protocol.steps import BlocksLoaded
+from protocol.steps import BlocksLoaded, KeepPins
 from services.config import SchedulerConfig
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.pins import PinRefused
@@ -53,6 +53,15 @@ class CacheControl:
         except PinRefused as refused:
             return CacheControlled(message.number, str(refused))
         return self._answer(message.number, engine, started)
+
+    def restore(self, kept: KeepPins, engine: EngineCore) -> None:
+        """Go on with the pins of a scheduler that was lost. Call it before blocks are adopted."""
+        for pin in kept.pins:
+            try:
+                self._check()
+                engine.pin(pin.pin, pin.owner, split_names(pin.names))
+            except PinRefused as refused:
+                log.warning("a pin of the last scheduler ends: %s: %s", pin.pin, refused)
 
     def _check(self) -> None:
         """Raises: PinRefused"""

@@ -375,10 +375,13 @@ class Service:
             limits.block_size, limits.max_model_len, limits.max_num_seqs, c.depth,
         )  # fmt: skip
         log.info("features: %s", Combination.from_config(c, self.group.backend))
-        if self.engine is None:
-            self._build_engine(started, policy)
+        if (engine := self.engine) is None:
+            engine = self._build_engine(started, policy)
+            if (pins := started.pins) is not None and pins.block_size == c.block_size:
+                self._cache_control.restore(pins, engine)
         else:
-            self.engine.start_epoch(limits, policy, started.epoch)
+            engine.start_epoch(limits, policy, started.epoch)
+        engine.store.pins.are_kept = started.knows_pins
         self._adopt(started)
 
     def _adopt(self, started: Started) -> None:
@@ -389,7 +392,7 @@ class Service:
             pool = self.engine.epoch.kv.pool
             log.info("%d of %d KV blocks are adopted", len(pool.cached), pool.num_blocks)
 
-    def _build_engine(self, started: Started, policy: BatchingPolicy) -> None:
+    def _build_engine(self, started: Started, policy: BatchingPolicy) -> EngineCore:
         vocab_size, hidden_size = started.loaded.vocab_size, started.loaded.hidden_size
         if self.compiler is not None:
             self.compiler.set_vocab_size(vocab_size)
@@ -402,6 +405,7 @@ class Service:
             listener.attach(self.engine, start)
         gc.collect()
         gc.freeze()
+        return self.engine
 
     # -- out -----------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from protocol.block_names import NAME_BYTES, NamedBlocks
 from protocol.codec import pack, unpack
-from protocol.steps import LoadBlocks, ReleaseSlots, SchedulerOutput
+from protocol.steps import KeepPins, LoadBlocks, ReleaseSlots, SchedulerOutput
 from services.private import KV_MEMORY
 
 log = logging.getLogger("runahead.worker")
@@ -164,6 +164,8 @@ class KVMemory:
         """uint8[tables, blocks, bytes]: the parts that were taken."""
         self.names: BlockNames | None = None
         """None: no cache, or one of a backend that keeps none."""
+        self.pins: KeepPins | None = None
+        """Those of the scheduler, for the next one."""
         self.content = ""
         """Everything that the content of a block depends on beside tokens and the values of the weights, set by the
         backend when it has loaded; "": blocks are not in this memory."""

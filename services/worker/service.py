@@ -24,7 +24,7 @@ from protocol.membership import (
     RankLost,
     Shutdown,
 )
-from protocol.steps import LoadBlocks, ReleaseSlots, StepFault, StepMessage
+from protocol.steps import KeepPins, LoadBlocks, ReleaseSlots, StepFault, StepMessage
 from protocol.transport import HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow
 from services.config import WorkerConfig
 from services.process import HANG_FACTOR, NO_ALARM, HangAlarm, collection_paused, start_log
@@ -203,7 +203,15 @@ class Worker:
             case StepFault():
                 log.error("%s", action.error)
                 self._link.results.put(action)
-            case ExecuteStep() | SampleStep() | AddMasks() | ResendResult() | ReleaseSlots() | LoadBlocks():
+            case (
+                ExecuteStep()
+                | SampleStep()
+                | AddMasks()
+                | ResendResult()
+                | ReleaseSlots()
+                | LoadBlocks()
+                | KeepPins()
+            ):
                 self._steps.act(action, self._received)
 
     def _end_epoch(self) -> None:

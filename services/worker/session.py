@@ -25,7 +25,15 @@ from typing import ClassVar
 
 from protocol.codec import ProtocolError
 from protocol.membership import Assignment, EndEpoch, GroupMessage, InitializeCache, Ping, Shutdown
-from protocol.steps import GrammarOutput, LoadBlocks, ReleaseSlots, SchedulerOutput, StepFault, StepMessage
+from protocol.steps import (
+    GrammarOutput,
+    KeepPins,
+    LoadBlocks,
+    ReleaseSlots,
+    SchedulerOutput,
+    StepFault,
+    StepMessage,
+)
 
 
 class Phase(Enum):
@@ -69,7 +77,7 @@ class ResendResult:
     step_id: int
 
 
-StepAction = ExecuteStep | SampleStep | AddMasks | ResendResult | ReleaseSlots | LoadBlocks
+StepAction = ExecuteStep | SampleStep | AddMasks | ResendResult | ReleaseSlots | LoadBlocks | KeepPins
 Action = Assignment | InitializeCache | EndEpoch | Ping | Shutdown | StepAction | StepFault
 """A message of the group is the action that it names. A `StepFault` is sent to the scheduler, then the worker
 leaves."""
@@ -196,7 +204,7 @@ class Session:
         assert self._unsampled is not None
         return SampleStep(grammar, self._unsampled)
 
-    def _on_release(self, message: ReleaseSlots) -> Action:
+    def _on_release(self, message: ReleaseSlots | KeepPins) -> Action:
         return message
 
     def _on_load(self, message: LoadBlocks) -> Action | None:
@@ -221,4 +229,6 @@ class Session:
         (Phase.SAMPLING, ReleaseSlots): _on_release,
         (Phase.SERVING, LoadBlocks): _on_load,
         (Phase.SAMPLING, LoadBlocks): _on_load,
+        (Phase.SERVING, KeepPins): _on_release,
+        (Phase.SAMPLING, KeepPins): _on_release,
     }

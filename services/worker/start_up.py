@@ -122,6 +122,7 @@ class StartUp:
         offload = self._offload
         loaded = replace(loaded, epoch=assignment.epoch, held=self._runner.kv_memory.held())
         loaded = replace(loaded, loads_blocks=offload.has_tiers, kv_peer=offload.kv_peer, drops_blocks=True)
+        loaded = replace(loaded, knows_pins=True, pins=self._runner.kv_memory.pins)
         self._link.client.send(loaded)
         self._session.loaded()
 

@@ -4,7 +4,7 @@ import logging
 
 from protocol.block_names import split_names
 from protocol.codec import unpack
-from protocol.steps import GrammarOutput, LoadBlocks, ReleaseSlots, SchedulerOutput
+from protocol.steps import GrammarOutput, KeepPins, LoadBlocks, ReleaseSlots, SchedulerOutput
 from services.worker.result_sender import LaunchedStep, fault
 from services.worker.runner import ModelRunner, OutOfMemory, RanksLost, is_out_of_memory
 from services.worker.scheduler_link import SchedulerLink
@@ -114,6 +114,8 @@ class StepExecution:
                 if dropped and (names := self._runner.kv_memory.names) is not None:
                     names.forget(split_names(dropped))
                 self._offload.load(action)
+            case KeepPins():
+                self._runner.kv_memory.pins = action
 
     def _follow(self, message: SchedulerOutput | ReleaseSlots) -> None:
         """Keep the names of the blocks in memory: they change before the step writes."""

@@ -9,13 +9,13 @@ from collections import deque
 from typing import NamedTuple
 
 from protocol.codec import unpack
-from protocol.steps import LoadBlocks, ReleaseSlots
+from protocol.steps import KeepPins, LoadBlocks, ReleaseSlots
 from services.worker.backends.mask_inbox import KEPT_STEPS, MaskInbox, joined
 from services.worker.session import AddMasks, ExecuteStep, ResendResult, SampleStep, StepAction
 
 
 class QueuedAction(NamedTuple):
-    action: ExecuteStep | SampleStep | ResendResult | ReleaseSlots | LoadBlocks
+    action: ExecuteStep | SampleStep | ResendResult | ReleaseSlots | LoadBlocks | KeepPins
     received: float
     """When its message was read: seconds on the monotonic clock. That of the plan for a `SampleStep`."""
 

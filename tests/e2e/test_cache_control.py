@@ -122,8 +122,8 @@ def test_messages_are_a_prefix(sim: ServeProcess) -> None:
     assert control(sim, action="drop", pin="chat")["dropped_tokens"] == tokens
 
 
-def test_two_ranks_drop_what_the_next_scheduler_would_adopt() -> None:
-    """The names in the workers' memory are gone, too."""
+def test_the_next_scheduler_goes_on_with_pins_and_without_what_was_dropped() -> None:
+    """Of two ranks, of which each keeps the pins. The names of dropped blocks are gone from their memory."""
     layout = ("--tensor-parallel-size", "2", "--enable-admin-routes")
     with serving(*SIM, *layout) as server:
         assert [cached(server, TOKENS) for _ in range(2)] == [0, PREFIX]
@@ -131,9 +131,18 @@ def test_two_ranks_drop_what_the_next_scheduler_would_adopt() -> None:
             control(server, action="drop", prompt=TOKENS[: PREFIX // 2])["dropped_tokens"]
             == PREFIX // 2 // 16 * 16
         )
+        control(server, action="pin", pin="ended", prompt=TOKENS)
+        control(server, action="unpin", pin="ended")
+        other = [9, *TOKENS[1:]]
+        cached(server, other)
+        control(server, action="pin", pin="kept", prompt=other)
         server.find_services()
+        server.services["worker-1"].kill()
+        assert cached(server, other) in (0, PREFIX)
         server.services["scheduler"].kill()
         assert cached(server, TOKENS) == 0, "its first half was dropped"
+        kept = control(server, action="list")["pins"]
+        assert [(pin["pin"], pin["tokens"]) for pin in kept] == [("kept", PREFIX)]
 
 
 def test_the_route_is_not_served_without_the_flag(server: ServeProcess) -> None:

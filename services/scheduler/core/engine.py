@@ -21,7 +21,14 @@ from protocol.requests import (
     GenerateRequest,
     RequestOutputs,
 )
-from protocol.steps import LoadBlocks, ModelRunnerOutput, ReleaseSlots, SchedulerOutput, StepMessage
+from protocol.steps import (
+    KeepPins,
+    LoadBlocks,
+    ModelRunnerOutput,
+    ReleaseSlots,
+    SchedulerOutput,
+    StepMessage,
+)
 from services.scheduler.core.admission import Admission, Refusal
 from services.scheduler.core.arrivals import Arrivals
 from services.scheduler.core.drafting import Drafting
@@ -405,6 +412,8 @@ class EngineCore:
         for load in loading.expired(self.store.now) if len(loading) else ():
             self._end_load(load, 0)
         yield from self._drops_to_send()
+        if (pins := self.store.pins.take_unsent()) is not None:
+            yield KeepPins(self.epoch.number, self.epoch.limits.block_size, pins)
         while True:
             for grammar in self.deferred_masks.outputs():
                 observers.emit(GrammarSent(grammar))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from protocol.requests import PinnedPrefix
+from protocol.steps import KeptPin
 from services.scheduler.core.block_pool import BlockPool
 from services.scheduler.core.limits import Limits
 
@@ -46,6 +47,9 @@ class Pins:
     def __init__(self) -> None:
         self._pins: dict[str, Pin] = {}
         """In the order of their begin."""
+        self.are_kept = False
+        """True: the workers keep them for the next scheduler."""
+        self._is_sent = True
 
     def __iter__(self) -> Iterator[Pin]:
         return iter(self._pins.values())
@@ -66,15 +70,23 @@ class Pins:
                 f"{limits.longest} tokens must fit beside them; unpin some, pin a shorter prefix, lower "
                 "--max-model-len, or give the KV cache more memory"
             )
-        self._pins[pin.id] = pin
+        self._pins[pin.id], self._is_sent = pin, False
         self.hold(kv)
 
     def remove(self, pin_id: str, kv: PrefixCache) -> Pin:
         """Raises: PinRefused"""
         if (pin := self._pins.pop(pin_id, None)) is None:
             raise PinRefused(f"there is no pin {pin_id!r}")
+        self._is_sent = False
         self._give_back(pin, kv)
         return pin
+
+    def take_unsent(self) -> list[KeptPin] | None:
+        """Return all pins for the workers; None: they have them, or keep none."""
+        if self._is_sent or not self.are_kept:
+            return None
+        self._is_sent = True
+        return [KeptPin(pin.id, pin.owner, b"".join(pin.names)) for pin in self]
 
     def hold(self, kv: PrefixCache) -> None:
         """Hold what the prefix cache has got meanwhile. Call it before blocks may be evicted that became findable."""
@@ -92,7 +104,9 @@ class Pins:
             self._give_back(pin, kv)
 
     def fit(self, limits: Limits) -> None:
-        """Remove the latest pins that another epoch's cache has no room for. They hold no blocks."""
+        """Remove the latest pins that another epoch's cache has no room for. They hold no blocks, and new workers do
+        not have them."""
+        self._is_sent = not self._pins
         while self._pins and self._num_blocks(limits) > limits.most_pinned:
             self._pins.popitem()
 

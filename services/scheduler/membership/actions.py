@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from protocol.block_names import NamedBlocks
 from protocol.membership import GroupMessage, Loaded
+from protocol.steps import KeepPins
 from services.scheduler.core.limits import Limits
 
 
@@ -43,6 +44,10 @@ class Started:
     """Bytes of a KV block on all ranks together."""
     drops_blocks: bool = False
     """True: all ranks know `LoadBlocks.dropped`."""
+    knows_pins: bool = False
+    """True: all ranks know `KeepPins`."""
+    pins: KeepPins | None = None
+    """Those of the last scheduler; None: no rank has any."""
 
 
 @dataclass(frozen=True)
