@@ -121,6 +121,7 @@ def test_blocks_that_were_evicted_are_loaded(tmp_path: Path) -> None:
     tiers = ("--kv-offload-bytes", "1M", "--kv-offload-dir", str(tmp_path / "kv"))
     with serving(*small, *tiers) as server:
         text, _ = answer(server)
+        wait_until(lambda: len(files(tmp_path)) >= PREFIX // BLOCK_SIZE, "its blocks are written")
         assert answer(server, "evicts it")[1] == 0
         assert answer(server) == (text, PREFIX)
         assert server.metric("external_prefix_cache_hits_total") > 0, "a part of it was still in the cache"
