@@ -50,6 +50,8 @@ from protocol.sampling import SamplingParams
 from protocol.steps import (
     BlocksLoaded,
     GrammarOutput,
+    KeepPins,
+    KeptPin,
     LoadBlocks,
     ModelRunnerOutput,
     NewRequest,
@@ -145,6 +147,7 @@ EXAMPLES: list[msgspec.Struct] = [
     GrammarOutput(1, 17, pack([0]), pack([-1, 0, 1])),
     LoadBlocks(1, 18, 5, pack([7, 3]), bytes(64), ["tcp://10.0.0.1:5700 key"]),
     BlocksLoaded(1, 5, 2),
+    KeepPins(1, 16, [KeptPin("system", "0123", bytes(32))]),
     FetchBlocks(bytes(4), bytes(32)),
     FetchedBlocks(2, memoryview(bytes(6))),
     ModelRunnerOutput(1, 17, pack([4, 0]), pack([1, 9]), pack([2, 0]), pack([11, 12]), TIMES),
