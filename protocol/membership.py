@@ -172,7 +172,7 @@ class Loaded(msgspec.Struct, array_like=True, frozen=True, tag="loaded"):
     knows_pins: bool = False
     """True: this rank knows `KeepPins`."""
     pins: KeepPins | None = None
-    """Those of the last scheduler; None: it sent none to this process."""
+    """Pins of the last scheduler; None: it sent none to this process."""
 
 
 class InitializeCache(msgspec.Struct, array_like=True, frozen=True, tag="init_cache"):

@@ -165,7 +165,7 @@ class KVMemory:
         self.names: BlockNames | None = None
         """None: no cache, or one of a backend that keeps none."""
         self.pins: KeepPins | None = None
-        """Those of the scheduler, for the next one."""
+        """Pins of the scheduler, for the next one."""
         self.content = ""
         """Everything that the content of a block depends on beside tokens and the values of the weights, set by the
         backend when it has loaded; "": blocks are not in this memory."""

@@ -123,7 +123,7 @@ def test_messages_are_a_prefix(sim: ServeProcess) -> None:
 
 
 def test_the_next_scheduler_goes_on_with_pins_and_without_what_was_dropped() -> None:
-    """Of two ranks, of which each keeps the pins. The names of dropped blocks are gone from their memory."""
+    """Two ranks keep the pins. The names of dropped blocks are gone from their memory."""
     layout = ("--tensor-parallel-size", "2", "--enable-admin-routes")
     with serving(*SIM, *layout) as server:
         assert [cached(server, TOKENS) for _ in range(2)] == [0, PREFIX]

@@ -47,7 +47,7 @@ class Started:
     knows_pins: bool = False
     """True: all ranks know `KeepPins`."""
     pins: KeepPins | None = None
-    """Those of the last scheduler; None: no rank has any."""
+    """Pins of the last scheduler; None: no rank has any."""
 
 
 @dataclass(frozen=True)
