@@ -29,7 +29,7 @@ _REMEMBERED = 1.0
 """Rows of a position below which its figures do not decay while no drafts are proposed: a failure stays known."""
 _PRIOR_ACCEPTANCE = 0.7
 """Acceptance at the first position until it was measured."""
-_MARGIN = 1.02
+_MARGIN = 1.01
 """Drafts must promise this multiple of the rate without drafts: estimates are noisy, and no draft costs nothing."""
 _TRIALS = 0.01
 """Share of the time that trials may lose."""
@@ -39,6 +39,8 @@ _REST = 40
 """Steps from the beginning of a trial to the next one."""
 _LEAD = 16
 """Steps before a trial after a rest in which a drafter with a state of its own gets its input again."""
+_LEAD_COST = 0.1
+"""Share of a step that its input costs a drafter: assumed, as it is too small to be told from noise."""
 _RESTS = 64
 """Most steps of a rest."""
 LEARNS = 3
@@ -274,15 +276,15 @@ class AdaptiveDrafting:
         if not self._left:
             self._begin_trial()
         self._formed += 1
-        self.is_trial = self._left > 0
-        number = self._best
-        if self._left:
+        number, begun = self._best, self._left > 0
+        self.is_trial = 0 < self._left <= _TRIAL_STEPS + 1
+        if begun:
             self._left -= 1
             if self._left > _TRIAL_STEPS:
-                number = 0  # the drafter catches up
+                number = 0  # the drafter gets its input again
             elif self._left:  # the last step verifies the drafts of the one before
                 number = self._trial
-        self.rests = not (self.is_trial or number or self._proposed) and self._rate > 0
+        self.rests = not (begun or number or self._proposed) and self._rate > 0
         self._proposed = number
         self._rest_until = 0
         if self.rests:
@@ -320,9 +322,11 @@ class AdaptiveDrafting:
         while (number := turns[self._turn % 4]) == best or not 0 <= number <= self._most:
             self._turn += 1
         is_first = number == 0 and not self._seconds.measured(self._num_rows, 0)
-        if is_first or self._credit > _TRIAL_STEPS * losses[number]:
+        lead = self._lead if self.rests else 0
+        lead_cost = lead * _LEAD_COST * self._seconds_plain
+        if is_first or self._credit > _TRIAL_STEPS * losses[number] + lead_cost:
             self._turn += 1
-            lead = self._lead if self.rests else 0
+            self._credit -= lead_cost
             self._trial, self._left = number, lead + _TRIAL_STEPS + 1
             self._next_trial = self._formed + lead + _REST
 
@@ -346,7 +350,7 @@ class AdaptiveDrafting:
         if not prompt_tokens and not step.rests:
             self._credit += _TRIALS * seconds
             if step.is_trial and self._rate:
-                self._credit -= max(seconds - float(counts.sum()) / self._rate, 0.0)
+                self._credit -= seconds - float(counts.sum()) / self._rate
 
 
 def _age(seconds: float, steps: int, memory: float) -> float:

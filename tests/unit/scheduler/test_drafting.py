@@ -3,6 +3,8 @@
 import math
 import random
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -85,8 +87,11 @@ DEVICES = {
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 def test_nearly_as_good_as_the_best_number_for_the_device(device: DeviceModel) -> None:
-    best = max(run(FixedDrafting(k), device).rate for k in range(MOST + 1))
-    assert run(AdaptiveDrafting(MOST), device).rate > 0.93 * best
+    def rate(create: Callable[[], Drafting]) -> float:
+        return float(np.mean([run(create(), device, seed=seed).rate for seed in range(4)]))
+
+    best = max(rate(partial(FixedDrafting, k)) for k in range(MOST + 1))
+    assert rate(partial(AdaptiveDrafting, MOST)) > 0.94 * best
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64])
@@ -105,18 +110,17 @@ def test_drafts_that_are_given_up_are_tried_again_now_and_then() -> None:
 
 
 def test_while_no_drafts_pay_speculation_rests_but_for_trials() -> None:
-    """A trial after a rest begins with the steps in which the drafter gets its input again."""
+    """Before a trial after a rest, the drafter gets its input again."""
     policy = AdaptiveDrafting(MOST, lead=3)
     seen = run(policy, DeviceModel(acceptance=0.0, token=0.2), 4000)
     late = [*zip(seen.chosen, seen.trials, seen.rests, strict=True)][-2000:]
     assert sum(rests for *_, rests in late) > 1900
     assert not any(rests and (number or trial) for number, trial, rests in late)
-    begins = [at for at in range(1, len(late) - 4) if late[at][1] and late[at - 1][2]]
+    begins = [at for at in range(3, len(late)) if late[at][1] and not late[at - 1][1]]
     assert begins
     for at in begins:
-        numbers = [number for number, *_ in late[at : at + 4]]
-        assert numbers[:3] == [0, 0, 0]
-        assert numbers[3] > 0
+        assert late[at][0] > 0
+        assert late[at - 3 : at] == [(0, False, False)] * 3
 
 
 def test_a_step_of_a_rest_costs_two_calls() -> None:
