@@ -17,6 +17,7 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from protocol.security import SERVER
 from services import release
+from services.checkpoint import CheckpointError, resolve
 from services.config import SERVICES, RayConfig
 from services.ray.child import ServiceChild
 from services.ray.keys import KeyDirectory, key_directory
@@ -78,14 +79,20 @@ class SchedulerActor(ServiceActor):
     """
     Args:
         name: name of the engine.
+
+    Raises: RuntimeError, if this node does not have the model
     """
 
     def __init__(self, name: str, settings: dict[str, Any], version: str) -> None:
         super().__init__(SERVER, version)
-        host = node_address()
+        config, host = RayConfig(**settings), node_address()
+        try:
+            resolve(config.tokenizer or config.model, config.revision)
+        except CheckpointError as error:  # the service itself would serve everything but grammars
+            raise RuntimeError(f"node {host}: scheduler: {error}") from None
         clients, workers = (f"tcp://{_bracketed(host)}:{port}" for port in _ports(host, name))
         self._address = SchedulerAddress(clients, workers, self._keys.public_key)
-        self._start(RayConfig(**settings), {"client_endpoint": clients, "worker_endpoint": workers})
+        self._start(config, {"client_endpoint": clients, "worker_endpoint": workers})
 
     def join(self, role: str, public_key: str) -> SchedulerAddress:
         """Let a peer connect. Return where to. Raises: ValueError"""

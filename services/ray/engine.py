@@ -20,7 +20,7 @@ from services.frontend.engine.client import EngineClient
 from services.ray.actors import RankActor, SchedulerActor, check_version
 from services.ray.discovery import Discovery, prefix
 from services.ray.keys import key_directory
-from services.ray.resources import SCHEDULER_CPUS, rank_resources, ranks_per_bundle
+from services.ray.resources import SCHEDULER_CPUS, bundles, rank_resources, ranks_per_bundle
 
 POLL_INTERVAL = 0.5
 """Seconds between two looks at an engine that starts."""
@@ -117,14 +117,14 @@ def _start(config: RayConfig, name: str, settings: dict[str, Any], version: str)
 
     scheduler = (
         ray.remote(SchedulerActor)
-        .options(name=name, num_cpus=SCHEDULER_CPUS, scheduling_strategy=place(0), **ALWAYS)
+        .options(name=name, num_cpus=SCHEDULER_CPUS, scheduling_strategy=place(len(bundles(config)) - 1), **ALWAYS)
         .remote(name, settings, version)
     )
     resources = rank_resources(config)
     options = {"num_cpus": resources["CPU"], "num_gpus": resources.get("GPU", 0), **ALWAYS}
     ranks = [
         ray.remote(RankActor)
-        .options(scheduling_strategy=place(1 + rank // ranks_per_bundle(config)), **options)
+        .options(scheduling_strategy=place(rank // ranks_per_bundle(config)), **options)
         .remote(name, settings, version)
         for rank in range(config.num_workers)
     ]

@@ -11,9 +11,10 @@ FRONTEND_CPUS = 1.0
 
 
 def bundles(config: RayConfig) -> list[dict[str, float]]:
-    """Return the bundle of the scheduler and then those of the ranks: one per tensor-parallel group, as a bundle is on
-    one node, or one per rank."""
-    return [{"CPU": SCHEDULER_CPUS}, *([_group(config)] * (config.num_workers // ranks_per_bundle(config)))]
+    """Return the bundles of the ranks, one per tensor-parallel group, as a bundle is on one node, or one per rank, and
+    then that of the scheduler. It is last: with SPREAD, Ray gives each bundle a node of its own as long as there are
+    any, and ranks need them more."""
+    return [*([_group(config)] * (config.num_workers // ranks_per_bundle(config))), {"CPU": SCHEDULER_CPUS}]
 
 
 def ranks_per_bundle(config: RayConfig) -> int:
@@ -41,11 +42,11 @@ def missing(config: RayConfig, nodes: Sequence[Resources]) -> str:
     """
     engine = bundles(config)
     if config.placement_group_strategy == "STRICT_PACK":
-        engine = [{name: sum(bundle.get(name, 0.0) for bundle in engine) for name in engine[-1]}]
+        engine = [{name: sum(bundle.get(name, 0.0) for bundle in engine) for name in engine[0]}]
     needed = engine * config.data_parallel_size
-    total = {name: sum(bundle.get(name, 0.0) for bundle in needed) for name in engine[-1]}
+    total = {name: sum(bundle.get(name, 0.0) for bundle in needed) for name in engine[0]}
     total["CPU"] += FRONTEND_CPUS * config.api_server_count
-    largest = engine[-1]
+    largest = engine[0]
     places, count = sum(_holds(node, largest) for node in nodes), needed.count(largest)
     there = f"{_words(config)} need {_text(total)}; the nodes have {_nodes(nodes)}"
     if lacking := [name for name in total if sum(node.get(name, 0.0) for node in nodes) < total[name]]:

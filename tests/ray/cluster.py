@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,10 +11,12 @@ from services.checkpoint import DEMO_MODEL
 from tests.e2e.server import HttpServer
 from tests.ray.hosts import Host
 
-BIN = Path(sys.executable).parent
+BIN = Path(".venv-ray/bin").absolute()
+"""Made by `make setup-ray`."""
 GCS_PORT, PROXY_PORT, OWN_PORT = 6379, 8000, 8001
 CPUS = 4
-SCHEDULER, RANK, ENGINE, FRONTEND = (
+CONTROLLER, SCHEDULER, RANK, ENGINE, FRONTEND = (
+    "ServeController",
     "ray::SchedulerActor",
     "ray::RankActor",
     "default:Engine",

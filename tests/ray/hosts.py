@@ -12,8 +12,11 @@ from pathlib import Path
 
 import psutil
 
-NETWORK = "10.213.77"
-SWITCH = "rh-switch"
+RUN = f"rh{os.getpid()}"
+"""Begin of all names: several runs of the tests may share a machine."""
+NETWORK = f"10.213.{os.getpid() % 251}"
+SWITCH = f"{RUN}-switch"
+TEST_LINK = f"{RUN}-test"
 TEST_ADDRESS = f"{NETWORK}.254"
 INIT = """
 import os, time
@@ -33,8 +36,8 @@ def why_not() -> str:
     for command in ("ip", "unshare", "nsenter"):
         if shutil.which(command) is None:
             return f"the command {command} is not installed"
-    made = subprocess.run(["ip", "netns", "add", "rh-try"], capture_output=True, text=True)
-    subprocess.run(["ip", "netns", "del", "rh-try"], capture_output=True)
+    made = subprocess.run(["ip", "netns", "add", f"{RUN}-try"], capture_output=True, text=True)
+    subprocess.run(["ip", "netns", "del", f"{RUN}-try"], capture_output=True)
     return f"ip netns add failed: {made.stderr.strip()}" if made.returncode else ""
 
 
@@ -48,8 +51,8 @@ class CommandFailed(Exception):
 
 class Host:
     def __init__(self, number: int, directory: Path) -> None:
-        self.name, self.address = f"rh-{number}", f"{NETWORK}.{number}"
-        self._link = f"rh-port-{number}"
+        self.name, self.address = f"{RUN}-{number}", f"{NETWORK}.{number}"
+        self._link = f"port-{number}"
         self.tmp = directory / self.name
         self.tmp.mkdir(mode=0o1777)
         _ip("netns", "add", self.name)
@@ -74,11 +77,14 @@ class Host:
             time.sleep(0.02)
         self._init = found[0].pid
 
+    def command(self, words: Sequence[str]) -> list[str]:
+        """Return a command of this machine that runs one on this host."""
+        return ["nsenter", "--target", str(self._init), "--mount", "--uts", "--pid", "--net", *words]
+
     def run(self, words: Sequence[str], environment: dict[str, str], timeout: float = 180) -> str:
         """Run a command to its end and return its output. Raises: CommandFailed"""
-        spaces = ["--mount", "--uts", "--pid", "--net"]
         done = subprocess.run(
-            ["nsenter", "--target", str(self._init), *spaces, *words],
+            self.command(words),
             env=environment,
             text=True,
             timeout=timeout,
@@ -124,15 +130,15 @@ def hosts(number: int, directory: Path) -> Iterator[list[Host]]:
     try:
         _ip("-n", SWITCH, "link", "add", "bridge", "type", "bridge")
         _ip("-n", SWITCH, "link", "set", "bridge", "up")
-        _ip("link", "add", "rh-test", "type", "veth", "peer", "name", "rh-port-test", "netns", SWITCH)
-        _ip("-n", SWITCH, "link", "set", "rh-port-test", "master", "bridge", "up")
-        _ip("addr", "add", f"{TEST_ADDRESS}/24", "dev", "rh-test")
-        _ip("link", "set", "rh-test", "up")
+        _ip("link", "add", TEST_LINK, "type", "veth", "peer", "name", "test", "netns", SWITCH)
+        _ip("-n", SWITCH, "link", "set", "test", "master", "bridge", "up")
+        _ip("addr", "add", f"{TEST_ADDRESS}/24", "dev", TEST_LINK)
+        _ip("link", "set", TEST_LINK, "up")
         for index in range(number):  # one by one, so that those before a failure are removed
             made.append(Host(index + 1, directory))  # noqa: PERF401
         yield made
     finally:
         for host in made:
             host.remove()
-        subprocess.run(["ip", "link", "del", "rh-test"], capture_output=True)
+        subprocess.run(["ip", "link", "del", TEST_LINK], capture_output=True)
         subprocess.run(["ip", "netns", "del", SWITCH], capture_output=True)

@@ -1,7 +1,7 @@
 """Faults of processes, actors, nodes and the network under streams: no token is lost, repeated or changed.
 
-Two engines of two ranks, each on one of three hosts, and a frontend on every host. The test uses the frontend of a host
-that the fault does not touch.
+Two engines of two ranks, and a frontend on every host. The ranks of an engine are a tensor-parallel group on one of
+three hosts, or pipeline stages on two. The test uses the frontend of a host that the fault does not touch.
 """
 
 import asyncio
@@ -18,7 +18,10 @@ from tests.e2e.streams import answers, assert_nothing_is_kept
 from tests.ray.cluster import ENGINE, FRONTEND, RANK, SCHEDULER, Cluster, HttpFrontend, engines, serves
 from tests.ray.hosts import Host
 
-LAYOUT = "tensor_parallel_size=2"
+LAYOUTS = {
+    "tensor_parallel_size=2": "placement_group_strategy=PACK",
+    "pipeline_parallel_size=2": "placement_group_strategy=SPREAD",
+}
 TIMES = 2
 """Sixteen streams as often."""
 SCHEDULER_CHILD, RANK_CHILD = "services.cli.child scheduler", "services.cli.child worker"
@@ -26,13 +29,24 @@ gaps: dict[str, float] = {}
 """Longest time between two tokens of a stream, seconds, by fault."""
 
 
+@pytest.fixture(scope="module", params=LAYOUTS)
+def layout(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def served(cluster: Cluster) -> Iterator[Cluster]:
-    cluster.serve(LAYOUT, "data_parallel_size=2", "api_server_count=3")
+def served(cluster: Cluster, layout: str) -> Iterator[Cluster]:
+    cluster.serve(layout, LAYOUTS[layout], "data_parallel_size=2", "api_server_count=3")
+    gaps.clear()
     yield cluster
-    print("\nfault                                    longest pause of a stream, s")
+    print(f"\n{layout}: fault{'longest pause of a stream, s':>60}")
     for name, seconds in gaps.items():
-        print(f"{name:40} {seconds:6.1f}")
+        print(f"{name:60} {seconds:6.1f}")
+
+
+@pytest.fixture
+def answers_without_fault(expected: Any, layout: str) -> Any:
+    return expected(layout, TIMES)
 
 
 def hosts_with(cluster: Cluster, title: str) -> list[Host]:
@@ -74,7 +88,7 @@ def survive(
 ) -> None:
     """`repair`: what an operator does afterwards."""
     wait_until(serves(frontend, 2), "two engines serve")
-    assert asyncio.run(disturbed(frontend, fault, name)) == expected(LAYOUT, TIMES)
+    assert asyncio.run(disturbed(frontend, fault, name)) == expected
     repair()
     wait_until(serves(frontend, 2), "two engines serve again")
     assert_nothing_is_kept(frontend)
@@ -86,19 +100,22 @@ def kill(processes: list[psutil.Process]) -> None:
 
 
 @pytest.mark.parametrize("title", [RANK_CHILD, RANK, SCHEDULER_CHILD, SCHEDULER, ENGINE])
-def test_a_process_is_killed(served: Cluster, expected: Any, title: str) -> None:
-    host = hosts_with(served, SCHEDULER)[0]
+def test_a_process_is_killed(served: Cluster, answers_without_fault: Any, title: str) -> None:
+    host = hosts_with(served, title)[0]
+    frontend = away_from(served, host)
     survive(
-        served, away_from(served, host), expected, lambda: kill(host.processes(title)[:1]), f"killed: {title}"
+        served, frontend, answers_without_fault, lambda: kill(host.processes(title)[:1]), f"killed: {title}"
     )
 
 
-def test_a_frontend_is_killed_and_the_streams_of_another_go_on(served: Cluster, expected: Any) -> None:
+def test_a_frontend_is_killed_and_the_streams_of_another_go_on(
+    served: Cluster, answers_without_fault: Any
+) -> None:
     host = served.hosts[2]
     survive(
         served,
         away_from(served, host),
-        expected,
+        answers_without_fault,
         lambda: kill(host.processes(FRONTEND)),
         "killed: a frontend",
     )
@@ -106,8 +123,8 @@ def test_a_frontend_is_killed_and_the_streams_of_another_go_on(served: Cluster, 
 
 
 @pytest.mark.parametrize("seconds", [5, 60])
-def test_a_host_is_unplugged(served: Cluster, expected: Any, seconds: int) -> None:
-    host = next(host for host in hosts_with(served, SCHEDULER) if host is not served.hosts[0])
+def test_a_host_is_unplugged(served: Cluster, answers_without_fault: Any, seconds: int) -> None:
+    host = next(host for host in hosts_with(served, RANK) if host is not served.hosts[0])
 
     def fault() -> None:
         host.plug(False)
@@ -118,11 +135,12 @@ def test_a_host_is_unplugged(served: Cluster, expected: Any, seconds: int) -> No
         if not host.processes("raylet/raylet"):  # Ray has given it up
             served.start_node(host)
 
-    survive(served, away_from(served, host), expected, fault, f"unplugged for {seconds} s", repair)
+    name = f"unplugged for {seconds} s"
+    survive(served, away_from(served, host), answers_without_fault, fault, name, repair)
     wait_until(lambda: len(served.frontends()) == 3, "a frontend on every host")
 
 
-def test_a_node_loses_its_power(served: Cluster, expected: Any) -> None:
+def test_a_node_loses_its_power(served: Cluster, answers_without_fault: Any) -> None:
     host = next(host for host in hosts_with(served, SCHEDULER) if host is not served.hosts[0])
     frontend = away_from(served, host)
 
@@ -130,7 +148,7 @@ def test_a_node_loses_its_power(served: Cluster, expected: Any) -> None:
         host.boot()
         served.start_node(host)
 
-    survive(served, frontend, expected, host.kill, "a node with an engine lost power", repair)
+    survive(served, frontend, answers_without_fault, host.kill, "a node with a scheduler lost power", repair)
 
 
 def test_engines_that_ray_has_replaced_are_forgotten(served: Cluster) -> None:

@@ -1,4 +1,4 @@
-"""The head is lost: with Redis it comes back with all that it knew, and streams, engines and frontends have gone on."""
+"""The head is lost: streams, engines and frontends go on. With Redis it comes back with all that it knew."""
 
 import asyncio
 import shutil
@@ -43,6 +43,31 @@ def with_redis(three_hosts: list[Host]) -> Iterator[Cluster]:
         redis.kill()
 
 
+async def _lose(host: Host) -> None:
+    await asyncio.to_thread(host.kill)
+
+
+def test_without_redis_streams_go_on_until_they_end(three_hosts: list[Host], expected: Any) -> None:
+    cluster, head = Cluster(three_hosts), three_hosts[0]
+    cluster.start()
+    cluster.serve(LAYOUT, "data_parallel_size=2", "api_server_count=3")
+    frontend = HttpFrontend(cluster.hosts[2], 8001)
+    wait_until(serves(frontend, 2), "two engines serve")
+    assert asyncio.run(answers_of(frontend, lambda: _lose(head))) == expected(LAYOUT)
+    assert asyncio.run(answers_of(frontend)) == expected(LAYOUT), "requests are answered without a head"
+    head.boot()
+    for host in cluster.hosts[1:]:  # `ray stop`
+        host.kill()
+        host.boot()
+    cluster.start()
+    assert cluster.status() == {}, "this head knows nothing"
+    cluster.serve(LAYOUT)
+    assert asyncio.run(answers_of(cluster.frontends()[0])) == expected(LAYOUT)
+    for host in cluster.hosts:
+        host.kill()
+        host.boot()
+
+
 def test_streams_do_not_notice_that_the_head_is_lost_and_comes_back(
     with_redis: Cluster, expected: Any
 ) -> None:
@@ -51,10 +76,7 @@ def test_streams_do_not_notice_that_the_head_is_lost_and_comes_back(
     frontend = HttpFrontend(cluster.hosts[2], 8001)
     wait_until(serves(frontend, 2), "two engines serve")
 
-    async def lose_head() -> None:
-        await asyncio.to_thread(head.kill)
-
-    assert asyncio.run(answers_of(frontend, lose_head)) == expected(LAYOUT)
+    assert asyncio.run(answers_of(frontend, lambda: _lose(head))) == expected(LAYOUT)
     assert "ready" in engines(frontend).values()
     assert asyncio.run(answers_of(frontend)) == expected(LAYOUT), "requests are answered without a head"
     head.boot()

@@ -8,14 +8,22 @@ import pytest
 from services import release
 from services.checkpoint import DEMO_MODEL
 from tests.e2e.server import wait_until
-from tests.ray.cluster import FRONTEND, RANK, Cluster
+from tests.ray.cluster import CONTROLLER, Cluster
 from tests.ray.hosts import CommandFailed
 
 
+def failed_serve_run(cluster: Cluster, *arguments: str, **model: str) -> str:
+    """Return the output of `serve run`, which ends with status 0, too, and shuts Serve down. Until that has happened,
+    Serve ignores what is deployed."""
+    output = cluster.serve(*arguments, "drain_timeout_seconds=2", **model)
+    wait_until(lambda: not cluster.processes(CONTROLLER), "the application is removed")
+    assert "Exception in thread" not in output
+    return output
+
+
 def test_too_few_cpus_end_the_deployment_with_what_is_missing(cluster: Cluster) -> None:
-    output = cluster.serve("tensor_parallel_size=2", "threads=3")  # `serve run` ends with status 0
+    output = failed_serve_run(cluster, "tensor_parallel_size=2", "threads=3")
     assert "6 CPUs on one node are free 0 times, not 1 times" in output
-    wait_until(lambda: not cluster.processes(FRONTEND), "the application is removed")
 
 
 def test_runahead_ray_refuses_too_few_cpus_in_one_line(cluster: Cluster) -> None:
@@ -43,19 +51,31 @@ def test_settings_that_cannot_be_used_are_refused_by_name(cluster: Cluster, sett
 
 
 def test_a_cluster_that_is_not_there(cluster: Cluster) -> None:
+    address = f"{cluster.hosts[0].address}:1234"
     with pytest.raises(CommandFailed) as failed:
-        cluster.runahead("ray", "--address", "10.213.77.1:1234")
-    assert str(failed.value).splitlines()[-1].startswith("runahead: --address 10.213.77.1:1234: ")
+        cluster.runahead("ray", "--address", address)
+    assert str(failed.value).splitlines()[-1].startswith(f"runahead: --address {address}: ")
 
 
 def test_a_model_that_is_not_on_the_node_of_a_rank(cluster: Cluster) -> None:
-    """Each host has a /tmp of its own. The model is on one of them, so one of two ranks lacks it, wherever Ray places
-    the scheduler, which can do without."""
+    """Each host has a /tmp of its own. The model is on one of them, so one of two ranks lacks it."""
     shutil.copytree(DEMO_MODEL, cluster.hosts[0].tmp / "model", dirs_exist_ok=True)
-    output = cluster.serve("tensor_parallel_size=2", "placement_group_strategy=SPREAD", model="/tmp/model")
+    output = failed_serve_run(
+        cluster, "tensor_parallel_size=2", "placement_group_strategy=SPREAD", model="/tmp/model"
+    )
     assert "runahead: a replica of default has failed: " in output
     assert "no such model directory: /tmp/model" in output
-    wait_until(lambda: not cluster.processes(RANK), "the application is removed")
+
+
+def test_a_scheduler_on_a_node_without_the_model_does_not_serve_without_grammars(cluster: Cluster) -> None:
+    output = cluster.python(
+        "from services.ray.actors import SchedulerActor\n"
+        f"arguments = 'engine', {{'model': '/nowhere'}}, {release.version()!r}\n"
+        "actor = ray.remote(SchedulerActor).remote(*arguments)\n"
+        "try: ray.get(actor.failure.remote())\n"
+        "except ray.exceptions.ActorDiedError as error: print(error)"
+    )
+    assert ": scheduler: no such model directory: /nowhere" in output
 
 
 def test_another_version_of_runahead_on_a_node(cluster: Cluster) -> None:
@@ -66,9 +86,8 @@ def test_another_version_of_runahead_on_a_node(cluster: Cluster) -> None:
     host.kill()
     host.boot()
     cluster.start_node(host, PYTHONPATH=f"/tmp/other:{os.getcwd()}")
-    output = cluster.serve("tensor_parallel_size=2", "placement_group_strategy=SPREAD")
+    output = failed_serve_run(cluster, "tensor_parallel_size=2", "placement_group_strategy=SPREAD")
     versions = (
         f"has Runahead 0.0.1, and the application {release.version()}; install one version on all nodes"
     )
     assert f"node {host.address} {versions}" in output
-    wait_until(lambda: not cluster.processes(RANK), "the application is removed")

@@ -89,18 +89,9 @@ def test_schemas_refuse_a_misspelt_field() -> None:
         kubernetes_validate.validate(broken, "1.33", strict=True)
 
 
-def test_worker_group_has_the_fields_of_a_leader_worker_set() -> None:
+def test_worker_group_has_enough_ranks() -> None:
     spec = named("LeaderWorkerSet", "runahead-worker")["spec"]
-    assert set(spec) <= {
-        "replicas",
-        "leaderWorkerTemplate",
-        "rolloutStrategy",
-        "startupPolicy",
-        "networkConfig",
-    }
     group = spec["leaderWorkerTemplate"]
-    assert set(group) <= {"size", "restartPolicy", "leaderTemplate", "workerTemplate"}
-    assert group["restartPolicy"] in ("None", "RecreateGroupOnPodRestart")
     config = merge(SchedulerConfig, {}, environ=environment("scheduler")).config
     assert isinstance(config.tensor_parallel_size, int)
     ranks = config.tensor_parallel_size * config.pipeline_parallel_size

@@ -1,5 +1,6 @@
 """The manifests that need operators (LeaderWorkerSet, KEDA, KubeRay), offline, as kustomize renders them."""
 
+import copy
 import re
 import shutil
 import subprocess
@@ -7,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -18,7 +20,12 @@ from services.ray.resources import missing
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "deploy" / "kubernetes" / "operators"
-OF_OPERATORS = ("LeaderWorkerSet", "ScaledObject", "RayService")
+KINDS = yaml.safe_load((Path(__file__).parent / "operator_kinds.yaml").read_text())
+TYPES = {
+    **{name: {"type": name} for name in ("string", "integer", "boolean", "object")},
+    "number-or-share": {"anyOf": [{"type": "integer"}, {"type": "string", "pattern": "^[0-9]+%?$"}]},
+    "pod": {"type": "object", "required": ["spec"]},
+}
 
 Object = dict[str, Any]
 pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="there is no kubectl")
@@ -29,6 +36,23 @@ def rendered(overlay: str) -> dict[tuple[str, str], Object]:
     command = ["kubectl", "kustomize", str(FOLDER / overlay)]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return {(o["kind"], o["metadata"]["name"]): o for o in yaml.safe_load_all(text)}
+
+
+def schema(fields: Any) -> Object:
+    """Return the JSON schema of fields in the form of operator_kinds.yaml."""
+    match fields:
+        case str():
+            return TYPES.get(fields) or {"enum": fields.split("|")}
+        case [item]:
+            return {"type": "array", "items": schema(item)}
+        case {"*": item}:
+            return {"type": "object", "additionalProperties": schema(item)}
+    return {
+        "type": "object",
+        "properties": {name.rstrip("!"): schema(value) for name, value in fields.items()},
+        "required": [name.rstrip("!") for name in fields if name.endswith("!")],
+        "additionalProperties": False,
+    }
 
 
 def pod_templates(overlay: str) -> dict[str, Object]:
@@ -53,11 +77,40 @@ def environment(template: Object) -> dict[str, str]:
 @pytest.mark.parametrize("overlay", ["leader-worker-sets", "ray"])
 def test_every_object_matches_the_schema_of_its_kind(overlay: str) -> None:
     for (kind, _), manifest in rendered(overlay).items():
-        if kind not in OF_OPERATORS:
+        if kind in KINDS:
+            jsonschema.validate(manifest["spec"], schema(KINDS[kind]))
+        else:
             kubernetes_validate.validate(manifest, "1.33", strict=True)
     for template in pod_templates(overlay).values():
         pod = {"apiVersion": "v1", "kind": "PodTemplate", "template": template}
         kubernetes_validate.validate(pod, "1.33", strict=True)
+
+
+def test_the_workers_of_the_base_match_the_schema() -> None:
+    workers = rendered("../base")["LeaderWorkerSet", "runahead-worker"]
+    jsonschema.validate(workers["spec"], schema(KINDS["LeaderWorkerSet"]))
+
+
+@pytest.mark.parametrize(
+    ("overlay", "kind", "path", "value"),
+    [
+        ("leader-worker-sets", "LeaderWorkerSet", ("leaderWorkerTemplate", "restartPolicy"), "Never"),
+        ("leader-worker-sets", "LeaderWorkerSet", ("rolloutStrategy", "maxSurge"), 0),
+        ("leader-worker-sets", "ScaledObject", ("maxReplicas",), 8),
+        ("leader-worker-sets", "ScaledObject", ("triggers", 0, "metadata", "threshold"), 2),
+        ("ray", "RayService", ("rayClusterConfig", "workerGroupSpecs", 0, "rayStartParams", "num-cpus"), 6),
+    ],
+)
+def test_the_schemas_of_operators_refuse_mistakes(
+    overlay: str, kind: str, path: tuple[str | int, ...], value: object
+) -> None:
+    spec = next(copy.deepcopy(o["spec"]) for (k, _), o in rendered(overlay).items() if k == kind)
+    target = spec
+    for key in path[:-1]:
+        target = target[key]
+    target[path[-1]] = value
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(spec, schema(KINDS[kind]))
 
 
 def test_a_group_is_an_engine_that_frontends_find_by_the_headless_service() -> None:
