@@ -10,7 +10,7 @@ from ray import serve
 from services.cli.settings import ConfigurationError
 from services.config import RayCommandConfig
 from services.ray.application import application
-from services.ray.cluster import reason
+from services.ray.cluster import await_application
 
 NAMESPACE = "serve"
 CONNECT_SECONDS = 5.0
@@ -40,18 +40,18 @@ def run(config: RayCommandConfig) -> int:
         app = application(config)
     except RuntimeError as error:
         raise ConfigurationError(str(error)) from None
+    target = serve.RunTarget(app, config.name, config.route_prefix)
     try:
-        serve.run(app, name=config.name, route_prefix=config.route_prefix)
-    except RuntimeError as error:
-        text = reason(config.name) or str(error)
-        serve.delete(config.name)
-        raise ConfigurationError(text) from None
-    try:
-        print(
-            f"Serving behind Ray Serve, and at port {config.port} of each frontend. Ctrl-C removes it.",
-            flush=True,
-        )
+        serve.run_many([target], wait_for_applications_running=False)
+        await_application(config.name, stop)
+        if not stop.is_set():
+            print(
+                f"Serving behind Ray Serve, and at port {config.port} of each frontend. Ctrl-C removes it.",
+                flush=True,
+            )
         stop.wait()
+    except RuntimeError as error:
+        raise ConfigurationError(str(error)) from None
     finally:
         serve.delete(config.name)
     return 0

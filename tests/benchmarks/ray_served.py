@@ -30,8 +30,8 @@ PARTS = {
     "default:Frontend": "frontend", "services.cli.child frontend": "frontend", "ProxyActor": "proxy",
     "services.cli.child scheduler": "scheduler", "services.cli.child worker": "worker",
 }  # fmt: skip
-"""Part of a command line -> part of the server. All other processes are Ray, or the supervisor of `serve`."""
-OTHERS = "others"
+"""Part of a command line -> part of the server. All others are Ray (or the supervisor of `serve`)."""
+OTHERS = "Ray"
 FIGURES = {
     "tokens/s": "output_throughput", "ITL p50, ms": "median_itl_ms", "ITL p99, ms": "p99_itl_ms",
     "TTFT p50, ms": "median_ttft_ms",

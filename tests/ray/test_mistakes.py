@@ -8,7 +8,7 @@ import pytest
 from services import release
 from services.checkpoint import DEMO_MODEL
 from tests.e2e.server import wait_until
-from tests.ray.cluster import CONTROLLER, Cluster
+from tests.ray.cluster import BIN, CONTROLLER, Cluster
 from tests.ray.hosts import CommandFailed
 
 
@@ -34,6 +34,22 @@ def test_runahead_ray_refuses_too_few_cpus_in_one_line(cluster: Cluster) -> None
         "runahead: 1 engine of 2 ranks and 1 frontend need 8 CPUs; the nodes have 4 CPUs +"
     ), line
     assert "6 CPUs on one node are free 0 times, not 1 times" in line
+
+
+def test_cpus_that_others_use_are_waited_for_with_a_line_and_until_ctrl_c(cluster: Cluster) -> None:
+    cluster.python(
+        "@ray.remote(num_cpus=4)\nclass Other:\n    def ready(self): pass\n"
+        "others = [Other.options(name=f'other-{n}', lifetime='detached').remote() for n in range(3)]\n"
+        "ray.get([other.ready.remote() for other in others])"
+    )
+    command = [str(BIN / "runahead"), "ray", str(DEMO_MODEL), "--drain-timeout-seconds", "2"]
+    interrupted = ["timeout", "--preserve-status", "--signal", "INT", "50"]
+    output = cluster.hosts[0].run([*interrupted, *command], cluster.environment)  # its status is 0
+    assert (
+        "runahead: a replica of default waits: Deployment 'Engine' in application 'default' has 1" in output
+    )
+    assert "Serving" not in output
+    cluster.python("[ray.kill(ray.get_actor(f'other-{n}')) for n in range(3)]")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The number of engines follows the time that requests wait, and engines that are stopped lose no stream."""
 
 import asyncio
+import time
 from typing import Any
 
 from openai import AsyncOpenAI
@@ -44,8 +45,9 @@ async def _scale(frontend: HttpFrontend) -> tuple[str, str]:
     """Return a long answer of one engine, and the same one while three engines become one."""
     async with frontend.async_client() as client:
         reference, stop = await _long(client), asyncio.Event()
-        load = asyncio.create_task(_load(client, stop))
+        load, began = asyncio.create_task(_load(client, stop)), time.monotonic()
         await until(serves(frontend, 3), "three engines serve")
+        print(f"\nseconds from the first queue until three engines serve: {time.monotonic() - began:.0f}")
         stop.set()
         assert await load > 0
         names = set(engines(frontend))

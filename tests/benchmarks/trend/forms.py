@@ -317,6 +317,20 @@ FORMS = (
         seconds=240,
     ),
     ShortForm(
+        "ray_served", "ray_served",
+        "What do Ray and Serve's proxy cost, beside `runahead serve`? (root; `make setup-ray` first)",
+        "--repeats 1 --waves 2 --idle-seconds 10",
+        [
+            *(Shown(f"{way} over `runahead serve`: {name}", f"over_serve > {way} > {name}",
+                     f"repeats > * > {way} > {name}", f"repeats > * > runahead serve > {name}")
+              for way, name in (("Ray, frontend's port", "tokens/s"), ("Ray, Serve's proxy", "tokens/s"),
+                                ("Ray, Serve's proxy", "ITL p99, ms"), ("Ray, Serve's proxy", "TTFT p50, ms"),
+                                ("Ray, frontend's port", "start, s"))),
+            Shown("Ray and Serve without requests, share of a core", "idle > Ray"),
+        ],
+        240,
+    ),
+    ShortForm(
         "decode_bandwidth", "decode_bandwidth",
         "How close is the decode of one stream to the time that reading the weights takes?", "--repeats 3",
         [Shown(f"{kind}: floor over step", f"m155 {kind}") for kind in ("bfloat16", "int8", "int4")],

@@ -14,8 +14,8 @@ def test_a_tensor_parallel_group_is_one_bundle_and_stages_are_several() -> None:
 
 
 def test_spread_ranks_are_bundles_of_their_own() -> None:
-    config = RayConfig(tensor_parallel_size=2, placement_group_strategy="SPREAD")
-    assert bundles(config) == [{"CPU": 1.0}, {"CPU": 1.0}, {"CPU": 1.0}]
+    config = RayConfig(tensor_parallel_size=2, threads=2, placement_group_strategy="SPREAD")
+    assert bundles(config) == [{"CPU": 2.0}, {"CPU": 2.0}, {"CPU": 1.0}]
 
 
 def test_a_rank_on_cuda_has_a_gpu() -> None:
