@@ -36,6 +36,7 @@ FIGURES = {
     "tokens/s": "output_throughput", "ITL p50, ms": "median_itl_ms", "ITL p99, ms": "p99_itl_ms",
     "TTFT p50, ms": "median_ttft_ms",
 }  # fmt: skip
+PER_TOKEN = ", us/token"
 START_SECONDS = 180.0
 Row = dict[str, Any]
 
@@ -69,19 +70,22 @@ def load(host: Host, port: int, args: argparse.Namespace) -> Row:
     before = processor_seconds(host)
     result = served(url, args.concurrency, args.input_len, args.output_len, args.waves)
     spent, tokens = used(host, before), result["total_output_tokens"]
-    costs = {f"{part}, us/token": 1e6 * seconds / tokens for part, seconds in spent.items()}
+    costs = {f"{part}{PER_TOKEN}": 1e6 * seconds / tokens for part, seconds in spent.items()}
     return {label: result[key] for label, key in FIGURES.items()} | costs
 
 
 @contextmanager
 def running(host: Host, *words: str) -> Iterator[float]:
     """Run a command that serves at the frontends' own port. Yield the seconds until the first token of an answer."""
-    began = time.monotonic()
-    with subprocess.Popen(host.command(words), env=environment(), stdout=subprocess.DEVNULL) as process:
+    began, file = time.monotonic(), host.tmp / "output"
+    with (
+        file.open("w") as output,
+        subprocess.Popen(host.command(words), env=environment(), stdout=output, stderr=output) as process,
+    ):
         try:
             while not answers(host):
                 if process.poll() is not None or time.monotonic() > began + START_SECONDS:
-                    raise SystemExit(f"{' '.join(words)}: no answer, status {process.poll()}")
+                    raise SystemExit(f"{' '.join(words)}: no answer\n{file.read_text()[-2000:]}")
                 time.sleep(0.05)
             yield time.monotonic() - began
         finally:
@@ -147,13 +151,22 @@ def main() -> None:
     report(
         "ray_served",
         title=f"{args.concurrency} streams of {args.output_len} tokens, one engine of one rank",
-        rows=[{"way": way, **row} for way, row in median.items()],
+        rows=[
+            {"way": way, **{label: value for label, value in row.items() if PER_TOKEN not in label}}
+            for way, row in median.items()
+        ],
         figures={
             "over_serve": {
                 way: {label: median[way][label] / median[SERVE][label] for label in (*FIGURES, "start, s")}
                 for way in (OWN, PROXY)
             },
             "start_s": {way: median[way]["start, s"] for way in (SERVE, OWN)},
+            "us_per_token": {
+                way: {
+                    label.removesuffix(PER_TOKEN): value for label, value in row.items() if PER_TOKEN in label
+                }
+                for way, row in median.items()
+            },
             "idle": idle,
         },
         settings={key: str(value) for key, value in vars(args).items()},
