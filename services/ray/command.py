@@ -6,6 +6,7 @@ import threading
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 
 from services.cli.settings import ConfigurationError
 from services.config import RayCommandConfig
@@ -29,7 +30,7 @@ def run(config: RayCommandConfig) -> int:
             logging_level="warning",
             log_to_driver=config.log_level == "debug",
         )
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (ConnectionError, ValueError, RuntimeError, RayError) as error:
         raise ConfigurationError(
             f"--address {config.address}: {str(error).splitlines()[0]} (start a cluster: ray start --head)"
         ) from None
