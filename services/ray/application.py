@@ -77,7 +77,7 @@ def application(config: RayConfig) -> Application:
         num_replicas=config.api_server_count,
         max_replicas_per_node=1,
         ray_actor_options={"num_cpus": FRONTEND_CPUS},
-        max_ongoing_requests=config.max_open_requests,
+        max_ongoing_requests=2 * config.max_open_requests,  # the frontend refuses early; Serve would queue
         graceful_shutdown_timeout_s=config.drain_timeout_seconds,
         max_constructor_retry_count=ATTEMPTS,
     )

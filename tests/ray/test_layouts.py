@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from openai import RateLimitError
 
 from tests.e2e.server import wait_until
 from tests.e2e.streams import answers_of
@@ -46,3 +47,25 @@ def test_an_answer_without_a_stream_passes_the_proxy(cluster: Cluster) -> None:
     with caught.value as error:
         assert error.code == 400
         assert "error" in json.load(error)
+
+
+def test_overload_is_refused_behind_the_proxy_and_not_queued(cluster: Cluster) -> None:
+    cluster.serve("max_open_requests=1")
+    proxy = HttpFrontend(cluster.hosts[0], PROXY_PORT)
+
+    async def overload() -> None:
+        async with proxy.async_client() as client:
+            model = (await client.models.list()).data[0].id
+            body: Any = {
+                "model": model,
+                "prompt": "The",
+                "max_tokens": 1500,
+                "extra_body": {"ignore_eos": True},
+            }
+            stream = await client.completions.create(**body, stream=True)
+            await anext(aiter(stream))
+            with pytest.raises(RateLimitError, match="1 requests are open already"):
+                await client.completions.create(**body)
+            await stream.close()
+
+    asyncio.run(overload())

@@ -135,7 +135,9 @@ class Answering:
     def _record_failure(self, http: HTTPRequest, error: Exception) -> None:
         """Record the end of a request without an answer."""
         if isinstance(error, APIError) and error.status in (429, 503):
-            self.metrics.observe_refusal(time.monotonic() - http.state.connection.read_at)
+            has_own = hasattr(http.state, "connection")  # not behind Ray Serve's proxy
+            began = http.state.connection.read_at if has_own else http.state.summary.started
+            self.metrics.observe_refusal(time.monotonic() - began)
         self.record_end(http, error)
 
     def record_end(self, http: HTTPRequest, error: Exception | None) -> None:
