@@ -92,6 +92,11 @@ class Format(NamedTuple):
         return self.zero == 0 and not self.has_minima
 
     @property
+    def zero_byte(self) -> int:
+        """Unsigned code of a weight of zero."""
+        return 128 if self.is_signed else self.zero
+
+    @property
     def has_exponents(self) -> bool:
         """Scales are powers of two."""
         return not self.halves
@@ -117,8 +122,8 @@ class Format(NamedTuple):
 
     @property
     def limit(self) -> int:
-        """Largest activation of 16 bits with which the sums of `scale_steps` steps fit into int32."""
-        return min(2**15 - 1, (2**31 - 1) // (self.scale_steps * STEP * self.largest))
+        """Largest activation of two signed bytes with which the sums of `scale_steps` steps fit into int32."""
+        return min(127 * 257, (2**31 - 1) // (self.scale_steps * STEP * self.largest))
 
 
 _NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -140,7 +145,31 @@ KINDS = tuple(FORMATS)
 """Numbers of the formats in kernels."""
 
 
-def code_words(builder: Any, kind: str, block: Any, unit: Any, index: Any) -> list[tuple[int, int, Any]]:
+BYTES = simd.compiles_for("avx512vnni")
+"""Codes are multiplied as bytes where they are decoded in registers."""
+
+
+def next_codes(builder: Any, kind: str, blocks: list[Any], end: Any, jump: Any) -> Any:
+    """Return the distance from blocks to what is read a span later, and begin to read the scales there.
+
+    Args:
+        blocks: side by side
+        end: address of the item's end
+        jump: from there to the next item of this thread
+    """
+    own = FORMATS[kind]
+    ahead = ir.Constant(I64, PANELS * own.bytes * SPAN // own.steps)
+    is_here = builder.icmp_signed("<", builder.add(blocks[0], ahead), end)
+    ahead = builder.select(is_here, ahead, builder.add(ahead, jump))
+    for block in blocks:
+        for line in range(0, own.codes_at, 64):
+            prefetch_line(builder, moved(builder, builder.add(block, ahead), line))
+    return ahead
+
+
+def code_words(
+    builder: Any, kind: str, block: Any, unit: Any, index: Any, ahead: Any
+) -> list[tuple[int, int, Any]]:
     """Return some sixteen words of four codes, each with its step in the unit, and with its quad minus `index`.
 
     A quad is four inputs of a step. `unit` and `index` are variables: the codes of a unit are read in `Format.turns`.
@@ -150,7 +179,7 @@ def code_words(builder: Any, kind: str, block: Any, unit: Any, index: Any) -> li
     def word(number: Any, first: int = 0) -> Any:
         place = builder.add(block, builder.mul(number, ir.Constant(I64, 4 * PANEL)))
         at = moved(builder, place, own.codes_at + 4 * PANEL * first)
-        prefetch_line(builder, moved(builder, at, PANELS * own.bytes * SPAN // own.steps))
+        prefetch_line(builder, builder.add(at, ahead))
         return load(builder, at, VI, 2)
 
     def bits(words: Any, shift: Any, mask: int) -> Any:
@@ -175,7 +204,8 @@ def code_words(builder: Any, kind: str, block: Any, unit: Any, index: Any) -> li
         return [(part, 0, with_high(some, bits(high, number(2 * part), 3))) for some, part in parts]
     if own.unit == 2:
         place = builder.add(times(unit, QUADS), index)
-        found = [(odd, bits(word(place), number(4 * odd), 15)) for odd in range(2)]
+        both = word(place)
+        found = [(odd, bits(both, number(4 * odd), 15)) for odd in range(2)]
         if kind == "Q5_K":
             high, first = word(index, 4 * QUADS), times(unit, 2)
             found = [(odd, with_high(low, bits(high, moved(builder, first, odd), 1))) for odd, low in found]
@@ -222,8 +252,17 @@ def _looked_up(builder: Any, codes: Any, table: tuple[int, ...]) -> Any:
     return builder.bitcast(found, VI)
 
 
+def code_bytes(
+    builder: Any, kind: str, block: Any, unit: Any, index: Any, ahead: Any
+) -> list[tuple[int, int, tuple[Any, Any]]]:
+    """Return what `code_words` returns as unsigned bytes, twice: codes, whose zero is `Format.zero_byte`."""
+    signs = ir.Constant(VI, [0x80808080 if FORMATS[kind].is_signed else 0] * LANES)
+    found = code_words(builder, kind, block, unit, index, ahead)
+    return [(step, quad, (builder.xor(words, signs),) * 2) for step, quad, words in found]
+
+
 def code_pairs(
-    builder: Any, kind: str, block: Any, unit: Any, index: Any
+    builder: Any, kind: str, block: Any, unit: Any, index: Any, ahead: Any
 ) -> list[tuple[int, int, tuple[Any, Any]]]:
     """Return what `code_words` returns as pairs of int16: inputs 0 and 2 of each quad, and inputs 1 and 3."""
 
@@ -239,7 +278,7 @@ def code_pairs(
             builder.and_(shifted, mask), _PAIRS
         )
 
-    found = code_words(builder, kind, block, unit, index)
+    found = code_words(builder, kind, block, unit, index, ahead)
     return [(step, quad, pairs(words)) for step, quad, words in found]
 
 
@@ -278,14 +317,15 @@ def step_minima(builder: Any, kind: str, block: Any, step: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def _decode_unit(
-    typing_context: Any, kind: Any, block: Any, unit: Any, numbers: Any, scales: Any, minima: Any
-) -> Any:
-    """Decode a unit of a block. `kind` is a constant."""
+    typing_context: Any, kind: Any, block: Any, unit: Any, numbers: Any, scales: Any, minima: Any, end: Any, jump: Any
+) -> Any:  # fmt: skip
+    """Decode a unit of a block. `kind` is a constant. The last two: see `next_codes`."""
     name = KINDS[kind.literal_value]
     own = FORMATS[name]
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        block, unit, numbers, scales, minima = args[1:]
+        block, unit, numbers, scales, minima, end, jump = args[1:]
+        ahead = next_codes(builder, name, [block], end, jump)
         groups, steps = ir.Constant(I64, own.groups), builder.mul(unit, ir.Constant(I64, own.unit))
         turns = ir.Constant(I64, own.turns // own.groups)
         low, high = ir.Constant(VI, [0xFFFF] * LANES), ir.Constant(VI, [16] * LANES)
@@ -298,7 +338,7 @@ def _decode_unit(
             with cgutils.for_range(builder, turns) as inner:
                 index = builder.add(builder.mul(outer.index, turns), inner.index)
                 to = builder.add(numbers, builder.mul(index, ir.Constant(I64, 64)))
-                for step, quad, both in code_pairs(builder, name, block, unit, index):
+                for step, quad, both in code_pairs(builder, name, block, unit, index, ahead):
                     for half, pairs in enumerate(both):
                         if own.zero:
                             pairs = builder.sub(pairs, ir.Constant(_PAIRS, [own.zero] * 2 * LANES))
@@ -314,15 +354,16 @@ def _decode_unit(
             store(builder, found, moved(builder, minima, 64 * step), 4)
         return context.get_dummy_value()
 
-    return types.void(kind, *[types.int64] * 5), code
+    return types.void(kind, *[types.int64] * 7), code
 
 
 @njit(inline="always")
-def decode_span(panel, first, steps, decoded, KIND, BLOCK_STEPS, BYTES, UNIT, SCALE_STEPS):  # type: ignore[no-untyped-def]
-    """Decode `steps` steps of a panel, from `first` on. The last four are the format's."""
+def decode_span(panel, first, steps, decoded, end, jump, KIND, BLOCK_STEPS, BYTES, UNIT, SCALE_STEPS):  # type: ignore[no-untyped-def]
+    """Decode `steps` steps of a panel, from `first` on. `end`, `jump`: see `next_codes`. The last four are the
+    format's."""
     for number in range(0, steps, UNIT):
         step = first + number
         block, unit = panel + step // BLOCK_STEPS * (PANELS * BYTES), step % BLOCK_STEPS // UNIT
         scale = decoded + SCALES_AT + number // SCALE_STEPS * PANEL * 4
         minima = decoded + MINIMA_AT + number * PANEL * 4
-        _decode_unit(KIND, block, unit, decoded + number * NUMBERS_BYTES, scale, minima)
+        _decode_unit(KIND, block, unit, decoded + number * NUMBERS_BYTES, scale, minima, end, jump)

@@ -9,7 +9,8 @@ bits in a batch of any size (batch invariance, docs/invariants.md).
 
 A rounded row is one after the other:
 
-- int16[steps, 2, 16]: even inputs and odd inputs of each step
+- int16[steps, 2, 16]: even inputs and odd inputs of each step; or, for codes that are multiplied as bytes,
+  int8[steps, 2, 32]: the upper and the lower bytes, both signed, so that an input is 256 * upper + lower
 - int32[steps, 2]: sums of its halves
 - float32[steps]: sums
 - float32[spans]: scales
@@ -30,6 +31,7 @@ from numpy.typing import NDArray
 
 from services.worker.kernels.cpu.compiled import raw, simd
 from services.worker.kernels.cpu.compiled.block_formats import (
+    BYTES,
     FORMATS,
     KINDS,
     MINIMA_AT,
@@ -42,9 +44,11 @@ from services.worker.kernels.cpu.compiled.block_formats import (
     STEP,
     Format,
     block_scale,
+    code_bytes,
     code_pairs,
     decode_span,
     group_factor,
+    next_codes,
     step_minima,
 )
 from services.worker.kernels.cpu.compiled.building import load, moved, spread, store
@@ -56,8 +60,6 @@ BLOCK = PANELS * PANEL
 """Outputs of one item."""
 ROWS, WIDTH = (6, 2) if simd.WIDE else (6, 1)
 """Largest numbers of rows and panels that are multiplied together once the panels are decoded."""
-FEW = 3
-"""Largest number of rows that do not pay for decoded panels."""
 UNROLLED = 4
 """Pairs of inputs of one turn of the innermost loop."""
 CHUNK = 32 * ROWS
@@ -71,25 +73,35 @@ CODED = [
     ("format", np.int64),  # int64[NUMBERS], as `format_table` returns it
     ("half", np.int64),  # activations are bfloat16, and not float32
 ]
-NUMBERS = 10
+NUMBERS = 7
 _CODED = np.dtype(HEADER + CODED, align=True)
 TASK = np.dtype(
     [
         ("codes", np.int64),  # address of the first panel
         ("first", np.int64),  # step of a span
         ("steps", np.int64),  # of the span
-        ("rows", np.int64),  # up to `FEW`; 0: decode panels
+        ("rows", np.int64),  # up to `_few_rows`; 0: decode panels
         ("width", np.int64),  # number of panels
         ("out", np.int64),  # decoded panels, or float32[rows, PANELS, 16], to which products are added
         ("x", np.int64),  # address of the first rounded row
         ("row_bytes", np.int64),
         ("row_steps", np.int64),
+        ("end", np.int64),  # of the item's panels; codes behind it are not read beforehand
+        ("jump", np.int64),  # from there to the codes that this thread reads next
     ]
 )
 """A coder's arguments."""
 TASK_BYTES = 128
+PARTS = (0, 1, 2, 3, 4, 3, 6, 4, 8, 3, 4, 3, 6, 6, 6, 8, 8)
+"""Rows that are multiplied first with codes that are decoded in registers, by the number of rows. One row is never a
+part: it is rounded in another way."""
 _TINY = np.float32(1e-30)
 """Rows whose numbers are all smaller are 0."""
+
+
+def _add_byte_products(builder: Any, sums: Any, codes: Any, bytes_: Any) -> Any:
+    """Add the products of four inputs to sixteen int32. `codes`: uint8[64]; `bytes_`: int32[16] that hold four int8."""
+    return simd.call_llvm(builder, "llvm.x86.avx512.vpdpbusd.512", VI, [sums, codes, bytes_])
 
 
 def _add_products(builder: Any, sums: Any, numbers: Any, pair: Any) -> Any:
@@ -144,12 +156,22 @@ class _Tile:
         )
         return [spread(builder, load(builder, builder.add(x, at), kind, 4), vector) for x in self._x]
 
-    def add_products(self, sums: list[list[Any]], numbers: list[Any], pairs: list[Any]) -> None:
-        """Add the products of two inputs of each row, `pairs`, and of each panel."""
+    def add_products(
+        self, sums: list[list[Any]], numbers: list[Any], inputs: list[Any], add: Any = _add_products
+    ) -> None:
+        """Add the products of inputs of each row and of each panel with `add`."""
         builder = self._builder
-        for row, pair in zip(sums, pairs, strict=True):
+        for row, some_inputs in zip(sums, inputs, strict=True):
             for place, some in zip(row, numbers, strict=True):
-                builder.store(_add_products(builder, builder.load(place), some, pair), place)
+                builder.store(add(builder, builder.load(place), some, some_inputs), place)
+
+    def join(self, upper: list[list[Any]], sums: list[list[Any]]) -> None:
+        """Add 256 times the sums of upper bytes to those of lower bytes."""
+        builder = self._builder
+        for of_upper, of_lower in zip(upper, sums, strict=True):
+            for place, to in zip(of_upper, of_lower, strict=True):
+                shifted = builder.shl(builder.load(place), ir.Constant(VI, [8] * LANES))
+                builder.store(builder.add(builder.load(to), shifted), to)
 
     def add_scaled(self, sums: list[list[Any]], scales: list[Any]) -> None:
         """Add sums, times the scales of their panels."""
@@ -185,7 +207,7 @@ class _Tile:
 @intrinsic(prefer_literal=True)
 def _multiply_codes(
     typing_context: Any, kind: Any, rows: Any, panels: Any, x: Any, row_bytes: Any, steps: Any, first: Any, number: Any,
-    codes: Any, out: Any
+    codes: Any, out: Any, end: Any, jump: Any
 ) -> Any:  # fmt: skip
     """Multiply a span of rows with panels that are decoded in registers. `kind`, `rows` and `panels` are constants.
 
@@ -197,14 +219,24 @@ def _multiply_codes(
         number: of steps of the span
         codes: address of the first panel
         out: float32[rows, PANELS, 16] from the first panel on; products are added
+        end, jump: see `next_codes`
     """
     name = KINDS[kind.literal_value]
     own, width = FORMATS[name], panels.literal_value
+    are_bytes = BYTES and rows.literal_value == 1
+    codes_of, add, zero_code = (
+        (code_bytes, _add_byte_products, own.zero_byte)
+        if are_bytes
+        else (code_pairs, _add_products, own.zero)
+    )
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x, row_bytes, steps, first, number, codes, out = args[3:]
+        if rows.literal_value > _few_rows(own):
+            return context.get_dummy_value()  # is never called
+        x, row_bytes, steps, first, number, codes, out, end, jump = args[3:]
         tile = _Tile(builder, rows.literal_value, width, x, row_bytes, steps, first)
         sums = [tile.vectors(VI) for _ in range(own.unit)]
+        upper = [tile.vectors(VI) for _ in range(own.unit)] if are_bytes else sums
         whole = tile.vectors(VI) if own.multiplies else sums[0]
         groups, turns = (ir.Constant(I64, size) for size in (own.groups, own.turns // own.groups))
         block_steps, units = ir.Constant(I64, own.steps), ir.Constant(I64, own.scale_steps // own.unit)
@@ -215,11 +247,13 @@ def _multiply_codes(
             with cgutils.for_range(builder, groups) as outer:
                 for number, some in enumerate(sums):
                     starts = None
-                    if own.zero:  # products with the code of zero are subtracted
+                    if are_bytes:
+                        tile.set(upper[number])
+                    if zero_code:  # products with the code of zero are subtracted
                         halves = (
                             [outer.index] if own.groups == 2 else [ir.Constant(I64, half) for half in (0, 1)]
                         )
-                        zero = ir.Constant(VI, [-own.zero] * LANES)
+                        zero = ir.Constant(VI, [-zero_code] * LANES)
                         place = tile.times(moved(builder, step, number), 2)
                         totals = [
                             tile.of_rows(I32, builder.add(place, half), 4, HALVES_AT) for half in halves
@@ -231,12 +265,14 @@ def _multiply_codes(
                 with cgutils.for_range(builder, turns) as inner:
                     index = builder.add(builder.mul(outer.index, turns), inner.index)
                     here = builder.add(tile.times(step, QUADS * 2), index)
-                    decoded = [code_pairs(builder, name, block, unit, index) for block in blocks]
+                    decoded = [codes_of(builder, name, block, unit, index, ahead) for block in blocks]
                     for same in zip(*decoded, strict=True):
                         number, quad, _ = same[0]
-                        for half in range(2):
-                            pairs = tile.of_rows(I32, here, 4, 0, number * 2 * STEP + half * STEP + quad * 4)
-                            tile.add_products(sums[number], [both[half] for _, _, both in same], pairs)
+                        for half, to in enumerate((upper[number], sums[number])):
+                            inputs = tile.of_rows(I32, here, 4, 0, number * 2 * STEP + half * STEP + quad * 4)
+                            tile.add_products(to, [both[half] for _, _, both in same], inputs, add)
+                for number, some in enumerate(sums if are_bytes else ()):
+                    tile.join(upper[number], some)
                 for number, some in enumerate(sums if own.multiplies else ()):
                     group = builder.add(builder.mul(moved(builder, in_block, number), groups), outer.index)
                     factors = [group_factor(builder, name, block, group) for block in blocks]
@@ -254,6 +290,7 @@ def _multiply_codes(
             start = builder.add(first, tile.times(loop.index, own.scale_steps))
             place = builder.add(codes, tile.times(builder.udiv(start, block_steps), PANELS * own.bytes))
             blocks = [moved(builder, place, panel * own.bytes) for panel in range(width)]
+            ahead = next_codes(builder, name, blocks, end, jump)
             if own.multiplies:
                 tile.set(whole)
             with cgutils.for_range(builder, units) as inner:
@@ -262,7 +299,7 @@ def _multiply_codes(
         tile.add_to(out)
         return context.get_dummy_value()
 
-    return types.void(kind, rows, panels, *[types.int64] * 7), code
+    return types.void(kind, rows, panels, *[types.int64] * 9), code
 
 
 @intrinsic(prefer_literal=True)
@@ -331,23 +368,36 @@ def _larger(typing_context: Any, address: Any, half: Any, most: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def _round_step(
-    typing_context: Any, address: Any, half: Any, inverse: Any, to: Any, halves: Any, total: Any
+    typing_context: Any,
+    address: Any,
+    half: Any,
+    inverse: Any,
+    to: Any,
+    halves: Any,
+    total: Any,
+    are_bytes: Any,
 ) -> Any:
-    """Round 32 inputs times `inverse`. `to`, `halves` and `total`: addresses of their parts of a rounded row."""
+    """Round 32 inputs times `inverse`. `to`, `halves` and `total`: addresses of their parts of a rounded row.
+    `are_bytes` is a constant."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         # The float32 nearest to a small number + 1.5 * 2**23 has that number, rounded, in its lowest bits
         magic, sums = ir.Constant(VF, [12582912.0] * LANES), ir.Constant(VI, [-2 * 0x4B400000] * LANES)
-        for number, values in enumerate(_even_and_odd(builder, args[0], half.literal_value)):
-            scaled = builder.fmul(builder.bitcast(values, VF), args[2])
-            bits = builder.bitcast(builder.fadd(scaled, magic), VI)
-            store(
-                builder,
-                builder.trunc(bits, ir.VectorType(I16, LANES)),
-                moved(builder, args[3], STEP * number),
-                2,
-            )
-            sums = builder.add(sums, bits)
+        rounded = [
+            builder.bitcast(builder.fadd(builder.fmul(builder.bitcast(values, VF), args[2]), magic), VI)
+            for values in _even_and_odd(builder, args[0], half.literal_value)
+        ]
+        kept = rounded
+        if are_bytes.literal_value:
+            low, bits, round_up = (ir.Constant(VI, [number] * LANES) for number in (255, 8, 128))
+            upper = [builder.lshr(builder.add(some, round_up), bits) for some in rounded]
+            kept = [
+                builder.or_(builder.and_(even, low), builder.shl(odd, bits)) for even, odd in (upper, rounded)
+            ]
+        for number, some in enumerate(kept):
+            halves = builder.trunc(some, ir.VectorType(I16, LANES))
+            store(builder, halves, moved(builder, args[3], STEP * number), 2)
+            sums = builder.add(sums, rounded[number])
         for distance in (4, 2, 1):
             order = ir.Constant(VI, [lane ^ distance for lane in range(LANES)])
             sums = builder.add(sums, builder.shuffle_vector(sums, sums, order))
@@ -357,7 +407,7 @@ def _round_step(
         store(builder, builder.sitofp(builder.add(*ends), F32), args[5], 4)
         return context.get_dummy_value()
 
-    return types.void(types.int64, half, simd.vector, *[types.int64] * 3), code
+    return types.void(types.int64, half, simd.vector, *[types.int64] * 3, are_bytes), code
 
 
 @intrinsic
@@ -372,7 +422,7 @@ def _largest(typing_context: Any, sizes: Any) -> Any:
 
 
 @njit(inline="always")
-def _round_row(x, steps, limit, to, HALF):  # type: ignore[no-untyped-def]
+def _round_row(x, steps, limit, to, HALF, ARE_BYTES):  # type: ignore[no-untyped-def]
     size, halves, totals = STEP * (2 if HALF else 4), to + steps * HALVES_AT, to + steps * TOTALS_AT
     scales = to + steps * SCALES_OF_ROWS_AT
     for span in range((steps + SPAN - 1) // SPAN):
@@ -387,7 +437,9 @@ def _round_row(x, steps, limit, to, HALF):  # type: ignore[no-untyped-def]
         simd.store_f32(scales + span * 4, scale)
         for step in range(first, end):
             target = to + step * 2 * STEP
-            _round_step(x + step * size, HALF, inverse, target, halves + step * 8, totals + step * 4)
+            _round_step(
+                x + step * size, HALF, inverse, target, halves + step * 8, totals + step * 4, ARE_BYTES
+            )
 
 
 @njit(inline="always")
@@ -429,22 +481,27 @@ def _compiled() -> Kernel:
         task = carray(raw.pointer(place), 1, TASK)[0]
         task.x, task.row_bytes, task.row_steps = rounded, row_bytes, steps
         present = -1  # first row of those that are rounded: most items have the rows of the one before
-        while True:
-            item = take(address)
-            if item >= a.items:
-                break
+        item = take(address)
+        while item < a.items:
+            following = take(address)  # its codes are read beforehand
             block, start = item % items, item // items * CHUNK
             rows = min(CHUNK, a.rows - start)
+            is_few = rows <= few
             if present != start:
                 present = start
                 for row in range(rows):
                     x, to = (start + row) * a.inputs, rounded + row * row_bytes
-                    if a.half:
-                        _round_row(a.x + x * 2, steps, limit, to, 1)
+                    if a.half and rows == 1:
+                        _round_row(a.x + x * 2, steps, limit, to, 1, BYTES)
+                    elif a.half:
+                        _round_row(a.x + x * 2, steps, limit, to, 1, 0)
+                    elif rows == 1:
+                        _round_row(a.x + x * 4, steps, limit, to, 0, BYTES)
                     else:
-                        _round_row(a.x + x * 4, steps, limit, to, 0)
-            is_few = rows <= few
-            task.rows, task.width = (rows, own[6 + rows]) if is_few else (0, WIDTH)
+                        _round_row(a.x + x * 4, steps, limit, to, 0, 0)
+            task.end = a.weight + (block + 1) * item_bytes
+            task.jump = (following % items - block - 1) * item_bytes if following < a.items else -item_bytes
+            task.rows, task.width = (rows, PANELS) if is_few else (0, WIDTH)
             for number in range(rows * PANELS):
                 simd.store_f32x16(sums + number * 64, simd.splat(np.float32(0)))
             panels = (min(BLOCK, a.outputs - block * BLOCK) + PANEL - 1) // PANEL
@@ -463,6 +520,7 @@ def _compiled() -> Kernel:
                         _multiply_some(task, some, done, decoded, scale_steps, has_minima, out)
                         done += some
             _write(a, sums, start, rows, block * BLOCK)
+            item = following
         raw.release(buffer)
 
     return Kernel(coded_product, CODED, cost=1)
@@ -486,37 +544,59 @@ def _multiply_some(a, rows, done, decoded, scale_steps, has_minima, sums):  # ty
 def _coder(kind: int) -> Any:
     """Return the coder of a format: a C function with the address of a `TASK`."""
     own = FORMATS[KINDS[kind]]
-    KIND, STEPS, BYTES, UNIT, SCALE_STEPS = kind, own.steps, own.bytes, own.unit, own.scale_steps
-    WIDTH1, WIDTH2, WIDTH3 = _widths(own)
+    KIND, STEPS, SIZE, UNIT, SCALE_STEPS = kind, own.steps, own.bytes, own.unit, own.scale_steps
+    WIDTH1, WIDTH2, WIDTH3, WIDTH4, WIDTH6, WIDTH8 = (_width(own, rows) for rows in (1, 2, 3, 4, 6, 8))
 
     def coder(address):  # type: ignore[no-untyped-def]
         a = carray(raw.pointer(address), 1, TASK)[0]
         x, size, steps, first, number = a.x, a.row_bytes, a.row_steps, a.first, a.steps
-        codes = a.codes
+        codes, out, end, jump, done = a.codes, a.out, a.end, a.jump, 0
         if a.rows == 0:
             for panel in range(a.width):
-                to = a.out + panel * SPAN_BYTES
-                decode_span(codes + panel * BYTES, first, number, to, KIND, STEPS, BYTES, UNIT, SCALE_STEPS)
-        elif a.rows == 1:
-            _multiply_codes(KIND, 1, WIDTH1, x, size, steps, first, number, codes, a.out)
-        elif a.rows == 2:
-            _multiply_codes(KIND, 2, WIDTH2, x, size, steps, first, number, codes, a.out)
-        else:
-            _multiply_codes(KIND, 3, WIDTH3, x, size, steps, first, number, codes, a.out)
+                at, to = codes + panel * SIZE, out + panel * SPAN_BYTES
+                decode_span(at, first, number, to, end, jump, KIND, STEPS, SIZE, UNIT, SCALE_STEPS)
+        while done < a.rows:
+            rows = PARTS[a.rows - done]
+            if rows == 1:
+                _multiply_panels(KIND, 1, WIDTH1, SIZE, x, size, steps, first, number, codes, out, end, jump)
+            elif rows == 2:
+                _multiply_panels(KIND, 2, WIDTH2, SIZE, x, size, steps, first, number, codes, out, end, jump)
+            elif rows == 3:
+                _multiply_panels(KIND, 3, WIDTH3, SIZE, x, size, steps, first, number, codes, out, end, jump)
+            elif rows == 4:
+                _multiply_panels(KIND, 4, WIDTH4, SIZE, x, size, steps, first, number, codes, out, end, jump)
+            elif rows == 6:
+                _multiply_panels(KIND, 6, WIDTH6, SIZE, x, size, steps, first, number, codes, out, end, jump)
+            else:
+                _multiply_panels(KIND, 8, WIDTH8, SIZE, x, size, steps, first, number, codes, out, end, jump)
+            x, out, done = x + rows * size, out + rows * BLOCK * 4, done + rows
 
     return compiled(coder)
 
 
-def _widths(own: Format) -> tuple[int, ...]:
-    """Return the numbers of panels that are multiplied together with one, two and three rows."""
-    places = 16 if simd.WIDE else 4
-    return tuple(max(1, min(4, places // (rows * own.unit)) // 2 * 2) for rows in (1, 2, 3))
+@njit(inline="always")
+def _multiply_panels(KIND, ROWS, WIDTH, SIZE, x, row_bytes, steps, first, number, codes, out, end, jump):  # type: ignore[no-untyped-def]
+    """Multiply rows with all panels of an item, `WIDTH` at once. `SIZE`: bytes of a block. The others: see above."""
+    for panel in range(0, PANELS, WIDTH):
+        at, to = codes + panel * SIZE, out + panel * PANEL * 4
+        _multiply_codes(KIND, ROWS, WIDTH, x, row_bytes, steps, first, number, at, to, end, jump)
+
+
+def _few_rows(own: Format) -> int:
+    """Return the largest number of rows that do not pay for decoded panels."""
+    return 16 // own.unit if simd.WIDE else 3
+
+
+def _width(own: Format, rows: int) -> int:
+    """Return the number of panels that are multiplied together with few rows."""
+    sums = rows * own.unit * (2 if BYTES and rows == 1 else 1)
+    return max(1, min(4, (16 if simd.WIDE else 4) // sums) // 2 * 2)
 
 
 @cache
 def format_table(kind: int) -> NDArray[np.int64]:
     """Return what kernels must know of a format, and compile its coder: address of the coder; steps and bytes of a
-    block; largest activation; `scale_steps`; `has_minima`; `FEW`; panels for each of so few rows."""
+    block; largest activation; `scale_steps`; `has_minima`; `_few_rows`."""
     own = FORMATS[KINDS[kind]]
-    numbers = own.steps, own.bytes, own.limit, own.scale_steps, int(own.has_minima), FEW, *_widths(own)
+    numbers = own.steps, own.bytes, own.limit, own.scale_steps, int(own.has_minima), _few_rows(own)
     return np.array([_coder(kind).address, *numbers], np.int64)

@@ -57,7 +57,7 @@ def rows_kernel(coded: bool) -> Kernel:
         place = raw.allocate(TASK_BYTES + SPAN_BYTES)
         decoded = place + TASK_BYTES
         task = carray(raw.pointer(place), 1, TASK)[0]
-        task.rows, task.width, task.out = 0, 1, decoded
+        task.rows, task.width, task.out, task.end, task.jump = 0, 1, decoded, 0, 0
         while True:
             item = take(address)
             if item >= a.items:

@@ -128,7 +128,7 @@ def _compiled(coded: bool) -> Kernel:
         memory = place + TASK_BYTES + 2 * SPAN_BYTES
         decoded = memory + sums
         task = carray(raw.pointer(place), 1, TASK)[0]
-        task.rows, task.width, task.out = 0, 2, place + TASK_BYTES
+        task.rows, task.width, task.out, task.end, task.jump = 0, 2, place + TASK_BYTES, 0, 0
         configured = False
         while True:
             item = take(address)
