@@ -25,7 +25,7 @@ class Shape(NamedTuple):
     heads: int
     kv_heads: int
     mlp: int
-    """Of one expert, if there are experts."""
+    """Width; if there are experts, of one of them."""
     experts: int = 0
     per_token: int = 0
 
