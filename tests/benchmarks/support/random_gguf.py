@@ -18,7 +18,7 @@ from tests.integration.native.gguf_models import random_blocks
 KINDS = ("Q4_K_M", "Q4_0", "Q8_0")
 
 
-class Shape(NamedTuple):
+class GgufShape(NamedTuple):
     architecture: str
     layers: int
     hidden: int
@@ -31,8 +31,8 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    "llama-1b": Shape("llama", 22, 2048, 32, 8, 5632),
-    "moe-1b": Shape("qwen3moe", 16, 2048, 32, 4, 2048, 16, 4),
+    "llama-1b": GgufShape("llama", 22, 2048, 32, 8, 5632),
+    "moe-1b": GgufShape("qwen3moe", 16, 2048, 32, 4, 2048, 16, 4),
 }
 """A Llama of 1.1 billion parameters; a mixture of experts of 3.5 billion, of which a token uses 1.1."""
 HEAD = 64
@@ -50,7 +50,7 @@ def random_gguf(name: str, kind: str) -> Path:
     return path
 
 
-def _write(path: Path, shape: Shape, kind: str) -> None:
+def _write(path: Path, shape: GgufShape, kind: str) -> None:
     writer = GGUFWriter(path, shape.architecture)
     writer.add_block_count(shape.layers)
     writer.add_context_length(8192)
@@ -91,7 +91,7 @@ def _copy_tokenizer(writer: GGUFWriter) -> int:
     return len(fields["tokenizer.ggml.tokens"].data)
 
 
-def _add_layer(writer: GGUFWriter, shape: Shape, kind: str, layer: int) -> None:
+def _add_layer(writer: GGUFWriter, shape: GgufShape, kind: str, layer: int) -> None:
     hidden, mlp, queries, keys = shape.hidden, shape.mlp, shape.heads * HEAD, shape.kv_heads * HEAD
     eighth = shape.layers // 8
     is_fine = layer < eighth or layer >= 7 * shape.layers // 8 or (layer - eighth) % 3 == 2
