@@ -1,15 +1,18 @@
 """Two engines with short streams and long prompts: prefill apart from decode, prompts in chunks, and whole prompts.
 
 The engines are `sim`: real services that sleep as long as a device would compute, and fetch real (small) blocks. The
-figures are the times between two tokens of the short streams, and the times to the first token of the long prompts.
+figures are the times between two tokens of the short streams, the times to the first token of the long prompts, and
+the share of the blocks that the engine which decodes has asked for and got.
 """
 
 import argparse
 import asyncio
 import json
 import random
+import re
 import sys
 import time
+from urllib.request import urlopen
 
 import aiohttp
 import numpy as np
@@ -91,6 +94,14 @@ def measured(mode: str, args: argparse.Namespace) -> dict[str, float | str]:
         time.sleep(3.0)  # the other engine
         load = MixedLoad(url, args)
         asyncio.run(load.run())
+        with urlopen(f"{url}/metrics") as response:
+            metrics = response.read().decode()
+
+    def total(name: str) -> float:
+        return sum(
+            map(float, re.findall(rf"^vllm:external_prefix_cache_{name}_total{{.*}} (\S+)$", metrics, re.M))
+        )
+
     return {
         "mode": mode,
         "gap p50, ms": 1e3 * float(np.percentile(load.gaps, 50)),
@@ -99,6 +110,7 @@ def measured(mode: str, args: argparse.Namespace) -> dict[str, float | str]:
         "long: TTFT p50, s": float(np.median(load.first)),
         "long: second token p50, s": float(np.median(load.second)),
         "long prompts": float(len(load.first)),
+        "fetched, %": 100 * total("hits") / (total("queries") or 1.0),
     }
 
 

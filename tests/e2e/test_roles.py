@@ -2,7 +2,9 @@
 
 import asyncio
 import re
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 
 from tests.e2e.server import ServeProcess, serving, wait_until
@@ -42,7 +44,8 @@ async def test_long_prompts_are_computed_by_one_engine_and_decoded_by_another(de
         assert await answers_of(server, prefix=LONG[0]) == expected[1]
         count = moved(server, "prefilled")
         assert count > 0
-        assert server.metric("external_prefix_cache_hits_total") >= LENGTH // 16 * 16, "blocks are loaded"
+        asked, loaded = (server.metric(f"external_prefix_cache_{name}_total") for name in ("queries", "hits"))
+        assert loaded == asked >= LENGTH // 16 * 16, "all blocks are there when they are asked for"
 
         for victim, prefix, answers in ((PREFILL, LONG[1], expected[2]), (DECODE, LONG[2], expected[3])):
             count = moved(server, "prefilled")
@@ -52,3 +55,15 @@ async def test_long_prompts_are_computed_by_one_engine_and_decoded_by_another(de
             assert found == answers
             server.wait_engines(2)
         assert_nothing_is_kept(server)
+
+
+def test_blocks_are_there_while_the_next_prompt_is_computed() -> None:
+    """Each prompt is a step of its own, which takes much longer than a fetch."""
+    device = ("--backend", "sim", "--sim-prefill-token-us", "300", "--max-num-batched-tokens", str(LENGTH))
+    with serving(*device, *ROLES) as server, ThreadPoolExecutor() as pool:
+        server.wait_engines(2)
+        bodies = [{"prompt": [number] * LENGTH, "max_tokens": 2, "ignore_eos": True} for number in range(4)]
+        answers = pool.map(lambda body: httpx.post(f"{server.url}/v1/completions", json=body), bodies)
+        assert [answer.status_code for answer in answers] == [200] * 4
+        assert server.metric("external_prefix_cache_queries_total") == 4 * (LENGTH // 16 * 16)
+        assert server.metric("external_prefix_cache_hits_total") == 4 * (LENGTH // 16 * 16)
