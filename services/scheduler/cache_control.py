@@ -37,7 +37,7 @@ class CacheControl:
             if engine is None or started is None:
                 raise PinRefused("the engine is not ready; try again later")
             if message.action is not CacheAction.LIST:
-                self._check()
+                self._check(engine)
             match message.action:
                 case CacheAction.PIN:
                     engine.pin(message.pin, message.owner, names)
@@ -58,15 +58,17 @@ class CacheControl:
         """Go on with the pins of a scheduler that was lost. Call it before blocks are adopted."""
         for pin in kept.pins:
             try:
-                self._check()
+                self._check(engine)
                 engine.pin(pin.pin, pin.owner, split_names(pin.names))
             except PinRefused as refused:
                 log.warning("a pin of the last scheduler ends: %s: %s", pin.pin, refused)
 
-    def _check(self) -> None:
+    def _check(self, engine: EngineCore) -> None:
         """Raises: PinRefused"""
         if not self._config.enable_prefix_caching:
             raise PinRefused("the prefix cache is off (--no-enable-prefix-caching)")
+        if not engine.epoch.kv.enable_prefix_caching:
+            raise PinRefused("the prefix cache is off: this model has recurrent states")
         if self._config.record:
             raise PinRefused("pins and drops are not recorded: they are refused with --record")
 

@@ -2,6 +2,7 @@
 
 import os
 
+from protocol.kv_groups import num_states
 from protocol.requests import EngineState, RoundTrips
 from services.config import SchedulerConfig
 from services.scheduler.membership import GroupStatus, Started, WorkerGroup
@@ -52,7 +53,9 @@ class StateReports:
         info = {
             "batching_policy": c.policy,
             "batch_queue_depth": str(c.depth),
-            "prefix_caching": str(c.enable_prefix_caching),
+            "prefix_caching": str(
+                c.enable_prefix_caching and not (started and num_states(started.limits.groups))
+            ),
             "role": c.role,
         }
         if c.speculative_config is not None:

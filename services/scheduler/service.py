@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from protocol.codec import ProtocolError
 from protocol.epochs import number_of
 from protocol.handshake import Hello
+from protocol.kv_groups import num_states
 from protocol.membership import Pong, WorkerMessage
 from protocol.records import Subscribe
 from protocol.requests import (
@@ -375,6 +376,8 @@ class Service:
             limits.block_size, limits.max_model_len, limits.max_num_seqs, c.depth,
         )  # fmt: skip
         log.info("features: %s", Combination.from_config(c, self.group.backend))
+        if c.enable_prefix_caching and num_states(limits.groups):
+            log.info("the prefix cache is off: this model has recurrent states, which hold all tokens before")
         if (engine := self.engine) is None:
             engine = self._build_engine(started, policy)
             if (pins := started.pins) is not None and pins.block_size == c.block_size:

@@ -8,7 +8,7 @@ from collections import Counter
 from hashlib import sha256
 from itertools import pairwise
 
-from protocol.kv_groups import NO_BLOCK
+from protocol.kv_groups import NO_BLOCK, KVGroup, num_states
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.epoch import EpochState
 from services.scheduler.core.ledger import InflightStep
@@ -62,6 +62,11 @@ class Checker:
         return self.engine.epoch
 
     @property
+    def groups(self) -> list[KVGroup]:
+        """Groups with keys."""
+        return [group for group in self.epoch.limits.groups if not group.is_state]
+
+    @property
     def waiting(self) -> WaitingQueue:
         return self.engine.store.waiting
 
@@ -76,12 +81,16 @@ class Checker:
         self._touched[step.step_id] = {
             block
             for slot, start in zip(slots, step.starts.tolist(), strict=True)
-            for group in range(len(limits.groups))
+            for group in range(len(self.groups))
             for block in self._table(slot, group)[self._first_block(group, start) :]
         }
         if limits.whole_prompts:
             is_whole = bool(step.samples.all()) and not step.starts.any()
             demand(is_whole, "whole prompt", f"a part of a prompt in step {step.step_id}")
+        self._touched[step.step_id].update(block for slot in slots for block in self.epoch.kv.states[slot])
+        if limits.leaves_rows_out and num_states(limits.groups):
+            again = step.samples & self.epoch.slots.constrained[step.slots] & (step.counts > 1)
+            demand(not again.any(), "recurrent state", f"step {step.step_id}: more would be taken back")
         adapters = {lora for slot in slots if (lora := self.epoch.slots.request(slot).lora) is not None}
         demand(len(adapters) <= limits.max_loras, "adapter seat", f"{len(adapters)} adapters in a step")
         demand(NO_BLOCK not in self._touched[step.step_id], WINDOW, f"step {step.step_id} reads no block")
@@ -118,7 +127,7 @@ class Checker:
             want += int(s.proposed[slot])
             most = int(s.computed[slot]) + min(want, limits.max_num_batched_tokens) + limits.lookahead
             most = min(most, limits.max_model_len)
-            if len(limits.groups) * -(-most // size) - len(epoch.kv.tables[slot]) > pool.num_free:
+            if len(self.groups) * -(-most // size) - len(epoch.kv.tables[slot]) > pool.num_free:
                 return
             demand(False, "work conservation", f"slot {slot} is ready, but step {epoch.next_step} is empty")
         if len(epoch.running) >= limits.max_num_seqs or not s.free:
@@ -128,7 +137,7 @@ class Checker:
             adapters = seated | ({request.lora} - {None})
             if not request.stale_rows and len(adapters) <= max(limits.max_loras, len(seated)):
                 most = min(len(request.token_ids) + limits.lookahead, limits.max_model_len)
-                fits = len(limits.groups) * -(-most // size) <= pool.num_free
+                fits = num_states(limits.groups) + len(self.groups) * -(-most // size) <= pool.num_free
                 demand(
                     not fits,
                     "work conservation",
@@ -185,7 +194,7 @@ class Checker:
                 for token in block.tolist():
                     chain.prefix = extend(chain.prefix, token)
                     content.append(chain.prefix)
-                for group in range(len(self.epoch.limits.groups)):
+                for group in range(len(self.groups)):
                     name = in_group_name(chain.digest, group)
                     self.known[name] = [in_group(prefix, group) for prefix in content]
                 chain.blocks += 1
@@ -308,7 +317,8 @@ class Checker:
             "free list and states",
         )
         for slot in free:
-            demand(s.owner[slot] is None and not self.epoch.kv.tables[slot], "slots", f"{slot} is not empty")
+            blocks = self.epoch.kv.tables[slot] + self.epoch.kv.states[slot]
+            demand(s.owner[slot] is None and not blocks, "slots", f"{slot} is not empty")
         for slot in running:
             request = s.request(slot)
             params, prompt = request.params, request.num_prompt_tokens
@@ -347,10 +357,11 @@ class Checker:
         s, size = self.epoch.slots, self.epoch.limits.block_size
         holders: Counter[int] = Counter()
         capacity, computed = s.capacity.tolist(), s.computed.tolist()
-        groups, inflight = self.epoch.limits.groups, s.inflight.tolist()
-        for slot, table in enumerate(tables):
+        groups, inflight = self.groups, s.inflight.tolist()
+        for slot, (table, states) in enumerate(zip(tables, self.epoch.kv.states, strict=True)):
             if table:
-                held = [block for block in table if block != NO_BLOCK]
+                held = [block for block in states + table if block != NO_BLOCK]
+                demand(len(states) == num_states(self.epoch.limits.groups), "recurrent state", f"slot {slot}")
                 demand(len(set(held)) == len(held), "block accounting", f"slot {slot} holds a block twice")
                 demand(
                     capacity[slot] * len(groups) == len(table) * size,
@@ -409,7 +420,7 @@ class Checker:
     def _check_pins(self) -> list[int]:
         """Return the blocks that pins hold, each as often as it is held."""
         epoch, pins = self.epoch, {pin.id: pin for pin in self.engine.store.pins}
-        groups, hash_of = len(epoch.limits.groups), epoch.kv.pool.hash_of
+        groups, hash_of = len(self.groups), epoch.kv.pool.hash_of
         for pin in pins.values():
             for at, block in enumerate(pin.table):
                 name = in_group_name(pin.names[at // groups], at % groups)
@@ -426,11 +437,11 @@ class Checker:
         return blocks
 
     def _table(self, slot: int, group: int) -> list[int]:
-        return self.epoch.kv.tables[slot][group :: len(self.epoch.limits.groups)]
+        return self.epoch.kv.tables[slot][group :: len(self.groups)]
 
     def _first_block(self, group: int, position: int) -> int:
         """First block that a query at `position` reads."""
-        kind, span = self.epoch.limits.groups[group].kind, self.epoch.limits.groups[group].size
+        kind, span = (own := self.groups[group]).kind, own.size
         first = {
             "full_attention": 0,
             "sliding_window": max(0, position - span + 1),

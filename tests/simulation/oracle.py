@@ -1,7 +1,8 @@
 """The oracle: a simulated worker that verifies every KV position it reads. It computes no model.
 
 Each physical KV position stores the hash of the prefix it stands for, and a token is a pure function of that hash (and
-of the seed, for sampled requests). So a wrong block, position, slot or fed-back token raises or changes the answer. The
+of the seed, for sampled requests). So a wrong block, position, slot or fed-back token raises or changes the answer. A
+recurrent state is a running hash: that of the prefix that it has seen, each position once. The
 worker has only the plan messages. Its state depends on their order alone, so it executes a plan when it receives it;
 the test decides when each pipeline stage runs the step (stage_pipeline.py) and when the result arrives.
 """
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.codec import Decoder, encode, pack, unpack
-from protocol.kv_groups import NO_BLOCK
+from protocol.kv_groups import NO_BLOCK, num_states
 from protocol.logprobs import Logprobs
 from protocol.membership import Assignment, InitializeCache
 from protocol.sampling import Pooling, SamplingParams
@@ -56,6 +57,8 @@ class _Slot:
     num_prompt: int
     pooling: Pooling
     tokens: list[int]
+    states: list[int]
+    """Block of each recurrent state."""
     table: list[int]
     prefixes: list[int] = field(default_factory=list)
     """prefixes[i] is the hash of tokens[: i + 1]."""
@@ -69,6 +72,8 @@ class _Slot:
     """Number of drafts that the plan of that step requested."""
     drafts: list[int] = field(default_factory=list)
     """Drafts of the row between its forward pass and its sampling, at the end of `tokens`."""
+    states_before: list[int | None] = field(default_factory=list)
+    """Recurrent states before that row."""
     rejected: list[tuple[int, int]] = field(default_factory=list)
     """(step, number of its planned positions that must be computed again: rejected drafts, and the last known token of
     a row that was left out), of steps whose result is on its way."""
@@ -120,7 +125,9 @@ class OracleWorker:
         self.verified = Counter[str]()
         num_blocks, block_size = limits.num_blocks, limits.block_size
         self.num_slots, self.num_blocks, self.block_size = limits.num_slots, num_blocks, block_size
-        self.groups = limits.groups
+        self.num_states = num_states(limits.groups)
+        self.groups = [group for group in limits.groups if not group.is_state]
+        """Groups with keys."""
         self.vocab, self.epoch, self.stages = vocab, epoch, limits.stages
         self.confirmed = 0
         """The last step whose tokens the scheduler knew when it formed the next plan."""
@@ -282,14 +289,11 @@ class OracleWorker:
         self._demand(
             0 < new.num_prompt_tokens <= len(tokens), f"slot {slot}: {new.num_prompt_tokens} of prompt"
         )
-        entered = _Slot(
-            new.generation,
-            new.params,
-            new.num_prompt_tokens,
-            new.pooling,
-            tokens,
-            unpack(new.block_ids).tolist(),
-        )
+        blocks = unpack(new.block_ids).tolist()
+        states, table = blocks[: self.num_states], blocks[self.num_states :]
+        entered = _Slot(new.generation, new.params, new.num_prompt_tokens, new.pooling, tokens, states, table)
+        for block in states:
+            self._poison(block)
         for token in tokens:
             prefix = extend(prefix, token)
             entered.prefixes.append(prefix)
@@ -355,7 +359,9 @@ class OracleWorker:
                 s.sampled <= self._known or self._last_step - s.sampled >= self.stages,
                 f"stage spacing: slot {slot} needs the token of step {s.sampled} too early for {self.stages} stages",
             )
+        s.states_before = [self.kv[block][0] for block in s.states]
         for position in range(start, end):
+            self._advance(slot, position)
             for group, table in enumerate(self._tables(s)):
                 block, offset = table[position // size], position % size
                 self._demand(block != NO_BLOCK, f"slot {slot}: no block for position {position}")
@@ -364,6 +370,18 @@ class OracleWorker:
             s.hidden_sum += hidden(s.prefixes[position]) if s.pooling is Pooling.MEAN else 0
         s.computed = end
         self._computed.append((slot, start, end))
+
+    def _advance(self, slot: int, position: int) -> None:
+        """Change the recurrent states by a position: they have seen all positions before, and nothing else."""
+        s = self.slots[slot]
+        for number, block in enumerate(s.states):
+            before = in_group(s.prefixes[position - 1], -1 - number) if position else None
+            if (found := self.kv[block][0]) != before:
+                raise OracleViolation(
+                    f"recurrent state: slot {slot} computes position {position} from state {found} in block {block}"
+                )
+            self.kv[block][0] = in_group(s.prefixes[position], -1 - number)
+            self._written.setdefault(self._last_step, []).append((block, 0))
 
     def _take_drafts(self, slot: int, planned: int) -> None:
         """Append the row's drafts as if they were known tokens. There may be fewer than planned."""
@@ -449,9 +467,15 @@ class OracleWorker:
         s = self.slots[slot]
         known = len(s.tokens) - len(s.drafts)
         del s.tokens[known:], s.prefixes[known:]
+        self._take_back(s)
         s.drafts, s.proposed, s.computed = [], [], known - 1
         s.sampled, s.requested = plan.step_id, plan.num_speculative_tokens
         s.rejected.append((self._last_step, self._planned_drafts.get(slot, 0) + 1))
+
+    def _take_back(self, s: _Slot) -> None:
+        """Let the recurrent states be those before the row."""
+        for block, before in zip(s.states, s.states_before, strict=True):
+            self.kv[block][0] = before
 
     def _accept(
         self,

@@ -87,6 +87,7 @@ MUST_HAPPEN = [
     "aborts: sampling deferred",
     "masks: late",
     "left out: live",
+    "left out: with a recurrent state",
     "left out: dropped",
     "left out: delivered",
     "epochs: ended with masks being made",

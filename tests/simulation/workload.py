@@ -12,6 +12,7 @@ from tests.simulation.grammar import REFUSED, structured
 from tests.simulation.parameters import MATRIX, OTHERS, STRUCTURED, with_parameters
 from tests.simulation.world import params
 
+STATE = KVGroup("recurrent_state")
 ADAPTERS = tuple(LoRAAdapter(name, f"/{name}", name * 64) for name in "abc")
 
 
@@ -97,7 +98,7 @@ def draw(seed: int, speculates: bool = False, tier: bool = False) -> Workload:
             limits, max_num_batched_tokens=-(-limits.max_num_batched_tokens // block_size) * block_size
         )
     if not tier:
-        limits = with_groups(limits, policy, Random(f"block tables/{seed}"))
+        limits = with_groups(limits, policy, Random(f"block tables/{seed}"), speculates)
     longest = limits.max_model_len
     vocab = rng.choice((6, 16, 64, 500))
     shared = [[rng.randrange(vocab) for _ in range(longest)] for _ in range(2)]
@@ -156,7 +157,7 @@ def _pooled(arrival: Arrival) -> Arrival:
     )
 
 
-def with_groups(limits: Limits, policy: str, rng: Random) -> Limits:
+def with_groups(limits: Limits, policy: str, rng: Random, speculates: bool) -> Limits:
     """Return the sizes of a model with several groups of KV cache, in some cases."""
     if rng.random() < 0.6 or policy == "phased":  # which pads prompts to lengths that a window may not serve
         return limits
@@ -171,6 +172,9 @@ def with_groups(limits: Limits, policy: str, rng: Random) -> Limits:
             (window, KVGroup("sliding_window", rng.choice((5, 24))), KVGroup()),
         )
     )
+    if not speculates and (of_states := Random(f"states/{rng.random()}")).random() < 0.5:
+        groups = of_states.choice(((STATE, KVGroup()), (KVGroup(), STATE, STATE), (STATE, *groups)))
+        limits = replace(limits, leaves_rows_out=limits.leaves_rows_out and limits.stages == 1)
     blocks = max(2, round(limits.num_blocks * len(groups) * rng.choice((0.5, 0.7, 1.0))))
     grouped = replace(limits, groups=groups, num_blocks=blocks)
     while grouped.kv_capacity < min(limits.max_model_len, 16):

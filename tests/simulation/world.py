@@ -829,6 +829,7 @@ class World:
 
     def _on_left_out(self, stream: SimulatedStream, state: int) -> None:
         self.coverage[f"left out: {('free', 'live', 'delivered', 'dropped')[state]}"] += 1
+        self.coverage["left out: with a recurrent state"] += self.limits.takes_back_states
         stream.in_vain += state == LIVE
 
     def _ends_within(self, stream: SimulatedStream, count: int, appended: int) -> bool:

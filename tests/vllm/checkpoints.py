@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
+    FalconH1Config,
+    FalconH1ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GemmaConfig,
@@ -20,6 +22,8 @@ from transformers import (
     GPT2LMHeadModel,
     GptOssConfig,
     GptOssForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -53,6 +57,16 @@ SMALL = {
 }
 """vLLM's CPU kernels require heads of at least 32 dimensions."""
 
+STATES = SMALL | {
+    "num_key_value_heads": 4,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 64,
+}
+"""A recurrent state is not larger than a block of 32 tokens."""
+
 MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=32)),
@@ -71,6 +85,13 @@ MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
             num_local_experts=4, num_experts_per_tok=2,
         )
     ),
+    "granite-hybrid": lambda: GraniteMoeHybridForCausalLM(
+        GraniteMoeHybridConfig(
+            **STATES | {"num_hidden_layers": 4}, layer_types=["mamba", "mamba", "attention", "mamba"],
+            num_local_experts=0, num_experts_per_tok=0, shared_intermediate_size=192, position_embedding_type="nope",
+        )
+    ),
+    "falcon-h1": lambda: FalconH1ForCausalLM(FalconH1Config(**STATES, head_dim=32, mamba_d_ssm=256)),
     "phi": lambda: PhiForCausalLM(PhiConfig(**SMALL, partial_rotary_factor=0.5)),
     "gpt2": lambda: GPT2LMHeadModel(
         GPT2Config(

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import pytest
 from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
-from vllm.config import ModelConfig
+from vllm.config import CompilationConfig, ModelConfig
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.pooler import Pooler
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.outputs import AsyncModelRunnerOutput
@@ -47,6 +48,15 @@ OBJECTS: dict[str, tuple[type, ...]] = {
     "self._model_config": (ModelConfig,),
     "model_config": (ModelConfig,),
     "vllm_pooler": (Pooler,),
+    "self.config.model_config": (ModelConfig,),
+    "self.config.compilation_config": (CompilationConfig,),
+    "layers[name]": (MambaBase,),
+    "spec": (
+        vllm_api.UniformTypeKVCacheSpecs,
+        vllm_api.SlidingWindowSpec,
+        vllm_api.ChunkedLocalAttentionSpec,
+        vllm_api.MambaSpec,
+    ),
 }
 """Classes of the expressions that hold objects of vLLM; an attribute is one of any of them. The drafter is not among
 them, because its module imports numba (vllm_api.py); test_speculation.py calls it."""

@@ -1,12 +1,13 @@
 """Translation of plans and results in both directions, field by field; no model is computed."""
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
 from protocol.codec import pack, unpack
 from protocol.kv_groups import KVGroup
@@ -572,6 +573,7 @@ class RaggedLists:
 HEADS: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
 FULL = vllm_api.FullAttentionSpec(**HEADS)
 WINDOW = vllm_api.SlidingWindowSpec(**HEADS, sliding_window=40)
+STATE = vllm_api.MambaSpec(block_size=256, shapes=((4, 4),), dtypes=(torch.float32,))
 CHUNKS = vllm_api.ChunkedLocalAttentionSpec(**HEADS, attention_chunk_size=64)
 
 
@@ -582,6 +584,7 @@ def groups_of(*specs: Any) -> list[Any]:
 def test_kinds_of_vllms_groups() -> None:
     expected = KVGroup(), KVGroup("sliding_window", 40), KVGroup("chunked_local_attention", 64)
     assert kv_groups(groups_of(FULL, WINDOW, CHUNKS), BLOCK, 3) == expected
+    assert kv_groups(groups_of(STATE, FULL), BLOCK, 3) == (KVGroup("recurrent_state"), KVGroup())
 
 
 @pytest.mark.parametrize(
@@ -589,11 +592,8 @@ def test_kinds_of_vllms_groups() -> None:
     [
         ([], 3, "0 groups of KV cache (none)"),
         ([FULL, WINDOW], 1, "at most 1 groups"),
-        (
-            [FULL, MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,))],
-            3,
-            "MambaSpec of 32",
-        ),
+        ([STATE], 3, "1 groups of KV cache (MambaSpec of 256)"),
+        ([FULL, replace(STATE, mamba_cache_mode="align")], 3, "MambaSpec of 256"),
         ([FULL, vllm_api.SlidingWindowSpec(**HEADS | {"block_size": 16}, sliding_window=40)], 3, "of 16"),
     ],
 )
@@ -618,3 +618,29 @@ def test_blocks_of_each_group_are_vllms() -> None:
     assert blocks is not None
     assert blocks[0] == [4, 5, 7, 9]
     assert blocks[1][1:] == [6, 8, 10]
+
+
+def test_blocks_of_recurrent_states_are_vllms() -> None:
+    """They come first in a table, and have vLLM's place among its groups. What enters is zeroed."""
+    state = KVGroup("recurrent_state")
+    table = SlotTable(2, BLOCK, 20, 256, groups=(state, KVGroup(), state))
+    translator = PlanTranslator(table, VOCAB, {}, {})
+    tokens = [5] * 70
+    new = NewRequest(0, 1, pack(tokens), 70, pack([11, 12, 3, 4]), GREEDY)
+    columns = pack([0]), pack([1])
+    step = SchedulerOutput(1, 1, *columns, pack([0]), pack([64]), b"\0", [new])
+    first = translator.translate(step, table.apply(step)).step
+    assert first.scheduled_cached_reqs.new_block_ids == [([12], [4, 5], [13])]
+    assert first.new_block_ids_to_zero == [12, 4, 5, 13]
+    step = SchedulerOutput(1, 2, *columns, pack([64]), pack([6]), b"\1", [], pack([0]), pack([8]))
+    second = translator.translate(step, table.apply(step)).step
+    assert second.scheduled_cached_reqs.new_block_ids == [([], [9], [])]
+    assert second.new_block_ids_to_zero == [9]
+
+
+@pytest.mark.parametrize("blocks", [[], [11], [-1, 12, 3], [20, 12, 3]])
+def test_a_request_without_blocks_for_its_states_is_refused(blocks: list[int]) -> None:
+    state = KVGroup("recurrent_state")
+    table = SlotTable(2, BLOCK, 20, 256, groups=(state, KVGroup(), state))
+    with pytest.raises(PlanError):
+        table.assign(NewRequest(0, 1, pack([5]), 1, pack(blocks), GREEDY))

@@ -10,7 +10,9 @@ block's name, and the next epoch begins with the whole blocks that they still ho
 
 A model may have several groups of layers (protocol.kv_groups). A table has the blocks of all groups, position after
 position; all groups cover the same tokens. A group that reads a window has no blocks behind it: they leave the table
-when no committed position reads them any more (blocks behind the window), and a prefix is a hit without them.
+when no committed position reads them any more (blocks behind the window), and a prefix is a hit without them. The
+recurrent states of a request have a block of each of their groups from its first step on; its tokens before are in no
+other block, so no prefix is a hit (recurrent state).
 """
 
 from collections.abc import Sequence
@@ -20,7 +22,7 @@ from itertools import groupby, islice
 import numpy as np
 
 from protocol.block_names import NamedBlocks, extend_names
-from protocol.kv_groups import NO_BLOCK, ONE_GROUP, KVGroup, name_in_group
+from protocol.kv_groups import NO_BLOCK, ONE_GROUP, KVGroup, name_in_group, num_states
 from services.scheduler.core.block_pool import BlockPool
 from services.scheduler.core.observer import BlocksCached, BlocksEvicted, Observers
 from services.scheduler.core.pins import Pins
@@ -42,10 +44,13 @@ class KVCacheManager:
         self.block_size = block_size
         self.pool = pool
         self.pins = Pins() if pins is None else pins
-        self.enable_prefix_caching = enable_prefix_caching
+        self.num_states = num_states(groups)
+        groups = [group for group in groups if not group.is_state]
+        self.enable_prefix_caching = enable_prefix_caching and not self.num_states
         self._slots = slots
         self._observers = Observers() if observers is None else observers
         self.num_groups = len(groups)
+        """Groups with keys."""
         self._full = [number for number, group in enumerate(groups) if not group.size]
         self._windows = [(number, group) for number, group in enumerate(groups) if group.size]
         self.emitted_group = self._full[0] if self._full else 0
@@ -55,6 +60,8 @@ class KVCacheManager:
         self.tables: list[list[int]] = [[] for _ in range(slots.num_slots)]
         """Entry i is the block of group i % num_groups for the tokens from i // num_groups * block_size on; NO_BLOCK
         behind the group's window."""
+        self.states: list[list[int]] = [[] for _ in range(slots.num_slots)]
+        """Blocks with the recurrent states of each slot."""
         self._whole: list[int] = []
         """Blocks that became whole since `take_whole`."""
         self._forgotten = False
@@ -134,11 +141,12 @@ class KVCacheManager:
     def num_missing(self, prefix: list[int], num_tokens: int) -> int:
         """Return how many free blocks a new request takes that holds `num_tokens` and starts with `prefix`."""
         held = sum(block < 0 or self.pool.refs[block] > 0 for block in prefix)
-        return -(-num_tokens // self.block_size) * self.num_groups - held
+        return self.num_states + -(-num_tokens // self.block_size) * self.num_groups - held
 
     def adopt(self, slot: int, prefix: list[int]) -> None:
-        """Start the slot's table with cached blocks."""
+        """Start the slot's table with cached blocks, and take those of its states."""
         self.pool.hold(block for block in prefix if block >= 0)
+        self.states[slot] = self.pool.take(self.num_states)
         self.tables[slot] = list(prefix)
         covered = self.covered(prefix)
         self._slots.capacity[slot] = covered
@@ -370,7 +378,8 @@ class KVCacheManager:
         if len(self.pins):
             self.pins.hold(self)
         self.pool.give_back(block for block in reversed(self.tables[slot]) if block >= 0)
-        self.tables[slot] = []
+        self.pool.give_back(self.states[slot])
+        self.tables[slot], self.states[slot] = [], []
 
     def extend_hashes(self, request: Request, tokens: Column, num_blocks: int) -> None:
         """Compute the request's block hashes up to `num_blocks`."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from protocol.kv_groups import ONE_GROUP, KVGroup, most_blocks
+from protocol.kv_groups import ONE_GROUP, KVGroup, most_blocks, num_states
 from protocol.sampling import SamplingParams
 from services.scheduler.core.slots import Column
 
@@ -43,6 +43,12 @@ class Limits:
     """True: the model attends in both directions, so a prompt is computed in one step (whole prompt)."""
 
     @property
+    def takes_back_states(self) -> bool:
+        """True: the workers take back the recurrent state of a row that they leave out. It has one position (recurrent
+        state, docs/invariants.md)."""
+        return self.leaves_rows_out and num_states(self.groups) > 0
+
+    @property
     def num_slots(self) -> int:
         """Number of slots: twice the running requests (spare slots, docs/invariants.md)."""
         return 2 * self.max_num_seqs
@@ -53,12 +59,13 @@ class Limits:
         size, whole = self.block_size, self.num_blocks * self.block_size
         if self.groups == ONE_GROUP:
             return whole
-        chunk = self.max_num_batched_tokens
         longest = max(-(-self.max_model_len // size), 1)  # a window can hold any number of tokens
         fits = range(1, longest + 1)
-        return size * bisect_right(
-            fits, self.num_blocks, key=lambda blocks: most_blocks(self.groups, blocks * size, chunk, size)
-        )
+        return size * bisect_right(fits, self.num_blocks, key=lambda blocks: self.most_blocks(blocks * size))
+
+    def most_blocks(self, num_tokens: int) -> int:
+        """Maximum number of blocks that a request holds at once while it computes so many tokens."""
+        return most_blocks(self.groups, num_tokens, self.max_num_batched_tokens, self.block_size)
 
     @property
     def longest(self) -> int:
@@ -68,9 +75,7 @@ class Limits:
     @property
     def most_pinned(self) -> int:
         """Maximum number of blocks that pins hold: the longest request fits beside them (pinned block)."""
-        return self.num_blocks - most_blocks(
-            self.groups, self.longest, self.max_num_batched_tokens, self.block_size
-        )
+        return self.num_blocks - self.most_blocks(self.longest)
 
     def held(self, ends: Column) -> Column:
         """Tokens for which rows that end at `ends` need blocks, int32[rows]; includes the drafter's positions."""

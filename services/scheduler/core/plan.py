@@ -159,7 +159,11 @@ class StepPlanner:
             decodes = slots.decoding(rows)
             want[decodes] = _first(want[decodes], _limit(budget.decodes))
             want[~decodes] = _within(want[~decodes], _limit(budget.prefill))
-        return _within(want, budget.tokens)
+        want = _within(want, budget.tokens)
+        if self.epoch.limits.takes_back_states:  # no more than the sampled position may be computed again
+            known = slots.tokens.take(rows) + slots.placeholders.take(rows) - slots.computed.take(rows)
+            want -= slots.constrained.take(rows) & (want > 1) & (want == known)
+        return want
 
     def register_known(self, rows: SlotIds, counts: Column) -> None:
         """Eager registration: chunks of known tokens enter the prefix cache with their dispatch."""
@@ -198,13 +202,13 @@ class StepPlanner:
             if alone is None and self.load(request, prefix):
                 continue
             longest = kv.covered(prefix)
-            offered = min(len(request.token_ids) - longest, chunk, room)
+            offered = self.offered(request, longest, min(chunk, room))
             view = epoch.view(self.store.waiting)
             hit, count = epoch.policy.admit(view, request, longest, offered)
             if hit < longest:
                 prefix = kv.shortened(request, prefix, hit)
                 if kv.covered(prefix) < hit:  # a window's blocks are missing there: no hit is always possible
-                    offered = min(len(request.token_ids), chunk, room)
+                    offered = self.offered(request, 0, min(chunk, room))
                     prefix, (hit, count) = [], epoch.policy.admit(view, request, 0, offered)
             count = min(count, room)
             end = np.array([len(request.token_ids) if budget.runner_reports else hit + count], np.int32)
@@ -215,6 +219,13 @@ class StepPlanner:
                 break
             self.admit(request, prefix, count, held, choice)
             seats -= 1
+
+    def offered(self, request: Request, hit: int, most: int) -> int:
+        """Return how many of at most `most` positions behind a hit the first row of a request may have: the one that it
+        samples at belongs to a row of its own if that row may be taken back (recurrent state)."""
+        left = len(request.token_ids) - hit
+        samples_apart = self.epoch.limits.takes_back_states and request.grammar is not None and left > 1
+        return min(left - samples_apart, most)
 
     def has_adapter_seat(self, request: Request) -> bool:
         """Return whether the adapters of the running requests and of this one fit into one step (adapter seat)."""
@@ -283,7 +294,7 @@ class StepPlanner:
                 int(epoch.slots.generation[slot]),
                 pack(tokens),
                 request.num_prompt_tokens,
-                pack(kv.tables[slot]),
+                pack(kv.states[slot] + kv.tables[slot]),
                 request.params,
                 request.pooling,
                 request.request_id,

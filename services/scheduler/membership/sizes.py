@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from protocol.kv_groups import ONE_GROUP
+from protocol.kv_groups import ONE_GROUP, num_states
 from protocol.membership import Loaded
 from services.config import SchedulerConfig
 from services.scheduler.core.limits import Limits
@@ -18,7 +18,8 @@ def fit(c: SchedulerConfig, loaded: list[Loaded], leaves_rows_out: bool = False)
     A context that does not fit the KV cache is lowered, or refused if the user set it.
 
     Args:
-        leaves_rows_out: all ranks do (`Register.leaves_rows_out`). The shapes of `phased` have no room for it.
+        leaves_rows_out: all ranks do (`Register.leaves_rows_out`). The shapes of `phased` have no room for it, and a
+            stage that has sent its part of a row on does not take back a recurrent state.
 
     Raises: GroupError
     """
@@ -27,7 +28,9 @@ def fit(c: SchedulerConfig, loaded: list[Loaded], leaves_rows_out: bool = False)
     if num_blocks > least:
         raise GroupError(f"--num-gpu-blocks-override {num_blocks}: the workers can hold {least} blocks")
     groups, pooling = loaded[0].groups or ONE_GROUP, loaded[0].pooling
-    wrong = any((group.kind == "full_attention") == bool(group.size) for group in groups)
+    sized = ("sliding_window", "chunked_local_attention")
+    wrong = any((group.kind in sized) != bool(group.size) for group in groups)
+    wrong |= (states := num_states(groups)) == len(groups)
     if wrong or any((rank.groups or ONE_GROUP, rank.pooling) != (groups, pooling) for rank in loaded):
         raise GroupError(
             "the workers have different poolers or groups of KV cache, or impossible ones; start all with the same "
@@ -37,6 +40,11 @@ def fit(c: SchedulerConfig, loaded: list[Loaded], leaves_rows_out: bool = False)
     if whole_prompts and c.policy == "phased":
         raise GroupError(
             "this model computes a prompt in one step, and --batching-policy phased in chunks; use chunked"
+        )
+    if states and c.speculative_config is not None:
+        raise GroupError(
+            "--speculative-config: this model has recurrent states, from which rejected drafts cannot be taken back; "
+            "serve it without drafts"
         )
     sizes = Limits(
         max_num_seqs=c.max_num_seqs,
@@ -57,7 +65,7 @@ def fit(c: SchedulerConfig, loaded: list[Loaded], leaves_rows_out: bool = False)
             f"--max-model-len {c.max_model_len} does not fit the KV cache of {capacity} tokens; "
             f"use --max-model-len {capacity} or more --kv-cache-memory-bytes"
         )
-    s = c.speculative_config
+    s, has_stages = c.speculative_config, c.pipeline_parallel_size > 1
     return replace(
         sizes,
         max_model_len=min(
@@ -69,7 +77,7 @@ def fit(c: SchedulerConfig, loaded: list[Loaded], leaves_rows_out: bool = False)
         stages=c.pipeline_parallel_size,
         lookahead=c.num_drafts if s is not None and s.has_kv_cache else 0,
         drafts_in_flight=c.num_drafts * -(-c.depth // c.pipeline_parallel_size),
-        leaves_rows_out=leaves_rows_out and c.batching_policy != "phased",
+        leaves_rows_out=leaves_rows_out and c.batching_policy != "phased" and not (states and has_stages),
         loads_blocks=all(rank.loads_blocks for rank in loaded),
         fetches_blocks=all(rank.kv_peer for rank in loaded),
         max_loras=c.num_loras,

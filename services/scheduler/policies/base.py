@@ -45,7 +45,9 @@ class SchedulerView:
             if request.stale_rows:
                 continue
             prefix = self.kv.find_prefix(request)
-            needed = self.kv.num_missing(prefix, len(request.token_ids))
+            num_tokens = len(request.token_ids)
+            # Blocks behind windows are freed meanwhile.
+            needed = min(self.kv.num_missing(prefix, num_tokens), self.limits.most_blocks(num_tokens))
             if needed > free:
                 return
             seats, free = seats - 1, free - needed

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.codec import unpack
-from protocol.kv_groups import NO_BLOCK, ONE_GROUP, KVGroup
+from protocol.kv_groups import NO_BLOCK, ONE_GROUP, KVGroup, num_states
 from protocol.rows import StepRows
 from protocol.sampling import SamplingParams
 from protocol.steps import NewRequest, SchedulerOutput
@@ -65,7 +65,10 @@ class BatchColumns:
         groups: Sequence[KVGroup] = ONE_GROUP,
     ) -> None:
         self.num_slots, self.block_size, self.max_model_len = num_slots, block_size, max_model_len
-        self.num_groups, self.has_windows = len(groups), any(group.size for group in groups)
+        self.groups, self.num_states = groups, num_states(groups)
+        self.num_groups = len(groups) - self.num_states
+        """Groups with keys."""
+        self.has_windows = any(group.size for group in groups)
         self.max_blocks = max_blocks = -(-max_model_len // block_size)
         """Blocks of a table."""
         self.generation = np.full(num_slots, EMPTY, np.int32)
@@ -74,6 +77,8 @@ class BatchColumns:
         """Blocks of each group, those behind its window included."""
         self.block_table = np.zeros((num_slots, max_blocks * self.num_groups), np.int32)
         """The tables of all groups, one after the other, each with `max_blocks` entries; 0 where there is no block."""
+        self.states = np.zeros((num_slots, self.num_states), np.int32)
+        """Blocks with the recurrent states."""
         self.temperature = np.zeros(num_slots, np.float32)
         self.top_p = np.ones(num_slots, np.float32)
         self.top_k = np.zeros(num_slots, np.int32)
@@ -112,6 +117,8 @@ class BatchColumns:
         slot, params = request.slot, request.params
         self.generation[slot], self.num_prompt[slot] = request.generation, request.num_prompt_tokens
         blocks = unpack(request.block_ids)
+        if self.num_states:
+            self.states[slot], blocks = blocks[: self.num_states], blocks[self.num_states :]
         if self.num_groups == 1 and not self.has_windows:
             self.block_table[slot, : len(blocks)], self.block_table[slot, len(blocks) :] = blocks, 0
         else:
@@ -254,9 +261,13 @@ class SlotTable(BatchColumns):
             )
         blocks = unpack(request.block_ids)
         self._check_blocks(blocks[blocks != NO_BLOCK] if self.has_windows else blocks)
-        self._check_groups(blocks)
-        if len(blocks) > self.block_table.shape[1]:
-            raise self._full(slot, int(blocks[self.block_table.shape[1]]))
+        self._check_groups(blocks[self.num_states :])
+        if len(blocks) > (most := self.num_states + self.block_table.shape[1]):
+            raise self._full(slot, int(blocks[most]))
+        if self.num_states and (len(blocks) < self.num_states or NO_BLOCK in blocks[: self.num_states]):
+            raise PlanError(
+                f"slot {slot}: the request has {self.num_states} recurrent states, but not their blocks"
+            )
         super().assign(request)
         self.num_tokens[slot], self.computed[slot], self.unsettled[slot] = num_tokens, EMPTY, 0
 

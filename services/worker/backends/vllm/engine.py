@@ -16,12 +16,13 @@ from services.worker.backends.pooling import PooledRows
 from services.worker.backends.vllm import vllm_api
 from services.worker.backends.vllm.checkpoint import DTYPE_CHOICES
 from services.worker.backends.vllm.draft_verifier import DraftVerifier
-from services.worker.backends.vllm.engine_config import EngineOptions, create_engine_config
+from services.worker.backends.vllm.engine_config import EngineOptions, check_block_size, create_engine_config
 from services.worker.backends.vllm.kv_groups import kv_groups
 from services.worker.backends.vllm.model_pooler import ModelPooler
 from services.worker.backends.vllm.plan import TranslatedMasks
 from services.worker.backends.vllm.platforms.interface import WorkerPlatform
 from services.worker.backends.vllm.process_groups import ProcessGroups
+from services.worker.backends.vllm.recurrent_states import RecurrentStates
 from services.worker.backends.vllm.sampled_steps import SampledStep
 from services.worker.backends.vllm.thread_choice import ThreadChoice, numbers_to_try
 from services.worker.batch.slots import Rows
@@ -72,6 +73,9 @@ class VllmEngine:
             self._wrapper.init_device()
             groups.unlink_shared_memory()
             self._wrapper.load_model()
+        if self.config.model_config.is_hybrid:  # a block of attention holds a recurrent state
+            vllm_api.current_platform.update_block_size_for_backend(self.config)
+            check_block_size(self.config, options)
         self._verifier: DraftVerifier | None = None
         if options.speculation is not None:
             self._verifier = self._set_up_drafts(options.speculation)
@@ -80,7 +84,8 @@ class VllmEngine:
             self.config, [self._wrapper.get_supported_kv_cache_layouts()], list(specs.values())
         )
         self._wrapper.set_kv_cache_layout(layout.name)
-        self._cache_groups = vllm_api.get_kv_cache_groups(self.config, specs)
+        with _refusals_of_vllm():
+            self._cache_groups = vllm_api.get_kv_cache_groups(self.config, specs)
         self.pooler = None if self.generates else ModelPooler(self.config, self.runner, specs.values())
         if self._cache_groups or self.generates:
             self.groups = kv_groups(self._cache_groups, options.block_size, assignment.max_kv_groups)
@@ -169,6 +174,8 @@ class VllmEngine:
         )
         config.kv_cache_layout = cache.kv_cache_layout
         self._wrapper.initialize_from_config([config] * self.config.parallel_config.world_size)
+        layers = self.config.compilation_config.static_forward_context
+        self.states = RecurrentStates(layers, self._cache_groups)
         self._wrapper.compile_or_warm_up_model()
         if self.generates:
             self._warm_up_logprobs()

@@ -150,9 +150,13 @@ def _check(config: Any, options: EngineOptions) -> None:
         raise LoadError("models with images, sound or video as input are not supported with --backend vllm")
     if config.use_v2_model_runner:
         raise LoadError("vLLM's second model runner is not supported: unset VLLM_USE_V2_MODEL_RUNNER")
-    # vLLM replaces the size for latent attention.
+    check_block_size(config, options)
+
+
+def check_block_size(config: Any, options: EngineOptions) -> None:
+    """Check the size that vLLM has replaced, for latent attention and for recurrent states. Raises: LoadError"""
     if options.block_size != (fitting := config.cache_config.block_size):
         raise LoadError(
-            f"--block-size {options.block_size} does not fit the attention of this model; start the scheduler with "
+            f"--block-size {options.block_size} does not fit this model; start the scheduler with "
             f"--block-size {fitting}"
         )

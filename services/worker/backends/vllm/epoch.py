@@ -87,6 +87,8 @@ class VllmEpoch:
         vllm_step, rows, ids = self._translator.translate(step, table.apply(step))
         requested = RequestedLogprobs(table.logprobs[rows.slots], table.prompt_logprobs[rows.slots])
         pooled = self._pooler.rows(rows, table) if self._reports and self._pooler is not None else None
+        if table.num_states and self._leaves_rows_out:
+            engine.states.keep(table.states[unpack(step.masked)] + RESERVED_BLOCKS)
         prepared, began = time.monotonic(), engine.platform.now()
         with self._groups.detect_lost_ranks():
             result = engine.execute(vllm_step)
@@ -105,6 +107,9 @@ class VllmEpoch:
             pooled = SampledStep(p.result)
             return VllmOutput(step, p.rows, p.ids, p.requested, pooled, p.clock, engine.platform.now())
         masks = self._masks(p, grammar)
+        if masks.left_out:
+            masked = translator.request_ids(unpack(step.masked))
+            engine.states.take_back([masked.index(name) for name in masks.left_out])
         with self._groups.detect_lost_ranks():
             sampled = engine.sample(masks, p.ids)
         translator.drafts.store(engine.take_drafts())

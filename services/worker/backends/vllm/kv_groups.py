@@ -19,12 +19,15 @@ def kv_groups(groups: Sequence[Any], block_size: int, most: int) -> tuple[KVGrou
     Raises: LoadError, for a group that the scheduler has no rules for.
     """
     found = [kind for group in groups if (kind := _kind(group.kv_cache_spec)) is not None]
-    sizes = {group.kv_cache_spec.block_size for group in groups}
-    if not groups or len(found) < len(groups) or len(groups) > most or sizes != {block_size}:
+    sizes = {
+        g.kv_cache_spec.block_size for g in groups if not isinstance(g.kv_cache_spec, vllm_api.MambaSpec)
+    }
+    if len(found) < len(groups) or len(groups) > most or sizes != {block_size}:
         kinds = ", ".join(f"{type(g.kv_cache_spec).__name__} of {g.kv_cache_spec.block_size}" for g in groups)
         raise LoadError(
             f"this model needs {len(groups)} groups of KV cache ({kinds or 'none'}); --backend vllm serves full "
-            f"attention, sliding windows and local chunks in blocks of {block_size} tokens, at most {most} groups"
+            f"attention, sliding windows and local chunks in blocks of {block_size} tokens, beside them recurrent "
+            f"states, at most {most} groups"
         )
     return tuple(found)
 
@@ -40,4 +43,6 @@ def _kind(spec: Any) -> KVGroup | None:
             return KVGroup("sliding_window", spec.sliding_window + spec.extra_retained_tokens)
         case vllm_api.ChunkedLocalAttentionSpec():
             return KVGroup("chunked_local_attention", spec.attention_chunk_size)
+        case vllm_api.MambaSpec() if spec.mamba_cache_mode == "none":  # one state of each request
+            return KVGroup("recurrent_state")
     return None

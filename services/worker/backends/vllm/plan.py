@@ -97,6 +97,7 @@ class PlanTranslator:
         ids, table = self.request_ids(planned.slots), self._table
         rows, drafts = self.drafts.settle_rows(planned, ids, unpack(step.masked))
         entered = set(self.request_ids(self._enter(rows)))
+        new_blocks = self._new_blocks(rows.slots)
         known = np.where(rows.samples, rows.ends - rows.drafts, table.num_tokens[rows.slots])
         vllm_step = vllm_api.SchedulerOutput(
             scheduled_new_reqs=[],
@@ -105,7 +106,7 @@ class PlanTranslator:
                 resumed_req_ids=entered,
                 new_token_ids=[],
                 all_token_ids=self.placeholders.begin_step(ids),
-                new_block_ids=self._new_blocks(rows.slots),
+                new_block_ids=new_blocks,
                 num_computed_tokens=rows.starts.tolist(),
                 num_output_tokens=(known - table.num_prompt[rows.slots]).tolist(),
             ),
@@ -116,6 +117,8 @@ class PlanTranslator:
             finished_req_ids=finished,
             free_encoder_mm_hashes=[],
             num_spec_tokens_to_schedule=step.num_speculative_tokens,
+            # The memory of a state may come back as keys of another type. No prefix is a hit, so all blocks are empty.
+            new_block_ids_to_zero=_all_blocks(new_blocks) if table.num_states else None,
         )
         return TranslatedPlan(vllm_step, rows, ids)
 
@@ -171,7 +174,7 @@ class PlanTranslator:
             sampling_params=to_vllm_params(params, self._vocab_size) if pooler is None else None,
             pooling_params=None if pooler is None else pooler.to_vllm_params(request.pooling_params),
             generator=self._generator(params.seed, len(output)) if is_sampled else None,
-            block_ids=tuple([] for _ in range(self._table.num_groups)),
+            block_ids=tuple([] for _ in self._table.groups),
             num_computed_tokens=start,
             output_token_ids=output,
             lora_request=None if (lora := request.lora) is None else lora_request(lora),
@@ -183,6 +186,15 @@ class PlanTranslator:
         new: list[tuple[list[int], ...] | None] = [None] * len(slots)
         for row in np.flatnonzero(blocks > known).tolist():
             by_group = table.block_table[slots[row]].reshape(table.num_groups, -1)
-            new[row] = tuple((by_group[:, known[row] : blocks[row]] + RESERVED_BLOCKS).tolist())
+            keys = iter((by_group[:, known[row] : blocks[row]] + RESERVED_BLOCKS).tolist())
+            states = iter((table.states[slots[row], :, None] + RESERVED_BLOCKS).tolist())
+            new[row] = tuple(
+                next(keys) if not group.is_state else [] if known[row] else next(states)
+                for group in table.groups
+            )
         self._known_blocks[slots] = blocks
         return new
+
+
+def _all_blocks(tables: Sequence[tuple[list[int], ...] | None]) -> list[int]:
+    return [block for table in tables if table is not None for blocks in table for block in blocks]

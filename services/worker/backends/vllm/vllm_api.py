@@ -48,8 +48,8 @@ def hide_triton() -> None:
     vLLM's CPU build does not use it. But once Triton is imported it prints a list of leaked objects when the process
     ends, because objects that were frozen for a quick end are never collected.
     """
-    spec = find_spec("triton") if "triton" not in sys.modules else None
-    folders = (spec.submodule_search_locations or []) if spec is not None else []
+    triton = find_spec("triton") if "triton" not in sys.modules else None
+    folders = (triton.submodule_search_locations or []) if triton is not None else []
     if folders and not any(Path(folder, "backends", "cpu").is_dir() for folder in folders):
         sys.modules["triton"] = None  # type: ignore[assignment]  # the import system's mark: cannot be imported
 
@@ -110,6 +110,7 @@ from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewReque
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    MambaSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -181,6 +182,7 @@ __all__ = [
     "LoRARequest",
     "LogitsProcessors",
     "LogprobsTensors",
+    "MambaSpec",
     "ModelRunnerOutput",
     "NewRequestData",
     "PoolerConfig",
