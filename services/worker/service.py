@@ -24,14 +24,14 @@ from protocol.membership import (
     RankLost,
     Shutdown,
 )
-from protocol.steps import KeepPins, LoadBlocks, ReleaseSlots, StepFault, StepMessage
+from protocol.steps import StepFault, StepMessage
 from protocol.transport import HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow
 from services.config import WorkerConfig
 from services.process import HANG_FACTOR, NO_ALARM, HangAlarm, collection_paused, start_log
 from services.worker.backends.registry import create_runner
 from services.worker.runner import LoadError, ModelRunner, OutOfMemory, RanksLost
 from services.worker.scheduler_link import DRAIN_TIMEOUT, SchedulerLink
-from services.worker.session import Action, AddMasks, ExecuteStep, Phase, ResendResult, SampleStep, Session
+from services.worker.session import Action, Phase, Session
 from services.worker.start_up import StartUp
 from services.worker.step_execution import StepExecution
 from services.worker.tiers.offload import MakeTiers, Offload, tiers_of
@@ -203,15 +203,9 @@ class Worker:
             case StepFault():
                 log.error("%s", action.error)
                 self._link.results.put(action)
-            case (
-                ExecuteStep()
-                | SampleStep()
-                | AddMasks()
-                | ResendResult()
-                | ReleaseSlots()
-                | LoadBlocks()
-                | KeepPins()
-            ):
+            case None:
+                pass
+            case _:
                 self._steps.act(action, self._received)
 
     def _end_epoch(self) -> None:
