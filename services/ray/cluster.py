@@ -80,7 +80,9 @@ def await_application(name: str, stop: threading.Event) -> None:
     """
     shown = Reasons()
     while not stop.wait(POLL_INTERVAL):
-        application = serve.status().applications[name]
+        application = serve.status().applications.get(name)
+        if application is None:
+            raise RuntimeError(f"the application {name} was deleted")
         if application.status == ApplicationStatus.DEPLOY_FAILED:
             raise RuntimeError([application.message, *reasons(name)][-1])
         if application.status == ApplicationStatus.RUNNING:

@@ -1,12 +1,19 @@
 """Requests that fail: status and error body of each kind of failure, and the time at which it is reported."""
 
 import json
+from pathlib import Path
 
 import httpx
 import openai
 import pytest
 
 from protocol.requests import FinishReason, GenerateRequest, RequestOutputs
+from services.checkpoint import DEMO_MODEL
+from services.config import FrontendConfig
+from services.frontend.http.listener import listen
+from services.frontend.model import ServedModel
+from services.frontend.service import FrontendService
+from services.process import NO_ALARM
 from tests.integration.frontend.scripted import (
     CONTEXT,
     PATIENCE,
@@ -271,3 +278,16 @@ def test_every_route_but_the_probes_needs_a_key_and_keys_do_not_share_a_cache() 
         salts = [request.cache_salt for request in scheduler.requests]
         assert salts[0] == salts[2] != salts[1]
         assert not any(key in salt for key in ("first", "second") for salt in salts)
+
+
+async def test_refusal_behind_a_server_that_is_not_ours_keeps_its_status(tmp_path: Path) -> None:
+    """Ray Serve calls the application without a connection of ours."""
+    config = FrontendConfig(
+        model=str(DEMO_MODEL), port=0, scheduler_endpoint=f"ipc://{tmp_path}/scheduler", response_store=False
+    )
+    with listen(config) as listener:
+        service = FrontendService(config, ServedModel.load(config), listener, NO_ALARM)
+        transport = httpx.ASGITransport(app=service.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            response = await client.post(COMPLETIONS, json={"prompt": "x"})
+    assert "not ready" in str(error_of(response, 503)["message"])
