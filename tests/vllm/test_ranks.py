@@ -299,18 +299,23 @@ def served(
 ) -> ServedAnswers:
     """Serve constrained and other requests with ranks of their own."""
     size = replace(limits(40, depth, speculation, layout.stages), block_size=32)
+    if policy == "phased":
+        size = replace(size, max_num_batched_tokens=size.block_size, leaves_rows_out=False)
     sizes = size.block_size, size.num_slots, size.max_num_batched_tokens, size.max_model_len
     settings = {"backend": "vllm", "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
     group = RankGroup(pool.take(math.prod(layout)), model, *layout, **settings)
     assignment = Assignment(1, 0, 1, *sizes, speculation=speculation, max_kv_groups=MAX_GROUPS)
     loaded = group.load(assignment, lambda phase, fraction: None)
     assert {each.groups for each in group.loaded} == {loaded.groups}
-    unmixed = policy == "phased"
-    size = replace(size, groups=loaded.groups or ONE_GROUP, leaves_rows_out=not unmixed)
+    size = replace(size, groups=loaded.groups or ONE_GROUP)
     group.init_kv_cache(InitializeCache(size.num_blocks, size.max_model_len))
     drafts = 0 if speculation is None else speculation.num_speculative_tokens
     steps, streams = UnevenSteps(group), requests()
-    config = SchedulerConfig(batching_policy=policy, max_num_batched_tokens=size.max_num_batched_tokens)
+    config = SchedulerConfig(
+        batching_policy=policy,
+        max_num_batched_tokens=size.max_num_batched_tokens,
+        block_size=size.block_size,
+    )
     driver = EngineDriver(
         steps, size, loaded.vocab_size, depth, late, drafts, patience=0.0, policy=make_policy(config, size)
     )

@@ -30,7 +30,6 @@ from services.worker.backends.vllm.thread_choice import ThreadChoice, numbers_to
 from services.worker.batch.slots import Rows
 from services.worker.runner import LoadError, RanksLost
 
-Activations = vllm_api.IntermediateTensors | None
 _set_num_threads = torch.set_num_threads  # vLLM replaces the function by one that does nothing
 
 
@@ -220,7 +219,7 @@ class VllmEngine:
         """Free cache and weights."""
         self._wrapper.shutdown()
 
-    def receive(self, num_tokens: int) -> Activations:
+    def receive(self, num_tokens: int) -> vllm_api.IntermediateTensors | None:
         """Wait for the activations of a step of `num_tokens` from the stage before; None on the first stage.
 
         Raises: RanksLost
@@ -232,7 +231,9 @@ class VllmEngine:
         self._pipeline.receive_activations(*(tensors[name] for name in sorted(tensors)))
         return vllm_api.IntermediateTensors(tensors)
 
-    def execute(self, step: vllm_api.SchedulerOutput, activations: Activations = None) -> Any:
+    def execute(
+        self, step: vllm_api.SchedulerOutput, activations: vllm_api.IntermediateTensors | None = None
+    ) -> Any:
         """Execute the forward pass of a step, and send its activations to the next stage.
 
         vLLM's worker would send their names as pickles, and wait before the next step until they have left.
