@@ -70,11 +70,6 @@ REFUSED: tuple[RefusedPattern, ...] = (
     ),
     RefusedPattern(_RIGID, batching_policy="chunked", backend="sim rigid"),
     RefusedPattern(_RIGID, batching_policy="balanced", backend="sim rigid"),
-    RefusedPattern(
-        "vLLM's stages get sampled tokens from vLLM's own scheduler: use --pipeline-parallel-size 1",
-        pipeline=True,
-        backend="vllm",
-    ),
 )
 
 

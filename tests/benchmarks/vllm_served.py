@@ -37,7 +37,7 @@ Serve = Callable[[Path, argparse.Namespace], AbstractContextManager[ServerProces
 CORES = len(os.sched_getaffinity(0))
 
 
-def _runahead_server(backend: str, threads: int = 0) -> Serve:
+def _runahead_server(backend: str, threads: int = 0, *flags: str) -> Serve:
     def serve(model: Path, args: argparse.Namespace) -> AbstractContextManager[ServerProcess]:
         return runahead_process(
             model,
@@ -47,6 +47,7 @@ def _runahead_server(backend: str, threads: int = 0) -> Serve:
             f"--max-model-len={args.max_model_len}",
             f"--block-size={BLOCK}",
             f"--kv-cache-memory-bytes={args.kv_gib * GIB}",
+            *flags,
             python=vllm_python(),
         )
 
@@ -78,6 +79,14 @@ SERVERS: Mapping[str, Serve] = {
     "runahead native, a core less": _runahead_server("native", max(1, CORES - 1)),
 }
 """Servers by name. The peers are those whose name begins with vllm."""
+STAGES = {
+    f"two stages, {policy}": _runahead_server(
+        "vllm", 0, "--pipeline-parallel-size=2", f"--batching-policy={policy}"
+    )
+    for policy in ("balanced", "chunked")
+}
+"""Servers that run only if they are named; `balanced` is compared with `chunked`."""
+ALL = {**SERVERS, **STAGES}
 
 
 def main() -> None:
@@ -85,7 +94,7 @@ def main() -> None:
     parser.add_argument("--model", default="m4", help=f"a directory, or a random model: {', '.join(SHAPES)}")
     parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float32"])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--servers", nargs="+", default=list(SERVERS), choices=SERVERS, metavar="NAME")
+    parser.add_argument("--servers", nargs="+", default=list(SERVERS), choices=ALL, metavar="NAME")
     parser.add_argument(
         "--loads", type=int, default=1, help="times that a server, once started, gets all loads"
     )
@@ -99,7 +108,7 @@ def main() -> None:
     repeats: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for _ in range(args.repeats):
         for name in args.servers:
-            with SERVERS[name](model, args) as server:
+            with ALL[name](model, args) as server:
                 for number, concurrency in enumerate(args.loads * args.concurrency):
                     repeats.setdefault((name, concurrency), []).append(
                         _measured(server, args, concurrency, number)
@@ -150,6 +159,9 @@ def _ratios(repeats: Mapping[tuple[str, int], list[dict[str, Any]]]) -> dict[str
     ratios: dict[str, object] = {}
     for concurrency in sorted({concurrency for _, concurrency in repeats}):
         at = {name: runs for (name, number), runs in repeats.items() if number == concurrency}
+        if at.keys() >= STAGES.keys():
+            balanced, chunked = (_median(at[name], "output_throughput") for name in STAGES)
+            ratios[f"balanced_over_chunked_at_{concurrency}"] = balanced / chunked
         peers = [name for name in at if name.startswith("vllm")]
         if not peers:
             continue

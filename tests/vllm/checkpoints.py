@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     FalconH1Config,
@@ -158,6 +158,19 @@ def _save_int8(model: PreTrainedModel, directory: Path) -> None:
         },
     }
     (directory / "config.json").write_text(json.dumps(config))
+
+
+def make_eagle(directory: Path) -> Path:
+    """Write the demo model's EAGLE head with the model's whole vocabulary, as vLLM reads it, to the new `directory`.
+    Returns the directory."""
+    directory.mkdir()
+    head = load_file(DEMO_MODEL / "eagle" / "model.safetensors")
+    save_file(
+        {name: tensor for name, tensor in head.items() if name != "d2t"}, directory / "model.safetensors"
+    )
+    config = json.loads((DEMO_MODEL / "eagle" / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"draft_vocab_size": VOCAB}))
+    return directory
 
 
 def make_adapter(directory: Path, base: Path, seed: int, rank: int = 4) -> Path:

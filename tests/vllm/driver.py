@@ -104,7 +104,12 @@ class VllmWorker:
         self.epoch += 1
         sizes = BLOCK, 2 * MAX_SEQS, self.chunk, self.context
         settings = {"speculation": self.speculation, "max_loras": self.max_loras, "max_lora_rank": 8}
-        return Assignment(self.epoch, 0, 1, *sizes, max_kv_groups=MAX_GROUPS, **settings)
+        groups = 1 if self.has_model_drafter else MAX_GROUPS
+        return Assignment(self.epoch, 0, 1, *sizes, max_kv_groups=groups, **settings)
+
+    @property
+    def has_model_drafter(self) -> bool:
+        return self.speculation is not None and self.speculation.method != "ngram"
 
     def _progress(self, phase: str, fraction: float) -> None:
         self.loads += fraction == 0.0
@@ -132,6 +137,7 @@ class VllmRun:
         drafts = speculation.num_speculative_tokens if speculation is not None else 0
         limits = Limits(
             *(MAX_SEQS, worker.chunk, worker.context, num_blocks, BLOCK, prefix_caching),
+            lookahead=drafts * worker.has_model_drafter,
             drafts_in_flight=depth * drafts,
             leaves_rows_out=worker.leaves_rows_out and policy != "phased",
             max_loras=worker.max_loras,

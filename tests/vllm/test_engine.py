@@ -104,7 +104,11 @@ CELLS = {
 """Each cell is tested with structured output too. Cells with drafts are in test_speculation.py."""
 
 
-@pytest.mark.parametrize("cell", [cell for cell, reason in CELLS.items() if reason is None], ids=str)
+def test_nothing_is_refused_without_drafts() -> None:
+    assert not any(CELLS.values())
+
+
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if not cell.pipeline], ids=str)
 def test_supported_cell_gives_the_same_answers(
     cell: Combination, worker: VllmWorker, alone: dict[str, VllmStream]
 ) -> None:
@@ -112,11 +116,6 @@ def test_supported_cell_gives_the_same_answers(
     with VllmRun(worker, 1 + cell.runs_ahead, policy=cell.batching_policy) as run:
         for got, expected in zip(run.serve(*all_streams()), alone.values(), strict=True):
             assert_equal(got, expected)
-
-
-def test_pipeline_stages_are_refused_in_every_cell() -> None:
-    for cell, reason in CELLS.items():
-        assert (reason is not None) == cell.pipeline, str(cell)
 
 
 def test_answers_obey_their_parameters(alone: dict[str, VllmStream]) -> None:

@@ -1,5 +1,6 @@
 """Scheduler and workers as processes: one rank and two give the same answers, even if a rank is lost."""
 
+import math
 import multiprocessing
 import os
 import signal
@@ -11,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,21 +21,23 @@ import torch
 from tokenizers import Tokenizer
 
 from protocol.codec import encode
+from protocol.kv_groups import MAX_GROUPS, ONE_GROUP
 from protocol.membership import Assignment, InitializeCache, Speculation
 from protocol.requests import EnginePhase, FinishReason
 from protocol.sampling import GrammarKind, Pooling, SamplingParams, StructuredOutputParams
 from protocol.steps import GrammarOutput, ModelRunnerOutput, ReleaseSlots, SchedulerOutput
 from services.checkpoint import DEMO_MODEL
 from services.config import SchedulerConfig, WorkerConfig
-from services.scheduler.capabilities import Combination, refusal
+from services.scheduler.policies import make_policy
 from services.worker.backends.vllm.shared_memory import DIRECTORY, PREFIX
 from services.worker.result_sender import EXIT_STUCK
-from services.worker.service import EXIT_REFUSED
 from tests.integration.native.engine_driver import EngineDriver
 from tests.integration.native.test_left_out import NGRAM, ServedAnswers, assert_equal, limits, requests
 from tests.integration.scheduler.engine import FrontendConnection, code_of
 from tests.ranks.conftest import RankPool
 from tests.ranks.group import RankGroup
+from tests.vllm import checkpoints
+from tests.vllm.parameter_cases import DEPTHS
 
 PATIENCE = 200.0
 """Seconds for a process to end."""
@@ -49,6 +53,7 @@ WORKER = {
 }  # fmt: skip
 TOKENIZER = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
 DATE = StructuredOutputParams(GrammarKind.REGEX, "[0-9]{4}-[0-9]{2}-[0-9]{2}(T[0-9]{2}:[0-9]{2}){8}")
+NGRAM_CONFIG = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
 NUMBERS = range(12)
 STRUCTURED = (3, 7, 11)
 EMBEDDED = 50
@@ -230,8 +235,7 @@ def test_two_ranks_with_drafts_answer_like_one_without(
 ) -> None:
     """Each rank proposes for itself; all ranks propose the same drafts."""
     tokens, _ = expected
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
-    with cluster(tmp_path / "drafts", 2, tensor_parallel_size=2, speculative_config=drafts) as running:
+    with cluster(tmp_path / "drafts", 2, tensor_parallel_size=2, speculative_config=NGRAM_CONFIG) as running:
         client = running.client()
         client.wait_ready()
         numbers = submit(client)
@@ -279,41 +283,107 @@ def pool() -> Iterator[RankPool]:
     assert not any(pool.close()), "a rank exited with an error"
 
 
+class Layout(NamedTuple):
+    tensor_parallel: int = 1
+    stages: int = 1
+
+
 def served(
-    pool: RankPool, ranks: int, depth: int, late: int, speculation: Speculation | None
+    pool: RankPool,
+    layout: Layout,
+    depth: int,
+    late: int,
+    speculation: Speculation | None,
+    model: Path = DEMO_MODEL,
+    policy: str = "chunked",
 ) -> ServedAnswers:
     """Serve constrained and other requests with ranks of their own."""
-    size = replace(limits(40, depth, speculation), block_size=32)
+    size = replace(limits(40, depth, speculation, layout.stages), block_size=32)
+    if policy == "phased":
+        size = replace(size, max_num_batched_tokens=size.block_size, leaves_rows_out=False)
     sizes = size.block_size, size.num_slots, size.max_num_batched_tokens, size.max_model_len
     settings = {"backend": "vllm", "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
-    group = RankGroup(pool.take(ranks), DEMO_MODEL, ranks, 1, **settings)
-    loaded = group.load(Assignment(1, 0, 1, *sizes, speculation=speculation), lambda phase, fraction: None)
+    group = RankGroup(pool.take(math.prod(layout)), model, *layout, **settings)
+    assignment = Assignment(1, 0, 1, *sizes, speculation=speculation, max_kv_groups=MAX_GROUPS)
+    loaded = group.load(assignment, lambda phase, fraction: None)
+    assert {each.groups for each in group.loaded} == {loaded.groups}
+    size = replace(size, groups=loaded.groups or ONE_GROUP)
     group.init_kv_cache(InitializeCache(size.num_blocks, size.max_model_len))
     drafts = 0 if speculation is None else speculation.num_speculative_tokens
     steps, streams = UnevenSteps(group), requests()
-    driver = EngineDriver(steps, size, loaded.vocab_size, depth, late, drafts, patience=0.0)
+    config = SchedulerConfig(
+        batching_policy=policy,
+        max_num_batched_tokens=size.max_num_batched_tokens,
+        block_size=size.block_size,
+    )
+    driver = EngineDriver(
+        steps, size, loaded.vocab_size, depth, late, drafts, patience=0.0, policy=make_policy(config, size)
+    )
     answers = driver.serve(streams)
     group.call("leave")
     return ServedAnswers(answers, [stream.scores for stream in streams], driver.core.store.counters)
 
 
 def test_ranks_leave_out_the_same_rows(pool: RankPool) -> None:
-    """The output rank decides for all of them."""
-    wanted = served(pool, 1, 1, 0, None)
-    for depth, late, speculation in ((2, 1, None), (3, 2, NGRAM)):
-        got = served(pool, 2, depth, late, speculation)
+    """The output rank decides for all of them; earlier stages receive its outcomes."""
+    wanted = served(pool, Layout(), 1, 0, None)
+    for layout, depth, late, speculation in (
+        (Layout(2), 2, 1, None),
+        (Layout(2), 3, 2, NGRAM),
+        (Layout(stages=2), 2, 3, None),
+        (Layout(stages=2), 3, 4, NGRAM),
+    ):
+        got = served(pool, layout, depth, late, speculation)
         assert_equal(got, wanted)
         assert got.counters["left_out_rows_total"] > 3
 
 
-def test_pipeline_stages_are_refused_by_name(tmp_path: Path) -> None:
-    with cluster(tmp_path / "stages", 1, pipeline_parallel_size=2) as running:
-        running.workers[0].join(PATIENCE)
-        assert running.workers[0].exitcode == EXIT_REFUSED
-        assert running.scheduler.poll() is None
-    reason = refusal(Combination("balanced", True, True, "vllm"))
-    assert reason is not None
-    assert "--pipeline-parallel-size 1" in reason
+def test_stages_answer_like_one_rank_with_every_policy(pool: RankPool) -> None:
+    """The cells that the other tests leave out."""
+    wanted = served(pool, Layout(), 1, 0, None)
+    for policy, depth, speculation in (
+        ("balanced", 2, None),
+        ("balanced", 2, NGRAM),
+        ("chunked", 2, NGRAM),
+        ("phased", 2, None),
+        ("phased", 3, None),
+    ):
+        assert_equal(served(pool, Layout(stages=2), depth, 0, speculation, policy=policy), wanted)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3"])
+def test_stages_answer_like_one_rank_at_any_depth(name: str, pool: RankPool, tmp_path: Path) -> None:
+    """Gemma 3's stages have layers of different kinds. That one rank answers like vLLM is in test_architectures.py."""
+    model = checkpoints.make(name, tmp_path / name)
+    wanted = served(pool, Layout(), 1, 0, None, model)
+    for depth in DEPTHS:
+        assert_equal(served(pool, Layout(stages=2), depth, 0, None, model), wanted)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_two_stages_answer_like_one_also_after_a_stage_was_killed(
+    expected: tuple[Tokens, FrontendConnection], tmp_path: Path, drafts: int
+) -> None:
+    """The last stage samples, and sends tokens and drafts to the first one."""
+    tokens, one = expected
+    settings = {"speculative_config": NGRAM_CONFIG} if drafts else {}
+    with cluster(tmp_path / "stages", 2, pipeline_parallel_size=2, **settings) as running:
+        client = running.client()
+        client.wait_ready()
+        numbers = submit(client)
+        assert answers(client, numbers) == tokens
+        assert embedding(client) == pytest.approx(embedding(one), abs=1e-4)
+        assert client.logprobs[2].keys() == one.logprobs[2].keys()
+        assert (sum(client.finished[number].num_accepted_tokens for number in numbers) > 0) == bool(drafts)
+
+        numbers = submit(client, 100)
+        while not client.tokens[numbers[0]]:
+            client.receive()
+        running.workers[drafts > 0].kill()
+        running.add_worker()
+        assert answers(client, numbers) == tokens
+        client.close()
+        assert sorted(map(str, running.end())) == sorted(map(str, [0, 0, -signal.SIGKILL]))
 
 
 def shared_pages(process: BaseProcess) -> dict[str, int]:

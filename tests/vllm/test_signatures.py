@@ -17,6 +17,7 @@ import pytest
 from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CompilationConfig, ModelConfig
+from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.pooler import Pooler
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
@@ -38,6 +39,9 @@ OBJECTS: dict[str, tuple[type, ...]] = {
     "wrapper": (WorkerWrapperBase, Worker),
     "self.runner": (GPUModelRunner,),
     "runner": (GPUModelRunner,),
+    "self._runner": (GPUModelRunner,),
+    "batch": (InputBatch, GPUModelRunner),
+    "coordinator": (GroupCoordinator,),
     "self.runner.input_batch": (InputBatch,),
     "self.runner.sampler": (Sampler,),
     "runner.cudagraph_dispatcher": (CudagraphDispatcher,),

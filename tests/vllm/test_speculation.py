@@ -10,14 +10,10 @@ import numpy as np
 import pytest
 
 from protocol.codec import pack
-from protocol.membership import Assignment, Speculation
+from protocol.membership import Speculation
 from protocol.requests import FinishReason
-from services.checkpoint import DEMO_MODEL
-from services.config import WorkerConfig
 from services.scheduler.capabilities import Combination, refusal, table
-from services.worker.backends.vllm import VllmRunner
-from services.worker.runner import LoadError
-from tests.vllm.driver import BLOCK, CHUNK, CONTEXT, MAX_SEQS, VllmRun, VllmStream, VllmWorker
+from tests.vllm.driver import CONTEXT, MAX_SEQS, VllmRun, VllmStream, VllmWorker
 from tests.vllm.parameter_cases import (
     DEPTHS,
     FEW_BLOCKS,
@@ -87,11 +83,13 @@ CELLS = {
     for cell, reason in table()
     if cell.backend == "vllm" and not cell.structured and cell.speculation
 }
-"""Each cell is tested with structured output too."""
+"""Each cell is tested with structured output too; those with stages in test_ranks.py."""
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
-@pytest.mark.parametrize("cell", [cell for cell, reason in CELLS.items() if reason is None], ids=str)
+@pytest.mark.parametrize(
+    "cell", [cell for cell, reason in CELLS.items() if reason is None and not cell.pipeline], ids=str
+)
 def test_supported_cell_answers_as_without_drafts(
     cell: Combination, prefix_caching: bool, worker: VllmWorker, plain: Plain
 ) -> None:
@@ -105,9 +103,9 @@ def test_supported_cell_answers_as_without_drafts(
         assert run.core.stats()["num_preemptions"] == 0
 
 
-def test_stages_and_phases_are_refused_in_every_cell() -> None:
+def test_phases_are_refused_in_every_cell() -> None:
     for cell, reason in CELLS.items():
-        assert (reason is not None) == (cell.pipeline or cell.batching_policy == "phased"), str(cell)
+        assert (reason is not None) == (cell.batching_policy == "phased"), str(cell)
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -249,11 +247,3 @@ def test_no_drafts_beyond_the_limit_of_the_drafter(worker: VllmWorker) -> None:
     drafted = [count for end, count in zip(ends, stream.rows, strict=True) if end <= limit]
     assert max(drafted) == 6
     assert stream.rows[len(drafted) + 1 :] == [1] * (60 + 20 - ends[len(drafted)])
-
-
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "draft_model"])
-def test_other_drafters_are_refused_by_name(method: str) -> None:
-    runner = VllmRunner(WorkerConfig(model=str(DEMO_MODEL), backend="vllm"))
-    assignment = Assignment(1, 0, 1, BLOCK, 8, CHUNK, speculation=Speculation(method, 2, "some/head"))
-    with pytest.raises(LoadError, match=f'"method": "{method}" is not supported with --backend vllm'):
-        runner.load(assignment, lambda phase, fraction: None)

@@ -124,7 +124,7 @@ class TranslatorSetup:
         self.translator = PlanTranslator(self.table, VOCAB, self.requests, self.prompt_logprobs, max_drafts)
 
     def propose(self, drafts: dict[str, list[int]]) -> None:
-        self.translator.drafts.store(vllm_api.DraftTokenIds(list(drafts), list(drafts.values())))
+        self.translator.drafts.store(list(drafts), list(drafts.values()))
 
     def step(self, rows: list[tuple[int, int, int, int, bool]], **columns: Any) -> vllm_api.SchedulerOutput:
         return self.plan(rows, **columns).step
@@ -354,12 +354,14 @@ def test_row_planned_ahead_is_computed_at_the_true_position() -> None:
     assert (cached.num_computed_tokens, cached.num_output_tokens) == ([4], [3])
 
 
-def test_drafts_of_a_request_without_a_row_in_the_step_before_are_dropped() -> None:
-    """Latest drafts."""
+def test_drafts_wait_for_the_next_row_of_their_request_and_leave_with_it() -> None:
+    """Latest drafts. Pipeline stages compute requests in turns."""
     world = drafting(0, 1, 2)
-    world.plan([(1, 1, 2, 1, True)], drafts=[0])
+    world.plan([(2, 1, 2, 1, True)], drafts=[0], released=[1])
+    assert world.translator.drafts.column(["0.1", "1.1"], 3).tolist() == [[10, 11, 12], [NO_DRAFT] * 3]
     step, rows, _ = world.plan([(0, 1, 2, 4, True)], drafts=[3])
-    assert (step.scheduled_spec_decode_tokens, rows.counts.tolist()) == ({}, [1])
+    assert (step.scheduled_spec_decode_tokens, rows.counts.tolist()) == ({"0.1": [10, 11, 12]}, [4])
+    assert world.translator.drafts.column(["0.1"], 3).tolist() == [[NO_DRAFT] * 3]
 
 
 def test_row_planned_before_the_known_tokens_is_refused() -> None:

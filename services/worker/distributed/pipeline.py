@@ -39,9 +39,9 @@ class PipelineGroup:
         self._capacity = {
             Tag.ACTIVATIONS: STEPS_AHEAD,
             Tag.ROWS: STEPS_AHEAD,
-            # Feedback stays with the sender until the first stage needs it, which is never later than the number of
-            # steps in flight; so this capacity is never reached by a message that has not left.
-            Tag.FEEDBACK: 2 * max(MAX_STEPS_IN_FLIGHT, 2 * self.size),
+            # Feedback stays with the sender until its receiver needs it, which is never later than the number of steps
+            # in flight; so this capacity is never reached by a message that has not left.
+            Tag.FEEDBACK: 2 * max(MAX_STEPS_IN_FLIGHT, 2 * self.size) * self.size,
         }
         """Messages kept per tag."""
 
@@ -92,12 +92,13 @@ class PipelineGroup:
 
     # -- from the last stage to the first ------------------------------------------------------------------------
 
-    def send_feedback(self, tensor: torch.Tensor) -> None:
-        """Send what a step sampled to the first stage.
+    def send_feedback(self, tensor: torch.Tensor, stages: int = 1) -> None:
+        """Send what a step sampled to the first `stages` stages.
 
         Raises: RanksLost
         """
-        self._send(tensor, 0, Tag.FEEDBACK)
+        for stage in range(stages):
+            self._send(tensor, stage, Tag.FEEDBACK)
 
     def receive_feedback(self, tensor: torch.Tensor) -> None:
         """Fill `tensor` with the next feedback of the last stage.

@@ -113,7 +113,7 @@ class Ranks:
         on_this_machine = count_on_this_machine(store, assignment)
         address, shard = local_address(assignment.rendezvous.rpartition(":")[0]), self.shard
         stage, size = f"tp{shard.pp_rank}", shard.tensor_parallel_size
-        peers, memory = self._peers(store, stage, shard.tp_rank, size, address), None
+        peers, memory = connect(store, stage, shard.tp_rank, size, address, self._waiter), None
         if peers is not None:
             memory = SharedMemory.join(_c10d.PrefixStore(f"{stage}/memory", store), shard.tp_rank, size)
             if memory is None:
@@ -121,19 +121,8 @@ class Ranks:
         self._memory = memory
         tensor_parallel = TensorParallelGroup(peers, memory)
         column, size = f"pp{shard.tp_rank}", shard.pipeline_parallel_size
-        pipeline = PipelineGroup(self._peers(store, column, shard.pp_rank, size, address))
+        pipeline = PipelineGroup(connect(store, column, shard.pp_rank, size, address, self._waiter))
         return _Joined(tensor_parallel, pipeline, on_this_machine, store)
-
-    def _peers(self, store: Any, prefix: str, rank: int, size: int, address: str) -> Peers | None:
-        """Return the connections within one group, or None for a group of one."""
-        if size == 1:
-            return None
-        # torch has no public way to choose the address of a group.
-        options = _c10d.ProcessGroupGloo._Options()  # noqa: SLF001
-        options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=address)]  # noqa: SLF001
-        options._timeout = JOIN_TIMEOUT  # noqa: SLF001
-        group = _c10d.ProcessGroupGloo(_c10d.PrefixStore(prefix, store), rank, size, options)
-        return Peers(group, rank, size, self._waiter)
 
     def abort(self) -> None:
         """Make every present and later wait in these groups raise RanksLost. May be called from any thread.
@@ -181,6 +170,25 @@ def meet(assignment: Assignment, listener: socket.socket | None, is_over: Callab
             if last or is_over():
                 raise
     raise AssertionError("the last attempt returns or raises")
+
+
+def connect(
+    store: Any, prefix: str, rank: int, size: int, address: str, waiter: MessageWaiter
+) -> Peers | None:
+    """Return the connections within one group, or None for a group of one.
+
+    Args:
+        prefix: the group's name in the store that all ranks share
+        address: of this machine, to listen on
+    """
+    if size == 1:
+        return None
+    # torch has no public way to choose the address of a group.
+    options = _c10d.ProcessGroupGloo._Options()  # noqa: SLF001
+    options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=address)]  # noqa: SLF001
+    options._timeout = JOIN_TIMEOUT  # noqa: SLF001
+    group = _c10d.ProcessGroupGloo(_c10d.PrefixStore(prefix, store), rank, size, options)
+    return Peers(group, rank, size, waiter)
 
 
 def count_on_this_machine(store: Any, assignment: Assignment) -> int:

@@ -17,7 +17,7 @@ from services.scheduler.core.drafting import FixedDrafting
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
 from services.scheduler.grammar import INLINE_MASKS
-from services.scheduler.policies import ChunkedPolicy
+from services.scheduler.policies import BatchingPolicy, ChunkedPolicy
 from services.worker.backends.native.runner import NativeRunner
 from services.worker.backends.native.stages import NativeOutput
 from tests.simulation.grammar import Compilation, LateMasks
@@ -89,6 +89,7 @@ class EngineDriver:
         late: 0: masks are made at once; otherwise the seed that decides when they are made
         drafts: drafts per row
         patience: seconds after which a step that has not ended is considered to wait for its masks
+        policy: None: chunked
     """
 
     def __init__(
@@ -100,12 +101,13 @@ class EngineDriver:
         late: int = 0,
         drafts: int = 0,
         patience: float = PATIENCE,
+        policy: BatchingPolicy | None = None,
     ) -> None:
         self._steps, self._late, self._random, self._patience = steps, late, Random(late), patience
         self._compilation, self._masks = Compilation(vocab_size), LateMasks()
         self.core = EngineCore(
             limits,
-            ChunkedPolicy(),
+            policy or ChunkedPolicy(),
             depth,
             vocab_size,
             drafting=FixedDrafting(drafts) if drafts else None,

@@ -6,11 +6,11 @@ import torch
 
 from protocol.steps import NO_DRAFT
 from services.worker.backends.native.draft_table import DraftTable
-from services.worker.backends.native.outcome import Outcome
 from services.worker.backends.native.sampling.acceptance import SamplePositions
 from services.worker.backends.native.sampling.sampler import Sampler
 from services.worker.backends.native.token_history import TokenHistory
 from services.worker.batch.slots import PlanError, Rows, SlotTable
+from services.worker.distributed.outcome import Outcome
 from tests.unit.native.implementations import every_implementation, make
 
 LIMIT, VOCAB = 32, 8

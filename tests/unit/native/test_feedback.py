@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from services.worker.backends.native.feedback import TokenFeedback
+from services.worker.distributed.feedback import TokenFeedback
 
 
 def i32(*values: int) -> np.ndarray:

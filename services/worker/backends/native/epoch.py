@@ -21,11 +21,9 @@ from protocol.steps import NO_DRAFT, GrammarOutput, SchedulerOutput
 from services.worker.backends.mask_inbox import MaskInbox, joined
 from services.worker.backends.native.draft_table import DraftTable, positions_message, rows_from_message
 from services.worker.backends.native.drafters.base import Advance, Drafter, DrafterSlots
-from services.worker.backends.native.feedback import TokenFeedback
 from services.worker.backends.native.model.forward import FEW, ForwardPass, most_rows
 from services.worker.backends.native.model.layer_groups import LayerGroups
 from services.worker.backends.native.model.model import Model
-from services.worker.backends.native.outcome import Outcome
 from services.worker.backends.native.sampling.acceptance import SamplePositions
 from services.worker.backends.native.sampling.logprobs import PromptScores
 from services.worker.backends.native.sampling.sampler import SampledTokens, Sampler
@@ -35,6 +33,8 @@ from services.worker.backends.pooling import Pooler
 from services.worker.batch.slots import BatchColumns, PlanError, Rows
 from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT
 from services.worker.device.device_times import StepClock
+from services.worker.distributed.feedback import TokenFeedback
+from services.worker.distributed.outcome import Outcome
 from services.worker.distributed.ranks import Ranks
 from services.worker.kernels.interface.kv_cache import Allocate, own_memory
 from services.worker.kernels.interface.recording import Captured

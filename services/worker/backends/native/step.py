@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from protocol.rows import StepRows
 from protocol.steps import ModelRunnerOutput, SchedulerOutput
-from services.worker.backends.native.outcome import Outcome
 from services.worker.backends.native.sampling.logprobs import PromptScores, ScoresOnTheirWay
 from services.worker.backends.native.sampling.sampler import SampledTokens
 from services.worker.backends.pooling import PooledRows
 from services.worker.batch.slots import Rows
 from services.worker.device.device_times import DeviceTime, StepClock
 from services.worker.device.interface import ComputeDevice, HostCopy
+from services.worker.distributed.outcome import Outcome
 
 
 class PreparedStep(NamedTuple):

@@ -24,6 +24,7 @@ class CheckpointInfo:
     """Digest of config.json, of every tensor's name, shape and dtype, and of the settings that change the model."""
     dtype: str
     tensor_parallel_sizes: tuple[int, ...]
+    num_layers: int
     tokenizer: str
     """Digest of tokenizer.json; "": there is none."""
 
@@ -40,7 +41,9 @@ class CheckpointInfo:
             settings.append(worker.runner)
         settings += [json.dumps(x, sort_keys=True) for x in (worker.pooler_config, worker.hf_overrides) if x]
         digest = model_digest(directory, open_checkpoint(directory), settings)
-        return cls(digest, _dtype(worker, model), _tensor_parallel_sizes(model), tokenizer_digest(directory))
+        layers = model.get("num_hidden_layers") or model.get("n_layer") or 1
+        sizes = _tensor_parallel_sizes(model)
+        return cls(digest, _dtype(worker, model), sizes, int(layers), tokenizer_digest(directory))
 
 
 def _dtype(worker: WorkerConfig, model: dict[str, Any]) -> str:

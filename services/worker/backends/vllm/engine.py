@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import ChainMap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from services.worker.backends.pooling import PooledRows
 from services.worker.backends.vllm import vllm_api
 from services.worker.backends.vllm.checkpoint import DTYPE_CHOICES
 from services.worker.backends.vllm.draft_verifier import DraftVerifier
+from services.worker.backends.vllm.drafters import give_next_tokens_of_chunks
 from services.worker.backends.vllm.engine_config import EngineOptions, check_block_size, create_engine_config
 from services.worker.backends.vllm.kv_groups import kv_groups
 from services.worker.backends.vllm.model_pooler import ModelPooler
@@ -66,6 +68,7 @@ class VllmEngine:
             "distributed_init_method": groups.join(),
             "is_driver_worker": assignment.rank == 0,
         }
+        self._pipeline = groups.pipeline
         self.threads = ThreadChoice(_numbers_of_threads(options, groups, platform))
         _set_num_threads(self.threads.choose(0))
         self._wrapper.init_worker([arguments] * assignment.world_size)
@@ -77,18 +80,21 @@ class VllmEngine:
             vllm_api.current_platform.update_block_size_for_backend(self.config)
             check_block_size(self.config, options)
         self._verifier: DraftVerifier | None = None
-        if options.speculation is not None:
+        if options.speculation is not None and self._pipeline.is_last:
             self._verifier = self._set_up_drafts(options.speculation)
+        elif options.speculation is not None:
+            self.runner.drafter = None  # only the last stage has one, but vLLM reads it on every stage
         specs = self._wrapper.get_kv_cache_spec()
         layout = vllm_api.resolve_kv_cache_layout(
             self.config, [self._wrapper.get_supported_kv_cache_layouts()], list(specs.values())
         )
         self._wrapper.set_kv_cache_layout(layout.name)
         with _refusals_of_vllm():
-            self._cache_groups = vllm_api.get_kv_cache_groups(self.config, specs)
+            whole = vllm_api.get_kv_cache_groups(self.config, dict(ChainMap(*groups.gather(specs))))
+        self._cache_groups = vllm_api.project_kv_cache_groups(whole, specs)
         self.pooler = None if self.generates else ModelPooler(self.config, self.runner, specs.values())
         if self._cache_groups or self.generates:
-            self.groups = kv_groups(self._cache_groups, options.block_size, assignment.max_kv_groups)
+            self.groups = kv_groups(whole, options.block_size, assignment.max_kv_groups)
         else:
             self.groups = ONE_GROUP  # of blocks without memory: the layers attend in both directions
         with self._check_kernels(groups):
@@ -122,12 +128,15 @@ class VllmEngine:
     def _set_up_drafts(self, speculation: Speculation) -> DraftVerifier:
         """Set the limits of vLLM's drafter and replace its rejection sampler."""
         runner, batch = self.runner, self.runner.input_batch
-        # The drafter stops at the end of the context by itself. vLLM would drop the drafts of all requests when one of
+        # Drafters stop at the end of the context by themselves. vLLM would drop the drafts of all requests when one of
         # them comes near the end.
         runner.effective_drafter_max_model_len = self.max_model_len + speculation.num_speculative_tokens
-        runner.drafter.max_model_len = min(
-            speculation.max_model_len or self.max_model_len, self.max_model_len
-        )
+        if speculation.method == "ngram":
+            runner.drafter.max_model_len = min(
+                speculation.max_model_len or self.max_model_len, self.max_model_len
+            )
+        else:
+            give_next_tokens_of_chunks(runner)
         kinds: list[Any] = vllm_api.BUILTIN_LOGITS_PROCESSORS
         processors = [kind(self.config, runner.device, False) for kind in kinds]
         # With drafts, vLLM creates only one of them
@@ -179,8 +188,9 @@ class VllmEngine:
         self._wrapper.compile_or_warm_up_model()
         if self.generates:
             self._warm_up_logprobs()
-        if self.options.speculation is not None:
-            self._warm_up_drafts(self.options.speculation.num_speculative_tokens)
+        speculation = self.options.speculation
+        if speculation is not None and speculation.method == "ngram" and self._pipeline.is_last:
+            self._warm_up_drafts(speculation.num_speculative_tokens)
 
     def _warm_up_drafts(self, count: int) -> None:
         """Compile the drafter, which the first step with drafts would wait for."""
@@ -209,12 +219,36 @@ class VllmEngine:
         """Free cache and weights."""
         self._wrapper.shutdown()
 
-    def execute(self, step: vllm_api.SchedulerOutput) -> Any:
-        """Return the result of a model with a pooler, which samples nothing."""
+    def receive(self, num_tokens: int) -> vllm_api.IntermediateTensors | None:
+        """Wait for the activations of a step of `num_tokens` from the stage before; None on the first stage.
+
+        Raises: RanksLost
+        """
+        if self._pipeline.is_first:
+            return None
+        # vLLM's own buffers, which it would copy them to.
+        tensors = {name: buffer[:num_tokens] for name, buffer in self.runner.intermediate_tensors.items()}
+        self._pipeline.receive_activations(*(tensors[name] for name in sorted(tensors)))
+        return vllm_api.IntermediateTensors(tensors)
+
+    def execute(
+        self, step: vllm_api.SchedulerOutput, activations: vllm_api.IntermediateTensors | None = None
+    ) -> Any:
+        """Execute the forward pass of a step, and send its activations to the next stage.
+
+        vLLM's worker would send their names as pickles, and wait before the next step until they have left.
+
+        Args:
+            activations: of `receive`
+
+        Returns: the result of a model with a pooler, which samples nothing.
+        """
         _set_num_threads(self.threads.choose(step.total_num_scheduled_tokens))
         began = time.monotonic()
-        output = self._wrapper.execute_model(step)
+        output = self.runner.execute_model(step, activations)
         self.threads.record(time.monotonic() - began)
+        if isinstance(output, vllm_api.IntermediateTensors):
+            self._pipeline.send_activations(*(output.tensors[name] for name in sorted(output.tensors)))
         return output
 
     @torch.inference_mode()
@@ -256,10 +290,10 @@ class VllmEngine:
         if (generator := self.runner.input_batch.generators.get(row)) is not None:
             generator.keep_state()
 
-    def take_drafts(self) -> vllm_api.DraftTokenIds | None:
-        """Return the drafts that were proposed after the step just sampled."""
+    def take_drafts(self) -> tuple[list[str], list[list[int]]]:
+        """Return the drafts that were proposed after the step just sampled: request ids, and drafts of each."""
         drafts: vllm_api.DraftTokenIds | None = self._wrapper.take_draft_token_ids()
-        return drafts
+        return (drafts.req_ids, drafts.draft_token_ids) if drafts is not None else ([], [])
 
 
 def _numbers_of_threads(

@@ -8,6 +8,7 @@ from typing import Any
 from protocol.membership import Assignment, Speculation
 from services.config import WorkerConfig
 from services.worker.backends.vllm import vllm_api
+from services.worker.backends.vllm.drafters import check_drafter, drafter_config
 from services.worker.runner import LoadError
 
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -75,14 +76,18 @@ def create_engine_config(
 
     Raises: LoadError, if vLLM or this backend cannot serve the model.
     """
+    rows = min(options.num_slots, options.max_num_batched_tokens)
+    speculation = options.speculation
+    # A draft model computes one token more than the model for each row, in buffers of this size.
+    extra = rows if speculation is not None and speculation.method == "draft_model" else 0
     arguments = vllm_api.EngineArgs(
         model=str(options.directory),
         skip_tokenizer_init=True,  # requests and results are token ids
         dtype=options.dtype,
         max_model_len=options.max_model_len or None,
         block_size=options.block_size,
-        max_num_seqs=min(options.num_slots, options.max_num_batched_tokens),  # rows of a step
-        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_num_seqs=rows,
+        max_num_batched_tokens=options.max_num_batched_tokens + extra,
         tensor_parallel_size=assignment.tensor_parallel_size,
         pipeline_parallel_size=assignment.pipeline_parallel_size,
         quantization=options.quantization,
@@ -94,7 +99,7 @@ def create_engine_config(
         # None: except where vLLM itself does so, as for chunked local attention.
         disable_hybrid_kv_cache_manager=None if options.has_groups else True,
         disable_log_stats=True,
-        speculative_config=_drafter_config(options.speculation),
+        speculative_config=drafter_config(speculation),
         **_pooler_arguments(options),
         **_lora_arguments(options),
         **device_arguments,
@@ -104,6 +109,7 @@ def create_engine_config(
     except (ValueError, NotImplementedError, OSError) as error:
         raise LoadError(f"vLLM cannot serve this model: {' '.join(str(error).split())}") from error
     _check(config, options)
+    check_drafter(config, speculation)
     return config
 
 
@@ -124,28 +130,17 @@ def _lora_arguments(options: EngineOptions) -> dict[str, Any]:
     return {"enable_lora": True, "max_loras": options.max_loras, "max_lora_rank": rank}
 
 
-def _drafter_config(speculation: Speculation | None) -> dict[str, Any] | None:
-    """Raises: LoadError, for every drafter but the n-gram drafter."""
-    if speculation is None:
-        return None
-    if speculation.method != "ngram":
-        raise LoadError(
-            f'"method": "{speculation.method}" is not supported with --backend vllm, only "ngram" is; '
-            "use --backend native"
-        )
-    return {
-        "method": speculation.method,
-        "num_speculative_tokens": speculation.num_speculative_tokens,
-        "prompt_lookup_min": speculation.prompt_lookup_min,
-        "prompt_lookup_max": speculation.prompt_lookup_max,
-    }
-
-
 def _check(config: Any, options: EngineOptions) -> None:
     """Raises: LoadError, for what this backend cannot do."""
     model = config.model_config
     if model.runner_type == "pooling" and (options.speculation is not None or options.max_loras):
         raise LoadError("models for pooling are served without --speculative-config and --enable-lora")
+    if config.parallel_config.pipeline_parallel_size > 1 and (
+        model.runner_type == "pooling" or model.is_hybrid or options.max_loras
+    ):
+        raise LoadError(
+            "models for pooling or with recurrent states, and --enable-lora, are served with --pipeline-parallel-size 1"
+        )
     if model.is_multimodal_model:
         raise LoadError("models with images, sound or video as input are not supported with --backend vllm")
     if config.use_v2_model_runner:

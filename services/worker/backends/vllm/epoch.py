@@ -18,6 +18,7 @@ from services.worker.backends.vllm.plan import RESERVED_BLOCKS, PlanTranslator, 
 from services.worker.backends.vllm.process_groups import ProcessGroups
 from services.worker.backends.vllm.row_masks import RowMasks
 from services.worker.backends.vllm.sampled_steps import SampledStep
+from services.worker.backends.vllm.stages import StageOutcomes
 from services.worker.batch.slots import Rows, SlotTable
 from services.worker.device.device_times import StepClock
 from services.worker.runner import ForwardDone, Output
@@ -78,20 +79,26 @@ class VllmEpoch:
             engine.platform.generator,
             engine.pooler,
         )
+        self._pipeline = groups.pipeline
+        self._outcomes = StageOutcomes(self._pipeline, assignment.num_slots, batch, self._translator)
         self._pending = PendingStep[_ExecutedVllmStep]()
 
     def execute(self, step: SchedulerOutput) -> None:
         """Execute the forward pass of a step, as `ModelRunner.execute_model`."""
         self._pending.require_none()
         engine, table = self._engine, self.table
-        vllm_step, rows, ids = self._translator.translate(step, table.apply(step))
+        planned = table.apply(step)
+        self._outcomes.take(step.new, planned.slots)
+        vllm_step, rows, ids = self._translator.translate(step, planned)
         requested = RequestedLogprobs(table.logprobs[rows.slots], table.prompt_logprobs[rows.slots])
         pooled = self._pooler.rows(rows, table) if self._reports and self._pooler is not None else None
         if table.num_states and self._leaves_rows_out:
             engine.states.keep(table.states[unpack(step.masked)] + RESERVED_BLOCKS)
-        prepared, began = time.monotonic(), engine.platform.now()
+        prepared = time.monotonic()
+        activations = engine.receive(vllm_step.total_num_scheduled_tokens)
+        began = engine.platform.now()
         with self._groups.detect_lost_ranks():
-            result = engine.execute(vllm_step)
+            result = engine.execute(vllm_step, activations)
         if pooled is not None:
             engine.pool(pooled, ids, rows)
         clock = StepClock(prepared, began, engine.platform.now())
@@ -106,13 +113,19 @@ class VllmEpoch:
                 return ForwardDone(p.clock.times(engine.platform.now()))
             pooled = SampledStep(p.result)
             return VllmOutput(step, p.rows, p.ids, p.requested, pooled, p.clock, engine.platform.now())
+        if not self._pipeline.is_last:
+            self._outcomes.expect(step, p.rows)
+            return ForwardDone(p.clock.times(engine.platform.now()))
         masks = self._masks(p, grammar)
         if masks.left_out:
             masked = translator.request_ids(unpack(step.masked))
             engine.states.take_back([masked.index(name) for name in masks.left_out])
         with self._groups.detect_lost_ranks():
             sampled = engine.sample(masks, p.ids)
-        translator.drafts.store(engine.take_drafts())
+        translator.drafts.store(*engine.take_drafts())
+        translator.drafts.drop(masks.left_out)
+        if not self._pipeline.is_first:
+            self._outcomes.send(step, p.rows, p.ids, sampled.get())
         positions = zip(p.ids, p.rows.ends.tolist(), p.rows.samples.tolist(), strict=True)
         translator.placeholders.add(sampled, {name: end for name, end, samples in positions if samples})
         ended = engine.platform.now()

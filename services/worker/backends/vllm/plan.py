@@ -147,7 +147,9 @@ class PlanTranslator:
     def _remove(self, slots: NDArray[np.int32]) -> set[str]:
         for slot in slots.tolist():
             self._entering.pop(slot, None)
-        return set(self.request_ids(slots))
+        ids = set(self.request_ids(slots))
+        self.drafts.drop(ids)
+        return ids
 
     def _enter(self, rows: Rows) -> NDArray[np.int32]:
         """Add the states of requests that have their first row. Returns their slots."""

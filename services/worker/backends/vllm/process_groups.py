@@ -18,8 +18,10 @@ from torch import distributed
 from protocol.membership import Assignment
 from services.worker.backends.vllm import vllm_api
 from services.worker.backends.vllm.shared_memory import VllmSharedMemory, sweep_shared_memory
-from services.worker.distributed.messages import STEP_TIMEOUT, one_line
-from services.worker.distributed.ranks import count_on_this_machine, meet, shut_down, sockets
+from services.worker.distributed.messages import STEP_TIMEOUT, MessageWaiter, one_line
+from services.worker.distributed.pipeline import PipelineGroup
+from services.worker.distributed.ranks import connect, count_on_this_machine, meet, shut_down, sockets
+from services.worker.distributed.rendezvous import local_address
 from services.worker.runner import RanksLost
 
 _c10d: Any = distributed  # its stubs lack most of what is used here
@@ -37,6 +39,9 @@ class ProcessGroups:
         self._other_sockets = sockets()
         """Sockets of this process that belong to something else."""
         self._aborted = False
+        self._waiter = MessageWaiter()
+        self.pipeline = PipelineGroup()
+        """The stages of this rank, which do not use vLLM's own group. Set by `join`."""
         self._memory = VllmSharedMemory()
         self.ranks_on_machine = 1
         """Ranks that share this machine's cores, including this one. Set by `join`."""
@@ -65,6 +70,11 @@ class ProcessGroups:
                     world_size=assignment.world_size,
                     timeout=STEP_TIMEOUT,
                 )
+                shard, host = assignment.shard, assignment.rendezvous.rpartition(":")[0]
+                if (stages := shard.pipeline_parallel_size) > 1:
+                    address, column = local_address(host), f"pp{shard.tp_rank}"
+                    peers = connect(store, column, shard.pp_rank, stages, address, self._waiter)
+                    self.pipeline = PipelineGroup(peers)
                 name = self._memory.agree(store, assignment.rank) if self.has_several_ranks else "alone"
             finally:
                 if self._listener is not None:
@@ -81,13 +91,29 @@ class ProcessGroups:
                 self._memory.unlink(_c10d.barrier)
 
     def broadcast(self, numbers: NDArray[np.int32]) -> None:
-        """Replace the numbers of every rank by those of the output rank. All ranks call it with as many.
+        """Replace the numbers of every rank of the last stage by those of the output rank. All of them call it with as
+        many.
 
         Raises: RanksLost
         """
-        if self.has_several_ranks:
+        if self._assignment.tensor_parallel_size > 1:
+            coordinator = vllm_api.get_tp_group()
             with self.detect_lost_ranks():
-                _c10d.broadcast(torch.from_numpy(numbers), self._assignment.output_rank)
+                _c10d.broadcast(
+                    torch.from_numpy(numbers), self._assignment.output_rank, coordinator.cpu_group
+                )
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the value of each stage.
+
+        Raises: RanksLost
+        """
+        values = [value] * self.pipeline.size
+        if self.pipeline.size > 1:
+            coordinator = vllm_api.get_pp_group()
+            with self.detect_lost_ranks():
+                _c10d.all_gather_object(values, value, coordinator.cpu_group)
+        return values
 
     def _store(self) -> Any:
         if not self.has_several_ranks:
@@ -111,6 +137,7 @@ class ProcessGroups:
     def abort(self) -> None:
         """End a wait for other ranks with RanksLost; on any thread. A wait in vLLM's shared memory does not end."""
         self._aborted = True
+        self._waiter.abort()
         if self.has_several_ranks:
             shut_down(sockets() - self._other_sockets)
 

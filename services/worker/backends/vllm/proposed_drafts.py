@@ -7,7 +7,7 @@ moved there once, and filled with the drafts that exist. To vLLM, the scheduler 
 Without speculation only constrained rows can be elsewhere than planned, because no other row is left out.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.steps import NO_DRAFT
-from services.worker.backends.vllm import vllm_api
 from services.worker.batch.slots import PlanError, Rows
 
 I32 = NDArray[np.int32]
@@ -33,7 +32,7 @@ class ProposedDrafts:
     def __init__(self, max_drafts: int, max_model_len: int, requests: Mapping[str, Any]) -> None:
         self._max_drafts, self._max_model_len, self._requests = max_drafts, max_model_len, requests
         self._proposed: dict[str, list[int]] = {}
-        """Drafts of the latest step. Requests that were not in that step have none: latest drafts."""
+        """Drafts of the latest step that sampled each request (latest drafts, docs/invariants.md)."""
 
     def settle_rows(self, rows: Rows, ids: list[str], masked: I32) -> tuple[Rows, dict[str, list[int]]]:
         """Return the rows at their true positions, with as many drafts as exist, and these drafts by request id.
@@ -79,13 +78,17 @@ class ProposedDrafts:
             request_id = ids[row]
             if proposed := self._proposed.get(request_id, [])[: room[row]]:
                 drafts[row], tokens[request_id] = len(proposed), proposed
-        self._proposed = {}
+        self.drop(ids)
         counts = rows.counts - rows.drafts + drafts
         return Rows(rows.slots, rows.generations, starts, counts, rows.samples, drafts), tokens
 
-    def store(self, drafts: vllm_api.DraftTokenIds | None) -> None:
-        """Store the drafts that vLLM proposed after the step that was just sampled."""
-        self._proposed = dict(zip(drafts.req_ids, drafts.draft_token_ids, strict=True)) if drafts else {}
+    def store(self, ids: Sequence[str], drafts: Sequence[list[int]]) -> None:
+        """Store the drafts that vLLM proposed after a step, for the next row of each of its requests."""
+        self._proposed |= zip(ids, drafts, strict=True)
+
+    def drop(self, ids: Iterable[str]) -> None:
+        for request_id in ids:
+            self._proposed.pop(request_id, None)
 
     def column(self, ids: list[str], width: int) -> I32:
         """Return int32[ids, width]: the proposed drafts of each request, padded with NO_DRAFT."""

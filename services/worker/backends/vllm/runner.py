@@ -21,6 +21,7 @@ from services.worker import machine
 from services.worker.backends.epoch_value import EpochValue
 from services.worker.backends.kv_blocks import num_kv_blocks
 from services.worker.backends.vllm.checkpoint import CheckpointInfo
+from services.worker.backends.vllm.drafters import drafter_directory
 from services.worker.backends.vllm.engine import VllmEngine
 from services.worker.backends.vllm.engine_config import EngineOptions
 from services.worker.backends.vllm.epoch import VllmEpoch
@@ -68,7 +69,7 @@ class VllmRunner:
         single = SINGLE_GPU if self._config.device == "cuda" else ""
         sizes = (1,) if single else found.tensor_parallel_sizes
         return Identity(
-            *(found.digest, found.dtype, sizes),
+            *(found.digest, found.dtype, sizes, 1 if single else found.num_layers),
             tokenizer=found.tokenizer,
             leaves_rows_out=not single,  # the end of a forward pass on a GPU is not observed
             waits_for_masks=False,
@@ -88,7 +89,7 @@ class VllmRunner:
             progress("weights", 0.0)
             self._num_loads += 1
             platform = self._create_platform(self._config)
-            self._contents = self._hash(options.directory)
+            self._contents = self._hash(options)
             self._groups = ProcessGroups(assignment, listener)
             with self._groups.detect_lost_ranks():
                 self._engine = VllmEngine(options, assignment, self._groups, platform)
@@ -117,11 +118,16 @@ class VllmRunner:
             pooling=None if engine.pooler is None else engine.pooler.model,
         )
 
-    def _hash(self, directory: Path) -> dict[str, str]:
+    def _hash(self, options: EngineOptions) -> dict[str, str]:
         """Return the digests of all layers: vLLM reads all files on every rank, and then keeps the rank's share."""
         if self._config.load_format == "dummy":  # vLLM makes up the weights
             return {}
-        return layer_contents(SafetensorsCheckpoint(directory), self._config.threads or machine.cores())
+        threads = self._config.threads or machine.cores()
+        contents = layer_contents(SafetensorsCheckpoint(options.directory), threads)
+        if (drafter := drafter_directory(options.speculation)) is not None:
+            digests = layer_contents(SafetensorsCheckpoint(drafter), threads)
+            contents |= {f"drafter/{layer}": digest for layer, digest in digests.items()}
+        return contents
 
     def _options(self, assignment: Assignment) -> EngineOptions:
         directory = _directory(self._config)

@@ -80,6 +80,8 @@ from vllm.distributed.parallel_state import (
 from vllm.distributed.parallel_state import (
     destroy_distributed_environment,
     destroy_model_parallel,
+    get_pp_group,
+    get_tp_group,
 )
 from vllm.engine.arg_utils import EngineArgs
 from vllm.envs import enable_envs_cache
@@ -92,6 +94,9 @@ from vllm.platforms import current_platform
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
+# Between stages.
+from vllm.sequence import IntermediateTensors
+
 # Before serving.
 from vllm.utils.gc_utils import freeze_gc_heap
 
@@ -101,6 +106,9 @@ from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 # Steps and their results.
 from vllm.v1.core.kv_cache_utils import (
     _pool_bytes_per_block as pool_bytes_per_block,
+)
+from vllm.v1.core.kv_cache_utils import (
+    _project_kv_cache_groups_to_worker as project_kv_cache_groups,
 )
 from vllm.v1.core.kv_cache_utils import (
     get_kv_cache_config_from_groups,
@@ -179,6 +187,7 @@ __all__ = [
     "EngineArgs",
     "FullAttentionSpec",
     "GrammarOutput",
+    "IntermediateTensors",
     "LoRARequest",
     "LogitsProcessors",
     "LogprobsTensors",
@@ -203,7 +212,10 @@ __all__ = [
     "freeze_gc_heap",
     "get_kv_cache_config_from_groups",
     "get_kv_cache_groups",
+    "get_pp_group",
+    "get_tp_group",
     "group_name_counter",
     "pool_bytes_per_block",
+    "project_kv_cache_groups",
     "resolve_kv_cache_layout",
 ]

@@ -1,7 +1,7 @@
-"""Outcomes on their way from the last stage back to the first, on the first stage's side.
+"""Outcomes on their way from the last stage back to an earlier one, on the earlier stage's side.
 
 The last stage sends one message per step with a sampling row, in the order of steps. Both sides know from the plan
-which steps these are and how large their messages are (plan agreement, docs/invariants.md). The first stage takes a
+which steps these are and how large their messages are (plan agreement, docs/invariants.md). An earlier stage takes a
 message only when a step needs it; until then the pipeline computes steps of other requests. A message that no step
 needs is taken when its step must have ended long ago, so that messages do not accumulate.
 """
