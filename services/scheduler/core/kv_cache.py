@@ -22,6 +22,7 @@ from itertools import groupby, islice
 import numpy as np
 
 from protocol.block_names import NamedBlocks, extend_names
+from protocol.columns import has_any, total
 from protocol.kv_groups import NO_BLOCK, ONE_GROUP, KVGroup, name_in_group, num_states
 from services.scheduler.core.block_pool import BlockPool
 from services.scheduler.core.observer import BlocksCached, BlocksEvicted, Observers
@@ -180,7 +181,7 @@ class KVCacheManager:
         """Blocks that each slot lacks to hold `num_tokens` tokens; int32[rows]."""
         lacking = num_tokens - self._slots.capacity.take(slots)
         np.maximum(lacking, 0, out=lacking)
-        if lacking.any():
+        if has_any(lacking):
             lacking += self.block_size - 1
             lacking //= self.block_size
             lacking *= self.num_groups
@@ -189,7 +190,7 @@ class KVCacheManager:
     def grow(self, rows: SlotIds, counts: Column) -> list[int]:
         """Append `counts[i]` fresh blocks, equally many of each group, to the table of `rows[i]`; the caller has
         checked that they exist. Return the blocks, row after row."""
-        num_blocks = int(counts.sum())
+        num_blocks = total(counts)
         if self._observers.blocks:
             self._emit_evicted(num_blocks)
         blocks = self.pool.take(num_blocks)
@@ -207,7 +208,7 @@ class KVCacheManager:
         """Make the full blocks of the first `frontiers[i]` tokens of `rows[i]` findable. These tokens are known, and
         written before any reader can read them. Only rows that crossed a block boundary cost anything."""
         crossed = frontiers >= self._slots.next_commit.take(rows)
-        if not (self.enable_prefix_caching and crossed.any()):
+        if not (self.enable_prefix_caching and has_any(crossed)):
             return
         rows, size, register = rows[crossed], self.block_size, self.pool.register
         lasts = frontiers[crossed] // size
@@ -277,7 +278,7 @@ class KVCacheManager:
         windows. Only rows that crossed a block boundary cost anything."""
         confirmed = np.minimum(self._slots.committed(rows), self._slots.tokens.take(rows))
         crossed = confirmed >= self._slots.next_whole.take(rows)
-        if self.enable_prefix_caching and crossed.any():
+        if self.enable_prefix_caching and has_any(crossed):
             full, frontiers = rows[crossed], confirmed[crossed]
             self.register(full, frontiers)
             self.note_whole(full, frontiers)
