@@ -22,14 +22,14 @@ def has_all(column: NDArray[Any]) -> bool:
     return np.count_nonzero(column) == column.size
 
 
-def total(column: NDArray[np.int32]) -> int:
-    """Return the sum of int32[any], which must fit into int32."""
+def total(column: NDArray[np.integer[Any]]) -> int:
+    """Return the sum of whole numbers, which must fit into int32."""
     if len(column) > len(_ONES):
         return int(column.sum())
     return int(column.dot(_ONES[: len(column)]))
 
 
-def greatest(column: NDArray[np.int32], least: int) -> int:
+def greatest(column: NDArray[np.integer[Any]], least: int) -> int:
     """Return the largest number, but not less than `least`."""
     return max(int(column[column.argmax()]), least) if len(column) else least
 
