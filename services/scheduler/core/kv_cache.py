@@ -214,15 +214,15 @@ class KVCacheManager:
         lasts = frontiers[crossed] // size
         firsts = self._slots.next_commit[rows] // size - 1
         self._slots.next_commit[rows] = (lasts + 1) * size
-        newest = self._slots.history[rows[:, None], (lasts * size)[:, None] + np.arange(-size, 0)].tobytes()
-        width, at, is_single = 4 * size, 0, self.num_groups == 1
+        history, is_single = self._slots.history, self.num_groups == 1
         for slot, first, last in zip(rows.tolist(), firsts.tolist(), lasts.tolist(), strict=True):
             request, table = self._slots.request(slot), self.tables[slot]
             hashes = request.block_hashes
             if len(hashes) == last - 1 and hashes:  # the usual case: a decode filled one more block
-                hashes.append(sha256(hashes[-1] + newest[at : at + width]).digest())
+                newest = history[slot, (last - 1) * size : last * size].tobytes()
+                hashes.append(sha256(hashes[-1] + newest).digest())
             elif len(hashes) < last:
-                self.extend_hashes(request, self._slots.history[slot], last)
+                self.extend_hashes(request, history[slot], last)
             if is_single:
                 for index in range(first, last):
                     register(table[index], hashes[index])
@@ -230,7 +230,6 @@ class KVCacheManager:
                 self._register_groups(table, hashes, first, last)
             if self._observers.blocks:
                 self._emit_cached(request, slot, first, last)
-            at += width
 
     def _register_groups(self, table: list[int], hashes: list[bytes], first: int, last: int) -> None:
         for at in range(first * self.num_groups, last * self.num_groups):

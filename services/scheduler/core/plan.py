@@ -123,7 +123,7 @@ class StepPlanner:
             counts = self.slices(rows, budget)
             missing = epoch.kv.missing(rows, epoch.limits.held(epoch.slots.computed.take(rows) + counts))
             short = len(rows)
-            if has_any(missing):
+            if total(missing) > epoch.kv.num_free:
                 short = int(missing.cumsum().searchsorted(epoch.kv.num_free, side="right"))
             if short == len(rows):
                 break
