@@ -14,12 +14,12 @@ _ONES = np.ones(4096, np.int32)
 
 def has_any(column: NDArray[Any]) -> bool:
     """Return whether any element is true, or not zero."""
-    return np.count_nonzero(column) > 0
+    return bool(np.count_nonzero(column))
 
 
 def has_all(column: NDArray[Any]) -> bool:
     """Return whether all elements are true, or not zero."""
-    return np.count_nonzero(column) == column.size
+    return bool(np.count_nonzero(column) == column.size)
 
 
 def total(column: NDArray[np.integer[Any]]) -> int:
