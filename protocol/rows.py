@@ -275,5 +275,4 @@ def _same_length(what: str, **columns: NDArray[np.generic] | bytes) -> None:
 
 
 def _negative(column: I32) -> bool:
-    """Return whether any number is negative. The sign bit survives `or`, which is defined for an empty column too."""
-    return bool(np.bitwise_or.reduce(column) < 0)
+    return len(column) > 0 and bool(column[column.argmin()] < 0)

@@ -79,6 +79,8 @@ LINGER_MS = 1000
 """Milliseconds that the last messages to frontends and workers have to leave."""
 PROBE_MS = 50
 """Milliseconds between two checks of the connections while one is known to be broken."""
+CHECK_INTERVAL = 0.02
+"""Seconds between two looks at the timeouts of workers, if nothing but results arrives from them."""
 GAUGE_INTERVAL = 0.1
 """Seconds between two reports of the gauges while there are requests."""
 MASK_PATIENCE = 5e-4
@@ -129,7 +131,7 @@ class Service:
         self._stop_now = False
         self._reports = StateReports(config, incarnation, tokenizer)
         self._reported: GroupStatus | None = None
-        self._next_sign = self._next_gauges = 0.0
+        self._next_sign = self._next_gauges = self._next_check = 0.0
         self._was_busy = False
         self._subscriptions = Subscriptions(config.step_trace)
         self._cached_blocks = CachedBlockReports()
@@ -262,6 +264,8 @@ class Service:
     def _read_workers(self) -> None:
         now = time.monotonic()
         for worker, message in self.workers.receive():
+            if not isinstance(message, StepResult):
+                self._next_check = now
             self._on_worker_message(worker, message, now)
             self._act()
 
@@ -330,9 +334,12 @@ class Service:
         now = time.monotonic()
         for worker in self.workers.take_gone():
             self.group.on_gone(worker, "is gone: its connection broke", now)
+            self._next_check = now
         self._act()
-        self.group.check(now)
-        self._act()
+        if now >= self._next_check or not self._ranks:
+            self._next_check = now + CHECK_INTERVAL
+            self.group.check(now)
+            self._act()
 
     def _act(self) -> None:
         """Carry out the group's actions."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.columns import greatest, has_all, has_any, indices
 from protocol.requests import Embedding, Finish, FinishReason
 from protocol.rows import LogprobRows, ProgressRows
 from protocol.sampling import Pooling
@@ -65,23 +66,23 @@ class ResultApplier:
         epoch, s, counts = self.epoch, self.epoch.slots, result.counts
         if result.progress is not None:
             self.apply_progress(step, result.progress)
-        sampling = slice(None) if step.samples.all() else step.samples
+        sampling = slice(None) if has_all(step.samples) else step.samples
         rows, drafts = step.slots[sampling], step.drafts[sampling]
         all_current = epoch.ledger.current(step)
         current, states = all_current[sampling], s.state.take(rows)
         live = current & (states == LIVE)
         self.check(step, result, rows, drafts, live)
-        all_used = bool((live & (counts > 0)).all())
+        all_used = has_all(live & (counts > 0))
         self.check_masks(step, rows if all_used else rows[(counts > 0) & current & (states != DROP)])
         epoch.ledger.remove(step)
         if not all_used or len(rows) < len(step.slots):
             self._count_wasted(step, all_current)
         if self.drafting is not None:
             self.drafting.observe(step, result.drafted, counts, result.sampled)
-        if step.drafts.any() or not all_used:
+        if has_any(step.drafts) or not all_used:
             self.settle(rows, drafts, result, live)
         logprobs = None if result.logprobs is None else self.wanted_logprobs(result.logprobs)
-        first = np.cumsum(counts, dtype=np.int32) - counts
+        first = counts.cumsum(dtype=np.int32) - counts
         used: Mask | slice = slice(None)
         if not all_used:
             states[~current] = DROP
@@ -147,10 +148,10 @@ class ResultApplier:
                 f"result of step {step.step_id} with {len(counts)} rows, expected step {oldest} with {len(rows)} rows"
             )
         missing = live & (counts < 1)
-        if missing.any() and (missing := missing & ~self.may_be_left_out(rows)).any():
+        if has_any(missing) and has_any(missing := missing & ~self.may_be_left_out(rows)):
             slot = rows[missing][0]
             raise UnknownResult(f"step {step.step_id} has no token for slot {slot} and no reason for it")
-        if (wrong := (counts > drafts + 1) | (result.drafted > drafts)).any():
+        if has_any(wrong := (counts > drafts + 1) | (result.drafted > drafts)):
             row = int(wrong.argmax())
             raise UnknownResult(
                 f"step {step.step_id} has {counts[row]} tokens for slot {rows[row]}, which had {drafts[row]} drafts"
@@ -209,7 +210,7 @@ class ResultApplier:
         Args:
             first: int32[rows], index of the row's first token in `token_ids`.
         """
-        s, width = self.epoch.slots, int(counts.max(initial=1))
+        s, width = self.epoch.slots, greatest(counts, 1)
         offsets = np.arange(width, dtype=np.int32)
         ids = token_ids.take(first[:, None] + offsets, mode="clip")
         totals = s.tokens.take(rows)[:, None] + (offsets + 1)
@@ -228,7 +229,7 @@ class ResultApplier:
         """Advance grammars by the tokens (emitted tokens only) and deliver embeddings. Return the tokens without those
         that do not match and those of embeddings, and the requests that end with it."""
         s, ended = self.epoch.slots, list[RequestEnd]()
-        some = np.flatnonzero(s.constrained.take(tokens.rows) | s.pooling.take(tokens.rows))
+        some = indices(s.constrained.take(tokens.rows) | s.pooling.take(tokens.rows))
         if not len(some):
             return tokens, ended
         counts, ends = tokens.counts.copy(), tokens.ends.copy()
@@ -255,12 +256,12 @@ class ResultApplier:
         """Append tokens to the history of their slots and to the outputs."""
         s, (rows, ids, counts) = self.epoch.slots, tokens[:3]
         totals = s.tokens.take(rows)
-        if (entering := totals == s.entry.take(rows)).any():
+        if has_any(entering := totals == s.entry.take(rows)):
             for slot in rows[entering & (counts > 0)].tolist():
                 request = s.request(slot)
                 request.first_token = request.first_token or self.store.now
         s.tokens[rows] = totals + counts
-        if ids.shape[1] == 1 and counts.all():
+        if ids.shape[1] == 1 and has_all(counts):
             token_ids = ids[:, 0]
         else:
             taken = np.arange(ids.shape[1]) < counts[:, None]
@@ -283,7 +284,7 @@ class ResultApplier:
     def keep_drafts(self, rows: SlotIds, draft_ids: Column) -> None:
         """Keep the drafts of constrained rows: the masks of their next rows depend on them."""
         s = self.epoch.slots
-        for row in np.flatnonzero(s.constrained.take(rows)).tolist():
+        for row in indices(s.constrained.take(rows)).tolist():
             s.request(int(rows[row])).draft_ids = draft_ids[row]
 
     def wanted_logprobs(self, logprobs: LogprobRows) -> LogprobRows:
@@ -302,7 +303,7 @@ class ResultApplier:
     def _ends(self, tokens: NewTokens) -> list[RequestEnd]:
         """Requests that end with their row's last token."""
         ends = []
-        for row in np.flatnonzero(tokens.ends).tolist():
+        for row in indices(tokens.ends).tolist():
             request, stop = self.epoch.slots.request(int(tokens.rows[row])), bool(tokens.stops[row])
             last = int(tokens.ids[row, tokens.counts[row] - 1])
             reason = FinishReason.STOP if stop else FinishReason.LENGTH

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
+from protocol.columns import greatest, has_any, total
 from services.config import SpeculativeConfig
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.slots import Column
@@ -111,7 +112,7 @@ class Acceptance:
 
     def add(self, planned: Column, drafted: Column, counts: Column) -> None:
         """Count a step: int32[sampling rows], planned and verified drafts and tokens of each row."""
-        if not planned.any():
+        if not has_any(planned):
             return
         reached = np.minimum(counts, planned)
         numbers = np.stack((planned, drafted, reached, np.maximum(counts - 1, 0))) + self._offsets
@@ -342,15 +343,15 @@ class AdaptiveDrafting:
         self._acceptance.add(planned, drafted, counts)
         if not seconds or steps != 1:
             return
-        num_rows, most = len(step.slots), int(planned.max(initial=0))
-        prompt_tokens = int(step.counts.sum()) - num_rows - (int(planned.sum()) if most else 0)
+        num_rows, most = len(step.slots), greatest(planned, 0)
+        prompt_tokens = total(step.counts) - num_rows - (total(planned) if most else 0)
         if most == step.proposes:  # others verify and propose different numbers
-            num_drafted = int(drafted.sum()) if most else 0
+            num_drafted = total(drafted) if most else 0
             seconds = self._seconds.add(num_rows, num_drafted, step.proposes, prompt_tokens, seconds)
         if not prompt_tokens and not step.rests:
             self._credit += _TRIALS * seconds
             if step.is_trial and self._rate:
-                self._credit -= seconds - float(counts.sum()) / self._rate
+                self._credit -= seconds - total(counts) / self._rate
 
 
 def _age(seconds: float, steps: int, memory: float) -> float:

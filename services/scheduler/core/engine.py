@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 
 from protocol.block_names import NamedBlocks
 from protocol.codec import pack, unpack
+from protocol.columns import total
 from protocol.kv_groups import name_in_group
 from protocol.records import RequestTimes
 from protocol.requests import (
@@ -521,7 +522,7 @@ class EngineCore:
     def _apply(self, step: InflightStep, result: ModelRunnerOutput) -> None:
         decoded = decode_result(step, result, self._admission.vocab_size, self._admission.hidden_size)
         applied = self.applier.apply(step, decoded)
-        tokens = int(step.counts.sum())
+        tokens = total(step.counts)
         self._measure(step, tokens, applied.ended)
         self.store.counters["steps_total"] += 1
         self.store.counters["iteration_tokens_sum"] += tokens
@@ -531,7 +532,7 @@ class EngineCore:
 
     def _measure(self, step: InflightStep, tokens: int, ended: Iterable[RequestKey]) -> None:
         """`tokens`: positions of the step: one per row, drafts, and those of prompts."""
-        prompt_tokens, now = tokens - len(step.slots) - int(step.drafts.sum()), self.store.now
+        prompt_tokens, now = tokens - len(step.slots) - total(step.drafts), self.store.now
         hits = self.store.counters["prefix_cache_hits"]
         self._queue_time.on_result(now, prompt_tokens, hits, not self.queue)
         loading, limits = self.store.loading, self.epoch.limits

@@ -22,6 +22,7 @@ from itertools import groupby, islice
 import numpy as np
 
 from protocol.block_names import NamedBlocks, extend_names
+from protocol.columns import has_any, total
 from protocol.kv_groups import NO_BLOCK, ONE_GROUP, KVGroup, name_in_group, num_states
 from services.scheduler.core.block_pool import BlockPool
 from services.scheduler.core.observer import BlocksCached, BlocksEvicted, Observers
@@ -180,7 +181,7 @@ class KVCacheManager:
         """Blocks that each slot lacks to hold `num_tokens` tokens; int32[rows]."""
         lacking = num_tokens - self._slots.capacity.take(slots)
         np.maximum(lacking, 0, out=lacking)
-        if lacking.any():
+        if has_any(lacking):
             lacking += self.block_size - 1
             lacking //= self.block_size
             lacking *= self.num_groups
@@ -189,7 +190,7 @@ class KVCacheManager:
     def grow(self, rows: SlotIds, counts: Column) -> list[int]:
         """Append `counts[i]` fresh blocks, equally many of each group, to the table of `rows[i]`; the caller has
         checked that they exist. Return the blocks, row after row."""
-        num_blocks = int(counts.sum())
+        num_blocks = total(counts)
         if self._observers.blocks:
             self._emit_evicted(num_blocks)
         blocks = self.pool.take(num_blocks)
@@ -207,21 +208,21 @@ class KVCacheManager:
         """Make the full blocks of the first `frontiers[i]` tokens of `rows[i]` findable. These tokens are known, and
         written before any reader can read them. Only rows that crossed a block boundary cost anything."""
         crossed = frontiers >= self._slots.next_commit.take(rows)
-        if not (self.enable_prefix_caching and crossed.any()):
+        if not (self.enable_prefix_caching and has_any(crossed)):
             return
         rows, size, register = rows[crossed], self.block_size, self.pool.register
         lasts = frontiers[crossed] // size
         firsts = self._slots.next_commit[rows] // size - 1
         self._slots.next_commit[rows] = (lasts + 1) * size
-        newest = self._slots.history[rows[:, None], (lasts * size)[:, None] + np.arange(-size, 0)].tobytes()
-        width, at, is_single = 4 * size, 0, self.num_groups == 1
+        history, is_single = self._slots.history, self.num_groups == 1
         for slot, first, last in zip(rows.tolist(), firsts.tolist(), lasts.tolist(), strict=True):
             request, table = self._slots.request(slot), self.tables[slot]
             hashes = request.block_hashes
             if len(hashes) == last - 1 and hashes:  # the usual case: a decode filled one more block
-                hashes.append(sha256(hashes[-1] + newest[at : at + width]).digest())
+                newest = history[slot, (last - 1) * size : last * size].tobytes()
+                hashes.append(sha256(hashes[-1] + newest).digest())
             elif len(hashes) < last:
-                self.extend_hashes(request, self._slots.history[slot], last)
+                self.extend_hashes(request, history[slot], last)
             if is_single:
                 for index in range(first, last):
                     register(table[index], hashes[index])
@@ -229,7 +230,6 @@ class KVCacheManager:
                 self._register_groups(table, hashes, first, last)
             if self._observers.blocks:
                 self._emit_cached(request, slot, first, last)
-            at += width
 
     def _register_groups(self, table: list[int], hashes: list[bytes], first: int, last: int) -> None:
         for at in range(first * self.num_groups, last * self.num_groups):
@@ -277,7 +277,7 @@ class KVCacheManager:
         windows. Only rows that crossed a block boundary cost anything."""
         confirmed = np.minimum(self._slots.committed(rows), self._slots.tokens.take(rows))
         crossed = confirmed >= self._slots.next_whole.take(rows)
-        if self.enable_prefix_caching and crossed.any():
+        if self.enable_prefix_caching and has_any(crossed):
             full, frontiers = rows[crossed], confirmed[crossed]
             self.register(full, frontiers)
             self.note_whole(full, frontiers)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from protocol.columns import has_all
 from services.scheduler.core.slots import Column, Mask, SlotColumns, SlotIds
 
 
@@ -53,7 +54,7 @@ class Ledger:
         self.oldest = step.step_id + 1
         s, rows, counts, samples, drafts = self._slots, step.slots, step.counts, step.samples, step.drafts
         current = self.current(step)
-        if not current.all():
+        if not has_all(current):
             rows, counts, samples, drafts = rows[current], counts[current], samples[current], drafts[current]
         s.inflight[rows] = s.inflight.take(rows) - counts
         s.placeholders[rows] = s.placeholders.take(rows) - samples - drafts

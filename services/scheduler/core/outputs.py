@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.codec import pack
+from protocol.columns import has_all
 from protocol.requests import Embedding, Finish, RequestOutputs
 from protocol.rows import LogprobRows
 from services.scheduler.core.slots import Column
@@ -50,7 +51,7 @@ class OutputBuffer:
         while len(frontends):
             frontend = int(frontends[0])
             mine = frontends == frontend
-            if mine.all():
+            if has_all(mine):
                 self._by_frontend[frontend].add(numbers, indices, token_ids)
                 return
             self._by_frontend[frontend].add(numbers[mine], indices[mine], token_ids[mine])

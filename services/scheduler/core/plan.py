@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from protocol.codec import pack
+from protocol.columns import has_all, has_any, total
 from protocol.steps import NewRequest, SchedulerOutput
 from services.scheduler.core.drafting import Drafting
 from services.scheduler.core.epoch import EpochState
@@ -121,7 +122,9 @@ class StepPlanner:
             rows = epoch.policy.order(view)
             counts = self.slices(rows, budget)
             missing = epoch.kv.missing(rows, epoch.limits.held(epoch.slots.computed.take(rows) + counts))
-            short = int(np.searchsorted(np.cumsum(missing), epoch.kv.num_free, side="right"))
+            short = len(rows)
+            if total(missing) > epoch.kv.num_free:
+                short = int(missing.cumsum().searchsorted(epoch.kv.num_free, side="right"))
             if short == len(rows):
                 break
             choice.admitting = False
@@ -133,19 +136,19 @@ class StepPlanner:
             self.lifecycle.preempt(victim, PreemptionCause.BLOCKS)
             view = epoch.view(self.store.waiting)
         taken = counts > 0
-        if not taken.all():
+        if not has_all(taken):
             rows, counts, missing = rows[taken], counts[taken], missing[taken]
         if not len(rows):
             return
         short_of = missing > 0
-        if short_of.any():
+        if has_any(short_of):
             choice.block_ids = epoch.kv.grow(rows[short_of], missing[short_of])
             choice.block_slots = np.repeat(rows, missing)
         if not budget.runner_reports:
             self.register_known(rows, counts)
         choice.slots.append(rows)
         choice.counts.append(counts)
-        choice.tokens_left -= int(counts.sum())
+        choice.tokens_left -= total(counts)
         if budget.prefill is not None:
             choice.prefill_left -= int(counts[~epoch.slots.decoding(rows)].sum())
 
@@ -169,7 +172,7 @@ class StepPlanner:
         """Eager registration: chunks of known tokens enter the prefix cache with their dispatch."""
         slots = self.epoch.slots
         chunk = (counts > 1) & ~slots.decoding(rows)
-        if chunk.any():
+        if has_any(chunk):
             rows = rows[chunk]
             self.epoch.kv.register(rows, np.minimum(slots.computed[rows] + counts[chunk], slots.tokens[rows]))
 
@@ -318,7 +321,7 @@ class StepPlanner:
         drafts = starts + counts - (s.tokens.take(slots) + s.placeholders.take(slots))
         samples = drafts >= 0
         np.maximum(drafts, 0, out=drafts)
-        drafting = self.drafting if samples.any() else None
+        drafting = self.drafting if has_any(samples) else None
         proposes = drafting.length(int(np.count_nonzero(samples))) if drafting else 0
         is_trial, rests = (drafting.is_trial, drafting.rests) if drafting else (False, False)
         step = InflightStep(
@@ -347,7 +350,7 @@ class StepPlanner:
             block_ids=pack(choice.block_ids),
             released=pack(epoch.take_released()),
             has_structured_output_requests=len(masked) > 0,
-            drafts=pack(drafts) if drafts.any() else b"",
+            drafts=pack(drafts) if has_any(drafts) else b"",
             num_speculative_tokens=proposes,
             min_acceptance=drafting.min_acceptance if drafting and proposes else 0.0,
             report_times=self.store.observers.rank_times,
@@ -373,6 +376,8 @@ def _first(want: Column, rows: int) -> Column:
 
 def _within(want: Column, budget: int) -> Column:
     """Limit the sum of `want` to the budget, row after row."""
+    if total(want) <= budget:
+        return want
     before = np.cumsum(want, dtype=np.int32) - want
     left = np.maximum(budget - before, 0, dtype=np.int32)
     return np.minimum(want, left, out=want)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from protocol.codec import ProtocolError, unpack
+from protocol.columns import greatest, has_all, has_any
 from protocol.rows import EmbeddingRows, LogprobRows, ProgressRows, ResultRows
 from protocol.steps import NO_DRAFT, ModelRunnerOutput
 from services.scheduler.core.ledger import InflightStep
@@ -75,11 +76,12 @@ def decode_result(
 
 
 def _check_rows(step: InflightStep, rows: ResultRows, vocab_size: int) -> None:
-    if not np.array_equal(rows.slots, step.slots[step.samples]) or not np.array_equal(
-        rows.generations, step.generations[step.samples]
-    ):
+    slots, generations = step.slots, step.generations
+    if not has_all(step.samples):
+        slots, generations = slots[step.samples], generations[step.samples]
+    if len(rows.slots) != len(slots) or has_any((rows.slots != slots) | (rows.generations != generations)):
         raise UnknownResult(f"the rows of step {step.step_id}'s result are not those of its plan")
-    if rows.token_ids.max(initial=0) >= vocab_size:
+    if greatest(rows.token_ids, 0) >= vocab_size:
         raise UnknownResult(f"step {step.step_id} returned a token outside the vocabulary of {vocab_size}")
 
 

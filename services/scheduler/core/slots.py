@@ -11,6 +11,7 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.columns import has_any
 from protocol.sampling import Pooling
 from services.scheduler.core.request import Request
 
@@ -181,7 +182,7 @@ class SlotColumns:
         want[tokens + sampling >= self.limit.take(rows)] = 0  # certain end
         if stages > 1:  # stage spacing: tokens and drafts of the last stage have not reached the first
             want[(sampling > 0) & (next_step - self.sampled_step.take(rows) < stages)] = 0
-        if self.late_masks.any():  # masks of a row that is the only one follow its plan at once
+        if has_any(self.late_masks):  # masks of a row that is the only one follow its plan at once
             want[(self.late_masks.take(rows) >= MOST_LATE) & (sampling > 0)] = 0
         return want
 

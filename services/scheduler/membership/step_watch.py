@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from protocol.codec import unpack
+from protocol.columns import greatest, total
 from protocol.steps import SchedulerOutput
 
 FACTOR = 10
@@ -38,7 +39,7 @@ class StepSize(NamedTuple):
     def from_plan(cls, plan: SchedulerOutput) -> "StepSize":
         counts = unpack(plan.counts).astype(np.int64)
         attended = int(counts @ (counts + unpack(plan.starts)))
-        return cls(int(counts.sum()), attended, len(counts), int(counts.max(initial=0)))
+        return cls(total(counts), attended, len(counts), greatest(counts, 0))
 
     @property
     def bucket(self) -> tuple[int, int]:

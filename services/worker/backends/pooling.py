@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from protocol.columns import has_any
 from protocol.sampling import Pooling
 from services.worker.batch.slots import BatchColumns, Rows
 
@@ -69,7 +70,7 @@ class Pooler:
             return None
         means = kinds == Pooling.MEAN
         wanted = means | ((kinds == Pooling.LAST) & rows.samples)
-        if not wanted.any():
+        if not has_any(wanted):
             return None
         last = np.cumsum(rows.counts, dtype=np.int32)
         sizes = np.where(means, rows.counts, 1).astype(np.int32)[wanted]

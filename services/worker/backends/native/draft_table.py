@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from protocol.columns import has_any
 from protocol.steps import NO_DRAFT
 from services.worker.backends.native.token_history import TokenHistory
 from services.worker.batch.slots import EMPTY, PlanError, Rows
@@ -69,7 +70,7 @@ class DraftTable:
         """
         if self._most:
             return self._settled(rows, history)
-        if rows.drafts.any():
+        if has_any(rows.drafts):
             raise PlanError("the plan has drafts, but this group was assigned no speculation")
         if not len(masked):
             return rows

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from protocol.codec import unpack
+from protocol.columns import has_all, has_any
 from protocol.kv_groups import ONE_GROUP
 from protocol.membership import Assignment, InitializeCache
 from protocol.steps import NO_DRAFT, GrammarOutput, SchedulerOutput
@@ -264,10 +265,10 @@ class NativeEpoch:
             return np.full((len(sampled.counts), k), NO_DRAFT, np.int32)
         rows, stay, samples = pending.rows, pending.rows.counts, pending.rows.samples
         kept = sampled.counts > 0
-        if rows.drafts.any() or not kept.all():
+        if has_any(rows.drafts) or not has_all(kept):
             stay = stay.copy()
             stay[rows.samples] += sampled.counts - 1 - rows.drafts[rows.samples]
-        if not kept.all():  # without the last known token, such a row is a chunk that samples nothing
+        if not has_all(kept):  # without the last known token, such a row is a chunk that samples nothing
             samples = samples.copy()
             samples[rows.samples] = kept
         states, least = self._states(rows.counts, stay), pending.step.min_acceptance

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from protocol.columns import has_any
 from protocol.rows import StepRows
 from protocol.steps import ModelRunnerOutput, SchedulerOutput
 from services.worker.backends.native.sampling.logprobs import PromptScores, ScoresOnTheirWay
@@ -48,7 +49,7 @@ class ComputedStep:
 
     @cached_property
     def sampling(self) -> bool:
-        return bool(self.rows.samples.any())
+        return has_any(self.rows.samples)
 
     @cached_property
     def slots(self) -> NDArray[np.int32]:
@@ -119,6 +120,6 @@ class NativeResult:
             logprobs=logprobs.to_message() if logprobs is not None else None,
             embedding_slots=embedding_slots,
             embeddings=embeddings,
-            drafted=self.sampled.drafted.tobytes() if self.sampled.drafted.any() else b"",
+            drafted=self.sampled.drafted.tobytes() if has_any(self.sampled.drafted) else b"",
             draft_token_ids=self.drafts.tobytes() if self.step.has_structured_output_requests else b"",
         )

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from protocol.columns import has_any
 from services.worker.kernels.interface.rows import RowKernels, Verified
 
 I32 = NDArray[np.int32]
@@ -30,7 +31,7 @@ class SamplePositions(NamedTuple):
     @classmethod
     def from_rows(cls, kernels: RowKernels, slots: I32, firsts: I32, drafts: I32) -> Self:
         """int32[rows] each; `firsts` are the positions of each row's first token."""
-        if not drafts.any():
+        if not has_any(drafts):
             return cls(slots, firsts, drafts, np.zeros(len(slots), np.int32))
         owners, offsets = kernels.spread(drafts + np.int32(1))
         return cls(slots[owners], firsts[owners] + offsets, drafts, offsets)

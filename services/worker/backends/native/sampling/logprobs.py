@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from protocol.columns import has_any
 from protocol.rows import LogprobRows
 from services.worker.backends.native.token_history import TokenHistory
 from services.worker.batch.slots import NONE, BatchColumns, Rows
@@ -98,7 +99,7 @@ class PromptScores:
         """None when the step has no such token."""
         slots = rows.slots
         wanted = table.prompt_logprobs[slots] != NONE
-        if not wanted.any():  # every step pays for this
+        if not has_any(wanted):  # every step pays for this
             return None
         has = wanted & (rows.starts < table.num_prompt[slots] - 1)
         return cls(rows, table, kernels, history) if has.any() else None

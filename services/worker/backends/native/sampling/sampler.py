@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from protocol.codec import unpack
+from protocol.columns import has_all, has_any
 from protocol.rows import GrammarRows
 from protocol.steps import GrammarOutput
 from services.worker.backends.native.sampling.acceptance import SamplePositions
@@ -142,7 +143,7 @@ class Sampler:
             ids = torch.empty(0, dtype=torch.int32, device=kernels.device.where)
             return SampledTokens(ids, none, none, None)
         plain = grammar is None and kept is None
-        if plain and not drafts.any() and not self._special[slots].any():
+        if plain and not has_any(drafts) and not has_any(self._special[slots]):
             return SampledTokens(self._chosen(logits, slots, positions), none + np.int32(1), none, None)
         mask = None
         if grammar is not None:
@@ -202,7 +203,7 @@ class Sampler:
     def _chosen(self, logits: torch.Tensor, slots: I32, positions: I32) -> torch.Tensor:
         """Return a token of each row, int32[rows]."""
         t, temperature = self._table, self._table.temperature[slots]
-        if (temperature < GREEDY_BELOW).all():
+        if has_all(temperature < GREEDY_BELOW):
             return self._kernels.sampling.greedy(logits)
         columns = temperature, t.min_p[slots], t.top_k[slots], t.top_p[slots], t.seed[slots]
         return self._kernels.sampling.choose(logits, DrawColumns(*columns, positions))
