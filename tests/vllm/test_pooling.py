@@ -196,7 +196,9 @@ def test_what_does_not_work_with_a_pooler_is_refused_by_name(
 ) -> None:
     bad: dict[str, dict[str, Any]] = {
         "--enable-lora": {"max_loras": 1},
-        "--speculative-config": {"speculation": Speculation("ngram", 2)},
+        "--speculative-config": {
+            "speculation": Speculation("ngram", 2, prompt_lookup_min=1, prompt_lookup_max=2)
+        },
         "max_num_batched_tokens": {"chunk": CONTEXT // 2},
         "--pooler-config: ": {"pooler_config": {"tusk": "embed"}},
         "Unsupported task: 'classify'": {"pooler_config": {"task": "classify"}},
