@@ -73,6 +73,11 @@ class FrontendProbe:
         models = body.get("data")
         return str(models[0].get("id", "")) if isinstance(models, list) and models else ""
 
+    def task(self) -> str:
+        """Return what the model computes, "generate" or a task of vLLM's; "" if the frontend does not answer."""
+        _, body = self._get("/model_info") or (0, {})
+        return str(body.get("task", ""))
+
     def _connection(self) -> http.client.HTTPConnection:
         config = self._config
         if config.uds is not None:

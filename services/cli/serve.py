@@ -173,11 +173,20 @@ def child_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in settings}
 
 
+_EXAMPLES = {
+    "generate": ("/v1/chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'),
+    "embed": ("/v1/embeddings", '"input": "Hello"'),
+    "classify": ("/classify", '"input": "Hello"'),
+}
+"""Path and fields of a first request, by task."""
+
+
 def _welcome(probe: FrontendProbe, config: ServeConfig, seconds: float) -> str:
     """Return one line with the model, its URL, the start-up time, the page and an example request."""
     model = probe.model()
     key = ' -H "Authorization: Bearer $RUNAHEAD_API_KEY"' if config.api_key else ""
     page = f" Page: {probe.url}/ ." if config.ui and config.uds is None else ""
-    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
-    example = f"{probe.curl()}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+    path, content = _EXAMPLES.get(probe.task(), ("/pooling", '"input": "Hello"'))
+    body = f'{{"model": "{model}", {content}}}'
+    example = f"{probe.curl()}{path} -H 'Content-Type: application/json'{key} -d '{body}'"
     return f"Serving {model} at {probe.url}/v1 after {seconds:.1f} s.{page} Try: {example}"

@@ -4,6 +4,7 @@ import json
 import string
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -20,6 +21,7 @@ from transformers import (
     ModernBertModel,
     PreTrainedModel,
     Qwen3Config,
+    Qwen3ForCausalLM,
     Qwen3ForSequenceClassification,
     Qwen3Model,
     RobertaConfig,
@@ -63,6 +65,7 @@ MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
     "roberta-scorer": lambda: RobertaForSequenceClassification(RobertaConfig(**ROBERTA, num_labels=1)),
     "bert-tagger": lambda: BertForTokenClassification(BertConfig(**BERT, **LABELS)),
     "qwen3-classifier": lambda: Qwen3ForSequenceClassification(Qwen3Config(**QWEN3, **LABELS)),
+    "qwen3-generator": lambda: Qwen3ForCausalLM(Qwen3Config(**QWEN3)),
     "qwen3-scorer": lambda: Qwen3ForSequenceClassification(Qwen3Config(**QWEN3, num_labels=1)),
 }
 
@@ -78,7 +81,7 @@ def make(name: str, directory: Path) -> Path:
     model.save_pretrained(directory)
     if name == "bert-mean":
         _set_mean(directory)
-    _save_tokenizer(directory)
+    _save_tokenizer(directory, marks_pairs=not name.startswith("qwen3"))
     return directory
 
 
@@ -101,12 +104,19 @@ def _set_mean(directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps(config | {"matryoshka_dimensions": [32, 64, 128]}))
 
 
-def _save_tokenizer(directory: Path) -> None:
+def _save_tokenizer(directory: Path, marks_pairs: bool) -> None:
+    """
+    Args:
+        marks_pairs: False: vLLM leaves out `token_type_ids`, which decoders fail on.
+    """
     tokenizer = Tokenizer(WordPiece({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
     tokenizer.normalizer, tokenizer.pre_tokenizer = BertNormalizer(), BertPreTokenizer()
     tokenizer.post_processor = BertProcessing(("[SEP]", 3), ("[CLS]", 2))
     tokenizer.add_special_tokens(WORDS[:5])
     tokenizer.save(str(directory / "tokenizer.json"))
     names = {"pad_token": 0, "unk_token": 1, "cls_token": 2, "sep_token": 3, "mask_token": 4}
-    config = {name: WORDS[i] for name, i in names.items()} | {"tokenizer_class": "BertTokenizer"}
+    config: dict[str, Any] = {name: WORDS[i] for name, i in names.items()}
+    config["tokenizer_class"] = "BertTokenizer"
+    if not marks_pairs:
+        config["model_input_names"] = ["input_ids", "attention_mask"]
     (directory / "tokenizer_config.json").write_text(json.dumps(config))

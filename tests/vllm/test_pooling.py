@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 
+from protocol.membership import Speculation
 from protocol.pooling import PoolingModel, PoolingParams
 from protocol.sampling import Pooling, SamplingParams
+from services.worker.runner import LoadError
 from tests.vllm import pooling_checkpoints
 from tests.vllm.driver import BLOCK, VllmRun, VllmStream, VllmWorker
 from tests.vllm.pooling_checkpoints import CONTEXT, WORDS
@@ -138,3 +141,68 @@ def test_only_models_that_read_backwards_alone_use_the_prefix_cache(
     name, mine, _ = both
     assert (mine.model.whole_prompts, mine.cached_tokens > 0) == (name in ENCODERS, name not in ENCODERS)
     assert (mine.bytes_per_block == 0) == (name in ENCODERS)
+
+
+def chosen(model: str, prompt: list[int], config: dict[str, Any]) -> tuple[PoolingModel, list[float]]:
+    """Return the model and the numbers of one prompt. Needs a new process."""
+    worker = VllmWorker(model=model, dtype="float32", context=CONTEXT, chunk=CONTEXT, **config)
+    with VllmRun(worker, 2) as run:
+        [stream] = run.serve(VllmStream(prompt, ONE, pooling=Pooling.MODEL))
+    assert worker.loaded.pooling is not None
+    return worker.loaded.pooling, stream.embedding
+
+
+OVERRIDES = {
+    "architectures": ["Qwen3ForSequenceClassification"],
+    "classifier_from_token": ["a", "b"],
+    "is_original_qwen3_reranker": True,
+}
+"""As for Qwen's own rerankers: the score is made of the logits of two tokens."""
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "config"),
+    [
+        ("bert", "token_embed", {"pooler_config": {"task": "token_embed"}}),
+        ("qwen3-generator", "embed", {"runner": "pooling", "pooler_config": {"pooling_type": "MEAN"}}),
+        ("qwen3-generator", "classify", {"hf_overrides": OVERRIDES}),
+    ],
+)
+def test_settings_of_vllm_choose_what_is_computed(
+    pool: ProcessPoolExecutor, tmp_path: Path, name: str, task: str, config: dict[str, Any]
+) -> None:
+    model, prompt = str(pooling_checkpoints.make(name, tmp_path / name)), prompts()[2]
+    mine = pool.submit(chosen, model, prompt, config)
+    settings = {"runner": "pooling", **config, "max_model_len": CONTEXT}
+    [expected] = pool.submit(pool_by_vllm, model, task, [(prompt, {})], **settings).result()
+    served, numbers = mine.result()
+    assert (served.task, numbers) == (task, pytest.approx(expected, rel=1e-4, abs=1e-5))
+
+
+def refusals(model: str, settings: list[dict[str, Any]]) -> list[str]:
+    """Return the error of a worker with each of the settings. Needs a new process."""
+    found = []
+    for config in settings:
+        with pytest.raises(LoadError) as refused:
+            VllmWorker(
+                **{"model": model, "dtype": "float32", "context": CONTEXT, "chunk": CONTEXT, **config}
+            ).enter(9)
+        found.append(str(refused.value))
+    return found
+
+
+def test_what_does_not_work_with_a_pooler_is_refused_by_name(
+    pool: ProcessPoolExecutor, tmp_path: Path
+) -> None:
+    bad: dict[str, dict[str, Any]] = {
+        "--enable-lora": {"max_loras": 1},
+        "--speculative-config": {
+            "speculation": Speculation("ngram", 2, prompt_lookup_min=1, prompt_lookup_max=2)
+        },
+        "max_num_batched_tokens": {"chunk": CONTEXT // 2},
+        "--pooler-config: ": {"pooler_config": {"tusk": "embed"}},
+        "Unsupported task: 'classify'": {"pooler_config": {"task": "classify"}},
+    }
+    model = str(pooling_checkpoints.make("bert", tmp_path / "bert"))
+    for name, error in zip(bad, pool.submit(refusals, model, list(bad.values())).result(), strict=True):
+        assert name in error

@@ -8,7 +8,7 @@ from typing import Any
 ROUTES = frozenset(
     {
         "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses",
-        "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/pooling",
+        "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/pooling",
     }
 )  # fmt: skip
 

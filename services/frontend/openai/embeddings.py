@@ -50,9 +50,9 @@ class EmbeddingFormat:
                 f"dimensions is {dimensions}, but this model's embeddings have {size}", "dimensions"
             )
         if model is not None and dimensions < size and not model.has_length(dimensions):
-            lengths = f"to {', '.join(map(str, model.dimensions))} only" if model.dimensions else "not at all"
+            lengths = " or ".join(map(str, model.dimensions or [size]))
             raise invalid(
-                f"dimensions is {dimensions}; this model's vectors are shortened {lengths}", "dimensions"
+                f"dimensions is {dimensions}, but this model's vectors have {lengths}", "dimensions"
             )
         normalises = model is None and body.use_activation is not False
         return cls(dimensions, body.encoding_format == "base64", normalises)
@@ -128,10 +128,8 @@ class PromptReader:
     async def read(self, given: Given) -> PooledPrompt:
         """Return at least one token. Raises: APIError"""
         state, model, most = self.context.engine.state, self.context.model, self.keep
-        context_length, pools_only = state.max_model_len, state.pooling is not None
-        longest = (
-            context_length if pools_only else context_length - 1
-        )  # the engine reserves a position for a token
+        context_length, generates = state.max_model_len, state.pooling is None
+        longest = context_length - generates  # a token follows the prompt
         if most == 0:
             raise invalid("truncate_prompt_tokens leaves nothing of the input", "truncate_prompt_tokens")
         most = longest if most == -1 else most
@@ -142,20 +140,20 @@ class PromptReader:
             first, other = given if isinstance(given, tuple) else (given, None)
             least = least_tokens(first + (other or ""), model.tokenizer) - (other is not None)
             if most is None and least > longest:
-                raise too_long(least, context_length, "input", at_least=True)
+                raise too_long(least, context_length, "input", True, generates)
             # transformers cuts a text before it adds special tokens, and vLLM afterwards at a side that is given
-            cut = most if pools_only and self.side is None else None
+            cut = most if not generates and self.side is None else None
             encode = self.context.answering.prompts.encode_texts
             ids, second = await encode(first, other, self.add_special_tokens, cut)
         checked_ids(ids, state.vocab_size, "input")
         if most is not None and len(ids) > most:
-            keeps_end = self.side == "left" if pools_only else self.side != "right"
+            keeps_end = self.side != "right" if generates else self.side == "left"
             cut = len(ids) - most if keeps_end else 0
             ids, second = ids[cut : cut + most], None if second is None else max(second - cut, 0)
-        if not 0 < len(ids) <= longest:
-            raise (
-                too_long(len(ids), context_length, "input") if ids else invalid("an input is empty", "input")
-            )
+        if not ids:
+            raise invalid("an input is empty", "input")
+        if len(ids) > longest:
+            raise too_long(len(ids), context_length, "input", False, generates)
         return PooledPrompt(ids, second)
 
 

@@ -1,13 +1,12 @@
 """Routes that routers and people ask about the server. Answers have names and sizes, and no paths or keys."""
 
-from typing import Literal
-
 from fastapi import APIRouter
 from typing_extensions import TypedDict
 
 from services import release
 from services.frontend.context import AppContext, Context
 from services.frontend.openai.schemas.responses import Natural
+from services.frontend.openai.tasks import GENERATE
 from services.frontend.openapi import GUARDED, errors
 from services.frontend.routes.probes import PHASE_TEXTS
 
@@ -43,7 +42,9 @@ class ServerInfo(VersionResponse, NamedModel):
 
 
 class ModelInfo(NamedModel):
-    is_generation: Literal[True]
+    is_generation: bool
+    task: str
+    """"generate", or what the model computes instead."""
     max_model_len: Natural | None
 
 
@@ -88,10 +89,12 @@ def _named(context: AppContext) -> NamedModel:
 @router.get("/model_info", summary="The model, as SGLang's routers read it")
 @router.get("/get_model_info", summary="The model, as older routers read it")
 async def model_info(context: Context) -> ModelInfo:
+    state = context.engine.state
     return {
         **_named(context),
-        "is_generation": True,
-        "max_model_len": context.engine.state.max_model_len or None,
+        "is_generation": state.pooling is None,
+        "task": GENERATE if state.pooling is None else state.pooling.task,
+        "max_model_len": state.max_model_len or None,
     }
 
 

@@ -199,9 +199,11 @@ def _max_tokens(body: CompletionRequest | ChatRequest, prompt_tokens: int, max_m
     return given
 
 
-def too_long(prompt_tokens: int, max_model_len: int, param: str, at_least: bool = False) -> APIError:
+def too_long(
+    prompt_tokens: int, max_model_len: int, param: str, at_least: bool = False, generates: bool = True
+) -> APIError:
     return invalid(
         f"This model's maximum context length is {max_model_len} tokens, but the prompt has "
-        f"{'at least ' if at_least else ''}{prompt_tokens}; shorten it to {max_model_len - 1} or fewer",
+        f"{'at least ' if at_least else ''}{prompt_tokens}; shorten it to {max_model_len - generates} or fewer",
         param,
     )
