@@ -283,14 +283,14 @@ def pool() -> Iterator[RankPool]:
     assert not any(pool.close()), "a rank exited with an error"
 
 
-class Layout(NamedTuple):
+class RankLayout(NamedTuple):
     tensor_parallel: int = 1
     stages: int = 1
 
 
 def served(
     pool: RankPool,
-    layout: Layout,
+    layout: RankLayout,
     depth: int,
     late: int,
     speculation: Speculation | None,
@@ -326,12 +326,12 @@ def served(
 
 def test_ranks_leave_out_the_same_rows(pool: RankPool) -> None:
     """The output rank decides for all of them; earlier stages receive its outcomes."""
-    wanted = served(pool, Layout(), 1, 0, None)
+    wanted = served(pool, RankLayout(), 1, 0, None)
     for layout, depth, late, speculation in (
-        (Layout(2), 2, 1, None),
-        (Layout(2), 3, 2, NGRAM),
-        (Layout(stages=2), 2, 3, None),
-        (Layout(stages=2), 3, 4, NGRAM),
+        (RankLayout(2), 2, 1, None),
+        (RankLayout(2), 3, 2, NGRAM),
+        (RankLayout(stages=2), 2, 3, None),
+        (RankLayout(stages=2), 3, 4, NGRAM),
     ):
         got = served(pool, layout, depth, late, speculation)
         assert_equal(got, wanted)
@@ -340,7 +340,7 @@ def test_ranks_leave_out_the_same_rows(pool: RankPool) -> None:
 
 def test_stages_answer_like_one_rank_with_every_policy(pool: RankPool) -> None:
     """The cells that the other tests leave out."""
-    wanted = served(pool, Layout(), 1, 0, None)
+    wanted = served(pool, RankLayout(), 1, 0, None)
     for policy, depth, speculation in (
         ("balanced", 2, None),
         ("balanced", 2, NGRAM),
@@ -348,16 +348,16 @@ def test_stages_answer_like_one_rank_with_every_policy(pool: RankPool) -> None:
         ("phased", 2, None),
         ("phased", 3, None),
     ):
-        assert_equal(served(pool, Layout(stages=2), depth, 0, speculation, policy=policy), wanted)
+        assert_equal(served(pool, RankLayout(stages=2), depth, 0, speculation, policy=policy), wanted)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen3"])
 def test_stages_answer_like_one_rank_at_any_depth(name: str, pool: RankPool, tmp_path: Path) -> None:
     """Gemma 3's stages have layers of different kinds. That one rank answers like vLLM is in test_architectures.py."""
     model = checkpoints.make(name, tmp_path / name)
-    wanted = served(pool, Layout(), 1, 0, None, model)
+    wanted = served(pool, RankLayout(), 1, 0, None, model)
     for depth in DEPTHS:
-        assert_equal(served(pool, Layout(stages=2), depth, 0, None, model), wanted)
+        assert_equal(served(pool, RankLayout(stages=2), depth, 0, None, model), wanted)
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
