@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 
 from services.worker.backends.vllm.recurrent_states import RecurrentStates
@@ -109,17 +110,23 @@ def test_streams_go_on_when_their_worker_is_killed(model: Path) -> None:
         assert "the prefix cache is off: this model has recurrent states" in server.log.read_text()
 
 
-def refusal(model: str) -> str:
-    with pytest.raises(LoadError) as refused:
+def refusals(model: str) -> list[str]:
+    """Load `model` with one group of KV cache, then with all."""
+    worker = VllmWorker(model=model)
+    alone = msgspec.structs.replace(worker.next_assignment(), max_kv_groups=1)
+    with pytest.raises(LoadError) as first:
+        worker.runner.load(alone, lambda phase, fraction: None)
+    with pytest.raises(LoadError) as second:
         VllmWorker(model=model).enter(FEW_BLOCKS)
-    return str(refused.value)
+    return [str(first.value), str(second.value)]
 
 
-def test_a_state_that_no_block_holds_is_refused_with_the_size_that_fits(
+def test_what_no_group_or_block_holds_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(checkpoints.STATES, "mamba_d_state", 64)
     wide = checkpoints.make("granite-hybrid", tmp_path / "wide")
     with processes() as pool:
-        text = pool.submit(refusal, str(wide)).result()
-    assert text == "--block-size 32 does not fit this model; start the scheduler with --block-size 96"
+        grouped, size = pool.submit(refusals, str(wide)).result()
+    assert "without --disable-hybrid-kv-cache-manager and --batching-policy phased" in grouped
+    assert size == "--block-size 32 does not fit this model; start the scheduler with --block-size 96"

@@ -89,8 +89,7 @@ class VllmEngine:
             self.config, [self._wrapper.get_supported_kv_cache_layouts()], list(specs.values())
         )
         self._wrapper.set_kv_cache_layout(layout.name)
-        with _refusals_of_vllm():
-            whole = vllm_api.get_kv_cache_groups(self.config, dict(ChainMap(*groups.gather(specs))))
+        whole = vllm_api.get_kv_cache_groups(self.config, dict(ChainMap(*groups.gather(specs))))
         self._cache_groups = vllm_api.project_kv_cache_groups(whole, specs)
         self.pooler = None if self.generates else ModelPooler(self.config, self.runner, specs.values())
         if self._cache_groups or self.generates:

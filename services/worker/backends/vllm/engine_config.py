@@ -145,6 +145,11 @@ def _check(config: Any, options: EngineOptions) -> None:
         raise LoadError("models with images, sound or video as input are not supported with --backend vllm")
     if config.use_v2_model_runner:
         raise LoadError("vLLM's second model runner is not supported: unset VLLM_USE_V2_MODEL_RUNNER")
+    if model.is_hybrid and not options.has_groups:
+        raise LoadError(
+            "this model has recurrent states, which need groups of KV cache: start the scheduler without "
+            "--disable-hybrid-kv-cache-manager and --batching-policy phased"
+        )
     check_block_size(config, options)
 
 
