@@ -11,7 +11,7 @@ from protocol.kv_groups import NO_BLOCK, KVGroup, name_in_group
 from services.scheduler.core.kv_cache import KVCacheManager
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import Request
-from services.scheduler.policies import ChunkedPolicy, SchedulerView
+from services.scheduler.policies import BalancedPolicy, ChunkedPolicy, SchedulerView
 from tests.simulation.faults import Fault, FaultList, assert_caught, parameters
 from tests.simulation.invariants import Checker
 from tests.simulation.test_acceptance import DEPTHS, prompt_of
@@ -61,6 +61,14 @@ def test_requests_run_together_that_only_fit_without_what_windows_hide() -> None
         world.add(prompt_of(64, number), params(30, eos=False))
     world.drain()
     assert world.store.counters["num_preemptions"] == 0
+
+
+def test_a_prompt_enters_that_only_fits_without_what_windows_hide() -> None:
+    """`balanced` plans by the prompts that could enter."""
+    limits = Limits(4, 8, 72, 38, 4, stages=2, groups=(FULL, WINDOW, WINDOW))  # 3 * 15 blocks without windows
+    world = World(limits, 2, policy=BalancedPolicy())
+    world.add(prompt_of(59), params(2, eos=False))
+    world.drain()
 
 
 def test_a_prefix_is_a_hit_without_the_blocks_behind_its_window() -> None:
