@@ -349,6 +349,8 @@ def test_stages_answer_like_one_rank_with_every_policy(pool: RankPool) -> None:
         ("phased", 3, None),
     ):
         assert_equal(served(pool, RankLayout(stages=2), depth, 0, speculation, policy=policy), wanted)
+    both = RankLayout(2, 2)
+    assert_equal(served(pool, both, 3, 2, NGRAM, policy="balanced"), wanted)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen3"])
