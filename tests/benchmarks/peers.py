@@ -1,9 +1,9 @@
 """Runahead beside its peers: `vllm serve` and llama.cpp's server, all with the same models, in one run.
 
 Models are GGUF files, or random ones of `random_gguf`, such as llama-1b.Q4_K_M. llama.cpp and the native backend read
-them; vLLM has no loader for them, so `vllm serve` and the vllm backend read what `runahead convert` writes, in bfloat16.
-One client measures all servers: a closed loop of streams over HTTP with `ignore_eos`. Each server in turn has the
-machine to itself, and each repeat runs all servers. No server has the prompts in its cache.
+them; vLLM has no loader for them, so `vllm serve` and the vllm backend read what `runahead convert` writes, in
+bfloat16. One client measures all servers: a closed loop of streams over HTTP with `ignore_eos`. Each server in turn has
+the machine to itself, and each repeat runs all servers. No server has the prompts in its cache.
 """
 
 import argparse
