@@ -1,9 +1,9 @@
-"""Runahead beside its peers: `vllm serve` and llama.cpp's server, all with the same model, in one run.
+"""Runahead beside its peers: `vllm serve` and llama.cpp's server, all with the same models, in one run.
 
-The model is a GGUF file. llama.cpp and the native backend read it; vLLM has no loader for it, so `vllm serve` and the
-vllm backend read what `runahead convert` writes, in bfloat16. One client measures all servers: a closed loop of streams
-over HTTP with `ignore_eos`. Each server in turn has the machine to itself, and each repeat runs all servers. No server
-has the prompts in its cache.
+Models are GGUF files, or random ones of `random_gguf`, such as llama-1b.Q4_K_M. llama.cpp and the native backend read
+them; vLLM has no loader for them, so `vllm serve` and the vllm backend read what `runahead convert` writes, in
+bfloat16. One client measures all servers: a closed loop of streams over HTTP with `ignore_eos`. Each server in turn has
+the machine to itself, and each repeat runs all servers. No server has the prompts in its cache.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from typing import Any
 
 from tests.benchmarks.support import llama_cpp
 from tests.benchmarks.support.peers_chart import draw
+from tests.benchmarks.support.random_gguf import KINDS, SHAPES, random_gguf
 from tests.benchmarks.support.report import DIRECTORY, report
 from tests.benchmarks.support.servers import (
     VLLM_ENVIRONMENT,
@@ -37,8 +38,10 @@ BLOCK = 128
 ONES = 4
 """Requests of a load of one stream; others have `--waves` for each stream."""
 KEPT = DIRECTORY / "peers.repeats.json"
+Repeats = dict[str, dict[tuple[str, int], list[Any]]]
+"""Metrics of each repeat, by file, and by server and number of streams."""
 Runs = Mapping[tuple[str, int], Sequence[Mapping[str, Any]]]
-"""Metrics of each repeat, by server and number of streams."""
+"""The same of one file."""
 
 
 @dataclass(frozen=True)
@@ -130,40 +133,52 @@ SERVERS: Mapping[str, ComparedServer] = {
 
 def main() -> None:
     args = _arguments()
-    gguf = Path(args.model) if args.model else packaged_gguf()
+    files = [_gguf(name) for name in args.model] or [packaged_gguf()]
     absent = {name: reason for name in args.servers if (reason := _absent(SERVERS[name]))}
     names = [name for name in args.servers if name not in absent]
-    converted = _converted(gguf) if any(SERVERS[name].needs_vllm for name in names) else None
-    setting = PeerSetting(args, gguf, converted)
-    repeats = _kept() if args.keep else defaultdict(list)
+    repeats = _kept() if args.keep else {}
     for _ in range(args.repeats):
-        for name in names:
-            for numbers in SERVERS[name].loads(args.streams):
-                with SERVERS[name].serve(setting, max(numbers)) as server:
-                    for streams in numbers:
-                        repeats[name, streams].append(_measured(server, args, streams))
-                        _keep(repeats)
-    chart = Path(args.chart) if args.chart else DIRECTORY / "peers.png"
-    print(draw(repeats, f"{gguf.stem}, {args.input_len} tokens in, {args.output_len} out", chart))
+        for gguf in files:
+            _run(PeerSetting(args, gguf, _converted(gguf, names)), names, repeats)
+    for file, runs in repeats.items():
+        chart = Path(args.chart) if args.chart else DIRECTORY / f"peers.{file}.png"
+        print(draw(runs, f"{file}, {args.input_len} tokens in, {args.output_len} out", chart))
     report(
         "peers",
-        title=f"{gguf.stem}, {args.input_len} tokens in, {args.output_len} out: medians",
-        rows=_rows(repeats),
-        figures={**ratios(repeats), "absent": absent or "none"},
+        title=f"{args.input_len} tokens in, {args.output_len} out: medians",
+        rows=[{"file": file, **row} for file, runs in repeats.items() for row in _rows(runs)],
+        figures={**_figures(repeats), "absent": absent or "none"},
         settings={
             **vars(args),
-            "gguf": gguf.name,
-            "weights": {name: SERVERS[name].weights for name, _ in repeats},
+            "weights": {name: SERVERS[name].weights for name in names},
             "llama.cpp": "absent" if llama_cpp.absent() else llama_cpp.features(),
         },
-        repeats={f"{name} at {streams}": runs for (name, streams), runs in repeats.items()},
+        repeats={
+            f"{file}: {name} at {streams}": each
+            for file, runs in repeats.items()
+            for (name, streams), each in runs.items()
+        },
     )
+
+
+def _run(setting: PeerSetting, names: list[str], repeats: Repeats) -> None:
+    runs = repeats.setdefault(setting.gguf.stem, {})
+    for name in names:
+        for numbers in SERVERS[name].loads(setting.args.streams):
+            with SERVERS[name].serve(setting, max(numbers)) as server:
+                for streams in numbers:
+                    runs.setdefault((name, streams), []).append(_measured(server, setting.args, streams))
+                    _keep(repeats)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--model", default="", help="a GGUF file; by default the packaged SmolLM2-135M-Instruct"
+        "--model",
+        nargs="*",
+        default=[],
+        metavar="FILE",
+        help=f"GGUF files, or one of {', '.join(SHAPES)} with .{', .'.join(KINDS)}; default: the packaged SmolLM2",
     )
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--servers", nargs="+", default=list(SERVERS), choices=SERVERS, metavar="NAME")
@@ -177,6 +192,11 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _gguf(name: str) -> Path:
+    shape, _, kind = name.partition(".")
+    return random_gguf(shape, kind) if shape in SHAPES and kind in KINDS else Path(name)
+
+
 def packaged_gguf() -> Path:
     """Raises: SystemExit, if the package is not installed."""
     from services.checkpoint.default_model import packaged_model
@@ -187,8 +207,10 @@ def packaged_gguf() -> Path:
     return path
 
 
-def _converted(gguf: Path) -> Path:
-    """Return the directory with the model in Hugging Face format. Raises: CalledProcessError"""
+def _converted(gguf: Path, names: list[str]) -> Path | None:
+    """Return the directory with the model in Hugging Face format, if a server needs it. Raises: CalledProcessError"""
+    if not any(SERVERS[name].needs_vllm for name in names):
+        return None
     command = [sys.executable, "-m", "services.cli", "convert", str(gguf)]
     answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return Path(answer.stdout.splitlines()[-1])
@@ -203,16 +225,19 @@ def _absent(server: ComparedServer) -> str:
     return ""
 
 
-def _keep(repeats: Runs) -> None:
+def _keep(repeats: Repeats) -> None:
     """Write the repeats, so that a run can be continued."""
     KEPT.parent.mkdir(parents=True, exist_ok=True)
-    KEPT.write_text(json.dumps([[*key, runs] for key, runs in repeats.items()]))
+    rows = [[file, *key, each] for file, runs in repeats.items() for key, each in runs.items()]
+    KEPT.write_text(json.dumps(rows))
 
 
-def _kept() -> defaultdict[tuple[str, int], list[Any]]:
+def _kept() -> Repeats:
     """Return the repeats of an earlier run, which may have been interrupted."""
-    runs = json.loads(KEPT.read_text()) if KEPT.is_file() else []
-    return defaultdict(list, {(name, streams): found for name, streams, found in runs})
+    repeats: Repeats = {}
+    for file, name, streams, each in json.loads(KEPT.read_text()) if KEPT.is_file() else []:
+        repeats.setdefault(file, {})[name, streams] = each
+    return repeats
 
 
 def _measured(server: ServerProcess, args: argparse.Namespace, streams: int) -> dict[str, Any]:
@@ -244,19 +269,31 @@ def _rows(repeats: Runs) -> list[dict[str, object]]:
     return rows
 
 
-def ratios(repeats: Runs) -> dict[str, object]:
-    """Return tokens/s of the better backend over the best setting of each peer, by number of streams."""
-    best: dict[str, dict[int, float]] = defaultdict(dict)
-    for (name, streams), runs in repeats.items():
-        of_owner, speed = best[SERVERS[name].owner], _median(runs, "output_throughput")
-        of_owner[streams] = max(speed, of_owner.get(streams, 0.0))
+def _figures(repeats: Repeats) -> dict[str, dict[str, dict[str, float]]]:
+    """Return tokens/s of the better backend over the best setting of each peer, the first token's time and resident
+    memory in the same way: figure -> file -> number of streams -> ratio."""
     return {
-        f"over_{peer}": {
-            str(streams): best["runahead"][streams] / speed
-            for streams, speed in sorted(best[peer].items())
-            if streams in best["runahead"]
+        f"{prefix}over_{peer}": {
+            file: found for file, runs in repeats.items() if (found := _ratios(runs, peer, figure, best))
         }
         for peer in ("vllm", "llama_cpp")
+        for prefix, figure, best in (
+            ("", "output_throughput", max),
+            ("ttft_", "median_ttft_ms", min),
+            ("resident_", "resident_bytes", min),
+        )
+    }
+
+
+def _ratios(runs: Runs, peer: str, figure: str, best: Callable[[list[float]], float]) -> dict[str, float]:
+    found: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for (name, streams), each in runs.items():
+        found[SERVERS[name].owner, streams].append(_median(each, figure))
+    numbers = sorted({streams for _, streams in runs})
+    return {
+        str(n): best(found["runahead", n]) / best(found[peer, n])
+        for n in numbers
+        if found["runahead", n] and found[peer, n]
     }
 
 

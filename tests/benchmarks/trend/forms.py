@@ -288,7 +288,7 @@ FORMS = (
         "peers", "peers",
         "How fast is this beside `vllm serve` and llama.cpp's server on the same model? (builds llama.cpp first)",
         "--repeats 1 --waves 1 --streams 1 32 --servers llama.cpp 'vllm serve, all cores' 'runahead native'",
-        [Shown(f"tokens/s over {name}, {n} at once", f"over_{peer} > {n}")
+        [Shown(f"tokens/s over {name}, {n} at once", f"over_{peer} > SmolLM2-135M-Instruct.Q4_1 > {n}")
          for peer, name in (("llama_cpp", "llama.cpp's server"), ("vllm", "`vllm serve`")) for n in (1, 32)],
         180,
     ),
