@@ -227,4 +227,4 @@ async def test_streams_end_with_an_error_when_the_weights_change() -> None:
             assert not all(
                 before.startswith(found) for (before, _), (found, _) in zip(expected, after, strict=True)
             )
-        assert list(engines_of(server)) == ["1"]
+        wait_until(lambda: list(engines_of(server)) == ["1"], "the first engine has ended")

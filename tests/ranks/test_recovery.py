@@ -27,13 +27,13 @@ WORKER = {"backend": "native", "threads": 1, "kv_cache_memory_bytes": 64 << 20}
 LAYOUTS = {"tp2": (2, 1), "tp2-drafts": (2, 1), "pp2": (1, 2), "pp2-drafts": (1, 2)} | (
     {"tp2-pp2": (2, 2), "tp2-pp2-drafts": (2, 2)} if SOAK else {}
 )
-DRAFTS = {"method": "eagle", "num_speculative_tokens": 3}
-"""With stages always three, so that each stage has drafts in flight."""
+DRAFTS = {"method": "eagle", "num_speculative_tokens": 3, "adaptive": False}
+"""Always three, so that every rank has drafts in flight when one is lost."""
 
 
 def scheduler(layout: str) -> dict[str, object]:
     tp, pp = LAYOUTS[layout]
-    drafts = {"speculative_config": DRAFTS | {"adaptive": pp == 1}} if "drafts" in layout else {}
+    drafts = {"speculative_config": DRAFTS} if "drafts" in layout else {}
     return drafts | {
         "tensor_parallel_size": tp,
         "pipeline_parallel_size": pp,

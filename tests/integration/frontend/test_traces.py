@@ -159,7 +159,7 @@ def test_failing_exports_are_logged_when_they_begin_and_when_they_end(protocol: 
         scheduler.script(answering("a", times=TIMES))
         frontend.post(COMPLETIONS, {"prompt": [5]}, headers={"x-request-id": "after"})
         collected.request("after")
-        wait_until(lambda: "are exported" in frontend.log, "the second line is in the log")
+        wait_until(lambda: "traces are exported" in frontend.log, "the second line is in the log")
         lines = [line for line in frontend.log.splitlines() if "traces" in line or "opentelemetry" in line]
     assert [" ".join(line.split()[2:7]) for line in lines] == [
         "WARNING runahead.frontend: traces are dropped:",
