@@ -132,7 +132,8 @@ def test_a_host_is_unplugged(served: Cluster, answers_without_fault: Any, second
         host.plug()
 
     def repair() -> None:
-        if not host.processes("raylet/raylet"):  # Ray has given it up
+        if seconds == 60:  # Ray has given the node up, and its raylet ends when it hears of it
+            wait_until(lambda: not host.processes("raylet/raylet"), "the raylet has ended")
             served.start_node(host)
 
     name = f"unplugged for {seconds} s"
