@@ -187,10 +187,10 @@ gpu-wheels:
 
 # What is too long for each change, in named parts (PART=seeds ...), under three hours in all on two processors.
 # `soak-long` runs all of it, for days. Both go on where they were interrupted; build/soak has how far they have run.
-soak: $(STAMP)
+soak: $(STAMP) $(if $(filter-out vllm,$(PART)),,$(VLLM)/.installed)
 	$(BIN)/python -m tests.soak $(PART)
 
-soak-long: $(STAMP)
+soak-long: $(STAMP) $(if $(filter-out vllm,$(PART)),,$(VLLM)/.installed)
 	$(BIN)/python -m tests.soak --long $(PART)
 
 # The site, in build/docs/site. Diagrams are drawn if npm is there when the tools are installed.

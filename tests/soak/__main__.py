@@ -65,21 +65,11 @@ def served(run: Callable[[float, int], Coroutine[Any, Any, Result]]) -> Piece:
     return lambda first, count: asyncio.run(run(float(count), first))
 
 
-def suite(*paths: str, **environment: str) -> Piece:
+def suite(*paths: str, python: str = sys.executable, **environment: str) -> Piece:
     """Run tests with all that a change leaves out."""
 
     def run(first: int, count: int) -> Result:
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-m",
-            "",
-            "--timeout=7200",
-            "-p",
-            "no:cacheprovider",
-            *paths,
-        ]
+        command = [python, "-m", "pytest", "-m", "", "--timeout=7200", "-p", "no:cacheprovider", *paths]
         ended = subprocess.run(command, env={**os.environ, "RUNAHEAD_SOAK": "1", **environment}, check=False)
         return Counter({"runs of pytest": 1}), [f"{' '.join(paths)}: see above"] if ended.returncode else []
 
@@ -111,6 +101,7 @@ PARTS = {
     ),
     "recovery": Part(suite(*RECOVERY), "runs", 1, 1, 1),
     "engines": Part(suite(*ENGINES), "runs", 1, 1, 1),
+    "vllm": Part(suite("tests/vllm", python=".venv-vllm/bin/python"), "runs", 1, 1, 1),
     "suites": Part(suite(*SUITES), "runs", 0, 1, 1),
 }  # fmt: skip
 
