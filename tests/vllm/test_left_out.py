@@ -53,8 +53,17 @@ def worker(expected: list[VllmStream], request: pytest.FixtureRequest) -> Iterat
     worker.runner.shutdown()
 
 
-@pytest.mark.parametrize("num_blocks", [200, FEW_BLOCKS], ids=["roomy", "preempting"])
-@pytest.mark.parametrize(("depth", "late"), [(2, 1), (2, 2), (3, 3)])
+@pytest.mark.parametrize(
+    ("depth", "late", "num_blocks"),
+    [
+        (2, 1, 200),
+        (3, 3, FEW_BLOCKS),
+        *(
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in ((2, 1, FEW_BLOCKS), (2, 2, 200), (2, 2, FEW_BLOCKS), (3, 3, 200))
+        ),
+    ],
+)
 def test_answers_are_those_of_depth_one(
     depth: int, late: int, num_blocks: int, worker: VllmWorker, expected: list[VllmStream]
 ) -> None:

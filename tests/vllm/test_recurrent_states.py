@@ -58,8 +58,15 @@ def expected(worker: VllmWorker) -> list[VllmStream]:
     return answers
 
 
-@pytest.mark.parametrize("num_blocks", [200, FEW_BLOCKS], ids=["roomy", "preempting"])
-@pytest.mark.parametrize(("depth", "late"), [(2, 1), (3, 3)])
+@pytest.mark.parametrize(
+    ("depth", "late", "num_blocks"),
+    [
+        (2, 1, 200),
+        (3, 3, FEW_BLOCKS),
+        pytest.param(2, 1, FEW_BLOCKS, marks=pytest.mark.soak),
+        pytest.param(3, 3, 200, marks=pytest.mark.soak),
+    ],
+)
 def test_left_out_rows_change_no_token(
     depth: int, late: int, num_blocks: int, worker: VllmWorker, expected: list[VllmStream]
 ) -> None:

@@ -36,7 +36,7 @@ DEMO_EAGLE = DEMO_MODEL / "eagle"
 ERROR = 0.25
 """Prediction error of a head, as a temperature that increases the request's own (root of the sum of squares): the next
 token is less certain than the head's logits say. Measured with the head of the demo model on prompts outside of its
-training data (`deploy/demo_model/train_eagle.py`)."""
+training data."""
 _FEW = 64
 """Initial number of places in the buffers."""
 
