@@ -202,6 +202,7 @@ def test_preemption_changes_no_token(both: tuple[ArchitectureAnswers, VllmAnswer
     assert mine.preemptions > 0
 
 
+@pytest.mark.soak
 def test_vllms_own_settings_change_no_token(pool: ProcessPoolExecutor) -> None:
     """The reference does not depend on vLLM's settings."""
     greedy = KINDS[:1]

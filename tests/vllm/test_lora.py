@@ -85,7 +85,7 @@ def pool() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", pytest.param("qwen3", marks=pytest.mark.soak)])
 def test_tokens_equal_vllms(architecture: str, pool: ProcessPoolExecutor, tmp_path: Path) -> None:
     base = checkpoints.make(architecture, tmp_path / "base")
     loading = Adapters(base, 8)

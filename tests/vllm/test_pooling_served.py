@@ -75,6 +75,7 @@ def test_pairs_go_on_when_their_worker_is_killed(pool: ProcessPoolExecutor, tmp_
         assert (status, str(CONTEXT) in text) == (400, True), text
 
 
+@pytest.mark.soak
 def test_embeddings_of_the_official_client(pool: ProcessPoolExecutor, tmp_path: Path) -> None:
     with served("bert-mean", tmp_path) as server, server.client() as client:
         reference = pool.submit(
@@ -89,6 +90,7 @@ def test_embeddings_of_the_official_client(pool: ProcessPoolExecutor, tmp_path: 
         assert refusal(server, "/v1/embeddings", input="x", dimensions=33)[0] == 400
 
 
+@pytest.mark.soak
 def test_classes_of_a_decoder(pool: ProcessPoolExecutor, tmp_path: Path) -> None:
     with served("qwen3-classifier", tmp_path) as server:
         reference = pool.submit(

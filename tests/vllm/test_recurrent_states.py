@@ -89,6 +89,17 @@ def test_a_state_that_is_not_taken_back_changes_tokens(
     assert not differ[0]
 
 
+def test_request_continues_in_the_next_epoch(worker: VllmWorker, expected: list[VllmStream]) -> None:
+    """Its state is computed again from its tokens, also while masks are late."""
+    given = streams()
+    for stream, wanted in zip(given, expected, strict=True):
+        stream.tokens = wanted.tokens[:10]
+    with VllmRun(worker, 2, late=1) as run:
+        for got, wanted in zip(run.serve(*given), expected, strict=True):
+            assert got.tokens == wanted.tokens
+
+
+@pytest.mark.soak
 def test_streams_go_on_when_their_worker_is_killed(model: Path) -> None:
     with processes() as pool:
         alone = [[VllmRequest(prompt, GREEDY_160)] for prompt in PROMPTS]
