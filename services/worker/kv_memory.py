@@ -1,6 +1,6 @@
 """KV memory of a rank that outlives its epoch, with the names of the blocks in it (adopted block, docs/invariants.md).
 
-It is memory of this process, or shared memory without a file's name whose descriptor a keeper has passed: then it
+It is memory of this process, or shared memory without a file's name of a keeper (services/kv_keeper.py): then it
 outlives the process, too, and the next worker maps it again. Its content is a header, the table of names, and the data
 that the backend takes. It can be left at any byte by a process that is killed: the header is valid last, and an entry
 of the table counts only while its number is set, which is written after the name and cleared before the name changes.
@@ -12,6 +12,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,8 @@ from numpy.typing import NDArray
 from protocol.block_names import NAME_BYTES, NamedBlocks
 from protocol.codec import pack, unpack
 from protocol.steps import KeepPins, LoadBlocks, ReleaseSlots, SchedulerOutput
-from services.private import KV_MEMORY
+from services import release
+from services.kv_keeper import KV_KEEPER, KeptMemory
 
 log = logging.getLogger("runahead.worker")
 
@@ -155,9 +157,12 @@ class BlockNames:
 class KVMemory:
     """Memory of one rank. It holds the cache of the last epoch that used it, under one identity."""
 
-    def __init__(self, descriptor: int = -1) -> None:
-        """`descriptor`: shared memory, perhaps with the cache of a process that died; -1: memory of this process."""
-        self._descriptor = descriptor
+    def __init__(self, keeper: KeptMemory | None = None) -> None:
+        """`keeper`: has the memory, perhaps with the cache of a process that died; None: memory of this process."""
+        self._keeper = keeper
+        self._claimed = b""
+        """Digest of the identity of the memory."""
+        self._descriptor = -1
         self._map: mmap.mmap | None = None
         self._taken = 0
         self._parts: list[NDArray[np.uint8]] = []
@@ -169,16 +174,20 @@ class KVMemory:
         self.content = ""
         """Everything that the content of a block depends on beside tokens and the values of the weights, set by the
         backend when it has loaded; "": blocks are not in this memory."""
-        if descriptor >= 0 and os.fstat(descriptor).st_size >= PAGE:
-            self._map = mmap.mmap(descriptor, 0)
+        self._abandoned: KeptMemory | None = None
+        """Claim of memory that must not be used by others while this process lives."""
 
     @classmethod
-    def kept(cls) -> "KVMemory":
-        """Return the memory that the starter of this process keeps for it, else memory of its own."""
-        descriptor = int(os.environ.pop(KV_MEMORY, -1))
-        if descriptor >= 0:
-            os.set_inheritable(descriptor, False)
-        return cls(descriptor)
+    def kept(cls, path: str) -> "KVMemory":
+        """Return memory of the keeper at `path`, else of the one of this process's starter, else of its own."""
+        path = path or os.environ.get(KV_KEEPER, "")
+        return cls(KeptMemory(path) if path else None)
+
+    def expect(self) -> None:
+        """A model is about to be loaded. Its cache, if one is kept, is not freed meanwhile."""
+        if self._keeper is not None:
+            with suppress(OSError):  # `find` says so
+                self._keeper.connect()
 
     def find(self, identity: str, block_size: int, groups: int = 1) -> int:
         """Return the number of blocks of the cache with this identity, and 0 if there is none: then free the memory.
@@ -187,6 +196,7 @@ class KVMemory:
             identity: everything that the content depends on beside tokens: model, dtype, layout, rank.
             groups: see `BlockNames`
         """
+        self._claim(_digest(identity))
         if self._map is not None:
             header = self._header(self._map)
             known = bool(header["valid"]) and header["identity"].tobytes() == _digest(identity)
@@ -195,6 +205,35 @@ class KVMemory:
                 return int(header["num_blocks"])
         self._free()
         return 0
+
+    def _claim(self, identity: bytes) -> None:
+        """Get the keeper's memory for this identity, unless this process has it."""
+        if self._keeper is None or identity == self._claimed:
+            return
+        self._free()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor, self._claimed = -1, identity
+        try:
+            self._descriptor = self._keeper.claim(identity)
+        except OSError as error:
+            log.warning("the KV cache will not outlive this process: no memory of a keeper: %s", error)
+            return
+        if os.fstat(self._descriptor).st_size >= PAGE:
+            self._map = mmap.mmap(self._descriptor, 0)
+
+    def forget(self, names: Sequence[bytes]) -> bool:
+        """Remove these names, and memory that a keeper holds without a worker: it may have them (dropped block).
+        Return whether that is certain."""
+        if self.names is not None:
+            self.names.forget(names)
+        try:
+            if self._keeper is not None:
+                self._keeper.drop()
+        except TimeoutError:
+            log.error("KV blocks cannot be dropped: the keeper does not answer")
+            return False
+        return True
 
     def held(self) -> NamedBlocks | None:
         """Return the whole blocks of the cache that was found; None: there is none."""
@@ -268,6 +307,7 @@ class KVMemory:
         if self._map is not None:
             self._header(self._map)["valid"] = 0
         self._map, self.names, self._descriptor, self._parts = None, None, -1, []
+        self._abandoned, self._keeper = self._keeper, None
 
     def _open(self, block_size: int, groups: int) -> None:
         assert self._map is not None
@@ -288,7 +328,8 @@ class KVMemory:
 
 
 def _digest(identity: str) -> bytes:
-    return hashlib.sha256(identity.encode()).digest()
+    """The memory may be that of another release."""
+    return hashlib.sha256(f"{release.version()} {identity}".encode()).digest()
 
 
 def _up(num_bytes: int) -> int:
