@@ -60,7 +60,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert ended.returncode == -signal.SIGKILL
 
 
-class Rank(KeptMemory):
+class ClaimingRank(KeptMemory):
     """A worker of this process."""
 
     def found(self, digest: bytes = ONE) -> bytes:
@@ -72,8 +72,8 @@ class Rank(KeptMemory):
 
 
 @contextmanager
-def rank(path: Path) -> Iterator[Rank]:
-    worker = Rank(str(path))
+def rank(path: Path) -> Iterator[ClaimingRank]:
+    worker = ClaimingRank(str(path))
     yield worker
     if worker._socket is not None:  # noqa: SLF001  the kernel closes it when a worker ends
         worker._socket.close()  # noqa: SLF001
@@ -115,9 +115,9 @@ def test_memory_is_freed_for_a_cache_that_is_not_there(path: Path) -> None:
 def test_a_drop_reaches_memory_without_a_worker(path: Path) -> None:
     with keeper(path):
         left(path, b"one")
-        Rank(str(path)).drop()
+        ClaimingRank(str(path)).drop()
         assert found(path) == b""
-    Rank(str(path)).drop()  # the keeper has ended: nothing is kept
+    ClaimingRank(str(path)).drop()  # the keeper has ended: nothing is kept
 
 
 def test_memory_without_a_worker_is_freed_after_some_time(path: Path) -> None:

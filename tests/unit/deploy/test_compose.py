@@ -217,6 +217,15 @@ def test_services_that_watch_are_restricted_and_read_files_that_exist(service: s
         assert mode == "ro"
 
 
+def test_the_keeper_and_the_workers_share_nothing_but_its_socket() -> None:
+    overlay, base = services("deploy/compose/kv-keeper.yml"), services()
+    keeper, worker = overlay["kv-keeper"], overlay["worker"]
+    assert keeper["command"] == ["kv-keeper", worker["environment"]["RUNAHEAD_KV_KEEPER"]]
+    assert keeper["volumes"] == worker["volumes"]
+    assert (keeper["user"], keeper["image"]) == (base["worker"]["user"], base["scheduler"]["image"])
+    assert (keeper["network_mode"], keeper["read_only"], keeper["cap_drop"]) == ("none", True, ["ALL"])
+
+
 @pytest.mark.parametrize(
     ("overlay", "name"),
     [("api-key", "RUNAHEAD_API_KEY_FILE"), ("model", "RUNAHEAD_MODEL_DIR"), ("frontends", "RUNAHEAD_PORT")],
