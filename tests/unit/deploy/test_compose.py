@@ -151,6 +151,7 @@ def test_every_overlay_is_tested_with_docker() -> None:
         "engines",
         "frontends",
         "gpu",
+        "kv-keeper",
         "model",
         "observability",
         "vllm",
@@ -158,7 +159,9 @@ def test_every_overlay_is_tested_with_docker() -> None:
     ]
 
 
-@pytest.mark.parametrize("overlay", [name for name in OVERLAYS if name not in ("engines", "observability")])
+@pytest.mark.parametrize(
+    "overlay", [name for name in OVERLAYS if name not in ("engines", "kv-keeper", "observability")]
+)
 def test_overlays_keep_the_restrictions(overlay: str) -> None:
     base = services(**GIVEN)
     for service, definition in services(f"deploy/compose/{overlay}.yml", **GIVEN).items():
