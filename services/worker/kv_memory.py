@@ -1,9 +1,10 @@
 """KV memory of a rank that outlives its epoch, with the names of the blocks in it (adopted block, docs/invariants.md).
 
 It is memory of this process, or shared memory without a file's name of a keeper (services/kv_keeper.py): then it
-outlives the process, too, and the next worker maps it again. Its content is a header, the table of names, and the data
-that the backend takes. It can be left at any byte by a process that is killed: the header is valid last, and an entry
-of the table counts only while its number is set, which is written after the name and cleared before the name changes.
+outlives the process, too, and the next worker maps it again. Its content is a header, the table of names, the pins of
+the scheduler, and the data that the backend takes. It can be left at any byte by a process that is killed: the header
+is valid last, and an entry of the table counts only while its number is set, which is written after the name and
+cleared before the name changes.
 """
 
 import hashlib
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.block_names import NAME_BYTES, NamedBlocks
-from protocol.codec import pack, unpack
+from protocol.codec import Decoder, ProtocolError, encode, pack, unpack
 from protocol.steps import KeepPins, LoadBlocks, ReleaseSlots, SchedulerOutput
 from services import release
 from services.kv_keeper import KV_KEEPER, KeptMemory
@@ -32,7 +33,11 @@ SLACK = 16 * PAGE
 """Bytes for the rounding of the parts that are taken."""
 _FILLING = threading.Lock()
 """Held while a block is filled for a load, and while blocks are given away."""
-_HEADER = np.dtype([("valid", "<u8"), ("identity", "V32"), ("num_blocks", "<u8"), ("size", "<u8")])
+_HEADER = np.dtype(
+    [("valid", "<u8"), ("identity", "V32"), ("num_blocks", "<u8"), ("size", "<u8"), ("pins", "<u8")]
+)
+"""`pins`: bytes of the pins; 0: there are none, or they are being written."""
+_PINS = Decoder[KeepPins](KeepPins)
 
 
 class BlockNames:
@@ -169,8 +174,9 @@ class KVMemory:
         """uint8[tables, blocks, bytes]: the parts that were taken."""
         self.names: BlockNames | None = None
         """None: no cache, or one of a backend that keeps none."""
-        self.pins: KeepPins | None = None
-        """Pins of the scheduler, for the next one."""
+        self._pins: KeepPins | None = None
+        self._kept_pins = memoryview(b"")
+        """Their copy in the memory, of any size."""
         self.content = ""
         """Everything that the content of a block depends on beside tokens and the values of the weights, set by the
         backend when it has loaded; "": blocks are not in this memory."""
@@ -235,6 +241,27 @@ class KVMemory:
             return False
         return True
 
+    @property
+    def pins(self) -> KeepPins | None:
+        """Pins of the scheduler, for the next one."""
+        if self._pins is None and self._map is not None and (size := int(self._header(self._map)["pins"])):
+            with suppress(ProtocolError):
+                self._pins = _PINS.decode(bytes(self._kept_pins[:size]))
+        return self._pins
+
+    @pins.setter
+    def pins(self, pins: KeepPins) -> None:
+        self._pins = pins
+        if self._map is None:
+            return
+        header, frame = self._header(self._map), encode(pins)
+        header["pins"] = 0
+        if len(frame) > len(self._kept_pins):
+            log.warning("pins of %d bytes do not outlive this process: there is no room", len(frame))
+            return
+        self._kept_pins[: len(frame)] = frame
+        header["pins"] = len(frame)
+
     def held(self) -> NamedBlocks | None:
         """Return the whole blocks of the cache that was found; None: there is none."""
         return None if self.names is None else self.names.held()
@@ -248,8 +275,7 @@ class KVMemory:
             num_blocks = found
         else:
             self._free()
-            table = _up(8 * num_blocks) + _up(NAME_BYTES * num_blocks)
-            size = PAGE + table + _up(num_blocks * bytes_per_block) + SLACK
+            size = _data_at(num_blocks) + _up(num_blocks * bytes_per_block) + SLACK
             if self._descriptor >= 0:
                 os.ftruncate(self._descriptor, size)
                 self._map = mmap.mmap(self._descriptor, size)
@@ -259,7 +285,7 @@ class KVMemory:
             header["identity"], header["num_blocks"], header["size"] = _digest(identity), num_blocks, size
             self._open(block_size, groups)
             header["valid"] = 1
-        self._taken = PAGE + _up(8 * num_blocks) + _up(NAME_BYTES * num_blocks)
+        self._taken = _data_at(num_blocks)
         self._parts = []
         return num_blocks
 
@@ -307,6 +333,7 @@ class KVMemory:
         if self._map is not None:
             self._header(self._map)["valid"] = 0
         self._map, self.names, self._descriptor, self._parts = None, None, -1, []
+        self._kept_pins = memoryview(b"")
         self._abandoned, self._keeper = self._keeper, None
 
     def _open(self, block_size: int, groups: int) -> None:
@@ -314,11 +341,12 @@ class KVMemory:
         n = int(self._header(self._map)["num_blocks"])
         numbers = np.frombuffer(self._map, np.uint64, n, PAGE)
         names = np.frombuffer(self._map, np.uint8, n * NAME_BYTES, PAGE + _up(8 * n))
+        self._kept_pins = memoryview(self._map)[_data_at(n) - _pin_bytes(n) : _data_at(n)]
         self.names = BlockNames(numbers, names.reshape(n, NAME_BYTES), block_size, groups)
 
     def _free(self) -> None:
         """Give the memory back. Nobody reads the cache any more."""
-        self._map, self.names, self._parts = None, None, []
+        self._map, self.names, self._parts, self._kept_pins = None, None, [], memoryview(b"")
         if self._descriptor >= 0:
             os.ftruncate(self._descriptor, 0)
 
@@ -330,6 +358,16 @@ class KVMemory:
 def _digest(identity: str) -> bytes:
     """The memory may be that of another release."""
     return hashlib.sha256(f"{release.version()} {identity}".encode()).digest()
+
+
+def _pin_bytes(num_blocks: int) -> int:
+    """Return the room for pins. Those of different prefixes fit; only pages that are written take memory."""
+    return _up(2 * NAME_BYTES * num_blocks) + 64 * PAGE
+
+
+def _data_at(num_blocks: int) -> int:
+    """Return where the data begins: behind the header, the table of names, and the pins."""
+    return PAGE + _up(8 * num_blocks) + _up(NAME_BYTES * num_blocks) + _pin_bytes(num_blocks)
 
 
 def _up(num_bytes: int) -> int:

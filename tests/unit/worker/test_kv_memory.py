@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from protocol.block_names import NAME_BYTES, NamedBlocks
 from protocol.codec import pack
 from protocol.sampling import SamplingParams
-from protocol.steps import NewRequest, ReleaseSlots, SchedulerOutput
+from protocol.steps import KeepPins, KeptPin, NewRequest, ReleaseSlots, SchedulerOutput
 from services.kv_keeper import KeptMemory
 from services.worker.kv_memory import BlockNames, KVMemory
 
@@ -95,12 +95,15 @@ def test_the_next_process_finds_data_and_names(kept: OneMemory) -> None:
     data[:] = 9
     assert memory.names is not None
     memory.names.follow(ReleaseSlots(1, b"", named(3, 1)))
+    pins = KeepPins(1, BLOCK_SIZE, [KeptPin("one", "owner", bytes(NAME_BYTES) * 2)])
+    memory.pins = pins
     after = KVMemory(kept)
     assert after.find("model", BLOCK_SIZE) == BLOCKS
     assert blocks_of(after.held()) == [3, 1]
     assert after.begin("model", BLOCK_SIZE, BLOCKS - 2, BLOCK_BYTES) == BLOCKS, "more than the group uses"
     assert bytes(after.take(BLOCKS * BLOCK_BYTES)) == data.tobytes()
     assert after.names is not None
+    assert after.pins == pins
     after.names.follow(ReleaseSlots(1, b"", named(0)))
     assert blocks_of(after.held()) == [3, 1, 0], "numbers go on"
 
