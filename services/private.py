@@ -13,18 +13,6 @@ from pathlib import Path
 
 from protocol.fields import MAX_IPC_PATH
 
-KV_MEMORY = "RUNAHEAD_KV_MEMORY"
-"""Environment variable of a worker: number of the descriptor of the memory that its starter keeps for its KV cache."""
-
-
-def kept_memory() -> int | None:
-    """Make memory without a name, for a child process that may be started again. Return its descriptor; None: the
-    system has no such memory."""
-    try:
-        return os.memfd_create("runahead-kv")
-    except (AttributeError, OSError):
-        return None
-
 
 @contextmanager
 def private_directory(base: Path, prefix: str) -> Iterator[Path]:

@@ -324,6 +324,29 @@ def _keys(
     typer.echo(make_keys(directory))
 
 
+@app.command("kv-keeper")
+def _kv_keeper(
+    path: Annotated[Path, typer.Argument(help="Socket to make, for --kv-keeper of workers.", metavar="PATH")],
+    seconds: Annotated[
+        float,
+        typer.Option(
+            "--recovery-timeout-seconds",
+            min=1,
+            help="Seconds after which memory that no worker has is freed.",
+            envvar="RUNAHEAD_RECOVERY_TIMEOUT_SECONDS",
+            show_envvar=False,
+        ),
+    ] = 300.0,
+) -> None:
+    """Keep the KV cache of workers of this user that end, for the next ones: it outlives `serve`.
+
+    Only the processes have the memory: it ends with the last of keeper and worker.
+    """
+    from services.cli.kv_keeper import run_keeper
+
+    raise typer.Exit(run_keeper(path, seconds))
+
+
 @app.command("doctor")
 def _doctor() -> None:
     """Print what this machine has for serving, and what would be slow on it and why."""

@@ -151,6 +151,21 @@ def check_policy(config: SchedulerConfig) -> None:
         raise ConfigurationError(str(error)) from None
 
 
+def check_kv_keeper(config: ServeConfig) -> None:
+    """Raises: ConfigurationError, if no keeper answers."""
+    if not config.kv_keeper:
+        return
+    from services.kv_keeper import KeptMemory
+
+    try:
+        KeptMemory(config.kv_keeper).connected().close()
+    except OSError as error:
+        raise ConfigurationError(
+            f"--kv-keeper {config.kv_keeper}: no keeper answers ({error.strerror or error}); start one with runahead "
+            f"kv-keeper {config.kv_keeper}"
+        ) from None
+
+
 def check_kv_events(config: SchedulerConfig) -> None:
     """Check that KV events stay on this machine, unless they may leave it unencrypted.
 

@@ -16,6 +16,7 @@ from services.cli.model_check import check_drafter, check_sizes, check_tokenizer
 from services.cli.preflight import (
     check_files,
     check_kv_events,
+    check_kv_keeper,
     check_model,
     check_placement,
     check_policy,
@@ -28,9 +29,10 @@ from services.cli.preflight import (
 )
 from services.cli.readiness import FrontendProbe, LoadingState
 from services.cli.settings import PREFIX, ConfigurationError
-from services.cli.supervisor import Supervisor
+from services.cli.supervisor import RESTART_WINDOW, Supervisor
 from services.config import ServeConfig
-from services.private import KV_MEMORY, kept_memory, private_directory, short_base
+from services.kv_keeper import keeping
+from services.private import private_directory, short_base
 
 DIRECTORY_PREFIX = "runahead-serve-"
 """Prefix of the private directory with the sockets and configurations of a server."""
@@ -66,6 +68,7 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
     check_responses(config)
     check_traces(config)
     check_kv_events(config)
+    check_kv_keeper(config)
     check_record(config)
     if config.uds is None and not config.headless:
         config = config.model_copy(update={"port": free_port(config.host, config.port)})
@@ -109,16 +112,16 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
 
     try:
         with supervisor.signals(), _runtime(config) as (engines, commands), contextlib.ExitStack() as stack:
+            environment = child_environment() | stack.enter_context(
+                keeping(engines.directory, RESTART_WINDOW)
+            )
 
             def start(commands: list[Command], is_trial: bool = False) -> None:
                 # The worker first: it takes longest to start.
                 for command in reversed(commands) if not is_trial else commands:
-                    final, environment = FINAL[command.service], child_environment()
-                    memory = kept_memory() if command.service == "worker" else None
-                    if memory is not None:
-                        environment[KV_MEMORY] = str(memory)
+                    final = FINAL[command.service]
                     supervisor.start(
-                        command.name, command.arguments, environment, final, ABORT_SIGNALS, memory, is_trial
+                        command.name, command.arguments, environment, final, ABORT_SIGNALS, is_trial
                     )
 
             start(commands)

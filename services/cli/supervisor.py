@@ -52,8 +52,6 @@ class Child:
     """Exit statuses after which the child is not restarted."""
     abort_signals: Sequence[int] = (signal.SIGTERM,)
     """Signals that end the child at once."""
-    memory: int | None = None
-    """Descriptor that the child inherits each time that it is started; None: there is none."""
     restart_at: float | None = None
     """Time of the next restart, monotonic clock, seconds. None: no restart is due."""
     unexpected_ends: list[float] = field(default_factory=list)
@@ -132,9 +130,6 @@ class Child:
         """Close what is kept for a child that has ended and is not started again."""
         if self.process.stdout is not None:
             self.process.stdout.close()
-        if self.memory is not None:
-            os.close(self.memory)
-            self.memory = None
 
     def describe_end(self) -> str:
         code = self.process.poll()
@@ -181,7 +176,6 @@ class Supervisor:
         environment: dict[str, str],
         final: Collection[int] = (),
         abort_signals: Sequence[int] = (signal.SIGTERM,),
-        memory: int | None = None,
         is_trial: bool = False,
     ) -> None:
         """Start a child in a process group of its own, so that only the supervisor handles Ctrl-C from the terminal.
@@ -191,7 +185,6 @@ class Supervisor:
         Args:
             final: exit statuses after which it is not restarted.
             abort_signals: signals that end it at once; two equal ones may arrive as one.
-            memory: descriptor that it inherits each time it is started; closed when it has ended for good.
             is_trial: start it beside those that run already: it is stopped after them, the others go on if it ends, and
                 it is not restarted before `adopt`.
         """
@@ -204,16 +197,13 @@ class Supervisor:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 process_group=0,
-                pass_fds=() if memory is None else (memory,),
             )
             assert process.stdout is not None
             os.set_blocking(process.stdout.fileno(), False)
             self._selector.register(process.stdout, selectors.EVENT_READ)
             return process
 
-        child = Child(
-            name, spawn(), spawn, final=final, abort_signals=abort_signals, memory=memory, is_trial=is_trial
-        )
+        child = Child(name, spawn(), spawn, final=final, abort_signals=abort_signals, is_trial=is_trial)
         self.children.insert(len(self.children) if is_trial else 0, child)
 
     def watch(self, source: socket.socket, on_readable: Callable[[], None]) -> None:

@@ -80,6 +80,11 @@ class BackendConfig(ServiceConfig):
         description="native, sim: address of this machine at which workers of other engines with equal weights and "
         "settings fetch KV blocks, tcp://HOST:0 for a free port. This worker fetches from theirs. Default: none.",
     )
+    kv_keeper: str = Field(
+        "",
+        description="native, sim: socket of a `runahead kv-keeper` on this machine. It keeps the KV cache when this "
+        "process ends, for the next one with the same model and settings. Default: serve keeps it for its workers.",
+    )
     quantization: str | None = Field(
         None,
         description="native: type of the weights in memory, with groups of 32 inputs: int8, int4 (embedding and head "
@@ -118,7 +123,9 @@ USERS: dict[str, tuple[str, ...]] = {
     "gpu_memory_utilization": ("native", "vllm"),
     "enforce_eager": ("native", "vllm"),
     "dtype": ("native", "vllm"),
-    **dict.fromkeys(("kv_offload_dir", "kv_offload_bytes", "kv_peer_address"), ("native", "sim")),
+    **dict.fromkeys(
+        ("kv_offload_dir", "kv_offload_bytes", "kv_peer_address", "kv_keeper"), ("native", "sim")
+    ),
     "threads": ("native", "vllm"),
     **dict.fromkeys(SimulatorConfig.model_fields, ("sim",)),
 }
@@ -139,7 +146,11 @@ class WorkerConfig(SimulatorConfig, BackendConfig):
         """Refuse a setting that the backend would ignore, unless it has the default value."""
         for name, backends in USERS.items():
             if self.backend not in backends and getattr(self, name) != type(self).model_fields[name].default:
-                why = _VLLM_TIERS if name.startswith("kv_") and self.backend == "vllm" else ""
+                why = (
+                    _VLLM_TIERS
+                    if name != "kv_keeper" and name.startswith("kv_") and self.backend == "vllm"
+                    else ""
+                )
                 raise ValueError(
                     f"--{name.replace('_', '-')} is a setting of --backend {' and '.join(backends)}; "
                     f"--backend {self.backend} does not use it{why}"
@@ -173,10 +184,10 @@ class WorkerConfig(SimulatorConfig, BackendConfig):
                         f"--{name.replace('_', '-')} is for GPUs; --device {self.device} does not use it"
                     )
         if self.device == "cuda":
-            if self.kv_offload_dir or self.kv_offload_bytes or self.kv_peer_address:
+            if self.kv_offload_dir or self.kv_offload_bytes or self.kv_peer_address or self.kv_keeper:
                 raise ValueError(
-                    "--kv-offload-dir, --kv-offload-bytes and --kv-peer-address: with --device cuda KV blocks stay on "
-                    "the GPU so far; use none of them"
+                    "--kv-offload-dir, --kv-offload-bytes, --kv-peer-address and --kv-keeper: with --device cuda KV "
+                    "blocks stay on the GPU so far; use none of them"
                 )
             if self.kernels == "reference":
                 raise ValueError("--kernels reference computes on --device cpu only")

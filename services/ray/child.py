@@ -6,9 +6,9 @@ import threading
 from pathlib import Path
 
 from services.cli.serve import ABORT_SIGNALS, FINAL, child_environment
-from services.cli.supervisor import Supervisor
+from services.cli.supervisor import RESTART_WINDOW, Supervisor
 from services.config import SERVICES, ServiceConfig
-from services.private import KV_MEMORY, kept_memory
+from services.kv_keeper import keeping
 
 POLL_INTERVAL = 0.2
 """Seconds between two looks for the end of the child."""
@@ -46,19 +46,15 @@ class ServiceChild:
     def _run(self) -> None:
         # The child is started in this thread: the kernel kills it when the thread that has started it ends
         arguments = ["-P", "-m", "services.cli.child", self._service, str(self._file), str(os.getpid())]
-        environment = child_environment()
-        memory = kept_memory() if self._service == "worker" else None
-        if memory is not None:
-            environment[KV_MEMORY] = str(memory)
-        with self._supervisor.open(POLL_INTERVAL):
+        directory = self._file.parent
+        with self._supervisor.open(POLL_INTERVAL), keeping(directory, RESTART_WINDOW) as environment:
             self._opened.set()
             self._supervisor.start(
                 self._service,
                 [sys.executable, *arguments],
-                environment,
+                child_environment() | environment,
                 FINAL[self._service],
                 ABORT_SIGNALS,
-                memory,
             )
             self._supervisor.wait(lambda: None)
 

@@ -1,9 +1,10 @@
 """KV memory of a rank that outlives its epoch, with the names of the blocks in it (adopted block, docs/invariants.md).
 
-It is memory of this process, or shared memory without a file's name whose descriptor a keeper has passed: then it
-outlives the process, too, and the next worker maps it again. Its content is a header, the table of names, and the data
-that the backend takes. It can be left at any byte by a process that is killed: the header is valid last, and an entry
-of the table counts only while its number is set, which is written after the name and cleared before the name changes.
+It is memory of this process, or shared memory without a file's name of a keeper (services/kv_keeper.py): then it
+outlives the process, too, and the next worker maps it again. Its content is a header, the table of names, the pins of
+the scheduler, and the data that the backend takes. It can be left at any byte by a process that is killed: the header
+is valid last, and an entry of the table counts only while its number is set, which is written after the name and
+cleared before the name changes.
 """
 
 import hashlib
@@ -12,14 +13,16 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
 
 from protocol.block_names import NAME_BYTES, NamedBlocks
-from protocol.codec import pack, unpack
+from protocol.codec import Decoder, ProtocolError, encode, pack, unpack
 from protocol.steps import KeepPins, LoadBlocks, ReleaseSlots, SchedulerOutput
-from services.private import KV_MEMORY
+from services import release
+from services.kv_keeper import KV_KEEPER, KeptMemory
 
 log = logging.getLogger("runahead.worker")
 
@@ -30,7 +33,11 @@ SLACK = 16 * PAGE
 """Bytes for the rounding of the parts that are taken."""
 _FILLING = threading.Lock()
 """Held while a block is filled for a load, and while blocks are given away."""
-_HEADER = np.dtype([("valid", "<u8"), ("identity", "V32"), ("num_blocks", "<u8"), ("size", "<u8")])
+_HEADER = np.dtype(
+    [("valid", "<u8"), ("identity", "V32"), ("num_blocks", "<u8"), ("size", "<u8"), ("pins", "<u8")]
+)
+"""`pins`: bytes of the pins; 0: there are none, or they are being written."""
+_PINS = Decoder[KeepPins](KeepPins)
 
 
 class BlockNames:
@@ -155,30 +162,38 @@ class BlockNames:
 class KVMemory:
     """Memory of one rank. It holds the cache of the last epoch that used it, under one identity."""
 
-    def __init__(self, descriptor: int = -1) -> None:
-        """`descriptor`: shared memory, perhaps with the cache of a process that died; -1: memory of this process."""
-        self._descriptor = descriptor
+    def __init__(self, keeper: KeptMemory | None = None) -> None:
+        """`keeper`: has the memory, perhaps with the cache of a process that died; None: memory of this process."""
+        self._keeper = keeper
+        self._claimed = b""
+        """Digest of the identity of the memory."""
+        self._descriptor = -1
         self._map: mmap.mmap | None = None
         self._taken = 0
         self._parts: list[NDArray[np.uint8]] = []
         """uint8[tables, blocks, bytes]: the parts that were taken."""
         self.names: BlockNames | None = None
         """None: no cache, or one of a backend that keeps none."""
-        self.pins: KeepPins | None = None
-        """Pins of the scheduler, for the next one."""
+        self._pins: KeepPins | None = None
+        self._kept_pins = memoryview(b"")
+        """Their copy in the memory, of any size."""
         self.content = ""
         """Everything that the content of a block depends on beside tokens and the values of the weights, set by the
         backend when it has loaded; "": blocks are not in this memory."""
-        if descriptor >= 0 and os.fstat(descriptor).st_size >= PAGE:
-            self._map = mmap.mmap(descriptor, 0)
+        self._abandoned: KeptMemory | None = None
+        """Claim of memory that must not be used by others while this process lives."""
 
     @classmethod
-    def kept(cls) -> "KVMemory":
-        """Return the memory that the starter of this process keeps for it, else memory of its own."""
-        descriptor = int(os.environ.pop(KV_MEMORY, -1))
-        if descriptor >= 0:
-            os.set_inheritable(descriptor, False)
-        return cls(descriptor)
+    def kept(cls, path: str) -> "KVMemory":
+        """Return memory of the keeper at `path`, else of the one of this process's starter, else of its own."""
+        path = path or os.environ.get(KV_KEEPER, "")
+        return cls(KeptMemory(path) if path else None)
+
+    def expect(self) -> None:
+        """A model is about to be loaded. Its cache, if one is kept, is not freed meanwhile."""
+        if self._keeper is not None:
+            with suppress(OSError):  # `find` says so
+                self._keeper.connect()
 
     def find(self, identity: str, block_size: int, groups: int = 1) -> int:
         """Return the number of blocks of the cache with this identity, and 0 if there is none: then free the memory.
@@ -187,6 +202,7 @@ class KVMemory:
             identity: everything that the content depends on beside tokens: model, dtype, layout, rank.
             groups: see `BlockNames`
         """
+        self._claim(_digest(identity))
         if self._map is not None:
             header = self._header(self._map)
             known = bool(header["valid"]) and header["identity"].tobytes() == _digest(identity)
@@ -195,6 +211,56 @@ class KVMemory:
                 return int(header["num_blocks"])
         self._free()
         return 0
+
+    def _claim(self, identity: bytes) -> None:
+        """Get the keeper's memory for this identity, unless this process has it."""
+        if self._keeper is None or identity == self._claimed:
+            return
+        self._free()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor, self._claimed = -1, identity
+        try:
+            self._descriptor = self._keeper.claim(identity)
+        except OSError as error:
+            log.warning("the KV cache will not outlive this process: no memory of a keeper: %s", error)
+            return
+        if os.fstat(self._descriptor).st_size >= PAGE:
+            self._map = mmap.mmap(self._descriptor, 0)
+
+    def forget(self, names: Sequence[bytes]) -> bool:
+        """Remove these names, and memory that a keeper holds without a worker: it may have them (dropped block).
+        Return whether that is certain."""
+        if self.names is not None:
+            self.names.forget(names)
+        try:
+            if self._keeper is not None:
+                self._keeper.drop()
+        except TimeoutError:
+            log.error("KV blocks cannot be dropped: the keeper does not answer")
+            return False
+        return True
+
+    @property
+    def pins(self) -> KeepPins | None:
+        """Pins of the scheduler, for the next one."""
+        if self._pins is None and self._map is not None and (size := int(self._header(self._map)["pins"])):
+            with suppress(ProtocolError):
+                self._pins = _PINS.decode(bytes(self._kept_pins[:size]))
+        return self._pins
+
+    @pins.setter
+    def pins(self, pins: KeepPins) -> None:
+        self._pins = pins
+        if self._map is None:
+            return
+        header, frame = self._header(self._map), encode(pins)
+        header["pins"] = 0
+        if len(frame) > len(self._kept_pins):
+            log.warning("pins of %d bytes do not outlive this process: there is no room", len(frame))
+            return
+        self._kept_pins[: len(frame)] = frame
+        header["pins"] = len(frame)
 
     def held(self) -> NamedBlocks | None:
         """Return the whole blocks of the cache that was found; None: there is none."""
@@ -209,8 +275,7 @@ class KVMemory:
             num_blocks = found
         else:
             self._free()
-            table = _up(8 * num_blocks) + _up(NAME_BYTES * num_blocks)
-            size = PAGE + table + _up(num_blocks * bytes_per_block) + SLACK
+            size = _data_at(num_blocks) + _up(num_blocks * bytes_per_block) + SLACK
             if self._descriptor >= 0:
                 os.ftruncate(self._descriptor, size)
                 self._map = mmap.mmap(self._descriptor, size)
@@ -220,7 +285,7 @@ class KVMemory:
             header["identity"], header["num_blocks"], header["size"] = _digest(identity), num_blocks, size
             self._open(block_size, groups)
             header["valid"] = 1
-        self._taken = PAGE + _up(8 * num_blocks) + _up(NAME_BYTES * num_blocks)
+        self._taken = _data_at(num_blocks)
         self._parts = []
         return num_blocks
 
@@ -268,17 +333,20 @@ class KVMemory:
         if self._map is not None:
             self._header(self._map)["valid"] = 0
         self._map, self.names, self._descriptor, self._parts = None, None, -1, []
+        self._kept_pins = memoryview(b"")
+        self._abandoned, self._keeper = self._keeper, None
 
     def _open(self, block_size: int, groups: int) -> None:
         assert self._map is not None
         n = int(self._header(self._map)["num_blocks"])
         numbers = np.frombuffer(self._map, np.uint64, n, PAGE)
         names = np.frombuffer(self._map, np.uint8, n * NAME_BYTES, PAGE + _up(8 * n))
+        self._kept_pins = memoryview(self._map)[_data_at(n) - _pin_bytes(n) : _data_at(n)]
         self.names = BlockNames(numbers, names.reshape(n, NAME_BYTES), block_size, groups)
 
     def _free(self) -> None:
         """Give the memory back. Nobody reads the cache any more."""
-        self._map, self.names, self._parts = None, None, []
+        self._map, self.names, self._parts, self._kept_pins = None, None, [], memoryview(b"")
         if self._descriptor >= 0:
             os.ftruncate(self._descriptor, 0)
 
@@ -288,7 +356,18 @@ class KVMemory:
 
 
 def _digest(identity: str) -> bytes:
-    return hashlib.sha256(identity.encode()).digest()
+    """The memory may be that of another release."""
+    return hashlib.sha256(f"{release.version()} {identity}".encode()).digest()
+
+
+def _pin_bytes(num_blocks: int) -> int:
+    """Return the room for pins. Those of different prefixes fit; only pages that are written take memory."""
+    return _up(2 * NAME_BYTES * num_blocks) + 64 * PAGE
+
+
+def _data_at(num_blocks: int) -> int:
+    """Return where the data begins: behind the header, the table of names, and the pins."""
+    return PAGE + _up(8 * num_blocks) + _up(NAME_BYTES * num_blocks) + _pin_bytes(num_blocks)
 
 
 def _up(num_bytes: int) -> int:

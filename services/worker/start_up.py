@@ -110,6 +110,7 @@ class StartUp:
                     raise LoadError(
                         "--enable-lora: only --backend vllm with --device cpu serves LoRA adapters"
                     )
+                self._runner.kv_memory.expect()
                 loaded = self._runner.load(assignment, self._progress, listener)
                 self._offload.open(self._runner.kv_memory, loaded, assignment.rank)
         except LoadError:

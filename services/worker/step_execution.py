@@ -111,9 +111,8 @@ class StepExecution:
                 self._follow(action)
                 self._runner.release(unpack(slots))
             case LoadBlocks(dropped=dropped):
-                if dropped and (names := self._runner.kv_memory.names) is not None:
-                    names.forget(split_names(dropped))
-                self._offload.load(action)
+                if not dropped or self._runner.kv_memory.forget(split_names(dropped)):
+                    self._offload.load(action)
             case KeepPins():
                 self._runner.kv_memory.pins = action
 

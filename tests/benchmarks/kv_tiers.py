@@ -1,6 +1,8 @@
 """Costs and gains of tiers of KV blocks: tiers off, in memory of the host, and on disk.
 
 1. Nothing is found: every prompt is new, so that tiers only cost what writing their blocks costs.
+   Beside it the defaults are compared with memory that does not outlive the worker, and with blocks without names: what
+   these cost where nothing is used (`--new-only --repeats 7` measures this alone).
 2. Prompts come again whose tokens are several times those of the cache: without tiers each one is computed again.
 
 llama.cpp's server (the same model and context, with and without its prompt cache in memory) runs the second load too,
@@ -13,19 +15,36 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from openai import AsyncOpenAI
 
+from services.process import processor_seconds
 from tests.benchmarks.peers import packaged_gguf
 from tests.benchmarks.support import llama_cpp
 from tests.benchmarks.support.report import report
 from tests.benchmarks.support.servers import ServerProcess, runahead_process, served
 
 BLOCK, VOCAB = 16, 40_000
+NO_KEEPER = (
+    "import contextlib, sys, services.cli.serve as serve\n"
+    "serve.keeping = lambda *_: contextlib.nullcontext({})\n"
+    "from services.cli import main\n"
+    "sys.exit(main())"
+)
+"""Runs `serve` whose workers have memory of their own for the KV cache."""
 Start = Callable[[], AbstractContextManager[ServerProcess]]
+
+
+class NewLoad(NamedTuple):
+    """A load in which no prompt comes again."""
+
+    tokens_per_second: float
+    """Tokens of outputs."""
+    processor_us: float
+    """Processor time of the server for each of them, microseconds."""
 
 
 class Pass(NamedTuple):
@@ -75,11 +94,20 @@ def repeated(start: Start, args: argparse.Namespace) -> list[Pass]:
         return asyncio.run(passes(server.url, prompts, args))
 
 
-def new_prompts(start: Start, args: argparse.Namespace) -> float:
-    """Return the output tokens per second of a load in which no prompt comes again."""
+def new_prompts(start: Start, args: argparse.Namespace) -> NewLoad:
     with start() as server:
+
+        def used() -> float:
+            return processor_seconds() - time.process_time()  # without this client
+
+        before = used()
         load = served(server.url, args.streams, args.input_len // 4, args.new_output_len, args.waves)
-        return float(load["output_throughput"])
+        tokens = args.streams * args.waves * args.new_output_len
+        return NewLoad(float(load["output_throughput"]), 1e6 * (used() - before) / tokens)
+
+
+def median(found: Sequence[tuple[float, ...]], field: int, digits: int) -> Any:
+    return round(statistics.median(one[field] for one in found), digits) if found else ""
 
 
 def main() -> None:
@@ -89,13 +117,14 @@ def main() -> None:
         ("cache-tokens", 4096), ("times", 3), ("passes", 2), ("repeats", 3),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--new-only", action="store_true", help="only the loads whose prompts are new")
     args = parser.parse_args()
     context = args.input_len + args.output_len + args.new_output_len
 
-    def ours(*flags: str) -> Start:
+    def ours(*flags: str, run: Sequence[str] = ("-m", "services.cli")) -> Start:
         return lambda: runahead_process(
             packaged_gguf(), f"--threads={args.threads}", f"--max-model-len={context}",
-            f"--num-gpu-blocks-override={args.cache_tokens // BLOCK}", *flags,
+            f"--num-gpu-blocks-override={args.cache_tokens // BLOCK}", *flags, run=run,
         )  # fmt: skip
 
     with tempfile.TemporaryDirectory(prefix="runahead-tiers-") as directory:
@@ -104,13 +133,20 @@ def main() -> None:
             "host": ("--kv-offload-bytes=4G",),
             "disk": (f"--kv-offload-dir={directory}/kv",),
         }
-        new: dict[str, list[float]] = {kind: [] for kind in kinds}
+        unused = {
+            "no keeper": ours(run=("-c", NO_KEEPER)),
+            "no names": ours("--no-enable-prefix-caching"),
+        }
+        new: dict[str, list[NewLoad]] = {kind: [] for kind in (*kinds, *unused)}
         again: dict[str, list[Pass]] = {kind: [] for kind in kinds}
         for _ in range(args.repeats):
             for kind, flags in kinds.items():
                 new[kind].append(new_prompts(ours(*flags), args))
-                again[kind] += repeated(ours(*flags), args)
-    if not llama_cpp.absent():
+                if not args.new_only:
+                    again[kind] += repeated(ours(*flags), args)
+            for kind, start in unused.items():
+                new[kind].append(new_prompts(start, args))
+    if not (args.new_only or llama_cpp.absent()):
         per_slot = args.cache_tokens // args.streams
         for name, mebibytes in (("llama.cpp off", 0), ("llama.cpp host", 4096)):
             again[name] = repeated(
@@ -122,11 +158,12 @@ def main() -> None:
     rows: list[dict[str, Any]] = [
         {
             "tiers": kind,
-            "new prompts: tokens/s": round(statistics.median(new[kind]), 1) if kind in new else "",
-            "again: tokens/s": round(statistics.median(p.tokens_per_second for p in found)),
-            "again: TTFT, s": round(statistics.median(p.ttft for p in found), 3),
+            "new prompts: tokens/s": median(new.get(kind, ()), 0, 1),
+            "new prompts: processor us/token": median(new.get(kind, ()), 1, 1),
+            "again: tokens/s": median(again.get(kind, ()), 0, 0),
+            "again: TTFT, s": median(again.get(kind, ()), 1, 3),
         }
-        for kind, found in again.items()
+        for kind in (new | again)
     ]
     off = rows[0]
     figures = {
@@ -137,14 +174,27 @@ def main() -> None:
             "tokens/s again": round(row["again: tokens/s"] / off["again: tokens/s"], 2),
             "TTFT again": round(row["again: TTFT, s"] / off["again: TTFT, s"], 3),
         }
-        for kind, row in zip(again, rows, strict=True)
-        if kind in ("host", "disk")
+        for kind, row in zip(new | again, rows, strict=True)
+        if kind in ("host", "disk") and not args.new_only
+    }
+    figures |= {
+        f"defaults against {row['tiers']}": {
+            "cost, %": round(100 * (1 - off["new prompts: tokens/s"] / row["new prompts: tokens/s"]), 1),
+            "processor time, %": round(
+                100 * (off["new prompts: processor us/token"] / row["new prompts: processor us/token"] - 1), 1
+            ),
+        }
+        for row in rows
+        if row["tiers"] in unused
     }
     title = (
         f"prompts of {args.input_len} tokens, {args.times} times the cache of {args.cache_tokens}: medians"
     )
     settings = {"llama.cpp": llama_cpp.absent() or llama_cpp.features(), **vars(args)}
-    repeats = {"new": new, "again": {kind: [p._asdict() for p in found] for kind, found in again.items()}}
+    repeats = {
+        "new": {kind: [n._asdict() for n in found] for kind, found in new.items()},
+        "again": {kind: [p._asdict() for p in found] for kind, found in again.items()},
+    }
     report("kv_tiers", title, rows, figures, settings, repeats)
 
 

@@ -9,8 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import GenericAlias
 from typing import Any
@@ -31,14 +30,10 @@ class ForkedService:
 
     __class_getitem__ = classmethod(GenericAlias)
 
-    def __init__(
-        self, arguments: Sequence[str], *, env: Mapping[str, str], pass_fds: Collection[int], **_: Any
-    ) -> None:
+    def __init__(self, arguments: Sequence[str], *, env: Mapping[str, str], **_: Any) -> None:
         own = arguments[arguments.index(ENTRY_POINT) + 1 :]
         reader, writer = os.pipe()
-        process = multiprocessing.get_context("fork").Process(
-            target=_run, args=(own, dict(env), writer, pass_fds)
-        )
+        process = multiprocessing.get_context("fork").Process(target=_run, args=(own, dict(env), writer))
         # A signal must not run a handler of the supervisor in the service.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
@@ -73,9 +68,8 @@ class ForkedService:
         self.send_signal(signal.SIGKILL)
 
 
-def _run(arguments: Sequence[str], environment: dict[str, str], output: int, passed: Collection[int]) -> None:
-    """Run a service in a process group of its own, with no file of the supervisor but standard input and outputs, and
-    those that are passed."""
+def _run(arguments: Sequence[str], environment: dict[str, str], output: int) -> None:
+    """Run a service in a process group of its own, with no file of the supervisor but standard input and outputs."""
     subprocess.Popen = STARTED  # type: ignore[misc]
     for number in (*STOP_SIGNALS, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
@@ -84,9 +78,7 @@ def _run(arguments: Sequence[str], environment: dict[str, str], output: int, pas
     os.setpgid(0, 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    ends = [2, *sorted(passed), os.sysconf("SC_OPEN_MAX")]
-    for before, after in pairwise(ends):
-        os.closerange(before + 1, after)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     os.environ.clear()
     os.environ.update(environment)
     Path("/proc/self/comm").write_text(Path(arguments[1]).stem)  # how `ServeProcess` finds a service

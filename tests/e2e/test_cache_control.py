@@ -143,6 +143,11 @@ def test_the_next_scheduler_goes_on_with_pins_and_without_what_was_dropped() -> 
         assert cached(server, TOKENS) == 0, "its first half was dropped"
         kept = control(server, action="list")["pins"]
         assert [(pin["pin"], pin["tokens"]) for pin in kept] == [("kept", PREFIX)]
+        server.find_services()
+        for name in ("worker-0", "worker-1", "scheduler"):
+            server.services[name].kill()
+        assert cached(server, other) == PREFIX
+        assert control(server, action="list")["pins"] == kept, "they outlive scheduler and workers together"
 
 
 def test_the_route_is_not_served_without_the_flag(server: ServeProcess) -> None:

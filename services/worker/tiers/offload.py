@@ -54,13 +54,13 @@ class Offload:
 
     def open(self, memory: KVMemory, loaded: Loaded, rank: int) -> None:
         """The weights are loaded. Raises: LoadError"""
-        if not self._is_used:
+        if not self._is_used and not (self._config.kv_keeper and not memory.content):
             return
         self._rank, identity = rank, f"{memory.content} {sorted(loaded.contents.items())}"
         if not memory.content:
             raise LoadError(
-                "--kv-offload-dir, --kv-offload-bytes and --kv-peer-address: the KV blocks of a GPU stay there so "
-                "far; use none of them"
+                "--kv-offload-dir, --kv-offload-bytes, --kv-peer-address and --kv-keeper: the KV blocks of a GPU stay "
+                "there so far; use none of them"
             )
         if len(loaded.groups) > 1 or any(group.size for group in loaded.groups):
             raise LoadError(

@@ -87,12 +87,13 @@ def runahead(model: Path, *arguments: str, python: str = sys.executable) -> Iter
 
 
 @contextmanager
-def runahead_process(model: Path, *arguments: str, python: str = sys.executable) -> Iterator[ServerProcess]:
-    """As `runahead`, but yield the session too."""
+def runahead_process(
+    model: Path, *arguments: str, python: str = sys.executable, run: Sequence[str] = ("-m", "services.cli")
+) -> Iterator[ServerProcess]:
+    """As `runahead`, but yield the session too. `run`: arguments of Python that run the server."""
     command = [
         python,
-        "-m",
-        "services.cli",
+        *run,
         "serve",
         str(model),
         "--port=0",

@@ -181,6 +181,10 @@ def test_sizes_have_suffixes(given: str, size: int) -> None:
             "--kv-offload-bytes is a setting of --backend native and sim; --backend vllm does not use it: vLLM's KV",
         ),
         (
+            {"kv_keeper": "/run/kv", "backend": "vllm"},
+            "--kv-keeper is a setting of --backend native and sim; --backend vllm does not use it$",
+        ),
+        (
             {"enforce_eager": True, "backend": "sim"},
             "--enforce-eager is a setting of --backend native and vllm; --backend sim does not use it",
         ),

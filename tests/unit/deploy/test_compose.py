@@ -151,6 +151,7 @@ def test_every_overlay_is_tested_with_docker() -> None:
         "engines",
         "frontends",
         "gpu",
+        "kv-keeper",
         "model",
         "observability",
         "vllm",
@@ -158,7 +159,9 @@ def test_every_overlay_is_tested_with_docker() -> None:
     ]
 
 
-@pytest.mark.parametrize("overlay", [name for name in OVERLAYS if name not in ("engines", "observability")])
+@pytest.mark.parametrize(
+    "overlay", [name for name in OVERLAYS if name not in ("engines", "kv-keeper", "observability")]
+)
 def test_overlays_keep_the_restrictions(overlay: str) -> None:
     base = services(**GIVEN)
     for service, definition in services(f"deploy/compose/{overlay}.yml", **GIVEN).items():
@@ -215,6 +218,15 @@ def test_services_that_watch_are_restricted_and_read_files_that_exist(service: s
     for source, _, mode in files:
         assert (ROOT / source).exists()
         assert mode == "ro"
+
+
+def test_the_keeper_and_the_workers_share_nothing_but_its_socket() -> None:
+    overlay, base = services("deploy/compose/kv-keeper.yml"), services()
+    keeper, worker = overlay["kv-keeper"], overlay["worker"]
+    assert keeper["command"] == ["kv-keeper", worker["environment"]["RUNAHEAD_KV_KEEPER"]]
+    assert keeper["volumes"] == worker["volumes"]
+    assert (keeper["user"], keeper["image"]) == (base["worker"]["user"], base["scheduler"]["image"])
+    assert (keeper["network_mode"], keeper["read_only"], keeper["cap_drop"]) == ("none", True, ["ALL"])
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from msgspec.structs import replace
 from protocol.block_names import NAME_BYTES, NamedBlocks
 from protocol.codec import pack
 from protocol.sampling import SamplingParams
-from protocol.steps import NewRequest, ReleaseSlots, SchedulerOutput
+from protocol.steps import KeepPins, KeptPin, NewRequest, ReleaseSlots, SchedulerOutput
+from services.kv_keeper import KeptMemory
 from services.worker.kv_memory import BlockNames, KVMemory
 
 BLOCK_SIZE, BLOCKS, BLOCK_BYTES = 4, 8, 100
@@ -65,59 +66,71 @@ def test_a_block_can_be_read_when_the_step_that_completes_it_was_executed() -> N
     assert readable() == []
 
 
+class OneMemory(KeptMemory):
+    """Shared memory that outlives a process, whatever the digest is."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("kv")
+
+    def claim(self, digest: bytes) -> int:
+        return os.dup(self.descriptor)
+
+
 @pytest.fixture
-def descriptor() -> Iterator[int]:
-    """Shared memory that outlives a process."""
-    fd = os.memfd_create("kv")
-    yield fd
-    os.close(fd)
+def kept() -> Iterator[OneMemory]:
+    memory = OneMemory()
+    yield memory
+    os.close(memory.descriptor)
 
 
-def begun(descriptor: int, identity: str = "model", num_blocks: int = BLOCKS) -> KVMemory:
-    memory = KVMemory(descriptor)
+def begun(kept: OneMemory, identity: str = "model", num_blocks: int = BLOCKS) -> KVMemory:
+    memory = KVMemory(kept)
     memory.begin(identity, BLOCK_SIZE, num_blocks, BLOCK_BYTES)
     return memory
 
 
-def test_the_next_process_finds_data_and_names(descriptor: int) -> None:
-    memory = begun(descriptor)
+def test_the_next_process_finds_data_and_names(kept: OneMemory) -> None:
+    memory = begun(kept)
     data = np.frombuffer(memory.take(BLOCKS * BLOCK_BYTES), np.uint8)
     data[:] = 9
     assert memory.names is not None
     memory.names.follow(ReleaseSlots(1, b"", named(3, 1)))
-    after = KVMemory(descriptor)
+    pins = KeepPins(1, BLOCK_SIZE, [KeptPin("one", "owner", bytes(NAME_BYTES) * 2)])
+    memory.pins = pins
+    after = KVMemory(kept)
     assert after.find("model", BLOCK_SIZE) == BLOCKS
     assert blocks_of(after.held()) == [3, 1]
     assert after.begin("model", BLOCK_SIZE, BLOCKS - 2, BLOCK_BYTES) == BLOCKS, "more than the group uses"
     assert bytes(after.take(BLOCKS * BLOCK_BYTES)) == data.tobytes()
     assert after.names is not None
+    assert after.pins == pins
     after.names.follow(ReleaseSlots(1, b"", named(0)))
     assert blocks_of(after.held()) == [3, 1, 0], "numbers go on"
 
 
 @pytest.mark.parametrize("identity", ["model", "another model"])
-def test_a_cache_of_another_kind_or_size_is_dropped(descriptor: int, identity: str) -> None:
-    memory = begun(descriptor)
+def test_a_cache_of_another_kind_or_size_is_dropped(kept: OneMemory, identity: str) -> None:
+    memory = begun(kept)
     assert memory.names is not None
     memory.names.follow(ReleaseSlots(1, b"", named(3)))
-    more = begun(descriptor, identity, BLOCKS + 1)
+    more = begun(kept, identity, BLOCKS + 1)
     assert more.held() is None
     assert not any(more.take((BLOCKS + 1) * BLOCK_BYTES))
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, 3 * 4096])
-def test_memory_that_was_cut_is_not_used(descriptor: int, size: int) -> None:
+def test_memory_that_was_cut_is_not_used(kept: OneMemory, size: int) -> None:
     """A process that is killed while it allocates leaves any size."""
-    begun(descriptor)
-    os.ftruncate(descriptor, size)
-    memory = KVMemory(descriptor)
+    begun(kept)
+    os.ftruncate(kept.descriptor, size)
+    memory = KVMemory(kept)
     assert memory.find("model", BLOCK_SIZE) == 0
     assert memory.held() is None
 
 
-def test_memory_that_a_thread_may_still_write_is_given_up(descriptor: int) -> None:
-    memory = begun(descriptor)
+def test_memory_that_a_thread_may_still_write_is_given_up(kept: OneMemory) -> None:
+    memory = begun(kept)
     memory.abandon()
-    assert KVMemory(descriptor).find("model", BLOCK_SIZE) == 0
+    assert KVMemory(kept).find("model", BLOCK_SIZE) == 0
     assert memory.begin("model", BLOCK_SIZE, BLOCKS, BLOCK_BYTES) == BLOCKS
-    assert KVMemory(descriptor).find("model", BLOCK_SIZE) == 0, "its memory is its own from now on"
+    assert KVMemory(kept).find("model", BLOCK_SIZE) == 0, "its memory is its own from now on"

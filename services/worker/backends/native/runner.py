@@ -85,7 +85,7 @@ class NativeRunner:
         self._poison, self._after_prepare = poison, after_prepare
         self._config = config
         self._kept = KeptModel(config, create_kernels)
-        self.kv_memory = KVMemory.kept()
+        self.kv_memory = KVMemory.kept(config.kv_keeper)
         self._ranks: Ranks | None = None
         """Set at the beginning of `load`, so that `abort` ends a join as well."""
         self._loaded = EpochValue[_Loaded]("load")
@@ -161,7 +161,9 @@ class NativeRunner:
 
     def _cache_identity(self) -> str:
         """Everything that the content and the size of the caches depend on beside tokens."""
-        return f"{self.kv_memory.content} {self._loaded.get().assignment.num_slots}"
+        loaded = self._loaded.get()
+        contents = sorted(self._kept.contents(loaded.drafter).items())
+        return f"{self.kv_memory.content} {loaded.assignment.num_slots} {contents}"
 
     def _cache_budget(
         self, assignment: Assignment, model: Model, drafter: Drafter | None, limit: int, num_groups: int

@@ -47,7 +47,7 @@ class SimRunner:
         chunk_end: ChunkEnd = planned_end,
     ) -> None:
         self._config = config
-        self.kv_memory = KVMemory.kept()
+        self.kv_memory = KVMemory.kept(config.kv_keeper)
         self._make_device, self._full_check, self._chunk_end = make_device, full_check, chunk_end
         self.exchange: RankExchange = SingleRank()
         self._rank = EpochValue[LoadedRank]("load")

@@ -1,0 +1,157 @@
+"""A keeper over its real socket: who gets which memory, and when it is freed."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from services.kv_keeper import Keeper, KeptMemory, keeping
+
+ONE, OTHER = b"1" * 32, b"2" * 32
+LONG = 1e6
+PATIENCE = 60.0
+
+
+@contextmanager
+def keeper(path: Path, seconds: float = LONG) -> Iterator[None]:
+    stop, end = socket.socketpair()
+    thread = threading.Thread(target=Keeper(path, seconds).run, args=(stop,))
+    thread.start()
+    try:
+        yield
+    finally:
+        end.close()
+        thread.join()
+        stop.close()
+
+
+def num_kept() -> int:
+    """Return the number of memories that this process has open."""
+    return sum(
+        "memfd:runahead-kv" in os.readlink(file)
+        for file in Path("/proc/self/fd").iterdir()
+        if file.is_symlink()
+    )
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "kv"
+
+
+def left(path: Path, data: bytes, digest: bytes = ONE) -> None:
+    """A worker writes this and is killed."""
+    code = f"""
+import os, signal
+from services.kv_keeper import KeptMemory
+memory = KeptMemory({str(path)!r})
+os.write(memory.claim({digest!r}), {data!r})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], check=False)
+    assert ended.returncode == -signal.SIGKILL
+
+
+class ClaimingRank(KeptMemory):
+    """A worker of this process."""
+
+    def found(self, digest: bytes = ONE) -> bytes:
+        """Return the content of the claimed memory."""
+        descriptor = self.claim(digest)
+        data = os.pread(descriptor, 100, 0)
+        os.close(descriptor)
+        return data
+
+
+@contextmanager
+def rank(path: Path) -> Iterator[ClaimingRank]:
+    worker = ClaimingRank(str(path))
+    yield worker
+    if worker._socket is not None:  # noqa: SLF001  the kernel closes it when a worker ends
+        worker._socket.close()  # noqa: SLF001
+
+
+def found(path: Path, digest: bytes = ONE) -> bytes:
+    """Return what a worker finds that ends at once."""
+    with rank(path) as worker:
+        return worker.found(digest)
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_the_next_worker_gets_what_a_killed_one_has_left(path: Path) -> None:
+    with keeper(path):
+        assert path.stat().st_mode & 0o777 == 0o600
+        left(path, b"one")
+        with rank(path) as first:
+            assert first.found() == b"one"
+            assert found(path) == b"", "nobody gets memory that a worker has"
+        with rank(path) as second:
+            assert second.found() == b"one"
+            assert second.found(OTHER) == b"", "it uses another cache now"
+            assert found(path) == b"", "and the one before is freed"
+
+
+def test_memory_is_freed_for_a_cache_that_is_not_there(path: Path) -> None:
+    with keeper(path):
+        left(path, b"one")
+        assert found(path, OTHER) == b""
+        assert found(path) == b""
+
+
+def test_a_drop_reaches_memory_without_a_worker(path: Path) -> None:
+    with keeper(path):
+        left(path, b"one")
+        ClaimingRank(str(path)).drop()
+        assert found(path) == b""
+    ClaimingRank(str(path)).drop()  # the keeper has ended: nothing is kept
+
+
+def test_memory_without_a_worker_is_freed_after_some_time(path: Path) -> None:
+    with keeper(path, seconds=0.05):
+        with rank(path) as loads:
+            loads.connect()
+            left(path, b"one")
+            assert loads.found() == b"one", "the time does not run while a worker loads"
+        wait_until(lambda: num_kept() == 0)
+
+
+def test_a_worker_outlives_its_keeper(path: Path) -> None:
+    with rank(path) as worker:
+        with keeper(path):
+            assert worker.found() == b""
+            with pytest.raises(OSError, match="another service is using it"):
+                Keeper(path, LONG)
+        with pytest.raises(OSError, match="No such file"):
+            worker.claim(OTHER)
+        with keeper(path):
+            assert worker.found() == b"", "it finds the next keeper"
+    assert num_kept() == 0
+
+
+def test_nonsense_ends_its_connection_only(path: Path) -> None:
+    with keeper(path):
+        left(path, b"one")
+        with rank(path) as worker, worker.connected() as peer:
+            peer.sendall(b"nonsense")
+            assert peer.recv(1) == b""
+            assert worker.found() == b"one"
+
+
+def test_a_system_without_such_memory_serves_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    with keeping(tmp_path, LONG) as environment:
+        assert environment == {}
