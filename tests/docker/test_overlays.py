@@ -1,6 +1,8 @@
 """Overlays: those that run on any machine are started together, the others are only read by Compose."""
 
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import openai
@@ -11,7 +13,9 @@ from tests.docker.engine import ROOT, DockerEngine
 from tests.docker.stack import Stack, free_ports, running, streamed
 
 
-def test_two_frontends_with_keys_serve_a_mounted_model(engine: DockerEngine, tmp_path: Path) -> None:
+def test_two_frontends_with_keys_serve_a_mounted_model_whose_blocks_outlive_the_worker(
+    engine: DockerEngine, tmp_path: Path
+) -> None:
     first = free_ports(4)
     keys, model = tmp_path / "keys", tmp_path / "model"
     keys.write_text("sesame\nmellon\n")
@@ -20,7 +24,7 @@ def test_two_frontends_with_keys_serve_a_mounted_model(engine: DockerEngine, tmp
     with running(
         engine,
         "runahead-test-overlays",
-        ("frontends", "api-key", "model"),
+        ("frontends", "api-key", "model", "kv-keeper"),
         RUNAHEAD_PORT=f"{first}-{first + 3}",
         RUNAHEAD_API_KEY_FILE=str(keys),
         RUNAHEAD_MODEL_DIR=str(model),
@@ -33,7 +37,7 @@ def test_two_frontends_with_keys_serve_a_mounted_model(engine: DockerEngine, tmp
             address = f"http://127.0.0.1:{frontend.host_port}/v1"
             with openai.OpenAI(base_url=address, api_key=key, max_retries=0) as client:
                 assert [card.id for card in client.models.list().data] == ["mine"]
-                texts.add(streamed(client, "The os module", 16))
+                texts.add(streamed(client, "The os module", 64))
             with (
                 openai.OpenAI(base_url=address, api_key="unknown", max_retries=0) as stranger,
                 pytest.raises(openai.AuthenticationError),
@@ -41,6 +45,11 @@ def test_two_frontends_with_keys_serve_a_mounted_model(engine: DockerEngine, tmp
                 stranger.models.list()
             assert key not in str(frontend.details["Config"])
         assert len(texts) == 1
+        (worker,) = stack.containers("worker")
+        os.kill(worker.details["State"]["Pid"], signal.SIGKILL)
+        stack.wait_until(
+            lambda: "KV blocks are adopted" in stack.logs("scheduler"), "the next worker has them"
+        )
 
 
 @pytest.mark.parametrize(("overlay", "image"), [
