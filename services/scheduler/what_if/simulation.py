@@ -6,7 +6,9 @@ refused requests are left out, and so are requests that are longer than the cont
 """
 
 import heapq
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
@@ -28,7 +30,7 @@ from services.scheduler.membership.sizes import GroupError, fit
 from services.scheduler.policies import make_policy
 from services.scheduler.recording.grammar import RecordedCompiler, RecordedGrammar
 from services.scheduler.recording.records import RecordingHeader
-from services.scheduler.what_if.cost import StepCost
+from services.scheduler.what_if.cost import HostCost, StepCost, features_of, host_features
 from services.scheduler.what_if.history import History, RecordedRequest
 from services.scheduler.what_if.measurements import Measurements, RequestMeasurement
 
@@ -56,20 +58,37 @@ class ModelledDevice(NamedTuple):
     """Modelled times of the workers."""
 
     cost: StepCost
-    gap: float
-    """Seconds between two steps if the second plan is there."""
-    latency: float
-    """Seconds on the way to the workers and back, and in the scheduler."""
+    host: HostCost
     acceptance: float | None
     """Chance of a draft to be accepted; None: as recorded."""
+
+
+@dataclass(eq=False)
+class ExecutedStep:
+    plan: SchedulerOutput
+    step: InflightStep
+    drafted: Column
+    """int32[sampling rows], as `accepted`"""
+    accepted: Column
+    prepared: float
+    began: float
+    end: float
+
+
+class Delivery(NamedTuple):
+    """The result of a step arrives."""
+
+    deliver: Callable[[ExecutedStep], None]
+    executed: ExecutedStep
+
+    def __call__(self) -> None:
+        self.deliver(self.executed)
 
 
 class WaitingStep(NamedTuple):
     """A step whose sampling waits for masks."""
 
-    plan: SchedulerOutput
-    end: float
-    """End of its forward pass."""
+    executed: ExecutedStep
     missing: set[int]
     """Slots without masks."""
 
@@ -109,12 +128,14 @@ class WhatIf:
         self._free = [0.0] * limits.stages
         """Time at which each pipeline stage is free."""
         self._steps: dict[int, InflightStep] = {}
+        self._executing: list[ExecutedStep] = []
         self._waiting: dict[int, WaitingStep] = {}
         self._open: dict[RequestKey, RecordedRequest] = {}
         self._to_abort: list[RequestKey] = []
         self._rng = Random(_SEED)  # noqa: S311  no secret
         self.measurements = Measurements()
         self._filler = np.zeros(1, np.int32)
+        self._rows = self._requests = 0
 
     def run(self) -> Measurements:
         """Serve all requests."""
@@ -125,11 +146,13 @@ class WhatIf:
                 self.measurements.num_refused += 1
                 continue
             self._at(request.arrived, self._arrival(request))
-        while self._events:
-            now = self._events[0][0]
+        free = worked = 0.0
+        while (due := self._due()) < math.inf:
+            now = max(due, free)  # the scheduler's work before has ended
+            self._rows = self._requests = 0  # of this turn
             self.core.take_outputs()
-            self.core.advance(now)
-            while self._events and self._events[0][0] <= now:
+            self.core.advance(now, worked)
+            while self._due() <= now:
                 heapq.heappop(self._events)[2]()
             self._abort_due()
             for message in self.core.dispatch():
@@ -137,6 +160,9 @@ class WhatIf:
                     self._execute(message, now)
                 elif isinstance(message, GrammarOutput):
                     self._sample(message, now)
+            worked = float(host_features(self._rows, self._requests) @ self._device.host.turn)
+            self._share(now, worked)
+            free = now + worked
         self.measurements.num_preemptions = self.core.store.counters["num_preemptions"]
         return self.measurements
 
@@ -149,6 +175,16 @@ class WhatIf:
             case _:
                 pass
 
+    def _due(self) -> float:
+        """Return the time of the next event; inf: there is none."""
+        while self._events:
+            due, number, action = self._events[0]
+            later = action.executed.end + self._device.host.returning if isinstance(action, Delivery) else due
+            if later <= due:
+                return due
+            heapq.heapreplace(self._events, (later, number, action))  # the step has become longer
+        return math.inf
+
     def _at(self, time: float, action: Callable[[], None]) -> None:
         self._count += 1
         heapq.heappush(self._events, (time, self._count, action))
@@ -159,9 +195,10 @@ class WhatIf:
         def arrive() -> None:
             key = (request.frontend, request.message.number)
             if key in self._open:  # still open here: the frontend uses the number for two requests
-                self._at(self.core.store.now + self._device.latency + 1e-3, arrive)
+                self._at(self.core.store.now + 1e-3, arrive)
                 return
             self._open[key] = request
+            self._requests += 1
             self.core.add(request.frontend, request.message)
             if key not in self.core.requests:
                 del self._open[key]
@@ -183,7 +220,7 @@ class WhatIf:
         request = self._open.pop(key, None)
         if request is None or finish.times is None or finish.reason is FinishReason.REJECTED:
             return
-        times = finish.times
+        times, self._requests = finish.times, self._requests + 1
         self.measurements.add(
             RequestMeasurement(times.queued, times.first_token, times.ended, request.num_outputs)
         )
@@ -197,35 +234,55 @@ class WhatIf:
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def _execute(self, plan: SchedulerOutput, now: float) -> None:
-        seconds, d = self._device.cost.of(plan), self._device
-        end = now + d.latency / 2
+        step, d = self._steps.pop(plan.step_id), self._device
+        drafts = step.drafts[step.samples]
+        drafted, accepted = np.zeros((2, len(drafts)), np.int32)
+        for row in np.flatnonzero(drafts).tolist():
+            drafted[row], accepted[row] = self._draft(int(drafts[row]))
+        self._rows += len(step.slots)
+        self._requests += len(plan.new)
+        seconds = d.cost.of(features_of(plan, drafted))
+        end = prepared = now + float(host_features(len(step.slots), len(plan.new)) @ d.host.sending)
         for stage, free in enumerate(self._free):
-            end = max(end, free + d.gap) + seconds
-            self._free[stage] = end
+            end = self._free[stage] = max(end, free) + seconds
+        executed = ExecutedStep(plan, step, drafted, accepted, prepared, end - seconds, end)
+        self._executing.append(executed)
         if plan.has_structured_output_requests:
-            self._waiting[plan.step_id] = WaitingStep(plan, end, set(unpack(plan.masked).tolist()))
+            self._waiting[plan.step_id] = WaitingStep(executed, set(unpack(plan.masked).tolist()))
         else:
-            self._return(plan, end, seconds)
+            self._return(executed)
+
+    def _share(self, now: float, worked: float) -> None:
+        """Make the steps longer that run while the scheduler works from now on, and those behind them later."""
+        longer = 0.0
+        for executed in self._executing:
+            if executed.began > now:
+                executed.began += longer
+            executed.end += longer
+            beside = min(now + worked, executed.end) - max(now, executed.began)
+            if beside > 0:
+                executed.end += self._device.cost.shared * beside
+                longer += self._device.cost.shared * beside
+        self._free[-1] += longer
 
     def _sample(self, message: GrammarOutput, now: float) -> None:
-        plan, end, missing = self._waiting[message.step_id]
+        executed, missing = self._waiting[message.step_id]
         missing.difference_update(unpack(message.slots).tolist())
         if missing:
             return
         del self._waiting[message.step_id]
-        end = max(end, now + self._device.latency / 2)
-        self._free[-1] = max(self._free[-1], end)
-        self._return(plan, end, self._device.cost.of(plan))
+        executed.end = max(executed.end, now + float(self._device.host.sending[0]))
+        self._free[-1] = max(self._free[-1], executed.end)
+        self._return(executed)
 
-    def _return(self, plan: SchedulerOutput, end: float, seconds: float) -> None:
-        self._at(end + self._device.latency / 2, lambda: self._deliver(plan, end, seconds))
+    def _return(self, executed: ExecutedStep) -> None:
+        self._at(executed.end + self._device.host.returning, Delivery(self._deliver, executed))
 
-    def _deliver(self, plan: SchedulerOutput, end: float, seconds: float) -> None:
-        step, slots = self._steps.pop(plan.step_id), self.core.epoch.slots
-        rows, drafts = step.slots[step.samples], step.drafts[step.samples]
-        drafted, accepted = np.zeros(len(rows), np.int32), np.zeros(len(rows), np.int32)
-        for row in np.flatnonzero(drafts).tolist():
-            drafted[row], accepted[row] = self._draft(int(drafts[row]))
+    def _deliver(self, executed: ExecutedStep) -> None:
+        self._executing.remove(executed)
+        plan, step, drafted, accepted = executed.plan, executed.step, executed.drafted, executed.accepted
+        rows, slots = step.slots[step.samples], self.core.epoch.slots
+        self._rows += len(rows)
         counts = accepted + 1
         parts = [
             self._tokens(slot, count) for slot, count in zip(rows.tolist(), counts.tolist(), strict=True)
@@ -239,10 +296,10 @@ class WhatIf:
                 pack(step.generations[step.samples]),
                 pack(counts),
                 b"".join(map(pack, parts)),
-                StepTimes(forward_began=end - seconds, forward_ended=end, sampled=end),
+                StepTimes(0.0, executed.prepared, executed.began, executed.end, executed.end),
                 embedding_slots=pack(pooling.astype(np.int32)),
                 embeddings=bytes(4 * len(pooling) * self._hidden_size),
-                drafted=pack(drafted) if drafts.any() else b"",
+                drafted=pack(drafted) if plan.drafts else b"",
                 draft_token_ids=bytes(4 * len(rows) * step.proposes)
                 if plan.has_structured_output_requests
                 else b"",

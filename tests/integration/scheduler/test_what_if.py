@@ -48,9 +48,9 @@ def predicted(directory: Path, **changes: object) -> tuple[dict[str, float], dic
     recording = EventRecording(directory)
     history = History.read(recording)
     config = ReplayConfig.model_validate(changes)
-    table = predict(config, recording.header, history, history.cost()).table
+    table = predict(config, recording.header, history).table
     return {sides[1].name: sides[1].value for sides in table}, {
-        sides[2].name: sides[2].value for sides in table
+        sides[1].name: sides[2].value for sides in table
     }
 
 
