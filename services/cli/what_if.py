@@ -122,7 +122,8 @@ def _describe(model: Model) -> Iterator[str]:
         if value
     ]
     yield (
-        f"cost model from {cost.num_steps:,} steps: {', '.join(parts)}; median error {100 * cost.error:.0f} %; "
+        f"cost model from {cost.num_steps:,} steps: {', '.join(parts)}; median error {100 * cost.error:.0f} %, "
+        f"{100 * (cost.delays - 1):.0f} % delays; "
         f"{len(model.costs) - 1} other fits explain them as well"
     )
     yield (

@@ -84,9 +84,11 @@ class StepCost(NamedTuple):
     """bool[6]: the feature occurred in the recording."""
     shared: float = 0.0
     """Seconds that a step is longer for each second that the scheduler works beside it."""
+    delays: float = 1.0
+    """Recorded time over fitted time, with the delays."""
 
     def scaled(self, factor: float) -> Self:
-        return self._replace(seconds=factor * self.seconds)
+        return self._replace(seconds=factor * self.delays * self.seconds, delays=1.0)
 
     def of(self, features: Vector) -> float:
         """Return the seconds of a step."""
@@ -141,7 +143,8 @@ class StepCost(NamedTuple):
                 if _error(x[kept], y[kept], solved) > _AS_GOOD * least:
                     continue
             error = float(np.median(np.abs(x @ solved - y) / y))
-            yield cls(_unseen(solved[:-1], seen), error, len(y), seen, float(solved[-1]))
+            delays = float(y.sum() / (x @ solved).sum())
+            yield cls(_unseen(solved[:-1], seen), error, len(y), seen, float(solved[-1]), delays)
 
 
 def _unseen(seconds: Vector, seen: NDArray[np.bool_]) -> Vector:
@@ -158,8 +161,7 @@ def fit(x: Vector, y: Vector) -> tuple[Vector, NDArray[np.bool_]]:
     that nothing delayed."""
     near = np.maximum(x @ _non_negative(x / y[:, None], np.ones(len(y))), 1e-9)
     kept = y <= _OUTLIER * near
-    solved = _non_negative(x[kept] / near[kept, None], y[kept] / near[kept])
-    return solved * np.minimum(y, _OUTLIER * near).sum() / (x @ solved).sum(), kept  # delays take time too
+    return _non_negative(x[kept] / near[kept, None], y[kept] / near[kept]), kept
 
 
 def _non_negative(x: Vector, y: Vector) -> Vector:

@@ -166,8 +166,12 @@ def _median(seconds: list[float]) -> float:
 
 
 def _fit(features: list[Vector], seconds: Sequence[float]) -> Vector:
-    """Return coefficients; 0 without measurements."""
-    return fit(np.array(features), np.maximum(seconds, 1e-6))[0] if features else np.zeros(3)
+    """Return coefficients that give the total time, with its delays; 0 without measurements."""
+    if not features:
+        return np.zeros(3)
+    x, y = np.array(features), np.maximum(seconds, 1e-6)
+    solved = fit(x, y)[0]
+    return solved * (y.sum() / (x @ solved).sum())
 
 
 class _InFlight(NamedTuple):

@@ -11,8 +11,8 @@ from protocol.sampling import SamplingParams
 from protocol.steps import SchedulerOutput
 from services.config import SchedulerConfig
 from services.scheduler.core.limits import Limits
-from services.scheduler.recording.records import VERSION, RecordingHeader
 from services.scheduler.recording.recorder import FlightRecorder
+from services.scheduler.recording.records import VERSION, RecordingHeader
 from services.scheduler.recording.segments import EventRecording, SegmentWriter
 from services.scheduler.recording.settings import recorded_settings
 from services.scheduler.what_if import (
