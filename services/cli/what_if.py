@@ -76,7 +76,7 @@ def predict(config: ReplayConfig, header: RecordingHeader, history: History) -> 
     """
     before, after = settings_of(header), changed_settings(config, header)
     _check_drafts(before, after, config.draft_acceptance, history)
-    model = Model.fit(header, history)
+    model = Model(header, history)
     changed, ranges = model.predict(after, config.draft_acceptance)
     columns = (recorded(history).figures(), model.modelled.figures(), ranges)
     return Prediction(model, [*zip(*columns, strict=True)], changed.num_refused, len(history.requests))

@@ -103,23 +103,14 @@ class StepCost(NamedTuple):
         return float(np.array((1.0, tokens, 0.0, tokens * tokens / 2, 0.0, 0.0)) @ self.seconds)
 
     @classmethod
-    def fit(
-        cls, features: Sequence[Vector], seconds: Sequence[float], shared: Sequence[float] | None = None
-    ) -> Self:
-        """Fit to steps. `shared`: seconds that the scheduler worked beside each.
-
-        Raises: ValueError, if there are too few.
-        """
-        return next(cls.fits(features, seconds, shared))
-
-    @classmethod
     def fits(
         cls, features: Sequence[Vector], seconds: Sequence[float], shared: Sequence[float] | None = None
     ) -> Iterator[Self]:
-        """Yield the best fit, then those that explain the recording as well without one of its features.
+        """Yield the best fit to steps, then those that explain them as well without one of the features: where features
+        always occurred together, these are the ends of what each of them may cost.
 
-        Where features always occurred together the recording cannot tell what each of them costs; these fits are the
-        ends of what is possible.
+        Args:
+            shared: seconds that the scheduler worked beside each.
 
         Raises: ValueError, if there are too few.
         """

@@ -1,6 +1,6 @@
 """Requests and steps of a recording: the load of a what-if, and the measurements of its cost model."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -83,11 +83,6 @@ class MeasuredStep(NamedTuple):
     free_since: float
     """The scheduler ended the turn before the one that read the result."""
 
-    @property
-    def was_awaited(self) -> bool:
-        """The scheduler had nothing else to do when the result arrived."""
-        return self.returned - self.free_since > _IDLE
-
 
 @dataclass
 class MeasuredTurn:
@@ -99,16 +94,12 @@ class MeasuredTurn:
     rows: int = 0
     requests: int = 0
 
-    @property
-    def features(self) -> Vector:
-        return host_features(self.rows, self.requests)
-
 
 @dataclass
 class History:
     requests: list[RecordedRequest] = field(default_factory=list)
-    steps: list["MeasuredStep"] = field(default_factory=list)
-    turns: list["MeasuredTurn"] = field(default_factory=list)
+    steps: list[MeasuredStep] = field(default_factory=list)
+    turns: list[MeasuredTurn] = field(default_factory=list)
     drafted: list[Drafted] = field(default_factory=list)
     num_preemptions: int = 0
 
@@ -122,19 +113,11 @@ class History:
             reader.take(turn)
         return reader.history
 
-    def costs(self) -> tuple[list[StepCost], HostCost]:
-        """Return the best fit of the device's times with all that are as good, and the times beside the device.
+    def costs(self) -> Iterator[StepCost]:
+        """Yield the best fit of the device's times, then those that are as good.
 
         Raises: ValueError, if there are too few steps.
         """
-        return [*self._fits()], self.host()
-
-    def cost(self) -> StepCost:
-        """Return the best fit. Raises: ValueError, if there are too few steps."""
-        return next(self._fits())
-
-    def _fits(self) -> Iterator[StepCost]:
-        """Work of the scheduler beside a step is that between the step's beginning and its end."""
         times = [0.0, *(at for turn in self.turns for at in (turn.began, turn.began + turn.worked))]
         worked = np.cumsum([0.0, *(seconds for turn in self.turns for seconds in (0.0, turn.worked))])
         began, ended = np.array([(step.began, step.ended) for step in self.steps]).reshape(-1, 2).T
@@ -143,15 +126,13 @@ class History:
         return StepCost.fits([step.features for step in self.steps], [*(ended - began)], shared)
 
     def host(self) -> HostCost:
-        turns, steps = [turn for turn in self.turns if turn.worked > 0], self.steps
+        """Return the times beside the device. The way back is known where the scheduler waited for the result."""
         shift = self._clock_difference()
-        sending = np.array([step.prepared + shift - step.dispatched for step in steps])
-        free = [step.returned - step.ended - shift for step in steps if step.was_awaited]
-        return HostCost(
-            _fit([turn.features for turn in turns], [turn.worked for turn in turns]),
-            _fit([step.sending for step in steps], sending),
-            _median(free),
-        )
+        turns = [(host_features(turn.rows, turn.requests), turn.worked) for turn in self.turns if turn.worked]
+        sending = [(step.sending, step.prepared + shift - step.dispatched) for step in self.steps]
+        awaited = [step for step in self.steps if step.returned - step.free_since > _IDLE]
+        back = _median([step.returned - step.ended - shift for step in awaited])
+        return HostCost(_fit(turns), _fit(sending), back)
 
     def _clock_difference(self) -> float:
         """Return the scheduler's clock less the worker's. They are the same clock on one machine; else the shortest
@@ -165,11 +146,14 @@ def _median(seconds: list[float]) -> float:
     return float(np.median(seconds)) if seconds else 0.0
 
 
-def _fit(features: list[Vector], seconds: Sequence[float]) -> Vector:
-    """Return coefficients that give the total time, with its delays; 0 without measurements."""
-    if not features:
+def _fit(measured: list[tuple[Vector, float]]) -> Vector:
+    """Return the coefficients of features and seconds that give the total time, with its delays; 0 without any."""
+    if not measured:
         return np.zeros(3)
-    x, y = np.array(features), np.maximum(seconds, 1e-6)
+    x, y = (
+        np.array([features for features, _ in measured]),
+        np.array([max(each, 1e-6) for _, each in measured]),
+    )
     solved = fit(x, y)[0]
     return solved * (y.sum() / (x @ solved).sum())
 
@@ -268,18 +252,10 @@ class _HistoryReader:
             began = times.forward_began
         if not plan.has_structured_output_requests:  # its time includes the wait for the masks
             drafted = unpack(result.drafted) if result.drafted else np.zeros(len(step.slots), np.int32)
-            h.steps.append(
-                MeasuredStep(
-                    features_of(plan, drafted),
-                    host_features(len(plan.slots) // 4, len(plan.new)),
-                    step.dispatched,
-                    times.prepared,
-                    began,
-                    times.sampled,
-                    self._now,
-                    h.turns[-2].began + h.turns[-2].worked if len(h.turns) > 1 else 0.0,
-                )
-            )
+            features = (features_of(plan, drafted), host_features(len(plan.slots) // 4, len(plan.new)))
+            free_since = h.turns[-2].began + h.turns[-2].worked if len(h.turns) > 1 else 0.0
+            measured = (step.dispatched, times.prepared, began, times.sampled, self._now, free_since)
+            h.steps.append(MeasuredStep(*features, *measured))
         self._last_sampled = (*key, times.sampled)
         if step.record.plan.drafts and result.drafted:
             planned = unpack(step.record.plan.drafts)[np.frombuffer(step.record.plan.samples, np.bool_)]

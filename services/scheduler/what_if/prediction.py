@@ -1,12 +1,11 @@
 """What a recorded load would have done under other settings, and how sure that is."""
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from services.config import SchedulerConfig
 from services.scheduler.recording.records import RecordingHeader
 from services.scheduler.recording.settings import settings_of
-from services.scheduler.what_if.cost import HostCost, StepCost
+from services.scheduler.what_if.cost import StepCost
 from services.scheduler.what_if.history import History
 from services.scheduler.what_if.measurements import Measurements, RequestMeasurement
 from services.scheduler.what_if.simulation import ModelledDevice, WhatIf, limits_for
@@ -34,40 +33,34 @@ class Range(NamedTuple):
         return not self.high > _SURE * self.low
 
 
-@dataclass(frozen=True)
 class Model:
-    """The fitted model of a recording."""
+    """The fitted model of a recording.
 
-    header: RecordingHeader
-    history: History
-    costs: list[StepCost]
-    """The best fit, then those that explain the recording as well."""
-    host: HostCost
-    factor: float
-    """All times are longer by this factor, so that the recorded settings give the recorded latency. It stands for
-    what the model does not contain."""
-    modelled: Measurements
-    """What the model gives for the recorded settings."""
+    Attributes:
+        costs: the best fit, then those that explain the recording as well.
+        factor: all times are longer by it, so that the recorded settings give the recorded latency. It stands for what
+            the model does not contain.
+        modelled: what the model gives for the recorded settings.
+    """
 
-    @classmethod
-    def fit(cls, header: RecordingHeader, history: History) -> "Model":
-        """Raises: ValueError, if there are too few steps, or the model cannot give the recorded latency."""
-        costs, host = history.costs()
+    def __init__(self, header: RecordingHeader, history: History) -> None:
+        """Raises: ValueError, if there are too few steps, or no factor gives the recorded latency."""
+        self._header, self._history = header, history
+        self.costs, self.host = [*history.costs()], history.host()
         settings, target = settings_of(header), _latency(recorded(history))
-        low, factor, high = 1 / _LARGEST, 1.0, _LARGEST
+        low, self.factor, high = 1 / _LARGEST, 1.0, _LARGEST
         for _ in range(_ROUNDS):
-            modelled = _run(header, settings, history, costs[0], host, factor, None)
-            latency = _latency(modelled)
+            self.modelled = self._run(settings, None, self.costs[0], self.factor)
+            latency = _latency(self.modelled)
             if not abs(latency / target - 1) > _EXACT:
-                break
-            low, high = (factor, high) if latency < target else (low, factor)
-            factor = (low * high) ** 0.5
-        if max(factor, 1 / factor) > 0.98 * _LARGEST:
+                return
+            low, high = (self.factor, high) if latency < target else (low, self.factor)
+            self.factor = (low * high) ** 0.5
+        if max(self.factor, 1 / self.factor) > 0.98 * _LARGEST:
             raise ValueError(
                 f"the recorded settings give {1e3 * latency:.1f} ms between tokens in the model and gave "
                 f"{1e3 * target:.1f} ms in the recording; other work ran beside it, so that nothing can be predicted"
             )
-        return cls(header, history, costs, host, factor, modelled)
 
     def predict(self, config: SchedulerConfig, acceptance: float | None) -> tuple[Measurements, list[Range]]:
         """Return what other settings would have done, and its figures with their ranges. The range covers every fit,
@@ -78,12 +71,15 @@ class Model:
         margin = max(_MARGIN, self.factor, 1 / self.factor)
         variants = [(cost, self.factor) for cost in self.costs]
         variants += [(self.costs[0], self.factor / margin), (self.costs[0], self.factor * margin)]
-        runs = [
-            _run(self.header, config, self.history, cost, self.host, factor, acceptance)
-            for cost, factor in variants
-        ]
+        runs = [self._run(config, acceptance, *variant) for variant in variants]
         columns = zip(*([figure.value for figure in run.figures()] for run in runs), strict=True)
         return runs[0], [Range(values[0], min(values), max(values)) for values in columns]
+
+    def _run(
+        self, config: SchedulerConfig, acceptance: float | None, cost: StepCost, factor: float
+    ) -> Measurements:
+        device = ModelledDevice(cost.scaled(factor), self.host.scaled(factor), acceptance)
+        return WhatIf(self._header, config, limits_for(self._header, config), self._history, device).run()
 
 
 def recorded(history: History) -> Measurements:
@@ -101,16 +97,3 @@ def _latency(measured: Measurements) -> float:
     figures = {figure.name: figure.value for figure in measured.figures()}
     between = figures["ITL, mean"]
     return (between if between > 0 else figures["TTFT, mean"]) / 1e3
-
-
-def _run(
-    header: RecordingHeader,
-    config: SchedulerConfig,
-    history: History,
-    cost: StepCost,
-    host: HostCost,
-    factor: float,
-    acceptance: float | None,
-) -> Measurements:
-    device = ModelledDevice(cost.scaled(factor), host.scaled(factor), acceptance)
-    return WhatIf(header, config, limits_for(header, config), history, device).run()

@@ -7,6 +7,7 @@ refused requests are left out, and so are requests that are longer than the cont
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
@@ -70,27 +71,11 @@ class ExecutedStep:
     drafted: Column
     """int32[sampling rows], as `accepted`"""
     accepted: Column
+    missing: set[int]
+    """Slots whose masks its sampling waits for."""
     prepared: float
     began: float
     end: float
-
-
-class Delivery(NamedTuple):
-    """The result of a step arrives."""
-
-    deliver: Callable[[ExecutedStep], None]
-    executed: ExecutedStep
-
-    def __call__(self) -> None:
-        self.deliver(self.executed)
-
-
-class WaitingStep(NamedTuple):
-    """A step whose sampling waits for masks."""
-
-    executed: ExecutedStep
-    missing: set[int]
-    """Slots without masks."""
 
 
 class _Tickets(RecordedCompiler):
@@ -128,8 +113,7 @@ class WhatIf:
         self._free = [0.0] * limits.stages
         """Time at which each pipeline stage is free."""
         self._steps: dict[int, InflightStep] = {}
-        self._executing: list[ExecutedStep] = []
-        self._waiting: dict[int, WaitingStep] = {}
+        self._executing: deque[ExecutedStep] = deque()
         self._open: dict[RequestKey, RecordedRequest] = {}
         self._to_abort: list[RequestKey] = []
         self._rng = Random(_SEED)  # noqa: S311  no secret
@@ -147,13 +131,13 @@ class WhatIf:
                 continue
             self._at(request.arrived, self._arrival(request))
         free = worked = 0.0
-        while (due := self._due()) < math.inf:
+        while (due := self._next()[0]) < math.inf:
             now = max(due, free)  # the scheduler's work before has ended
             self._rows = self._requests = 0  # of this turn
             self.core.take_outputs()
             self.core.advance(now, worked)
-            while self._due() <= now:
-                heapq.heappop(self._events)[2]()
+            while (following := self._next())[0] <= now:
+                self._deliver() if following[1] else heapq.heappop(self._events)[2]()
             self._abort_due()
             for message in self.core.dispatch():
                 if isinstance(message, SchedulerOutput):
@@ -175,15 +159,12 @@ class WhatIf:
             case _:
                 pass
 
-    def _due(self) -> float:
-        """Return the time of the next event; inf: there is none."""
-        while self._events:
-            due, number, action = self._events[0]
-            later = action.executed.end + self._device.host.returning if isinstance(action, Delivery) else due
-            if later <= due:
-                return due
-            heapq.heapreplace(self._events, (later, number, action))  # the step has become longer
-        return math.inf
+    def _next(self) -> tuple[float, bool]:
+        """Return the time of what happens next, inf if nothing does, and whether it is a result."""
+        event = self._events[0][0] if self._events else math.inf
+        first = self._executing[0] if self._executing else None
+        result = math.inf if first is None or first.missing else first.end + self._device.host.returning
+        return min(event, result), result < event
 
     def _at(self, time: float, action: Callable[[], None]) -> None:
         self._count += 1
@@ -245,12 +226,9 @@ class WhatIf:
         end = prepared = now + float(host_features(len(step.slots), len(plan.new)) @ d.host.sending)
         for stage, free in enumerate(self._free):
             end = self._free[stage] = max(end, free) + seconds
-        executed = ExecutedStep(plan, step, drafted, accepted, prepared, end - seconds, end)
-        self._executing.append(executed)
-        if plan.has_structured_output_requests:
-            self._waiting[plan.step_id] = WaitingStep(executed, set(unpack(plan.masked).tolist()))
-        else:
-            self._return(executed)
+        missing = set(unpack(plan.masked).tolist()) if plan.has_structured_output_requests else set()
+        times = (prepared, end - seconds, end)
+        self._executing.append(ExecutedStep(plan, step, drafted, accepted, missing, *times))
 
     def _share(self, now: float, worked: float) -> None:
         """Make the steps longer that run while the scheduler works from now on, and those behind them later."""
@@ -266,20 +244,13 @@ class WhatIf:
         self._free[-1] += longer
 
     def _sample(self, message: GrammarOutput, now: float) -> None:
-        executed, missing = self._waiting[message.step_id]
-        missing.difference_update(unpack(message.slots).tolist())
-        if missing:
-            return
-        del self._waiting[message.step_id]
+        executed = next(each for each in self._executing if each.plan.step_id == message.step_id)
+        executed.missing.difference_update(unpack(message.slots).tolist())
         executed.end = max(executed.end, now + float(self._device.host.sending[0]))
         self._free[-1] = max(self._free[-1], executed.end)
-        self._return(executed)
 
-    def _return(self, executed: ExecutedStep) -> None:
-        self._at(executed.end + self._device.host.returning, Delivery(self._deliver, executed))
-
-    def _deliver(self, executed: ExecutedStep) -> None:
-        self._executing.remove(executed)
+    def _deliver(self) -> None:
+        executed = self._executing.popleft()
         plan, step, drafted, accepted = executed.plan, executed.step, executed.drafted, executed.accepted
         rows, slots = step.slots[step.samples], self.core.epoch.slots
         self._rows += len(rows)

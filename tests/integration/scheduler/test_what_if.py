@@ -139,7 +139,7 @@ def test_plan_gives_the_speeds_of_the_fitted_model(
     assert run([*command, str(tmp_path)]) == 0
     assert "no speeds are predicted: " in capsys.readouterr().out
     assert run([*command, str(recordings)]) == 0
-    out, cost = capsys.readouterr().out, History.read(EventRecording(recordings)).cost()
+    out, cost = capsys.readouterr().out, next(History.read(EventRecording(recordings)).costs())
     assert f"speeds by recording {EventRecording(recordings).incarnation} ({cost.num_steps:,} steps" in out
     for rows in (1, 4, 16, 32):
         seconds = cost.of_decodes(rows, 512)

@@ -24,7 +24,7 @@ from services.scheduler.what_if import (
     RequestMeasurement,
     StepCost,
 )
-from services.scheduler.what_if.cost import MIN_STEPS, features_of
+from services.scheduler.what_if.cost import MIN_STEPS, Vector, features_of
 from services.scheduler.what_if.history import RecordedRequest
 from services.scheduler.what_if.simulation import ModelledDevice, WhatIf, limits_for
 from tests.simulation.grammar import structured
@@ -45,6 +45,10 @@ def plan(starts: list[int], counts: list[int], samples: list[bool], drafts: list
     )
 
 
+def best_fit(features: list[Vector], seconds: list[float]) -> StepCost:
+    return next(StepCost.fits(features, seconds))
+
+
 def test_features_count_prefill_decode_context_and_drafts() -> None:
     step = plan([0, 100, 40], [8, 1, 3], [False, True, True], [0, 0, 2], proposed=2)
     context = 8 * 4 + 1 * 100.5 + 3 * 41.5
@@ -57,14 +61,14 @@ def test_the_fit_finds_the_coefficients_and_ignores_delayed_steps() -> None:
     features = [np.array((1, *rng.integers(0, (400, 60, 20_000)), 0, 0), np.float64) for _ in range(300)]
     seconds = [float(x @ true) for x in features]
     seconds[7] *= 50
-    cost = StepCost.fit(features, seconds)
+    cost = best_fit(features, seconds)
     np.testing.assert_allclose(cost.seconds[:4], true[:4], rtol=0.02, atol=1e-9)
     assert cost.error < 0.01
 
 
 def test_no_coefficient_is_negative() -> None:
     features = [np.array((1, n, 0, 0, 0, 0), np.float64) for n in range(1, 60)]
-    cost = StepCost.fit(features, [1.0 / n for n in range(1, 60)])
+    cost = best_fit(features, [1.0 / n for n in range(1, 60)])
     assert (cost.seconds >= 0).all()
 
 
@@ -76,7 +80,7 @@ def test_found_drafts_count_and_planned_ones_do_not() -> None:
 
 def test_a_draft_without_history_costs_as_much_as_a_decode() -> None:
     features = [np.array((1, 0, rows, 0, 0, 0), np.float64) for rows in range(1, 60)]
-    cost = StepCost.fit(features, [1.0 + 0.5 * x[2] for x in features])
+    cost = best_fit(features, [1.0 + 0.5 * x[2] for x in features])
     assert cost.of(features_of(plan([10], [4], [True], [3]))) == pytest.approx(1 + 0.5 + 3 * 0.5, rel=1e-3)
 
 
@@ -90,7 +94,7 @@ def test_features_that_always_occur_together_give_more_than_one_fit() -> None:
 
 def test_too_few_steps_are_refused_with_their_number() -> None:
     with pytest.raises(ValueError, match=f"has 3 steps.*needs {MIN_STEPS}"):
-        StepCost.fit([np.ones(6)] * 3, [1.0] * 3)
+        best_fit([np.ones(6)] * 3, [1.0] * 3)
 
 
 def test_figures_of_requests() -> None:
@@ -199,7 +203,7 @@ def test_a_recording_with_known_costs_is_predicted_exactly(
     serve(SchedulerConfig.model_validate(settings), known_device(shared), tmp_path)
     changed = SchedulerConfig.model_validate({**settings, **change})
     recording = EventRecording(tmp_path)
-    model = Model.fit(recording.header, History.read(recording))
+    model = Model(recording.header, History.read(recording))
     predicted, ranges = model.predict(changed, None)
     truth = [figure.value for figure in serve(changed, known_device(shared)).figures()]
     assert [figure.value for figure in predicted.figures()] == pytest.approx(truth, rel=0.02)
@@ -217,7 +221,7 @@ def test_a_figure_that_hangs_on_a_few_per_cent_is_not_predicted(tmp_path: Path) 
     serve(SchedulerConfig.model_validate(settings), known_device(0.0), tmp_path)
     recording = EventRecording(tmp_path)
     changed = SchedulerConfig.model_validate({**settings, "max_num_seqs": 2})
-    _, ranges = Model.fit(recording.header, History.read(recording)).predict(changed, None)
+    _, ranges = Model(recording.header, History.read(recording)).predict(changed, None)
     throughput, first, *_ = ranges
     assert throughput.is_known
     assert not first.is_known
