@@ -75,14 +75,14 @@ def predict(config: ReplayConfig, header: RecordingHeader, history: History) -> 
     Raises: RecordingError; ConfigurationError, if the recording does not tell what the change costs; ValueError
     """
     before, after = settings_of(header), changed_settings(config, header)
-    _check_drafts(before, after, config.draft_acceptance, history)
+    check_drafts(before, after, config.draft_acceptance, history)
     model = Model(header, history)
     changed, ranges = model.predict(after, config.draft_acceptance)
     columns = (recorded(history).figures(), model.modelled.figures(), ranges)
     return Prediction(model, [*zip(*columns, strict=True)], changed.num_refused, len(history.requests))
 
 
-def _check_drafts(
+def check_drafts(
     before: SchedulerConfig, after: SchedulerConfig, acceptance: float | None, history: History
 ) -> None:
     """Refuse drafts of which the recording tells neither the cost nor the chance.
@@ -124,7 +124,7 @@ def _describe(model: Model) -> Iterator[str]:
     yield (
         f"cost model from {cost.num_steps:,} steps: {', '.join(parts)}; median error {100 * cost.error:.0f} %, "
         f"{100 * (cost.delays - 1):.0f} % delays; "
-        f"{len(model.costs) - 1} other fits explain them as well"
+        f"as good: {len(model.costs) - 1} other fits"
     )
     yield (
         f"scheduler: {_duration(host.turn[0])} a step, {_duration(host.turn[1])} a row; "

@@ -124,7 +124,7 @@ class StepCost(NamedTuple):
         )
         best, kept = fit(x, y)
         least = _error(x[kept], y[kept], best)
-        seen = x[:, :-1].any(axis=0)
+        seen = np.array(x[:, :-1].any(axis=0))
         for left_out in (None, *np.flatnonzero(best[1:]) + 1):
             solved = best
             if left_out is not None:

@@ -48,6 +48,7 @@ class Model:
         self._header, self._history = header, history
         self.costs, self.host = [*history.costs()], history.host()
         settings, target = settings_of(header), _latency(recorded(history))
+        latency = target
         low, self.factor, high = 1 / _LARGEST, 1.0, _LARGEST
         for _ in range(_ROUNDS):
             self.modelled = self._run(settings, None, self.costs[0], self.factor)
@@ -64,21 +65,29 @@ class Model:
 
     def predict(self, config: SchedulerConfig, acceptance: float | None) -> tuple[Measurements, list[Range]]:
         """Return what other settings would have done, and its figures with their ranges. The range covers every fit,
-        and times that are shorter or longer by what the model lacks.
+        times that are shorter or longer by what the model lacks, and with an acceptance, that all or none of the rejected
+        drafts were verified.
 
         Raises: ValueError
         """
         margin = max(_MARGIN, self.factor, 1 / self.factor)
-        variants = [(cost, self.factor) for cost in self.costs]
-        variants += [(self.costs[0], self.factor / margin), (self.costs[0], self.factor * margin)]
+        best, factor = self.costs[0], self.factor
+        variants = [(cost, factor, 0.5) for cost in self.costs]
+        variants += [(best, factor / margin, 0.5), (best, factor * margin, 0.5)]
+        variants += [(best, factor, 0.0), (best, factor, 1.0)] if acceptance is not None else []
         runs = [self._run(config, acceptance, *variant) for variant in variants]
         columns = zip(*([figure.value for figure in run.figures()] for run in runs), strict=True)
         return runs[0], [Range(values[0], min(values), max(values)) for values in columns]
 
     def _run(
-        self, config: SchedulerConfig, acceptance: float | None, cost: StepCost, factor: float
+        self,
+        config: SchedulerConfig,
+        acceptance: float | None,
+        cost: StepCost,
+        factor: float,
+        found: float = 0.5,
     ) -> Measurements:
-        device = ModelledDevice(cost.scaled(factor), self.host.scaled(factor), acceptance)
+        device = ModelledDevice(cost.scaled(factor), self.host.scaled(factor), acceptance, found)
         return WhatIf(self._header, config, limits_for(self._header, config), self._history, device).run()
 
 

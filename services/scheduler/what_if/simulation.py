@@ -62,6 +62,8 @@ class ModelledDevice(NamedTuple):
     host: HostCost
     acceptance: float | None
     """Chance of a draft to be accepted; None: as recorded."""
+    found: float = 0.5
+    """With a chance: the share of rejected drafts that were verified; the others were not found and cost nothing."""
 
 
 @dataclass(eq=False)
@@ -287,7 +289,8 @@ class WhatIf:
         accepted = 0
         while accepted < planned and self._rng.random() < chance:
             accepted += 1
-        return planned, accepted
+        rejected = sum(self._rng.random() < self._device.found for _ in range(planned - accepted))
+        return accepted + rejected, accepted
 
     def _tokens(self, slot: int, count: int) -> Column:
         """Return the next tokens of the request in a slot."""

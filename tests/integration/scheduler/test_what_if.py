@@ -87,6 +87,10 @@ def test_what_cannot_be_combined_is_refused(recordings: Path, capsys: pytest.Cap
     assert run(["replay", str(recordings), "--batching-policy", "phased", *drafts]) == 2
     assert "not --batching-policy phased" in capsys.readouterr().err
     for arguments, reason in (
+        (
+            ["--speculative-config", '{"method": "eagle", "num_speculative_tokens": 2}'],
+            "does not tell what the eagle drafter alone costs",
+        ),
         (["--num-blocks", "4"], "does not fit the KV cache"),
         (["--batching-policy", "other"], "there is no such policy"),
         (["--draft-acceptance", "0.5"], "--draft-acceptance needs drafts: set --speculative-config"),

@@ -9,6 +9,8 @@ from protocol.codec import pack
 from protocol.requests import GenerateRequest
 from protocol.sampling import SamplingParams
 from protocol.steps import SchedulerOutput
+from services.cli.settings import ConfigurationError
+from services.cli.what_if import check_drafts
 from services.config import SchedulerConfig
 from services.scheduler.core.limits import Limits
 from services.scheduler.recording.recorder import FlightRecorder
@@ -25,7 +27,7 @@ from services.scheduler.what_if import (
     StepCost,
 )
 from services.scheduler.what_if.cost import MIN_STEPS, Vector, features_of
-from services.scheduler.what_if.history import RecordedRequest
+from services.scheduler.what_if.history import Drafted, RecordedRequest
 from services.scheduler.what_if.simulation import ModelledDevice, WhatIf, limits_for
 from tests.simulation.grammar import structured
 
@@ -90,6 +92,18 @@ def test_features_that_always_occur_together_give_more_than_one_fit() -> None:
     fits = [*StepCost.fits(features, [1.0 + 0.5 * x[2] for x in features])]
     decodes = [cost.of_decodes(10, 1) for cost in fits]
     assert (min(decodes), max(decodes)) == pytest.approx((1.0, 6.0), rel=1e-2)
+
+
+def test_more_drafts_than_recorded_need_a_chance() -> None:
+    fewer, more = (
+        SchedulerConfig(speculative_config={"method": "ngram", "num_speculative_tokens": count})
+        for count in (2, 4)
+    )
+    history = History(drafted=[Drafted(2, 1)])
+    with pytest.raises(ConfigurationError, match="at most 2 drafts per token; set --draft-acceptance"):
+        check_drafts(fewer, more, None, history)
+    check_drafts(fewer, more, 0.5, history)
+    check_drafts(more, fewer, None, history)
 
 
 def test_too_few_steps_are_refused_with_their_number() -> None:
