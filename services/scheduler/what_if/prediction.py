@@ -65,8 +65,8 @@ class Model:
 
     def predict(self, config: SchedulerConfig, acceptance: float | None) -> tuple[Measurements, list[Range]]:
         """Return what other settings would have done, and its figures with their ranges. The range covers every fit,
-        times that are shorter or longer by what the model lacks, and with an acceptance, that all or none of the rejected
-        drafts were verified.
+        times that are shorter or longer by what the model lacks, and with an acceptance, all or none of the rejected
+        drafts verified.
 
         Raises: ValueError
         """
