@@ -11,7 +11,7 @@ from services.config import ReplayConfig, SchedulerConfig, WhatIfConfig
 from services.scheduler.capabilities import Combination, refusal
 from services.scheduler.policies import make_policy
 from services.scheduler.recording import EventRecording, RecordingHeader, settings_of
-from services.scheduler.what_if import FEATURES, Figure, History, Model, Range, limits_for, recorded
+from services.scheduler.what_if import FEATURES, Figure, FittedModel, History, Range, limits_for, recorded
 
 COLUMNS = ("recorded", "model", "what if")
 """Measured; predicted for the recorded settings; predicted for the changed ones."""
@@ -21,7 +21,7 @@ Table = list[tuple[Figure, Figure, Range]]
 
 
 class Prediction(NamedTuple):
-    model: Model
+    model: FittedModel
     table: Table
     """Each figure as recorded, predicted for the recorded settings, and predicted for the changed ones."""
     num_refused: int
@@ -76,7 +76,7 @@ def predict(config: ReplayConfig, header: RecordingHeader, history: History) -> 
     """
     before, after = settings_of(header), changed_settings(config, header)
     check_drafts(before, after, config.draft_acceptance, history)
-    model = Model(header, history)
+    model = FittedModel(header, history)
     changed, ranges = model.predict(after, config.draft_acceptance)
     columns = (recorded(history).figures(), model.modelled.figures(), ranges)
     return Prediction(model, [*zip(*columns, strict=True)], changed.num_refused, len(history.requests))
@@ -114,7 +114,7 @@ def _named(config: ReplayConfig) -> Iterator[tuple[str, object]]:
         yield flag(name), json.dumps(value) if isinstance(value, dict) else value
 
 
-def _describe(model: Model) -> Iterator[str]:
+def _describe(model: FittedModel) -> Iterator[str]:
     cost, host = model.costs[0], model.host
     parts = [
         f"{_duration(value)} a {name}"

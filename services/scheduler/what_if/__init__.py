@@ -3,16 +3,16 @@
 from services.scheduler.what_if.cost import FEATURES, HostCost, StepCost
 from services.scheduler.what_if.history import History
 from services.scheduler.what_if.measurements import Figure, Measurements, RequestMeasurement
-from services.scheduler.what_if.prediction import Model, Range, recorded
+from services.scheduler.what_if.prediction import FittedModel, Range, recorded
 from services.scheduler.what_if.simulation import ModelledDevice, WhatIf, limits_for
 
 __all__ = [
     "FEATURES",
     "Figure",
+    "FittedModel",
     "History",
     "HostCost",
     "Measurements",
-    "Model",
     "ModelledDevice",
     "Range",
     "RequestMeasurement",

@@ -1,4 +1,4 @@
-"""What a recorded load would have done under other settings, and how sure that is."""
+"""Figures of a recorded load under other settings, with their ranges."""
 
 from typing import NamedTuple
 
@@ -33,7 +33,7 @@ class Range(NamedTuple):
         return not self.high > _SURE * self.low
 
 
-class Model:
+class FittedModel:
     """The fitted model of a recording.
 
     Attributes:

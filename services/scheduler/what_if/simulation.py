@@ -67,7 +67,7 @@ class ModelledDevice(NamedTuple):
 
 
 @dataclass(eq=False)
-class ExecutedStep:
+class ModelledStep:
     plan: SchedulerOutput
     step: InflightStep
     drafted: Column
@@ -115,7 +115,7 @@ class WhatIf:
         self._free = [0.0] * limits.stages
         """Time at which each pipeline stage is free."""
         self._steps: dict[int, InflightStep] = {}
-        self._executing: deque[ExecutedStep] = deque()
+        self._executing: deque[ModelledStep] = deque()
         self._open: dict[RequestKey, RecordedRequest] = {}
         self._to_abort: list[RequestKey] = []
         self._rng = Random(_SEED)  # noqa: S311  no secret
@@ -230,7 +230,7 @@ class WhatIf:
             end = self._free[stage] = max(end, free) + seconds
         missing = set(unpack(plan.masked).tolist()) if plan.has_structured_output_requests else set()
         times = (prepared, end - seconds, end)
-        self._executing.append(ExecutedStep(plan, step, drafted, accepted, missing, *times))
+        self._executing.append(ModelledStep(plan, step, drafted, accepted, missing, *times))
 
     def _share(self, now: float, worked: float) -> None:
         """Make the steps longer that run while the scheduler works from now on, and those behind them later."""

@@ -18,10 +18,10 @@ from services.scheduler.recording.records import VERSION, RecordingHeader
 from services.scheduler.recording.segments import EventRecording, SegmentWriter
 from services.scheduler.recording.settings import recorded_settings
 from services.scheduler.what_if import (
+    FittedModel,
     History,
     HostCost,
     Measurements,
-    Model,
     Range,
     RequestMeasurement,
     StepCost,
@@ -217,7 +217,7 @@ def test_a_recording_with_known_costs_is_predicted_exactly(
     serve(SchedulerConfig.model_validate(settings), known_device(shared), tmp_path)
     changed = SchedulerConfig.model_validate({**settings, **change})
     recording = EventRecording(tmp_path)
-    model = Model(recording.header, History.read(recording))
+    model = FittedModel(recording.header, History.read(recording))
     predicted, ranges = model.predict(changed, None)
     truth = [figure.value for figure in serve(changed, known_device(shared)).figures()]
     assert [figure.value for figure in predicted.figures()] == pytest.approx(truth, rel=0.02)
@@ -235,7 +235,7 @@ def test_a_figure_that_hangs_on_a_few_per_cent_is_not_predicted(tmp_path: Path) 
     serve(SchedulerConfig.model_validate(settings), known_device(0.0), tmp_path)
     recording = EventRecording(tmp_path)
     changed = SchedulerConfig.model_validate({**settings, "max_num_seqs": 2})
-    _, ranges = Model(recording.header, History.read(recording)).predict(changed, None)
+    _, ranges = FittedModel(recording.header, History.read(recording)).predict(changed, None)
     throughput, first, *_ = ranges
     assert throughput.is_known
     assert not first.is_known
