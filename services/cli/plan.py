@@ -65,7 +65,7 @@ def _speeds(config: ServeConfig, directory: Path, context: int) -> Iterator[str]
     """Yield the speeds that the cost model of a recording gives; one line with the reason if there is none."""
     try:
         recording = EventRecording(directory)
-        cost = History.read(recording).cost()
+        cost = next(History.read(recording).costs())
     except (RecordingError, ValueError) as error:
         yield f"no speeds are predicted: {error}"
         return

@@ -11,26 +11,17 @@ from services.config import ReplayConfig, SchedulerConfig, WhatIfConfig
 from services.scheduler.capabilities import Combination, refusal
 from services.scheduler.policies import make_policy
 from services.scheduler.recording import EventRecording, RecordingHeader, settings_of
-from services.scheduler.what_if import (
-    FEATURES,
-    Figure,
-    History,
-    Measurements,
-    ModelledDevice,
-    RequestMeasurement,
-    StepCost,
-    WhatIf,
-    limits_for,
-)
+from services.scheduler.what_if import FEATURES, Figure, FittedModel, History, Range, limits_for, recorded
 
 COLUMNS = ("recorded", "model", "what if")
 """Measured; predicted for the recorded settings; predicted for the changed ones."""
 _WIDTH = 40
 """Characters of the longest bar."""
-Table = list[tuple[Figure, Figure, Figure]]
+Table = list[tuple[Figure, Figure, Range]]
 
 
 class Prediction(NamedTuple):
+    model: FittedModel
     table: Table
     """Each figure as recorded, predicted for the recorded settings, and predicted for the changed ones."""
     num_refused: int
@@ -47,10 +38,9 @@ def print_prediction(config: ReplayConfig, recording: EventRecording) -> int:
         raise ConfigurationError("--chart needs matplotlib: pip install 'runahead-engine[bench]'")
     changed_settings(config, recording.header)  # what is not possible is refused before the recording is read
     history = History.read(recording)
-    cost = history.cost()
-    print(_describe_cost(cost, history))
     print("what if: " + ", ".join(f"{name} {value}" for name, value in _named(config)))
-    table, num_refused, num_requests = predict(config, recording.header, history, cost)
+    model, table, num_refused, num_requests = predict(config, recording.header, history)
+    print("\n".join(_describe(model)))
     print("\n".join([*_table(table), "", *_bars(table)]))
     if num_refused:
         print(
@@ -79,35 +69,42 @@ def changed_settings(config: ReplayConfig, header: RecordingHeader) -> Scheduler
     return after
 
 
-def predict(config: ReplayConfig, header: RecordingHeader, history: History, cost: StepCost) -> Prediction:
+def predict(config: ReplayConfig, header: RecordingHeader, history: History) -> Prediction:
     """Run the recorded load with both settings.
 
-    Raises: RecordingError, ConfigurationError, ValueError
+    Raises: RecordingError; ConfigurationError, if the recording does not tell what the change costs; ValueError
     """
     before, after = settings_of(header), changed_settings(config, header)
-    acceptance = config.draft_acceptance
-    if after.speculative_config is not None and acceptance is None and not history.drafted:
-        raise ConfigurationError("the recording has no drafts; set --draft-acceptance")
-    modelled = _run(header, before, history, ModelledDevice(cost, history.gap, history.latency, None))
-    changed = _run(header, after, history, ModelledDevice(cost, history.gap, history.latency, acceptance))
-    columns = [side.figures() for side in (recorded(history), modelled, changed)]
-    return Prediction([*zip(*columns, strict=True)], changed.num_refused, len(history.requests))
+    check_drafts(before, after, config.draft_acceptance, history)
+    model = FittedModel(header, history)
+    changed, ranges = model.predict(after, config.draft_acceptance)
+    columns = (recorded(history).figures(), model.modelled.figures(), ranges)
+    return Prediction(model, [*zip(*columns, strict=True)], changed.num_refused, len(history.requests))
 
 
-def recorded(history: History) -> Measurements:
-    measured = Measurements(num_preemptions=history.num_preemptions)
-    for request in history.requests:
-        if request.ended:
-            measured.add(
-                RequestMeasurement(request.arrived, request.first_token, request.ended, request.num_outputs)
+def check_drafts(
+    before: SchedulerConfig, after: SchedulerConfig, acceptance: float | None, history: History
+) -> None:
+    """Refuse drafts of which the recording tells neither the cost nor the chance.
+
+    Raises: ConfigurationError
+    """
+    old, new = before.speculative_config, after.speculative_config
+    if old == new:
+        return
+    for drafting in (old, new):
+        if drafting is not None and drafting.method != "ngram":
+            raise ConfigurationError(
+                f"the recording does not tell what the {drafting.method} drafter alone costs; record both settings"
             )
-    return measured
-
-
-def _run(
-    header: RecordingHeader, config: SchedulerConfig, history: History, device: ModelledDevice
-) -> Measurements:
-    return WhatIf(header, config, limits_for(header, config), history, device).run()
+    if new is None or acceptance is not None:
+        return
+    if not history.drafted:
+        raise ConfigurationError("the recording has no drafts; set --draft-acceptance")
+    if old is not None and new.num_speculative_tokens > old.num_speculative_tokens:
+        raise ConfigurationError(
+            f"the recording has at most {old.num_speculative_tokens} drafts per token; set --draft-acceptance"
+        )
 
 
 def _named(config: ReplayConfig) -> Iterator[tuple[str, object]]:
@@ -117,16 +114,24 @@ def _named(config: ReplayConfig) -> Iterator[tuple[str, object]]:
         yield flag(name), json.dumps(value) if isinstance(value, dict) else value
 
 
-def _describe_cost(cost: StepCost, history: History) -> str:
+def _describe(model: FittedModel) -> Iterator[str]:
+    cost, host = model.costs[0], model.host
     parts = [
         f"{_duration(value)} a {name}"
         for name, value in zip(FEATURES, cost.seconds.tolist(), strict=True)
         if value
     ]
-    return (
-        f"cost model from {cost.num_steps:,} steps: {', '.join(parts)}; median error {100 * cost.error:.0f} %; "
-        f"{1e3 * history.latency:.2f} ms from dispatch to result besides, {1e3 * history.gap:.2f} ms between steps"
+    yield (
+        f"cost model from {cost.num_steps:,} steps: {', '.join(parts)}; median error {100 * cost.error:.0f} %, "
+        f"{100 * (cost.delays - 1):.0f} % delays; "
+        f"as good: {len(model.costs) - 1} other fits"
     )
+    yield (
+        f"scheduler: {_duration(host.turn[0])} a step, {_duration(host.turn[1])} a row; "
+        f"{_duration(host.sending[0])} to the worker, {_duration(host.returning)} back; "
+        f"a second of its work makes the step beside it {cost.shared:.2f} s longer"
+    )
+    yield f"all times x {model.factor:.2f}, so that the recorded settings give the recorded latency"
 
 
 def _duration(seconds: float) -> str:
@@ -138,12 +143,13 @@ def _duration(seconds: float) -> str:
 
 
 def _table(table: Table) -> Iterator[str]:
-    yield f"{'':14}{'':9}" + "".join(f"{name:>12}" for name in COLUMNS) + f"{'change':>10}"
-    for sides in table:
-        measured, modelled, changed = (side.value for side in sides)
-        change = f"{100 * (changed / modelled - 1):+.0f} %" if modelled else ""
-        values = "".join(f"{_number(value):>12}" for value in (measured, modelled, changed))
-        yield f"{sides[0].name:14}{sides[0].unit:9}{values}{change:>10}"
+    yield f"{'':14}{'':9}" + "".join(f"{name:>12}" for name in (*COLUMNS, "from", "to")) + f"{'change':>10}"
+    for before, modelled, after in table:
+        values = _values(before, modelled, after)
+        change = 100 * (values[2] / values[1] - 1) if values[1] else math.nan
+        numbers = "".join(f"{_number(value):>12}" for value in (*values, after.low, after.high))
+        yield f"{before.name:14}{before.unit:9}{numbers}{'' if math.isnan(change) else f'{change:+.0f} %':>10}"
+    yield "from, to: what the recording allows; a figure whose range is too wide is not predicted (-)"
     yield "change: what if against model, so that the error of the model does not count"
 
 
@@ -151,13 +157,18 @@ def _number(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
 
 
+def _values(before: Figure, modelled: Figure, after: Range) -> list[float]:
+    return [before.value, modelled.value, after.value if after.is_known else math.nan]
+
+
 def _bars(table: Table) -> Iterator[str]:
     """Yield a chart of text: a bar for each figure and column."""
     for sides in table:
-        longest = max((side.value for side in sides if not math.isnan(side.value)), default=0.0)
-        for name, side in zip(COLUMNS, sides, strict=True):
-            title = side.name if name == COLUMNS[0] else ""
-            length = 0 if not longest or math.isnan(side.value) else round(_WIDTH * side.value / longest)
+        values = _values(*sides)
+        longest = max((value for value in values if not math.isnan(value)), default=0.0)
+        for name, value in zip(COLUMNS, values, strict=True):
+            title = sides[0].name if name == COLUMNS[0] else ""
+            length = 0 if not longest or math.isnan(value) else round(_WIDTH * value / longest)
             yield f"{title:14}{name:>9} {'█' * length}"
 
 
@@ -170,7 +181,7 @@ def _draw(table: Table, file: str) -> None:
 
     figure, axes = pyplot.subplots(1, len(table), figsize=(2.2 * len(table), 3))
     for plot, sides in zip(axes, table, strict=True):
-        plot.bar(COLUMNS, [0.0 if math.isnan(side.value) else side.value for side in sides])
+        plot.bar(COLUMNS, [0.0 if math.isnan(value) else value for value in _values(*sides)])
         plot.set_title(f"{sides[0].name}\n{sides[0].unit}", fontsize=9)
         plot.tick_params(labelsize=7)
     figure.tight_layout()

@@ -156,11 +156,13 @@ class Service:
                 poller.register(self.compiler.fileno(), zmq.POLLIN)
             if self.mask_thread is not None:
                 poller.register(self.mask_thread.fileno(), zmq.POLLIN)
+            worked = 0.0
             while not self._finished():
                 ready = dict(poller.poll(self._poll_ms()))
-                self._check_leadership(time.monotonic())
+                began = time.monotonic()
+                self._check_leadership(began)
                 if self.engine is not None:
-                    self.engine.advance(time.monotonic())
+                    self.engine.advance(began, worked)
                 if wakeup.fileno() in ready:
                     self._on_signal(wakeup)
                 self._read_clients()
@@ -168,6 +170,7 @@ class Service:
                 self._watch_workers()
                 self._read_grammars()
                 self._send()
+                worked = time.monotonic() - began
             if self.group.failed:
                 log.error("%s", self.group.status.detail)
                 return EXIT_WORKER_LOST

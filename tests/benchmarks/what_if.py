@@ -4,24 +4,24 @@ Each backend serves the same load with its base settings, recorded, and with eac
 the one with the highest throughput counts. The change is predicted from the base recording alone, and compared with
 what the rerun measured. The load does not wait for answers: requests arrive at random times that are drawn once, a
 quarter of them with a common prefix. The chance of a draft to be accepted depends on the text; for a base without
-drafts it is taken from the rerun.
+drafts it is taken from the rerun. A figure whose range is too wide is not predicted: it has no error, and is counted.
 """
 
 import argparse
 import json
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from protocol.sampling import SamplingParams
-from services.cli.what_if import predict, recorded
+from services.cli.what_if import predict
 from services.config import ReplayConfig
 from services.scheduler.recording import EventRecording
-from services.scheduler.what_if import History
+from services.scheduler.what_if import History, recorded
 from tests.benchmarks.support.engine_client import BenchmarkClient, engine
 from tests.benchmarks.support.random_llama import random_llama
 from tests.benchmarks.support.report import report
@@ -119,12 +119,18 @@ def rows_of(
         acceptance = rerun.acceptance if "speculative_config" in values and not from_drafts else None
         config = ReplayConfig.model_validate({**values, "draft_acceptance": acceptance})
         header = EventRecording(base.directory).header
-        table = predict(config, header, base.history, base.history.cost()).table
-        predicted = {sides[2].name: sides[2].value for sides in table}
-        row: dict[str, object] = {"backend": name, "change": change}
+        prediction = predict(config, header, base.history)
+        predicted = {sides[0].name: sides[2] for sides in prediction.table}
+        row: dict[str, object] = {"backend": name, "change": change, "factor": prediction.model.factor}
         for figure in (*COMPARED, "preemptions"):
-            sides = (base.figures[figure], predicted[figure], rerun.figures[figure])
+            value, low, high = predicted[figure]
+            sides = (base.figures[figure], value, rerun.figures[figure])
             row |= dict(zip((f"{figure}: {side}" for side in SIDES), sides, strict=True))
+            row |= {
+                f"{figure}: from": low,
+                f"{figure}: to": high,
+                f"{figure}: known": predicted[figure].is_known,
+            }
         rows.append(row)
         print(shown(row), flush=True)
     return rows
@@ -141,9 +147,20 @@ def shown(row: Mapping[str, object]) -> dict[str, object]:
     cells = {"backend": row["backend"], "change": row["change"]}
     for figure in COMPARED:
         sides = " / ".join(f"{row[f'{figure}: {side}']:,.1f}" for side in SIDES)
-        cells[figure] = f"{sides} ({100 * error(row, figure):+.0f} %)"
+        known = f"{100 * error(row, figure):+.0f} %" if row[f"{figure}: known"] else "not predicted"
+        cells[figure] = f"{sides} ({known})"
     cells["preemptions"] = " / ".join(f"{row[f'preemptions: {side}']:.0f}" for side in SIDES)
     return cells
+
+
+def figures_of(rows: Sequence[Mapping[str, object]]) -> dict[str, float]:
+    """Return the largest error of what was predicted, and the share that was."""
+    figures = {}
+    for figure in COMPARED:
+        errors = [abs(error(row, figure)) for row in rows if row[f"{figure}: known"]]
+        figures[f"largest error of {figure}"] = max(errors, default=float("nan"))
+        figures[f"predicted share of {figure}"] = len(errors) / len(rows)
+    return figures
 
 
 def main() -> None:
@@ -188,9 +205,7 @@ def main() -> None:
         "what_if",
         title="base / predicted / measured; tokens/s and ms",
         rows=[shown(row) for row in rows],
-        figures={
-            f"largest error of {figure}": max(abs(error(row, figure)) for row in rows) for figure in COMPARED
-        },
+        figures=figures_of(rows),
         settings=vars(args),
         repeats=rows,
     )

@@ -27,7 +27,7 @@ from services.scheduler.recording import (
 )
 from services.scheduler.recording.records import VERSION
 from services.scheduler.recording.settings import recorded_settings
-from services.scheduler.what_if import History, StepCost
+from services.scheduler.what_if import History, HostCost, StepCost
 from services.scheduler.what_if.cost import MIN_STEPS
 from services.scheduler.what_if.history import RecordedRequest
 from services.scheduler.what_if.simulation import ModelledDevice, WhatIf
@@ -85,7 +85,7 @@ class Serving(NamedTuple):
         seconds = np.array((c.step, c.row, c.row, 0.0, c.verified, c.proposed)) * 1e-3
         cost = StepCost(seconds, 0.0, MIN_STEPS, np.ones(6, np.bool_))
         config = self.config(drafts, adaptive)
-        device = ModelledDevice(cost, gap=0.0, latency=1e-4, acceptance=self.acceptance)
+        device = ModelledDevice(cost, HostCost(np.zeros(3), np.zeros(3), 1e-4), self.acceptance, found=1.0)
         served = ObservedNumbers(
             what_if := WhatIf(self.header(config), config, self.limits, History(requests), device)
         )

@@ -161,10 +161,15 @@ class EngineCore:
             store.requests or store.masks or store.outputs or self.queue or epoch.released or epoch.fences
         )
 
-    def advance(self, now: float) -> None:
-        """Set the time of everything that happens until the next call. `now`: a monotonic clock, in seconds."""
+    def advance(self, now: float, worked: float = 0.0) -> None:
+        """Set the time of everything that happens until the next call.
+
+        Args:
+            now: a monotonic clock, in seconds.
+            worked: seconds that the caller worked since the last call; 0.0: not measured.
+        """
         if self.observers.listening:
-            self.observers.emit(TimeAdvanced(now))
+            self.observers.emit(TimeAdvanced(now, worked))
         self.store.now = now
 
     def attach(self, observer: Observer) -> None:

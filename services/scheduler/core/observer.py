@@ -40,6 +40,8 @@ class ObserverAttached(msgspec.Struct, frozen=True):
 class TimeAdvanced(_Recordable, frozen=True):
     now: float
     """The scheduler's monotonic clock, in seconds. It holds until the next `TimeAdvanced`."""
+    worked: float = 0.0
+    """Seconds that the shell worked since the `TimeAdvanced` before; 0.0: not measured."""
 
 
 class RequestArrived(_Recordable, frozen=True):

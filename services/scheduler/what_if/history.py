@@ -1,5 +1,6 @@
 """Requests and steps of a recording: the load of a what-if, and the measurements of its cost model."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ from services.scheduler.recording.records import (
 from services.scheduler.recording.replay import Turn, turns_of
 from services.scheduler.recording.segments import EventRecording
 from services.scheduler.recording.surrogates import Surrogates
-from services.scheduler.what_if.cost import StepCost, Vector, features_of
+from services.scheduler.what_if.cost import HostCost, StepCost, Vector, features_of, fit, host_features
 
 
 @dataclass(eq=False)
@@ -63,17 +64,42 @@ class Drafted(NamedTuple):
     accepted: int
 
 
+_IDLE = 5e-5
+"""Seconds between two turns of the scheduler in which it waited for a message."""
+
+
+class MeasuredStep(NamedTuple):
+    """Times of a step: those of the worker on its clock, `dispatched` and `returned` on the scheduler's."""
+
+    features: Vector
+    sending: Vector
+    """`host_features` of its plan"""
+    dispatched: float
+    prepared: float
+    began: float
+    """The device was free and the plan was there."""
+    ended: float
+    returned: float
+    free_since: float
+    """The scheduler ended the turn before the one that read the result."""
+
+
+@dataclass
+class MeasuredTurn:
+    """One turn of the scheduler's loop."""
+
+    began: float
+    worked: float = 0.0
+    """Seconds; 0.0: not measured."""
+    rows: int = 0
+    requests: int = 0
+
+
 @dataclass
 class History:
     requests: list[RecordedRequest] = field(default_factory=list)
-    features: list[Vector] = field(default_factory=list)
-    """Features of each step with times."""
-    seconds: list[float] = field(default_factory=list)
-    """Time of each of these steps on the device."""
-    gaps: list[float] = field(default_factory=list)
-    """Times between a step on the device and the next one, whose plan was there."""
-    latencies: list[float] = field(default_factory=list)
-    """Time of each step from its dispatch to its result, without the time on the device and the wait for it."""
+    steps: list[MeasuredStep] = field(default_factory=list)
+    turns: list[MeasuredTurn] = field(default_factory=list)
     drafted: list[Drafted] = field(default_factory=list)
     num_preemptions: int = 0
 
@@ -87,23 +113,49 @@ class History:
             reader.take(turn)
         return reader.history
 
-    def cost(self) -> StepCost:
-        """Raises: ValueError, if there are too few steps."""
-        return StepCost.fit(self.features, self.seconds)
+    def costs(self) -> Iterator[StepCost]:
+        """Yield the best fit of the device's times, then those that are as good.
 
-    @property
-    def gap(self) -> float:
-        return _typical(self.gaps)
+        Raises: ValueError, if there are too few steps.
+        """
+        times = [0.0, *(at for turn in self.turns for at in (turn.began, turn.began + turn.worked))]
+        worked = np.cumsum([0.0, *(seconds for turn in self.turns for seconds in (0.0, turn.worked))])
+        began, ended = np.array([(step.began, step.ended) for step in self.steps]).reshape(-1, 2).T
+        shift = self._clock_difference()
+        shared = [*np.interp(ended + shift, times, worked) - np.interp(began + shift, times, worked)]
+        return StepCost.fits([step.features for step in self.steps], [*(ended - began)], shared)
 
-    @property
-    def latency(self) -> float:
-        return max(_typical(self.latencies), 0.0)
+    def host(self) -> HostCost:
+        """Return the times beside the device. The way back is known where the scheduler waited for the result."""
+        shift = self._clock_difference()
+        turns = [(host_features(turn.rows, turn.requests), turn.worked) for turn in self.turns if turn.worked]
+        sending = [(step.sending, step.prepared + shift - step.dispatched) for step in self.steps]
+        awaited = [step for step in self.steps if step.returned - step.free_since > _IDLE]
+        back = _median([step.returned - step.ended - shift for step in awaited])
+        return HostCost(_fit(turns), _fit(sending), back)
+
+    def _clock_difference(self) -> float:
+        """Return the scheduler's clock less the worker's. They are the same clock on one machine; else the shortest
+        ways there and back are assumed to be equal."""
+        there = _median([step.prepared - step.dispatched for step in self.steps])
+        back = _median([step.returned - step.ended for step in self.steps])
+        return 0.0 if there > 0 and back > 0 else (back - there) / 2
 
 
-def _typical(seconds: list[float]) -> float:
-    """Return the mean without the longest tenth, which something else delayed; 0.0 if there are none."""
-    shortest = sorted(seconds)[: max(len(seconds) * 9 // 10, 1)]
-    return float(np.mean(shortest)) if shortest else 0.0
+def _median(seconds: list[float]) -> float:
+    return float(np.median(seconds)) if seconds else 0.0
+
+
+def _fit(measured: list[tuple[Vector, float]]) -> Vector:
+    """Return the coefficients of features and seconds that give the total time, with its delays; 0 without any."""
+    if not measured:
+        return np.zeros(3)
+    x, y = (
+        np.array([features for features, _ in measured]),
+        np.array([max(each, 1e-6) for _, each in measured]),
+    )
+    solved = fit(x, y)[0]
+    return solved * (y.sum() / (x @ solved).sum())
 
 
 class _InFlight(NamedTuple):
@@ -116,6 +168,7 @@ class _InFlight(NamedTuple):
 class _HistoryReader:
     def __init__(self, header: RecordingHeader) -> None:
         self.history = History()
+        self._stages = header.limits.stages
         self.surrogates = None if header.has_tokens else Surrogates(header)
         self._now = 0.0
         self._num_arrivals = 0
@@ -128,7 +181,10 @@ class _HistoryReader:
 
     def take(self, turn: Turn) -> None:
         match turn.cause:
-            case TimeAdvanced(now=now):
+            case TimeAdvanced(now=now, worked=worked):
+                if turns := self.history.turns:
+                    turns[-1].worked = worked
+                turns.append(MeasuredTurn(now))
                 self._now = now
             case RequestArrived(frontend=frontend, message=message):
                 self._arrive(frontend, message, unpack(message.token_ids))
@@ -139,16 +195,22 @@ class _HistoryReader:
             case ResultArrived(result=result):
                 self._results[result.epoch, result.step_id] = result
                 self._measure(result)
+        work = self.history.turns[-1] if self.history.turns else MeasuredTurn(self._now)
+        work.requests += isinstance(turn.cause, (RequestArrived, ArrivalRecord))
         for record in turn.decisions:
             match record:
                 case PlanRecord():
+                    work.rows += len(record.plan.slots) // 4
+                    work.requests += len(record.plan.new)
                     self._dispatched(record)
                 case AppliedRecord():
+                    work.rows += len(record.counts) // 4
                     self._applied(record)
                 case RequestRefused(frontend=frontend, finish=finish):
                     if (request := self._open.pop((frontend, finish.number), None)) is not None:
                         request.is_refused = True
                 case RequestFinished():
+                    work.requests += 1
                     self._finished(record)
                 case RequestPreempted():
                     self.history.num_preemptions += 1
@@ -181,18 +243,19 @@ class _HistoryReader:
         """Take the times of a step."""
         key, times, h = (result.epoch, result.step_id), result.times, self.history
         step = self._in_flight.get(key)
-        busy = times.sampled - times.forward_began
-        if step is None or not times.forward_began or busy <= 0:
+        if step is None or not times.prepared or times.sampled <= times.forward_began:
             return
-        if not step.record.plan.has_structured_output_requests:  # its time includes the wait for the masks
-            h.features.append(features_of(step.record.plan))
-            h.seconds.append(busy)
-            # Differences of each clock alone: the clocks of scheduler and workers may differ.
-            if times.prepared:
-                h.latencies.append(self._now - step.dispatched - (times.sampled - times.prepared))
+        plan = step.record.plan
         epoch, before, sampled = self._last_sampled
-        if (epoch, before + 1) == key and times.prepared <= sampled:
-            h.gaps.append(max(times.forward_began - sampled, 0.0))
+        began = max(times.prepared, sampled if (epoch, before + 1) == key else 0.0)
+        if self._stages > 1:  # until then it may wait for the stage before
+            began = times.forward_began
+        if not plan.has_structured_output_requests:  # its time includes the wait for the masks
+            drafted = unpack(result.drafted) if result.drafted else np.zeros(len(step.slots), np.int32)
+            features = (features_of(plan, drafted), host_features(len(plan.slots) // 4, len(plan.new)))
+            free_since = h.turns[-2].began + h.turns[-2].worked if len(h.turns) > 1 else 0.0
+            measured = (step.dispatched, times.prepared, began, times.sampled, self._now, free_since)
+            h.steps.append(MeasuredStep(*features, *measured))
         self._last_sampled = (*key, times.sampled)
         if step.record.plan.drafts and result.drafted:
             planned = unpack(step.record.plan.drafts)[np.frombuffer(step.record.plan.samples, np.bool_)]

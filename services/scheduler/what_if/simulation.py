@@ -6,7 +6,10 @@ refused requests are left out, and so are requests that are longer than the cont
 """
 
 import heapq
+import math
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
@@ -28,7 +31,7 @@ from services.scheduler.membership.sizes import GroupError, fit
 from services.scheduler.policies import make_policy
 from services.scheduler.recording.grammar import RecordedCompiler, RecordedGrammar
 from services.scheduler.recording.records import RecordingHeader
-from services.scheduler.what_if.cost import StepCost
+from services.scheduler.what_if.cost import HostCost, StepCost, features_of, host_features
 from services.scheduler.what_if.history import History, RecordedRequest
 from services.scheduler.what_if.measurements import Measurements, RequestMeasurement
 
@@ -56,22 +59,25 @@ class ModelledDevice(NamedTuple):
     """Modelled times of the workers."""
 
     cost: StepCost
-    gap: float
-    """Seconds between two steps if the second plan is there."""
-    latency: float
-    """Seconds on the way to the workers and back, and in the scheduler."""
+    host: HostCost
     acceptance: float | None
     """Chance of a draft to be accepted; None: as recorded."""
+    found: float = 0.5
+    """With a chance: the share of rejected drafts that were verified; the others were not found and cost nothing."""
 
 
-class WaitingStep(NamedTuple):
-    """A step whose sampling waits for masks."""
-
+@dataclass(eq=False)
+class ModelledStep:
     plan: SchedulerOutput
-    end: float
-    """End of its forward pass."""
+    step: InflightStep
+    drafted: Column
+    """int32[sampling rows], as `accepted`"""
+    accepted: Column
     missing: set[int]
-    """Slots without masks."""
+    """Slots whose masks its sampling waits for."""
+    prepared: float
+    began: float
+    end: float
 
 
 class _Tickets(RecordedCompiler):
@@ -109,12 +115,13 @@ class WhatIf:
         self._free = [0.0] * limits.stages
         """Time at which each pipeline stage is free."""
         self._steps: dict[int, InflightStep] = {}
-        self._waiting: dict[int, WaitingStep] = {}
+        self._executing: deque[ModelledStep] = deque()
         self._open: dict[RequestKey, RecordedRequest] = {}
         self._to_abort: list[RequestKey] = []
         self._rng = Random(_SEED)  # noqa: S311  no secret
         self.measurements = Measurements()
         self._filler = np.zeros(1, np.int32)
+        self._rows = self._requests = 0
 
     def run(self) -> Measurements:
         """Serve all requests."""
@@ -125,18 +132,23 @@ class WhatIf:
                 self.measurements.num_refused += 1
                 continue
             self._at(request.arrived, self._arrival(request))
-        while self._events:
-            now = self._events[0][0]
+        free = worked = 0.0
+        while (due := self._next()[0]) < math.inf:
+            now = max(due, free)  # the scheduler's work before has ended
+            self._rows = self._requests = 0  # of this turn
             self.core.take_outputs()
-            self.core.advance(now)
-            while self._events and self._events[0][0] <= now:
-                heapq.heappop(self._events)[2]()
+            self.core.advance(now, worked)
+            while (following := self._next())[0] <= now:
+                self._deliver() if following[1] else heapq.heappop(self._events)[2]()
             self._abort_due()
             for message in self.core.dispatch():
                 if isinstance(message, SchedulerOutput):
                     self._execute(message, now)
                 elif isinstance(message, GrammarOutput):
                     self._sample(message, now)
+            worked = float(host_features(self._rows, self._requests) @ self._device.host.turn)
+            self._share(now, worked)
+            free = now + worked
         self.measurements.num_preemptions = self.core.store.counters["num_preemptions"]
         return self.measurements
 
@@ -149,6 +161,13 @@ class WhatIf:
             case _:
                 pass
 
+    def _next(self) -> tuple[float, bool]:
+        """Return the time of what happens next, inf if nothing does, and whether it is a result."""
+        event = self._events[0][0] if self._events else math.inf
+        first = self._executing[0] if self._executing else None
+        result = math.inf if first is None or first.missing else first.end + self._device.host.returning
+        return min(event, result), result < event
+
     def _at(self, time: float, action: Callable[[], None]) -> None:
         self._count += 1
         heapq.heappush(self._events, (time, self._count, action))
@@ -159,9 +178,10 @@ class WhatIf:
         def arrive() -> None:
             key = (request.frontend, request.message.number)
             if key in self._open:  # still open here: the frontend uses the number for two requests
-                self._at(self.core.store.now + self._device.latency + 1e-3, arrive)
+                self._at(self.core.store.now + 1e-3, arrive)
                 return
             self._open[key] = request
+            self._requests += 1
             self.core.add(request.frontend, request.message)
             if key not in self.core.requests:
                 del self._open[key]
@@ -183,7 +203,7 @@ class WhatIf:
         request = self._open.pop(key, None)
         if request is None or finish.times is None or finish.reason is FinishReason.REJECTED:
             return
-        times = finish.times
+        times, self._requests = finish.times, self._requests + 1
         self.measurements.add(
             RequestMeasurement(times.queued, times.first_token, times.ended, request.num_outputs)
         )
@@ -197,35 +217,45 @@ class WhatIf:
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def _execute(self, plan: SchedulerOutput, now: float) -> None:
-        seconds, d = self._device.cost.of(plan), self._device
-        end = now + d.latency / 2
-        for stage, free in enumerate(self._free):
-            end = max(end, free + d.gap) + seconds
-            self._free[stage] = end
-        if plan.has_structured_output_requests:
-            self._waiting[plan.step_id] = WaitingStep(plan, end, set(unpack(plan.masked).tolist()))
-        else:
-            self._return(plan, end, seconds)
-
-    def _sample(self, message: GrammarOutput, now: float) -> None:
-        plan, end, missing = self._waiting[message.step_id]
-        missing.difference_update(unpack(message.slots).tolist())
-        if missing:
-            return
-        del self._waiting[message.step_id]
-        end = max(end, now + self._device.latency / 2)
-        self._free[-1] = max(self._free[-1], end)
-        self._return(plan, end, self._device.cost.of(plan))
-
-    def _return(self, plan: SchedulerOutput, end: float, seconds: float) -> None:
-        self._at(end + self._device.latency / 2, lambda: self._deliver(plan, end, seconds))
-
-    def _deliver(self, plan: SchedulerOutput, end: float, seconds: float) -> None:
-        step, slots = self._steps.pop(plan.step_id), self.core.epoch.slots
-        rows, drafts = step.slots[step.samples], step.drafts[step.samples]
-        drafted, accepted = np.zeros(len(rows), np.int32), np.zeros(len(rows), np.int32)
+        step, d = self._steps.pop(plan.step_id), self._device
+        drafts = step.drafts[step.samples]
+        drafted, accepted = np.zeros((2, len(drafts)), np.int32)
         for row in np.flatnonzero(drafts).tolist():
             drafted[row], accepted[row] = self._draft(int(drafts[row]))
+        self._rows += len(step.slots)
+        self._requests += len(plan.new)
+        seconds = d.cost.of(features_of(plan, drafted))
+        end = prepared = now + float(host_features(len(step.slots), len(plan.new)) @ d.host.sending)
+        for stage, free in enumerate(self._free):
+            end = self._free[stage] = max(end, free) + seconds
+        missing = set(unpack(plan.masked).tolist()) if plan.has_structured_output_requests else set()
+        times = (prepared, end - seconds, end)
+        self._executing.append(ModelledStep(plan, step, drafted, accepted, missing, *times))
+
+    def _share(self, now: float, worked: float) -> None:
+        """Make the steps longer that run while the scheduler works from now on, and those behind them later."""
+        longer = 0.0
+        for executed in self._executing:
+            if executed.began > now:
+                executed.began += longer
+            executed.end += longer
+            beside = min(now + worked, executed.end) - max(now, executed.began)
+            if beside > 0:
+                executed.end += self._device.cost.shared * beside
+                longer += self._device.cost.shared * beside
+        self._free[-1] += longer
+
+    def _sample(self, message: GrammarOutput, now: float) -> None:
+        executed = next(each for each in self._executing if each.plan.step_id == message.step_id)
+        executed.missing.difference_update(unpack(message.slots).tolist())
+        executed.end = max(executed.end, now + float(self._device.host.sending[0]))
+        self._free[-1] = max(self._free[-1], executed.end)
+
+    def _deliver(self) -> None:
+        executed = self._executing.popleft()
+        plan, step, drafted, accepted = executed.plan, executed.step, executed.drafted, executed.accepted
+        rows, slots = step.slots[step.samples], self.core.epoch.slots
+        self._rows += len(rows)
         counts = accepted + 1
         parts = [
             self._tokens(slot, count) for slot, count in zip(rows.tolist(), counts.tolist(), strict=True)
@@ -239,10 +269,10 @@ class WhatIf:
                 pack(step.generations[step.samples]),
                 pack(counts),
                 b"".join(map(pack, parts)),
-                StepTimes(forward_began=end - seconds, forward_ended=end, sampled=end),
+                StepTimes(0.0, executed.prepared, executed.began, executed.end, executed.end),
                 embedding_slots=pack(pooling.astype(np.int32)),
                 embeddings=bytes(4 * len(pooling) * self._hidden_size),
-                drafted=pack(drafted) if drafts.any() else b"",
+                drafted=pack(drafted) if plan.drafts else b"",
                 draft_token_ids=bytes(4 * len(rows) * step.proposes)
                 if plan.has_structured_output_requests
                 else b"",
@@ -259,7 +289,8 @@ class WhatIf:
         accepted = 0
         while accepted < planned and self._rng.random() < chance:
             accepted += 1
-        return planned, accepted
+        rejected = sum(self._rng.random() < self._device.found for _ in range(planned - accepted))
+        return accepted + rejected, accepted
 
     def _tokens(self, slot: int, count: int) -> Column:
         """Return the next tokens of the request in a slot."""

@@ -1,5 +1,7 @@
 """The cost model and the figures of a what-if."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -7,13 +9,26 @@ from protocol.codec import pack
 from protocol.requests import GenerateRequest
 from protocol.sampling import SamplingParams
 from protocol.steps import SchedulerOutput
+from services.cli.settings import ConfigurationError
+from services.cli.what_if import check_drafts
 from services.config import SchedulerConfig
 from services.scheduler.core.limits import Limits
+from services.scheduler.recording.recorder import FlightRecorder
 from services.scheduler.recording.records import VERSION, RecordingHeader
-from services.scheduler.what_if import History, Measurements, RequestMeasurement, StepCost
-from services.scheduler.what_if.cost import MIN_STEPS, features_of
-from services.scheduler.what_if.history import RecordedRequest
-from services.scheduler.what_if.simulation import ModelledDevice, WhatIf
+from services.scheduler.recording.segments import EventRecording, SegmentWriter
+from services.scheduler.recording.settings import recorded_settings
+from services.scheduler.what_if import (
+    FittedModel,
+    History,
+    HostCost,
+    Measurements,
+    Range,
+    RequestMeasurement,
+    StepCost,
+)
+from services.scheduler.what_if.cost import MIN_STEPS, Vector, features_of
+from services.scheduler.what_if.history import Drafted, RecordedRequest
+from services.scheduler.what_if.simulation import ModelledDevice, WhatIf, limits_for
 from tests.simulation.grammar import structured
 
 
@@ -32,6 +47,10 @@ def plan(starts: list[int], counts: list[int], samples: list[bool], drafts: list
     )
 
 
+def best_fit(features: list[Vector], seconds: list[float]) -> StepCost:
+    return next(StepCost.fits(features, seconds))
+
+
 def test_features_count_prefill_decode_context_and_drafts() -> None:
     step = plan([0, 100, 40], [8, 1, 3], [False, True, True], [0, 0, 2], proposed=2)
     context = 8 * 4 + 1 * 100.5 + 3 * 41.5
@@ -44,25 +63,52 @@ def test_the_fit_finds_the_coefficients_and_ignores_delayed_steps() -> None:
     features = [np.array((1, *rng.integers(0, (400, 60, 20_000)), 0, 0), np.float64) for _ in range(300)]
     seconds = [float(x @ true) for x in features]
     seconds[7] *= 50
-    cost = StepCost.fit(features, seconds)
-    np.testing.assert_allclose(cost.seconds, true, rtol=0.02, atol=1e-9)
+    cost = best_fit(features, seconds)
+    np.testing.assert_allclose(cost.seconds[:4], true[:4], rtol=0.02, atol=1e-9)
     assert cost.error < 0.01
 
 
 def test_no_coefficient_is_negative() -> None:
     features = [np.array((1, n, 0, 0, 0, 0), np.float64) for n in range(1, 60)]
-    cost = StepCost.fit(features, [1.0 / n for n in range(1, 60)])
+    cost = best_fit(features, [1.0 / n for n in range(1, 60)])
     assert (cost.seconds >= 0).all()
 
 
+def test_found_drafts_count_and_planned_ones_do_not() -> None:
+    step = plan([100, 40], [4, 4], [True, True], [3, 3], proposed=3)
+    found = features_of(step, np.array([0, 2], np.int32))
+    assert found.tolist() == [1, 0, 2, 100.5 + 3 * 41.5, 2, 6]
+
+
 def test_a_draft_without_history_costs_as_much_as_a_decode() -> None:
-    cost = StepCost(np.array((1.0, 0, 0.5, 0, 0, 0)), 0.0, 50, np.array([True] * 4 + [False] * 2))
-    assert cost.of(plan([10], [4], [True], [3])) == pytest.approx(1 + 0.5 + 3 * 0.5)
+    features = [np.array((1, 0, rows, 0, 0, 0), np.float64) for rows in range(1, 60)]
+    cost = best_fit(features, [1.0 + 0.5 * x[2] for x in features])
+    assert cost.of(features_of(plan([10], [4], [True], [3]))) == pytest.approx(1 + 0.5 + 3 * 0.5, rel=1e-3)
+
+
+def test_features_that_always_occur_together_give_more_than_one_fit() -> None:
+    """Every row proposes three drafts: what a row and what a proposal costs cannot be told apart."""
+    features = [np.array((1, 0, rows, 0, 0, 3 * rows), np.float64) for rows in range(1, 60)]
+    fits = [*StepCost.fits(features, [1.0 + 0.5 * x[2] for x in features])]
+    decodes = [cost.of_decodes(10, 1) for cost in fits]
+    assert (min(decodes), max(decodes)) == pytest.approx((1.0, 6.0), rel=1e-2)
+
+
+def test_more_drafts_than_recorded_need_a_chance() -> None:
+    fewer, more = (
+        SchedulerConfig(speculative_config={"method": "ngram", "num_speculative_tokens": count})
+        for count in (2, 4)
+    )
+    history = History(drafted=[Drafted(2, 1)])
+    with pytest.raises(ConfigurationError, match="at most 2 drafts per token; set --draft-acceptance"):
+        check_drafts(fewer, more, None, history)
+    check_drafts(fewer, more, 0.5, history)
+    check_drafts(more, fewer, None, history)
 
 
 def test_too_few_steps_are_refused_with_their_number() -> None:
     with pytest.raises(ValueError, match=f"has 3 steps.*needs {MIN_STEPS}"):
-        StepCost.fit([np.ones(6)] * 3, [1.0] * 3)
+        best_fit([np.ones(6)] * 3, [1.0] * 3)
 
 
 def test_figures_of_requests() -> None:
@@ -88,13 +134,20 @@ def load(is_constrained: bool) -> History:
     return History(requests)
 
 
+HOST = HostCost(np.zeros(3), np.array((1e-3, 0.0, 0.0)), 1e-3)
+
+
+def header(limits: Limits, config: SchedulerConfig) -> RecordingHeader:
+    return RecordingHeader(
+        VERSION, 1, 0, True, recorded_settings(config), limits, 1, 64, 0, True, "test", is_start=True
+    )
+
+
 def measured(history: History, limits: Limits, depth: int) -> Measurements:
     """Serve a load with steps of 10 ms."""
-    header = RecordingHeader(VERSION, 1, 0, True, "{}", limits, 1, 64, 0, True, "test")
     config = SchedulerConfig(batch_queue_depth=depth, max_num_seqs=8)
     cost = StepCost(np.array((1e-2, 0.0, 0.0, 0.0, 0.0, 0.0)), 0.0, MIN_STEPS, np.ones(6, np.bool_))
-    device = ModelledDevice(cost, gap=1e-3, latency=2e-3, acceptance=None)
-    return WhatIf(header, config, limits, history, device).run()
+    return WhatIf(header(limits, config), config, limits, history, ModelledDevice(cost, HOST, None)).run()
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -109,3 +162,84 @@ def test_constrained_requests_are_served(leaves_rows_out: bool, depth: int) -> N
 def test_requests_that_are_longer_than_the_context_are_counted_and_left_out() -> None:
     served = measured(load(is_constrained=False), Limits(8, 64, 22, 64, 4), 2)
     assert (len(served.requests), served.num_refused) == (3, 3)
+
+
+LIMITS = Limits(16, 96, 256, 512, 4)
+COSTS = np.array((1e-3, 2e-5, 1e-4, 1e-7, 0.0, 0.0))
+BESIDE = HostCost(np.array((4e-4, 3e-5, 5e-5)), np.array((3e-4, 1e-5, 0.0)), 1e-4)
+
+
+def known_device(shared: float, factor: float = 1.0) -> ModelledDevice:
+    cost = StepCost(COSTS, 0.0, MIN_STEPS, np.ones(6, np.bool_), shared)
+    return ModelledDevice(cost.scaled(factor), BESIDE.scaled(factor), None)
+
+
+def arrivals(count: int) -> History:
+    """Requests of 20 to 100 tokens that do not wait for one another."""
+    rng, at, requests = np.random.default_rng(1), 0.0, []
+    for number in range(count):
+        at += float(rng.exponential(0.02))
+        tokens = rng.integers(0, 64, int(rng.integers(20, 60)) + (output := int(rng.integers(4, 40))))
+        prompt, params = tokens[:-output].astype(np.int32), SamplingParams(output, temperature=0.0)
+        message = GenerateRequest(number, pack(prompt), len(prompt), params)
+        requests.append(RecordedRequest(at, 1, message, tokens.astype(np.int32), len(tokens)))
+    return History(requests)
+
+
+def serve(config: SchedulerConfig, device: ModelledDevice, directory: Path | None = None) -> Measurements:
+    """Serve `arrivals` by known costs. `directory`: the run is recorded there."""
+    what_if = WhatIf(head := header(LIMITS, config), config, limits_for(head, config), arrivals(120), device)
+    if directory is None:
+        return what_if.run()
+    writer = SegmentWriter(directory, lambda _: header(LIMITS, config), 1 << 30)
+    recorder = FlightRecorder(header(LIMITS, config), writer)
+    what_if.core.observers.add(recorder)
+    try:
+        return what_if.run()
+    finally:
+        recorder.close()
+
+
+@pytest.mark.parametrize("shared", [0.0, 0.5])
+@pytest.mark.parametrize(
+    "change", [{"batch_queue_depth": 1}, {"max_num_batched_tokens": 32}, {"max_num_seqs": 4}]
+)
+def test_a_recording_with_known_costs_is_predicted_exactly(
+    change: dict[str, int], shared: float, tmp_path: Path
+) -> None:
+    """The device, the scheduler beside it, the way between them, and what they take from one another."""
+    settings = {
+        "batch_queue_depth": 2,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 96,
+        "max_model_len": 256,
+    }
+    serve(SchedulerConfig.model_validate(settings), known_device(shared), tmp_path)
+    changed = SchedulerConfig.model_validate({**settings, **change})
+    recording = EventRecording(tmp_path)
+    model = FittedModel(recording.header, History.read(recording))
+    predicted, ranges = model.predict(changed, None)
+    truth = [figure.value for figure in serve(changed, known_device(shared)).figures()]
+    assert [figure.value for figure in predicted.figures()] == pytest.approx(truth, rel=0.02)
+    assert all(side.low <= side.value <= side.high for side in ranges)
+
+
+def test_a_figure_that_hangs_on_a_few_per_cent_is_not_predicted(tmp_path: Path) -> None:
+    """With that few sequences the queue grows or does not, according to times that no recording tells so exactly."""
+    settings = {
+        "batch_queue_depth": 2,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 96,
+        "max_model_len": 256,
+    }
+    serve(SchedulerConfig.model_validate(settings), known_device(0.0), tmp_path)
+    recording = EventRecording(tmp_path)
+    changed = SchedulerConfig.model_validate({**settings, "max_num_seqs": 2})
+    _, ranges = FittedModel(recording.header, History.read(recording)).predict(changed, None)
+    throughput, first, *_ = ranges
+    assert throughput.is_known
+    assert not first.is_known
+
+
+def test_a_range_is_known_up_to_a_factor_and_without_requests() -> None:
+    assert [Range(2.0, 2.0, high).is_known for high in (2.6, 2.8, float("nan"))] == [True, False, True]
