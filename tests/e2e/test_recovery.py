@@ -74,13 +74,13 @@ async def stream_with_a_kill(server: ServeProcess, service: str | None) -> str:
         async for chunk in await client.completions.create(
             model=model,
             prompt=[300 + i % 100 for i in range(300)],
-            max_tokens=200,
+            max_tokens=80,
             stream=True,
             temperature=0,
             extra_body={"ignore_eos": True},
         ):
             parts += [choice.text for choice in chunk.choices]
-            if service is not None and len(parts) >= 20:
+            if service is not None and len(parts) >= 8:
                 server.services[service].kill()
                 service = None
     return "".join(parts)
@@ -94,7 +94,7 @@ def recomputed(server: ServeProcess) -> float:
 @pytest.mark.parametrize(
     ("layout", "service"),
     [
-        (SIM, "worker"),
+        pytest.param(SIM, "worker", marks=pytest.mark.soak),
         ((*SIM, "--tensor-parallel-size", "2"), "worker-1"),
         ((*SIM, "--pipeline-parallel-size", "2"), "worker-0"),
         (NATIVE, "scheduler"),
