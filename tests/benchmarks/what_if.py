@@ -158,7 +158,8 @@ def figures_of(rows: Sequence[Mapping[str, object]]) -> dict[str, float]:
     figures = {}
     for figure in COMPARED:
         errors = [abs(error(row, figure)) for row in rows if row[f"{figure}: known"]]
-        figures[f"largest error of {figure}"] = max(errors, default=float("nan"))
+        if errors:
+            figures[f"largest error of {figure}"] = max(errors)
         figures[f"predicted share of {figure}"] = len(errors) / len(rows)
     return figures
 
