@@ -124,7 +124,7 @@ def _describe(model: FittedModel) -> Iterator[str]:
     yield (
         f"cost model from {cost.num_steps:,} steps: {', '.join(parts)}; median error {100 * cost.error:.0f} %, "
         f"{100 * (cost.delays - 1):.0f} % delays; "
-        f"as good: {len(model.costs) - 1} other fits"
+        f"fits as good: {len(model.costs) - 1}"
     )
     yield (
         f"scheduler: {_duration(host.turn[0])} a step, {_duration(host.turn[1])} a row; "
@@ -137,7 +137,7 @@ def _describe(model: FittedModel) -> Iterator[str]:
 def _duration(seconds: float) -> str:
     """Return three digits with a unit."""
     for unit, factor in (("ms", 1e3), ("us", 1e6)):
-        if seconds * factor >= 1:
+        if seconds * factor >= 0.9995:
             return f"{seconds * factor:.3g} {unit}"
     return f"{seconds * 1e9:.3g} ns"
 
