@@ -241,5 +241,16 @@ def test_a_figure_that_hangs_on_a_few_per_cent_is_not_predicted(tmp_path: Path) 
     assert not first.is_known
 
 
+def test_a_recording_that_the_model_cannot_give_is_not_used(tmp_path: Path) -> None:
+    """Its tokens came four times as late as its steps and the scheduler's work explain."""
+    serve(SchedulerConfig(batch_queue_depth=2, max_num_seqs=16), known_device(0.0), tmp_path)
+    recording = EventRecording(tmp_path)
+    history = History.read(recording)
+    for request in history.requests:
+        request.ended += 3 * (request.ended - request.first_token)
+    with pytest.raises(ValueError, match="other work ran beside it, so that nothing can be predicted"):
+        FittedModel(recording.header, history)
+
+
 def test_a_range_is_known_up_to_a_factor_and_without_requests() -> None:
     assert [Range(2.0, 2.0, high).is_known for high in (2.6, 2.8, float("nan"))] == [True, False, True]
