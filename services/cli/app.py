@@ -138,46 +138,16 @@ app.command("bench", cls=GroupedCommand, help="Measure the speed of an OpenAI-co
 )
 
 
-@app.command("healthcheck")
-def _healthcheck(
-    target: Annotated[
-        str, typer.Argument(help="http://HOST:PORT, tcp://HOST:PORT or ipc://PATH", metavar="TARGET")
-    ] = "",
-    url: Annotated[str, typer.Option("--url", help="The same as TARGET.", show_default=False)] = "",
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Do not check the server's certificate, as without --cacert.")
-    ] = False,
-    cacert: Annotated[
-        str,
-        typer.Option(
-            "--cacert", help="File with the authorities to trust in place of no check.", metavar="FILE"
-        ),
-    ] = "",
-    connected: Annotated[
-        bool,
-        typer.Option(
-            "--connected", help="Check that this container's main process runs and is connected to TARGET."
-        ),
-    ] = False,
-    transport_keys: Annotated[
-        str,
-        typer.Option(
-            "--transport-keys",
-            help="Directory with the keys of this container's service.",
-            envvar="RUNAHEAD_TRANSPORT_KEYS",
-            show_envvar=False,
-        ),
-    ] = "",
-) -> None:
-    """Check the health of one service.
-
-    For the health checks of containers: exits with status 0 if the frontend, scheduler or worker is healthy, else 1.
-    """
+@app.command(
+    "healthcheck",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def _healthcheck(context: typer.Context) -> None:
+    """Check the health of one service."""
     from services.cli.healthcheck import main
 
-    switches = ["--connected"] * connected + ["--insecure"] * insecure
-    files = ["--transport-keys", transport_keys, "--cacert", cacert]
-    raise typer.Exit(main([*filter(None, (target, url)), *files, *switches]))
+    raise typer.Exit(main(context.args))
 
 
 def _server(

@@ -7,6 +7,7 @@
 A worker has no socket of its own to check. The scheduler checks its progress, through heartbeats.
 """
 
+import argparse
 import contextlib
 import ipaddress
 import os
@@ -14,7 +15,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
@@ -170,29 +171,50 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     return mapped or address
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; {USAGE}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        "runahead healthcheck",
+        USAGE.removeprefix("usage: "),
+        "Check the health of one service, for the health checks of containers. Exits with status 0 if the frontend, "
+        "scheduler or worker is healthy, else 1.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "target", nargs="?", default="", help="http://HOST:PORT, tcp://HOST:PORT or ipc://PATH"
+    )
+    parser.add_argument("--url", help="The same as TARGET.")
+    parser.add_argument(
+        "--insecure", action="store_true", help="Do not check the certificate, as without --cacert."
+    )
+    parser.add_argument(
+        "--cacert", default="", help="File with the authorities to trust in place of no check."
+    )
+    parser.add_argument(
+        "--connected",
+        action="store_true",
+        help="Check that this container's main process runs and is connected to TARGET.",
+    )
+    parser.add_argument(
+        "--transport-keys",
+        default=os.environ.get("RUNAHEAD_TRANSPORT_KEYS", ""),
+        help="Directory with the keys of this container's service.",
+    )
+    return parser
+
+
 def main(arguments: list[str], timeout: float = ANSWER_TIMEOUT) -> int:
     """Return 0 if healthy, 1 with a line on stderr if not, 2 for an invalid command line."""
-    connected, insecure, cacert = False, False, ""
-    keys = os.environ.get("RUNAHEAD_TRANSPORT_KEYS", "")
-    targets, rest = list[str](), iter(arguments)
     try:
-        for argument in rest:
-            name, _, value = argument.partition("=")
-            if argument == "--connected":
-                connected = True
-            elif name == "--transport-keys":
-                keys = value or next(rest, "")
-            elif name == "--url":
-                targets.append(value or next(rest, ""))
-            elif name == "--cacert":
-                cacert = value or next(rest, "")
-            elif argument == "--insecure":
-                insecure = True
-            else:
-                targets.append(argument)
-        if len(targets) != 1 or targets[0].startswith("-"):
+        given = _parser().parse_args(arguments)
+        if bool(given.url) == bool(given.target):
             raise ValueError(USAGE)
-        healthcheck(targets[0], connected, timeout, keys=keys, cacert="" if insecure else cacert)
+        target, cacert = given.url or given.target, "" if given.insecure else given.cacert
+        healthcheck(target, given.connected, timeout, keys=given.transport_keys, cacert=cacert)
     except Unhealthy as error:
         print(f"unhealthy: {error}", file=sys.stderr)
         return 1
