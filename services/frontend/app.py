@@ -68,7 +68,6 @@ def build(
     )
     if page is not None:
         page.add_to(app)
-    app.openapi()  # now, as it takes the event loop 0.2 s
     return app
 
 

@@ -2,14 +2,18 @@
 
 import hashlib
 import re
-from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
+from collections import defaultdict, deque
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
 from services.worker.weights.checkpoint import Checkpoint, Cut, QuantizedRows, raw_bytes
 from services.worker.weights.safetensors_checkpoint import SafetensorsCheckpoint
 
+_WAITING = 4
+"""Parts that are read before the first of them is hashed, at most: converted ones take memory."""
+Contents = dict[str, Future[str]]
+"""Name and cut of each part that was read -> its digest. Equal parts of two ranks have equal names."""
 DIGEST_CHARACTERS = 32
 """Characters of SHA-256 that are kept of each part: 128 bits."""
 _LAYER = re.compile(r"\D*\d+(?=\.)")
@@ -17,7 +21,8 @@ _LAYER = re.compile(r"\D*\d+(?=\.)")
 
 
 class HashedCheckpoint:
-    """A `Checkpoint` over another one. The parts are hashed as they were read and converted, before they are packed.
+    """A `Checkpoint` over another one. The parts are hashed as they were read and converted, on a thread of its own
+    while the caller packs them; the caller must not write to them.
 
     SHA-256 takes 0.14 s for the default model's 94 MiB on a processor with SHA instructions.
 
@@ -26,12 +31,10 @@ class HashedCheckpoint:
         contents: receives the digests; None: a new dictionary.
     """
 
-    def __init__(
-        self, checkpoint: Checkpoint, prefix: str = "", contents: dict[str, str] | None = None
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, prefix: str = "", contents: Contents | None = None) -> None:
         self._checkpoint, self._prefix = checkpoint, prefix
-        self.contents = {} if contents is None else contents
-        """Name and cut of each part that was read -> its digest. Equal parts of two ranks have equal names."""
+        self.contents: Contents = {} if contents is None else contents
+        self._thread, self._waiting = ThreadPoolExecutor(1, "contents"), deque[Future[str]]()
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, cut: Cut = ()) -> torch.Tensor:
         values = self._checkpoint.take(name, shape, dtype, cut)
@@ -56,9 +59,16 @@ class HashedCheckpoint:
         return self._checkpoint.digest(config)
 
     def _add(self, part: str, kind: str, values: torch.Tensor) -> None:
-        digest = hashlib.sha256(kind.encode())
-        digest.update(raw_bytes(values))
-        self.contents[f"{self._prefix}{part} {kind}"] = digest.hexdigest()[:DIGEST_CHARACTERS]
+        if len(self._waiting) == _WAITING:
+            self._waiting.popleft().result()
+        self._waiting.append(self._thread.submit(_digest, kind, raw_bytes(values)))
+        self.contents[f"{self._prefix}{part} {kind}"] = self._waiting[-1]
+
+
+def _digest(kind: str, values: memoryview) -> str:
+    digest = hashlib.sha256(kind.encode())
+    digest.update(values)  # releases the interpreter's lock
+    return digest.hexdigest()[:DIGEST_CHARACTERS]
 
 
 def _part(name: str, shape: tuple[int, ...], cut: Cut) -> str:

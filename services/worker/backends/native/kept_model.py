@@ -25,6 +25,7 @@ from services.worker.kernels.selection import KernelChoice
 from services.worker.runner import SINGLE_GPU, Identity, LoadError, Progress
 from services.worker.weights import (
     Checkpoint,
+    Contents,
     HashedCheckpoint,
     checkpoint_path,
     model_digest,
@@ -45,10 +46,10 @@ class KeptModel:
         self._config, self._create_kernels = config, create_kernels
         self._identity: Identity | None = None
         self._model: Model | None = None
-        self._contents: dict[str, str] = {}
+        self._contents: Contents = {}
         self._drafter: Drafter | None = None
         self._drafter_for: tuple[object, ...] = ()
-        self._drafter_contents: dict[str, str] = {}
+        self._drafter_contents: Contents = {}
         self.num_loads = 0
         """Number of times that weights were read."""
 
@@ -83,7 +84,7 @@ class KeptModel:
             self._model, self._contents = self._read(shard, progress)
         return self._model
 
-    def _read(self, shard: Shard, progress: Progress) -> tuple[Model, dict[str, str]]:
+    def _read(self, shard: Shard, progress: Progress) -> tuple[Model, Contents]:
         path = checkpoint_path(self._config)
         config, checkpoint = ModelConfig.from_checkpoint(path), open_checkpoint(path)
         if self._digest(path, checkpoint) != self.identify().model_hash:
@@ -131,7 +132,8 @@ class KeptModel:
 
     def contents(self, drafter: Drafter | None) -> dict[str, str]:
         """Return the digest of each part of the weights, with those of the drafter."""
-        return self._contents if drafter is None else self._contents | self._drafter_contents
+        parts = self._contents if drafter is None else self._contents | self._drafter_contents
+        return {part: digest.result() for part, digest in parts.items()}
 
     def drop(self) -> None:
         """Free the memory."""

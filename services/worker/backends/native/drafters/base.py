@@ -21,7 +21,7 @@ from services.worker.backends.native.model.model import Model
 from services.worker.backends.native.token_history import TokenHistory
 from services.worker.batch.slots import BatchColumns
 from services.worker.kernels.interface.kv_cache import Allocate, own_memory
-from services.worker.weights import Checkpoint, HashedCheckpoint, open_checkpoint
+from services.worker.weights import Checkpoint, Contents, HashedCheckpoint, open_checkpoint
 
 I32 = NDArray[np.int32]
 States = Sequence[torch.Tensor]
@@ -41,7 +41,7 @@ class TargetModel:
     """All tensors of the target."""
     block_size: int
     max_model_len: int
-    contents: dict[str, str] = field(default_factory=dict)
+    contents: Contents = field(default_factory=dict)
     """Digest of each part of the drafter's weights, once it is loaded."""
 
     def drafter_checkpoint(self, path: Path) -> Checkpoint:
