@@ -52,7 +52,7 @@ HINTS: dict[str, str] = {
     "--max-total-tokens": "use --kv-cache-memory-bytes",
     "--max-prefill-tokens": "use --max-num-batched-tokens",
     "--page-size": "use --block-size",
-    "--dp-size": "start several servers behind a router",
+    "--dp-size": "use --data-parallel-size",
     "--attention-backend": "use --kernels",
     "--num-scheduler-steps": "use --batch-queue-depth",
     "--grammar-backend": f"llguidance is the only one; {_LEFT_OUT}",
@@ -69,7 +69,7 @@ HINTS: dict[str, str] = {
     "--max-log-len": f"texts of requests are never logged; {_LEFT_OUT}",
     "--log-requests": "each request is logged; --log-level debug logs its steps",
     "--watchdog-timeout": "use --step-timeout-seconds",
-    "--kv-transfer-config": f"the KV cache is not sent to other servers; {_LEFT_OUT}",
+    "--kv-transfer-config": "use --kv-peer-address, --kv-offload-dir or --kv-offload-bytes",
     "--base-gpu-id": "set the variable CUDA_VISIBLE_DEVICES",
     "--middleware": "put a proxy in front of the server",
 }
