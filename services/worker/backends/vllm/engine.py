@@ -162,6 +162,10 @@ class VllmEngine:
         return bool(self.config.model_config.runner_type == "generate")
 
     @property
+    def reads_images(self) -> bool:
+        return bool(self.config.model_config.is_multimodal_model)
+
+    @property
     def hidden_size(self) -> int:
         return (
             int(self.config.model_config.get_hidden_size()) if self.pooler is None else self.pooler.model.size

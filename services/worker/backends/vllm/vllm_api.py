@@ -90,6 +90,10 @@ from vllm.envs import enable_envs_cache
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
 from vllm.lora.request import LoRARequest
+
+# Images.
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.platforms import current_platform
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
@@ -129,6 +133,8 @@ from vllm.v1.outputs import (
     ModelRunnerOutput,
     SamplerOutput,
 )
+
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 # Sampling.
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
@@ -177,6 +183,7 @@ parallel_state.in_the_same_node_as = _on_the_same_machine
 
 __all__ = [
     "BUILTIN_LOGITS_PROCESSORS",
+    "MULTIMODAL_REGISTRY",
     "AsyncModelRunnerOutput",
     "BreakableCUDAGraphWrapper",
     "CUDAGraphWrapper",
@@ -193,6 +200,9 @@ __all__ = [
     "LogprobsTensors",
     "MambaSpec",
     "ModelRunnerOutput",
+    "MsgpackDecoder",
+    "MsgpackEncoder",
+    "MultiModalFeatureSpec",
     "NewRequestData",
     "PoolerConfig",
     "PoolingParams",
