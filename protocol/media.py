@@ -8,12 +8,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.fields import MAX_ITEMS, Count, Name
+from protocol.fields import MAX_ITEMS, Count, Name, Text
 
 MAX_IMAGES = 16
 """Images in a prompt."""
-MAX_MEDIA_BYTES = 128 << 20
-"""Bytes of the tensors of one request."""
+MAX_MEDIA_BYTES = 32 << 20
+"""Bytes of the tensors of one request, and of all requests that enter with one plan."""
 
 
 class MediaItem(msgspec.Struct, array_like=True, frozen=True):
@@ -41,6 +41,43 @@ class MediaModel(msgspec.Struct, array_like=True, frozen=True):
 
     dtype: Name
     """Data type of the encoder's inputs."""
+
+
+# -- frontend and the process of the backend that computes inputs of the encoder ----------------------------------
+
+
+class ProcessorSettings(msgspec.Struct, array_like=True, frozen=True):
+    """First message to the process. It answers with `ProcessedImages` without images, or `ImagesFailed` and ends."""
+
+    model: Text
+    """Directory of the checkpoint."""
+    dtype: Name
+
+
+class ImageJob(msgspec.Struct, array_like=True, frozen=True):
+    token_ids: bytes
+    """int32[tokens]: the prompt, in which a few tokens stand for each image."""
+    images: list[str]
+    """Data URLs."""
+
+
+class ProcessedImages(msgspec.Struct, array_like=True, frozen=True, tag="processed"):
+    token_ids: bytes
+    """int32[tokens]: the prompt with all positions of the images."""
+    media: Media
+
+
+class ImagesRefused(msgspec.Struct, array_like=True, frozen=True, tag="refused"):
+    """Something is wrong with the images of the request."""
+
+    reason: Text
+
+
+class ImagesFailed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
+    reason: Text
+
+
+ImagesOutcome = ProcessedImages | ImagesRefused | ImagesFailed
 
 
 def contents(items: Sequence[MediaItem], begin: int, end: int) -> bytes:

@@ -16,6 +16,7 @@ import numpy as np
 
 from protocol.codec import pack
 from protocol.columns import has_all, has_any, total
+from protocol.media import MAX_MEDIA_BYTES
 from protocol.steps import NewRequest, SchedulerOutput
 from services.scheduler.core.drafting import Drafting
 from services.scheduler.core.encoding import encodable
@@ -48,12 +49,14 @@ class StepChoice:
     prefill_left: int
     runner_reports: bool
     encoder_left: int
+    """Positions of items that the step can still encode."""
     slots: list[SlotIds] = field(default_factory=list)
     counts: list[Column] = field(default_factory=list)
     new: list[NewRequest] = field(default_factory=list)
     block_slots: SlotIds = field(default_factory=lambda: _NO_SLOTS)
     block_ids: list[int] = field(default_factory=list)
     admitting: bool = True
+    media_bytes: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -218,6 +221,8 @@ class StepPlanner:
                 break
             if request.stale_rows or not self.has_adapter_seat(request):
                 continue
+            if request.media is not None and choice.media_bytes + len(request.media.data) > MAX_MEDIA_BYTES:
+                break  # the plan must not become too large to send
             if limits.whole_prompts:
                 room = chunk = limits.max_num_batched_tokens - choice.num_tokens
             prefix = kv.find_prefix(request)
@@ -245,6 +250,7 @@ class StepPlanner:
                 break
             self.admit(request, prefix, count, held, choice)
             choice.encoder_left = encoder_left
+            choice.media_bytes += 0 if request.media is None else len(request.media.data)
             seats -= 1
 
     def offered(self, request: Request, hit: int, most: int) -> int:

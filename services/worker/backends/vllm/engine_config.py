@@ -159,6 +159,7 @@ def _check(config: Any, options: EngineOptions) -> None:
 def _check_media(config: Any, options: EngineOptions) -> None:
     """Raises: LoadError, for models beside text that are not served, and for settings that were not tried with images"""
     model = config.model_config
+    model.skip_tokenizer_init = False  # vLLM's processor reads it, to find the positions of images
     modalities = vllm_api.MULTIMODAL_REGISTRY.create_processor(model).info.get_supported_mm_limits()
     if "image" not in modalities or model.is_encoder_decoder or model.is_multimodal_raw_input_only_model:
         raise LoadError(f"models with {', '.join(modalities)} as input are not supported with --backend vllm")

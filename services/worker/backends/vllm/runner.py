@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.kv_groups import ONE_GROUP
+from protocol.media import MediaModel
 from protocol.membership import Assignment, InitializeCache, Loaded
 from protocol.steps import GrammarOutput, SchedulerOutput
 from services.checkpoint import is_gguf

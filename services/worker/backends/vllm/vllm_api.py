@@ -94,6 +94,9 @@ from vllm.lora.request import LoRARequest
 # Images.
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.multimodal.media.image import ImageMediaIO
+from vllm.multimodal.processing.context import TimingContext
+from vllm.multimodal.processing.inputs import ProcessorInputs
 from vllm.platforms import current_platform
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
@@ -194,6 +197,7 @@ __all__ = [
     "EngineArgs",
     "FullAttentionSpec",
     "GrammarOutput",
+    "ImageMediaIO",
     "IntermediateTensors",
     "LoRARequest",
     "LogitsProcessors",
@@ -206,6 +210,7 @@ __all__ = [
     "NewRequestData",
     "PoolerConfig",
     "PoolingParams",
+    "ProcessorInputs",
     "SamplerOutput",
     "SamplingMetadata",
     "SamplingParams",
@@ -213,6 +218,7 @@ __all__ = [
     "SlidingWindowSpec",
     "SpecDecodeMetadata",
     "StructuredOutputsParams",
+    "TimingContext",
     "UniformTypeKVCacheSpecs",
     "WorkerWrapperBase",
     "current_platform",
