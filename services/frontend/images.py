@@ -125,7 +125,9 @@ class ImageProcessing:
             try:
                 started = process.start()
             except (EOFError, OSError):
-                started = ImagesFailed(f"their process did not start; is vLLM installed beside {sys.executable}?")
+                started = ImagesFailed(
+                    f"their process did not start; is vLLM installed beside {sys.executable}?"
+                )
             if not isinstance(started, ProcessedImages):
                 process.close()
                 return started
@@ -134,4 +136,6 @@ class ImageProcessing:
             return self._process.exchange(job, JOB_SECONDS)
         except (EOFError, OSError, ProtocolError):
             self._process = self._process.close()
-            return ImagesRefused(f"processing the images takes too much memory, or more than {JOB_SECONDS:g} s")
+            return ImagesRefused(
+                f"processing the images takes too much memory, or more than {JOB_SECONDS:g} s"
+            )

@@ -42,7 +42,9 @@ def fit(c: SchedulerConfig, loaded: list[Loaded], leaves_rows_out: bool = False)
             "this model computes a prompt in one step, and --batching-policy phased in chunks; use chunked"
         )
     if (media := loaded[0].media) is not None and c.policy == "phased":
-        raise GroupError("this model reads images, which --batching-policy phased does not serve; use chunked")
+        raise GroupError(
+            "this model reads images, which --batching-policy phased does not serve; use chunked"
+        )
     if states and c.speculative_config is not None:
         raise GroupError(
             "--speculative-config: this model has recurrent states, from which rejected drafts cannot be taken back; "

@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from protocol.sampling import BadWords
 from protocol.codec import unpack
 from protocol.media import MediaModel
+from protocol.sampling import BadWords
 from services.frontend.errors import invalid
 from services.frontend.images import ImageProcessing
 from services.frontend.model import ServedModel
@@ -80,9 +80,13 @@ class PromptEncoder:
         """Raises: APIError"""
         if any(message.images for message in body.messages):
             if media is None:
-                raise invalid("images are not served here: this model, backend or route has text only", "messages")
+                raise invalid(
+                    "images are not served here: this model, backend or route has text only", "messages"
+                )
             if body.truncate_prompt_tokens is not None or body.prompt_logprobs is not None:
-                raise invalid("truncate_prompt_tokens and prompt_logprobs are not served with images", "messages")
+                raise invalid(
+                    "truncate_prompt_tokens and prompt_logprobs are not served with images", "messages"
+                )
             if body.continue_final_message or body.echo:
                 raise invalid("continue_final_message and echo are not served with images", "messages")
             image_urls(body)

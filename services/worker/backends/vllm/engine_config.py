@@ -157,7 +157,7 @@ def _check(config: Any, options: EngineOptions) -> None:
 
 
 def _check_media(config: Any, options: EngineOptions) -> None:
-    """Raises: LoadError, for models beside text that are not served, and for settings that were not tried with images"""
+    """Raises: LoadError, for kinds of input, and for settings beside images, that are not served"""
     model = config.model_config
     model.skip_tokenizer_init = False  # vLLM's processor reads it, to find the positions of images
     modalities = vllm_api.MULTIMODAL_REGISTRY.create_processor(model).info.get_supported_mm_limits()

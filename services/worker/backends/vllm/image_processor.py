@@ -67,7 +67,8 @@ class ImageProcessor:
         try:
             items = info.parse_mm_data({"image": images})
             found = self._processor.apply(
-                vllm_api.ProcessorInputs(unpack(job.token_ids).tolist(), items), vllm_api.TimingContext(enabled=False)
+                vllm_api.ProcessorInputs(unpack(job.token_ids).tolist(), items),
+                vllm_api.TimingContext(enabled=False),
             )
         except ValueError as error:
             raise ImageRefused(f"the model's processor refuses the images: {error}") from error
@@ -82,14 +83,16 @@ class ImageProcessor:
         spans = [(feature.mm_position, feature.identifier) for feature in features]
         data = pack_features(features)
         if len(data) > MAX_MEDIA_BYTES:
-            raise ImageRefused(f"the images become {len(data)} bytes of tensors, but at most {MAX_MEDIA_BYTES}")
+            raise ImageRefused(
+                f"the images become {len(data)} bytes of tensors, but at most {MAX_MEDIA_BYTES}"
+            )
         media = Media([MediaItem(at.offset, at.length, digest) for at, digest in spans], data)
         return ProcessedImages(pack(found["prompt_token_ids"]), media)
 
 
 def _decode(url: str, name: str) -> Any:
     """Return the image of a data URL as vLLM decodes it. Raises: ImageRefused"""
-    head, _, text = url.partition(",")
+    _, _, text = url.partition(",")
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
@@ -98,7 +101,9 @@ def _decode(url: str, name: str) -> Any:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
             if width * height > MAX_PIXELS:
-                raise ImageRefused(f"{name} has {width} x {height} pixels, but at most {MAX_PIXELS} are served")
+                raise ImageRefused(
+                    f"{name} has {width} x {height} pixels, but at most {MAX_PIXELS} are served"
+                )
             if getattr(image, "n_frames", 1) > 1:
                 raise ImageRefused(f"{name} has several frames; video is not served")
         return vllm_api.ImageMediaIO().load_bytes(data)

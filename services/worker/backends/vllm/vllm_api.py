@@ -137,11 +137,10 @@ from vllm.v1.outputs import (
     SamplerOutput,
 )
 
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-
 # Sampling.
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.worker_base import WorkerWrapperBase
