@@ -4,10 +4,9 @@ import pytest
 
 from protocol.codec import unpack
 from protocol.media import Media, MediaItem
-from protocol.requests import FinishReason
 from services.scheduler.core.limits import Limits
 from tests.simulation.test_acceptance import DEPTHS, prompt_of
-from tests.simulation.world import World, params
+from tests.simulation.world import DeliveryError, World, params
 
 LIMITS = Limits(4, 64, 128, 96, 4, encoder_budget=10)
 
@@ -47,15 +46,11 @@ def test_equal_prompts_hit_up_to_the_first_other_image() -> None:
     ],
 )
 def test_impossible_images_are_refused(items: list[MediaItem], why: str) -> None:
-    world = World(LIMITS, 2)
-    stream = world.add(prompt_of(40), params(2, eos=False), media=Media(items))
-    assert stream.finish is not None
-    assert stream.finish.reason is FinishReason.INVALID
-    assert why in stream.finish.message
+    with pytest.raises(DeliveryError, match=why):
+        World(LIMITS, 2).add(prompt_of(40), params(2, eos=False), media=Media(items))
 
 
 def test_text_models_refuse_images() -> None:
     world = World(Limits(4, 64, 128, 96, 4), 2)
-    stream = world.add(prompt_of(40), params(2, eos=False), media=Media([MediaItem(2, 4, "a")]))
-    assert stream.finish is not None
-    assert "text only" in stream.finish.message
+    with pytest.raises(DeliveryError, match="text only"):
+        world.add(prompt_of(40), params(2, eos=False), media=Media([MediaItem(2, 4, "a")]))
