@@ -53,6 +53,9 @@ class _Process:
         self.settings = settings
         self.close = weakref.finalize(self, _end, self._process, self._connection)
 
+    def serves(self, settings: ProcessorSettings) -> bool:
+        return self.settings == settings and self._process.poll() is None
+
     def start(self) -> ImagesOutcome:
         return self.exchange(encode(self.settings), START_SECONDS)
 
@@ -118,7 +121,7 @@ class ImageProcessing:
         raise APIError(500, "the images could not be processed; the log of the server has the reason")
 
     def _run(self, settings: ProcessorSettings, job: bytes) -> ImagesOutcome:
-        if self._process is not None and self._process.settings != settings:
+        if self._process is not None and not self._process.serves(settings):
             self._process = self._process.close()
         if self._process is None:
             process = _Process(settings)
