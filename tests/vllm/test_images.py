@@ -198,8 +198,8 @@ def test_bad_images_end_their_request_only(server: ServeProcess) -> None:
     for part, why in (
         ("data:image/png;base64,$$", "base64"),
         ("data:image/png;base64,AAAA", "broken"),
-        (A[: len(A) // 2 & ~3 | 2], "base64"),
-        (A[:24] + base64.b64encode(base64.b64decode(A[22:])[:4000]).decode(), "broken"),
+        ("data:image/png;base64,AAA", "base64"),
+        (A[: len("data:image/png;base64,") + 8000], "broken"),
         (image_url(5, form="GIF"), "PNG, JPEG, WEBP"),
         (image_url(5, 8, 8, form="WEBP", **frames), "several frames"),
         (bomb(), "pixels"),
