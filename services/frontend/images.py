@@ -25,7 +25,7 @@ from services.frontend.errors import APIError, invalid
 log = logging.getLogger("runahead.frontend")
 
 MODULE = "services.worker.backends.vllm.image_processor"
-"""Of the only backend that reads images. It is never imported here."""
+"""The process of the only backend that reads images; it is never imported here."""
 START_SECONDS = 180.0
 """Time limit for a process to import the backend and to read the checkpoint."""
 JOB_SECONDS = 30.0
@@ -36,7 +36,7 @@ DATA_URL = "data:image/"
 _OUTCOMES: Decoder[ImagesOutcome] = Decoder(ImagesOutcome)
 
 
-class _Process:
+class _ImageProcess:
     """One process. It ends with this object. All methods raise EOFError or OSError if the process has ended."""
 
     def __init__(self, settings: ProcessorSettings) -> None:
@@ -53,8 +53,9 @@ class _Process:
         self.settings = settings
         self.close = weakref.finalize(self, _end, self._process, self._connection)
 
-    def serves(self, settings: ProcessorSettings) -> bool:
-        return self.settings == settings and self._process.poll() is None
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
 
     def start(self) -> ImagesOutcome:
         return self.exchange(encode(self.settings), START_SECONDS)
@@ -87,8 +88,12 @@ class ImageProcessing:
     def __init__(self, directory: Path) -> None:
         self._directory = str(directory)
         self._lock = threading.Lock()
-        self._process: _Process | None = None
+        self._process: _ImageProcess | None = None
         self._waiting = 0
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.is_alive
 
     def check_load(self) -> None:
         """Raises: APIError, if too many requests wait"""
@@ -121,10 +126,10 @@ class ImageProcessing:
         raise APIError(500, "the images could not be processed; the log of the server has the reason")
 
     def _run(self, settings: ProcessorSettings, job: bytes) -> ImagesOutcome:
-        if self._process is not None and not self._process.serves(settings):
+        if self._process is not None and (self._process.settings != settings or not self.is_alive):
             self._process = self._process.close()
         if self._process is None:
-            process = _Process(settings)
+            process = _ImageProcess(settings)
             try:
                 started = process.start()
             except (EOFError, OSError):

@@ -1,4 +1,4 @@
-"""How far a row reaches within the encoder's budget of a step.
+"""Ends of rows within the encoder's budget of a step.
 
 An encoder computes an item as a whole, in the step of the first row that has a position of it; the workers keep its
 output until the request's rows have passed it. Prefixes from the cache can end within an item: the first row of a

@@ -40,7 +40,7 @@ from services.worker.backends.vllm.media_inputs import pack_features
 MEMORY = 4 << 30
 """Bytes of memory beside those of the libraries."""
 MAX_PIXELS = 64 << 20
-"""Of one image."""
+"""Pixels of one image."""
 FORMATS = ("PNG", "JPEG", "WEBP")
 _JOBS: Decoder[ImageJob] = Decoder(ImageJob)
 _SETTINGS: Decoder[ProcessorSettings] = Decoder(ProcessorSettings)
