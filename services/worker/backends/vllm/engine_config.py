@@ -160,7 +160,8 @@ def _check_media(config: Any, options: EngineOptions) -> None:
     """Raises: LoadError, for kinds of input, and for settings beside images, that are not served"""
     model = config.model_config
     model.skip_tokenizer_init = False  # vLLM's processor reads it, to find the positions of images
-    modalities = vllm_api.MULTIMODAL_REGISTRY.create_processor(model).info.get_supported_mm_limits()
+    processor: Any = vllm_api.MULTIMODAL_REGISTRY.create_processor(model)
+    modalities = processor.info.get_supported_mm_limits()
     if "image" not in modalities or model.is_encoder_decoder or model.is_multimodal_raw_input_only_model:
         raise LoadError(f"models with {', '.join(modalities)} as input are not supported with --backend vllm")
     if model.is_mm_prefix_lm:

@@ -53,10 +53,10 @@ class ImageRefused(Exception):
 
 class ImageProcessor:
     def __init__(self, settings: ProcessorSettings) -> None:
-        self._config = vllm_api.EngineArgs(
+        arguments = vllm_api.EngineArgs(
             model=settings.model, dtype=settings.dtype, limit_mm_per_prompt=IMAGES_ONLY
-        ).create_model_config()
-        self._processor = vllm_api.MULTIMODAL_REGISTRY.create_processor(self._config)
+        )
+        self._processor = vllm_api.MULTIMODAL_REGISTRY.create_processor(arguments.create_model_config())
 
     def process(self, job: ImageJob) -> ProcessedImages:
         """Raises: ImageRefused"""
@@ -106,7 +106,8 @@ def _decode(url: str, name: str) -> Any:
                 )
             if getattr(image, "n_frames", 1) > 1:
                 raise ImageRefused(f"{name} has several frames; video is not served")
-        return vllm_api.ImageMediaIO().load_bytes(data)
+        reader = vllm_api.ImageMediaIO()
+        return reader.load_bytes(data)
     except ImageRefused:
         raise
     except Exception as error:  # Pillow's decoders raise exceptions of many types

@@ -16,7 +16,8 @@ Features = list[Any]
 
 def pack_features(features: Features) -> bytes:
     """Return `Media.data`."""
-    return msgspec.msgpack.encode([bytes(part) for part in vllm_api.MsgpackEncoder().encode(features)])
+    encoder = vllm_api.MsgpackEncoder()
+    return msgspec.msgpack.encode([bytes(part) for part in encoder.encode(features)])
 
 
 def unpack_features(data: bytes) -> Features:
