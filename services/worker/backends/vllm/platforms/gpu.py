@@ -42,8 +42,6 @@ class GpuPlatform:
         }
 
     def check(self, config: Any, options: EngineOptions) -> None:
-        if config.model_config.is_multimodal_model:
-            raise LoadError("models with images as input are served with --device cpu only")
         if options.speculation is not None:
             raise LoadError(
                 "--speculative-config: --backend vllm computes no drafts on a GPU; remove it, or use --backend native"
