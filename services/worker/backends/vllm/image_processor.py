@@ -70,8 +70,11 @@ class ImageProcessor:
                 vllm_api.ProcessorInputs(unpack(job.token_ids).tolist(), items),
                 vllm_api.TimingContext(enabled=False),
             )
-        except ValueError as error:
-            raise ImageRefused(f"the model's processor refuses the images: {error}") from error
+        except (ValueError, AssertionError, RuntimeError) as error:
+            why = (
+                f"the model's processor refuses the images, or the chat template does not show them: {error}"
+            )
+            raise ImageRefused(why.removesuffix(": ")) from error
         places, features = found["mm_placeholders"]["image"], []
         if len(places) != len(images):
             raise ImageRefused("the chat template of this model does not show the images")
@@ -108,7 +111,7 @@ def _decode(url: str, name: str) -> Any:
                 raise ImageRefused(f"{name} has several frames; video is not served")
         reader = vllm_api.ImageMediaIO()
         return reader.load_bytes(data)
-    except ImageRefused:
+    except (ImageRefused, MemoryError):
         raise
     except Exception as error:  # Pillow's decoders raise exceptions of many types
         raise ImageRefused(f"{name} is no {', '.join(FORMATS)} file, or it is broken") from error
@@ -120,7 +123,7 @@ def _answer(processor: ImageProcessor, data: bytes) -> ImagesOutcome:
     except ImageRefused as error:
         return ImagesRefused(str(error)[:1000])
     except MemoryError:
-        return ImagesFailed("processing the images takes too much memory")
+        return ImagesRefused("processing the images takes too much memory")
     except Exception as error:
         log.exception("the processor of images failed")
         return ImagesFailed(f"the model's processor failed ({type(error).__name__})")
