@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from protocol.codec import ProtocolError, pack, unpack
+from protocol.media import MediaItem, contents
 
 TOKEN_BYTES = 4
 """Tokens are int32, little-endian."""
@@ -45,16 +46,22 @@ def split_names(names: bytes) -> list[bytes]:
     return [names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES)]
 
 
-def extend_names(names: list[bytes], salt: str, tokens: bytes, block_size: int) -> None:
+def extend_names(
+    names: list[bytes], salt: str, tokens: bytes, block_size: int, items: Sequence[MediaItem] = ()
+) -> None:
     """Append the names of the full blocks that follow those of `names`.
 
     Args:
         names: SHA-256 digests of the first blocks of a sequence, in order.
         tokens: int32[...]: the tokens behind these blocks.
         block_size: tokens per block.
+        items: images of the prompt (prefix-cache content, docs/invariants.md).
     """
     width = block_size * TOKEN_BYTES
     parent = names[-1] if names else sha256(salt.encode()).digest()
     for at in range(0, len(tokens) - width + 1, width):
-        parent = sha256(parent + tokens[at : at + width]).digest()
+        begin = len(names) * block_size
+        parent = sha256(
+            parent + tokens[at : at + width] + contents(items, begin, begin + block_size)
+        ).digest()
         names.append(parent)

@@ -24,6 +24,7 @@ from protocol.block_names import NamedBlocks
 from protocol.epochs import EpochId, RegisteredEpoch
 from protocol.fields import MAX_ITEMS, Bytes, Count, Finite, Fraction, Name, StepId, Text
 from protocol.kv_groups import KVGroups
+from protocol.media import MediaModel
 from protocol.pooling import PoolingModel
 from protocol.steps import KeepPins
 
@@ -173,6 +174,8 @@ class Loaded(msgspec.Struct, array_like=True, frozen=True, tag="loaded"):
     """True: this rank knows `KeepPins`."""
     pins: KeepPins | None = None
     """Pins of the last scheduler; None: it sent none to this process."""
+    media: MediaModel | None = None
+    """None: the model, or this backend, reads no images."""
 
 
 class InitializeCache(msgspec.Struct, array_like=True, frozen=True, tag="init_cache"):

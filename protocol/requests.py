@@ -14,6 +14,7 @@ from protocol.epochs import Incarnation
 from protocol.fields import MAX_ITEMS, Count, Duration, Fraction, Int32, Name, Number, Text
 from protocol.logprobs import Logprobs
 from protocol.lora import LoRAAdapter, salt_of
+from protocol.media import Media, MediaModel
 from protocol.pooling import PoolingModel, PoolingParams
 from protocol.records import CachedBlocks, RequestTimes, StepRecords, Subscribe
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
@@ -74,6 +75,8 @@ class GenerateRequest(msgspec.Struct, array_like=True, frozen=True, tag="generat
     """None: the model itself."""
     pooling_params: PoolingParams | None = None
     """For `Pooling.MODEL`; None: the defaults."""
+    media: Media | None = None
+    """Images of the prompt."""
 
     @property
     def salt(self) -> str:
@@ -272,6 +275,8 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     """True: the scheduler answers `ControlCache`."""
     pooling: PoolingModel | None = None
     """A model that generates no text; None: it generates text."""
+    media: MediaModel | None = None
+    """None: images are refused."""
 
 
 ClientMessage = GenerateRequest | AbortRequest | Subscribe | FrontendAlive | ResetPrefixCache | ControlCache

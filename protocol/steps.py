@@ -14,6 +14,7 @@ from protocol.epochs import EpochId
 from protocol.fields import MAX_ITEMS, Count, Finite, Fraction, Name, StepId, Text
 from protocol.logprobs import Logprobs
 from protocol.lora import LoRAAdapter
+from protocol.media import Media
 from protocol.pooling import PoolingParams
 from protocol.sampling import Pooling, SamplingParams
 
@@ -40,6 +41,8 @@ class NewRequest(msgspec.Struct, array_like=True, frozen=True):
     """None: the model itself. A step has rows of at most `Assignment.max_loras` adapters (adapter seat)."""
     pooling_params: PoolingParams | None = None
     """For `Pooling.MODEL`; None: the defaults."""
+    media: Media | None = None
+    """Images of the prompt. An item is encoded with the first row that has a position of it (encoder budget)."""
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):

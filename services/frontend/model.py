@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from protocol.lora import LoRAAdapter
 from protocol.sampling import Pooling
@@ -28,6 +29,8 @@ class ServedModel:
     """The computation of an embedding from the positions' hidden states."""
     formats: OutputFormats = field(default_factory=OutputFormats)
     adapters: Adapters = field(default_factory=Adapters)
+    directory: Path = Path()
+    """The checkpoint."""
     pair_template: bool = False
     """True: `template` was given with --chat-template, so a model that scores pairs uses it, with the roles `query` and
     `document`. Templates of checkpoints are often those of the model that they were made of."""
@@ -78,4 +81,4 @@ class ServedModel:
                 raise CheckpointError(f"--lora-modules {module}: it has the form NAME=DIRECTORY")
             adapters.load(adapter, path)
         is_given = config.chat_template is not None
-        return cls(names, tokenizer, template, defaults, pooling, formats, adapters, is_given)
+        return cls(names, tokenizer, template, defaults, pooling, formats, adapters, directory, is_given)

@@ -46,6 +46,7 @@ class StateReports:
             kv_peers=[*started.kv_peers] if started else [],
             controls_cache=True,
             pooling=loaded.pooling if loaded else None,
+            media=loaded.media if loaded else None,
         )
 
     def _info(self, group: WorkerGroup, started: Started | None) -> dict[str, str]:

@@ -41,11 +41,11 @@ class WatchedPolicy:
             *(c.tolist() for c in (step.slots, step.starts, step.counts)), strict=True
         ):
             if slot in entering:
-                demand(
-                    (start, count) == self._first[slots.request(slot)],
-                    "policy",
-                    f"first slice of slot {slot}",
-                )
+                request = slots.request(slot)
+                first = self._first[request]
+                is_first = (start, count) == first
+                is_cut = bool(request.items) and start == first[0] and count < first[1]  # encoder budget
+                demand(is_first or is_cut, "policy", f"first slice of slot {slot}")
             else:
                 demand(slot in self.shown, "policy", f"slot {slot} was left out of the order")
             allowed = count <= budget.chunk or self._whole_prompts

@@ -305,14 +305,17 @@ class _Player:
     def _arrive(self, a: Arrival) -> None:
         world = self.world
         stream = SimulatedStream(
-            a.frontend, 0, a.prompt, a.params, NO_ANSWER, 0, structured=a.grammar, pooling=a.pooling
+            *(a.frontend, 0, a.prompt, a.params, NO_ANSWER, 0),
+            structured=a.grammar,
+            pooling=a.pooling,
+            media=a.media,
         )
         answer = stream.expected(world.limits.max_model_len, self.load.vocab)
         replayed = max(0, min(int(a.replayed * len(answer.tokens)), len(answer.tokens) - 1))
         world.coverage["replays"] += replayed > 0
         world.coverage["replays with a grammar"] += replayed > 0 and a.grammar is not None
         asks = self.peer is not None and self.of_tier.random() < 0.9
-        options = (a.grammar, a.pooling, a.lora, asks)
+        options = (a.grammar, a.pooling, a.lora, asks, a.media)
         self.arrived.append(
             world.add(a.prompt, a.params, a.frontend, None, a.priority, a.salt, replayed, *options)
         )

@@ -9,6 +9,7 @@ from hashlib import sha256
 from itertools import pairwise
 
 from protocol.kv_groups import NO_BLOCK, KVGroup, num_states
+from protocol.media import contents, distinct_tokens
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.epoch import EpochState
 from services.scheduler.core.ledger import InflightStep
@@ -54,6 +55,8 @@ class Checker:
         self._last_sampled: dict[tuple[int, int], bool] = {}
         """(slot, generation) -> whether its last processed row sampled."""
         self._processed = 0
+        self._reached: dict[tuple[int, int], set[int]] = {}
+        """(slot, generation) -> items of its request that were encoded"""
         self._pinned: dict[str, list[int]] = {}
         """Pin -> its table when it was checked last."""
 
@@ -93,7 +96,25 @@ class Checker:
             demand(not again.any(), "recurrent state", f"step {step.step_id}: more would be taken back")
         adapters = {lora for slot in slots if (lora := self.epoch.slots.request(slot).lora) is not None}
         demand(len(adapters) <= limits.max_loras, "adapter seat", f"{len(adapters)} adapters in a step")
+        rows = zip(slots, step.generations.tolist(), step.starts.tolist(), counts, strict=True)
+        encoded = sum(
+            self._encoded(slot, generation, start, count) for slot, generation, start, count in rows
+        )
+        demand(
+            encoded <= limits.encoder_budget,
+            "encoder budget",
+            f"{encoded} positions of items in step {step.step_id}",
+        )
         demand(NO_BLOCK not in self._touched[step.step_id], WINDOW, f"step {step.step_id} reads no block")
+
+    def _encoded(self, slot: int, generation: int, start: int, count: int) -> int:
+        """Return how many positions the items have that a row encodes: those that no row of the request in this slot
+        has reached."""
+        reached = self._reached.setdefault((slot, generation), set())
+        items = enumerate(self.epoch.slots.request(slot).items)
+        new = {n: i for n, i in items if n not in reached and i.start < start + count and start < i.end}
+        reached.update(new)
+        return sum(item.length for item in new.values())
 
     def on_processed(self, step: InflightStep) -> None:
         demand(
@@ -149,6 +170,7 @@ class Checker:
         """Epoch void: nothing is in flight, held, fenced, cached or gated."""
         epoch = self.epoch
         self._touched.clear()
+        self._reached.clear()
         self.on_blocks_forgotten()
         self._processed = epoch.next_step - 1
         demand(not len(epoch.running), "epoch void", "requests are running")
@@ -168,6 +190,7 @@ class Checker:
     def on_new_epoch(self) -> None:
         """Step ids begin at 1 and the cache is empty. Known tokens stay known."""
         self._touched.clear()
+        self._reached.clear()
         self._last_sampled.clear()
         self._processed = 0
         demand(not self.epoch.kv.pool.by_hash, "epoch void", "a new epoch begins with cached blocks")
@@ -188,10 +211,11 @@ class Checker:
                 )
             while (chain.blocks + 1) * size <= total:
                 tokens = history[slot] if slot >= 0 else request.token_ids
-                block = tokens[chain.blocks * size : (chain.blocks + 1) * size]
-                chain.digest = sha256(chain.digest + block.tobytes()).digest()
+                span = slice(chain.blocks * size, (chain.blocks + 1) * size)
+                seen = contents(request.items, span.start, span.stop)
+                chain.digest = sha256(chain.digest + tokens[span].tobytes() + seen).digest()
                 content = []
-                for token in block.tolist():
+                for token in distinct_tokens(tokens[: span.stop], request.media)[span].tolist():
                     chain.prefix = extend(chain.prefix, token)
                     content.append(chain.prefix)
                 for group in range(len(self.groups)):

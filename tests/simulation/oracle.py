@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from protocol.codec import Decoder, encode, pack, unpack
 from protocol.kv_groups import NO_BLOCK, num_states
 from protocol.logprobs import Logprobs
+from protocol.media import distinct_tokens
 from protocol.membership import Assignment, InitializeCache
 from protocol.sampling import Pooling, SamplingParams
 from protocol.steps import (
@@ -294,7 +295,7 @@ class OracleWorker:
         entered = _Slot(new.generation, new.params, new.num_prompt_tokens, new.pooling, tokens, states, table)
         for block in states:
             self._poison(block)
-        for token in tokens:
+        for token in distinct_tokens(unpack(new.token_ids), new.media).tolist():
             prefix = extend(prefix, token)
             entered.prefixes.append(prefix)
         self.slots[slot] = entered

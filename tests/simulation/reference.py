@@ -76,14 +76,19 @@ def reference(
     vocab: int,
     grammar: Automaton | None = None,
     pooling: Pooling = Pooling.NONE,
+    seen: list[int] | None = None,
 ) -> ExpectedAnswer:
-    """Return the answer as a pure function of the request: no blocks, no batch, no scheduler."""
+    """Return the answer as a pure function of the request: no blocks, no batch, no scheduler.
+
+    Args:
+        seen: the prompt as the layers see it, with the contents of its images; None: it has none.
+    """
     scores: dict[int, TokenLogprobs] = {}
     prefix, total = ROOT, np.zeros(HIDDEN_SIZE)
     for position, token in enumerate(prompt):
         if position and params.prompt_logprobs is not None:
             scores[position] = logprobs_of(logits(prefix, vocab), token, params.prompt_logprobs)
-        prefix = extend(prefix, token)
+        prefix = extend(prefix, token if seen is None else seen[position])
         total += hidden(prefix) if pooling is Pooling.MEAN else 0
     if pooling is not Pooling.NONE:
         vector = total / len(prompt) if pooling is Pooling.MEAN else hidden(prefix)

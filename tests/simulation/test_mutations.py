@@ -116,6 +116,28 @@ def one_adapter_holds_back_another(has_seat: Any, self: StepPlanner, request: Re
     return request.lora is None or not {*running} - {None, request.lora}
 
 
+@FAULTS.add("planner", "encode")
+def running_rows_encode_everything(encode: Any, self: StepPlanner, rows: Any, counts: Any) -> int:
+    encode(self, rows, counts.copy())
+    return int(self.epoch.limits.encoder_budget)
+
+
+@FAULTS.add("planner", "encode")
+def budget_is_that_of_each_row(encode: Any, self: StepPlanner, rows: Any, counts: Any) -> int:
+    for row in range(len(rows)):
+        encode(self, rows[row : row + 1], counts[row : row + 1])
+    return int(self.epoch.limits.encoder_budget)
+
+
+@FAULTS.add("kv", "extend_hashes")
+def names_without_contents(
+    extend: Any, self: KVCacheManager, request: Any, tokens: Any, num_blocks: int
+) -> None:
+    media, request.media = request.media, None
+    extend(self, request, tokens, num_blocks)
+    request.media = media
+
+
 @FAULTS.add("planner", "admit_waiting")
 def prompts_are_cut(admit: Any, self: StepPlanner, *args: Any) -> None:
     limits = self.epoch.limits

@@ -5,6 +5,7 @@ from random import Random
 
 from protocol.kv_groups import ONE_GROUP, KVGroup
 from protocol.lora import LoRAAdapter
+from protocol.media import Media, MediaItem
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from services.scheduler.core.limits import Limits
 from tests.simulation.drafts import ACCEPTANCES, Speculating
@@ -28,6 +29,7 @@ class Arrival:
     grammar: StructuredOutputParams | None = None
     pooling: Pooling = Pooling.NONE
     lora: LoRAAdapter | None = None
+    media: Media | None = None
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,10 @@ def draw(seed: int, speculates: bool = False, tier: bool = False) -> Workload:
     if pools := pools and of_pooling.random() < 0.15:
         limits = with_pooler(limits, of_pooling.random() < 0.7)
         arrivals = [_pooled(arrival) for arrival in arrivals]
+    of_media = Random(f"media/{seed}")
+    if of_media.random() < 0.3 and policy != "phased" and not pools:  # refused
+        limits = replace(limits, encoder_budget=of_media.choice((1, 4, 9, 24)))
+        arrivals = [_with_media(arrival, limits.encoder_budget, of_media) for arrival in arrivals]
     return Workload(
         limits=limits,
         threshold=rng.choice((0, 0, 0, 3, 5)),
@@ -155,6 +161,18 @@ def _pooled(arrival: Arrival) -> Arrival:
     return replace(
         arrival, params=params(1, eos=False), replayed=0.0, grammar=None, pooling=Pooling.MODEL, lora=None
     )
+
+
+def _with_media(arrival: Arrival, longest: int, rng: Random) -> Arrival:
+    """Return the request with images of two contents, anywhere in its prompt, in most cases."""
+    items: list[MediaItem] = []
+    at = rng.randint(0, 12)
+    while (length := rng.randint(1, longest)) <= len(arrival.prompt) - at:
+        items.append(MediaItem(at, length, rng.choice("xy")))
+        at += length + rng.choice((0, 1, 7))
+    if not items or arrival.pooling is not Pooling.NONE or arrival.params.prompt_logprobs is not None:
+        return arrival
+    return replace(arrival, media=Media(items))
 
 
 def with_groups(limits: Limits, policy: str, rng: Random, speculates: bool) -> Limits:

@@ -15,6 +15,7 @@ from protocol.block_names import NamedBlocks, extend_names, split_names
 from protocol.codec import Decoder, encode, pack, unpack
 from protocol.kv_groups import name_in_group
 from protocol.lora import LoRAAdapter
+from protocol.media import Media, distinct_tokens
 from protocol.requests import Finish, FinishReason, GenerateRequest, RequestOutputs
 from protocol.rows import LogprobRows, ResultRows
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
@@ -106,6 +107,7 @@ class SimulatedStream:
     scored: set[int] = field(default_factory=set)
     """Positions whose log-probabilities have arrived."""
     lora: LoRAAdapter | None = None
+    media: Media | None = None
     embedded: bool = False
     planned_drafts: int = 0
     """Drafts planned in all its rows."""
@@ -132,7 +134,10 @@ class SimulatedStream:
         return Automaton.from_params(self.structured, vocab, self.params.eos_token_ids)
 
     def expected(self, max_model_len: int, vocab: int) -> ExpectedAnswer:
-        return reference(self.prompt, self.params, max_model_len, vocab, self.grammar(vocab), self.pooling)
+        grammar, seen = self.grammar(vocab), None
+        if self.media is not None:
+            seen = distinct_tokens(unpack(pack(self.prompt)), self.media).tolist()
+        return reference(self.prompt, self.params, max_model_len, vocab, grammar, self.pooling, seen)
 
 
 class World:
@@ -245,6 +250,7 @@ class World:
         pooling: Pooling = Pooling.NONE,
         lora: LoRAAdapter | None = None,
         asks_peer: bool = False,
+        media: Media | None = None,
     ) -> SimulatedStream:
         """Send a request; `replayed` of its output tokens count as delivered before.
 
@@ -252,6 +258,7 @@ class World:
         number = len(self.streams) if number is None else number
         stream = SimulatedStream(frontend, number, prompt, sampling, NO_ANSWER, replayed)
         stream.structured, stream.pooling, stream.lora = structured, pooling, lora
+        stream.media = media
         stream.answer = stream.expected(self.limits.max_model_len, self.vocab)
         stream.tokens += stream.answer.tokens[:replayed]
         message = GenerateRequest(
@@ -266,6 +273,7 @@ class World:
             pooling,
             lora=lora,
             kv_peers=["peer"] if asks_peer else [],
+            media=media,
         )
         self.log(
             "add",
@@ -277,6 +285,7 @@ class World:
             structured or "",
             pooling or "",
             lora.name if lora is not None else "",
+            media.items if media is not None else "",
         )
         positions = self.limits.positions(len(prompt), sampling)
         stream.doomed = not self._fits(stream) or positions < len(prompt) or stream.refused
@@ -376,7 +385,10 @@ class World:
         names: list[bytes] = []
         size = self.limits.block_size
         tokens = pack((stream.prompt + stream.tokens)[: num_blocks * size])
-        extend_names(names, "" if stream.request is None else stream.request.cache_salt, tokens, size)
+        salt, items = (
+            ("", ()) if stream.request is None else (stream.request.cache_salt, stream.request.items)
+        )
+        extend_names(names, salt, tokens, size, items)
         return names
 
     def pin(self, pin: str, names: list[bytes]) -> None:

@@ -24,6 +24,9 @@ from transformers import (
     GptOssForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    Idefics3Processor,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -31,11 +34,13 @@ from transformers import (
     PhiConfig,
     PhiForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 from services.checkpoint import DEMO_MODEL
 
@@ -127,6 +132,38 @@ def make(name: str, directory: Path) -> Path:
         model.save_pretrained(directory)
     for file in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         shutil.copy(DEMO_MODEL / file, directory)
+    return directory
+
+
+IMAGE_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message.role | capitalize }}: {% for part in message.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% elif part.type == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}"
+    "<end_of_utterance>{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+"""As Idefics3's own, it shows only contents that are lists of parts."""
+
+
+def make_image_model(directory: Path) -> Path:
+    """Write a random Idefics3, which reads images, to the new `directory`. Returns the directory."""
+    torch.manual_seed(7)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(DEMO_MODEL)
+    places = [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
+    marks = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *places]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    tokenizer.chat_template = IMAGE_TEMPLATE
+    sides = {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 64}}
+    Idefics3Processor(Idefics3ImageProcessorPil(**sides), tokenizer, image_seq_len=16).save_pretrained(
+        directory
+    )
+    config = Idefics3Config(
+        vision_config={
+            "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "image_size": 64, "patch_size": 8, "initializer_range": 0.2,
+        },
+        text_config=LlamaConfig(**SMALL | {"vocab_size": 4160}).to_dict(),
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"), scale_factor=2, pad_token_id=0,
+    )  # fmt: skip
+    Idefics3ForConditionalGeneration(config).eval().save_pretrained(directory)
     return directory
 
 

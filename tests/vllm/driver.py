@@ -12,6 +12,7 @@ import numpy as np
 from protocol.codec import Decoder, encode, pack, unpack
 from protocol.kv_groups import MAX_GROUPS, ONE_GROUP
 from protocol.lora import LoRAAdapter
+from protocol.media import Media
 from protocol.membership import Assignment, InitializeCache, Speculation
 from protocol.pooling import PoolingParams
 from protocol.requests import Finish, GenerateRequest
@@ -61,6 +62,7 @@ class VllmStream:
     finish: Finish | None = None
     aborted: bool = False
     lora: LoRAAdapter | None = None
+    media: Media | None = None
 
 
 class VllmWorker:
@@ -147,6 +149,8 @@ class VllmRun:
         self._worker, self._runner = worker, worker.runner
         self._session = worker.enter(num_blocks)
         limits = replace(limits, groups=worker.loaded.groups or ONE_GROUP)
+        if worker.loaded.media is not None:
+            limits = replace(limits, encoder_budget=worker.chunk)
         if (pooling := worker.loaded.pooling) is not None:
             limits = replace(
                 limits,
@@ -162,7 +166,7 @@ class VllmRun:
             limits,
             make_policy(config, limits),
             depth,
-            VOCAB,
+            worker.loaded.vocab_size,
             epoch=worker.epoch,
             drafting=drafting or (FixedDrafting(drafts) if drafts else None),
             compiler=self.compilation,
@@ -195,6 +199,7 @@ class VllmRun:
             pooling=stream.pooling,
             lora=stream.lora,
             pooling_params=stream.pooling_params,
+            media=stream.media,
         )
         self.core.add(0, message)
         for ticket in list(self.compilation.waiting):

@@ -81,6 +81,18 @@ def generate(model: str, batches: list[list[VllmRequest]], **engine: Any) -> Vll
     return VllmAnswers(tokens, scores, counts["vllm:num_preemptions"], counts["vllm:prefix_cache_hits"])
 
 
+def chat(
+    model: str, conversations: list[Any], params: list[dict[str, Any]], **engine: Any
+) -> list[tuple[list[int], list[int]]]:
+    """Return the prompt and the answer of `LLM.chat` for each conversation, alone. The process must end afterwards."""
+    llm = LLM(model=model, **{**_SETTINGS, "block_size": 32, "num_gpu_blocks_override": 256, **engine})
+    outputs = [
+        llm.chat(conversation, SamplingParams(**fields), use_tqdm=False)[0]
+        for conversation, fields in zip(conversations, params, strict=True)
+    ]
+    return [(list(output.prompt_token_ids or ()), list(output.outputs[0].token_ids)) for output in outputs]
+
+
 def pool_texts(model: str, method: str, arguments: list[Any], **engine: Any) -> list[list[float]]:
     """Return the numbers of `LLM.embed`, `LLM.classify` or `LLM.score` for texts. The process must end afterwards."""
     llm = LLM(model=model, **{**_SETTINGS, **engine})

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from protocol.codec import Decoder, ProtocolError, encode, pack
 from protocol.lora import LoRAAdapter, salt_of
+from protocol.media import Media
 from protocol.pooling import PoolingParams
 from protocol.requests import (
     CacheControlled,
@@ -80,6 +81,7 @@ class RequestContext:
     pooling: Pooling = Pooling.NONE
     lora: LoRAAdapter | None = None
     pooling_params: PoolingParams | None = None
+    media: Media | None = None
 
     @property
     def salt(self) -> str:
@@ -247,6 +249,7 @@ class EngineClient:
             context.pooling,
             lora=context.lora,
             pooling_params=context.pooling_params,
+            media=context.media,
         )
         try:  # the scheduler would expel this frontend, with all its streams
             _requests.decode(encode(message))

@@ -10,6 +10,7 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from starlette.types import Scope
 
+from protocol.media import Media
 from protocol.pooling import PoolingParams
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from services.frontend.engine.client import EngineClient, RequestContext
@@ -167,6 +168,7 @@ class Answering:
         structured: StructuredOutputParams | None = None,
         pooling: Pooling = Pooling.NONE,
         pooling_params: PoolingParams | None = None,
+        media: Media | None = None,
     ) -> RequestContext:
         """Raises: APIError, if the model is not served any more"""
         tenant, salt = http.state.tenant, body.cache_salt or ""
@@ -174,7 +176,7 @@ class Answering:
         lora = self.model.adapter(body.model)
         priority = body.priority or 0
         return RequestContext(
-            http.state.request_id, priority, salt, structured, pooling, lora, pooling_params
+            http.state.request_id, priority, salt, structured, pooling, lora, pooling_params, media
         )
 
     async def submissions(self, body: Body, prompts: list[Prompt]) -> list[Submission]:

@@ -104,7 +104,7 @@ async def chat(http: HTTPRequest, context: Context) -> Response:
     answering, model, state = context.answering, context.model, context.engine.state
     answering.check(body.model)
     output = ChatOutput.from_body(body, model.formats)
-    prompt = await answering.prompts.for_chat(body, state.vocab_size, state.max_model_len)
+    prompt = await answering.prompts.for_chat(body, state.vocab_size, state.max_model_len, state.media)
     start = output.reasoning_start(prompt.token_ids, model.tokenizer)
     dialect = output.dialect(start, *answer_role(body))
     grammar = output.grammar(structured_params(body), start)
@@ -139,7 +139,7 @@ async def _answer(
     """Return the response; that of a stream when the first outputs have decided its status. Raises: APIError"""
     answering = context.answering
     submissions = await answering.submissions(body, prompts)
-    request = answering.context(http, body, structured)
+    request = answering.context(http, body, structured, media=prompts[0].media)
     head, usage = answering.head(body, dialect.prefix), UsageCounter()
     if body.stream:
         first_fields = {"prompt_token_ids": prompts[0].token_ids} if body.return_token_ids else {}

@@ -39,6 +39,7 @@ _RESERVED = frozenset(
     }
 )  # fmt: skip
 _VARIABLE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
+_PROBE = "probe-of-a-content"
 _MARKER = f"END-OF-FINAL-MESSAGE-{secrets.token_hex(16)} "
 """A text that no message contains. Its last character shows whether a template strips messages."""
 
@@ -130,6 +131,15 @@ class ChatTemplate:
         self._renderer: Renderer | None = None
         if self._has_default or self._has_tool_use:
             self._renderer = Renderer(TemplateSources(text, tool_use, special))
+        self._needs_parts = not self._shows(_PROBE) and self._shows(_as_parts(_PROBE))
+        """The template shows a content only if it is a list of parts, as those of some models that read images."""
+
+    def _shows(self, content: Any) -> bool:
+        if self._renderer is None:
+            return False
+        job = RenderJob([{"role": "user", "content": content}], None, True, {}, RENDER_SECONDS)
+        outcome = self._renderer.render(job)
+        return isinstance(outcome, Rendered) and _PROBE in outcome.text
 
     def render(self, given: Conversation) -> str:
         """Return the prompt. Raises: APIError, if there is no template, or it refuses this conversation"""
@@ -139,6 +149,11 @@ class ChatTemplate:
                 "this model has no chat template; use /v1/completions or start with --chat-template"
             )
         messages = _with_marker(given.messages) if given.continue_final_message else given.messages
+        if self._needs_parts:
+            messages = [
+                {**m, "content": _as_parts(m["content"])} if isinstance(m.get("content"), str) else m
+                for m in messages
+            ]
         variables = _allowed(given.variables, self._special)
         job = RenderJob(messages, given.tools, given.add_generation_prompt, variables, RENDER_SECONDS)
         match self._renderer.render(job):
@@ -150,6 +165,10 @@ class ChatTemplate:
             case LimitReached(reason):
                 raise invalid(f"the conversation is too long: {reason}", "messages")
         raise invalid("the chat template cannot be applied to these messages", "messages")
+
+
+def _as_parts(text: str) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": text}]
 
 
 def _allowed(given: Mapping[str, Any], special: Mapping[str, str]) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from services.scheduler.core.limits import Limits
 from services.scheduler.core.slots import Column
 from services.scheduler.core.store import RequestStore
 
+MAX_OPEN_MEDIA_BYTES = 2 << 30
+"""Bytes of the images of all open requests."""
 AGAIN = 2
 """Requests that may be open with those that were admitted before, as a multiple of those that new ones can fill."""
 
@@ -49,11 +51,16 @@ class Admission:
             or self._size_problem(message, len(tokens), limits)
             or self._parameter_problem(message, limits)
             or self._missing_feature(message, store.compiling.serves, limits)
+            or self._media_problem(message, limits)
         )
         if problem is not None:
             return Refusal(FinishReason.INVALID, problem)
         full = self._full_again if message.age else self._full
-        if limit := full(len(tokens), limits, store):
+        limit = full(len(tokens), limits, store)
+        if message.media is not None and not limit:
+            held = sum(len(r.media.data) for r in store.requests.values() if r.media is not None)
+            limit = "max_media_bytes" if held + len(message.media.data) > MAX_OPEN_MEDIA_BYTES else ""
+        if limit:
             return Refusal(FinishReason.REJECTED, "the server is overloaded; try again later", limit=limit)
         if message.age:
             return None
@@ -117,6 +124,25 @@ class Admission:
             return f"logit_bias, bad_words and allowed_token_ids must lie between 0 and {last}"
         if abs(message.priority) > MAX_PRIORITY:
             return f"priority must lie between -{MAX_PRIORITY} and {MAX_PRIORITY}"
+        return None
+
+    def _media_problem(self, message: GenerateRequest, limits: Limits) -> str | None:
+        if message.media is None:
+            return None
+        if not limits.encoder_budget:
+            return "images are not served: this model, or its backend, reads text only"
+        if message.params.prompt_logprobs is not None or message.pooling is not Pooling.NONE:
+            return "prompt_logprobs and embeddings are not served with images"
+        at = 0
+        for item in message.media.items:
+            if item.start < at or not item.length or item.end > message.num_prompt_tokens:
+                return "the positions of the images are impossible"
+            if item.length > limits.encoder_budget:
+                return (
+                    f"an image takes {item.length} tokens, but a step has at most {limits.encoder_budget} "
+                    "(--max-num-batched-tokens)"
+                )
+            at = item.end
         return None
 
     def _missing_feature(self, message: GenerateRequest, compiles: bool, limits: Limits) -> str | None:

@@ -209,6 +209,7 @@ class EngineCore:
             kv_peers=tuple(message.kv_peers),
             lora=message.lora,
             pooling_params=message.pooling_params,
+            media=message.media,
         )
         store.counters["prompt_tokens"] += request.num_prompt_tokens
         if message.structured is None:

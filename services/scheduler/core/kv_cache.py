@@ -218,7 +218,9 @@ class KVCacheManager:
         for slot, first, last in zip(rows.tolist(), firsts.tolist(), lasts.tolist(), strict=True):
             request, table = self._slots.request(slot), self.tables[slot]
             hashes = request.block_hashes
-            if len(hashes) == last - 1 and hashes:  # the usual case: a decode filled one more block
+            if (
+                len(hashes) == last - 1 and hashes and request.media is None
+            ):  # the usual case: a decode filled one more block
                 newest = history[slot, (last - 1) * size : last * size].tobytes()
                 hashes.append(sha256(hashes[-1] + newest).digest())
             elif len(hashes) < last:
@@ -385,4 +387,4 @@ class KVCacheManager:
         """Compute the request's block hashes up to `num_blocks`."""
         names, size = request.block_hashes, self.block_size
         unnamed = tokens[len(names) * size : num_blocks * size].tobytes()
-        extend_names(names, request.cache_salt, unnamed, size)
+        extend_names(names, request.cache_salt, unnamed, size, request.items)

@@ -16,8 +16,10 @@ import numpy as np
 
 from protocol.codec import pack
 from protocol.columns import has_all, has_any, total
+from protocol.media import MAX_MEDIA_BYTES
 from protocol.steps import NewRequest, SchedulerOutput
 from services.scheduler.core.drafting import Drafting
+from services.scheduler.core.encoding import encodable
 from services.scheduler.core.epoch import EpochState
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.lifecycle import Lifecycle
@@ -46,12 +48,15 @@ class StepChoice:
     tokens_left: int
     prefill_left: int
     runner_reports: bool
+    encoder_left: int
+    """Positions of items that the step can still encode."""
     slots: list[SlotIds] = field(default_factory=list)
     counts: list[Column] = field(default_factory=list)
     new: list[NewRequest] = field(default_factory=list)
     block_slots: SlotIds = field(default_factory=lambda: _NO_SLOTS)
     block_ids: list[int] = field(default_factory=list)
     admitting: bool = True
+    media_bytes: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -77,7 +82,9 @@ class StepPlanner:
             return None  # rows of another request are in flight, and a loss in them would count against the suspect
         view = self.epoch.view(self.store.waiting)
         budget = self.epoch.policy.begin(view)
-        choice = StepChoice(budget.tokens, _limit(budget.prefill), budget.runner_reports)
+        choice = StepChoice(
+            budget.tokens, _limit(budget.prefill), budget.runner_reports, self.epoch.limits.encoder_budget
+        )
         self.choose_running(choice, budget, view)
         if choice.admitting:
             self.admit_waiting(choice, budget, alone)
@@ -148,6 +155,7 @@ class StepPlanner:
             self.register_known(rows, counts)
         choice.slots.append(rows)
         choice.counts.append(counts)
+        choice.encoder_left = self.encode(rows, counts)
         choice.tokens_left -= total(counts)
         if budget.prefill is not None:
             choice.prefill_left -= int(counts[~epoch.slots.decoding(rows)].sum())
@@ -163,10 +171,24 @@ class StepPlanner:
             want[decodes] = _first(want[decodes], _limit(budget.decodes))
             want[~decodes] = _within(want[~decodes], _limit(budget.prefill))
         want = _within(want, budget.tokens)
+        self.encode(rows, want)
         if self.epoch.limits.takes_back_states:  # no more than the sampled position may be computed again
             known = slots.tokens.take(rows) + slots.placeholders.take(rows) - slots.computed.take(rows)
             want -= slots.constrained.take(rows) & (want > 1) & (want == known)
         return want
+
+    def encode(self, rows: SlotIds, counts: Column) -> int:
+        """End rows before the first item for which the encoder has no budget in this step (encoder budget). Return what
+        is left of the budget."""
+        slots, left = self.epoch.slots, self.epoch.limits.encoder_budget
+        if not left:
+            return 0
+        starts = slots.computed.take(rows)
+        for row in np.flatnonzero((starts < slots.media_end.take(rows)) & (counts > 0)).tolist():
+            items, start = slots.request(int(rows[row])).items, int(starts[row])
+            end, left = encodable(items, start, start + int(counts[row]), left, is_first=False)
+            counts[row] = end - start
+        return left
 
     def register_known(self, rows: SlotIds, counts: Column) -> None:
         """Eager registration: chunks of known tokens enter the prefix cache with their dispatch."""
@@ -199,6 +221,8 @@ class StepPlanner:
                 break
             if request.stale_rows or not self.has_adapter_seat(request):
                 continue
+            if request.media is not None and choice.media_bytes + len(request.media.data) > MAX_MEDIA_BYTES:
+                break  # the plan must not become too large to send
             if limits.whole_prompts:
                 room = chunk = limits.max_num_batched_tokens - choice.num_tokens
             prefix = kv.find_prefix(request)
@@ -214,6 +238,10 @@ class StepPlanner:
                     offered = self.offered(request, 0, min(chunk, room))
                     prefix, (hit, count) = [], epoch.policy.admit(view, request, 0, offered)
             count = min(count, room)
+            reached, encoder_left = encodable(
+                request.items, hit, hit + count, choice.encoder_left, is_first=True
+            )
+            count = reached - hit
             end = np.array([len(request.token_ids) if budget.runner_reports else hit + count], np.int32)
             held = limits.held(end)
             if not count or kv.num_missing(prefix, int(held[0])) > kv.num_free:
@@ -221,6 +249,8 @@ class StepPlanner:
             if limits.whole_prompts and count < len(request.token_ids):
                 break
             self.admit(request, prefix, count, held, choice)
+            choice.encoder_left = encoder_left
+            choice.media_bytes += 0 if request.media is None else len(request.media.data)
             seats -= 1
 
     def offered(self, request: Request, hit: int, most: int) -> int:
@@ -303,6 +333,7 @@ class StepPlanner:
                 request.request_id,
                 request.lora,
                 request.pooling_params,
+                request.media,
             )
         )
         choice.slots.append(row)

@@ -1,12 +1,14 @@
 """A request and its states. A transition that is not in the table raises and changes nothing."""
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from protocol.lora import LoRAAdapter
+from protocol.media import Media, MediaItem
 from protocol.pooling import PoolingParams
 from protocol.requests import Finish, FinishReason
 from protocol.sampling import Pooling, SamplingParams
@@ -81,6 +83,7 @@ class Request:
     """Workers of another engine that may have blocks of its prefix, by rank."""
     lora: LoRAAdapter | None = None
     pooling_params: PoolingParams | None = None
+    media: Media | None = None
     asked: bool = False
     """True: a tier was asked for its blocks since it last left a slot."""
     num_cached_tokens: int = 0
@@ -125,6 +128,11 @@ class Request:
     def reads_prefix_cache(self) -> bool:
         """False if every position must be computed, because the answer contains something of each."""
         return self.params.prompt_logprobs is None and self.pooling is not Pooling.MEAN
+
+    @property
+    def items(self) -> Sequence[MediaItem]:
+        """Images of the prompt."""
+        return () if self.media is None else self.media.items
 
     def token_limit(self, max_model_len: int) -> int:
         """Total tokens at which the request certainly ends (certain end)."""

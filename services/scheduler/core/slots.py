@@ -73,6 +73,8 @@ class SlotColumns:
         """Total tokens from which stop tokens count."""
         self.entry = column()
         """Tokens of the request when it got the slot. Its prefill ends there: the prompt, or more after a resume."""
+        self.media_end = column()
+        """End of the last image of the prompt; 0: there is none."""
         self.constrained = np.zeros(num_slots, np.bool_)
         """True: a grammar constrains the output."""
         self.late_masks = column()
@@ -117,6 +119,7 @@ class SlotColumns:
         self.stops_from[slot] = request.stops_from
         self.capacity[slot] = self.next_commit[slot] = self.next_whole[slot] = 0
         self.last_step[slot] = self.sampled_step[slot] = self.late_masks[slot] = 0
+        self.media_end[slot] = request.items[-1].end if request.items else 0
         self.constrained[slot] = request.grammar is not None
         self.pooling[slot] = request.pooling is not Pooling.NONE
         self.history[slot, :num_tokens] = request.token_ids

@@ -28,7 +28,7 @@ TOTALS = (
     "num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "prompt_tokens", "generation_tokens",
     "external_prefix_cache_queries", "external_prefix_cache_hits",
     "admission_rejections:max_num_queued_reqs", "admission_rejections:max_num_queued_tokens",
-    "admission_rejections:max_queue_seconds",
+    "admission_rejections:max_queue_seconds", "admission_rejections:max_media_bytes",
     "steps_total", "rollbacks_total", "left_out_rows_total", "stale_messages_total",
     "wasted_tokens_total:ignored_row", "wasted_tokens_total:rejected_draft", "wasted_tokens_total:left_out_row",
     "wasted_tokens_total:lost_epoch",

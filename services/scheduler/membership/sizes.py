@@ -41,6 +41,10 @@ def fit(c: SchedulerConfig, loaded: list[Loaded], leaves_rows_out: bool = False)
         raise GroupError(
             "this model computes a prompt in one step, and --batching-policy phased in chunks; use chunked"
         )
+    if (media := loaded[0].media) is not None and c.policy == "phased":
+        raise GroupError(
+            "this model reads images, which --batching-policy phased does not serve; use chunked"
+        )
     if states and c.speculative_config is not None:
         raise GroupError(
             "--speculative-config: this model has recurrent states, from which rejected drafts cannot be taken back; "
@@ -83,4 +87,5 @@ def fit(c: SchedulerConfig, loaded: list[Loaded], leaves_rows_out: bool = False)
         max_loras=c.num_loras,
         pools_only=pooling is not None,
         whole_prompts=whole_prompts,
+        encoder_budget=c.max_num_batched_tokens if media is not None else 0,
     )

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from protocol.block_names import NamedBlocks
 from protocol.codec import pack, unpack
+from protocol.media import Media, distinct_tokens
 from protocol.requests import FinishReason, GenerateRequest
 from protocol.sampling import SamplingParams, StructuredOutputParams
 from protocol.steps import NO_DRAFT, ModelRunnerOutput
@@ -82,11 +83,14 @@ class Converter:
         return event if converter is None else converter(event)  # type: ignore[return-value]  # others are in `Record`
 
     def arrival(self, event: RequestArrived) -> Record:
-        return event
+        media = event.message.media
+        return event if media is None else replace(event, message=replace(event.message, media=_shape(media)))
 
     def plan(self, event: StepDispatched) -> PlanRecord:
         plan = event.plan
         num_tokens = tuple(len(new.token_ids) // 4 for new in plan.new)
+        if any(row.media is not None for row in plan.new):
+            plan = replace(plan, new=[replace(row, media=None) for row in plan.new])
         if not self._keeps_tokens and (plan.new or plan.whole is not None or plan.completes is not None):
             new = [replace(row, token_ids=b"", params=PLAIN) for row in plan.new]
             plan = replace(plan, new=new, whole=_without_names(plan.whole), completes=None)
@@ -132,7 +136,7 @@ class TokenRemover:
             case StepDispatched(plan=plan, requests=requests):
                 for new, key in zip(plan.new, requests, strict=True):
                     self._slot_of[key] = new.slot
-                    self._chains.enter(new.slot, key, unpack(new.token_ids))
+                    self._chains.enter(new.slot, key, distinct_tokens(unpack(new.token_ids), new.media))
             case RequestRefused(frontend=frontend, finish=finish):
                 self._chains.forget((frontend, finish.number))
             case RequestFinished(frontend=frontend, finish=finish):
@@ -153,7 +157,9 @@ class TokenRemover:
         outside = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
         if len(outside):
             plain = replace(plain, token_ids=pack(outside[:1]))
-        blocks = self._chains.arrive((event.frontend, message.number), message.salt, tokens)
+        blocks = self._chains.arrive(
+            (event.frontend, message.number), message.salt, distinct_tokens(tokens, message.media)
+        )
         return ArrivalRecord(event.frontend, plain, len(tokens), blocks)
 
     def _outcome(self, event: ResultApplied) -> OutcomeRecord:
@@ -203,7 +209,13 @@ def _without_content(message: GenerateRequest, vocab_size: int) -> GenerateReque
         params=_without_values(message.params, vocab_size),
         cache_salt="",
         structured=None if structured is None else StructuredOutputParams(structured.kind),
+        media=None if message.media is None else _shape(message.media, is_named=False),
     )
+
+
+def _shape(media: Media, is_named: bool = True) -> Media:
+    """Return the items without the encoder's inputs, and without what names their contents unless `is_named`."""
+    return Media([item if is_named else replace(item, digest="") for item in media.items])
 
 
 def _without_values(params: SamplingParams, vocab_size: int) -> SamplingParams:

@@ -5,7 +5,8 @@ from typing import Any
 import msgspec
 
 from services.frontend.errors import invalid
-from services.frontend.openai.schemas.messages import MessageParam, ToolCall
+from services.frontend.images import DATA_URL
+from services.frontend.openai.schemas.messages import ContentPart, ImagePart, MessageParam, ToolCall
 from services.frontend.openai.schemas.requests import ChatRequest
 from services.frontend.templates.chat_template import Conversation
 
@@ -45,6 +46,8 @@ def _plain(message: MessageParam, index: int) -> dict[str, Any]:
     if message.role == "user" and (message.content is None or message.content == []):
         raise invalid(f"messages.{index}.content is missing; the message of a user needs one", "messages")
     plain = message.plain()
+    if message.images:
+        plain["content"] = [_part(part) for part in message.content or () if not isinstance(part, str)]
     if message.tool_calls:
         plain["tool_calls"] = [
             _call(call, f"messages.{index}.tool_calls.{i}") for i, call in enumerate(message.tool_calls)
@@ -55,6 +58,24 @@ def _plain(message: MessageParam, index: int) -> dict[str, Any]:
     if reasoning is not None:
         plain["reasoning"] = plain["reasoning_content"] = reasoning
     return plain
+
+
+def _part(part: ContentPart) -> dict[str, Any]:
+    """Return a part as chat templates expect it, by vLLM's rule."""
+    return {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": part.text}
+
+
+def image_urls(body: ChatRequest) -> list[str]:
+    """Return the data URLs of the messages' images. Raises: APIError, for other URLs"""
+    urls = [url for message in body.messages for url in message.images]
+    for number, url in enumerate(urls):
+        head, separator, _ = url[:256].partition(",")
+        if not (head.startswith(DATA_URL) and head.endswith(";base64") and separator):
+            raise invalid(
+                f"image_url: image {number} is no data URL ({DATA_URL}png;base64,...); addresses are not served",
+                "messages",
+            )
+    return urls
 
 
 def _call(call: ToolCall, path: str) -> dict[str, Any]:

@@ -3,13 +3,17 @@
 import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
+from protocol.codec import unpack
+from protocol.media import MediaModel
 from protocol.sampling import BadWords
 from services.frontend.errors import invalid
+from services.frontend.images import ImageProcessing
 from services.frontend.model import ServedModel
 from services.frontend.openai.parameters.sampling import COMPLETION_MAX_TOKENS, bad_words, too_long
-from services.frontend.openai.prompts.conversation import conversation, num_chars
+from services.frontend.openai.prompts.conversation import conversation, image_urls, num_chars
 from services.frontend.openai.prompts.prompt import Prompt
 from services.frontend.openai.schemas.requests import BaseGenerationRequest, ChatRequest, CompletionRequest
 from services.frontend.templates.chat_template import Conversation
@@ -31,6 +35,8 @@ class PromptEncoder:
     def __init__(self, model: ServedModel) -> None:
         self._model = model
         self._small = ThreadPoolExecutor(2, "tokenizer")
+        self._of_images = ThreadPoolExecutor(1, "images")
+        self._images = ImageProcessing(model.directory)
         self._large = ThreadPoolExecutor(1, "tokenizer-large")
 
     async def for_completion(
@@ -51,13 +57,39 @@ class PromptEncoder:
                 await self._set_echo(prompts[-1], given, body)
         return prompts
 
-    async def for_chat(self, body: ChatRequest, vocab_size: int, max_model_len: int) -> Prompt:
-        """Render the conversation with the model's template and encode it. Raises: APIError"""
-        text = await self.rendered(body)
-        return Prompt(await self._encode(text, body, vocab_size, max_model_len, "messages"))
+    async def for_chat(
+        self, body: ChatRequest, vocab_size: int, max_model_len: int, media: MediaModel | None = None
+    ) -> Prompt:
+        """Render the conversation with the model's template and encode it.
 
-    async def rendered(self, body: ChatRequest) -> str:
+        Args:
+            media: None: images are refused.
+
+        Raises: APIError
+        """
+        text = await self.rendered(body, media)
+        ids = await self._encode(text, body, vocab_size, max_model_len, "messages")
+        if media is None or not (images := image_urls(body)):
+            return Prompt(ids)
+        self._images.check_load()
+        process = partial(self._images.process, media, ids, images)
+        found = await asyncio.get_running_loop().run_in_executor(self._of_images, process)
+        return Prompt(unpack(found.token_ids).tolist(), media=found.media)
+
+    async def rendered(self, body: ChatRequest, media: MediaModel | None = None) -> str:
         """Raises: APIError"""
+        if any(message.images for message in body.messages):
+            if media is None:
+                raise invalid(
+                    "images are not served here: this model, backend or route has text only", "messages"
+                )
+            if body.truncate_prompt_tokens is not None or body.prompt_logprobs is not None:
+                raise invalid(
+                    "truncate_prompt_tokens and prompt_logprobs are not served with images", "messages"
+                )
+            if body.continue_final_message or body.echo:
+                raise invalid("continue_final_message and echo are not served with images", "messages")
+            image_urls(body)
         return await self.run(num_chars(body), lambda: self._model.template.render(conversation(body)))
 
     async def rendered_pair(self, query: str, document: str, variables: Mapping[str, Any]) -> str:

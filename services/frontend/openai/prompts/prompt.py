@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from protocol.media import Media
 from services.frontend.engine.streams import RawLogprobs, RequestStream
 
 
@@ -14,6 +15,7 @@ class Prompt:
     """Characters before each token in `text`; filled if log-probabilities are echoed."""
     num_hidden: int = 0
     """Special tokens at the beginning that `text` does not have; filled if log-probabilities are echoed."""
+    media: Media | None = None
     logprobs: dict[int, RawLogprobs] = field(default_factory=dict)
     """By position, if the body requests them. The first position has none."""
     _waiting: list[RequestStream] = field(default_factory=list)

@@ -20,6 +20,7 @@ MAX_PARTS = 1024
 """Parts of a message's content."""
 MAX_PROMPTS = 64
 MAX_TEXT = 4_000_000
+MAX_URL = 1 << 26
 """Characters."""
 MAX_PROMPT_IDS = 2_000_000
 MAX_MESSAGES = 4096

@@ -8,6 +8,7 @@ from services.frontend.openai.schemas.fields import (
     JSON,
     MAX_PARTS,
     MAX_TOOLS,
+    MAX_URL,
     GivenName,
     Text,
     ToolName,
@@ -32,7 +33,24 @@ class RefusalPart(OpenObject):
         return self.refusal
 
 
-ContentPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+class ImageURL(OpenObject):
+    url: Annotated[str, Field(max_length=MAX_URL)]
+
+    @classmethod
+    def unserved(cls) -> Neutral:
+        return {"detail": ("auto",)}
+
+
+class ImagePart(OpenObject):
+    type: Literal["image_url"]
+    image_url: ImageURL
+
+    @property
+    def text(self) -> str:
+        return ""
+
+
+ContentPart = Annotated[TextPart | RefusalPart | ImagePart, Field(discriminator="type")]
 
 
 class FunctionCall(OpenObject):
@@ -64,6 +82,12 @@ class MessageParam(OpenObject):
     @classmethod
     def unserved(cls) -> Neutral:
         return NEUTRAL_IN_MESSAGE
+
+    @property
+    def images(self) -> list[str]:
+        """URLs of its images."""
+        parts = self.content if isinstance(self.content, list) else []
+        return [part.image_url.url for part in parts if isinstance(part, ImagePart)]
 
     def plain(self) -> dict[str, Any]:
         """Return role, text and name as chat templates expect them."""

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from protocol.media import MAX_IMAGES
 from protocol.membership import Assignment, Speculation
 from services.config import WorkerConfig
 from services.worker.backends.vllm import vllm_api
 from services.worker.backends.vllm.drafters import check_drafter, drafter_config
 from services.worker.runner import LoadError
 
+IMAGES_ONLY = {"image": MAX_IMAGES, "video": 0, "audio": 0}
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Maximum ranks that vLLM has."""
 
@@ -83,6 +85,7 @@ def create_engine_config(
     arguments = vllm_api.EngineArgs(
         model=str(options.directory),
         skip_tokenizer_init=True,  # requests and results are token ids
+        limit_mm_per_prompt=IMAGES_ONLY,
         dtype=options.dtype,
         max_model_len=options.max_model_len or None,
         block_size=options.block_size,
@@ -142,7 +145,7 @@ def _check(config: Any, options: EngineOptions) -> None:
             "models for pooling or with recurrent states, and --enable-lora, are served with --pipeline-parallel-size 1"
         )
     if model.is_multimodal_model:
-        raise LoadError("models with images, sound or video as input are not supported with --backend vllm")
+        _check_media(config, options)
     if config.use_v2_model_runner:
         raise LoadError("vLLM's second model runner is not supported: unset VLLM_USE_V2_MODEL_RUNNER")
     if model.is_hybrid and not options.has_groups:
@@ -151,6 +154,28 @@ def _check(config: Any, options: EngineOptions) -> None:
             "--disable-hybrid-kv-cache-manager and --batching-policy phased"
         )
     check_block_size(config, options)
+
+
+def _check_media(config: Any, options: EngineOptions) -> None:
+    """Raises: LoadError, for kinds of input, and for settings beside images, that are not served"""
+    model = config.model_config
+    model.skip_tokenizer_init = False  # vLLM's processor reads it, to find the positions of images
+    processor: Any = vllm_api.MULTIMODAL_REGISTRY.create_processor(model)
+    modalities = processor.info.get_supported_mm_limits()
+    if "image" not in modalities or model.is_encoder_decoder or model.is_multimodal_raw_input_only_model:
+        raise LoadError(f"models with {', '.join(modalities)} as input are not supported with --backend vllm")
+    if model.is_mm_prefix_lm:
+        raise LoadError("models whose images attend in both directions are not supported with --backend vllm")
+    if (
+        options.speculation is not None
+        or options.max_loras
+        or model.runner_type == "pooling"
+        or config.parallel_config.world_size > 1
+    ):
+        raise LoadError(
+            "models with images as input are served with one rank, and without --speculative-config, --enable-lora "
+            "and --runner pooling"
+        )
 
 
 def check_block_size(config: Any, options: EngineOptions) -> None:

@@ -78,6 +78,7 @@ class VllmEpoch:
             speculation.num_speculative_tokens if speculation else 0,
             engine.platform.generator,
             engine.pooler,
+            batch.encoder_cache,
         )
         self._pipeline = groups.pipeline
         self._outcomes = StageOutcomes(self._pipeline, assignment.num_slots, batch, self._translator)

@@ -5,7 +5,7 @@ vLLM's batch as vLLM resumes a preempted request: by its state; a new request is
 sampled before, on any worker, count as output, and the request's random numbers continue after them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from protocol.codec import unpack
 from protocol.lora import LoRAAdapter
 from protocol.steps import NewRequest, SchedulerOutput
 from services.worker.backends.vllm import vllm_api
+from services.worker.backends.vllm.media_inputs import MediaInputs
 from services.worker.backends.vllm.model_pooler import ModelPooler
 from services.worker.backends.vllm.parameters import RequestGenerator, to_vllm_params
 from services.worker.backends.vllm.proposed_drafts import ProposedDrafts
@@ -58,6 +59,7 @@ class PlanTranslator:
         max_drafts: of a row; 0: no speculation
         generator: makes the random numbers of a request from its seed and the number of its output tokens
         pooler: None: the model generates text
+        encoded: vLLM's own outputs of its encoder, by content; None: the model reads text only
     """
 
     def __init__(
@@ -69,12 +71,14 @@ class PlanTranslator:
         max_drafts: int = 0,
         generator: Callable[[int, int], torch.Generator] = RequestGenerator.after_draws,
         pooler: ModelPooler | None = None,
+        encoded: Mapping[str, Any] | None = None,
     ) -> None:
         self._table, self._vocab_size = table, vocab_size
         self.drafts = ProposedDrafts(max_drafts, table.max_model_len, requests)
         self.placeholders = TokenPlaceholders(requests)
         self._requests, self._prompt_logprobs, self._generator = requests, prompt_logprobs, generator
         self._pooler = pooler
+        self._media = MediaInputs(encoded)
         self._entering: dict[int, NewRequest] = {}
         """New requests by slot, until their first row."""
         self._ids = [""] * table.num_slots
@@ -113,9 +117,9 @@ class PlanTranslator:
             num_scheduled_tokens=dict(zip(ids, rows.counts.tolist(), strict=True)),
             total_num_scheduled_tokens=int(rows.counts.sum()),
             scheduled_spec_decode_tokens=drafts,
-            scheduled_encoder_inputs={},
+            scheduled_encoder_inputs=self._media.reach(rows.slots, ids, rows.starts, rows.ends),
             finished_req_ids=finished,
-            free_encoder_mm_hashes=[],
+            free_encoder_mm_hashes=self._media.take_passed(),
             num_spec_tokens_to_schedule=step.num_speculative_tokens,
             # The memory of a state may come back as keys of another type. No prefix is a hit, so all blocks are empty.
             new_block_ids_to_zero=_all_blocks(new_blocks) if table.num_states else None,
@@ -147,6 +151,7 @@ class PlanTranslator:
     def _remove(self, slots: NDArray[np.int32]) -> set[str]:
         for slot in slots.tolist():
             self._entering.pop(slot, None)
+        self._media.leave(slots.tolist())
         ids = set(self.request_ids(slots))
         self.drafts.drop(ids)
         return ids
@@ -172,7 +177,7 @@ class PlanTranslator:
         return vllm_api.CachedRequestState(
             req_id=self._ids[request.slot],
             prompt_token_ids=tokens[:num_prompt],
-            mm_features=[],
+            mm_features=self._media.enter(request),
             sampling_params=to_vllm_params(params, self._vocab_size) if pooler is None else None,
             pooling_params=None if pooler is None else pooler.to_vllm_params(request.pooling_params),
             generator=self._generator(params.seed, len(output)) if is_sampled else None,

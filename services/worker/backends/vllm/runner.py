@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.kv_groups import ONE_GROUP
+from protocol.media import MediaModel
 from protocol.membership import Assignment, InitializeCache, Loaded
 from protocol.steps import GrammarOutput, SchedulerOutput
 from services.checkpoint import is_gguf
@@ -116,6 +117,7 @@ class VllmRunner:
             num_loads=self._num_loads,
             contents=self._contents,
             pooling=None if engine.pooler is None else engine.pooler.model,
+            media=MediaModel(engine.options.dtype) if engine.reads_images else None,
         )
 
     def _hash(self, options: EngineOptions) -> dict[str, str]:

@@ -90,6 +90,13 @@ from vllm.envs import enable_envs_cache
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
 from vllm.lora.request import LoRARequest
+
+# Images.
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.multimodal.media.image import ImageMediaIO
+from vllm.multimodal.processing.context import TimingContext
+from vllm.multimodal.processing.inputs import ProcessorInputs
 from vllm.platforms import current_platform
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
@@ -133,6 +140,7 @@ from vllm.v1.outputs import (
 # Sampling.
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.worker_base import WorkerWrapperBase
@@ -177,6 +185,7 @@ parallel_state.in_the_same_node_as = _on_the_same_machine
 
 __all__ = [
     "BUILTIN_LOGITS_PROCESSORS",
+    "MULTIMODAL_REGISTRY",
     "AsyncModelRunnerOutput",
     "BreakableCUDAGraphWrapper",
     "CUDAGraphWrapper",
@@ -187,15 +196,20 @@ __all__ = [
     "EngineArgs",
     "FullAttentionSpec",
     "GrammarOutput",
+    "ImageMediaIO",
     "IntermediateTensors",
     "LoRARequest",
     "LogitsProcessors",
     "LogprobsTensors",
     "MambaSpec",
     "ModelRunnerOutput",
+    "MsgpackDecoder",
+    "MsgpackEncoder",
+    "MultiModalFeatureSpec",
     "NewRequestData",
     "PoolerConfig",
     "PoolingParams",
+    "ProcessorInputs",
     "SamplerOutput",
     "SamplingMetadata",
     "SamplingParams",
@@ -203,6 +217,7 @@ __all__ = [
     "SlidingWindowSpec",
     "SpecDecodeMetadata",
     "StructuredOutputsParams",
+    "TimingContext",
     "UniformTypeKVCacheSpecs",
     "WorkerWrapperBase",
     "current_platform",

@@ -211,7 +211,7 @@ def test_schema_bounds_every_field(body: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        [{"type": "image_url", "image_url": {"url": "http://x"}}],
+        [{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}],
         [{"type": "text"}],
         5,
         [{"type": "text", "text": 1}],

@@ -1,0 +1,97 @@
+"""Images in a prompt: positions that a model fills with the output of its encoder in place of tokens' embeddings."""
+
+from collections.abc import Sequence
+from hashlib import shake_128
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.fields import MAX_ITEMS, Count, Name, Text
+
+MAX_IMAGES = 16
+"""Images in a prompt."""
+MAX_MEDIA_BYTES = 32 << 20
+"""Bytes of the tensors of one request, and of all requests that enter with one plan."""
+
+
+class MediaItem(msgspec.Struct, array_like=True, frozen=True):
+    """One image, and its positions in the prompt."""
+
+    start: Count
+    length: Count
+    digest: Name
+    """Hash of its content. Items of equal digest and length compute the same."""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+class Media(msgspec.Struct, array_like=True, frozen=True):
+    items: Annotated[list[MediaItem], msgspec.Meta(max_length=MAX_ITEMS)]
+    """In the order of their positions, which do not overlap."""
+    data: Annotated[bytes, msgspec.Meta(max_length=MAX_MEDIA_BYTES)] = b""
+    """Inputs of the encoder, one per item, in the backend's form."""
+
+
+class MediaModel(msgspec.Struct, array_like=True, frozen=True):
+    """A model that reads images."""
+
+    dtype: Name
+    """Data type of the encoder's inputs."""
+
+
+# -- frontend and the process of the backend that computes inputs of the encoder ----------------------------------
+
+
+class ProcessorSettings(msgspec.Struct, array_like=True, frozen=True):
+    """First message to the process. It answers with `ProcessedImages` without images, or `ImagesFailed` and ends."""
+
+    model: Text
+    """Directory of the checkpoint."""
+    dtype: Name
+
+
+class ImageJob(msgspec.Struct, array_like=True, frozen=True):
+    token_ids: bytes
+    """int32[tokens]: the prompt, in which a few tokens stand for each image."""
+    images: list[str]
+    """Data URLs."""
+
+
+class ProcessedImages(msgspec.Struct, array_like=True, frozen=True, tag="processed"):
+    token_ids: bytes
+    """int32[tokens]: the prompt with all positions of the images."""
+    media: Media
+
+
+class ImagesRefused(msgspec.Struct, array_like=True, frozen=True, tag="refused"):
+    """Something is wrong with the images of the request."""
+
+    reason: Text
+
+
+class ImagesFailed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
+    reason: Text
+
+
+ImagesOutcome = ProcessedImages | ImagesRefused | ImagesFailed
+
+
+def contents(items: Sequence[MediaItem], begin: int, end: int) -> bytes:
+    """Return what the name of a block of these positions has besides its tokens, which are equal for all images."""
+    found = (item for item in items if item.start < end and begin < item.end)
+    return b"".join(f"{item.start}:{item.length}:{item.digest};".encode() for item in found)
+
+
+def distinct_tokens(tokens: NDArray[np.int32], media: Media | None) -> NDArray[np.int32]:
+    """Return the tokens with numbers that follow from the images' contents at their positions."""
+    if media is None:
+        return tokens
+    tokens = tokens.copy()
+    for item in media.items:
+        span = tokens[item.start : item.end]
+        span[:] = np.frombuffer(shake_128(item.digest.encode()).digest(4 * len(span)), "<i4")
+    return tokens

@@ -1,0 +1,149 @@
+"""The frontend's side of the process of the backend that decodes images and computes the encoder's inputs."""
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from protocol.codec import Decoder, ProtocolError, encode, pack
+from protocol.media import (
+    ImageJob,
+    ImagesFailed,
+    ImagesOutcome,
+    ImagesRefused,
+    MediaModel,
+    ProcessedImages,
+    ProcessorSettings,
+)
+from services.frontend.errors import APIError, invalid
+
+log = logging.getLogger("runahead.frontend")
+
+MODULE = "services.worker.backends.vllm.image_processor"
+"""The process of the only backend that reads images; it is never imported here."""
+START_SECONDS = 180.0
+"""Time limit for a process to import the backend and to read the checkpoint."""
+JOB_SECONDS = 30.0
+"""Time limit for the images of one request."""
+MAX_WAITING = 32
+"""Requests whose images are being processed, or wait for that. One more is refused."""
+DATA_URL = "data:image/"
+_OUTCOMES: Decoder[ImagesOutcome] = Decoder(ImagesOutcome)
+
+
+class _ImageProcess:
+    """One process. It ends with this object. All methods raise EOFError or OSError if the process has ended."""
+
+    def __init__(self, settings: ProcessorSettings) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        self._connection = Connection(ours.detach())
+        self.settings = settings
+        self.close = weakref.finalize(self, _end, self._process, self._connection)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def start(self) -> ImagesOutcome:
+        return self.exchange(encode(self.settings), START_SECONDS)
+
+    def exchange(self, message: bytes, seconds: float) -> ImagesOutcome:
+        """Send a message and wait for the answer. A process that takes longer is killed."""
+        timer = threading.Timer(seconds, self._process.kill)
+        timer.start()
+        try:
+            self._connection.send_bytes(message)
+            return _OUTCOMES.decode(self._connection.recv_bytes())
+        finally:
+            timer.cancel()
+
+
+def _end(process: "subprocess.Popen[bytes]", connection: Connection) -> None:
+    connection.close()
+    process.kill()
+    process.wait()
+
+
+class ImageProcessing:
+    """Processes the images of one request at a time, in a process that is started when the first ones come, and again
+    after it has died. Thread-safe.
+
+    Args:
+        directory: of the checkpoint
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = str(directory)
+        self._lock = threading.Lock()
+        self._process: _ImageProcess | None = None
+        self._waiting = 0
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.is_alive
+
+    def check_load(self) -> None:
+        """Raises: APIError, if too many requests wait"""
+        if self._waiting >= MAX_WAITING:
+            raise APIError(429, f"the images of {MAX_WAITING} requests are being processed; try again later")
+
+    def process(self, model: MediaModel, token_ids: list[int], images: list[str]) -> ProcessedImages:
+        """Return the prompt with the positions of its images.
+
+        Args:
+            images: data URLs
+
+        Raises: APIError
+        """
+        self._waiting += 1
+        try:
+            job = encode(ImageJob(pack(token_ids), images))
+            with self._lock:
+                outcome = self._run(ProcessorSettings(self._directory, model.dtype), job)
+        except ValueError:
+            raise invalid("the images are too large", "messages") from None
+        finally:
+            self._waiting -= 1
+        match outcome:
+            case ProcessedImages():
+                return outcome
+            case ImagesRefused(reason):
+                raise invalid(reason, "messages")
+        log.warning("images could not be processed: %s", outcome.reason)
+        raise APIError(500, "the images could not be processed; the log of the server has the reason")
+
+    def _run(self, settings: ProcessorSettings, job: bytes) -> ImagesOutcome:
+        if self._process is not None and (self._process.settings != settings or not self.is_alive):
+            self._process = self._process.close()
+        if self._process is None:
+            process = _ImageProcess(settings)
+            try:
+                started = process.start()
+            except (EOFError, OSError):
+                started = ImagesFailed(
+                    f"their process did not start; is vLLM installed beside {sys.executable}?"
+                )
+            if not isinstance(started, ProcessedImages):
+                process.close()
+                return started
+            self._process = process
+        try:
+            return self._process.exchange(job, JOB_SECONDS)
+        except (EOFError, OSError, ProtocolError):
+            self._process = self._process.close()
+            return ImagesRefused(
+                f"processing the images takes too much memory, or more than {JOB_SECONDS:g} s"
+            )
