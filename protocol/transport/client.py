@@ -12,7 +12,7 @@ from protocol.handshake import PROTOCOL_VERSION, Hello, Refused, Welcome
 from protocol.security import LOCAL, Security
 from protocol.transport.endpoint import check_endpoint, configure, ipc_path
 from protocol.transport.errors import HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow
-from protocol.transport.monitor import FAILURES, FINAL, Monitor
+from protocol.transport.monitor import FAILURES, FINAL, Monitor, is_readable
 
 SEND_TIMEOUT_MS = 10_000
 """Maximum time that `send` waits for room in the queue."""
@@ -101,20 +101,23 @@ class Client:
 
     def receive_now(self) -> bytes | None:
         """`receive` without waiting."""
-        self._read_events()  # first, so that a loss is noticed only when all earlier frames are readable
-        try:
-            while not (frame := self.socket.recv(zmq.DONTWAIT)):
-                pass  # an empty frame is the server's check of the connection
-        except zmq.Again:
-            if self._broken:
+        is_lost = False
+        while True:
+            while is_readable(self.socket):
+                if frame := self.socket.recv(zmq.DONTWAIT):
+                    if frame.startswith(_REFUSED):
+                        self.check_welcome(frame)
+                    return frame
+                # an empty frame is the server's check of the connection
+            if is_lost and self._broken:
                 self._gone = True
-                raise PeerGone(f"{self.endpoint} closed the connection") from None
-            if self._rejected:
-                raise HandshakeRefused(f"no connection to {self.endpoint}: {self._failure}") from None
-            return None
-        if frame.startswith(_REFUSED):
-            self.check_welcome(frame)
-        return frame
+                raise PeerGone(f"{self.endpoint} closed the connection")
+            if is_lost:
+                raise HandshakeRefused(f"no connection to {self.endpoint}: {self._failure}")
+            self._read_events()
+            if not (is_lost := self._broken or self._rejected):
+                return None
+            # frames that arrived before the loss are readable now
 
     @staticmethod
     def check_welcome(answer: bytes) -> None:
