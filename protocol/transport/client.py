@@ -12,7 +12,7 @@ from protocol.handshake import PROTOCOL_VERSION, Hello, Refused, Welcome
 from protocol.security import LOCAL, Security
 from protocol.transport.endpoint import check_endpoint, configure, ipc_path
 from protocol.transport.errors import HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow
-from protocol.transport.monitor import FAILURES, FINAL, Monitor, is_readable
+from protocol.transport.monitor import FAILURES, FINAL, Monitor
 
 SEND_TIMEOUT_MS = 10_000
 """Maximum time that `send` waits for room in the queue."""
@@ -101,23 +101,21 @@ class Client:
 
     def receive_now(self) -> bytes | None:
         """`receive` without waiting."""
-        is_lost = False
-        while True:
-            while is_readable(self.socket):
-                if frame := self.socket.recv(zmq.DONTWAIT):
-                    if frame.startswith(_REFUSED):
-                        self.check_welcome(frame)
-                    return frame
-                # an empty frame is the server's check of the connection
-            if is_lost and self._broken:
-                self._gone = True
-                raise PeerGone(f"{self.endpoint} closed the connection")
-            if is_lost:
-                raise HandshakeRefused(f"no connection to {self.endpoint}: {self._failure}")
-            self._read_events()
-            if not (is_lost := self._broken or self._rejected):
-                return None
-            # frames that arrived before the loss are readable now
+        while ready := self._poller.poll(0):  # the socket is the first in it
+            if ready[0][0] is not self.socket:
+                self._read_events()  # frames that arrived before a loss are readable at the next look
+            elif frame := self.socket.recv(
+                zmq.DONTWAIT
+            ):  # an empty one is the server's check of the connection
+                if frame.startswith(_REFUSED):
+                    self.check_welcome(frame)
+                return frame
+        if self._broken:
+            self._gone = True
+            raise PeerGone(f"{self.endpoint} closed the connection")
+        if self._rejected:
+            raise HandshakeRefused(f"no connection to {self.endpoint}: {self._failure}")
+        return None
 
     @staticmethod
     def check_welcome(answer: bytes) -> None:
