@@ -249,7 +249,7 @@ class RequestLedger:
             entry.stream.response.mark_due(entry.stream)
 
     def deliver(self, numbers: list[int], indices: list[int], tokens: list[int]) -> None:
-        """Pass tokens to their requests, if each is the next one. A repeated one is counted; a gap fails the response."""
+        """Pass each token to its request, if it is the next one. A repeated one is counted; a gap is an error."""
         streams = self.streams
         for number, index, token in zip(numbers, indices, tokens, strict=True):
             if (stream := streams.get(number)) is None:
