@@ -102,7 +102,7 @@ class Client:
     def receive_now(self) -> bytes | None:
         """`receive` without waiting."""
         while ready := self._poller.poll(0):  # the socket is the first in it
-            if ready[0][0] is not self.socket:
+            if ready[0][0] is self._monitor.socket:
                 self._read_events()  # frames that arrived before a loss are readable at the next look
             elif frame := self.socket.recv(
                 zmq.DONTWAIT

@@ -27,7 +27,7 @@ class Monitor:
 
     def read(self) -> Iterator[zmq.Event]:
         """Yield the events since the last call, oldest first."""
-        while self.socket.poll(0):
+        while int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             event, _address = self.socket.recv_multipart()
             yield zmq.Event(struct.unpack("=Hi", event)[0])
 
