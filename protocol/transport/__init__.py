@@ -7,6 +7,7 @@ No message is dropped silently. The errors:
     PeerSlow                        the other side does not read; its queue is full
     HandshakeRefused                the server refuses the connection; a retry cannot help
     HandshakeTimeout                the server did not answer
+    Expelled                        the server has ended a connection that it had accepted (asyncio only)
 
 A lost connection is never restored by libzmq alone, because messages in flight would be lost without an error; the
 service makes a new one. Neither `Server` nor `Client` may be shared between threads; every thread that sends has a
@@ -17,13 +18,14 @@ from protocol.fields import MAX_IPC_PATH
 from protocol.security import LOCAL, Security
 from protocol.transport.client import Client
 from protocol.transport.endpoint import check_endpoint, check_publisher
-from protocol.transport.errors import HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow
+from protocol.transport.errors import Expelled, HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow
 from protocol.transport.server import Server
 
 __all__ = [
     "LOCAL",
     "MAX_IPC_PATH",
     "Client",
+    "Expelled",
     "HandshakeRefused",
     "HandshakeTimeout",
     "PeerGone",

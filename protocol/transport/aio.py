@@ -1,20 +1,32 @@
 """The connecting side of a socket, for an asyncio loop (or uvloop)."""
 
 import asyncio
+from collections.abc import Callable
 
 import msgspec
 
 from protocol.security import LOCAL, Security
 from protocol.transport.client import Client
+from protocol.transport.errors import Expelled, HandshakeRefused
+
+MAX_FRAMES = 64
+"""Frames handled before other callbacks of the event loop run."""
 
 
 class AsyncClient:
-    """`Client` with asynchronous `handshake` and `receive`. It belongs to one loop, and only one task may receive."""
+    """`Client` for an event loop, to which it belongs.
+
+    The callback of the loop that notices a frame also handles it: waking a task for each one would cost more than the
+    frame of a step.
+    """
 
     def __init__(self, endpoint: str, security: Security = LOCAL) -> None:
         """Raises: ValueError, if the endpoint is invalid; OSError, if the keys cannot be read."""
         self._client = Client(endpoint, security)
-        self._wake: asyncio.Future[None] | None = None
+        self._end: asyncio.Future[None] | None = None
+        """Set while `read` runs."""
+        self._on_frame: Callable[[bytes], None] = self._on_answer
+        self._is_accepted = False
 
     async def handshake(self, role: str, name: str, timeout: float) -> None:  # noqa: ASYNC109  as in Client
         """Send a `Hello` and wait up to `timeout` seconds for the answer.
@@ -23,48 +35,74 @@ class AsyncClient:
         """
         self._client.send_hello(role, name)
         try:
-            answer = await asyncio.wait_for(self.receive(), timeout)
+            await asyncio.wait_for(self.read(self._on_answer), timeout)
         except TimeoutError:
             raise self._client.timeout_error(timeout) from None
-        self._client.check_welcome(answer)
+
+    def _on_answer(self, frame: bytes) -> None:
+        self._client.check_welcome(frame)
+        self._is_accepted = True
+        self.stop()
 
     def send(self, message: msgspec.Struct) -> None:
         """Send without waiting. Raises: PeerSlow, if the queue is full; PeerGone, if the server has left."""
         self._client.send(message, wait=False)
-        self._on_event()  # sending may consume the edge on the socket's fd that announces an arrival
+        if self._end is not None:  # sending may consume the edge on the socket's fd that announces an arrival
+            self._end.get_loop().call_soon(self._drain)
 
-    @property
-    def fds(self) -> tuple[int, int]:
-        """File descriptors that the loop watches while a task receives."""
-        return self._client.fds
+    async def read(self, on_frame: Callable[[bytes], None]) -> None:
+        """Pass frames to `on_frame` as they arrive, until `stop`. A cancelled call loses no frame.
 
-    async def receive(self) -> bytes:
-        """Return the next frame. A cancelled call loses no frame.
-
-        Raises: PeerGone, if the server has left and all its frames were read; HandshakeRefused, if it refuses us.
+        Raises: PeerGone, if the server has left and all its frames were read; Expelled, if it has ended the connection;
+            what `on_frame` raises.
         """
-        while (frame := self._client.receive_now()) is None:
-            await self._event()
-        return frame
-
-    async def _event(self) -> None:
-        """Wait until one of the sockets is readable or something was sent."""
         loop = asyncio.get_running_loop()
-        self._wake = loop.create_future()
-        # Only while a task waits: an fd stays readable until its events are read, so the loop would spin.
-        fds = self.fds
-        for fd in fds:
-            loop.add_reader(fd, self._on_event)
+        self._end, self._on_frame = end, _ = loop.create_future(), on_frame
+        fds = self._client.fds
+        for (
+            fd
+        ) in fds:  # only meanwhile: an fd stays readable until its events are read, so the loop would spin
+            loop.add_reader(fd, self._drain)
+        self._drain()
         try:
-            await self._wake
+            await end
         finally:
+            self._end = None
             for fd in fds:
                 loop.remove_reader(fd)
 
-    def _on_event(self) -> None:
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
+    def stop(self) -> None:
+        """End `read`; no further frame is passed."""
+        if self._end is not None and not self._end.done():
+            self._end.set_result(None)
+
+    def _drain(self) -> None:
+        end = self._end
+        try:
+            for _ in range(MAX_FRAMES):
+                if end is None or end.done() or (frame := self._receive()) is None:
+                    return
+                self._on_frame(frame)
+        except Exception as error:
+            if end is not None and not end.done():
+                end.set_exception(error)
+            return
+        if end is not None:
+            end.get_loop().call_soon(self._drain)
+
+    def _receive(self) -> bytes | None:
+        try:
+            return self._client.receive_now()
+        except HandshakeRefused as error:
+            if not self._is_accepted:
+                raise
+            raise Expelled(str(error)) from None
+
+    @property
+    def fds(self) -> tuple[int, int]:
+        """File descriptors that the loop watches while `read` runs."""
+        return self._client.fds
 
     def close(self) -> None:
-        """Close the sockets. The receiving task must have ended."""
+        """Close the sockets. `read` must have ended."""
         self._client.close()

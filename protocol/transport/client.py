@@ -101,20 +101,21 @@ class Client:
 
     def receive_now(self) -> bytes | None:
         """`receive` without waiting."""
-        self._read_events()  # first, so that a loss is noticed only when all earlier frames are readable
-        try:
-            while not (frame := self.socket.recv(zmq.DONTWAIT)):
-                pass  # an empty frame is the server's check of the connection
-        except zmq.Again:
-            if self._broken:
-                self._gone = True
-                raise PeerGone(f"{self.endpoint} closed the connection") from None
-            if self._rejected:
-                raise HandshakeRefused(f"no connection to {self.endpoint}: {self._failure}") from None
-            return None
-        if frame.startswith(_REFUSED):
-            self.check_welcome(frame)
-        return frame
+        while ready := self._poller.poll(0):  # the socket is the first in it
+            if ready[0][0] is self._monitor.socket:
+                self._read_events()  # frames that arrived before a loss are readable at the next look
+            elif frame := self.socket.recv(
+                zmq.DONTWAIT
+            ):  # an empty one is the server's check of the connection
+                if frame.startswith(_REFUSED):
+                    self.check_welcome(frame)
+                return frame
+        if self._broken:
+            self._gone = True
+            raise PeerGone(f"{self.endpoint} closed the connection")
+        if self._rejected:
+            raise HandshakeRefused(f"no connection to {self.endpoint}: {self._failure}")
+        return None
 
     @staticmethod
     def check_welcome(answer: bytes) -> None:

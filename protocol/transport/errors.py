@@ -13,5 +13,9 @@ class HandshakeRefused(Exception):
     """The other side refuses the connection; the text is its reason. A retry cannot help."""
 
 
+class Expelled(Exception):
+    """The other side has ended a connection that it had accepted, for a message that it could not read."""
+
+
 class HandshakeTimeout(Exception):
     """The other side did not answer."""

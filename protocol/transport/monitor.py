@@ -15,15 +15,6 @@ FINAL = {zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_AUTH}
 """Failures after which libzmq does not retry."""
 
 
-_READABLE = int(zmq.POLLIN)
-
-
-def is_readable(socket: zmq.Socket[bytes]) -> bool:
-    """Return whether a message has arrived. Services ask at each turn, and the exception of a receipt in vain takes
-    three times as long."""
-    return int(socket.getsockopt(zmq.EVENTS)) & _READABLE != 0
-
-
 class Monitor:
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         events = int(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
@@ -36,7 +27,7 @@ class Monitor:
 
     def read(self) -> Iterator[zmq.Event]:
         """Yield the events since the last call, oldest first."""
-        while is_readable(self.socket):
+        while int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             event, _address = self.socket.recv_multipart()
             yield zmq.Event(struct.unpack("=Hi", event)[0])
 

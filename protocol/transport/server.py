@@ -15,7 +15,7 @@ from protocol.handshake import PROBE, PROTOCOL_VERSION, Hello, Refused, Welcome,
 from protocol.security import LOCAL, SERVER, Security, key_role
 from protocol.transport.endpoint import HIGH_WATER_MARK, bind, check_endpoint, configure, ipc_path
 from protocol.transport.errors import PeerGone, PeerSlow
-from protocol.transport.monitor import FAILURES, Monitor, is_readable
+from protocol.transport.monitor import FAILURES, Monitor
 
 if TYPE_CHECKING:
     from protocol.transport.curve import SecureContext
@@ -33,6 +33,8 @@ _HELLO = encode(Hello(*PROTOCOL_VERSION, "", ""))[:-4]
 """Common prefix of every `Hello`, without its version and its two texts."""
 IDENTITY_BYTES = 5
 """Size of a routing id that libzmq has chosen: a zero and a counter."""
+_NOWAIT, _MORE = int(zmq.DONTWAIT), int(zmq.DONTWAIT | zmq.SNDMORE)
+"""Numbers, as an operation of pyzmq's enumerations takes as long as sending."""
 UNKNOWN = "unknown"
 """Role of a peer without a handshake, in the counts of errors."""
 
@@ -69,6 +71,9 @@ class Server:
         context = self._secure.context if self._secure is not None else zmq.Context.instance()
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self._monitor = Monitor(self.socket)
+        self._poller = zmq.Poller()
+        for source in (self.socket, self._monitor.socket):
+            self._poller.register(source, zmq.POLLIN)
         self._disconnected = False
         self.endpoint = ""
         """Endpoint for clients, with the actual port if 0 was requested."""
@@ -93,7 +98,8 @@ class Server:
     def send_frame(self, peer: bytes, frame: bytes) -> None:
         """Send an encoded message, for messages to many peers. Raises: PeerGone, PeerSlow"""
         try:
-            self.socket.send_multipart((peer, frame), zmq.DONTWAIT)
+            self.socket.send(peer, _MORE)
+            self.socket.send(frame, _NOWAIT)
         except zmq.Again:
             raise PeerSlow(f"{self.name(peer)} does not read") from None
         except zmq.ZMQError as error:
@@ -103,7 +109,10 @@ class Server:
 
     def receive(self) -> tuple[bytes, Hello | bytes] | None:
         """Return the next peer and its accepted `Hello` or frame, or None if nothing has arrived."""
-        while is_readable(self.socket):
+        while ready := self._poller.poll(0):  # the socket is the first in it
+            if ready[0][0] is self._monitor.socket:
+                self._read_events()
+                continue
             peer, frames, key = self._read()
             if len(frames) != 1:
                 self.expel(peer, ProtocolError(f"{len(frames)} frames, expected 1"))
@@ -112,16 +121,16 @@ class Server:
                     return peer, frames[0]
             elif (hello := self._handshake(peer, frames[0], key)) is not None:
                 return peer, hello
-        self._read_events()
         return None
 
     def _read(self) -> tuple[bytes, list[bytes], str | None]:
         """Return the next peer, its frames, and the role of its key; None: the socket has no keys."""
-        if self._secure is None:
-            peer, *frames = self.socket.recv_multipart(zmq.DONTWAIT)
-            return peer, frames, None
-        identity, *found = self.socket.recv_multipart(zmq.DONTWAIT, copy=False)
-        return identity.bytes, [frame.bytes for frame in found], str(identity.get("User-Id"))
+        frames = [self.socket.recv(_NOWAIT, copy=False)]
+        while frames[-1].more:  # `recv_multipart` asks the socket, which takes twice as long
+            frames.append(self.socket.recv(_NOWAIT, copy=False))
+        identity, *found = frames
+        key = None if self._secure is None else str(identity.get("User-Id"))
+        return identity.bytes, [frame.bytes for frame in found], key
 
     def messages(self, decoder: Decoder[T]) -> Iterator[tuple[bytes, Hello | T]]:
         """Yield all messages that have arrived. The sender of an invalid one is expelled."""

@@ -150,7 +150,8 @@ class Service:
         """
         try:
             poller = zmq.Poller()
-            for source in (self.frontends.socket, *self.workers.sockets, wakeup):
+            clients, workers = self.frontends.sockets, self.workers.sockets
+            for source in (*clients, *workers, wakeup):
                 poller.register(source, zmq.POLLIN)
             if self.compiler is not None:
                 poller.register(self.compiler.fileno(), zmq.POLLIN)
@@ -165,8 +166,10 @@ class Service:
                     self.engine.advance(began, worked)
                 if wakeup.fileno() in ready:
                     self._on_signal(wakeup)
-                self._read_clients()
-                self._read_workers()
+                if not ready.keys().isdisjoint(clients):
+                    self._read_clients()
+                if not ready.keys().isdisjoint(workers):
+                    self._read_workers()
                 self._watch_workers()
                 self._read_grammars()
                 self._send()

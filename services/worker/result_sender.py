@@ -136,10 +136,9 @@ class ResultSender:
         self.failed = threading.Event()
         """Set after a fault was sent, or when nothing can be sent any more; then `lost` has the reason."""
         self.lost: PeerGone | PeerSlow | HandshakeRefused | None = None
-        self._threads = [
-            threading.Thread(target=self._send_results, name="outputs", daemon=True),
-            threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True),
-        ]
+        self._heartbeats = threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True)
+        outputs = threading.Thread(target=self._send_results, name="outputs", daemon=True)
+        self._threads = [outputs, self._heartbeats]
 
     def handshake(self, name: str, timeout: float) -> None:
         """Raises: HandshakeRefused, HandshakeTimeout, PeerGone"""
@@ -169,9 +168,10 @@ class ResultSender:
             self._deliver(item)
 
     def send_beside(self, message: BlocksLoaded) -> None:
-        """Send a message beside the results. For any thread; nothing is sent once this is closed."""
+        """Send a message beside the results. For any thread; nothing is sent before `start`, as a load may end while
+        this worker looks for another scheduler, nor once this is closed."""
         with self._connection:
-            if self._closing.is_set() or self.failed.is_set():
+            if not self._heartbeats.is_alive() or self._closing.is_set() or self.failed.is_set():
                 return
             try:
                 self._client.send(message)

@@ -29,7 +29,7 @@ from protocol.sampling import SamplingParams
 from protocol.steps import SchedulerOutput
 from services.config import SchedulerConfig
 from services.frontend.engine.ledger import RequestLedger
-from services.frontend.engine.streams import FlushQueue, RawLogprobs, RequestStream, ResponseStream, Token
+from services.frontend.engine.streams import FlushQueue, RawLogprobs, RequestStream, ResponseStream
 from services.scheduler.leases import Leadership, Leases
 from services.scheduler.membership import StepSize, WorkerGroup
 from tests.benchmarks.scheduler_cost import build
@@ -68,7 +68,7 @@ def _mean(call: Callable[[], object], prepare: Callable[[], object]) -> float:
 class UnreadStream(RequestStream):
     """A stream whose outputs are not read: only what the ledger does is measured."""
 
-    def feed(self, tokens: list[Token], end: Finish | None, now: float) -> bytes:
+    def feed(self, tokens: list[int], end: Finish | None, now: float) -> bytes:
         return b""
 
     def add_logprobs(self, logprobs: RawLogprobs) -> None: ...
@@ -85,7 +85,7 @@ class LedgerLoad:
         self._params = SamplingParams(max_tokens=output_len)
         for _ in range(streams):
             self._open()
-        self._step: tuple[list[int], list[Token]] = [], []
+        self._step: tuple[list[int], list[int], list[int]] = [], [], []
 
     def _open(self) -> int:
         stream, number = UnreadStream(ResponseStream(FlushQueue())), next(self._numbers)
@@ -107,7 +107,8 @@ class LedgerLoad:
             stream.tokens.clear()
             if len(stream.output) == self._length:
                 stream.output.clear()
-        self._step = list(streams), [(len(stream.output), 5) for stream in streams.values()]
+        indices = [len(stream.output) for stream in streams.values()]
+        self._step = list(streams), indices, [5] * len(indices)
 
     def deliver(self) -> None:
         self.ledger.deliver(*self._step)

@@ -1,7 +1,6 @@
 """The frontend's connection to the scheduler. When it is lost, it is made again."""
 
 import asyncio
-import itertools
 import logging
 import os
 from collections.abc import Callable
@@ -11,7 +10,7 @@ import msgspec
 from protocol.codec import ProtocolError
 from protocol.requests import EngineState
 from protocol.security import Security
-from protocol.transport import HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow
+from protocol.transport import Expelled, HandshakeTimeout, PeerGone, PeerSlow
 from protocol.transport.aio import AsyncClient
 from services.frontend.engine.signs_of_life import SignsOfLife
 
@@ -21,8 +20,6 @@ HANDSHAKE_TIMEOUT = 5.0
 """Seconds to wait for the scheduler's answer before connecting again."""
 RECONNECT_INTERVAL = 0.2
 """Seconds between the loss of a connection and the next attempt."""
-MAX_FRAMES = 64
-"""Messages handled before other tasks of the event loop run."""
 
 
 class SchedulerConnection:
@@ -50,7 +47,6 @@ class SchedulerConnection:
         self._on_lost = on_lost
         self._client: AsyncClient | None = None
         """None: not connected."""
-        self._reading: asyncio.Task[None] | None = None
         self._signs = SignsOfLife(silence)
         self._lease = 0
         """Lease that the scheduler has given this connection; 0: unknown."""
@@ -69,11 +65,13 @@ class SchedulerConnection:
             try:
                 await client.handshake("frontend", f"pid {os.getpid()}", HANDSHAKE_TIMEOUT)
                 self._client, self._lease, self._signs = client, 0, SignsOfLife(self._silence)
-                await self._read_until_dropped(client)
+                await client.read(self._handle)
             except HandshakeTimeout:
                 continue
             except ProtocolError as error:  # in place of a welcome
                 log.warning("bad message from the scheduler: %s", error)
+            except Expelled as error:  # one of this frontend's messages was bad
+                self.drop(f"the scheduler ended the connection: {error}; connecting again", is_expelled=True)
             except PeerGone as error:
                 self.drop(str(error))
             finally:
@@ -81,30 +79,9 @@ class SchedulerConnection:
                 client.close()
             await asyncio.sleep(RECONNECT_INTERVAL)
 
-    async def _read_until_dropped(self, client: AsyncClient) -> None:
-        """Raises: PeerGone; HandshakeRefused, if the scheduler does not fit this frontend"""
-        self._reading = reading = asyncio.create_task(self._read(client))
-        try:
-            await asyncio.wait({reading})
-            if not reading.cancelled():
-                reading.result()
-        finally:
-            if reading.cancel():
-                await asyncio.wait({reading})
-
-    async def _read(self, client: AsyncClient) -> None:
-        for count in itertools.count(1):
-            try:
-                frame = await client.receive()
-            except HandshakeRefused as error:  # this frontend was accepted: one of its messages was bad
-                self.drop(f"the scheduler ended the connection: {error}; connecting again", is_expelled=True)
-                return
-            self._signs.heard()
-            self._on_frame(frame)
-            if self._client is not client:  # dropped; `receive` would still return what has arrived
-                return
-            if not count % MAX_FRAMES:
-                await asyncio.sleep(0)  # `receive` does not yield while there is something to read
+    def _handle(self, frame: bytes) -> None:
+        self._signs.heard()
+        self._on_frame(frame)
 
     def on_state(self, state: EngineState) -> None:
         """The scheduler has sent its state. The connection is dropped if its lease has ended."""
@@ -134,10 +111,10 @@ class SchedulerConnection:
 
     def drop(self, why: str, is_expelled: bool = False) -> None:
         log.warning("%s", why)
-        self._client = None
+        client, self._client = self._client, None
         self._on_lost(is_expelled)
-        if self._reading is not None:
-            self._reading.cancel()
+        if client is not None:
+            client.stop()
 
     def send(self, message: msgspec.Struct) -> bool:
         """Send a message. Return False if the connection is lost; it is dropped if the message cannot be sent."""

@@ -306,8 +306,7 @@ class ConnectedEngine:
             self.connection.drop(f"bad message from the scheduler: {error}; connecting again")
             return
         ledger = self._ledger
-        tokens = zip(rows.indices.tolist(), rows.token_ids.tolist(), strict=True)
-        ledger.deliver(rows.numbers.tolist(), tokens)
+        ledger.deliver(rows.numbers.tolist(), rows.indices.tolist(), rows.token_ids.tolist())
         for embedding in message.embeddings:
             if (stream := ledger.streams.get(embedding.number)) is not None:
                 stream.add_embedding(embedding.values)

@@ -16,7 +16,7 @@ Rules (docs/invariants.md):
 import itertools
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -25,7 +25,7 @@ from protocol.codec import pack
 from protocol.requests import Finish, FinishReason, GenerateRequest
 from protocol.silence import MAX_PAUSE
 from protocol.suspects import PROGRESS, SUSPECT_AFTER
-from services.frontend.engine.streams import RequestStream, Token
+from services.frontend.engine.streams import RequestStream
 from services.frontend.errors import APIError
 
 Holder = tuple[str, int]
@@ -248,17 +248,21 @@ class RequestLedger:
             entry.stream.end = end
             entry.stream.response.mark_due(entry.stream)
 
-    def deliver(self, numbers: list[int], tokens: Iterable[Token]) -> None:
-        """Pass tokens to their requests. One that is not the next is passed for its index alone: a repeated one is
-        counted there, and a gap is an error."""
+    def deliver(self, numbers: list[int], indices: list[int], tokens: list[int]) -> None:
+        """Pass each token to its request, if it is the next one. A repeated one is counted; a gap is an error."""
         streams = self.streams
-        for number, token in zip(numbers, tokens, strict=True):
-            if (stream := streams.get(number)) is not None:
-                if token[0] == len(stream.output):
-                    stream.output.append(token[1])
+        for number, index, token in zip(numbers, indices, tokens, strict=True):
+            if (stream := streams.get(number)) is None:
+                continue
+            if index == len(stream.output):
+                stream.output.append(token)
                 stream.tokens.append(token)
                 if not stream.is_due:  # as `mark_due` would find, without a call per token
                     stream.response.mark_due(stream)
+            elif index < len(stream.output):
+                stream.duplicates += 1
+            else:
+                stream.response.fail(APIError(500, "a token of this answer was lost"))
 
     def stuck(self, now: float, seconds: float) -> list[RequestStream]:
         """Return the requests that have made no progress for a number of seconds in which this process ran. Call it

@@ -1,6 +1,6 @@
 """The path of outputs from a step's message to the bytes of HTTP responses. No sockets.
 
-1. The engine client decodes a message and groups its rows: each row is appended to the `RequestStream` of its request.
+1. The engine client decodes a message; the ledger appends the token of each row to the `RequestStream` of its request.
 2. When all messages that have arrived are decoded, one flush serves every `ResponseStream` with new outputs. In the
    first pass each of them feeds its requests, which return bytes. In the second pass the bytes are written.
 
@@ -24,9 +24,6 @@ MAX_TOKENS_PER_FLUSH = 1024
 MAX_UNWRITTEN = 256
 """Responses whose bytes are made before the first of them is written."""
 
-Token = tuple[int, int]
-"""Index in the output, token id."""
-
 
 class RawLogprobs(NamedTuple):
     """Log-probabilities at one position of a request's sequence, as the engine sends them."""
@@ -44,14 +41,17 @@ class RawLogprobs(NamedTuple):
 class RequestStream(ABC):
     """Outputs of one open engine request that arrived since the last flush. Subclasses turn them into bytes."""
 
-    __slots__ = ("end", "has_ended", "is_due", "number", "output", "response", "tokens")
+    __slots__ = ("duplicates", "end", "has_ended", "is_due", "number", "output", "response", "tokens")
 
     def __init__(self, response: "ResponseStream") -> None:
         response.num_open += 1
         self.response = response
         self.number = 0
         """Set when the request is submitted."""
-        self.tokens: list[Token] = []
+        self.tokens: list[int] = []
+        """Output tokens that are not fed yet."""
+        self.duplicates = 0
+        """Tokens that were dropped because they had arrived before."""
         self.output: list[int] = []
         """Every output token that has arrived, each once and in order: what a scheduler needs to continue."""
         self.end: Finish | APIError | None = None
@@ -61,7 +61,7 @@ class RequestStream(ABC):
         """Set by `feed` when it has returned the last bytes; nothing is fed after that."""
 
     @abstractmethod
-    def feed(self, tokens: list[Token], end: Finish | None, now: float) -> bytes:
+    def feed(self, tokens: list[int], end: Finish | None, now: float) -> bytes:
         """Take the next outputs, in order. Return the bytes to write; a response that is not streamed has none.
 
         Args:
@@ -163,7 +163,9 @@ class ResponseStream:
         if not stream.is_due:
             stream.is_due = True
             self._due.append(stream)
-            self._schedule()
+            if not self._is_queued:  # as `_schedule`, without a call per token
+                self._is_queued = True
+                self._queue.add(self)
 
     def fail(self, error: APIError) -> None:
         """End the response with `error` at the next flush. Outputs that wait are dropped."""
@@ -210,37 +212,34 @@ class ResponseStream:
         waiter, sink = self._waiter, self._sink
         if waiter is None or waiter.done() or (sink is not None and sink.is_full):
             return b""
+        due, self._due = self._due, []
+        parts, room = [], MAX_TOKENS_PER_FLUSH
         try:
-            data = self._feed(now)
+            if self._error is not None:
+                raise self._error
+            for stream in due:
+                tokens, end = stream.tokens, stream.end
+                if stream.has_ended:
+                    continue
+                if len(tokens) > room:
+                    self._due.append(stream)
+                    if not room:
+                        continue
+                    tokens, stream.tokens, end = tokens[:room], tokens[room:], None
+                else:
+                    stream.tokens, stream.is_due = [], False
+                room -= len(tokens)
+                if isinstance(end, APIError):
+                    raise end
+                parts.append(stream.feed(tokens, end, now))
+                self.num_open -= stream.has_ended
         except Exception as error:
             waiter.set_exception(error)
             return b""
+        if self._due:
+            self._schedule()
+        data = b"".join(parts)
         if self.num_open and not self._wants_first:
             return data
         waiter.set_result(data)
         return b""
-
-    def _feed(self, now: float) -> bytes:
-        if self._error is not None:
-            raise self._error
-        due, self._due = self._due, []
-        parts, room = [], MAX_TOKENS_PER_FLUSH
-        for stream in due:
-            tokens, end = stream.tokens, stream.end
-            if stream.has_ended:
-                continue
-            if len(tokens) > room:
-                self._due.append(stream)
-                if not room:
-                    continue
-                tokens, stream.tokens, end = tokens[:room], tokens[room:], None
-            else:
-                stream.tokens, stream.is_due = [], False
-            room -= len(tokens)
-            if isinstance(end, APIError):
-                raise end
-            parts.append(stream.feed(tokens, end, now))
-            self.num_open -= stream.has_ended
-        if self._due:
-            self._schedule()
-        return b"".join(parts)

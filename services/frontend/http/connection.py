@@ -106,7 +106,8 @@ class Connection(H11Protocol):
         return self.write_chunk if self.conn.their_http_version == b"1.1" else self._write
 
     def write_chunk(self, data: bytes) -> None:
-        self._write(b"%x\r\n%b\r\n" % (len(data), data))
+        if not self._is_lost:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def _write(self, data: bytes) -> None:
         if not self._is_lost:

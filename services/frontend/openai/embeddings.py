@@ -16,7 +16,7 @@ from protocol.requests import EngineState, Finish
 from protocol.sampling import Pooling, SamplingParams
 from services.frontend.context import AppContext
 from services.frontend.engine.client import EngineClient, RequestContext, failure
-from services.frontend.engine.streams import RawLogprobs, RequestStream, ResponseStream, Token
+from services.frontend.engine.streams import RawLogprobs, RequestStream, ResponseStream
 from services.frontend.errors import APIError, invalid
 from services.frontend.http.disconnect import watch_disconnect
 from services.frontend.metrics import AnswerRecord, Metrics
@@ -190,7 +190,7 @@ class EmbeddingStream(RequestStream):
         self.values = values
         self.response.mark_due(self)
 
-    def feed(self, tokens: list[Token], end: Finish | None, now: float) -> bytes:
+    def feed(self, tokens: list[int], end: Finish | None, now: float) -> bytes:
         if self.values is not None:
             self._embedder.add(self.index, self.values)
             self.values = None

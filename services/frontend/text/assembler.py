@@ -50,10 +50,6 @@ class StopFilter:
         return held
 
 
-class OutOfOrder(Exception):
-    """A token's index is beyond the next one: a token was lost."""
-
-
 class TextAssembler:
     __slots__ = (
         "_detokenizer",
@@ -61,7 +57,6 @@ class TextAssembler:
         "_has_stops",
         "_hidden",
         "_min_tokens",
-        "duplicates",
         "num_chars",
         "num_tokens",
         "stop_string",
@@ -89,32 +84,17 @@ class TextAssembler:
         self.num_tokens = 0
         self.num_chars = 0
         """Characters of all tokens so far, shown or not."""
-        self.duplicates = 0
-        """Tokens that were dropped because they had arrived before."""
         self.stop_string: str | None = None
         """The stop string that ended the answer."""
 
-    def push(self, index: int, token_id: int) -> str:
-        """Take the token with this index; return the text that became certain. A token that arrived before is dropped.
-
-        Raises: OutOfOrder
-        """
-        if index != self.num_tokens or self.stop_string is not None:
-            return self._drop(index)
-        self.num_tokens = index + 1
+    def push(self, token_id: int) -> str:
+        """Take the next token; return the text that became certain. None follows one that completed a stop string."""
+        self.num_tokens += 1
         if token_id in self._hidden:
             return ""
         text = self._detokenizer.push(token_id)
         self.num_chars += len(text)
         return self._filtered(text) if self._has_stops and self.num_tokens > self._min_tokens else text
-
-    def _drop(self, index: int) -> str:
-        """Raises: OutOfOrder"""
-        if self.stop_string is None:
-            if index > self.num_tokens:
-                raise OutOfOrder(f"token {index} arrived, {self.num_tokens} was expected")
-            self.duplicates += 1
-        return ""
 
     def _filtered(self, text: str) -> str:
         certain = self._filter.push(text)

@@ -47,9 +47,9 @@ class FrontendConnections:
         self._sweep_at: float | None = None
 
     @property
-    def socket(self) -> zmq.Socket[bytes]:
-        """`receive` is to be called when it is readable."""
-        return self._server.socket
+    def sockets(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """`receive` is to be called when one of them is readable."""
+        return self._server.socket, self._server.events
 
     @property
     def replaced(self) -> bool:

@@ -8,9 +8,8 @@ from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from protocol.transport import HandshakeRefused
 from services.frontend.engine.addresses import numbered
 from services.frontend.engine.client import EngineClient, RequestContext, failure
-from services.frontend.engine.streams import RawLogprobs, RequestStream, ResponseStream, Token
+from services.frontend.engine.streams import RawLogprobs, RequestStream, ResponseStream
 from services.frontend.errors import APIError
-from services.frontend.text.assembler import OutOfOrder, TextAssembler
 from tests.simulation.grammar import Automaton
 from tests.simulation.reference import ExpectedAnswer, reference
 from tests.simulation.whole.device import MAX_MODEL_LEN, VOCAB
@@ -22,16 +21,6 @@ RETRY = 0.5
 """Seconds until a client that was refused with 429 or 503 asks again."""
 REFUSED_FOR_NOW = (429, 503)
 EXIT_REFUSED = 4
-
-
-class IdTexts:
-    """A `Detokenizer` whose text is the token's id."""
-
-    def push(self, token_id: int) -> str:
-        return f"{token_id} "
-
-    def flush(self) -> str:
-        return ""
 
 
 @dataclass
@@ -80,25 +69,17 @@ def make_choice(
 
 
 class ChoiceStream(RequestStream):
-    """The stream of one choice. Like those of the API, it takes a token only with the next index."""
+    """The stream of one choice."""
 
-    __slots__ = ("_assembler", "choice")
+    __slots__ = ("choice",)
 
     def __init__(self, response: ResponseStream, choice: SimulatedChoice) -> None:
         super().__init__(response)
         self.choice = choice
         choice.submitted = self.output
-        self._assembler = TextAssembler(IdTexts(), [])
 
-    def feed(self, tokens: list[Token], end: Finish | None, now: float) -> bytes:
-        for index, token in tokens:
-            is_next = index == self._assembler.num_tokens
-            try:
-                self._assembler.push(index, token)
-            except OutOfOrder as error:
-                raise APIError(500, "a token of this answer was lost") from error
-            if is_next:
-                self.choice.tokens.append(token)
+    def feed(self, tokens: list[int], end: Finish | None, now: float) -> bytes:
+        self.choice.tokens += tokens
         if end is not None:
             if (error := failure(end)) is not None:
                 raise error

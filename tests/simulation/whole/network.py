@@ -11,9 +11,10 @@ breaks in the end.
 import errno
 import struct
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import zmq
 
@@ -212,6 +213,11 @@ def _head(frame: bytes) -> str:
     return f"{len(frame)} bytes {frame[:24]!r}"
 
 
+class SimulatedFrame(NamedTuple):
+    bytes: bytes
+    more: bool
+
+
 class SimulatedSocket:
     """Options and arrivals of both kinds of sockets, and of monitors."""
 
@@ -381,6 +387,8 @@ class RouterSocket(SimulatedSocket):
     def __init__(self, network: SimulatedNetwork, process: SimulatedProcess) -> None:
         super().__init__(network, process)
         self.connections: dict[bytes, SimulatedConnection] = {}
+        self._unread: list[bytes] = []
+        """Parts of a message of which the first was read."""
         process.on_end.append(self.close)
 
     def bind(self, endpoint: str) -> None:
@@ -394,12 +402,18 @@ class RouterSocket(SimulatedSocket):
         forget = partial(self.connections.pop, connection.identity, None)
         self.network.hub.after(self.network.rng.uniform(0.0, FORGET), forget)
 
-    def send_multipart(self, parts: Iterable[bytes], flags: int = 0) -> None:
-        identity, frame = parts
-        connection = self.connections.get(identity)
-        if connection is None:
+    def recv(self, flags: int, copy: bool) -> SimulatedFrame:
+        self._unread = self._unread or self.recv_multipart(flags)
+        return SimulatedFrame(self._unread.pop(0), more=bool(self._unread))
+
+    def send(self, part: bytes, flags: int) -> None:
+        """The first part is the identity of a connection."""
+        if not flags & zmq.SNDMORE:
+            self._receiver.down.send(part)
+        elif part in self.connections:
+            self._receiver = self.connections[part]
+        else:
             raise zmq.ZMQError(errno.EHOSTUNREACH)
-        connection.down.send(frame)
 
     def close(self, linger: int | None = None) -> None:
         if self.closed:
@@ -454,7 +468,7 @@ class SimulatedPoller:
         self._sources.append(self._network.sockets[source] if isinstance(source, int) else source)
 
     def poll(self, milliseconds: float | None = None) -> list[tuple[Source | int, int]]:
-        if not (ready := self._ready()):
+        if not (ready := self._ready()) and milliseconds != 0:
             seconds = None if milliseconds is None else milliseconds / 1000
             self._network.hub.wait([source.waiters for source in self._sources], seconds)
             ready = self._ready()

@@ -23,10 +23,10 @@ def requests_are_not_submitted_again(patch: Patch) -> None:
 
 
 def a_token_with_any_index_is_stored(patch: Patch) -> None:
-    def deliver(self: RequestLedger, numbers: Any, tokens: Any) -> None:
+    def deliver(self: RequestLedger, numbers: Any, _: Any, tokens: Any) -> None:
         for number, token in zip(numbers, tokens, strict=True):
             if (stream := self.streams.get(number)) is not None:
-                stream.output.append(token[1])
+                stream.output.append(token)
                 stream.tokens.append(token)
                 stream.response.mark_due(stream)
 

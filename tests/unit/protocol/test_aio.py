@@ -1,6 +1,7 @@
 """The asyncio client, on asyncio's own loop and on uvloop."""
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -29,8 +30,25 @@ async def _as_coroutine(test: Callable[[], Awaitable[None]]) -> None:
     await test()
 
 
-async def connect(endpoint: str) -> AsyncClient:
-    client = AsyncClient(endpoint)
+class Reading(AsyncClient):
+    """Client whose frames are read one by one."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(endpoint)
+        self._frames: deque[bytes] = deque()
+
+    def _take(self, frame: bytes) -> None:
+        self._frames.append(frame)
+        self.stop()
+
+    async def receive(self) -> bytes:
+        if not self._frames:
+            await self.read(self._take)
+        return self._frames.popleft()
+
+
+async def connect(endpoint: str) -> Reading:
+    client = Reading(endpoint)
     await client.handshake("frontend", "test", PATIENCE)
     return client
 
@@ -42,15 +60,20 @@ def test_no_frame_is_lost_while_both_sides_send(server: Server, run: Run) -> Non
     async def test() -> None:
         client = await connect(server.endpoint)
 
-        async def receive() -> list[bytes]:
-            return [await client.receive() for _ in range(count)]
+        received: list[bytes] = []
 
-        receiver = asyncio.create_task(receive())
+        def take(frame: bytes) -> None:
+            received.append(frame)
+            if len(received) == count:
+                client.stop()
+
+        receiver = asyncio.create_task(client.read(take))
         for i in range(count):
             client.send(Heartbeat(1, i))
             if i % 7 == 0:
                 await asyncio.sleep(0)
-        assert await receiver == [encode(Heartbeat(1, i)) for i in range(count)]
+        await receiver
+        assert received == [encode(Heartbeat(1, i)) for i in range(count)]
         client.close()
 
     with echoing(server):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from protocol.requests import Finish, FinishReason
 from services.frontend.engine.client import EngineClient, failure
-from services.frontend.engine.streams import RawLogprobs, RequestStream, ResponseStream, Token
+from services.frontend.engine.streams import RawLogprobs, RequestStream, ResponseStream
 from services.frontend.errors import APIError
 from services.frontend.metrics import AnswerRecord, Metrics
 from services.frontend.openai.answers.chunk import Chunk
@@ -16,7 +16,7 @@ from services.frontend.openai.answers.writers import ChoiceWriter
 from services.frontend.openai.prompts.prompt import Prompt
 from services.frontend.openai.schemas.responses import FinishName
 from services.frontend.request_summary import ChoiceTimes, RequestSummary
-from services.frontend.text.assembler import OutOfOrder, TextAssembler
+from services.frontend.text.assembler import TextAssembler
 
 _REASONS: dict[FinishReason, FinishName] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
@@ -57,12 +57,14 @@ class Choice(RequestStream):
         "_echoes",
         "_finish",
         "_first_token",
+        "_generates",
         "_is_text_only",
         "_last_token",
         "_logprobs",
         "_max_tokens",
         "_metrics",
         "_num_shown",
+        "_observe_gap",
         "_writer",
         "is_first",
         "prompt",
@@ -89,13 +91,14 @@ class Choice(RequestStream):
         self.prompt = prompt
         self.is_first = is_first
         self._context = context
-        self._metrics = context.metrics
+        self._metrics, self._observe_gap = context.metrics, context.metrics.observe_gap
         self._max_tokens = max_tokens
         self._assembler = assembler
         self._logprobs = logprobs
         self._writer = writer
         self._echoes = options.echo
         """True until the prompt is shown."""
+        self._generates = options.generates
         self._is_text_only = (
             options.generates and logprobs is None and not (options.echo or options.token_ids)
         )
@@ -121,9 +124,8 @@ class Choice(RequestStream):
         """Take output that another frontend has delivered, in the same batches. Return the bytes that it wrote."""
         written = []
         for batch in batches:
-            tokens = list(enumerate(batch, len(self.output)))
             self.output += batch
-            written.append(self.feed(tokens, None, time.monotonic()))
+            written.append(self.feed(batch, None, time.monotonic()))
         return b"".join(written)
 
     def add_logprobs(self, logprobs: RawLogprobs) -> None:
@@ -135,44 +137,32 @@ class Choice(RequestStream):
     def add_embedding(self, values: bytes) -> None:
         self.response.fail(APIError(500, "the engine sent an embedding in place of text"))
 
-    def feed(self, tokens: list[Token], end: Finish | None, now: float) -> bytes:
-        text = ""
-        for index, token_id in tokens:
+    def feed(self, tokens: list[int], end: Finish | None, now: float) -> bytes:
+        text, assembler = "", self._assembler
+        for token_id in tokens if self._generates else ():
             if self._finish is not None:
                 break
-            text += self._push(index, token_id, now)
+            if not self._is_text_only:
+                self._add_details(token_id)
+            text += assembler.push(token_id)
+            if self._last_token is None:
+                self._on_first_token(now)
+            else:
+                self._observe_gap(now - self._last_token)
+            self._last_token = now
+            if assembler.stop_string is not None:
+                self._context.engine.abort([self])
+                self._on_finish("stop", None, now, None)
         if end is not None and self._finish is None:
             text += self._on_end(end, now)
         if self._is_text_only and self._finish is None:
             return self._writer.text(text) if text else b""
         return self._write(text)
 
-    def _push(self, index: int, token_id: int, now: float) -> str:
-        """Take a token; return the text that became certain. Ends the choice if it completes a stop string.
-
-        Raises: APIError, if a token or its log-probability is missing
-        """
-        assembler = self._assembler
-        if not self._is_text_only:
-            if not self._context.options.generates:
-                return ""
-            if index == assembler.num_tokens:
-                self._add_details(token_id)
-        try:
-            text = assembler.push(index, token_id)
-        except OutOfOrder as error:
-            raise APIError(500, "a token of this answer was lost") from error
-        if self._last_token is None:
-            self._first_token = now
-            self._context.summary.on_first_token(now)
-            self._metrics.observe_first_token(now - self._context.started)
-        else:
-            self._metrics.observe_gap(now - self._last_token)
-        self._last_token = now
-        if assembler.stop_string is not None:
-            self._context.engine.abort([self])
-            self._on_finish("stop", None, now, None)
-        return text
+    def _on_first_token(self, now: float) -> None:
+        self._first_token = now
+        self._context.summary.on_first_token(now)
+        self._metrics.observe_first_token(now - self._context.started)
 
     def _add_details(self, token_id: int) -> None:
         """Raises: APIError"""
@@ -216,7 +206,7 @@ class Choice(RequestStream):
             AnswerRecord(
                 reason,
                 now - self._context.started,
-                self._assembler.duplicates,
+                self.duplicates,
                 len(self.prompt.token_ids),
                 self._assembler.num_tokens,
                 self._context.options.num_samples,

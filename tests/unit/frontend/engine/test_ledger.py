@@ -10,6 +10,7 @@ from protocol.sampling import SamplingParams
 from protocol.suspects import PROGRESS
 from services.frontend.engine.ledger import GUILTY, RequestLedger
 from services.frontend.engine.streams import FlushQueue, ResponseStream
+from services.frontend.errors import APIError
 from tests.unit.frontend.engine.test_streams import RecordingStream
 
 FIRST, SECOND, THIRD, FOURTH = 11, 12, 13, 14
@@ -47,7 +48,7 @@ class OpenRequests:
 
     def deliver(self, number: int, *tokens: int, at: int | None = None) -> None:
         first = len(self.streams[number].output) if at is None else at
-        self.ledger.deliver([number] * len(tokens), enumerate(tokens, first))
+        self.ledger.deliver([number] * len(tokens), [*range(first, first + len(tokens))], [*tokens])
 
 
 @pytest.fixture(autouse=True)
@@ -87,8 +88,12 @@ async def test_only_the_next_index_becomes_output() -> None:
     requests.connect(FIRST)
     requests.deliver(1, 7, 8)
     requests.deliver(1, 7, 8, 9, at=0)
+    stream = requests.streams[1]
+    assert (stream.output, stream.tokens, stream.duplicates) == ([7, 8, 9], [7, 8, 9], 2)
     requests.deliver(1, 11, at=4)
-    assert requests.streams[1].output == [7, 8, 9]
+    assert stream.output == [7, 8, 9]
+    with pytest.raises(APIError, match="a token of this answer was lost"):
+        await stream.response.last()
 
 
 async def test_a_request_that_arrives_without_a_scheduler_is_new_for_the_next_one() -> None:
