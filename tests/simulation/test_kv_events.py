@@ -45,7 +45,8 @@ class CacheListener:
                 before = sha256(salt.encode()).digest() if parent is None else parent
                 for at, block_hash in enumerate(hashes):
                     tokens = event.token_ids[at * size : (at + 1) * size].tobytes()
-                    assert sha256(before + tokens).digest() == block_hash
+                    seen = event.contents[at] if event.contents else b""
+                    assert sha256(before + tokens + seen).digest() == block_hash
                     assert block_hash not in self.tokens_of
                     self.tokens_of[block_hash] = tokens
                     self.num_hit += block_hash in self.adopted
