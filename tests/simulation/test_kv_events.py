@@ -35,17 +35,20 @@ class CacheListener:
         self.tokens_of: dict[bytes, bytes] = {}
         self.num_cached = self.num_evicted = self.num_hit = 0
         self.adopted: set[bytes] = set()
+        self.was_emptied = False
         self.loads: dict[int, list[bytes]] = {}
 
     def observe(self, event: Event) -> None:
         match event:
             case BlocksCached(hashes=hashes, parent=parent, salt=salt, block_size=size):
                 has_window = bool(self._core.epoch.limits.groups[self._core.epoch.kv.emitted_group].size)
-                assert parent is None or parent in self.tokens_of or has_window
+                # Running requests keep their blocks when the cache is emptied, and their next ones follow them.
+                assert parent is None or parent in self.tokens_of or has_window or self.was_emptied
                 before = sha256(salt.encode()).digest() if parent is None else parent
                 for at, block_hash in enumerate(hashes):
                     tokens = event.token_ids[at * size : (at + 1) * size].tobytes()
-                    assert sha256(before + tokens).digest() == block_hash
+                    seen = event.contents[at] if event.contents else b""
+                    assert sha256(before + tokens + seen).digest() == block_hash
                     assert block_hash not in self.tokens_of
                     self.tokens_of[block_hash] = tokens
                     self.num_hit += block_hash in self.adopted
@@ -56,6 +59,7 @@ class CacheListener:
                     del self.tokens_of[block_hash]
                 self.num_evicted += len(hashes)
             case PrefixCacheReset() | EpochEnded() | AllRequestsFailed():
+                self.was_emptied |= isinstance(event, PrefixCacheReset)
                 self.tokens_of.clear()
                 self.adopted = set()
             case BlocksAdopted(held=held):

@@ -24,6 +24,7 @@ import numpy as np
 from protocol.block_names import NamedBlocks, extend_names
 from protocol.columns import has_any, total
 from protocol.kv_groups import NO_BLOCK, ONE_GROUP, KVGroup, name_in_group, num_states
+from protocol.media import contents
 from services.scheduler.core.block_pool import BlockPool
 from services.scheduler.core.observer import BlocksCached, BlocksEvicted, Observers
 from services.scheduler.core.pins import Pins
@@ -259,9 +260,9 @@ class KVCacheManager:
             begin, end = indices[0], indices[-1] + 1
             tokens = self._slots.history[slot, begin * size : end * size].copy()
             parent = hashes[begin - 1] if begin else None
-            self._observers.emit(
-                BlocksCached(tuple(hashes[begin:end]), parent, tokens, size, request.cache_salt, request.lora)
-            )
+            found_names, salt, lora = tuple(hashes[begin:end]), request.cache_salt, request.lora
+            seen = [contents(request.items, at * size, (at + 1) * size) for at in indices if request.items]
+            self._observers.emit(BlocksCached(found_names, parent, tokens, size, salt, lora, tuple(seen)))
 
     def _emit_evicted(self, num_blocks: int) -> None:
         """Emit the blocks that leave the cache if `num_blocks` are taken now."""

@@ -201,6 +201,8 @@ class BlocksCached(msgspec.Struct, frozen=True):
     block_size: int
     salt: str
     lora: LoRAAdapter | None = None
+    contents: tuple[bytes, ...] = ()
+    """Part of the hash of each block after its tokens, from the images in it; (): there are no images."""
 
 
 class BlocksEvicted(msgspec.Struct, frozen=True):

@@ -72,6 +72,9 @@ def _stored(event: BlocksCached) -> BlockStored:
     extra_keys: list[tuple[str, ...] | None] = [keys or None] * len(event.hashes)
     if event.parent is None and event.salt:
         extra_keys[0] = (*keys, event.salt)
+    for at, seen in enumerate(event.contents):
+        if seen:
+            extra_keys[at] = (*(extra_keys[at] or ()), seen.decode())
     return BlockStored(
         list(event.hashes),
         event.parent,
