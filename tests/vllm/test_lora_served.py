@@ -16,7 +16,7 @@ from tests.vllm.preloaded import processes
 from tests.vllm.reference import VllmRequest, generate
 
 PROMPT = [(i * 31) % 4000 + 10 for i in range(40)]
-OUTPUT = 160
+OUTPUT = 400
 """Tokens that take long enough for a worker to be killed within them."""
 
 
@@ -37,7 +37,7 @@ def expected(directory: Path) -> dict[str, list[int]]:
     adapters = [None, *(loading.load(name, str(directory / name)) for name in "abc")]
     greedy = {"temperature": 0.0, "max_tokens": OUTPUT, "ignore_eos": True}
     alone = [[VllmRequest(PROMPT, greedy, lora=adapter)] for adapter in adapters]
-    settings = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "max_model_len": 256}
+    settings = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "max_model_len": 512}
     with processes() as pool:
         tokens = pool.submit(generate, str(directory / "base"), alone, **settings).result().tokens
     return {name: batch[0] for name, batch in zip(("base", *"abc"), tokens, strict=True)}
@@ -47,7 +47,7 @@ def expected(directory: Path) -> dict[str, list[int]]:
 def server(directory: Path) -> Iterator[ServeProcess]:
     with serving(
         str(directory / "base"), "--backend", "vllm", "--enforce-eager", "--threads", "1", "--block-size", str(BLOCK),
-        "--dtype", "float32", "--max-model-len", "256", "--kv-cache-memory-bytes", str(64 << 20), "--enable-lora",
+        "--dtype", "float32", "--max-model-len", "512", "--kv-cache-memory-bytes", str(64 << 20), "--enable-lora",
         "--max-loras", "2", "--max-lora-rank", "8", "--lora-modules", f"a={directory}/a", "--lora-modules",
         f"b={directory}/b", "--enable-admin-routes", forked=False,
     ) as running:  # fmt: skip
