@@ -242,7 +242,7 @@ def test_integers_beyond_64_bits_in_passed_on_json_are_no_server_error(sim: Serv
         ([], "messages"),
         ([{"role": "wizard", "content": "x"}], "role"),
         ([{"content": "x"}], "role"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}], "content"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}], "images"),
         ([{"role": "user", "content": 5}], "content"),
         ("hello", "messages"),
         ([{"role": "user", "content": "word " * 5000}], "96"),

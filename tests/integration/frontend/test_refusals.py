@@ -243,7 +243,7 @@ def test_prompt_beyond_the_context_is_refused_with_both_lengths(
         ({"messages": [MESSAGE], "stop": ["x"] * 17}, "stop: at most 16 are possible, not 17"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x{y"}}]}]},
-            "messages.0.content.0: 'image_url' is not supported here, only 'text', 'refusal'",
+            "images are not served here: this model, backend or route has text only",
         ),
     ],
 )

