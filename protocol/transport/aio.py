@@ -59,9 +59,7 @@ class AsyncClient:
         loop = asyncio.get_running_loop()
         self._end, self._on_frame = end, _ = loop.create_future(), on_frame
         fds = self._client.fds
-        for (
-            fd
-        ) in fds:  # only meanwhile: an fd stays readable until its events are read, so the loop would spin
+        for fd in fds:  # only meanwhile: an fd is readable until its events are read, so the loop would spin
             loop.add_reader(fd, self._drain)
         self._drain()
         try:

@@ -104,9 +104,7 @@ class Client:
         while ready := self._poller.poll(0):  # the socket is the first in it
             if ready[0][0] is self._monitor.socket:
                 self._read_events()  # frames that arrived before a loss are readable at the next look
-            elif frame := self.socket.recv(
-                zmq.DONTWAIT
-            ):  # an empty one is the server's check of the connection
+            elif frame := self.socket.recv(zmq.DONTWAIT):  # an empty one is a check of the connection
                 if frame.startswith(_REFUSED):
                     self.check_welcome(frame)
                 return frame

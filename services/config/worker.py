@@ -117,15 +117,14 @@ class BackendConfig(ServiceConfig):
     )
 
 
+TIERS = ("kv_offload_dir", "kv_offload_bytes", "kv_peer_address")
 USERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("load_format", "runner", "pooler_config", "hf_overrides"), ("vllm",)),
     "device": ("native", "vllm"),
     "gpu_memory_utilization": ("native", "vllm"),
     "enforce_eager": ("native", "vllm"),
     "dtype": ("native", "vllm"),
-    **dict.fromkeys(
-        ("kv_offload_dir", "kv_offload_bytes", "kv_peer_address", "kv_keeper"), ("native", "sim")
-    ),
+    **dict.fromkeys((*TIERS, "kv_keeper"), ("native", "sim")),
     "threads": ("native", "vllm"),
     **dict.fromkeys(SimulatorConfig.model_fields, ("sim",)),
 }
@@ -146,11 +145,7 @@ class WorkerConfig(SimulatorConfig, BackendConfig):
         """Refuse a setting that the backend would ignore, unless it has the default value."""
         for name, backends in USERS.items():
             if self.backend not in backends and getattr(self, name) != type(self).model_fields[name].default:
-                why = (
-                    _VLLM_TIERS
-                    if name != "kv_keeper" and name.startswith("kv_") and self.backend == "vllm"
-                    else ""
-                )
+                why = _VLLM_TIERS if name in TIERS and self.backend == "vllm" else ""
                 raise ValueError(
                     f"--{name.replace('_', '-')} is a setting of --backend {' and '.join(backends)}; "
                     f"--backend {self.backend} does not use it{why}"

@@ -219,9 +219,8 @@ class KVCacheManager:
         for slot, first, last in zip(rows.tolist(), firsts.tolist(), lasts.tolist(), strict=True):
             request, table = self._slots.request(slot), self.tables[slot]
             hashes = request.block_hashes
-            if (
-                len(hashes) == last - 1 and hashes and request.media is None
-            ):  # the usual case: a decode filled one more block
+            # The usual case: a decode filled one more block
+            if len(hashes) == last - 1 and hashes and request.media is None:
                 newest = history[slot, (last - 1) * size : last * size].tobytes()
                 hashes.append(sha256(hashes[-1] + newest).digest())
             elif len(hashes) < last:

@@ -20,8 +20,9 @@ MAX_PARTS = 1024
 """Parts of a message's content."""
 MAX_PROMPTS = 64
 MAX_TEXT = 4_000_000
-MAX_URL = 1 << 26
 """Characters."""
+MAX_URL = 1 << 26
+"""Characters of an image's data URL."""
 MAX_PROMPT_IDS = 2_000_000
 MAX_MESSAGES = 4096
 MAX_CHOICES = 16
