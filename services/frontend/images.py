@@ -1,5 +1,6 @@
 """The frontend's side of the process of the backend that decodes images and computes the encoder's inputs."""
 
+import asyncio
 import logging
 import os
 import socket
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -79,7 +81,7 @@ def _end(process: "subprocess.Popen[bytes]", connection: Connection) -> None:
 
 class ImageProcessing:
     """Processes the images of one request at a time, in a process that is started when the first ones come, and again
-    after it has died. Thread-safe.
+    after it has died. It belongs to one event loop.
 
     Args:
         directory: of the checkpoint
@@ -87,7 +89,7 @@ class ImageProcessing:
 
     def __init__(self, directory: Path) -> None:
         self._directory = str(directory)
-        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, "images")
         self._process: _ImageProcess | None = None
         self._waiting = 0
 
@@ -95,12 +97,7 @@ class ImageProcessing:
     def is_alive(self) -> bool:
         return self._process is not None and self._process.is_alive
 
-    def check_load(self) -> None:
-        """Raises: APIError, if too many requests wait"""
-        if self._waiting >= MAX_WAITING:
-            raise APIError(429, f"the images of {MAX_WAITING} requests are being processed; try again later")
-
-    def process(self, model: MediaModel, token_ids: list[int], images: list[str]) -> ProcessedImages:
+    async def process(self, model: MediaModel, token_ids: list[int], images: list[str]) -> ProcessedImages:
         """Return the prompt with the positions of its images.
 
         Args:
@@ -108,11 +105,12 @@ class ImageProcessing:
 
         Raises: APIError
         """
+        if self._waiting >= MAX_WAITING:
+            raise APIError(429, f"the images of {MAX_WAITING} requests are being processed; try again later")
+        settings, job = ProcessorSettings(self._directory, model.dtype), ImageJob(pack(token_ids), images)
         self._waiting += 1
         try:
-            job = encode(ImageJob(pack(token_ids), images))
-            with self._lock:
-                outcome = self._run(ProcessorSettings(self._directory, model.dtype), job)
+            outcome = await asyncio.get_running_loop().run_in_executor(self._thread, self._run, settings, job)
         except ValueError:
             raise invalid("the images are too large", "messages") from None
         finally:
@@ -125,7 +123,9 @@ class ImageProcessing:
         log.warning("images could not be processed: %s", outcome.reason)
         raise APIError(500, "the images could not be processed; the log of the server has the reason")
 
-    def _run(self, settings: ProcessorSettings, job: bytes) -> ImagesOutcome:
+    def _run(self, settings: ProcessorSettings, job: ImageJob) -> ImagesOutcome:
+        """Raises: ValueError, if the job is too large"""
+        message = encode(job)
         if self._process is not None and (self._process.settings != settings or not self.is_alive):
             self._process = self._process.close()
         if self._process is None:
@@ -141,7 +141,7 @@ class ImageProcessing:
                 return started
             self._process = process
         try:
-            return self._process.exchange(job, JOB_SECONDS)
+            return self._process.exchange(message, JOB_SECONDS)
         except (EOFError, OSError, ProtocolError):
             self._process = self._process.close()
             return ImagesRefused(

@@ -1,5 +1,6 @@
 """The process that reads images: a crash or a hang ends one request, and the next one gets another process."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ def processing(monkeypatch: pytest.MonkeyPatch) -> ImageProcessing:
 
 
 def process(processing: ImageProcessing, image: str) -> ProcessedImages:
-    return processing.process(MODEL, [1, 2], [image])
+    return asyncio.run(processing.process(MODEL, [1, 2], [image]))
 
 
 def test_a_crash_ends_one_request(processing: ImageProcessing) -> None:
@@ -53,3 +54,15 @@ def test_a_process_that_does_not_start_is_an_error_of_the_server(monkeypatch: py
     with pytest.raises(APIError, match="the log") as raised:
         process(ImageProcessing(Path("model")), "good")
     assert raised.value.status == 500
+
+
+async def test_more_requests_than_may_wait_are_refused(
+    processing: ImageProcessing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(images, "MAX_WAITING", 2)
+    jobs = [processing.process(MODEL, [1, 2], ["good"]) for _ in range(3)]
+    *served, refused = await asyncio.gather(*jobs, return_exceptions=True)
+    assert isinstance(refused, APIError)
+    assert refused.status == 429
+    assert all(isinstance(outcome, ProcessedImages) for outcome in served)
+    assert (await processing.process(MODEL, [1, 2], ["good"])).media.items[0].digest == "good"

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, TypeVar
 
 from protocol.codec import unpack
@@ -35,9 +34,8 @@ class PromptEncoder:
     def __init__(self, model: ServedModel) -> None:
         self._model = model
         self._small = ThreadPoolExecutor(2, "tokenizer")
-        self._of_images = ThreadPoolExecutor(1, "images")
-        self._images = ImageProcessing(model.directory)
         self._large = ThreadPoolExecutor(1, "tokenizer-large")
+        self._images = ImageProcessing(model.directory)
 
     async def for_completion(
         self, body: CompletionRequest, vocab_size: int, max_model_len: int
@@ -71,9 +69,7 @@ class PromptEncoder:
         ids = await self._encode(text, body, vocab_size, max_model_len, "messages")
         if media is None or not (images := image_urls(body)):
             return Prompt(ids)
-        self._images.check_load()
-        process = partial(self._images.process, media, ids, images)
-        found = await asyncio.get_running_loop().run_in_executor(self._of_images, process)
+        found = await self._images.process(media, ids, images)
         return Prompt(unpack(found.token_ids).tolist(), media=found.media)
 
     async def rendered(self, body: ChatRequest, media: MediaModel | None = None) -> str:
