@@ -9,6 +9,8 @@ import queue
 import threading
 import time
 from collections import deque
+from typing import NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +21,8 @@ from services.scheduler.grammar.threads import LoopWakeup, start_thread
 FAILPOINT = "RUNAHEAD_FAILPOINT_MASK_SECONDS"
 WAKE_INTERVAL = 1e-3
 """Seconds. Masks that are made within it are sent together, if more are to be made."""
+QUICK = 5e-4
+"""Seconds. Masks that took no longer are made in the loop the next time."""
 Masks = NDArray[np.int32]
 """int32[masks, ceil(vocab / 32)]"""
 
@@ -45,10 +49,19 @@ class InlineMaskMaker:
 INLINE_MASKS = InlineMaskMaker()
 
 
+class _Job(NamedTuple):
+    ticket: int
+    grammar: Grammar
+    draft_ids: list[int]
+    num_words: int
+    submitted: float
+
+
 class MaskThread:
-    """A `MaskMaker` with a thread of its own, which starts with the first mask. llguidance releases the interpreter's
-    lock while it computes. The public methods belong to the scheduler's thread. An error of the thread is raised by
-    `take`.
+    """A `MaskMaker` that holds the scheduler's loop up for a bounded time only. `wait` makes the masks of grammars whose
+    last mask was quick: another thread would have to take turns with the loop for the interpreter's lock and for a
+    core. All other masks are made by a thread, which starts with the first one. llguidance releases the lock while it
+    computes. The public methods belong to the scheduler's thread. An error of a mask is raised by `take`.
 
     RUNAHEAD_FAILPOINT_MASK_SECONDS is for tests and benchmarks: it makes all masks that many seconds late.
     """
@@ -56,10 +69,15 @@ class MaskThread:
     late = True
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[float, int, Grammar, list[int], int] | None] = queue.SimpleQueue()
-        """Each with the time of its submission."""
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        """For the thread."""
+        self._quick_jobs: deque[_Job] = deque()
+        """For `wait`."""
+        self._quick: WeakSet[Grammar] = WeakSet()
+        """Grammars whose last masks were quick."""
         self._delay = float(os.environ.get(FAILPOINT) or 0)
-        self._made: deque[tuple[int, Masks | Exception]] = deque()
+        self._made: deque[tuple[_Job, Masks | Exception, float]] = deque()
+        """Each with the seconds that it took."""
         self._num_open = 0
         """Masks that were submitted and not taken."""
         self._submitted = 0.0
@@ -73,16 +91,30 @@ class MaskThread:
         return self._wakeup.fileno()
 
     def submit(self, ticket: int, grammar: Grammar, draft_ids: list[int], num_words: int) -> Masks | None:
-        if self._thread is None:
-            self._thread = start_thread(self._run, "masks")
         self._num_open += 1
         self._submitted = time.monotonic()
-        self._jobs.put((self._submitted, ticket, grammar, draft_ids, num_words))
+        job = _Job(ticket, grammar, draft_ids, num_words, self._submitted)
+        if grammar not in self._quick or self._delay:
+            self._hand_over(job)
+        else:
+            if not self._quick_jobs:
+                self._wakeup.set()  # the loop must not sleep before `wait`
+            self._quick_jobs.append(job)
         return None
 
+    def _hand_over(self, job: _Job) -> None:
+        if self._thread is None:
+            self._thread = start_thread(self._run, "masks")
+        self._jobs.put(job)
+
     def wait(self, patience: float, most: float) -> None:
-        """Wait until no mask is being made: for `patience` seconds from the last submission on, and for up to `most`
-        seconds while masks are made so fast that the missing ones take twice as long at most."""
+        """Make quick masks until `most` seconds from the last submission on; the thread makes the rest. Then wait until
+        no mask is being made: for `patience` seconds from the last submission on, and for up to `most` seconds while
+        masks are made so fast that the missing ones take twice as long at most."""
+        while self._quick_jobs and time.monotonic() < self._submitted + most:
+            self._make(self._quick_jobs.popleft())
+        while self._quick_jobs:
+            self._hand_over(self._quick_jobs.popleft())
         while (missing := self._num_open - (made := len(self._made))) > 0:
             now = time.monotonic()
             fast = missing * (now - self._submitted) <= 2 * made * most
@@ -96,10 +128,11 @@ class MaskThread:
         self._wakeup.clear()
         taken = []
         while self._made:
-            ticket, made = self._made.popleft()
+            job, made, seconds = self._made.popleft()
             if isinstance(made, Exception):
                 raise made
-            taken.append((ticket, made))
+            (self._quick.add if seconds <= QUICK else self._quick.discard)(job.grammar)
+            taken.append((job.ticket, made))
         self._num_open -= len(taken)
         return taken
 
@@ -115,13 +148,20 @@ class MaskThread:
         """Make masks. The scheduler's loop is woken when none is left to be made, and every `WAKE_INTERVAL`."""
         woken = 0.0
         while (job := self._jobs.get()) is not None and not self._closed:
-            submitted, ticket, grammar, draft_ids, num_words = job
             if self._delay:
-                time.sleep(max(0.0, submitted + self._delay - time.monotonic()))
-            try:
-                self._made.append((ticket, make_masks(grammar, draft_ids, num_words)))
-            except Exception as error:  # the scheduler's thread raises it
-                self._made.append((ticket, error))
-            if self._jobs.empty() or time.monotonic() - woken > WAKE_INTERVAL:
-                woken = time.monotonic()
+                time.sleep(max(0.0, job.submitted + self._delay - time.monotonic()))
+            made = self._make(job)
+            if self._jobs.empty() or made - woken > WAKE_INTERVAL:
+                woken = made
                 self._wakeup.set()
+
+    def _make(self, job: _Job) -> float:
+        """Make masks. Return the time at the end."""
+        started = time.monotonic()
+        try:
+            masks: Masks | Exception = make_masks(job.grammar, job.draft_ids, job.num_words)
+        except Exception as error:  # the scheduler's thread raises it
+            masks = error
+        ended = time.monotonic()
+        self._made.append((job, masks, ended - started))
+        return ended
