@@ -58,17 +58,23 @@ class _Job(NamedTuple):
 
 
 class MaskThread:
-    """A `MaskMaker` that holds the scheduler's loop up for a bounded time only. `wait` makes the masks of grammars whose
-    last mask was quick: another thread would have to take turns with the loop for the interpreter's lock and for a
-    core. All other masks are made by a thread, which starts with the first one. llguidance releases the lock while it
-    computes. The public methods belong to the scheduler's thread. An error of a mask is raised by `take`.
+    """A `MaskMaker` that holds the scheduler's loop up for a bounded time only.
+
+    `wait` makes the masks of grammars whose last mask was quick: another thread would have to take turns with the loop
+    for the interpreter's lock and for a core. All other masks are made by a thread, which starts with the first one.
+    llguidance releases the lock while it computes. The public methods belong to the scheduler's thread. An error of a
+    mask is raised by `take`.
+
+    Args:
+        quick: seconds of a quick mask.
 
     RUNAHEAD_FAILPOINT_MASK_SECONDS is for tests and benchmarks: it makes all masks that many seconds late.
     """
 
     late = True
 
-    def __init__(self) -> None:
+    def __init__(self, quick: float = QUICK) -> None:
+        self._quick_seconds = quick
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         """For the thread."""
         self._quick_jobs: deque[_Job] = deque()
@@ -131,7 +137,7 @@ class MaskThread:
             job, made, seconds = self._made.popleft()
             if isinstance(made, Exception):
                 raise made
-            (self._quick.add if seconds <= QUICK else self._quick.discard)(job.grammar)
+            (self._quick.add if seconds <= self._quick_seconds else self._quick.discard)(job.grammar)
             taken.append((job.ticket, made))
         self._num_open -= len(taken)
         return taken

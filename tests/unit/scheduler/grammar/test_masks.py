@@ -56,6 +56,46 @@ def test_masks_that_are_made_in_time_are_waited_for() -> None:
     thread.close()
 
 
+class WatchedGrammar(Automaton):
+    def __init__(self, makers: list[threading.Thread]) -> None:
+        super().__init__(3, -1, VOCAB, ())
+        self._makers = makers
+
+    def fill(self, mask: np.ndarray) -> None:
+        self._makers.append(threading.current_thread())
+        super().fill(mask)
+
+
+@pytest.mark.parametrize(("quick", "beside"), [(60.0, [True, False, False]), (0.0, [True, True, True])])
+def test_masks_of_a_quick_grammar_are_made_by_the_thread_that_waits(quick: float, beside: list[bool]) -> None:
+    """The first one is made beside it, as nobody knows how long it takes."""
+    makers = list[threading.Thread]()
+    thread, grammar = MaskThread(quick), WatchedGrammar(makers)
+    for ticket in (1, 2, 3):
+        thread.submit(ticket, grammar, [], WORDS)
+        assert select.select([thread.fileno()], [], [], 10)[0]  # or the loop would sleep before it waits
+        thread.wait(10.0, 10.0)
+        assert [ticket] == [ticket for ticket, _ in thread.take()]
+    thread.close()
+    assert [maker is not threading.current_thread() for maker in makers] == beside
+
+
+def test_quick_masks_hold_the_loop_up_for_a_bounded_time() -> None:
+    """A mask for which no time is left goes to the thread, which here makes another one."""
+    thread, grammar, held = MaskThread(60.0), Automaton(3, -1, VOCAB, ()), HeldGrammar()
+    thread.submit(1, grammar, [], WORDS)
+    thread.wait(10.0, 10.0)
+    thread.take()
+    thread.submit(2, held, [], WORDS)
+    thread.submit(3, grammar, [], WORDS)
+    thread.wait(0.0, 0.0)
+    assert thread.take() == []
+    held.released.set()
+    thread.wait(10.0, 10.0)
+    assert [ticket for ticket, _ in thread.take()] == [2, 3]
+    thread.close()
+
+
 class HeldGrammar(Automaton):
     """A grammar whose mask is made when the test releases it."""
 
