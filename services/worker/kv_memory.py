@@ -3,8 +3,8 @@
 It is memory of this process, or shared memory without a file's name of a keeper (services/kv_keeper.py): then it
 outlives the process, too, and the next worker maps it again. Its content is a header, the table of names, the pins of
 the scheduler, and the data that the backend takes. It can be left at any byte by a process that is killed: the header
-is valid last, and an entry of the table counts only while its number is set, which is written after the name and
-cleared before the name changes.
+is valid last, an entry of the table counts only while its number is set, which is written after the name and cleared
+before the name changes, and pins are written beside those of before.
 """
 
 import hashlib
@@ -23,6 +23,7 @@ from protocol.codec import Decoder, ProtocolError, encode, pack, unpack
 from protocol.steps import KeepPins, LoadBlocks, ReleaseSlots, SchedulerOutput
 from services import release
 from services.kv_keeper import KV_KEEPER, KeptMemory
+from services.worker.two_copies import TwoCopies
 
 log = logging.getLogger("runahead.worker")
 
@@ -33,10 +34,9 @@ SLACK = 16 * PAGE
 """Bytes for the rounding of the parts that are taken."""
 _FILLING = threading.Lock()
 """Held while a block is filled for a load, and while blocks are given away."""
-_HEADER = np.dtype(
-    [("valid", "<u8"), ("identity", "V32"), ("num_blocks", "<u8"), ("size", "<u8"), ("pins", "<u8")]
-)
-"""`pins`: bytes of the pins; 0: there are none, or they are being written."""
+_FORMAT = 2
+"""Format of the memory."""
+_HEADER = np.dtype([("valid", "<u8"), ("identity", "V32"), ("num_blocks", "<u8"), ("size", "<u8")])
 _PINS = Decoder[KeepPins](KeepPins)
 
 
@@ -175,8 +175,8 @@ class KVMemory:
         self.names: BlockNames | None = None
         """None: no cache, or one of a backend that keeps none."""
         self._pins: KeepPins | None = None
-        self._kept_pins = memoryview(b"")
-        """Their copy in the memory, of any size."""
+        self._kept_pins: TwoCopies | None = None
+        """The pins in the memory; None: there is no cache."""
         self.content = ""
         """Everything that the content of a block depends on beside tokens and the values of the weights, set by the
         backend when it has loaded; "": blocks are not in this memory."""
@@ -244,23 +244,20 @@ class KVMemory:
     @property
     def pins(self) -> KeepPins | None:
         """Pins of the scheduler, for the next one."""
-        if self._pins is None and self._map is not None and (size := int(self._header(self._map)["pins"])):
+        if self._pins is None and self._kept_pins is not None and (frame := self._kept_pins.read()):
             with suppress(ProtocolError):
-                self._pins = _PINS.decode(bytes(self._kept_pins[:size]))
+                self._pins = _PINS.decode(frame)
         return self._pins
 
     @pins.setter
     def pins(self, pins: KeepPins) -> None:
         self._pins = pins
-        if self._map is None:
-            return
-        header, frame = self._header(self._map), encode(pins)
-        header["pins"] = 0
-        if len(frame) > len(self._kept_pins):
-            log.warning("pins of %d bytes do not outlive this process: there is no room", len(frame))
-            return
-        self._kept_pins[: len(frame)] = frame
-        header["pins"] = len(frame)
+        if self._kept_pins is not None:
+            try:
+                self._kept_pins.write(encode(pins))
+            except ValueError as error:
+                log.warning("pins do not outlive this process: there is no room: %s", error)
+                self._kept_pins.write(b"")
 
     def held(self) -> NamedBlocks | None:
         """Return the whole blocks of the cache that was found; None: there is none."""
@@ -332,8 +329,7 @@ class KVMemory:
         log.warning("the KV cache is dropped: a step may still write to it")
         if self._map is not None:
             self._header(self._map)["valid"] = 0
-        self._map, self.names, self._descriptor, self._parts = None, None, -1, []
-        self._kept_pins = memoryview(b"")
+        self._map, self.names, self._descriptor, self._parts, self._kept_pins = None, None, -1, [], None
         self._abandoned, self._keeper = self._keeper, None
 
     def _open(self, block_size: int, groups: int) -> None:
@@ -341,12 +337,12 @@ class KVMemory:
         n = int(self._header(self._map)["num_blocks"])
         numbers = np.frombuffer(self._map, np.uint64, n, PAGE)
         names = np.frombuffer(self._map, np.uint8, n * NAME_BYTES, PAGE + _up(8 * n))
-        self._kept_pins = memoryview(self._map)[_data_at(n) - _pin_bytes(n) : _data_at(n)]
+        self._kept_pins = TwoCopies(memoryview(self._map)[_data_at(n) - _pin_bytes(n) : _data_at(n)])
         self.names = BlockNames(numbers, names.reshape(n, NAME_BYTES), block_size, groups)
 
     def _free(self) -> None:
         """Give the memory back. Nobody reads the cache any more."""
-        self._map, self.names, self._parts, self._kept_pins = None, None, [], memoryview(b"")
+        self._map, self.names, self._parts, self._kept_pins = None, None, [], None
         if self._descriptor >= 0:
             os.ftruncate(self._descriptor, 0)
 
@@ -357,12 +353,13 @@ class KVMemory:
 
 def _digest(identity: str) -> bytes:
     """The memory may be that of another release."""
-    return hashlib.sha256(f"{release.version()} {identity}".encode()).digest()
+    return hashlib.sha256(f"{_FORMAT} {release.version()} {identity}".encode()).digest()
 
 
 def _pin_bytes(num_blocks: int) -> int:
-    """Return the room for pins. Those of different prefixes fit; only pages that are written take memory."""
-    return _up(2 * NAME_BYTES * num_blocks) + 64 * PAGE
+    """Return the room for both copies of the pins. Those of different prefixes fit; only pages that are written take
+    memory."""
+    return 2 * (_up(2 * NAME_BYTES * num_blocks) + 64 * PAGE)
 
 
 def _data_at(num_blocks: int) -> int:

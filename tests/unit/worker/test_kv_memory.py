@@ -134,3 +134,58 @@ def test_memory_that_a_thread_may_still_write_is_given_up(kept: OneMemory) -> No
     assert KVMemory(kept).find("model", BLOCK_SIZE) == 0
     assert memory.begin("model", BLOCK_SIZE, BLOCKS, BLOCK_BYTES) == BLOCKS
     assert KVMemory(kept).find("model", BLOCK_SIZE) == 0, "its memory is its own from now on"
+
+
+def pinned(*names: str) -> KeepPins:
+    return KeepPins(1, BLOCK_SIZE, [KeptPin(name, "owner", os.urandom(NAME_BYTES)) for name in names])
+
+
+def test_pins_that_were_written_in_part_leave_those_of_before(kept: OneMemory) -> None:
+    """The process is killed at any byte of the third write, and at any byte of the one that its successor makes."""
+
+    def content() -> bytes:
+        return os.pread(kept.descriptor, os.fstat(kept.descriptor).st_size, 0)
+
+    def found() -> KeepPins | None:
+        memory = KVMemory(kept)
+        memory.find("model", BLOCK_SIZE)
+        return memory.pins
+
+    def torn(before: bytes, after: bytes) -> Iterator[bool]:
+        """Leave each part of a write, in either direction. Yield whether it was the whole one."""
+        changed = [at for at, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
+        for order in (changed, changed[::-1]):
+            os.pwrite(kept.descriptor, before, 0)
+            for count, at in enumerate(order, 1):
+                yield False
+                os.pwrite(kept.descriptor, after[at : at + 1], at)
+                assert count < len(order) or content() == after
+            yield True
+
+    memory = begun(kept)
+    sets = [pinned("one"), pinned("one", "two"), pinned(), pinned("three", "four")]
+    for pins in sets[:2]:
+        memory.pins = pins
+    before = content()
+    memory.pins = sets[2]
+    for is_whole in torn(before, content()):
+        state = content()
+        assert found() == sets[2 if is_whole else 1]
+        successor = KVMemory(kept)
+        successor.find("model", BLOCK_SIZE)
+        successor.pins = sets[3]
+        assert found() == sets[3], "the torn copy is the one that is written again"
+        os.pwrite(kept.descriptor, state, 0)
+    os.pwrite(kept.descriptor, before, 0)
+    begun(kept).pins = sets[3]
+    assert sum(found() == sets[3] for _ in torn(before, content())) == 2
+
+
+def test_pins_without_room_do_not_outlive_the_process(kept: OneMemory) -> None:
+    memory = begun(kept)
+    memory.pins = pinned("one")
+    memory.pins = many = KeepPins(1, BLOCK_SIZE, [KeptPin("x" * 200, "y" * 200, b"")] * 1024)
+    assert memory.pins == many
+    after = KVMemory(kept)
+    after.find("model", BLOCK_SIZE)
+    assert after.pins is None
