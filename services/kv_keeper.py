@@ -17,7 +17,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,10 +37,59 @@ _DIGEST_BYTES, _DROP = 32, b"drop"
 class _Memory:
     digest: bytes
     descriptor: int
-    owner: socket.socket | None
+    owner: Hashable | None
     """None: the worker has ended."""
     left: float = 0.0
     """When it ended, seconds on the monotonic clock."""
+
+
+class Memories:
+    """Memories of a keeper. Each has one owner at a time, or none."""
+
+    def __init__(self) -> None:
+        self._memories: list[_Memory] = []
+
+    @property
+    def owners(self) -> set[Hashable]:
+        return {memory.owner for memory in self._memories}
+
+    @property
+    def oldest(self) -> float | None:
+        """When the first one of those without an owner was left; None: all have one."""
+        return min((memory.left for memory in self._memories if memory.owner is None), default=None)
+
+    def claim(self, owner: Hashable, digest: bytes) -> int:
+        """Return a descriptor of the memory that was left last under this digest, else of an empty one. The memory
+        that the owner had is freed: it uses that no more. Raises: OSError"""
+        self.end(owner, is_over=True)
+        found = [memory for memory in self._memories if memory.owner is None and memory.digest == digest]
+        if not found:
+            self.free()
+            found = [_Memory(digest, os.memfd_create("runahead-kv"), None)]
+            self._memories += found
+        memory = max(found, key=lambda memory: memory.left)
+        memory.owner = owner
+        return memory.descriptor
+
+    def end(self, owner: Hashable, is_over: bool = False) -> None:
+        """The owner has ended. `is_over`: it lives, and uses the memory no more."""
+        for memory in [memory for memory in self._memories if memory.owner == owner]:
+            memory.owner, memory.left = None, time.monotonic()
+            if is_over or not os.fstat(memory.descriptor).st_size:
+                self._close(memory)
+
+    def free(self, before: float = float("inf")) -> None:
+        """Free memory whose owner ended before this time."""
+        for memory in [m for m in self._memories if m.owner is None and m.left <= before]:
+            self._close(memory)
+
+    def close(self) -> None:
+        for memory in [*self._memories]:
+            self._close(memory)
+
+    def _close(self, memory: _Memory) -> None:
+        self._memories.remove(memory)
+        os.close(memory.descriptor)
 
 
 class Keeper:
@@ -57,7 +106,7 @@ class Keeper:
         prepare_path(path)
         path.unlink(missing_ok=True)  # of a keeper that was killed
         self._path, self._seconds = path, seconds
-        self._memories: list[_Memory] = []
+        self._memories = Memories()
         self._peers: set[socket.socket] = set()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.setblocking(False)
@@ -82,20 +131,17 @@ class Keeper:
                 if self._listener in ready and (accepted := self._accept()) is not None:
                     selector.register(accepted, selectors.EVENT_READ)
                 if self._seconds_left() == 0:
-                    self._free(time.monotonic() - self._seconds)
+                    self._memories.free(time.monotonic() - self._seconds)
         self._path.unlink(missing_ok=True)
         for peer in (self._listener, *self._peers):
             peer.close()
-        for memory in self._memories:
-            os.close(memory.descriptor)
+        self._memories.close()
 
     def _seconds_left(self) -> float | None:
         """Return the seconds until memory is freed; None: there is none without an owner, or a worker loads."""
-        owners = [memory.owner for memory in self._memories]
-        left = [memory.left for memory in self._memories if memory.owner is None]
-        if not left or any(peer not in owners for peer in self._peers):
+        if (oldest := self._memories.oldest) is None or not self._peers <= self._memories.owners:
             return None
-        return max(0.0, min(left) + self._seconds - time.monotonic())
+        return max(0.0, oldest + self._seconds - time.monotonic())
 
     def _accept(self) -> socket.socket | None:
         with contextlib.suppress(OSError):  # it has left
@@ -114,47 +160,19 @@ class Keeper:
         """Return False if the peer has sent nonsense or has left."""
         try:
             if message == _DROP:
-                self._free()
+                self._memories.free()
                 return bool(peer.send(_DROP))
             if len(message) != _DIGEST_BYTES:
                 return False
-            self._end_claim(peer, is_over=True)
-            memory = self._memory(message)
-            memory.owner = peer
-            return bool(socket.send_fds(peer, [message], [memory.descriptor]))
+            return bool(socket.send_fds(peer, [message], [self._memories.claim(peer, message)]))
         except OSError as error:
             log.warning("a worker gets no KV memory: %s", error)
             return False
 
-    def _memory(self, digest: bytes) -> _Memory:
-        """Return the memory that was left last under this digest, else an empty one. Raises: OSError"""
-        found = [memory for memory in self._memories if memory.owner is None and memory.digest == digest]
-        if found:
-            return max(found, key=lambda memory: memory.left)
-        self._free()
-        self._memories.append(_Memory(digest, os.memfd_create("runahead-kv"), None))
-        return self._memories[-1]
-
     def _end(self, peer: socket.socket) -> None:
-        self._end_claim(peer)
+        self._memories.end(peer)
         self._peers.discard(peer)
         peer.close()
-
-    def _end_claim(self, peer: socket.socket, is_over: bool = False) -> None:
-        """`is_over`: the worker lives, and uses the memory no more."""
-        for memory in [memory for memory in self._memories if memory.owner is peer]:
-            memory.owner, memory.left = None, time.monotonic()
-            if is_over or not os.fstat(memory.descriptor).st_size:
-                self._close(memory)
-
-    def _free(self, before: float = float("inf")) -> None:
-        """Free memory whose owner ended before this time."""
-        for memory in [m for m in self._memories if m.owner is None and m.left <= before]:
-            self._close(memory)
-
-    def _close(self, memory: _Memory) -> None:
-        self._memories.remove(memory)
-        os.close(memory.descriptor)
 
 
 @contextlib.contextmanager

@@ -45,7 +45,13 @@ def kill_all(server: ServeProcess) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [(*SIM, "--tensor-parallel-size", "2"), NATIVE], ids=["two ranks", "demo model"]
+    "layout",
+    [
+        (*SIM, "--tensor-parallel-size", "2"),
+        NATIVE,
+        *(pytest.param((*SIM, "--batch-queue-depth", depth), marks=pytest.mark.soak) for depth in "13"),
+    ],
+    ids=["two ranks", "demo model", "depth 1", "depth 3"],
 )
 def test_the_next_server_adopts_the_blocks_of_one_that_was_killed(
     layout: tuple[str, ...], tmp_path: Path

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from protocol.block_names import NamedBlocks
 from protocol.requests import FinishReason
 from protocol.sampling import Pooling
 from services.scheduler.core.apply import ResultApplier
@@ -457,6 +458,8 @@ def whole_one_step_too_early(note: Any, self: KVCacheManager, rows: Any, confirm
 
 
 TIER_FAULTS = FaultList()
+SELDOM = {"pins_that_do_not_fit_stay"}
+"""Faults that take many seeds to show."""
 
 
 @TIER_FAULTS.add("planner", "load")
@@ -506,6 +509,16 @@ def pins_may_take_all_blocks(add: Any, self: Pins, pin: Any, kv: Any, limits: An
     add(self, pin, kv, dataclasses.replace(limits, max_model_len=1))
 
 
+@TIER_FAULTS.add("pins", "release")
+def pins_keep_the_blocks_of_a_lost_epoch(release: Any, self: Pins, kv: Any) -> None:
+    """The next epoch gives these blocks to others."""
+
+
+@TIER_FAULTS.add("pins", "fit")
+def pins_that_do_not_fit_stay(fit: Any, self: Pins, limits: Any) -> None:
+    """The next epoch's cache may be smaller."""
+
+
 @TIER_FAULTS.add("lifecycle", "drop_blocks")
 def a_load_outlives_a_drop(drop: Any, self: Any, names: Any) -> Any:
     return self.epoch.kv.drop(names)
@@ -516,7 +529,13 @@ def the_last_dropped_block_stays(drop: Any, self: Any, names: Any) -> Any:
     return drop(self, names[:-1])
 
 
-@pytest.mark.parametrize("fault", TIER_FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, id=fault.name, marks=pytest.mark.soak if fault.name in SELDOM else ())
+        for fault in TIER_FAULTS
+    ],
+)
 def test_fault_of_loads_is_caught(fault: Fault) -> None:
     assert_caught(fault, tier=True)
 
@@ -542,6 +561,22 @@ def _ended(names: BlockNames) -> int:
 
 def test_a_worker_that_serves_blocks_of_steps_in_flight_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockNames, "executed", property(_ended, lambda names, step: None), raising=False)
+    runs = ((seed, depth) for seed in range(30) for depth in draw(seed).depths[:3])
+    with pytest.raises(AssertionError, match=r"prefix-cache content|foreign or unwritten KV"):
+        deque(starmap(play_peers, runs), maxlen=0)
+
+
+def test_a_worker_that_leaves_blocks_that_are_not_confirmed_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next epoch adopts blocks that a step in flight was to complete."""
+
+    def held(names: BlockNames) -> NamedBlocks | None:
+        names._numbers[names._completed > 0] = 1  # noqa: SLF001
+        return whole(names)
+
+    whole = BlockNames.held
+    monkeypatch.setattr(BlockNames, "held", held)
     runs = ((seed, depth) for seed in range(30) for depth in draw(seed).depths[:3])
     with pytest.raises(AssertionError, match=r"prefix-cache content|foreign or unwritten KV"):
         deque(starmap(play_peers, runs), maxlen=0)

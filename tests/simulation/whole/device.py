@@ -30,7 +30,7 @@ from tests.simulation.whole.stage import (
     RankOracle,
     StageOutput,
 )
-from tests.simulation.whole.tier import OracleMemory
+from tests.simulation.whole.tier import OracleMemory, SimulatedKeeper
 
 VOCAB = 64
 MAX_MODEL_LEN = 96
@@ -131,12 +131,13 @@ class SimulatedDevice:
         foresight: Foresight,
         poisons: Mapping[str, Poison],
         happened: Counter[str],
+        keeper: SimulatedKeeper | None,
     ) -> None:
-        """`poisons`: by external id of the request."""
+        """`poisons`: by external id of the request. `keeper`: None: KV memory ends with its process."""
         self._hub, self._process, self._collectives = hub, process, collectives
         self._traits, self._foresight, self._happened = traits, foresight, happened
         self._poisons = poisons
-        self.kv_memory = OracleMemory()
+        self.kv_memory = OracleMemory(keeper, process)
         self.num_loads = 0
         """Number of times that weights were read."""
         self.hangs = False
@@ -157,7 +158,12 @@ class SimulatedDevice:
         self._in_canary = False
         self._aborted = False
         self._on_abort = Waiters()
-        process.on_end.append(self._leave_meetings)
+        process.on_end += [self._leave_meetings, self._tear]
+
+    def _tear(self) -> None:
+        """Steps in flight have written anything."""
+        if self._stage is not None and self._assignment is not None and not self._assignment.shard.tp_rank:
+            self._stage.oracle.tear(self._stage.last_whole)
 
     def _leave_meetings(self) -> None:
         if self._assignment is not None:
@@ -182,6 +188,8 @@ class SimulatedDevice:
             self.shard = assignment.shard
         self._together("join", 0, assignment.world_size)
         blocks = self.kv_memory.find(_identity(assignment), assignment.block_size) or self._traits.num_blocks
+        left = not self.num_steps and self.kv_memory.held() is not None
+        self._happened["blocks of a lost worker found"] += left
         return Loaded(
             "hash", VOCAB, MAX_MODEL_LEN, 64, blocks, True, hidden_size=HIDDEN_SIZE, num_loads=self.num_loads
         )
@@ -264,8 +272,7 @@ class SimulatedDevice:
         self._leave_meetings()
         if self._stage is not None:
             self._stage.end()
-            if self._assignment is not None and not self._assignment.shard.tp_rank:
-                self._stage.oracle.tear(self._stage.last_whole)
+            self._tear()
         self._stage, self._in_canary = None, False
 
     def abort(self) -> None:

@@ -221,7 +221,8 @@ def play(seed: int, trace: Callable[[str], None] | None = None) -> System:
     """Run one seed. Raises: AssertionError"""
     rng = Random(seed)
     poisoned = rng.choice(POISONED)
-    system = System(seed, replace(layout(rng, poisoned), has_tier=seed % 5 == 0), trace)
+    outlives = {"has_tier": seed % 5 == 0, "has_keeper": seed % 3 == 0}
+    system = System(seed, replace(layout(rng, poisoned), **outlives), trace)
     noisy = seed % 2 == 1
     system.hub.log("seed", seed, "noisy" if noisy else "orderly", poisoned, system.layout)
     with system.libraries():

@@ -44,7 +44,7 @@ from tests.simulation.whole.device import (
 from tests.simulation.whole.grammars import SimulatedCompiler, SimulatedMaskThread
 from tests.simulation.whole.hub import Hub, Killed, Primitives, SimulatedProcess
 from tests.simulation.whole.network import SimulatedNetwork, Speeds, Wakeup
-from tests.simulation.whole.tier import SlowTier
+from tests.simulation.whole.tier import SimulatedKeeper, SlowTier
 
 CLIENTS, WORKERS = "tcp://127.0.0.1:7001", "tcp://127.0.0.1:7002"
 SILENCE = 4.0
@@ -84,6 +84,8 @@ class Layout:
     speeds: Speeds = field(default_factory=Speeds)
     has_tier: bool = False
     """Workers write whole blocks to a tier, which outlives all processes, and load them."""
+    has_keeper: bool = False
+    """KV memory outlives its worker."""
 
     @property
     def num_ranks(self) -> int:
@@ -138,6 +140,7 @@ class System:
         """Requests that take down workers, by name."""
         self.tiers: dict[str, dict[bytes, bytes]] = {}
         """Blocks by name, by the identity of the rank that wrote them."""
+        self.keeper = SimulatedKeeper() if layout.has_keeper else None
         self.lethal: dict[str, int] = {}
         """Grammars that take down the scheduler, with the number of tokens after which they do."""
         self._incarnation = 1_000_000
@@ -214,7 +217,14 @@ class System:
             layout.num_blocks, layout.load_seconds, layout.step_seconds, layout.leaves_rows_out
         )
         device = SimulatedDevice(
-            self.hub, process, self.collectives, traits, self._future, self.poisons, self.happened
+            self.hub,
+            process,
+            self.collectives,
+            traits,
+            self._future,
+            self.poisons,
+            self.happened,
+            self.keeper,
         )
         worker = WorkerProcess(process, device)
         self.workers.append(worker)
@@ -415,6 +425,8 @@ class System:
             scheduler.end(-15)
         self.hub.failures.clear()
         self.hub.run(0.0)
+        if self.keeper is not None:
+            self.keeper.memories.close()
 
 
 class SimulatedListener:

@@ -5,16 +5,18 @@ from typing import Any
 
 import pytest
 
+from protocol.block_names import NamedBlocks
 from services.frontend.engine.connection import SchedulerConnection
 from services.frontend.engine.ledger import Holder, LedgerEntry, RequestLedger
 from services.scheduler.core.lifecycle import Lifecycle
 from services.scheduler.io.frontends import FrontendConnections
 from services.scheduler.leases import Leadership
+from services.worker.kv_memory import BlockNames
 from services.worker.session import Session
 from tests.simulation.whole.device import SimulatedDevice
 from tests.simulation.whole.faults import play
 
-SEEDS = (156, 243, *range(70, 140))
+SEEDS = (48, 156, 243, *range(70, 140))
 Patch = pytest.MonkeyPatch
 
 
@@ -94,6 +96,17 @@ def tokens_in_flight_count_after_a_loss(patch: Patch) -> None:
     patch.setattr(Lifecycle, "void", broken)
 
 
+def names_count_before_their_number_is_written(patch: Patch) -> None:
+    """Also those of blocks that a killed worker was to write."""
+    held = BlockNames.held
+
+    def broken(self: BlockNames) -> NamedBlocks | None:
+        self._numbers[self._names.any(1)] = 1
+        return held(self)
+
+    patch.setattr(BlockNames, "held", broken)
+
+
 MUTANTS: list[Callable[[Patch], None]] = [
     requests_are_not_submitted_again,
     a_token_with_any_index_is_stored,
@@ -105,6 +118,7 @@ MUTANTS: list[Callable[[Patch], None]] = [
     old_plans_are_executed,
     weights_are_read_for_every_scheduler,
     tokens_in_flight_count_after_a_loss,
+    names_count_before_their_number_is_written,
 ]
 
 

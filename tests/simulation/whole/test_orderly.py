@@ -36,6 +36,7 @@ MUST_HAPPEN = [
     "scheduler status 8",
     "steps sampled without rows",
     "blocks loaded",
+    "blocks of a lost worker found",
     "requests done",
     "requests left",
     "requests broken",

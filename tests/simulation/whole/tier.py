@@ -1,24 +1,70 @@
-"""A tier of the simulated system: the KV memory of a simulated rank as bytes, and blocks that outlive every process."""
+"""KV blocks of the simulated system that outlive processes: a tier, and the memory of a keeper."""
 
+import os
 from collections import Counter
 
+from services.kv_keeper import KeptMemory, Memories
 from services.worker.kv_memory import KVMemory
 from services.worker.tiers.changes import TierChanges
 from tests.simulation.oracle import TORN
-from tests.simulation.whole.hub import Hub
+from tests.simulation.whole.hub import Hub, SimulatedProcess
 
+KV = list[list[int | None]]
 WIDTH = 9
 """Bytes of a position: a hash, TORN, or BLANK."""
 BLANK = -2
 
 
+class SimulatedKeeper:
+    """The memories of a keeper, and the blocks of the oracles that belong to each."""
+
+    def __init__(self) -> None:
+        self.memories = Memories()
+        self.kv: dict[int, KV] = {}
+        """By inode of the memory."""
+
+
+class Claim(KeptMemory):
+    """A worker's connection to the keeper; the end of the process ends it."""
+
+    def __init__(self, keeper: SimulatedKeeper, process: SimulatedProcess) -> None:
+        self.keeper, self._process, self._last = keeper, process, -1
+        process.on_end.append(self._end)
+
+    def connect(self) -> None: ...
+
+    def claim(self, digest: bytes) -> int:
+        self._last = os.dup(self.keeper.memories.claim(self._process, digest))
+        return self._last
+
+    def drop(self) -> None:
+        self.keeper.memories.free()
+
+    def _end(self) -> None:
+        self.keeper.memories.end(self._process)
+        if self._last >= 0:  # the caller has closed those before
+            os.close(self._last)
+
+
 class OracleMemory(KVMemory):
     """The blocks of an oracle, which has a hash at each position."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.kv: list[list[int | None]] = []
+    def __init__(self, keeper: SimulatedKeeper | None, process: SimulatedProcess) -> None:
+        super().__init__(None if keeper is None else Claim(keeper, process))
         self.content = "oracle"
+        self._all: dict[int, KV] = {} if keeper is None else keeper.kv
+
+    @property
+    def kv(self) -> KV:
+        return self._all.get(self._place, [])
+
+    @kv.setter
+    def kv(self, kv: KV) -> None:
+        self._all[self._place] = kv
+
+    @property
+    def _place(self) -> int:
+        return os.fstat(self._descriptor).st_ino if self._descriptor >= 0 else id(self)
 
     @property
     def block_bytes(self) -> int:
