@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import psutil
 
 from services.worker.tiers.disk import TEMPORARY
@@ -87,7 +88,10 @@ async def _round(
         if expected:
             load.model = (await client.models.list()).data[0].id
         else:
-            await load.learn()
+            try:
+                await load.learn()
+            except openai.APIError as error:
+                return with_log([f"before the first fault: {error}"], server)
             expected.update(load.expected)
         until = time.monotonic() + seconds
         streams = [asyncio.create_task(load.stream(index, until)) for index in range(PROMPTS)]
