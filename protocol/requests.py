@@ -126,6 +126,9 @@ class CacheAction(enum.IntEnum):
     DROP = 3
     """The blocks with these names, or with those of a pin that ends, are found no more: neither in the cache nor in
     tiers."""
+    LOAD = 4
+    """Blocks with these names that the cache lacks are loaded from tiers and other engines, for a request to come. For
+    schedulers with `EngineState.loads_ahead`."""
 
 
 class ControlCache(msgspec.Struct, array_like=True, frozen=True, tag="control_cache"):
@@ -140,6 +143,8 @@ class ControlCache(msgspec.Struct, array_like=True, frozen=True, tag="control_ca
     """Digest of the API key whose requests find a new pin's prefix; "": there are no keys."""
     names: bytes = b""
     """uint8[blocks, NAME_BYTES]: consecutive blocks of a prefix from its start (protocol.block_names)"""
+    kv_peers: Annotated[list[Text], msgspec.Meta(max_length=MAX_ITEMS)] = []
+    """`EngineState.kv_peers` of another engine that may have blocks to load."""
 
 
 class PinnedPrefix(msgspec.Struct, array_like=True, frozen=True):
@@ -277,6 +282,8 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     """A model that generates no text; None: it generates text."""
     media: MediaModel | None = None
     """None: images are refused."""
+    loads_ahead: bool = False
+    """True: the scheduler knows `CacheAction.LOAD`."""
 
 
 ClientMessage = GenerateRequest | AbortRequest | Subscribe | FrontendAlive | ResetPrefixCache | ControlCache

@@ -45,6 +45,9 @@ class CacheControl:
                 case CacheAction.UNPIN:
                     engine.unpin(message.pin)
                     log.info("prefix unpinned: %s", message.pin)
+                case CacheAction.LOAD:
+                    engine.load_ahead(names, message.kv_peers)
+                    return None
                 case CacheAction.DROP:
                     if not started.drops_blocks:
                         raise PinRefused("workers of an older version cannot drop blocks; replace them")

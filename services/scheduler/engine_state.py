@@ -45,6 +45,7 @@ class StateReports:
             pids=[os.getpid(), *group.pids],
             kv_peers=[*started.kv_peers] if started else [],
             controls_cache=True,
+            loads_ahead=True,
             pooling=loaded.pooling if loaded else None,
             media=loaded.media if loaded else None,
         )

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import takewhile
 from random import Random
 
 import msgspec
@@ -132,6 +133,7 @@ class _Player:
         self.of_memory = Random(f"memory/{seed}/{world.depth}")
         self.of_tier = Random(f"tier/{seed}/{world.depth}")
         self.of_pins = Random(f"pins/{seed}/{world.depth}")
+        self.of_ahead = Random(f"ahead/{seed}/{world.depth}")
         self.patience = self.of_tier.choice((0.1, 0.5, 0.9))
         self.peer: _Player | None = None
         """Engine that this one fetches blocks from."""
@@ -204,9 +206,19 @@ class _Player:
                     tier.fill(load, world.names, world.worker.kv, rng.random() < 0.05)
             if rng.random() < (self.patience if load.is_over else 0.05):
                 world.report_load(load)
-        if len(world.store.loading) and rng.random() < 0.02:
+        if self.peer is not None and self.peer.world.streams and self.of_ahead.random() < 0.2:
+            self._load_ahead(self.peer.world)
+        if world.store.loading.under_way and rng.random() < 0.02:
             world.log("loads take too long")
             world.engine.advance(world.store.now + 30.0)
+
+    def _load_ahead(self, peer: World) -> None:
+        """Load a part of a prompt that the peer computes, or has computed."""
+        stream = self.of_ahead.choice(peer.streams[-4:])
+        names, known = peer.names_of(stream, self.of_ahead.choice((1, 2, 1000))), peer.checker.known
+        names = [*takewhile(known.__contains__, names)]
+        self.world.checker.known.update({name: known[name] for name in names})
+        self.world.load_ahead(names)
 
     def _pins(self) -> None:
         """Pin, unpin and drop prefixes of requests that came, if the workers have a tier."""

@@ -178,7 +178,7 @@ class Checker:
         demand(not epoch.kv.pool.by_hash, "epoch void", "blocks of lost workers can be hit")
         demand(epoch.kv.num_free == epoch.limits.num_blocks, "epoch void", "blocks are held")
         demand(len(epoch.slots.free) == epoch.limits.num_slots, "epoch void", "slots are held")
-        demand(not len(self.engine.store.loading), "epoch void", "loads remain")
+        demand(not self.engine.store.loading.under_way, "epoch void", "loads remain")
         demand(not epoch.released, "epoch void", "lost workers would be notified of slots")
         gated = [request.number for request in self.waiting if request.stale_rows]
         demand(not gated, "resume gate", f"{gated} wait for rows that will never come")
@@ -402,7 +402,8 @@ class Checker:
                 holders.update(held)
         for load in self.engine.store.loading:
             elsewhere = any(request.slot >= 0 or request in list(self.waiting) for request in load.requests)
-            demand(bool(load.requests) and not elsewhere, "loaded block", "a request is in two places")
+            waits = bool(load.requests) or load.is_ahead
+            demand(waits and not elsewhere, "loaded block", "a request is in two places")
             holders.update(load.prefix + load.blocks)
         holders.update(self._check_pins())
         demand(
@@ -454,8 +455,11 @@ class Checker:
             before = len(self._pinned.get(pin.id, ()))
             demand(len(pin.table) >= before, "pinned block", f"{pin.id} has fewer blocks than before")
         blocks = [block for pin in pins.values() for block in pin.blocks]
+        names = {name for pin in pins.values() for name in pin.names}
         demand(
-            len(set(blocks)) <= epoch.limits.most_pinned, "pinned block", "the longest request does not fit"
+            len(names) * groups <= epoch.limits.most_pinned,
+            "pinned block",
+            "the longest request does not fit",
         )
         self._pinned = {pin.id: pin.table for pin in pins.values()}
         return blocks

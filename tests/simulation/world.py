@@ -420,6 +420,12 @@ class World:
         )
         self._transition()
 
+    def load_ahead(self, names: list[bytes]) -> None:
+        """Let the workers load a prefix of a request to come, with the next step."""
+        self.log("load ahead", len(names))
+        self.engine.load_ahead(names, ["peer"])
+        self._transition()
+
     def restart(self, policy: BatchingPolicy, seed: int) -> None:
         """Restart the empty core, as the service does for a recording."""
         self.policy = WatchedPolicy(policy)
@@ -621,7 +627,7 @@ class World:
         assert queued == list(range(self.epoch.ledger.oldest, self.epoch.next_step)), (
             "ledger: it differs from the batch queue"
         )
-        assert self.engine.queue or len(self.store.loading) or not self.engine.has_requests, (
+        assert self.engine.queue or self.store.loading.under_way or not self.engine.has_requests, (
             "stall error: requests exist, and nothing is in flight"
         )
         self.publish()
@@ -661,6 +667,11 @@ class World:
             self.coverage["loads: reported after their epoch"] += 1
         elif self.store.loading.get(load.message.ticket) is None:
             self.coverage["loads: reported too late"] += 1
+        known = self.store.loading.get(load.message.ticket)
+        if known is not None and known.is_ahead:
+            self.coverage["loads: ahead, blocks"] += load.filled
+            self.coverage["loads: ahead, in part"] += 0 < load.filled < len(load.blocks)
+            self.coverage["loads: ahead, and a request has come"] += bool(known.requests)
         self._advance()
         self.engine.on_loaded(load.message.epoch, load.message.ticket, load.filled)
         self._transition()

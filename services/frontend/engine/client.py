@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+from protocol.block_names import TOKEN_BYTES, extend_names
 from protocol.codec import Decoder, ProtocolError, encode, pack
 from protocol.lora import LoRAAdapter, salt_of
 from protocol.media import Media
 from protocol.pooling import PoolingParams
 from protocol.requests import (
+    CacheAction,
     CacheControlled,
     ControlCache,
     EngineState,
@@ -39,7 +41,7 @@ from services.frontend.engine.engines import Engines
 from services.frontend.engine.ledger import NOBODY, LedgerEntry, RequestLedger
 from services.frontend.engine.streams import FlushQueue, RequestStream
 from services.frontend.errors import APIError, invalid
-from services.frontend.placement import Hold, Move, Place, Placement, Reason
+from services.frontend.placement import Hold, LoadAhead, Move, Place, Placement, Reason
 from services.frontend.steps.ring import StepRing
 
 log = logging.getLogger("runahead.frontend")
@@ -151,7 +153,7 @@ class EngineClient:
             callbacks = self.engines.on_engine, self._on_finish, self.engines.on_blocks
             return ConnectedEngine(address, self.ledger, *settings, self.recoveries, *callbacks)
 
-        self.engines = Engines(make, self.ledger, self.placement, steps, self._settle)
+        self.engines = Engines(make, self.ledger, self.placement, steps, self._settle, self._load_ahead)
         self.engines.set_addresses(addresses)
 
     @property
@@ -326,6 +328,18 @@ class EngineClient:
             entry.request.request_id, entry.request.number, len(entry.stream.output), move.source, move.target,
             move.reason,
         )  # fmt: skip
+
+    def _load_ahead(self, ahead: LoadAhead) -> None:
+        """Let an engine fetch the blocks of a prompt that are complete, before its stream moves there."""
+        entry, target = self.ledger.with_key(ahead.key), self.engines.get(ahead.target)
+        if entry is None or not entry.only_prompt or target is None:
+            return
+        if target.state.loads_ahead and (peers := self._kv_peers(entry.engine)):
+            names, request = list[bytes](), entry.request
+            tokens = request.token_ids[: ahead.num_tokens * TOKEN_BYTES]
+            extend_names(names, request.salt, tokens, target.state.block_size)
+            message = ControlCache(0, CacheAction.LOAD, names=b"".join(names), kv_peers=peers)
+            target.connection.send_quietly(message)
 
     def _on_finish(self, engine: ConnectedEngine, finish: Finish) -> bool:
         """Return True if the request goes on: its prompt is computed, or another engine admits it."""

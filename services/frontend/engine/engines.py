@@ -13,7 +13,7 @@ from services.frontend.engine.engine import ConnectedEngine
 from services.frontend.engine.ledger import RequestLedger
 from services.frontend.engine.signs_of_life import CHECK_INTERVAL
 from services.frontend.errors import APIError
-from services.frontend.placement import Placement
+from services.frontend.placement import LoadAhead, Placement
 from services.frontend.steps.ring import StepRing
 
 log = logging.getLogger("runahead.frontend")
@@ -31,6 +31,7 @@ class Engines(Mapping[str, ConnectedEngine]):
         placement: receives the reports of engines.
         steps: receives the step records of one engine; None: they are not subscribed to.
         on_change: called when requests may have to be placed, moved or sent.
+        on_ahead: called when an engine has completed blocks of a prompt that it computes for another one.
     """
 
     def __init__(
@@ -40,7 +41,9 @@ class Engines(Mapping[str, ConnectedEngine]):
         placement: Placement,
         steps: StepRing | None,
         on_change: Callable[[], None],
+        on_ahead: Callable[[LoadAhead], None],
     ) -> None:
+        self._on_ahead = on_ahead
         self._make, self._ledger, self._placement = make, ledger, placement
         self._steps, self._on_change = steps, on_change
         self._by_name: dict[str, ConnectedEngine] = {}
@@ -209,8 +212,8 @@ class Engines(Mapping[str, ConnectedEngine]):
             self._placement.on_blocks_cleared(name)
         elif removed:
             self._placement.on_blocks_removed(name, removed)
-        if stored:
-            self._placement.on_blocks_stored(name, stored)
+        for ahead in self._placement.on_blocks_stored(name, stored) if stored else ():
+            self._on_ahead(ahead)
 
     def drain(self, name: str, draining: bool = True) -> None:
         """Let the streams of an engine move to others, and send it no new ones; or take that back.

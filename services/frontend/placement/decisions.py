@@ -110,4 +110,12 @@ class Move(msgspec.Struct, frozen=True, tag="move"):
     reason: Reason
 
 
+class LoadAhead(msgspec.Struct, frozen=True, tag="load_ahead"):
+    """Let the engine that the stream will move to fetch the first blocks of its prompt, which are complete."""
+
+    key: int
+    target: str
+    num_tokens: int
+
+
 Decision = Place | Hold | RefuseRequest

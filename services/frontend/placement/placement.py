@@ -4,7 +4,7 @@ docs/placement.md describes it; its rules are in docs/invariants.md, section "Pl
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,11 +17,13 @@ from services.frontend.placement.decisions import (
     Decision,
     EngineReport,
     Hold,
+    LoadAhead,
     Move,
     Place,
     PlacementLimits,
     Reason,
     RefuseRequest,
+    Role,
 )
 from services.frontend.placement.engine_states import MAY_SERVE, MOVES_STREAMS, Condition
 from services.frontend.placement.fleet import EngineColumns, Rows
@@ -52,6 +54,8 @@ class PlacedStream:
     """When it was placed or moved here, monotonic seconds."""
     left: frozenset[str] = frozenset()
     """Engines that it left because they were slow. It does not return to them for that reason."""
+    next_row: int = -1
+    """The engine that fetches the blocks of its prompt while they are computed; -1: none does."""
 
 
 class Placement:
@@ -126,12 +130,19 @@ class Placement:
             self._set_leaving(row, gone.condition)
             self._drop(row)
 
-    def on_blocks_stored(self, name: str, block_names: Sequence[bytes]) -> None:
-        """An engine's prefix cache has these blocks, named as by `protocol.block_names`."""
+    def on_blocks_stored(self, name: str, block_names: Sequence[bytes]) -> list[LoadAhead]:
+        """An engine's prefix cache has these blocks, named as by `protocol.block_names`. Return which of them are of
+        prompts that it computes for other engines."""
         if self._record is not None:
             self._record(records.BlocksStored(name, list(block_names)))
-        if (row := self._fleet.row_of.get(name)) is not None:
-            self._index.add(row, block_names)
+        if (row := self._fleet.row_of.get(name)) is None:
+            return []
+        self._index.add(row, block_names)
+        found = [*self._loads_ahead(row, block_names)]
+        if self._record is not None:
+            for ahead in found:
+                self._record(ahead)
+        return found
 
     def on_blocks_removed(self, name: str, block_names: Sequence[bytes]) -> None:
         """An engine's prefix cache has these blocks no longer."""
@@ -214,13 +225,33 @@ class Placement:
         targets, computing = self._fleet.by_role(rows)
         if len(computing):
             self._take_from(stream)
-            hits = self._hits(targets, stream.names)
-            at = self._choose(targets, stream.num_tokens, hits) if len(targets) > 1 else 0
-            self._put(stream, int(targets[at]), stream.num_tokens)
+            self._put(stream, self._next_row(stream, targets), stream.num_tokens)
         move = Move(key, self._fleet.names[source], self._fleet.names[stream.row], Reason.PREFILLED)
         if self._record is not None:
             self._record(move)
         return move
+
+    def _loads_ahead(self, row: int, block_names: Sequence[bytes]) -> Iterator[LoadAhead]:
+        report = self._fleet.reports[row]
+        if report.role is not Role.PREFILL:
+            return
+        stored = {*block_names}
+        for stream in self._streams_of.get(row, {}).values():
+            names = stream.names.get(report.block_size, ())
+            complete = next((count for count in range(len(names), 0, -1) if names[count - 1] in stored), 0)
+            targets, computing = self._fleet.by_role(self._fleet.candidates(stream.identity).rows)
+            if complete and row in computing:
+                stream.next_row = self._next_row(stream, targets)
+                num_tokens = self._prefix_names(report.block_size).num_tokens(complete)
+                yield LoadAhead(stream.key, self._fleet.names[stream.next_row], num_tokens)
+
+    def _next_row(self, stream: PlacedStream, targets: Rows) -> int:
+        """Return where a stream goes on whose prompt is computed; one that has fetched blocks of it comes first."""
+        if stream.next_row in targets:
+            return stream.next_row
+        if len(targets) == 1:
+            return int(targets[0])
+        return int(targets[self._choose(targets, stream.num_tokens, self._hits(targets, stream.names))])
 
     # -- placing -------------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import msgspec
 from services.frontend.placement.decisions import (
     EngineReport,
     Hold,
+    LoadAhead,
     Move,
     Place,
     PlacementLimits,
@@ -79,7 +80,7 @@ Event = (
     PlacementStarted | Advanced | EngineReported | EngineRemoved | BlocksStored | BlocksRemoved | BlocksCleared
     | PlacementRequested | RequestEnded | Prefilled | MovesRequested
 )  # fmt: skip
-Record = Event | Place | Hold | RefuseRequest | Move
+Record = Event | Place | Hold | RefuseRequest | Move | LoadAhead
 Recorder = Callable[[Record], None]
 
 _encoder = msgspec.json.Encoder()

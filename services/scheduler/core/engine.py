@@ -159,7 +159,8 @@ class EngineCore:
         epoch, store = self.epoch, self.store
         return not (
             store.requests or store.masks or store.outputs or self.queue or epoch.released or epoch.fences
-        )
+            or store.loading.under_way
+        )  # fmt: skip
 
     def advance(self, now: float, worked: float = 0.0) -> None:
         """Set the time of everything that happens until the next call.
@@ -394,6 +395,10 @@ class EngineCore:
         count = self.lifecycle.drop_blocks(all_names)
         return self.store.loading.drop(b"".join(all_names)), count // len(groups)
 
+    def load_ahead(self, names: Sequence[bytes], peers: Sequence[str]) -> None:
+        """Load the blocks of a prefix with the next step, for a request to come (loaded block). It is not recorded."""
+        self.store.loading.ahead.append(([*names], tuple(peers)))
+
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def dispatch(self) -> Generator[StepMessage, None, None]:
@@ -416,8 +421,10 @@ class EngineCore:
 
     def _dispatch(self, observers: Observers) -> Iterator[StepMessage]:
         queue, loading = self.queue, self.store.loading
-        for load in loading.expired(self.store.now) if len(loading) else ():
+        for load in loading.expired(self.store.now) if loading.under_way else ():
             self._end_load(load, 0)
+        while loading.ahead and not self.store.suspects.active:
+            self.planner.load_ahead(*loading.ahead.pop(0))
         yield from self._drops_to_send()
         if (pins := self.store.pins.take_unsent()) is not None:
             yield KeepPins(self.epoch.number, self.epoch.limits.block_size, pins)
@@ -472,7 +479,9 @@ class EngineCore:
 
     def _end_load(self, load: BlockLoad, count: int) -> None:
         self.store.loading.times_of(load.peers).add(load, count, self.store.now)
-        self.store.counters["external_prefix_cache_hits"] += count * self.epoch.limits.block_size
+        found = count * self.epoch.limits.block_size
+        self.store.counters["external_prefix_cache_hits"] += found
+        self.store.counters["external_prefix_cache_queries"] += found if load.is_ahead else 0
         self.lifecycle.end_load(load, count)
 
     def _dispatched(self, step: InflightStep, plan: SchedulerOutput) -> StepDispatched:
@@ -492,7 +501,7 @@ class EngineCore:
         planned = self.planner.schedule()
         if planned is None and not self.queue:
             planned = self.planner.schedule()  # a preemption in the first call may have made room
-            if planned is None and not len(self.store.loading):
+            if planned is None and not self.store.loading.under_way:
                 raise StallError(self._describe_stall())
         return planned
 

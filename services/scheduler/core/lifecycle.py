@@ -58,7 +58,7 @@ class Lifecycle:
         self.store.loading.remove(load)
         self.epoch.kv.end_reservation(load.prefix, load.blocks, load.names[:count])
         for request in load.requests:
-            request.asked |= count < len(load.names)
+            request.asked |= count < len(load.names) and not load.is_ahead
             self.store.waiting.add(request)
 
     def drop_stale(self, request: Request) -> None:
@@ -82,6 +82,7 @@ class Lifecycle:
         """Remove the blocks with these names from the prefix cache, and end the loads that would fill such ones
         (dropped block). Return the number of blocks."""
         dropped = set(names)
+        self.store.loading.ahead.clear()
         for load in [*self.store.loading]:
             if not dropped.isdisjoint(load.names):
                 self.end_load(load, 0)
@@ -97,6 +98,7 @@ class Lifecycle:
             self.end_load(load, 0)
         self.store.loading.unsent.clear()
         self.store.loading.dropped.clear()
+        self.store.loading.ahead.clear()
         for request in self.store.waiting:
             self.drop_stale(request)
             request.asked = False

@@ -28,6 +28,8 @@ class BlockLoad:
     ticket: int
     requests: list[Request]
     """Requests that wait for it: the first one asked, the others need its first block too."""
+    is_ahead: bool
+    """It was begun for requests to come."""
     prefix: list[int]
     """Cached blocks before them; held, so that they stay."""
     blocks: list[int]
@@ -82,6 +84,8 @@ class LoadingRequests:
     last_ticket: int = 0
     unsent: list[BlockLoad] = field(default_factory=list)
     """Loads that the workers were not sent yet."""
+    ahead: list[tuple[list[bytes], tuple[str, ...]]] = field(default_factory=list)
+    """Loads to begin: names of the blocks of a prefix, and who is asked, too."""
     dropped: list[tuple[int, bytes]] = field(default_factory=list)
     """Tickets, and names of blocks that the workers were not sent to drop yet."""
     _by_ticket: dict[int, BlockLoad] = field(default_factory=dict)
@@ -97,6 +101,10 @@ class LoadingRequests:
         return iter(self._by_ticket.values())
 
     @property
+    def under_way(self) -> bool:
+        return bool(self._by_ticket)
+
+    @property
     def num_tokens(self) -> int:
         return sum(len(request.token_ids) for request in self._of)
 
@@ -105,19 +113,19 @@ class LoadingRequests:
 
     def start(
         self,
-        request: Request,
         prefix: list[int],
         blocks: list[int],
         names: list[bytes],
         peers: tuple[str, ...],
+        is_ahead: bool,
         now: float,
         size: int,
     ) -> None:
         """`size`: tokens per block."""
         self.last_ticket += 1
         gives_up = now + max(LEAST_TIMEOUT, len(blocks) * size * self.times.seconds_per_token)
-        load = BlockLoad(self.last_ticket, [request], prefix, blocks, names, peers, now, gives_up)
-        self._by_ticket[load.ticket] = self._by_first[names[0]] = self._of[request] = load
+        load = BlockLoad(self.last_ticket, [], is_ahead, prefix, blocks, names, peers, now, gives_up)
+        self._by_ticket[load.ticket] = self._by_first[names[0]] = load
         self.unsent.append(load)
 
     def drop(self, names: bytes) -> int:
@@ -134,6 +142,10 @@ class LoadingRequests:
         self._of[request] = load
         return True
 
+    def has(self, name: bytes) -> bool:
+        """Return whether a load begins with this block."""
+        return name in self._by_first
+
     def expired(self, now: float) -> list[BlockLoad]:
         """Return the loads that take too long."""
         return [load for load in self if now >= load.gives_up]
@@ -147,10 +159,10 @@ class LoadingRequests:
         return self._of.get(request)
 
     def leave(self, request: Request) -> BlockLoad | None:
-        """Remove a request. Return its load if nobody waits for that one any more."""
+        """Remove a request. Return its load if nobody waits for that one any more, and none is to come."""
         load = self._of.pop(request)
         load.requests.remove(request)
-        return None if load.requests else load
+        return None if load.requests or load.is_ahead else load
 
     def remove(self, load: BlockLoad) -> None:
         """Remove a load that has ended, with its requests."""

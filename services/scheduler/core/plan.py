@@ -272,27 +272,46 @@ class StepPlanner:
     def load(self, request: Request, prefix: list[int]) -> bool:
         """Ask a tier, or another engine, for the blocks behind the cached prefix, if that is expected to be faster than
         computing them. Return whether the request waits for a load (loaded block), which lets others pass."""
-        store, kv, limits = self.store, self.epoch.kv, self.epoch.limits
-        peers = request.kv_peers if limits.fetches_blocks else ()
-        if not (limits.loads_blocks or peers):
+        limits = self.epoch.limits
+        if request.asked or not (limits.loads_blocks or (limits.fetches_blocks and request.kv_peers)):
             return False
-        loading, size, first = store.loading, kv.block_size, len(prefix)
-        names = request.block_hashes[first : (len(request.token_ids) - 1) // size]
-        if request.asked or not (names and request.reads_prefix_cache):
+        loading, most = self.store.loading, (len(request.token_ids) - 1) // limits.block_size
+        names = request.block_hashes[len(prefix) : most]
+        if not (names and request.reads_prefix_cache):
             return False
-        if loading.join(request, names[0]):
-            store.waiting.remove(request)
-            return True
-        if not loading.times_of(peers).is_worth(len(names) * size, len(names), store.now):
-            return False
-        if kv.num_missing(prefix, (first + len(names)) * size) > kv.num_free:
-            return False
-        request.asked = True
-        store.waiting.remove(request)
-        blocks = kv.reserve(prefix, len(names))
-        loading.start(request, prefix, blocks, names, peers, store.now, size)
-        store.counters["external_prefix_cache_queries"] += len(names) * size
+        if not loading.join(request, names[0]):
+            if not self.begin_load(prefix, names, request.kv_peers):
+                return False
+            loading.join(request, names[0])
+            request.asked = True
+        self.store.waiting.remove(request)
         return True
+
+    def begin_load(
+        self, prefix: list[int], names: list[bytes], peers: tuple[str, ...], is_ahead: bool = False
+    ) -> bool:
+        """Ask for the blocks with these names behind a cached prefix. Return False if that is not worth it, or blocks
+        are short. `is_ahead`: for requests to come."""
+        store, kv, size = self.store, self.epoch.kv, self.epoch.kv.block_size
+        peers = peers if self.epoch.limits.fetches_blocks else ()
+        if not store.loading.times_of(peers).is_worth(len(names) * size, len(names), store.now):
+            return False
+        if kv.num_missing(prefix, (len(prefix) + len(names)) * size) > kv.num_free:
+            return False
+        blocks = kv.reserve(prefix, len(names))
+        store.loading.start(prefix, blocks, names, peers, is_ahead, store.now, size)
+        store.counters["external_prefix_cache_queries"] += 0 if is_ahead else len(names) * size
+        return True
+
+    def load_ahead(self, names: list[bytes], peers: tuple[str, ...]) -> None:
+        """Ask for the blocks of a prefix that the cache lacks, for a request to come. Nobody waits for them, and those
+        that are not there are asked for again by that request."""
+        limits, loading = self.epoch.limits, self.store.loading
+        prefix = self.epoch.kv.prefix_of(names)
+        missing = names[len(prefix) :]
+        can_load = limits.loads_blocks or (limits.fetches_blocks and peers)
+        if can_load and missing and not loading.has(missing[0]):
+            self.begin_load(prefix, missing, peers, is_ahead=True)
 
     def candidates(self, alone: Request | None) -> Iterable[Request]:
         """Return the requests that may be admitted, in order. `alone`: the only request that may run."""

@@ -14,7 +14,9 @@ from protocol.codec import Decoder, pack, unpack
 from protocol.records import CachedBlocks, Subscribe
 from protocol.requests import (
     AbortRequest,
+    CacheAction,
     ClientMessage,
+    ControlCache,
     EnginePhase,
     EngineState,
     Finish,
@@ -49,6 +51,8 @@ class ScriptedEngine:
         self.requests: list[GenerateRequest] = []
         self.aborted: list[int] = []
         self.subscriptions: list[Subscribe] = []
+        self.loads: list[ControlCache] = []
+        self.role, self.kv_peers, self.loads_ahead = "both", list[str](), True
 
     def turn(self) -> None:
         for peer, message in self.server.messages(self._decoder):
@@ -61,6 +65,8 @@ class ScriptedEngine:
                     self.send_state(number)
                 case Subscribe():
                     self.subscriptions.append(message)
+                case ControlCache():
+                    self.loads.append(message)
                 case _:
                     if peer not in self.peers:
                         self.peers.append(peer)
@@ -69,15 +75,18 @@ class ScriptedEngine:
     def send_state(self, number: int = 0) -> None:
         state = EngineState(
             self.phase, self.detail, incarnation=self.incarnation, identity=self.identity, max_model_len=100, lease=1,
-            block_size=BLOCK, round_trips=RoundTrips(number),
+            block_size=BLOCK, round_trips=RoundTrips(number), info={"role": self.role}, kv_peers=self.kv_peers,
+            loads_ahead=self.loads_ahead,
         )  # fmt: skip
         with contextlib.suppress(PeerGone):  # the frontend has left this engine
             self.server.send(self.peers[-1], state)
 
-    def send(self, number: int, first: int, *tokens: int, ends: bool = False) -> None:
+    def send(
+        self, number: int, first: int, *tokens: int, ends: bool = False, why: FinishReason = FinishReason.STOP
+    ) -> None:
         """Send tokens of a request from an index on."""
         indices = range(first, first + len(tokens))
-        finished = [Finish(number, FinishReason.STOP)] if ends else []
+        finished = [Finish(number, why)] if ends else []
         columns = pack([number] * len(tokens)), pack([*indices]), pack([*tokens])
         self.server.send(self.peers[-1], RequestOutputs(*columns, finished, incarnation=self.incarnation))
 
@@ -323,6 +332,33 @@ async def test_blocks_that_an_engine_reports_attract_requests_of_their_salt_alon
         holder.send_blocks(0, names)
         await engines.until(lambda: placement.num_block_names)
         assert await is_found("one key")
+
+
+@pytest.mark.parametrize("knows", [True, False], ids=["this release", "an older one"])
+async def test_an_engine_loads_what_is_complete_of_a_prompt_that_will_go_on_there(
+    tmp_path: Path, knows: bool
+) -> None:
+    prompt = [*range(600)]
+    async with fleet(tmp_path) as engines:
+        computing, decoding = engines.engines
+        computing.role, computing.kv_peers, decoding.role = "prefill", ["tcp://peer"], "decode"
+        decoding.loads_ahead = knows
+        await engines.until(lambda: all(engine.subscriptions for engine in engines.engines))
+        stream, owner, _ = await engines.submit(prompt, "salt")
+        [request] = computing.requests
+        assert (owner, request.params.max_tokens) == (computing, 1)
+        names = names_of(prompt, "salt")
+        computing.send_blocks(0, names[:40])
+        if knows:
+            expected = ControlCache(0, CacheAction.LOAD, names=b"".join(names[:32]), kv_peers=["tcp://peer"])
+            await engines.until(lambda: decoding.loads == [expected])
+        computing.send(request.number, 0, 7, ends=True, why=FinishReason.LENGTH)
+        await engines.until(lambda: decoding.requests)
+        [moved] = decoding.requests
+        assert moved.kv_peers == ["tcp://peer"]
+        assert len(decoding.loads) == knows
+        decoding.send(moved.number, 1, 8, ends=True)
+        await engines.until(lambda: stream.end is not None)
 
 
 async def test_the_blocks_of_an_only_engine_are_not_followed(tmp_path: Path) -> None:

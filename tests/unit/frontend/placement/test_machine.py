@@ -62,6 +62,8 @@ class PlacementMachine(RuleBasedStateMachine):
         self.engine_of: dict[int, str] = {}
         self.identity_of: dict[int, str] = {}
         """Model of the tokens of an open request."""
+        self.fetches: dict[int, str] = {}
+        """Engine that has fetched blocks of a request last."""
 
     @initialize(policy=st.sampled_from(sorted(BUILT_IN)), limit=st.sampled_from((None, 1.0)))
     def start(self, policy: str, limit: float | None) -> None:
@@ -93,17 +95,31 @@ class PlacementMachine(RuleBasedStateMachine):
     def blocks(self, name: str, prompt: int, change: str) -> None:
         names = names_of(PROMPTS[prompt])
         changes: dict[str, Callable[[], None]] = {
-            "stored": lambda: self.core.on_blocks_stored(name, names),
+            "stored": lambda: self.stored(name, names),
             "removed": lambda: self.core.on_blocks_removed(name, names[len(names) // 2 :]),
             "cleared": lambda: self.core.on_blocks_cleared(name),
         }
         changes[change]()
 
+    def stored(self, name: str, names: list[bytes]) -> None:
+        """Blocks of prompts that an engine computes for others are fetched where these will go on."""
+        for ahead in self.core.on_blocks_stored(name, names):
+            assert self.engine_of[ahead.key] == name
+            assert self.reports[name].role is Role.PREFILL
+            target = self.reports[ahead.target]
+            assert (target.condition, target.role is Role.PREFILL) == (Condition.READY, False)
+            assert self.identity_of[ahead.key] in ("", target.identity)
+            assert 0 < ahead.num_tokens <= len(names) * self.reports[name].block_size
+            self.fetches[ahead.key] = ahead.target
+
     @rule(key=KEYS)
     def end(self, key: int) -> None:
-        self.engine_of.pop(key, None)
-        self.identity_of.pop(key, None)
+        self.forget(key)
         self.core.on_ended(key)
+
+    def forget(self, key: int) -> None:
+        for known in (self.engine_of, self.identity_of, self.fetches):
+            known.pop(key, None)
 
     # -- decisions -----------------------------------------------------------------------------------------------------
 
@@ -118,8 +134,7 @@ class PlacementMachine(RuleBasedStateMachine):
         }
         ready = [name for name, report in fitting.items() if report.condition is Condition.READY]
         decision = self.core.place(key, tokens, "", identity)
-        self.engine_of.pop(key, None)
-        self.identity_of.pop(key, None)
+        self.forget(key)
         match decision:
             case Place(engine=name, hit_tokens=hit, reason=reason):
                 assert name in ready
@@ -169,6 +184,8 @@ class PlacementMachine(RuleBasedStateMachine):
         }
         if {*roles.values()} > {Role.PREFILL}:
             assert roles[move.target] is not Role.PREFILL
+            if roles.get(fetches := self.fetches.get(key, ""), Role.PREFILL) is not Role.PREFILL:
+                assert move.target == fetches, "it has the blocks"
         else:
             assert move.target == move.source
         self.engine_of[key] = move.target

@@ -7,6 +7,7 @@ import pytest
 from services.frontend.placement import (
     Condition,
     Hold,
+    LoadAhead,
     Move,
     Place,
     PlacementLimits,
@@ -63,6 +64,27 @@ def test_long_prompts_go_to_an_engine_that_computes_them_and_then_to_one_that_de
         placement.on_engine(name, report(Condition.GONE))
     assert {move.target for move in placement.moves()} == {"p"}
     assert placement.place(4, prompt((4, 600))) == Place("p", Reason.ONLY_ENGINE), "nobody else decodes"
+
+
+def test_blocks_of_a_prompt_are_fetched_where_it_will_go_on_while_it_is_computed() -> None:
+    placement = core("a", "b")
+    placement.on_engine("p", report(role=Role.PREFILL))
+    first, second = prompt((1, 600)), prompt((2, 600))
+    placement.place(1, first)
+    placement.place(2, second)
+    [ahead] = placement.on_blocks_stored("p", names_of(first)[: 300 // BLOCK_SIZE])
+    assert (ahead.key, ahead.num_tokens) == (1, 256), "prefixes are known at each 128 tokens"
+    for _ in range(20):  # it would be the worse choice now
+        placement.place(10, prompt((3, 100)))
+        placement.on_engine(ahead.target, report(queue_seconds=100.0))
+    assert [*placement.on_blocks_stored("p", names_of(first))] == [LoadAhead(1, ahead.target, 512)]
+    assert placement.on_blocks_stored(ahead.target, names_of(first)) == [], "it computes for itself"
+    assert placement.prefilled(1) == Move(1, "p", ahead.target, Reason.PREFILLED)
+    assert placement.on_blocks_stored("p", names_of(first)) == [], "it has moved"
+    [other] = placement.on_blocks_stored("p", names_of(second))
+    assert other.target != ahead.target
+    placement.on_engine(other.target, report(Condition.GONE))
+    assert placement.prefilled(2) == Move(2, "p", ahead.target, Reason.PREFILLED)
 
 
 def test_a_session_returns_to_the_engine_that_computed_its_prefix() -> None:

@@ -1,0 +1,113 @@
+"""Loads of blocks that a request to come will need, before it has come."""
+
+import pytest
+
+from protocol.block_names import extend_names
+from protocol.codec import pack
+from services.scheduler.core.limits import Limits
+from tests.simulation.tier import LoadUnderWay, SimulatedTier
+from tests.simulation.world import World, params
+
+SIZE, BLOCKS = 4, 16
+PROMPT = [20 + i for i in range(6 * SIZE + 1)]
+LIMITS = Limits(4, 64, 64, BLOCKS, SIZE, loads_blocks=True, fetches_blocks=True)
+
+
+def names_of(tokens: list[int]) -> list[bytes]:
+    names: list[bytes] = []
+    extend_names(names, "", pack(tokens), SIZE)
+    return names
+
+
+@pytest.fixture
+def world() -> World:
+    """Workers whose tier has the first four blocks of the prompt."""
+    computing = World(LIMITS, 2, tier=SimulatedTier())
+    computing.add(PROMPT, params(2))
+    computing.drain()
+    world = World(LIMITS, 2, tier=SimulatedTier())
+    world.checker.known.update(computing.checker.known)
+    assert world.tier is not None
+    world.tier.kept = {name: [*computing.checker.known[name]] for name in names_of(PROMPT)[:4]}
+    return world
+
+
+def begun(world: World, num_blocks: int) -> LoadUnderWay:
+    world.load_ahead(names_of(PROMPT)[:num_blocks])
+    world.dispatch()
+    assert world.tier is not None
+    [load] = world.tier.loads
+    return load
+
+
+def answer(world: World, load: LoadUnderWay) -> None:
+    assert world.tier is not None
+    while not load.is_over:
+        world.tier.fill(load, world.names, world.worker.kv, fails=False)
+    world.report_load(load)
+
+
+def test_a_request_finds_what_was_loaded_before_it_came(world: World) -> None:
+    answer(world, begun(world, 4))
+    assert not world.engine.has_requests
+    stream = world.add(PROMPT, params(2))
+    world.dispatch()
+    assert world.tier is not None
+    [rest] = world.tier.loads
+    assert len(rest.blocks) == 2, "it asks for the rest"
+    answer(world, rest)
+    world.drain()
+    assert stream.hit == 4 * SIZE
+    counters = world.store.counters
+    assert counters["external_prefix_cache_hits"] == 4 * SIZE
+    assert counters["external_prefix_cache_queries"] == 6 * SIZE, "a load ahead asks for what it finds"
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_a_request_that_comes_meanwhile_waits_and_asks_for_what_is_missing(
+    world: World, is_aborted: bool
+) -> None:
+    load = begun(world, 6)
+    stream = world.add(PROMPT, params(2))
+    world.dispatch()
+    assert len(world.store.loading) == 1, "it waits for the same load"
+    if is_aborted:
+        world.abort(stream)
+        world.dispatch()
+    answer(world, load)
+    assert len(world.epoch.kv.pool.by_hash) == 4, "the load goes on without it"
+    if not is_aborted:
+        world.dispatch()
+        assert world.tier is not None
+        [rest] = world.tier.loads
+        assert len(rest.blocks) == 2
+        answer(world, rest)
+    world.drain()
+
+
+def test_a_load_ahead_never_takes_more_than_is_free(world: World) -> None:
+    other = world.add([3] * (12 * SIZE), params(4))
+    world.dispatch()
+    world.load_ahead(names_of(PROMPT)[:6])
+    world.dispatch()
+    assert [load.is_ahead for load in world.store.loading] == [False]
+    world.drain()
+    assert other.finish is not None
+
+
+def test_the_engine_waits_for_a_load_that_holds_its_blocks(world: World) -> None:
+    """A request that lacks only these blocks is no stall."""
+    load = begun(world, 6)
+    world.add([3] * (12 * SIZE), params(4))
+    world.dispatch()
+    assert not world.engine.queue
+    answer(world, load)
+    world.drain()
+
+
+def test_a_drop_ends_loads_ahead(world: World) -> None:
+    world.load_ahead(names_of(PROMPT))
+    world.drop_blocks(names_of(PROMPT)[:1])
+    world.dispatch()
+    assert not world.store.loading.under_way
+    world.drain()
