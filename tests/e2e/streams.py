@@ -96,6 +96,21 @@ async def answers_of(
         return await answers(client, fault, prefix=prefix, times=times)
 
 
+async def open_streams(client: AsyncOpenAI, count: int, tokens: int = 2000) -> list[Any]:
+    """Open `count` streams with usage and read the first token of each."""
+    model = (await client.models.list()).data[0].id
+
+    async def one(number: int) -> Any:
+        stream = await client.completions.create(
+            model=model, prompt=f"Number {number}", max_tokens=tokens, stream=True,
+            stream_options={"include_usage": True}, extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        await anext(stream)
+        return stream
+
+    return await asyncio.gather(*(one(number) for number in range(count)))
+
+
 async def text_and_error(client: AsyncOpenAI, prompt: str, max_tokens: int) -> tuple[str, str]:
     """Return what a greedy stream has sent, and the error that has ended it; "": none has."""
     found, model = "", (await client.models.list()).data[0].id

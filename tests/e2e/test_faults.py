@@ -19,6 +19,7 @@ from tests.e2e.streams import (
     assert_no_file_is_left,
     assert_nothing_is_kept,
     num_files,
+    open_streams,
     requests_total,
     restart,
 )
@@ -116,19 +117,7 @@ async def test_a_killed_frontend_leaves_the_streams_of_another_one() -> None:
             server.async_client() as client,
             other.async_client() as doomed,
         ):
-            undisturbed, model = await answers(client), (await client.models.list()).data[0].id
-            streams = [
-                await doomed.completions.create(
-                    model=model,
-                    prompt=f"Doomed {i}",
-                    max_tokens=2000,
-                    stream=True,
-                    extra_body={"ignore_eos": True},
-                )
-                for i in range(8)
-            ]
-            for stream in streams:
-                await anext(stream)
+            undisturbed, streams = await answers(client), await open_streams(doomed, 8)
             assert await answers(client, other.kill) == undisturbed
             for stream in streams:
                 with pytest.raises(APIConnectionError):

@@ -11,31 +11,15 @@ import httpx
 import openai
 import psutil
 import pytest
-from openai import AsyncOpenAI
 
 from services.checkpoint import DEMO_MODEL
 from tests.e2e.forked import STOPPED_GRACE
 from tests.e2e.server import ServeProcess, is_alive, serving, wait_until
-from tests.e2e.streams import assert_nothing_is_kept, restart
+from tests.e2e.streams import assert_nothing_is_kept, open_streams, restart
 
 SLOW_SIM = ("--backend", "sim", "--sim-step-ms", "20")
 """Steps of 20 ms, so that streams last on any machine."""
 STREAMS, TOKENS = 64, 64
-
-
-async def open_streams(client: AsyncOpenAI, count: int, tokens: int) -> list[Any]:
-    """Open `count` streams and read the first token of each."""
-    model = (await client.models.list()).data[0].id
-
-    async def one(number: int) -> Any:
-        stream = await client.completions.create(
-            model=model, prompt=f"Number {number}", max_tokens=tokens, stream=True,
-            stream_options={"include_usage": True}, extra_body={"ignore_eos": True},
-        )  # fmt: skip
-        await anext(stream)
-        return stream
-
-    return await asyncio.gather(*(one(number) for number in range(count)))
 
 
 async def usage(stream: Any) -> int:
@@ -60,7 +44,7 @@ async def test_sigterm_finishes_every_stream_and_refuses_new_ones() -> None:
 async def test_second_sigterm_ends_open_streams() -> None:
     with serving(*SLOW_SIM, forked=False) as server:
         async with server.async_client() as client:
-            streams = await open_streams(client, 4, 2000)
+            streams = await open_streams(client, 4)
             server.signal(signal.SIGTERM)
             wait_until(lambda: server.get("/readyz")[0] in (503, 0), "the server drains")
             assert server.process.poll() is None
@@ -76,7 +60,7 @@ async def frontend_is_replaced(server: ServeProcess, number: int) -> None:
     """Send it a signal while streams are open: they break, and the next frontend answers at the same address."""
     before, others = server.services["frontend"], [server.services[name] for name in ("scheduler", "worker")]
     async with server.async_client() as client:
-        streams = await open_streams(client, 4, 2000)
+        streams = await open_streams(client, 4)
         before.send_signal(number)
         for stream in streams:
             with pytest.raises((openai.APIError, httpx.HTTPError)):

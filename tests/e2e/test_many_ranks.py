@@ -7,6 +7,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.e2e.server import ServeProcess, is_alive, serving, wait_until
+from tests.e2e.streams import open_streams
 
 TOKENS = 48
 SIM = ("--backend", "sim", "--sim-step-ms", "20")
@@ -101,16 +102,7 @@ async def test_killed_workers_are_restarted_and_streams_continue(
 async def test_services_do_not_outlive_a_killed_supervisor(ranks: tuple[str, ...]) -> None:
     with serving(*ranks) as server:
         async with server.async_client() as client:
-            model = (await client.models.list()).data[0].id
-            streams = [
-                await client.completions.create(
-                    model=model, prompt=f"Number {number} is", max_tokens=500, stream=True,
-                    extra_body={"ignore_eos": True},
-                )
-                for number in range(4)
-            ]  # fmt: skip
-            for stream in streams:
-                await anext(aiter(stream))
+            streams = await open_streams(client, 4)
             server.signal(signal.SIGKILL)
             server.wait()
             for stream in streams:

@@ -11,7 +11,7 @@ from openai import APIError
 
 from tests.e2e.proxy import TcpProxy, Way
 from tests.e2e.separate import SeparateServices, separate_services
-from tests.e2e.streams import answers, answers_of, assert_nothing_is_kept
+from tests.e2e.streams import answers, answers_of, assert_nothing_is_kept, open_streams
 
 Fault = Callable[[TcpProxy], Coroutine[Any, Any, None]]
 FAULTS: dict[str, Fault] = {
@@ -124,11 +124,7 @@ async def test_a_slow_link_changes_no_stream(
 async def test_streams_end_with_an_error_when_the_link_does_not_come_back() -> None:
     with separate_services("--recovery-timeout-seconds", "0.5") as services:
         async with services.async_client() as client:
-            model = (await client.models.list()).data[0].id
-            stream: Any = await client.completions.create(
-                model=model, prompt="Hi", max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
-            )
-            await anext(stream)
+            (stream,) = await open_streams(client, 1)
             services.proxies.do(services.frontend_link().cut())
             with pytest.raises(APIError, match="the engine is gone"):
                 async for _ in stream:

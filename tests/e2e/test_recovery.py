@@ -17,6 +17,7 @@ from tests.e2e.streams import (
     assert_nothing_is_kept,
     bodies,
     num_files,
+    open_streams,
     requests_total,
     restart,
 )
@@ -190,19 +191,7 @@ async def test_streams_end_with_an_error_when_the_server_gives_up(service: str) 
     """The fourth death of a service within a minute is the last."""
     with serving(*SIM) as server:
         async with server.async_client() as client:
-            model = (await client.models.list()).data[0].id
-            streams = [
-                await client.completions.create(
-                    model=model,
-                    prompt=f"Number {i}",
-                    max_tokens=2000,
-                    stream=True,
-                    extra_body={"ignore_eos": True},
-                )
-                for i in range(4)
-            ]
-            for stream in streams:
-                await anext(stream)
+            streams = await open_streams(client, 4)
             for _ in range(3):
                 await restart(server, service, signal.SIGKILL)
             server.services[service].kill()

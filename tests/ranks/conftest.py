@@ -1,41 +1,48 @@
 """Rank processes that last as long as the session, and tiny checkpoints that can be cut into ranks."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from tests.integration.native.conftest import SMALL, VARIANTS, Family, save
+from tests.random_models import random_model
 from tests.ranks.group import GroupDriver, NativeRankProcess, RankGroup
 from tests.ranks.sim_group import group_fixture  # noqa: F401  the fixture `make_group`
 
 DEEP = {**SMALL, "num_hidden_layers": 5}
 """Its stages are unequal, 211 token ids do not divide evenly, and two KV heads are fewer than four ranks."""
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    "tied": lambda: LlamaForCausalLM(LlamaConfig(**DEEP, tie_word_embeddings=True)),
-    "untied-biased": lambda: LlamaForCausalLM(
-        LlamaConfig(**DEEP, tie_word_embeddings=False, attention_bias=True, mlp_bias=True, head_dim=24)
+    "tied": partial(random_model, "llama", **DEEP, tie_word_embeddings=True),
+    "untied-biased": partial(
+        random_model,
+        "llama",
+        **DEEP,
+        tie_word_embeddings=False,
+        attention_bias=True,
+        mlp_bias=True,
+        head_dim=24,
     ),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**DEEP, head_dim=32)),
-    "gemma3": lambda: VARIANTS["gemma3"](),
-    "gpt-oss": lambda: VARIANTS["gpt-oss"](),
+    "qwen3": partial(random_model, "qwen3", **DEEP, head_dim=32),
+    "gemma3": VARIANTS["gemma3"],
+    "gpt-oss": VARIANTS["gpt-oss"],
 }
 UNEQUAL: dict[str, Callable[[], PreTrainedModel]] = {
-    "nine-heads": lambda: LlamaForCausalLM(_heads(9, 3, attention_bias=True)),
-    "four-heads": lambda: LlamaForCausalLM(_heads(4, 4)),
+    "nine-heads": lambda: _with_heads(9, 3, attention_bias=True),
+    "four-heads": lambda: _with_heads(4, 4),
 }
 """KV heads that do not divide by two or three ranks."""
 LAYOUTS = [(2, 1), (4, 1), (1, 2), (1, 4), (2, 2)]
 """Tensor-parallel ranks x pipeline stages."""
 
 
-def _heads(heads: int, kv_heads: int, **options: bool) -> LlamaConfig:
+def _with_heads(heads: int, kv_heads: int, **options: bool) -> PreTrainedModel:
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
-    return LlamaConfig(
-        **{**DEEP, **sizes, "hidden_size": 72, "intermediate_size": 96}, head_dim=16, **options
-    )
+    sizes |= {"hidden_size": 72, "intermediate_size": 96, "head_dim": 16}
+    return random_model("llama", **{**DEEP, **sizes}, **options)
 
 
 def per_change(*layouts: tuple[int, int]) -> list[object]:

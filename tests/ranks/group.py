@@ -26,9 +26,10 @@ encode = msgspec.msgpack.encode
 class NativeRankProcess:
     """A rank in a process; its answers come in the order of commands."""
 
+    code = "from tests.ranks.process import ServedRank, serve; serve(ServedRank())"
+
     def __init__(self) -> None:
-        code = "from tests.ranks.process import main; main()"
-        self._process = PreloadedProcess(code, pipes=(INPUT, OUTPUT))
+        self._process = PreloadedProcess(self.code, pipes=(INPUT, OUTPUT))
 
     def send(self, name: str, payload: object = None) -> None:
         write(self._process.stdin, [name, payload])

@@ -65,6 +65,13 @@ class ServedRank:
         self.outputs: deque[Output] = deque()
         self.queue = StepQueue()
 
+    def answer(self, name: str, payload: Any) -> tuple[object, ...]:
+        """Execute a command. Return the frame that answers it."""
+        try:
+            return True, getattr(self, name)(payload)
+        except Exception as error:
+            return False, type(error).__name__, str(error)
+
     def open(self, config: dict[str, Any]) -> object:
         """Take another model, without loading it."""
         self.runner.shutdown()
@@ -151,11 +158,10 @@ class ServedRank:
         self.runner.leave()
 
 
-def main() -> None:
+def serve(rank: ServedRank) -> None:
     commands: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    rank = ServedRank()
 
     def receive() -> None:
         with os.fdopen(0, "rb", closefd=False) as stream:
@@ -172,13 +178,5 @@ def main() -> None:
 
     threading.Thread(target=receive, daemon=True).start()
     while (command := commands.get()) is not None:
-        try:
-            answer: tuple[object, ...] = (True, getattr(rank, command[0])(command[1]))
-        except Exception as error:
-            answer = (False, type(error).__name__, str(error))
-        write(answers, answer)
+        write(answers, rank.answer(*command))
     rank.runner.shutdown()
-
-
-if __name__ == "__main__":
-    main()

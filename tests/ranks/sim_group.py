@@ -1,54 +1,47 @@
 """The parent's side of simulated ranks: processes that serve one group, and one epoch, after the other."""
 
-import multiprocessing
+import select
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import msgspec
 import pytest
 
 from protocol.codec import encode
 from protocol.membership import Assignment, InitializeCache, Speculation
-from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepTimes
-from tests.ranks import sim_rank
+from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tests.ranks.failures import RankFailure
+from tests.ranks.group import NativeRankProcess
 from tests.unit.worker.plans import BLOCK, BLOCKS, CONTEXT, SLOTS, VOCAB
 
-PATIENCE = 60.0
 COST = {"sim_step_ms": 0.0, "sim_prefill_token_us": 0.0}
 
 
-class SimRankProcess:
-    """A rank in a process. Requests leave at once; answers are read in the same order."""
+class SimRankProcess(NativeRankProcess):
+    """A simulated rank in a process. Commands leave at once; answers are read in the same order."""
+
+    code = "from tests.ranks.sim_rank import main; main()"
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=sim_rank.serve, args=(theirs,), daemon=True)
-        self._process.start()
-        theirs.close()
+        super().__init__()
         self._unanswered = 0
 
-    def send(self, method: str, *arguments: Any) -> None:
-        self._connection.send((method, arguments))
-        self._unanswered += method != "abort"
+    def send(self, name: str, *arguments: Any) -> None:
+        super().send(name, arguments[0] if len(arguments) == 1 else arguments or None)
+        self._unanswered += name != "abort"
 
-    def next_answer(self) -> Any:
-        """Raises: RankFailure"""
-        assert self._connection.poll(PATIENCE), "the rank does not answer"
-        kind, value = self._connection.recv()
+    def receive(self) -> Any:
         self._unanswered -= 1
-        if kind != "ok":
-            raise RankFailure(kind, value)
-        return value
+        return super().receive()
 
     def read_answers(self) -> None:
         """Read the answers that have arrived, so that they do not fill the pipe.
 
         Raises: RankFailure
         """
-        while self._unanswered and self._connection.poll():
-            self.next_answer()
+        while self._unanswered and select.select([self.stdout], [], [], 0)[0]:
+            self.receive()
 
     def last_answer(self) -> Any:
         """Read all answers and return the last one.
@@ -58,21 +51,16 @@ class SimRankProcess:
         failure = value = None
         while self._unanswered:
             try:
-                value = self.next_answer()
+                value = self.receive()
             except RankFailure as raised:
                 failure = failure or raised
         if failure:
             raise failure
         return value
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        self.send(method, *arguments)
+    def call(self, name: str, *arguments: Any) -> Any:
+        self.send(name, *arguments)
         return self.last_answer()
-
-    def close(self) -> None:
-        self._connection.close()
-        self._process.join(PATIENCE)
-        self._process.close()
 
 
 class SimGroup:
@@ -95,7 +83,7 @@ class SimGroup:
         self.tp, self.pp, self._speculation = tp, pp, speculation
         self.ranks = list(processes[: tp * pp])
         for rank in self.ranks:
-            rank.call("start", {"sim_vocab_size": VOCAB, **COST, **config}, virtual)
+            rank.call("open", {"sim_vocab_size": VOCAB, **COST, **config}, virtual)
         self.join(epoch=1)
 
     def join(self, epoch: int) -> None:
@@ -106,7 +94,8 @@ class SimGroup:
                 epoch, number, tp * pp, BLOCK, SLOTS, 512, CONTEXT, tp, pp, rendezvous if tp * pp > 1 else "",
                 self._speculation,
             )  # fmt: skip
-            rank.send("load", assignment, InitializeCache(BLOCKS, CONTEXT))
+            rank.send("load", encode(assignment))
+            rank.send("cache", encode(InitializeCache(BLOCKS, CONTEXT)))
         for rank in self.ranks:
             rank.last_answer()
 
@@ -137,9 +126,9 @@ class SimGroup:
         for rank in self.ranks:
             rank.send("results")
         results = {rank: rank.last_answer() for rank in self.ranks}
-        reported: list[ModelRunnerOutput] = results.pop(self.output)
-        assert all(isinstance(result, StepTimes) for others in results.values() for result in others)
-        return reported
+        reported = results.pop(self.output)
+        assert not any(result for others in results.values() for result in others)
+        return [msgspec.msgpack.decode(result, type=ModelRunnerOutput) for result in reported]
 
     def errors(self) -> list[str]:
         """Read all answers. Return the failure of each rank, "" without one."""
@@ -173,7 +162,7 @@ def _processes(session: pytest.Session, count: int) -> list[SimRankProcess]:
     """Return processes that last as long as the session: each start imports torch."""
     if _POOL not in session.stash:
         session.stash[_POOL] = []
-        session.addfinalizer(lambda: [process.close() for process in session.stash[_POOL]])
+        session.addfinalizer(lambda: [(process.end(), process.wait()) for process in session.stash[_POOL]])
     pool = session.stash[_POOL]
     pool += [SimRankProcess() for _ in range(count - len(pool))]
     return pool

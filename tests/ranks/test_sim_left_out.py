@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
-from protocol.codec import encode, unpack
+from protocol.codec import encode
 from protocol.membership import Speculation
 from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tests.integration.native.engine_driver import EngineDriver
@@ -29,10 +30,10 @@ class SimGroupSteps:
         self._send("launch", encode(plan))
 
     def add_masks(self, grammar: GrammarOutput) -> None:
-        self._send("add_masks", encode(grammar))
+        self._send("masks", encode(grammar))
 
     def release(self, slots: bytes) -> None:
-        self._send("release", unpack(slots).tolist())
+        self._send("release", slots)
 
     def ended(self) -> bool:
         for rank in self._group.ranks:
@@ -42,9 +43,7 @@ class SimGroupSteps:
 
     def result(self) -> ModelRunnerOutput:
         self._send("result")
-        result = self._group.output.last_answer()
-        assert isinstance(result, ModelRunnerOutput)
-        return result
+        return msgspec.msgpack.decode(self._group.output.last_answer(), type=ModelRunnerOutput)
 
     def finish(self) -> None:
         """Raises: RankFailure, of any rank in any step"""

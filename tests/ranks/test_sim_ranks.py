@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from protocol.codec import pack
 from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT
 from services.worker.distributed.pipeline import STEPS_AHEAD
 from tests.ranks.failures import RankFailure
@@ -42,7 +43,7 @@ def test_a_warm_up_leaves_nothing_to_the_first_request(make_group: MakeGroup) ->
     group.launch(canary.step(canary.admit([0])))
     group.results()
     for rank in group.ranks:
-        rank.call("release", [0])
+        rank.call("release", pack([0]))
     request = plans.admit(prompt(1, 6))
     for _ in range(3):
         group.launch(plans.step((request, min(request.left, 2))))

@@ -6,43 +6,24 @@ The weights are so large (`initializer_range`) that the likeliest token leads by
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
-    FalconH1Config,
-    FalconH1ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GemmaConfig,
-    GemmaForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GptOssConfig,
-    GptOssForCausalLM,
-    GraniteMoeHybridConfig,
-    GraniteMoeHybridForCausalLM,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     Idefics3Processor,
     LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PhiConfig,
-    PhiForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 from services.checkpoint import DEMO_MODEL
+from tests.random_models import random_model
 
 VOCAB = 4096
 """Size of the demo model's vocabulary."""
@@ -73,44 +54,38 @@ STATES = SMALL | {
 """A recurrent state is not larger than a block of 32 tokens."""
 
 MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=32)),
-    "gemma": lambda: GemmaForCausalLM(GemmaConfig(**SMALL, head_dim=32)),
-    "gemma3": lambda: Gemma3ForCausalLM(
-        Gemma3TextConfig(
-            **SMALL | {"num_hidden_layers": 3}, head_dim=32, sliding_window=40, query_pre_attn_scalar=32,
-            tie_word_embeddings=False,
-            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        )
+    "llama": partial(random_model, "llama", **SMALL),
+    "qwen3": partial(random_model, "qwen3", **SMALL, head_dim=32),
+    "gemma": partial(random_model, "gemma", **SMALL, head_dim=32),
+    "gemma3": partial(
+        random_model, "gemma3_text",
+        **SMALL | {"num_hidden_layers": 3}, head_dim=32, sliding_window=40, query_pre_attn_scalar=32,
+        tie_word_embeddings=False,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
-    "mistral-window": lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=40)),
-    "gpt-oss": lambda: GptOssForCausalLM(
-        GptOssConfig(
-            **SMALL | {"hidden_size": 128, "intermediate_size": 128}, head_dim=32, sliding_window=40,
-            num_local_experts=4, num_experts_per_tok=2,
-        )
+    "mistral-window": partial(random_model, "mistral", **SMALL, sliding_window=40),
+    "gpt-oss": partial(
+        random_model, "gpt_oss",
+        **SMALL | {"hidden_size": 128, "intermediate_size": 128}, head_dim=32, sliding_window=40,
+        num_local_experts=4, num_experts_per_tok=2,
     ),
-    "granite-hybrid": lambda: GraniteMoeHybridForCausalLM(
-        GraniteMoeHybridConfig(
-            **STATES | {"num_hidden_layers": 4}, layer_types=["mamba", "mamba", "attention", "mamba"],
-            num_local_experts=0, num_experts_per_tok=0, shared_intermediate_size=192, position_embedding_type="nope",
-        )
+    "granite-hybrid": partial(
+        random_model, "granitemoehybrid",
+        **STATES | {"num_hidden_layers": 4}, layer_types=["mamba", "mamba", "attention", "mamba"],
+        num_local_experts=0, num_experts_per_tok=0, shared_intermediate_size=192, position_embedding_type="nope",
     ),
-    "falcon-h1": lambda: FalconH1ForCausalLM(FalconH1Config(**STATES, head_dim=32, mamba_d_ssm=256)),
-    "phi": lambda: PhiForCausalLM(PhiConfig(**SMALL, partial_rotary_factor=0.5)),
-    "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCAB, n_positions=CONTEXT, n_embd=128, n_layer=2, n_head=4, initializer_range=0.2, **SPECIAL
-        )
+    "falcon-h1": partial(random_model, "falcon_h1", **STATES, head_dim=32, mamba_d_ssm=256),
+    "phi": partial(random_model, "phi", **SMALL, partial_rotary_factor=0.5),
+    "gpt2": partial(
+        random_model, "gpt2",
+        vocab_size=VOCAB, n_positions=CONTEXT, n_embd=128, n_layer=2, n_head=4, initializer_range=0.2, **SPECIAL
     ),
-    "qwen2-moe": lambda: Qwen2MoeForCausalLM(
-        Qwen2MoeConfig(
-            **SMALL,
-            moe_intermediate_size=64,
-            shared_expert_intermediate_size=96,
-            num_experts=4,
-            num_experts_per_tok=2,
-        )
+    "qwen2-moe": partial(
+        random_model, "qwen2_moe", **SMALL,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=96,
+        num_experts=4,
+        num_experts_per_tok=2,
     ),
 }  # fmt: skip
 INT8 = "llama-int8"

@@ -1,42 +1,15 @@
 """Tiny random checkpoints of every family, made with transformers, whose answers are the reference."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GptOssConfig,
-    GptOssForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    GraniteMoeHybridConfig,
-    GraniteMoeHybridForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Olmo3Config,
-    Olmo3ForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-)
+from transformers import PreTrainedModel
+
+from tests.random_models import random_model
 
 SMALL = {
     "vocab_size": 211,
@@ -72,66 +45,58 @@ MULTIPLIERS = {
 }  # fmt: skip
 
 VARIANTS: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama-tied": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=True)),
-    "llama-untied-biased": lambda: LlamaForCausalLM(
-        LlamaConfig(**SMALL, tie_word_embeddings=False, attention_bias=True, mlp_bias=True, head_dim=24)
+    "llama-tied": partial(random_model, "llama", **SMALL, tie_word_embeddings=True),
+    "llama-untied-biased": partial(
+        random_model, "llama", **SMALL, tie_word_embeddings=False, attention_bias=True, mlp_bias=True, head_dim=24
     ),
-    "llama-rope-llama3": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=LLAMA3)),
-    "llama-rope-linear": lambda: LlamaForCausalLM(
-        LlamaConfig(**SMALL, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0})
+    "llama-rope-llama3": partial(random_model, "llama", **SMALL, rope_parameters=LLAMA3),
+    "llama-rope-linear": partial(
+        random_model, "llama", **SMALL, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
     ),
-    "llama-multi-head": lambda: LlamaForCausalLM(LlamaConfig(**{**SMALL, "num_key_value_heads": 4})),
-    "llama-wide-heads": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, head_dim=80)),
-    "mistral-window": lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=21)),
-    "mistral-full": lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=None)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL)),
-    "qwen2-window": lambda: Qwen2ForCausalLM(
-        Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=18, max_window_layers=1)
+    "llama-multi-head": partial(random_model, "llama", **{**SMALL, "num_key_value_heads": 4}),
+    "llama-wide-heads": partial(random_model, "llama", **SMALL, head_dim=80),
+    "mistral-window": partial(random_model, "mistral", **SMALL, sliding_window=21),
+    "mistral-full": partial(random_model, "mistral", **SMALL, sliding_window=None),
+    "qwen2": partial(random_model, "qwen2", **SMALL),
+    "qwen2-window": partial(
+        random_model, "qwen2", **SMALL, use_sliding_window=True, sliding_window=18, max_window_layers=1
     ),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=32)),
-    "qwen3-seven-groups": lambda: Qwen3ForCausalLM(
-        Qwen3Config(
-            **{**SMALL, "num_attention_heads": 7, "num_key_value_heads": 1}, head_dim=16, attention_bias=True
-        )
+    "qwen3": partial(random_model, "qwen3", **SMALL, head_dim=32),
+    "qwen3-seven-groups": partial(
+        random_model, "qwen3",
+        **{**SMALL, "num_attention_heads": 7, "num_key_value_heads": 1}, head_dim=16, attention_bias=True
     ),
-    "smollm3": lambda: SmolLM3ForCausalLM(SmolLM3Config(**SMALL, **TOKENS, no_rope_layer_interval=2)),
-    "granite": lambda: GraniteForCausalLM(GraniteConfig(**SMALL, **MULTIPLIERS)),
-    "granite4-dense": lambda: GraniteMoeHybridForCausalLM(
-        GraniteMoeHybridConfig(
-            **{**SMALL, "initializer_range": 0.3}, **MULTIPLIERS, num_local_experts=0, num_experts_per_tok=0,
-            shared_intermediate_size=104, layer_types=["attention"] * 3, position_embedding_type="rope",
-        )
+    "smollm3": partial(random_model, "smollm3", **SMALL, **TOKENS, no_rope_layer_interval=2),
+    "granite": partial(random_model, "granite", **SMALL, **MULTIPLIERS),
+    "granite4-dense": partial(
+        random_model, "granitemoehybrid",
+        **{**SMALL, "initializer_range": 0.3}, **MULTIPLIERS, num_local_experts=0, num_experts_per_tok=0,
+        shared_intermediate_size=104, layer_types=["attention"] * 3, position_embedding_type="rope",
     ),
-    "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**SMALL, **TOKENS)),
-    "olmo3-yarn": lambda: Olmo3ForCausalLM(
-        Olmo3Config(
-            **SMALL, **TOKENS, sliding_window=19, rope_parameters={**TWO_ROPES, "full_attention": YARN},
-            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        )
+    "olmo2": partial(random_model, "olmo2", **SMALL, **TOKENS),
+    "olmo3-yarn": partial(
+        random_model, "olmo3",
+        **SMALL, **TOKENS, sliding_window=19, rope_parameters={**TWO_ROPES, "full_attention": YARN},
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
-    "phi3-longrope-partial": lambda: Phi3ForCausalLM(
-        Phi3Config(
-            **SMALL, **TOKENS, sliding_window=64, original_max_position_embeddings=256,
-            rope_parameters={**LONGROPE, "partial_rotary_factor": 0.75},
-        )
+    "phi3-longrope-partial": partial(
+        random_model, "phi3", **SMALL, **TOKENS, sliding_window=64, original_max_position_embeddings=256,
+        rope_parameters={**LONGROPE, "partial_rotary_factor": 0.75},
     ),
-    "gemma3": lambda: Gemma3ForCausalLM(
-        Gemma3TextConfig(
-            **{**SMALL, "initializer_range": 0.3}, **TOKENS, head_dim=24, sliding_window=13, query_pre_attn_scalar=20,
-            layer_types=["sliding_attention", "full_attention", "sliding_attention"], rope_parameters=TWO_ROPES,
-        )
+    "gemma3": partial(
+        random_model, "gemma3_text",
+        **{**SMALL, "initializer_range": 0.3}, **TOKENS, head_dim=24, sliding_window=13, query_pre_attn_scalar=20,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"], rope_parameters=TWO_ROPES,
     ),
-    "qwen3-moe": lambda: Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            **SMALL, head_dim=32, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=40, norm_topk_prob=False
-        )
+    "qwen3-moe": partial(
+        random_model, "qwen3_moe",
+        **SMALL, head_dim=32, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=40, norm_topk_prob=False
     ),
-    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2)),
-    "gpt-oss": lambda: GptOssForCausalLM(
-        GptOssConfig(
-            **SMALL, **TOKENS, head_dim=24, num_local_experts=4, num_experts_per_tok=2, sliding_window=15,
-            rope_parameters={**YARN, "truncate": False},
-        )
+    "mixtral": partial(random_model, "mixtral", **SMALL, num_local_experts=4, num_experts_per_tok=2),
+    "gpt-oss": partial(
+        random_model, "gpt_oss",
+        **SMALL, **TOKENS, head_dim=24, num_local_experts=4, num_experts_per_tok=2, sliding_window=15,
+        rope_parameters={**YARN, "truncate": False},
     ),
 }  # fmt: skip
 

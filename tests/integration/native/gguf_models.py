@@ -1,6 +1,7 @@
 """Tiny models as GGUF files, written with the `gguf` package, and their counterparts in transformers."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,31 +10,10 @@ from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, RopeScaling
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GptOssConfig,
-    GptOssForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-)
+from transformers import PreTrainedModel
 
 from tests.integration.native.conftest import LONGROPE, MULTIPLIERS, TOKENS, YARN, Family
+from tests.random_models import random_model
 
 SMALL = {
     "vocab_size": 260,
@@ -61,62 +41,36 @@ LLAMA31 = {
 LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=True)),
-    "llama-biased": lambda: LlamaForCausalLM(
-        LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True, head_dim=24)
+    "llama": partial(random_model, "llama", **SMALL, tie_word_embeddings=True),
+    "llama-biased": partial(random_model, "llama", **SMALL, attention_bias=True, mlp_bias=True, head_dim=24),
+    "llama-wide": partial(random_model, "llama", **WIDE),
+    "llama-rope-llama3": partial(random_model, "llama", **SMALL, rope_parameters=LLAMA31),
+    "llama-rope-linear": partial(random_model, "llama", **SMALL, rope_parameters=LINEAR),
+    "qwen2": partial(random_model, "qwen2", **SMALL),
+    "qwen3": partial(random_model, "qwen3", **SMALL, head_dim=32, tie_word_embeddings=True),
+    "smollm3": partial(random_model, "smollm3", **{**SMALL, "num_hidden_layers": 4}, **TOKENS),
+    "granite": partial(random_model, "granite", **SMALL, **MULTIPLIERS),
+    "olmo2": partial(random_model, "olmo2", **SMALL, **TOKENS),
+    "phi3": partial(
+        random_model, "phi3", **SMALL, **TOKENS, sliding_window=7, original_max_position_embeddings=256,
+        rope_parameters={**LONGROPE, "attention_factor": 1.25, "partial_rotary_factor": 0.75},
     ),
-    "llama-wide": lambda: LlamaForCausalLM(LlamaConfig(**WIDE)),
-    "llama-rope-llama3": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=LLAMA31)),
-    "llama-rope-linear": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=LINEAR)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=32, tie_word_embeddings=True)),
-    "smollm3": lambda: SmolLM3ForCausalLM(SmolLM3Config(**{**SMALL, "num_hidden_layers": 4}, **TOKENS)),
-    "granite": lambda: GraniteForCausalLM(GraniteConfig(**SMALL, **MULTIPLIERS)),
-    "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**SMALL, **TOKENS)),
-    "phi3": lambda: Phi3ForCausalLM(
-        Phi3Config(
-            **SMALL,
-            **TOKENS,
-            sliding_window=7,
-            original_max_position_embeddings=256,
-            rope_parameters={**LONGROPE, "attention_factor": 1.25, "partial_rotary_factor": 0.75},
-        )
+    "gemma3": partial(
+        random_model, "gemma3_text", **{**SMALL, "initializer_range": 0.3, "num_hidden_layers": 7}, **TOKENS,
+        head_dim=32, sliding_window=7, query_pre_attn_scalar=32,
+        rope_parameters={
+            "full_attention": LINEAR, "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
     ),
-    "gemma3": lambda: Gemma3ForCausalLM(
-        Gemma3TextConfig(
-            **{**SMALL, "initializer_range": 0.3, "num_hidden_layers": 7},
-            **TOKENS,
-            head_dim=32,
-            sliding_window=7,
-            query_pre_attn_scalar=32,
-            rope_parameters={
-                "full_attention": LINEAR,
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-            },
-        )
+    "qwen3moe": partial(
+        random_model, "qwen3_moe", **SMALL, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+        norm_topk_prob=True,
     ),
-    "qwen3moe": lambda: Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            **SMALL,
-            head_dim=32,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=32,
-            norm_topk_prob=True,
-        )
+    "gpt-oss": partial(
+        random_model, "gpt_oss", **SMALL, **TOKENS, head_dim=32, num_local_experts=4, num_experts_per_tok=2,
+        sliding_window=7, rope_parameters={**YARN, "truncate": False},
     ),
-    "gpt-oss": lambda: GptOssForCausalLM(
-        GptOssConfig(
-            **SMALL,
-            **TOKENS,
-            head_dim=32,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            sliding_window=7,
-            rope_parameters={**YARN, "truncate": False},
-        )
-    ),
-}
+}  # fmt: skip
 _ORIGINAL = {"phi3": 256, "gpt-oss": 32}
 """Positions before rotary scaling."""
 _REORDERED = ("llama", "smollm3", "granite")

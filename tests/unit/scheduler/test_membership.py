@@ -1,4 +1,8 @@
-"""The worker group by scenario; random scenarios are in tests/simulation, the tables in test_membership_tables.py."""
+"""The worker group by scenario.
+
+Any order of events is in test_membership_machine.py, the tables are in test_membership_tables.py, and the group with
+the services around it and random faults is in tests/simulation/whole.
+"""
 
 import msgspec
 import pytest
@@ -200,6 +204,19 @@ def test_messages_of_an_old_epoch_change_nothing() -> None:
     for message in (Ready(1), replace_blocks(1000, 1), RankLost(1, "late"), StepFault(1, 3, "late")):
         assert g.send("a", message, 1.1) == []
     assert g.member_state("a") is MemberState.ASSIGNED
+
+
+@pytest.mark.parametrize(
+    "message",
+    [LoadProgress("weights", 0.5), msgspec.structs.replace(LOADED, epoch=1), Ready(1), RankLost(1, "reset")],
+)
+def test_messages_that_cross_the_end_of_their_epoch_change_nothing(message: WorkerMessage) -> None:
+    g = group(tensor_parallel_size=2)
+    g.register("a", "b")
+    g.lose("b", 1.0)
+    assert g.send("a", message, 1.1) == []
+    assert g.member_state("a") is MemberState.RETURNING
+    assert g.register("a", at=1.2) == []
 
 
 def test_silent_worker_is_lost_and_may_come_back() -> None:
