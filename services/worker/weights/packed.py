@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from services.checkpoint import CheckpointError
 from services.private import check_private
 from services.units import size_text
 from services.worker.kernels.packed_weight import Packed, PackedRows, PackedWeight
@@ -121,23 +122,22 @@ class PackedFile:
             file = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
             return found
-        with open(file, "rb", buffering=0):
-            try:
-                header = _read_header(file)
-                if header.identity != self._identity:
-                    log.info(
-                        "%s is of another version of the weights or kernels; it is made anew", self._path
-                    )
-                    return found
-                found.weights = _read_arrays(file, header, progress)
-            except (OSError, ValueError, struct.error, msgspec.MsgspecError) as error:
-                log.warning("%s is torn, damaged or foreign (%s); it is made anew", self._path, error)
-                with suppress(OSError):
-                    self._path.unlink()
+        try:
+            header = _read_header(file)
+            if header.identity != self._identity:
+                log.info("%s is of another version of the weights or kernels; it is made anew", self._path)
                 return found
-            found.contents, found.types = header.contents, set(header.types)
+            found.weights = _read_arrays(file, header, progress)
             with suppress(OSError):
                 os.utime(file)  # the least recently used files are removed first
+        except (OSError, ValueError, struct.error, msgspec.MsgspecError) as error:
+            log.warning("%s is torn, damaged or foreign (%s); it is made anew", self._path, error)
+            with suppress(OSError):
+                self._path.unlink()
+            return found
+        finally:
+            os.close(file)
+        found.contents, found.types = header.contents, set(header.types)
         log.info("packed weights: %s from %s", size_text(found.num_bytes), self._path)
         return found
 
@@ -157,8 +157,8 @@ class PackedFile:
                 if is_current():
                     self._make_room(weights.num_bytes)
                     self._write(weights, digests)
-            except OSError as error:
-                log.warning("packed weights are not kept in %s: %s", self._directory, error.strerror or error)
+            except (OSError, CheckpointError) as error:
+                log.warning("packed weights are not kept in %s: %s", self._directory, error)
 
         self._thread = Thread(target=write, name="packed-weights", daemon=True)
         self._thread.start()
@@ -207,7 +207,7 @@ class PackedFile:
             if self._ends.is_set():
                 raise InterruptedError(EINTR, "the worker leaves")
             chunk = data[first : first + _CHUNK_WORDS]
-            checksum += _sum(chunk)
+            checksum += checksum_of(chunk)
             stream.write(chunk.data)
         stream.write(bytes(-data.nbytes % _ALIGNMENT))
         dtype, shape = str(rows.memory.dtype).removeprefix("torch."), list(rows.memory.shape)
@@ -260,7 +260,7 @@ def _read_arrays(file: int, header: _Header, progress: Progress) -> dict[str, Pa
         end = array.begin + dtype.itemsize * prod(array.shape)
         _fill(file, memoryview(region)[array.begin : end], array.begin)
         values = memory[array.begin : end]
-        if _sum(_words(values)) % (1 << 64) != array.checksum:
+        if checksum_of(_words(values)) % (1 << 64) != array.checksum:
             raise ValueError("an array is damaged")
         done += len(values)
         progress("reading packed weights", done / header.size)
@@ -292,5 +292,5 @@ def _words(memory: torch.Tensor) -> NDArray[np.uint64]:
     return memory.view(-1).view(torch.uint8).numpy().view(np.uint64)
 
 
-def _sum(words: NDArray[np.uint64]) -> int:
+def checksum_of(words: NDArray[np.uint64]) -> int:
     return int(np.add.reduce(words))

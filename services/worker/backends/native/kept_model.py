@@ -58,7 +58,7 @@ class KeptModel:
         self._drafter: Drafter | None = None
         self._drafter_for: tuple[object, ...] = ()
         self._drafter_contents: Contents = {}
-        self.packed_file: PackedFile | None = None
+        self._packed_file: PackedFile | None = None
         """Writes the packed weights that were made in the last read."""
         self.num_loads = 0
         """Number of times that weights were read."""
@@ -100,7 +100,7 @@ class KeptModel:
         if self._digest(path, checkpoint) != self.identify().model_hash:
             raise LoadError(f"the files of {path} have changed; start this worker again")
         choice = self._choose_kernels(config, checkpoint)
-        file, packed, source = self._packed_file(path, shard, choice), PackedWeights(), source_identity(path)
+        file, packed, source = self._file_of(path, shard, choice), PackedWeights(), source_identity(path)
         if file is not None:
             packed = file.read(progress)
         part = ModelPart.from_shard(config, shard, self._group)
@@ -112,7 +112,7 @@ class KeptModel:
         model = Model(part, hashed, choice.dtype, kernels, progress, self._quantization, packed)
         if file is not None:
             file.keep(packed, hashed.contents, lambda: source_identity(path) == source)
-            self.packed_file = file
+            self._packed_file = file
         log.info("weights: %.1f MiB in %s", model.num_bytes / 2**20, model.weight_types)
         return model, hashed.contents
 
@@ -159,11 +159,11 @@ class KeptModel:
 
     def _free(self) -> None:
         self._model = None
-        if self.packed_file is not None:
-            self.packed_file.end()
-            self.packed_file = None
+        if self._packed_file is not None:
+            self._packed_file.end()
+            self._packed_file = None
 
-    def _packed_file(self, path: Path, shard: Shard, choice: KernelChoice) -> PackedFile | None:
+    def _file_of(self, path: Path, shard: Shard, choice: KernelChoice) -> PackedFile | None:
         """Return the file of packed weights. None: there is none for this device, or the user wants none."""
         wanted = self._config.weights_cache_dir
         if wanted == "none" or choice.device != "cpu" or choice.implementation != "compiled":
