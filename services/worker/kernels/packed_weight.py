@@ -22,5 +22,5 @@ class PackedRows(NamedTuple):
 PackedWeight = tuple[PackedRows, ...]
 """All outputs of a weight, in order."""
 Packed = PackedWeight | Weight
-"""What a network makes of a weight; kernels without a layout of their own leave the weight as it is."""
+"""Result of packing. Kernels without a layout of their own leave the weight as it is."""
 PLAIN = "these kernels have no layout of their own"

@@ -127,7 +127,7 @@ class PackedFile:
             if header.identity != self._identity:
                 log.info("%s is of another version of the weights or kernels; it is made anew", self._path)
                 return found
-            found.weights = _read_arrays(file, header, progress)
+            found.weights = _map_arrays(file, header, progress)
             with suppress(OSError):
                 os.utime(file)  # the least recently used files are removed first
         except (OSError, ValueError, struct.error, msgspec.MsgspecError) as error:
@@ -249,42 +249,27 @@ def _read_header(file: int) -> _Header:
     return msgspec.json.decode(text, type=_Header)
 
 
-def _read_arrays(file: int, header: _Header, progress: Progress) -> dict[str, PackedWeight]:
+def _map_arrays(file: int, header: _Header, progress: Progress) -> dict[str, PackedWeight]:
     """Raises: ValueError, if an array is damaged; OSError"""
-    region = _region(header.size)
+    if header.size > os.fstat(file).st_size:
+        raise ValueError("it is torn")
+    # Copy on write: torch accepts the memory without a warning, and nothing reaches the file.
+    region = mmap.mmap(file, header.size, access=mmap.ACCESS_COPY)
+    if hasattr(mmap, "MADV_WILLNEED"):
+        region.madvise(mmap.MADV_WILLNEED)
     memory, done = torch.frombuffer(region, dtype=torch.uint8), 0
 
-    def read(array: _Array) -> PackedRows:
+    def check(array: _Array) -> PackedRows:
         nonlocal done
         dtype = getattr(torch, array.dtype)
-        end = array.begin + dtype.itemsize * prod(array.shape)
-        _fill(file, memoryview(region)[array.begin : end], array.begin)
-        values = memory[array.begin : end]
+        values = memory[array.begin : array.begin + dtype.itemsize * prod(array.shape)]
         if checksum_of(_words(values)) % (1 << 64) != array.checksum:
             raise ValueError("an array is damaged")
         done += len(values)
-        progress("reading packed weights", done / header.size)
+        progress("checking packed weights", done / header.size)
         return PackedRows(array.layout, array.outputs, array.inputs, values.view(dtype).view(array.shape))
 
-    return {name: tuple(map(read, weight)) for name, weight in header.weights.items()}
-
-
-def _region(size: int) -> mmap.mmap:
-    """Return memory with huge pages where Linux grants them: a step then reads fewer entries of page tables."""
-    region = mmap.mmap(-1, size)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
-            region.madvise(mmap.MADV_HUGEPAGE)
-    return region
-
-
-def _fill(file: int, into: memoryview, begin: int) -> None:
-    """Raises: ValueError, if the file ends before; OSError"""
-    done = 0
-    while done < len(into):
-        if not (read := os.preadv(file, [into[done:]], begin + done)):
-            raise ValueError("it is torn")
-        done += read
+    return {name: tuple(map(check, weight)) for name, weight in header.weights.items()}
 
 
 def _words(memory: torch.Tensor) -> NDArray[np.uint64]:

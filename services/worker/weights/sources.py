@@ -1,4 +1,4 @@
-"""What packed weights are made of: the files of a checkpoint, and the code that packs them."""
+"""Identity of the sources of packed weights: the files of a checkpoint, and the code that packs them."""
 
 import hashlib
 from functools import cache
@@ -12,7 +12,7 @@ _PACKING = ("checkpoint", "worker/kernels", "worker/weights", "worker/backends/n
 
 
 def source_identity(path: Path) -> str:
-    """Return what changes when a file of weights is replaced or written: path, size, times of the last change of
+    """Return a text that changes when a file of weights is replaced or written: path, size, times of the last change of
     content and of the inode, and inode of each. Nothing is read.
 
     Raises: CheckpointError or OSError, if a file is missing.

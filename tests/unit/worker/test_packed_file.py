@@ -249,9 +249,9 @@ def test_a_worker_that_leaves_does_not_wait_for_the_file(directory: Path) -> Non
 
 
 def test_the_files_used_last_stay_within_the_limit(directory: Path) -> None:
+    keep(packed_file(directory, name="m0"), weights())
     size = sum(each.memory.nbytes for weight in weights().values() for each in weight)
-    limit = 3 * (size + 20_000)
-    now = time.time()
+    limit, now = 3 * files(directory)[0].stat().st_size, time.time()
     for number in range(3):
         keep(packed_file(directory, name=f"m{number}", limit=limit), weights())
         os.utime(directory / f"m{number}{SUFFIX}", (now - 100 + number, now - 100 + number))
