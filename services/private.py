@@ -1,14 +1,17 @@
-"""Private directory of a process, for its user only.
+"""Private directories: of a process, for its user only, and the user's cache.
 
-It is removed when the process ends. If the process was killed, the next one that makes a directory removes it.
+That of a process is removed when the process ends. If the process was killed, the next one that makes a directory
+removes it.
 """
 
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from errno import EACCES
 from pathlib import Path
 
 from protocol.fields import MAX_IPC_PATH
@@ -44,6 +47,20 @@ def short_base(prefix: str, longest: str) -> Path:
         if base and len(os.fsencode(base)) <= room and os.access(base, os.W_OK | os.X_OK):
             return Path(base)
     return Path("/tmp")  # noqa: S108  only a directory inside it is used, which is private
+
+
+def user_cache() -> Path:
+    """Return the user's directory for files that can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "runahead"
+
+
+def check_private(directory: Path) -> None:
+    """Raises: OSError, if the directory is missing, of another user, or other users have access to it."""
+    status = directory.stat()
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise PermissionError(
+            EACCES, "other users have access to it; chmod 700 it, or give a directory of this user"
+        )
 
 
 def _make(base: Path, prefix: str) -> tuple[Path, int]:

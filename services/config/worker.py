@@ -85,6 +85,17 @@ class BackendConfig(ServiceConfig):
         description="native, sim: socket of a `runahead kv-keeper` on this machine. It keeps the KV cache when this "
         "process ends, for the next one with the same model and settings. Default: serve keeps it for its workers.",
     )
+    weights_cache_dir: str = Field(
+        "auto",
+        description="native on the CPU: private directory for weights in the layout of the kernels, so that a worker "
+        "that starts again does not arrange them anew; as large as the model. auto: the user's cache directory, for "
+        "models of 256 MiB and more; none: none.",
+    )
+    weights_cache_bytes: Size = Field(
+        16 << 30,
+        gt=0,
+        description="Size of all files in --weights-cache-dir, bytes, such as 50G; those used last stay.",
+    )
     quantization: str | None = Field(
         None,
         description="native: type of the weights in memory, with groups of 32 inputs: int8, int4 (embedding and head "
@@ -124,6 +135,7 @@ USERS: dict[str, tuple[str, ...]] = {
     "gpu_memory_utilization": ("native", "vllm"),
     "enforce_eager": ("native", "vllm"),
     "dtype": ("native", "vllm"),
+    "weights_cache_dir": ("native",),
     **dict.fromkeys((*TIERS, "kv_keeper"), ("native", "sim")),
     "threads": ("native", "vllm"),
     **dict.fromkeys(SimulatorConfig.model_fields, ("sim",)),
@@ -183,6 +195,10 @@ class WorkerConfig(SimulatorConfig, BackendConfig):
                 raise ValueError(
                     "--kv-offload-dir, --kv-offload-bytes, --kv-peer-address and --kv-keeper: with --device cuda KV "
                     "blocks stay on the GPU so far; use none of them"
+                )
+            if self.weights_cache_dir not in ("auto", "none"):
+                raise ValueError(
+                    "--weights-cache-dir: with --device cuda weights are not arranged; leave it out"
                 )
             if self.kernels == "reference":
                 raise ValueError("--kernels reference computes on --device cpu only")

@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections import defaultdict, deque
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -28,7 +29,7 @@ class HashedCheckpoint:
 
     Args:
         prefix: of the names of parts.
-        contents: receives the digests; None: a new dictionary.
+        contents: receives the digests; None: a new dictionary. Parts that are in it are not hashed.
     """
 
     def __init__(self, checkpoint: Checkpoint, prefix: str = "", contents: Contents | None = None) -> None:
@@ -59,10 +60,22 @@ class HashedCheckpoint:
         return self._checkpoint.digest(config)
 
     def _add(self, part: str, kind: str, values: torch.Tensor) -> None:
+        name = f"{self._prefix}{part} {kind}"
+        if name in self.contents:
+            return
         if len(self._waiting) == _WAITING:
             self._waiting.popleft().result()
         self._waiting.append(self._thread.submit(_digest, kind, raw_bytes(values)))
-        self.contents[f"{self._prefix}{part} {kind}"] = self._waiting[-1]
+        self.contents[name] = self._waiting[-1]
+
+
+def known_contents(digests: Mapping[str, str]) -> Contents:
+    """Return digests of an earlier read."""
+    contents: Contents = {}
+    for part, digest in digests.items():
+        contents[part] = Future()
+        contents[part].set_result(digest)
+    return contents
 
 
 def _digest(kind: str, values: memoryview) -> str:

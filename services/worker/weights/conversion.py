@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from safetensors.torch import save_file
 
 from services.checkpoint import CheckpointError, is_gguf, read_text
 from services.checkpoint.gguf import FILES, read_header, tensors_by_name
+from services.private import user_cache
 from services.worker.runner import LoadError
 from services.worker.weights.gguf_checkpoint import GgufCheckpoint
 
@@ -50,10 +50,9 @@ def cached_conversion(path: Path, dtype: str = "auto") -> Path:
 
 def cache_directory(path: Path, dtype: str) -> Path:
     """Return the directory of a conversion. A changed file at the same path has another directory."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     status = path.stat()
     key = f"{_FORMAT} {path.resolve()} {status.st_size} {status.st_mtime_ns} {dtype}"
-    return home / "runahead" / "checkpoints" / f"{path.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    return user_cache() / "checkpoints" / f"{path.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
 def convert(path: Path, directory: Path, dtype: str = "auto") -> None:

@@ -34,6 +34,7 @@ from services.worker.kernels.interface.rows import (
 )
 from services.worker.kernels.interface.sampling import DrawColumns, ScoredTokens
 from services.worker.kernels.interface.workspaces import EpochSizes, Uses
+from services.worker.kernels.packed_weight import Packed
 from services.worker.kernels.quantized_weight import Weight
 from services.worker.kernels.reference.drafting import ReferenceDrafting
 from services.worker.kernels.reference.kernels import ReferenceKernels
@@ -76,10 +77,13 @@ class LazyNetwork:
         self.activations = inner.activations
         self.routing = None
 
-    def linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Linear:
+    def pack(self, weight: Weight, is_table: bool = False) -> Packed:
+        return self._inner.pack(weight, is_table)
+
+    def linear(self, weight: Packed, bias: torch.Tensor | None = None) -> Linear:
         return LazyLinear(self._inner.linear(weight, bias), self._device)
 
-    def embedding(self, weight: Weight) -> EmbeddingTable:
+    def embedding(self, weight: Packed) -> EmbeddingTable:
         return LazyEmbedding(self._inner.embedding(weight), self._device)
 
     def tied(self, embedding: EmbeddingTable) -> Linear:

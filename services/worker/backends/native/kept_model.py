@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Literal
 
@@ -9,6 +10,7 @@ import torch
 
 from protocol.membership import Assignment, Shard
 from services.config import WorkerConfig
+from services.private import user_cache
 from services.worker.backends.native import drafters
 from services.worker.backends.native.drafters.base import Drafter, TargetModel
 from services.worker.backends.native.memory import served_dtype
@@ -32,8 +34,14 @@ from services.worker.weights import (
     open_checkpoint,
     tokenizer_digest,
 )
+from services.worker.weights.contents import known_contents
+from services.worker.weights.packed import PackedFile, PackedWeights
+from services.worker.weights.sources import packing_digest, source_identity
 
 log = logging.getLogger("runahead.worker")
+
+WORTH_A_FILE = 256 << 20
+"""Bytes of packed weights from which on they are kept by default: smaller ones are made in less than a second."""
 
 
 class KeptModel:
@@ -50,6 +58,8 @@ class KeptModel:
         self._drafter: Drafter | None = None
         self._drafter_for: tuple[object, ...] = ()
         self._drafter_contents: Contents = {}
+        self._packed_file: PackedFile | None = None
+        """Writes the packed weights that were made in the last read."""
         self.num_loads = 0
         """Number of times that weights were read."""
 
@@ -79,7 +89,7 @@ class KeptModel:
         Raises: LoadError
         """
         if self._model is None or self._model.part.shard != shard:
-            self._model = None  # freed before the next ones are read
+            self._free()  # before the next ones are read
             self.num_loads += 1
             self._model, self._contents = self._read(shard, progress)
         return self._model
@@ -90,12 +100,19 @@ class KeptModel:
         if self._digest(path, checkpoint) != self.identify().model_hash:
             raise LoadError(f"the files of {path} have changed; start this worker again")
         choice = self._choose_kernels(config, checkpoint)
-        part, hashed = ModelPart.from_shard(config, shard, self._group), HashedCheckpoint(checkpoint)
+        file, packed, source = self._file_of(path, shard, choice), PackedWeights(), source_identity(path)
+        if file is not None:
+            packed = file.read(progress)
+        part = ModelPart.from_shard(config, shard, self._group)
+        hashed = HashedCheckpoint(checkpoint, contents=known_contents(packed.contents))
         progress("preparing compiled kernels", 0.0)
         kernels, threads = self._create_kernels(choice), torch.get_num_threads()
         kernels.use_threads(threads)
         torch.set_num_threads(threads)  # both kinds of threads re-order weights
-        model = Model(part, hashed, choice.dtype, kernels, progress, self._quantization)
+        model = Model(part, hashed, choice.dtype, kernels, progress, self._quantization, packed)
+        if file is not None:
+            file.keep(packed, hashed.contents, lambda: source_identity(path) == source)
+            self._packed_file = file
         log.info("weights: %.1f MiB in %s", model.num_bytes / 2**20, model.weight_types)
         return model, hashed.contents
 
@@ -137,7 +154,27 @@ class KeptModel:
 
     def drop(self) -> None:
         """Free the memory."""
-        self._model = self._drafter = None
+        self._free()
+        self._drafter = None
+
+    def _free(self) -> None:
+        self._model = None
+        if self._packed_file is not None:
+            self._packed_file.end()
+            self._packed_file = None
+
+    def _file_of(self, path: Path, shard: Shard, choice: KernelChoice) -> PackedFile | None:
+        """Return the file of packed weights. None: there is none for this device, or the user wants none."""
+        wanted = self._config.weights_cache_dir
+        if wanted == "none" or choice.device != "cpu" or choice.implementation != "compiled":
+            return None
+        is_default = wanted == "auto"
+        directory = user_cache() / "weights" if is_default else Path(wanted).expanduser()
+        settings = f"{shard} {choice} {self._config.quantization}"
+        digest = sha256(f"{path.resolve()} {settings}".encode()).hexdigest()[:16]
+        identity = f"{self.identify().model_hash} {source_identity(path)} {packing_digest()} {settings}"
+        limits = self._config.weights_cache_bytes, WORTH_A_FILE if is_default else 0
+        return PackedFile(directory, f"{path.stem}-{digest}", identity, *limits)
 
     @property
     def _device(self) -> str:

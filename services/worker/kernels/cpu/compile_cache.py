@@ -12,7 +12,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from services.private import private_directory
+from services.private import private_directory, user_cache
 
 PRIVATE = "runahead-kernels-"
 """First part of the name of a directory that one process uses."""
@@ -30,8 +30,7 @@ def directory() -> Path:
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(here.rglob("*.py")))).hexdigest()[
         :16
     ]
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    beside, cached = here / "__pycache__" / f"kernels-{digest}", home / "runahead" / f"kernels-{digest}"
+    beside, cached = here / "__pycache__" / f"kernels-{digest}", user_cache() / f"kernels-{digest}"
     if is_writable(beside):
         return beside
     if not cached.exists():

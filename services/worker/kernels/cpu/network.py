@@ -12,8 +12,9 @@ from services.worker.kernels.cpu.compiled.most_likely import most_likely_kernel
 from services.worker.kernels.cpu.compiled.norm_and_gate import gate_kernel, norm_kernel
 from services.worker.kernels.cpu.compiled.rotary import rotary_kernel
 from services.worker.kernels.cpu.launching import Launcher
-from services.worker.kernels.cpu.panels import PanelEmbedding, Panels
+from services.worker.kernels.cpu.panels import PanelEmbedding, coded_panels, paired_panels
 from services.worker.kernels.cpu.products import (
+    FLOAT32,
     NARROW,
     OWN_BFLOAT16,
     WIDE,
@@ -22,6 +23,7 @@ from services.worker.kernels.cpu.products import (
     PanelProduct,
     StackedProduct,
     coded_panel_product,
+    float32_panels,
 )
 from services.worker.kernels.cpu.thread_team import Kernel
 from services.worker.kernels.interface.attention import Attention, AttentionShape
@@ -37,6 +39,7 @@ from services.worker.kernels.interface.products import EmbeddingTable, Linear
 from services.worker.kernels.interface.recording import Recording
 from services.worker.kernels.interface.routing import Routed, RoutingKernels
 from services.worker.kernels.layout import kv_block_bytes, padded
+from services.worker.kernels.packed_weight import Packed, PackedRows
 from services.worker.kernels.quantized_weight import QuantizedWeight, Weight
 
 B = TypeVar("B", bound=Buffers)
@@ -67,26 +70,32 @@ class CpuNetwork:
             torch.bfloat16: copy_kernel(half=True, beside_torch=half),
         }
 
-    def linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Linear:
+    def pack(self, weight: Weight, is_table: bool = False) -> Packed:
         if isinstance(weight, QuantizedWeight):
-            panels = [Panels.from_blocks(kind, parts) for kind, parts in weight.by_type()]
-            if len(panels) == 1:
-                return self._from_panels(panels[0], bias)
-            biases = [None] * len(panels) if bias is None else bias.split([each.outputs for each in panels])
-            return StackedProduct([self._from_panels(*each) for each in zip(panels, biases, strict=True)])
+            return tuple(coded_panels(kind, parts) for kind, parts in weight.by_type())
         if self._own is not None:
-            return self._from_panels(Panels.from_plain(weight), bias)
-        if self.activations == torch.float32:
-            return Float32Product(self._launcher, weight, bias, self._float32)
-        return OneDnnProduct(self._launcher, weight.to(self.activations), bias)
+            return (paired_panels(weight),)
+        if is_table or self.activations != torch.float32:
+            return weight
+        return (float32_panels(weight, self._float32),)
 
-    def embedding(self, weight: Weight) -> EmbeddingTable:
-        if isinstance(weight, QuantizedWeight):
-            [(kind, parts)] = weight.by_type()  # one tensor of a file
-            return PanelEmbedding(self._launcher, Panels.from_blocks(kind, parts))
-        if self._own is not None:
-            return PanelEmbedding(self._launcher, Panels.from_plain(weight))
-        return PlainEmbedding(self, weight)
+    def linear(self, weight: Packed, bias: torch.Tensor | None = None) -> Linear:
+        packed = weight if isinstance(weight, tuple) else self.pack(weight)
+        if isinstance(packed, torch.Tensor):
+            return OneDnnProduct(self._launcher, packed.to(self.activations), bias)
+        assert isinstance(packed, tuple), "quantised weights are packed"
+        if len(packed) == 1:
+            return self._product(packed[0], bias)
+        biases = [None] * len(packed) if bias is None else bias.split([each.outputs for each in packed])
+        return StackedProduct([self._from_panels(*each) for each in zip(packed, biases, strict=True)])
+
+    def embedding(self, weight: Packed) -> EmbeddingTable:
+        packed = weight if isinstance(weight, tuple) else self.pack(weight, is_table=True)
+        if isinstance(packed, torch.Tensor):
+            return PlainEmbedding(self, packed)
+        assert isinstance(packed, tuple), "quantised weights are packed"
+        [panels] = packed  # one tensor of a file
+        return PanelEmbedding(self._launcher, panels)
 
     def tied(self, embedding: EmbeddingTable) -> Linear:
         if isinstance(embedding, PanelEmbedding):
@@ -94,7 +103,12 @@ class CpuNetwork:
         assert embedding.tensor is not None, "it is one of this network's"
         return self.linear(embedding.tensor)
 
-    def _from_panels(self, panels: Panels, bias: torch.Tensor | None) -> PanelProduct:
+    def _product(self, packed: PackedRows, bias: torch.Tensor | None) -> Linear:
+        if packed.layout == FLOAT32:
+            return Float32Product(self._launcher, packed, bias, self._float32)
+        return self._from_panels(packed, bias)
+
+    def _from_panels(self, panels: PackedRows, bias: torch.Tensor | None) -> PanelProduct:
         if self._own is not None:
             return OWN_BFLOAT16[self._own](self._launcher, panels, bias)
         half = self.activations == torch.bfloat16

@@ -1,7 +1,7 @@
 """Weights in the layout of the kernels: one copy, from which products are computed and vectors are looked up."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -17,50 +17,45 @@ from services.worker.kernels.cpu.compiled.quantized import (
     rows_kernel,
 )
 from services.worker.kernels.cpu.launching import Launcher
+from services.worker.kernels.packed_weight import PackedRows
+
+OUTPUTS = 4 * PANEL
+"""Outputs are padded to a multiple of this."""
+PAIRED = "bfloat16 pairs"
+"""Layout of bfloat16; others are named after the types in ggml. See `compiled.quantized`; the memory is uint8[panels,
+blocks, bytes of a block]."""
 
 
-@dataclass(frozen=True)
-class Panels:
-    """Layouts: see `compiled.quantized`. Outputs are padded to a multiple of `BLOCK`."""
+def paired_panels(weight: torch.Tensor) -> PackedRows:
+    outputs, inputs = weight.shape
+    padded = functional.pad(weight.to(torch.bfloat16), (0, -inputs % GROUP, 0, -outputs % OUTPUTS))
+    panels = padded.unflatten(1, (-1, GROUP // 2, 2)).unflatten(0, (-1, PANEL))
+    memory = panels.permute(0, 2, 3, 1, 4).contiguous().view(torch.uint8).flatten(2).flatten(2)
+    return PackedRows(PAIRED, outputs, inputs, memory)
 
-    BLOCK = 4 * PANEL
 
-    format: NDArray[np.int64] | None
-    """See `format_table`. None: bfloat16."""
-    outputs: int
-    inputs: int
-    memory: torch.Tensor
-    """uint8[panels, blocks, bytes of a block]"""
+def coded_panels(kind: str, parts: Sequence[torch.Tensor]) -> PackedRows:
+    """`parts`: uint8[outputs, bytes of a row] of ggml's blocks, one below the other."""
+    own = FORMATS[kind]
+    rows = [part if part.stride(1) == 1 else part.contiguous() for part in parts]
+    outputs, blocks = sum(map(len, rows)), rows[0].shape[1] // own.source_bytes
+    rows.append(torch.zeros(-outputs % OUTPUTS, rows[0].shape[1], dtype=torch.uint8))
+    addresses = torch.cat([part.data_ptr() + torch.arange(len(part)) * part.stride(0) for part in rows])
+    memory = torch.empty(len(addresses) // PANEL, blocks, own.bytes, dtype=torch.uint8)
+    layout = pack_layout(KINDS.index(kind))
+    values = addresses.data_ptr(), memory.data_ptr(), blocks, layout.ctypes.data
+    pack_kernel().again().run(len(memory), values)
+    return PackedRows(kind, outputs, blocks * own.inputs, memory)
 
-    @classmethod
-    def from_plain(cls, weight: torch.Tensor) -> "Panels":
-        outputs, inputs = weight.shape
-        padded = functional.pad(weight.to(torch.bfloat16), (0, -inputs % GROUP, 0, -outputs % cls.BLOCK))
-        panels = padded.unflatten(1, (-1, GROUP // 2, 2)).unflatten(0, (-1, PANEL))
-        memory = panels.permute(0, 2, 3, 1, 4).contiguous().view(torch.uint8).flatten(2).flatten(2)
-        return cls(None, outputs, inputs, memory)
 
-    @classmethod
-    def from_blocks(cls, kind: str, parts: Sequence[torch.Tensor]) -> "Panels":
-        """`parts`: uint8[outputs, bytes of a row] of ggml's blocks, one below the other."""
-        own, number = FORMATS[kind], KINDS.index(kind)
-        rows = [part if part.stride(1) == 1 else part.contiguous() for part in parts]
-        outputs, blocks = sum(map(len, rows)), rows[0].shape[1] // own.source_bytes
-        rows.append(torch.zeros(-outputs % cls.BLOCK, rows[0].shape[1], dtype=torch.uint8))
-        addresses = torch.cat([part.data_ptr() + torch.arange(len(part)) * part.stride(0) for part in rows])
-        memory = torch.empty(len(addresses) // PANEL, blocks, own.bytes, dtype=torch.uint8)
-        layout = pack_layout(number)
-        values = addresses.data_ptr(), memory.data_ptr(), blocks, layout.ctypes.data
-        pack_kernel().again().run(len(memory), values)
-        return cls(format_table(number), outputs, blocks * own.inputs, memory)
+def format_address(panels: PackedRows) -> int:
+    """Return the address of the layout's `format_table`; 0 of bfloat16."""
+    return 0 if panels.layout == PAIRED else _table(panels.layout).ctypes.data
 
-    @property
-    def format_address(self) -> int:
-        return 0 if self.format is None else self.format.ctypes.data
 
-    @property
-    def num_bytes(self) -> int:
-        return self.memory.nbytes
+@cache
+def _table(layout: str) -> NDArray[np.int64]:
+    return format_table(KINDS.index(layout))
 
 
 class PanelEmbedding:
@@ -68,9 +63,9 @@ class PanelEmbedding:
 
     tensor: torch.Tensor | None = None
 
-    def __init__(self, launcher: Launcher, panels: Panels) -> None:
-        self._launcher, self.panels, self.num_bytes = launcher, panels, panels.num_bytes
-        self._kernel = rows_kernel(panels.format is not None)
+    def __init__(self, launcher: Launcher, panels: PackedRows) -> None:
+        self._launcher, self.panels, self.num_bytes = launcher, panels, panels.memory.nbytes
+        self._kernel, self._format = rows_kernel(panels.layout != PAIRED), format_address(panels)
 
     def __len__(self) -> int:
         return self.panels.outputs
@@ -78,5 +73,5 @@ class PanelEmbedding:
     def look_up(self, index: torch.Tensor, out: torch.Tensor) -> None:
         panels = self.panels
         addresses = panels.memory.data_ptr(), index.data_ptr(), out.data_ptr()
-        values = (*addresses, panels.inputs, out.stride(0), panels.format_address)
+        values = (*addresses, panels.inputs, out.stride(0), self._format)
         self._launcher.launch(self._kernel, index, values)

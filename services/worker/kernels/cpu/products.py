@@ -19,8 +19,9 @@ from services.worker.kernels.cpu.compiled import (
 )
 from services.worker.kernels.cpu.compiled.product import BLOCK, PANEL
 from services.worker.kernels.cpu.launching import Launcher
-from services.worker.kernels.cpu.panels import Panels
+from services.worker.kernels.cpu.panels import OUTPUTS, PAIRED, format_address
 from services.worker.kernels.cpu.thread_team import Kernel
+from services.worker.kernels.packed_weight import PackedRows
 from services.worker.kernels.selection import PAIRS, TILES
 
 _ONEDNN = torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001  torch has no public product with a packed weight
@@ -44,30 +45,37 @@ NARROW = Float32Way(product.product_kernel, product.CHUNK, PANEL, PANEL // 2)
 WIDE = Float32Way(wide_product.wide_product_kernel, wide_product.CHUNK, BLOCK, PANEL)
 """With AVX-512."""
 
+FLOAT32 = "float32 products"
+"""Layout of `Float32Product`. Its memory is of a dtype and a way."""
 
-class Float32Product:
-    """A product with float32 activations.
+
+def float32_panels(weight: torch.Tensor, way: Float32Way = NARROW) -> PackedRows:
+    """Return a weight for `Float32Product`.
 
     A weight whose numbers are exact in bfloat16 is stored in bfloat16: half the bytes to read, and the same sums.
     """
+    outputs, inputs = weight.shape
+    short = weight.to(torch.bfloat16)
+    half = torch.equal(short.to(weight.dtype), weight)
+    padded = functional.pad(short if half else weight.float(), (0, 0, 0, -outputs % BLOCK))
+    panels = padded.view(-1, way.panel, inputs).transpose(1, 2)
+    if half:
+        panels = panels.unflatten(2, (-1, 2, way.apart)).transpose(3, 4)
+    return PackedRows(FLOAT32, outputs, inputs, panels.contiguous())
+
+
+class Float32Product:
+    """A product with float32 activations."""
 
     def __init__(
-        self, launcher: Launcher, weight: torch.Tensor, bias: torch.Tensor | None, way: Float32Way = NARROW
+        self, launcher: Launcher, weight: PackedRows, bias: torch.Tensor | None, way: Float32Way = NARROW
     ) -> None:
         self._launcher, self._chunk = launcher, way.chunk
-        self._outputs, self._inputs = weight.shape
-        missing = -self._outputs % BLOCK
-        short = weight.to(torch.bfloat16)
-        half = torch.equal(short.to(weight.dtype), weight)
-        padded = functional.pad(short if half else weight.float(), (0, 0, 0, missing))
-        self._blocks = len(padded) // BLOCK
-        panels = padded.view(-1, way.panel, self._inputs).transpose(1, 2)
-        if half:
-            panels = panels.unflatten(2, (-1, 2, way.apart)).transpose(3, 4)
-        self._weight = panels.contiguous()
-        self.num_bytes: int = self._weight.nbytes
+        _, self._outputs, self._inputs, self._weight = weight
+        self._blocks = -(-self._outputs // BLOCK)
+        self.num_bytes = self._weight.nbytes
         self._bias = _padded(bias, self._outputs, BLOCK)
-        self._kernel = way.kernel(half, self._inputs)
+        self._kernel = way.kernel(self._weight.dtype == torch.bfloat16, self._inputs)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         addresses = x.data_ptr(), self._weight.data_ptr(), self._bias.data_ptr(), out.data_ptr()
@@ -89,7 +97,7 @@ class PanelProduct:
     def __init__(
         self,
         launcher: Launcher,
-        panels: Panels,
+        panels: PackedRows,
         bias: torch.Tensor | None,
         kernel: Callable[[int], Kernel],
         block: int,
@@ -97,9 +105,9 @@ class PanelProduct:
         more: tuple[int, ...] = (),
     ) -> None:
         self._launcher, self._panels, self._chunk, self._more = launcher, panels, chunk, more
-        self.num_bytes, self.outputs = panels.num_bytes, panels.outputs
+        self.num_bytes, self.outputs = panels.memory.nbytes, panels.outputs
         self._blocks = -(-panels.outputs // block)
-        self._bias = _padded(bias, panels.outputs, Panels.BLOCK)
+        self._bias = _padded(bias, panels.outputs, OUTPUTS)
         self._kernel = kernel(panels.inputs)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -125,26 +133,26 @@ class StackedProduct:
 
 
 def coded_panel_product(
-    launcher: Launcher, panels: Panels, bias: torch.Tensor | None, half: bool
+    launcher: Launcher, panels: PackedRows, bias: torch.Tensor | None, half: bool
 ) -> PanelProduct:
     """A product with quantised weights. `half`: activations are bfloat16, and not float32."""
 
     kernel, sizes = coded_product.coded_product_kernel, (coded_product.BLOCK, coded_product.CHUNK)
-    return PanelProduct(launcher, panels, bias, kernel, *sizes, (panels.format_address, int(half)))
+    return PanelProduct(launcher, panels, bias, kernel, *sizes, (format_address(panels), int(half)))
 
 
-def tile_panel_product(launcher: Launcher, panels: Panels, bias: torch.Tensor | None) -> PanelProduct:
+def tile_panel_product(launcher: Launcher, panels: PackedRows, bias: torch.Tensor | None) -> PanelProduct:
     """A product with bfloat16 activations, computed with AMX."""
     kernel, sizes = (
-        partial(tile_product.tile_product_kernel, panels.format is not None),
+        partial(tile_product.tile_product_kernel, panels.layout != PAIRED),
         (tile_product.BLOCK, tile_product.CHUNK),
     )
-    return PanelProduct(launcher, panels, bias, kernel, *sizes, (panels.format_address, 1))
+    return PanelProduct(launcher, panels, bias, kernel, *sizes, (format_address(panels), 1))
 
 
-def pair_panel_product(launcher: Launcher, panels: Panels, bias: torch.Tensor | None) -> PanelProduct:
+def pair_panel_product(launcher: Launcher, panels: PackedRows, bias: torch.Tensor | None) -> PanelProduct:
     """A product with bfloat16 activations, computed with AVX-512."""
-    if panels.format is not None:
+    if panels.layout != PAIRED:
         return coded_panel_product(launcher, panels, bias, half=True)
     kernel = pair_product.pair_product_kernel
     return PanelProduct(launcher, panels, bias, kernel, pair_product.BLOCK, pair_product.CHUNK)

@@ -25,6 +25,7 @@ from services.worker.kernels.interface.network import Activation, PlainEmbedding
 from services.worker.kernels.interface.products import EmbeddingTable, Linear
 from services.worker.kernels.interface.recording import EagerRecording, Recording
 from services.worker.kernels.interface.routing import RoutingKernels
+from services.worker.kernels.packed_weight import PLAIN, Packed
 from services.worker.kernels.quantized_weight import QuantizedWeight, Weight
 from services.worker.runner import LoadError
 
@@ -79,10 +80,15 @@ class CudaNetwork:
     ) -> None:
         self.activations, self._device, self._graphs = activations, device, graphs
 
-    def linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Linear:
+    def pack(self, weight: Weight, is_table: bool = False) -> Packed:
+        return weight
+
+    def linear(self, weight: Packed, bias: torch.Tensor | None = None) -> Linear:
+        assert not isinstance(weight, tuple), PLAIN
         return CudaLinear(weight, bias, self.activations, self._device)
 
-    def embedding(self, weight: Weight) -> EmbeddingTable:
+    def embedding(self, weight: Packed) -> EmbeddingTable:
+        assert not isinstance(weight, tuple), PLAIN
         return PlainEmbedding(self, self._device.keep(dense(weight)))
 
     def tied(self, embedding: EmbeddingTable) -> Linear:

@@ -16,6 +16,7 @@ from services.worker.kernels.interface.kv_cache import (
 from services.worker.kernels.interface.products import EmbeddingTable, Linear
 from services.worker.kernels.interface.recording import Recording
 from services.worker.kernels.interface.routing import RoutingKernels
+from services.worker.kernels.packed_weight import Packed
 from services.worker.kernels.quantized_weight import Weight
 
 T = TypeVar("T")
@@ -30,11 +31,16 @@ class NetworkKernels(Protocol):
     routing: RoutingKernels | None
     """None: mixtures of experts are not supported."""
 
-    def linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Linear:
+    def pack(self, weight: Weight, is_table: bool = False) -> Packed:
+        """Bring a weight into the layout of `linear`, or of `embedding` if it `is_table`. Kernels without a layout of
+        their own, or whose layout a library hides, return the weight."""
+        ...
+
+    def linear(self, weight: Packed, bias: torch.Tensor | None = None) -> Linear:
         """Prepare a product. Takes ownership of weight [out, in] and bias [out]."""
         ...
 
-    def embedding(self, weight: Weight) -> EmbeddingTable:
+    def embedding(self, weight: Packed) -> EmbeddingTable:
         """Prepare the vectors of tokens, [tokens, width]."""
         ...
 

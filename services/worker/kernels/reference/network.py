@@ -18,6 +18,7 @@ from services.worker.kernels.interface.network import Activation
 from services.worker.kernels.interface.products import EmbeddingTable, Linear
 from services.worker.kernels.interface.recording import EagerRecording, Recording
 from services.worker.kernels.interface.routing import Routed, RoutingKernels
+from services.worker.kernels.packed_weight import PLAIN, Packed
 from services.worker.kernels.quantized_weight import QuantizedWeight, Weight
 
 B = TypeVar("B", bound=Buffers)
@@ -31,10 +32,15 @@ class ReferenceNetwork:
         self.activations = activations
         self.routing: RoutingKernels | None = ReferenceRouting()
 
-    def linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Linear:
+    def pack(self, weight: Weight, is_table: bool = False) -> Packed:
+        return weight
+
+    def linear(self, weight: Packed, bias: torch.Tensor | None = None) -> Linear:
+        assert not isinstance(weight, tuple), PLAIN
         return ReferenceLinear(weight, bias, self.activations)
 
-    def embedding(self, weight: Weight) -> EmbeddingTable:
+    def embedding(self, weight: Packed) -> EmbeddingTable:
+        assert not isinstance(weight, tuple), PLAIN
         return ReferenceEmbedding(weight)
 
     def tied(self, embedding: EmbeddingTable) -> Linear:

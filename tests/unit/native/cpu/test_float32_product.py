@@ -8,7 +8,7 @@ import torch
 from services.worker.kernels.cpu.compiled import product as narrow_kernels
 from services.worker.kernels.cpu.compiled import wide_product as wide_kernels
 from services.worker.kernels.cpu.launching import Launcher
-from services.worker.kernels.cpu.products import NARROW, WIDE, Float32Product, Float32Way
+from services.worker.kernels.cpu.products import NARROW, WIDE, Float32Product, Float32Way, float32_panels
 from services.worker.kernels.cpu.thread_team import set_num_threads
 
 SHAPES = [(64, 96), (1, 5), (211, 64), (130, 17), (192, 384)]
@@ -30,7 +30,7 @@ def test_equals_torch(way: Float32Way, shape: tuple[int, int], bias: bool, digit
     torch.manual_seed(0)
     weight = torch.randn(shape).to(getattr(torch, digits)).float()
     added = torch.randn(shape[0]) if bias else None
-    product = Float32Product(Launcher(), weight.clone(), added, way)
+    product = Float32Product(Launcher(), float32_panels(weight.clone(), way), added, way)
     for rows in (0, 1, 2, 3, 4, 5, 8, 23, 49):
         x = torch.randn(rows, shape[1])
         expected = torch.nn.functional.linear(x, weight, added)
@@ -47,7 +47,8 @@ def test_a_row_has_the_same_bits_at_every_batch_size(
     for kernels in (narrow_kernels, wide_kernels):
         monkeypatch.setattr(kernels, "WORTH", 1)  # small products are shared too
     torch.manual_seed(0)
-    product = Float32Product(Launcher(), torch.randn(shape), torch.randn(shape[0]), way)
+    weight, bias = torch.randn(shape), torch.randn(shape[0])
+    product = Float32Product(Launcher(), float32_panels(weight, way), bias, way)
     x = torch.randn(max(SIZES), shape[1])
     set_num_threads(threads)
     try:
@@ -64,7 +65,9 @@ def test_both_kernels_give_the_same_bits(shape: tuple[int, int], digits: str) ->
     """So the ranks of a group may have different processors."""
     torch.manual_seed(0)
     weight, bias = torch.randn(shape).to(getattr(torch, digits)).float(), torch.randn(shape[0])
-    narrow, wide = (Float32Product(Launcher(), weight.clone(), bias, way) for way in (NARROW, WIDE))
+    narrow, wide = (
+        Float32Product(Launcher(), float32_panels(weight.clone(), way), bias, way) for way in (NARROW, WIDE)
+    )
     for rows in (1, 3, 16, 97):
         x = torch.randn(rows, shape[1])
         assert torch.equal(multiply(narrow, x, shape[0]), multiply(wide, x, shape[0]))

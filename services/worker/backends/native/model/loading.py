@@ -1,6 +1,7 @@
 """Names and shapes of a checkpoint's tensors, and the share of each that a rank reads."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from services.worker.backends.native.model.rope import head_order
 from services.worker.device.interface import ComputeDevice
 from services.worker.kernels.interface.network import NetworkKernels
 from services.worker.kernels.interface.products import EmbeddingTable, Linear
+from services.worker.kernels.packed_weight import Packed
 from services.worker.kernels.quantized_weight import (
     Quantization,
     QuantizedWeight,
@@ -23,6 +25,7 @@ from services.worker.kernels.quantized_weight import (
 )
 from services.worker.runner import LoadError
 from services.worker.weights import Checkpoint, Cut
+from services.worker.weights.packed import PackedWeights
 
 Wanted = Quantization | Literal["none"] | None
 
@@ -32,6 +35,7 @@ class ShardLoader:
 
     Args:
         device: where vectors are kept; the network's own weights are on it too
+        packed: packed weights that are used and those that are made.
         quantization: type of all products; the embedding and the head have 8 bits. Blocks of the file that have no more
             bits are kept. None: all of them; "none": they are dequantised.
     """
@@ -43,18 +47,25 @@ class ShardLoader:
         dtype: torch.dtype,
         network: NetworkKernels,
         device: ComputeDevice,
+        packed: PackedWeights,
         quantization: Wanted = None,
     ) -> None:
         self._part, self._whole, self._checkpoint = part, part.whole, checkpoint
         self._dtype, self._network, self._quantization = dtype, network, quantization
-        self._device = device
-        self.types: set[str] = set()
-        """Types of the weights read so far."""
+        self._device, self._packed = device, packed
 
     def embedding(self) -> EmbeddingTable:
         """Vectors of this rank's token ids. A tied head pads them with zeros to `vocabulary_width` vectors."""
-        weight = self._tokens("model.embed_tokens.weight")
-        return self._network.embedding(self._padded(weight) if self._whole.tied else weight)
+
+        def pack() -> Packed:
+            weight = self._tokens(name)
+            return self._network.pack(self._padded(weight) if self._whole.tied else weight, is_table=True)
+
+        name = "model.embed_tokens.weight"
+        return self._network.embedding(self._packed.get(name, pack))
+
+    def _linear(self, name: str, make: Callable[[], Weight], bias: torch.Tensor | None = None) -> Linear:
+        return self._network.linear(self._packed.get(name, lambda: self._network.pack(make())), bias)
 
     def vector(self, name: str, size: int) -> torch.Tensor:
         """float32[size]"""
@@ -134,11 +145,10 @@ class ShardLoader:
         names, size = self._whole.names, (experts.width, slice(None), None)
         gate_up = _parts([name.format(number) for name in names.expert_gate_up], size, size)
         down = f"{at}{names.expert_down.format(number)}"
-        weight = self._weight(
-            f"{down}.weight", (self._whole.hidden_size, experts.width), (), self._quantization
-        )
-        bias = self._product(f"{down}.bias", (self._whole.hidden_size,)) if experts.bias else None
-        return self._by_outputs(at, gate_up, experts.bias), self._network.linear(weight, bias)
+        shape = self._whole.hidden_size, experts.width
+        bias = self._product(f"{down}.bias", shape[:1]) if experts.bias else None
+        weight = partial(self._weight, f"{down}.weight", shape, (), self._quantization)
+        return self._by_outputs(at, gate_up, experts.bias), self._linear(down, weight, bias)
 
     def _stacked_expert(self, at: str, number: int, experts: ExpertsConfig) -> Expert:
         """One of the experts that are stored together as [experts, inputs, outputs]; rows of gate and up alternate."""
@@ -146,24 +156,21 @@ class ShardLoader:
         products = []
         for name, inputs, outputs in (("gate_up_proj", hidden, 2 * width), ("down_proj", width, hidden)):
             cut = (slice(number, number + 1),)
-            stored = self._checkpoint.take(at + name, (experts.number, inputs, outputs), self._dtype, cut)[
-                0
-            ].t()
-            bias = (
-                self._product(f"{at}{name}_bias", (experts.number, outputs), *cut)[0]
-                if experts.bias
-                else None
-            )
-            if name == "gate_up_proj":
-                stored = torch.cat((stored[0::2], stored[1::2]))
-                bias = None if bias is None else torch.cat((bias[0::2], bias[1::2]))
-            kind = self._quantization
-            weight: Weight = stored.contiguous()
-            if kind == "int8" or kind == "int4":
-                weight = quantized(stored, kind)
-            self._count(weight)
-            products.append(self._network.linear(weight, bias))
+            read = partial(self._stacked, at + name, (experts.number, inputs, outputs), cut)
+            bias = None
+            if experts.bias:
+                bias = _halves(name, self._product(f"{at}{name}_bias", (experts.number, outputs), *cut)[0])
+            products.append(self._linear(f"{at}{name}[{number}]", read, bias))
         return products[0], products[1]
+
+    def _stacked(self, name: str, shape: tuple[int, ...], cut: Cut) -> Weight:
+        stored = _halves(name, self._checkpoint.take(name, shape, self._dtype, cut)[0].t())
+        kind = self._quantization
+        weight: Weight = stored.contiguous()
+        if kind == "int8" or kind == "int4":
+            weight = quantized(stored, kind)
+        self._count(weight)
+        return weight
 
     def _refuse_unread(self, at: str) -> None:
         """Raises: LoadError, if the checkpoint has tensors that the configuration does not use."""
@@ -185,9 +192,11 @@ class ShardLoader:
     def head(self, embedding: EmbeddingTable | None) -> Linear:
         """A product from hidden states to `vocabulary_width` logits; logits beyond the rank's token ids are zero."""
         if self._whole.tied and embedding is not None:
-            return self._network.tied(embedding)
+            if (table := embedding.tensor) is None:
+                return self._network.tied(embedding)
+            return self._linear("tied head", lambda: table)
         name = "model.embed_tokens.weight" if self._whole.tied else "lm_head.weight"
-        return self._network.linear(self._padded(self._tokens(name)))
+        return self._linear("head", lambda: self._padded(self._tokens(name)))
 
     def _padded(self, weight: Weight) -> Weight:
         missing = self._part.vocabulary_width - weight.shape[0]
@@ -205,24 +214,30 @@ class ShardLoader:
     ) -> Linear:
         """Stack rows of several tensors of the checkpoint."""
         kind, hidden = self._quantization if wanted == "default" else wanted, self._whole.hidden_size
-        weights = [
-            _ordered(self._weight(f"{at}{x.name}.weight", (x.outputs, hidden), (x.own,), kind), x.order)
-            for x in parts
-        ]
-        biases = []
+
+        def read(x: _Part) -> Weight:
+            return _ordered(
+                self._weight(f"{at}{x.name}.weight", (x.outputs, hidden), (x.own,), kind), x.order
+            )
+
+        name, biases = at + " ".join(x.name for x in parts), []
         for x in parts if bias else ():
-            read = self._product(f"{at}{x.name}.bias", (x.outputs,), x.own)
-            biases.append(read if x.order is None else read[_rows_in_order(len(read), x.order)])
-        return self._network.linear(stacked(weights), torch.cat(biases) if biases else None)
+            values = self._product(f"{at}{x.name}.bias", (x.outputs,), x.own)
+            biases.append(values if x.order is None else values[_rows_in_order(len(values), x.order)])
+        return self._linear(
+            name, lambda: stacked(list(map(read, parts))), torch.cat(biases) if biases else None
+        )
 
     def _by_inputs(self, name: str, width: int, own: slice, bias: bool) -> Linear:
         """A product with this rank's share of the inputs. Its results are summed over the ranks."""
         hidden = self._whole.hidden_size
-        weight = self._weight(f"{name}.weight", (hidden, width), (slice(None), own), self._quantization)
+
+        def read() -> Weight:
+            weight = self._weight(f"{name}.weight", (hidden, width), (slice(None), own), self._quantization)
+            return weight.contiguous() if isinstance(weight, torch.Tensor) else weight
+
         adds = bias and self._part.adds_bias
-        if isinstance(weight, torch.Tensor):
-            weight = weight.contiguous()
-        return self._network.linear(weight, self._product(f"{name}.bias", (hidden,)) if adds else None)
+        return self._linear(name, read, self._product(f"{name}.bias", (hidden,)) if adds else None)
 
     def _weight(self, name: str, shape: tuple[int, int], cut: Cut, wanted: Wanted) -> Weight:
         weight = self._read(name, shape, cut, wanted)
@@ -230,7 +245,7 @@ class ShardLoader:
         return weight
 
     def _count(self, weight: Weight) -> None:
-        self.types |= {*weight.kinds} if isinstance(weight, QuantizedWeight) else {str(weight.dtype)}
+        self._packed.types |= {*weight.kinds} if isinstance(weight, QuantizedWeight) else {str(weight.dtype)}
 
     def _read(self, name: str, shape: tuple[int, int], cut: Cut, wanted: Wanted) -> Weight:
         if wanted == "none":
@@ -293,6 +308,11 @@ def has_blocks(checkpoint: Checkpoint, config: ModelConfig) -> bool:
             return False
     shape = config.hidden_size, width
     return checkpoint.blocks(f"model.layers.0.{name}.weight", shape, (slice(1),)) is not None
+
+
+def _halves(name: str, rows: torch.Tensor) -> torch.Tensor:
+    """Bring the alternating rows of gate and up one behind the other."""
+    return torch.cat((rows[0::2], rows[1::2])) if name.endswith("gate_up_proj") else rows
 
 
 def _scaled(share: slice, size: int) -> slice:

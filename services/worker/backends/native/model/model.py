@@ -17,6 +17,7 @@ from services.worker.kernels.interface.kernels import Kernels
 from services.worker.kernels.interface.kv_cache import CacheShape
 from services.worker.runner import Progress
 from services.worker.weights import Checkpoint
+from services.worker.weights.packed import PackedWeights
 
 
 class Model:
@@ -30,10 +31,15 @@ class Model:
         kernels: Kernels,
         progress: Progress,
         quantization: Wanted = None,
+        packed: PackedWeights | None = None,
     ) -> None:
-        """Read the weights. `quantization`: see `ShardLoader`. Raises: LoadError, if a tensor is missing or wrong."""
+        """Read the weights. `quantization`, `packed`: see `ShardLoader`.
+
+        Raises: LoadError, if a tensor is missing or wrong.
+        """
+        packed = PackedWeights() if packed is None else packed
         self.part, self.config, self.dtype, self.kernels = part, part.config, dtype, kernels
-        loader = ShardLoader(part, checkpoint, dtype, kernels.network, kernels.device, quantization)
+        loader = ShardLoader(part, checkpoint, dtype, kernels.network, kernels.device, packed, quantization)
         self.embedding = loader.embedding() if part.is_first else None
         """Vectors of this rank's token ids."""
         self.layers = []
@@ -47,7 +53,7 @@ class Model:
             """Norm of the head's input. The head has no bias, so a factor of the logits is a factor of its input."""
             self.head = loader.head(self.embedding)
         progress("loading weights", 1.0)
-        self.weight_types = " and ".join(sorted(kind.removeprefix("torch.") for kind in loader.types))
+        self.weight_types = " and ".join(sorted(kind.removeprefix("torch.") for kind in packed.types))
 
     @property
     def num_bytes(self) -> int:
