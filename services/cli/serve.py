@@ -7,26 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from services.cli import preflight
 from services.cli.control import EngineControl
 from services.cli.display import display
 from services.cli.engine_set import CONTROL, Command, EngineSet, divided, engine_names, service_names
 from services.cli.keys import with_keys
 from services.cli.logs import json_line
 from services.cli.model_check import check_drafter, check_sizes, check_tokenizer
-from services.cli.preflight import (
-    check_files,
-    check_kv_events,
-    check_kv_keeper,
-    check_model,
-    check_placement,
-    check_policy,
-    check_record,
-    check_responses,
-    check_tls,
-    check_traces,
-    free_port,
-    warning,
-)
 from services.cli.readiness import FrontendProbe, LoadingState
 from services.cli.settings import PREFIX, ConfigurationError
 from services.cli.supervisor import RESTART_WINDOW, Supervisor
@@ -56,24 +43,24 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
         ConfigurationError: the model or the address cannot be used.
     """
     started = time.monotonic()
-    check_model(config.model)
+    preflight.check_model(config.model)
     config = with_keys(config)
-    check_tls(config)
-    check_files(config)
+    preflight.check_tls(config)
+    preflight.check_files(config)
     check_sizes(config)
     check_tokenizer(config)
     check_drafter(config)
-    check_policy(config)
-    check_placement(config)
-    check_responses(config)
-    check_traces(config)
-    check_kv_events(config)
-    check_kv_keeper(config)
-    check_record(config)
+    preflight.check_policy(config)
+    preflight.check_placement(config)
+    preflight.check_responses(config)
+    preflight.check_traces(config)
+    preflight.check_kv_events(config)
+    preflight.check_kv_keeper(config)
+    preflight.check_record(config)
     if config.uds is None and not config.headless:
-        config = config.model_copy(update={"port": free_port(config.host, config.port)})
+        config = config.model_copy(update={"port": preflight.free_port(config.host, config.port)})
     screen = display(config.log_format)
-    if (text := warning(config)) is not None:
+    if (text := preflight.warning(config)) is not None:
         screen.line(text)
     width = max(map(len, _names(config)))
     is_json = config.log_format == "json"

@@ -4,17 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.frontend.openai.schemas.fields import (
-    JSON,
-    MAX_MESSAGES,
-    MAX_PARTS,
-    MAX_TOOLS,
-    GivenName,
-    Stops,
-    TemplateVariables,
-    Text,
-    ToolName,
-)
+from services.frontend.openai.schemas import fields
 from services.frontend.openai.schemas.open_object import OpenObject
 from services.frontend.openai.schemas.requests import BaseRequest, SampledRequest, unserved_by
 from services.frontend.openai.schemas.unserved import Neutral
@@ -24,28 +14,30 @@ class TextBlock(OpenObject):
     """More fields, such as `cache_control` and `citations`, are ignored with a notice."""
 
     type: Literal["text"]
-    text: Text
+    text: fields.Text
 
 
 class ToolUseBlock(OpenObject):
     type: Literal["tool_use"]
     id: str = Field(max_length=256)
-    name: GivenName
-    input: JSON
+    name: fields.GivenName
+    input: fields.JSON
 
 
 class ToolResultBlock(OpenObject):
     type: Literal["tool_result"]
     tool_use_id: str = Field(max_length=256)
-    content: Text | Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    content: (
+        fields.Text | Annotated[list[TextBlock], Field(max_length=fields.MAX_PARTS, fail_fast=True)] | None
+    ) = None
     is_error: bool | None = None
     """Not used; the content describes the error."""
 
 
 class ThinkingBlock(OpenObject):
     type: Literal["thinking"]
-    thinking: Text
-    signature: Text = ""
+    thinking: fields.Text
+    signature: fields.Text = ""
     """Not used; answers have an empty one."""
 
 
@@ -53,7 +45,7 @@ class RedactedThinkingBlock(OpenObject):
     """Not used; answers never have one."""
 
     type: Literal["redacted_thinking"]
-    data: Text = ""
+    data: fields.Text = ""
 
 
 Block = Annotated[
@@ -64,19 +56,19 @@ Block = Annotated[
 
 class AnthropicMessage(OpenObject):
     role: Literal["user", "assistant", "system"]
-    content: Text | Annotated[list[Block], Field(max_length=MAX_PARTS, fail_fast=True)]
+    content: fields.Text | Annotated[list[Block], Field(max_length=fields.MAX_PARTS, fail_fast=True)]
 
 
 class AnthropicTool(OpenObject):
     type: Literal["custom"] | None = None
-    name: ToolName
-    description: Text | None = None
-    input_schema: JSON
+    name: fields.ToolName
+    description: fields.Text | None = None
+    input_schema: fields.JSON
 
 
 class AnthropicToolChoice(OpenObject):
     type: Literal["auto", "any", "tool", "none"]
-    name: GivenName | None = None
+    name: fields.GivenName | None = None
     disable_parallel_tool_use: bool | None = None
 
 
@@ -93,7 +85,7 @@ class AnthropicFormat(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["json_schema"]
-    schema_: JSON = Field(alias="schema")
+    schema_: fields.JSON = Field(alias="schema")
 
 
 class OutputConfig(OpenObject):
@@ -112,16 +104,20 @@ _UNSERVED: Neutral = {
 class CountTokensRequest(BaseRequest):
     """A conversation. Only its prompt is computed."""
 
-    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    system: Text | Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
-    tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    messages: Annotated[
+        list[AnthropicMessage], Field(min_length=1, max_length=fields.MAX_MESSAGES, fail_fast=True)
+    ]
+    system: (
+        fields.Text | Annotated[list[TextBlock], Field(max_length=fields.MAX_PARTS, fail_fast=True)] | None
+    ) = None
+    tools: Annotated[list[AnthropicTool], Field(max_length=fields.MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     """Sets `enable_thinking` for the chat template."""
     output_config: OutputConfig | None = None
     output_format: AnthropicFormat | None = None
     """Older name of `output_config.format`."""
-    chat_template_kwargs: TemplateVariables | None = None
+    chat_template_kwargs: fields.TemplateVariables | None = None
     """vLLM's addition."""
 
     @classmethod
@@ -132,4 +128,4 @@ class CountTokensRequest(BaseRequest):
 
 class MessagesRequest(CountTokensRequest, SampledRequest):
     max_tokens: int = Field(ge=1, lt=2**31)
-    stop_sequences: Stops | None = None
+    stop_sequences: fields.Stops | None = None

@@ -5,18 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field
 from pydantic import Tag as _Tag
 
-from services.frontend.openai.schemas.fields import (
-    JSON,
-    MAX_MESSAGES,
-    MAX_PARTS,
-    MAX_TOOLS,
-    GivenName,
-    Stop,
-    Stops,
-    TemplateVariables,
-    Text,
-    ToolName,
-)
+from services.frontend.openai.schemas import fields
 from services.frontend.openai.schemas.messages import RefusalPart
 from services.frontend.openai.schemas.open_object import OpenObject
 from services.frontend.openai.schemas.requests import SampledRequest
@@ -25,15 +14,15 @@ from services.frontend.openai.schemas.unserved import Neutral
 
 class InputText(OpenObject):
     type: Literal["input_text", "output_text", "text"]
-    text: Text
-    annotations: list[Any] | None = Field(None, max_length=MAX_PARTS)
+    text: fields.Text
+    annotations: list[Any] | None = Field(None, max_length=fields.MAX_PARTS)
     """Not used; answers have none."""
     logprobs: list[Any] | None = Field(None, max_length=1_000_000)
     """Not used."""
 
 
 Part = Annotated[InputText | RefusalPart, Field(discriminator="type")]
-Parts = Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True)]
+Parts = Annotated[list[Part], Field(max_length=fields.MAX_PARTS, fail_fast=True)]
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -47,7 +36,7 @@ class _InputItem(OpenObject):
 class InputMessage(_InputItem):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Text | Parts
+    content: fields.Text | Parts
     phase: str | None = Field(None, max_length=64)
     """Not used."""
 
@@ -55,29 +44,29 @@ class InputMessage(_InputItem):
 class FunctionCallItem(_InputItem):
     type: Literal["function_call"]
     call_id: str = Field(max_length=256)
-    name: GivenName
-    arguments: Text
+    name: fields.GivenName
+    arguments: fields.Text
 
 
 class FunctionCallOutput(_InputItem):
     type: Literal["function_call_output"]
     call_id: str = Field(max_length=256)
-    output: Text | Parts
+    output: fields.Text | Parts
 
 
 class ReasoningText(OpenObject):
     type: Literal["reasoning_text", "summary_text"]
-    text: Text
+    text: fields.Text
 
 
-Reasonings = Annotated[list[ReasoningText], Field(max_length=MAX_PARTS, fail_fast=True)]
+Reasonings = Annotated[list[ReasoningText], Field(max_length=fields.MAX_PARTS, fail_fast=True)]
 
 
 class ReasoningItem(_InputItem):
     type: Literal["reasoning"]
     summary: Reasonings = Field([])
     content: Reasonings | None = None
-    encrypted_content: Text | None = None
+    encrypted_content: fields.Text | None = None
     """Not used; answers never have one."""
 
 
@@ -105,23 +94,23 @@ Item = Annotated[
 class ResponsesTool(OpenObject):
     type: Literal["function"]
     """Tools that the server itself would run are not served."""
-    name: ToolName
-    description: Text | None = None
-    parameters: JSON | None = None
+    name: fields.ToolName
+    description: fields.Text | None = None
+    parameters: fields.JSON | None = None
     strict: bool | None = None
 
 
 class ResponsesToolName(OpenObject):
     type: Literal["function"]
-    name: GivenName
+    name: fields.GivenName
 
 
 class TextFormat(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = Field(None, max_length=256)
-    description: Text | None = None
-    schema_: JSON | None = Field(None, alias="schema")
+    description: fields.Text | None = None
+    schema_: fields.JSON | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
@@ -167,8 +156,11 @@ _UNSERVED: Neutral = {
 
 
 class ResponsesRequest(SampledRequest):
-    input: Text | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    instructions: Text | None = None
+    input: (
+        fields.Text
+        | Annotated[list[Item], Field(min_length=1, max_length=fields.MAX_MESSAGES, fail_fast=True)]
+    )
+    instructions: fields.Text | None = None
     previous_response_id: str | None = Field(None, max_length=256)
     store: bool | None = True
     """Keep the answer for `previous_response_id` and GET, if the server has a store."""
@@ -178,14 +170,14 @@ class ResponsesRequest(SampledRequest):
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[ResponsesTool], Field(max_length=fields.MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponsesToolName | None = None
     parallel_tool_calls: bool | None = True
     include: Annotated[list[Include], Field(max_length=16, fail_fast=True)] | None = None
     """Not used."""
-    stop: Stop | Stops | None = None
+    stop: fields.Stop | fields.Stops | None = None
     """vLLM's addition."""
-    chat_template_kwargs: TemplateVariables | None = None
+    chat_template_kwargs: fields.TemplateVariables | None = None
     """vLLM's addition."""
 
     @classmethod

@@ -8,28 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from protocol.pooling import PoolingTask
 from protocol.requests import MAX_PRIORITY
 from protocol.sampling import MAX_REPETITION_PENALTY
-from services.frontend.openai.schemas.fields import (
-    JSON,
-    MAX_ALLOWED_IDS,
-    MAX_BAD_WORD_TEXTS,
-    MAX_CHOICES,
-    MAX_INPUTS,
-    MAX_MESSAGES,
-    MAX_PROMPTS,
-    MAX_SCHEMA_CHARS,
-    MAX_STOP_IDS,
-    MAX_TEMPERATURE,
-    MAX_TOOLS,
-    Biases,
-    Logprobs,
-    Penalty,
-    Stop,
-    Stops,
-    TemplateVariables,
-    Text,
-    TokenId,
-    TokenIds,
-)
+from services.frontend.openai.schemas import fields
 from services.frontend.openai.schemas.messages import MessageParam, NamedTool, Tool
 from services.frontend.openai.schemas.open_object import OpenObject
 from services.frontend.openai.schemas.unserved import NEUTRAL, Neutral
@@ -46,8 +25,8 @@ class StreamOptions(OpenObject):
 class JSONSchema(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     name: str = Field("schema", max_length=256)
-    description: Text | None = None
-    schema_: JSON | None = Field(None, alias="schema")
+    description: fields.Text | None = None
+    schema_: fields.JSON | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
@@ -55,26 +34,28 @@ class ResponseFormat(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JSONSchema | None = None
-    structures: Annotated[list[JSON], Field(max_length=256, fail_fast=True)] | None = None
-    triggers: Annotated[list[Text], Field(max_length=256, fail_fast=True)] | None = None
-    format: JSON | None = None
+    structures: Annotated[list[fields.JSON], Field(max_length=256, fail_fast=True)] | None = None
+    triggers: Annotated[list[fields.Text], Field(max_length=256, fail_fast=True)] | None = None
+    format: fields.JSON | None = None
 
 
 class StructuredOutputs(BaseModel):
     """vLLM's parameter. Exactly one of the first six fields is set."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    json_: Annotated[str, Field(max_length=MAX_SCHEMA_CHARS)] | JSON | None = Field(None, alias="json")
-    regex: str | None = Field(None, max_length=MAX_SCHEMA_CHARS)
+    json_: Annotated[str, Field(max_length=fields.MAX_SCHEMA_CHARS)] | fields.JSON | None = Field(
+        None, alias="json"
+    )
+    regex: str | None = Field(None, max_length=fields.MAX_SCHEMA_CHARS)
     choice: (
         Annotated[
             list[Annotated[str, Field(max_length=4096)]], Field(min_length=1, max_length=1024, fail_fast=True)
         ]
         | None
     ) = None
-    grammar: str | None = Field(None, max_length=MAX_SCHEMA_CHARS)
+    grammar: str | None = Field(None, max_length=fields.MAX_SCHEMA_CHARS)
     json_object: bool | None = None
-    structural_tag: str | None = Field(None, max_length=MAX_SCHEMA_CHARS)
+    structural_tag: str | None = Field(None, max_length=fields.MAX_SCHEMA_CHARS)
     disable_any_whitespace: bool = False
     disable_additional_properties: Literal[False] | None = None
     """Not served: `additionalProperties` of a schema says it."""
@@ -96,11 +77,11 @@ class BaseRequest(OpenObject):
     """Not used. OpenAI routes by it to a server that may hold the prompt's beginning in its cache."""
     prompt_cache_retention: str | None = Field(None, max_length=64)
     """Not used. Blocks stay in the prefix cache until their memory is needed."""
-    prompt_cache_options: JSON | None = None
+    prompt_cache_options: fields.JSON | None = None
     """Not used."""
     session_id: str | None = Field(None, max_length=512)
     """Not used. Routers in front of several servers read it."""
-    metadata: JSON | None = None
+    metadata: fields.JSON | None = None
     """Not used; answers are not stored."""
     store: bool | None = False
     """Not used; answers are not stored."""
@@ -124,31 +105,38 @@ class SampledRequest(ScheduledRequest):
     """Fields of every body that generates text, with the same name and meaning in all dialects."""
 
     stream: bool | None = False
-    temperature: float | None = Field(None, ge=0, le=MAX_TEMPERATURE, allow_inf_nan=False)
+    temperature: float | None = Field(None, ge=0, le=fields.MAX_TEMPERATURE, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
+    stop_token_ids: (
+        Annotated[list[fields.TokenId], Field(max_length=fields.MAX_STOP_IDS, fail_fast=True)] | None
+    ) = None
     ignore_eos: bool | None = False
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
+    presence_penalty: fields.Penalty | None = None
+    frequency_penalty: fields.Penalty | None = None
     repetition_penalty: float | None = Field(None, gt=0, le=MAX_REPETITION_PENALTY, allow_inf_nan=False)
-    logit_bias: Biases | None = None
-    bad_words: Annotated[list[Stop], Field(max_length=MAX_BAD_WORD_TEXTS, fail_fast=True)] | None = None
+    logit_bias: fields.Biases | None = None
+    bad_words: (
+        Annotated[list[fields.Stop], Field(max_length=fields.MAX_BAD_WORD_TEXTS, fail_fast=True)] | None
+    ) = None
     allowed_token_ids: (
-        Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_IDS, fail_fast=True)] | None
+        Annotated[
+            list[fields.TokenId], Field(min_length=1, max_length=fields.MAX_ALLOWED_IDS, fail_fast=True)
+        ]
+        | None
     ) = None
     include_stop_str_in_output: bool | None = False
     skip_special_tokens: bool | None = True
     structured_outputs: StructuredOutputs | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     """Not used."""
-    prediction: JSON | None = None
+    prediction: fields.JSON | None = None
     """Not used; `--speculative-config` makes drafts."""
 
-    def sampled_fields(self) -> JSON:
+    def sampled_fields(self) -> fields.JSON:
         """Return the given fields of those that all dialects share."""
         given = SampledRequest.model_fields.keys() & self.model_fields_set
         return {name: getattr(self, name) for name in given}
@@ -159,9 +147,9 @@ class BaseGenerationRequest(SampledRequest):
 
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
-    stop: Stop | Stops | None = None
-    n: int | None = Field(1, ge=1, le=MAX_CHOICES)
-    prompt_logprobs: Logprobs | None = None
+    stop: fields.Stop | fields.Stops | None = None
+    n: int | None = Field(1, ge=1, le=fields.MAX_CHOICES)
+    prompt_logprobs: fields.Logprobs | None = None
     """Refused with `stream`."""
     return_tokens_as_token_ids: bool | None = False
     """Write tokens in log-probabilities as token_id:123."""
@@ -180,37 +168,41 @@ class BaseGenerationRequest(SampledRequest):
 class CompletionRequest(BaseGenerationRequest):
     max_tokens: int | None = Field(None, ge=0, lt=2**31)
     """0 is only allowed with `echo`: the answer is the prompt and its log-probabilities."""
-    logprobs: Logprobs | None = None
+    logprobs: fields.Logprobs | None = None
     echo: bool | None = False
     prompt: (
-        Text | TokenIds | Annotated[list[Text], Field(max_length=MAX_PROMPTS, fail_fast=True)]
-        | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+        fields.Text | fields.TokenIds
+        | Annotated[list[fields.Text], Field(max_length=fields.MAX_PROMPTS, fail_fast=True)]
+        | Annotated[list[fields.TokenIds], Field(max_length=fields.MAX_PROMPTS, fail_fast=True)]
     )  # fmt: skip
 
 
 class ChatRequest(BaseGenerationRequest):
-    messages: Annotated[list[MessageParam], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Annotated[
+        list[MessageParam], Field(min_length=1, max_length=fields.MAX_MESSAGES, fail_fast=True)
+    ]
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = False
-    top_logprobs: Logprobs | None = None
+    top_logprobs: fields.Logprobs | None = None
     echo: bool | None = False
     add_generation_prompt: bool | None = True
     continue_final_message: bool | None = False
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=fields.MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = True
     include_reasoning: bool | None = True
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     """Variable of the chat template. As in vLLM it also sets `enable_thinking`, unless `chat_template_kwargs` does."""
-    chat_template_kwargs: TemplateVariables | None = None
+    chat_template_kwargs: fields.TemplateVariables | None = None
 
 
 class TextsRequest(ScheduledRequest):
     """Fields of every body whose texts become vectors."""
 
     input: (
-        Text | TokenIds | Annotated[list[Text], Field(max_length=MAX_INPUTS, fail_fast=True)]
-        | Annotated[list[TokenIds], Field(max_length=MAX_INPUTS, fail_fast=True)]
+        fields.Text | fields.TokenIds
+        | Annotated[list[fields.Text], Field(max_length=fields.MAX_INPUTS, fail_fast=True)]
+        | Annotated[list[fields.TokenIds], Field(max_length=fields.MAX_INPUTS, fail_fast=True)]
     )  # fmt: skip
     truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=2**31)
     """Number of tokens to keep of each input; -1: as many as the context holds."""
