@@ -25,21 +25,8 @@ from protocol.records import (
     StepRecords,
 )
 from protocol.steps import STEP_DURATIONS, StepTimes
+from services.scheduler.core import observer as events
 from services.scheduler.core.ledger import InflightStep
-from services.scheduler.core.observer import (
-    AllRequestsFailed,
-    DispatchStarted,
-    EpochEnded,
-    EpochStarted,
-    Event,
-    GrammarSent,
-    ObserverAttached,
-    RequestFinished,
-    RequestPreempted,
-    ResultApplied,
-    ResultArrived,
-    StepDispatched,
-)
 from services.scheduler.core.request import RequestKey
 
 MAX_RECORDS = 2048
@@ -59,7 +46,7 @@ _durations_of = attrgetter(*STEP_DURATIONS)
 class _Step:
     """A step without its result, or one that waits for the reports of other ranks."""
 
-    event: StepDispatched
+    event: events.StepDispatched
     num_ranks: int
     planned: float
     dispatched: float
@@ -114,7 +101,7 @@ class StepRecorder:
     def __init__(self, num_ranks: int, epoch: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         """`num_ranks` and `epoch` are those in effect when the recorder is attached. `clock`: seconds, monotonic."""
         self._num_ranks, self._epoch, self._clock = num_ranks, epoch, clock
-        self._log: list[tuple[float, Event | _Report]] = []
+        self._log: list[tuple[float, events.Event | _Report]] = []
         self._began = clock()
         """When the core began to form the next step."""
         self._owners = _SlotOwners()
@@ -125,24 +112,24 @@ class StepRecorder:
         self._requests: deque[RequestRecord] = deque()
         self._dropped = 0
         self._readers: dict[type, Callable[[float, Any], None]] = {
-            AllRequestsFailed: self._on_failed,
-            DispatchStarted: self._on_planning,
-            EpochEnded: self._on_epoch_ended,
-            EpochStarted: self._on_epoch_started,
-            GrammarSent: self._on_planning,
-            ObserverAttached: self._on_attached,
-            RequestFinished: self._on_finished,
-            RequestPreempted: self._on_preempted,
-            ResultApplied: self._on_applied,
-            ResultArrived: self._on_result,
-            StepDispatched: self._on_dispatched,
+            events.AllRequestsFailed: self._on_failed,
+            events.DispatchStarted: self._on_planning,
+            events.EpochEnded: self._on_epoch_ended,
+            events.EpochStarted: self._on_epoch_started,
+            events.GrammarSent: self._on_planning,
+            events.ObserverAttached: self._on_attached,
+            events.RequestFinished: self._on_finished,
+            events.RequestPreempted: self._on_preempted,
+            events.ResultApplied: self._on_applied,
+            events.ResultArrived: self._on_result,
+            events.StepDispatched: self._on_dispatched,
             _Report: self._on_report,
         }
         """By type of a log entry; events of other types are not logged."""
 
     # -- what enters ---------------------------------------------------------------------------------------------
 
-    def observe(self, event: Event) -> None:
+    def observe(self, event: events.Event) -> None:
         if type(event) in self._readers:
             self._append(event)
 
@@ -150,7 +137,7 @@ class StepRecorder:
         """Add the times of a rank. `clock_offset`: seconds by which its clock is ahead of the scheduler's."""
         self._append(_Report((epoch, step_id), rank, clock_offset))
 
-    def _append(self, entry: Event | _Report) -> None:
+    def _append(self, entry: events.Event | _Report) -> None:
         self._log.append((self._clock(), entry))
         if len(self._log) >= MAX_LOG:
             self._read_log()
@@ -169,14 +156,14 @@ class StepRecorder:
             while len(self._applied) + len(self._events) + len(self._requests) > MAX_RECORDS:
                 self._drop_oldest()
 
-    def _on_attached(self, now: float, event: ObserverAttached) -> None:
+    def _on_attached(self, now: float, event: events.ObserverAttached) -> None:
         for slot, key, tokens in event.running:
             self._owners.enter(slot, key, tokens)
 
-    def _on_planning(self, now: float, event: DispatchStarted | GrammarSent) -> None:
+    def _on_planning(self, now: float, event: events.DispatchStarted | events.GrammarSent) -> None:
         self._began = now
 
-    def _on_dispatched(self, now: float, event: StepDispatched) -> None:
+    def _on_dispatched(self, now: float, event: events.StepDispatched) -> None:
         plan = event.plan
         for new, key in zip(plan.new, event.requests, strict=True):
             self._owners.enter(new.slot, key, len(unpack(new.token_ids)))
@@ -190,11 +177,11 @@ class StepRecorder:
             rank, times = report.rank, _shifted(report.rank.times, report.clock_offset)
             step.ranks[rank.rank] = RankTimes(rank.rank, times, rank.returns_result)
 
-    def _on_result(self, now: float, event: ResultArrived) -> None:
+    def _on_result(self, now: float, event: events.ResultArrived) -> None:
         if (step := self._steps.get((event.result.epoch, event.result.step_id))) is not None:
             step.result_received = step.result_received or now
 
-    def _on_applied(self, now: float, event: ResultApplied) -> None:
+    def _on_applied(self, now: float, event: events.ResultApplied) -> None:
         key = event.result.epoch, event.result.step_id
         step = self._steps.get(key)
         if step is None:  # dispatched before the recorder was attached
@@ -204,11 +191,11 @@ class StepRecorder:
         step.generated, step.applied = pack(generated), now
         self._applied.append(key)
 
-    def _on_preempted(self, now: float, event: RequestPreempted) -> None:
+    def _on_preempted(self, now: float, event: events.RequestPreempted) -> None:
         frontend, number = event.request
         self._add_event(now, EngineEventKind.PREEMPTED, f"{frontend}/{number}")
 
-    def _on_finished(self, now: float, event: RequestFinished) -> None:
+    def _on_finished(self, now: float, event: events.RequestFinished) -> None:
         finish = event.finish
         self._requests.append(
             RequestRecord(
@@ -222,15 +209,15 @@ class StepRecorder:
             )
         )
 
-    def _on_epoch_started(self, now: float, event: EpochStarted) -> None:
+    def _on_epoch_started(self, now: float, event: events.EpochStarted) -> None:
         self._epoch = event.epoch
         self._add_event(now, EngineEventKind.EPOCH_STARTED)
 
-    def _on_epoch_ended(self, now: float, event: EpochEnded) -> None:
+    def _on_epoch_ended(self, now: float, event: events.EpochEnded) -> None:
         void = self._void_steps()
         self._add_event(now, EngineEventKind.EPOCH_ENDED, f"{void} steps in flight are void")
 
-    def _on_failed(self, now: float, event: AllRequestsFailed) -> None:
+    def _on_failed(self, now: float, event: events.AllRequestsFailed) -> None:
         self._void_steps()
 
     def _void_steps(self) -> int:

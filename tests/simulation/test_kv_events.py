@@ -8,20 +8,8 @@ import pytest
 
 from protocol.block_names import split_names
 from protocol.kv_groups import name_in_group
+from services.scheduler.core import observer as events
 from services.scheduler.core.engine import EngineCore
-from services.scheduler.core.observer import (
-    AllRequestsFailed,
-    BlocksAdopted,
-    BlocksCached,
-    BlocksEvicted,
-    BlocksFilled,
-    EpochEnded,
-    Event,
-    LoadSent,
-    PrefixCacheReset,
-    ResultApplied,
-    StepDispatched,
-)
 from services.scheduler.recording.conversion import Converter
 from tests.simulation.driver import play
 from tests.simulation.workload import draw
@@ -38,9 +26,9 @@ class CacheListener:
         self.was_emptied = False
         self.loads: dict[int, list[bytes]] = {}
 
-    def observe(self, event: Event) -> None:
+    def observe(self, event: events.Event) -> None:
         match event:
-            case BlocksCached(hashes=hashes, parent=parent, salt=salt, block_size=size):
+            case events.BlocksCached(hashes=hashes, parent=parent, salt=salt, block_size=size):
                 has_window = bool(self._core.epoch.limits.groups[self._core.epoch.kv.emitted_group].size)
                 # Running requests keep their blocks when the cache is emptied, and their next ones follow them.
                 assert parent is None or parent in self.tokens_of or has_window or self.was_emptied
@@ -54,22 +42,22 @@ class CacheListener:
                     self.num_hit += block_hash in self.adopted
                     before = block_hash
                 self.num_cached += len(hashes)
-            case BlocksEvicted(hashes=hashes):
+            case events.BlocksEvicted(hashes=hashes):
                 for block_hash in hashes:
                     del self.tokens_of[block_hash]
                 self.num_evicted += len(hashes)
-            case PrefixCacheReset() | EpochEnded() | AllRequestsFailed():
-                self.was_emptied |= isinstance(event, PrefixCacheReset)
+            case events.PrefixCacheReset() | events.EpochEnded() | events.AllRequestsFailed():
+                self.was_emptied |= isinstance(event, events.PrefixCacheReset)
                 self.tokens_of.clear()
                 self.adopted = set()
-            case BlocksAdopted(held=held):
+            case events.BlocksAdopted(held=held):
                 group = self._core.epoch.kv.emitted_group
                 self.adopted = {name_in_group(name, group) for _, name in held.pairs()}
-            case LoadSent(message=message):
+            case events.LoadSent(message=message):
                 self.loads[message.ticket] = split_names(message.names)
-            case BlocksFilled(ticket=ticket, count=count):
+            case events.BlocksFilled(ticket=ticket, count=count):
                 self.adopted.update(self.loads[ticket][:count])
-            case StepDispatched() | ResultApplied():
+            case events.StepDispatched() | events.ResultApplied():
                 kv = self._core.epoch.kv
                 names = (name for name, block in kv.pool.by_hash.items() if kv.emitted[block])
                 cached = {name_in_group(name, kv.emitted_group) for name in names}
@@ -107,5 +95,5 @@ def test_events_tell_which_blocks_can_be_found(depth: int) -> None:
 
 def test_events_of_blocks_are_not_recorded() -> None:
     for converter in (Converter(keeps_tokens=True), Converter(keeps_tokens=False)):
-        assert converter.record(BlocksEvicted((b"hash",))) is None
-        assert converter.record(BlocksCached((b"hash",), None, np.zeros(4, np.int32), 4, "")) is None
+        assert converter.record(events.BlocksEvicted((b"hash",))) is None
+        assert converter.record(events.BlocksCached((b"hash",), None, np.zeros(4, np.int32), 4, "")) is None

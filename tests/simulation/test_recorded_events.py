@@ -6,40 +6,9 @@ from contextlib import suppress
 
 import pytest
 
+from services.scheduler.core import observer as events
 from services.scheduler.core.drafting import Drafting
 from services.scheduler.core.engine import EngineCore
-from services.scheduler.core.observer import (
-    AllRequestsFailed,
-    BlocksAdopted,
-    BlocksCached,
-    BlocksDropped,
-    BlocksEvicted,
-    BlocksFilled,
-    CoreRestarted,
-    Decision,
-    DispatchInterrupted,
-    DispatchStarted,
-    EpochEnded,
-    EpochStarted,
-    Event,
-    FrontendLeft,
-    GrammarReady,
-    GrammarSent,
-    InboundEvent,
-    MasksReady,
-    PrefixCacheReset,
-    PrefixPinned,
-    PrefixUnpinned,
-    RequestArrived,
-    RequestRefused,
-    RequestsAborted,
-    ResultApplied,
-    ResultArrived,
-    ResultRefused,
-    StepDispatched,
-    TierChanged,
-    TimeAdvanced,
-)
 from services.scheduler.core.pins import PinRefused
 from services.scheduler.grammar import INLINE_MASKS
 from tests.event_recorder import EventRecorder
@@ -52,7 +21,9 @@ from tests.simulation.workload import draw
 SEEDS = 40 if os.environ.get("RUNAHEAD_SOAK") else 32
 
 
-def replay(events: Iterable[Event], seed: int, depth: int, speculates: bool, tier: bool) -> list[Event]:
+def replay(
+    recorded: Iterable[events.Event], seed: int, depth: int, speculates: bool, tier: bool
+) -> list[events.Event]:
     """Return every event of a fresh core that receives the inbound events of a recorded one."""
     load, recorder = draw(seed, speculates, tier), EventRecorder()
     drafts = load.speculating
@@ -74,58 +45,58 @@ def replay(events: Iterable[Event], seed: int, depth: int, speculates: bool, tie
         hidden_size=HIDDEN_SIZE,
         observer=recorder,
     )
-    for event in events:
-        if isinstance(event, InboundEvent):
+    for event in recorded:
+        if isinstance(event, events.InboundEvent):
             engine.take_outputs()
         match event:
-            case TimeAdvanced(now=now):
+            case events.TimeAdvanced(now=now):
                 engine.advance(now)
-            case RequestArrived(frontend=frontend, message=message):
+            case events.RequestArrived(frontend=frontend, message=message):
                 engine.add(frontend, message)
-            case RequestsAborted(frontend=frontend, numbers=numbers):
+            case events.RequestsAborted(frontend=frontend, numbers=numbers):
                 engine.abort(frontend, list(numbers))
-            case FrontendLeft(frontend=frontend):
+            case events.FrontendLeft(frontend=frontend):
                 engine.drop_frontend(frontend)
-            case GrammarReady(ticket=ticket):
+            case events.GrammarReady(ticket=ticket):
                 engine.on_grammar(ticket, compilation.finish(ticket))
-            case MasksReady(ticket=ticket):
+            case events.MasksReady(ticket=ticket):
                 engine.on_masks(ticket, masks.finish(ticket))
-            case ResultArrived(result=result):
+            case events.ResultArrived(result=result):
                 engine.on_result(result)
-            case DispatchStarted():
+            case events.DispatchStarted():
                 list(engine.dispatch())
-            case PrefixCacheReset(reset_running=reset_running):
+            case events.PrefixCacheReset(reset_running=reset_running):
                 engine.reset_prefix_cache(reset_running)
-            case PrefixPinned(pin=pin, owner=owner, names=names):
+            case events.PrefixPinned(pin=pin, owner=owner, names=names):
                 with suppress(PinRefused):
                     engine.pin(pin, owner, names)
-            case PrefixUnpinned(pin=pin):
+            case events.PrefixUnpinned(pin=pin):
                 engine.unpin(pin)
-            case BlocksDropped(names=names):
+            case events.BlocksDropped(names=names):
                 engine.drop_blocks(names)
-            case EpochEnded(is_fault=is_fault):
+            case events.EpochEnded(is_fault=is_fault):
                 engine.end_epoch(is_fault)
-            case EpochStarted(epoch=epoch, limits=limits):
+            case events.EpochStarted(epoch=epoch, limits=limits):
                 engine.start_epoch(limits, build(load, limits, seed), epoch)
-            case BlocksAdopted(held=held):
+            case events.BlocksAdopted(held=held):
                 engine.adopt(held)
-            case BlocksFilled(epoch=epoch, ticket=ticket, count=count):
+            case events.BlocksFilled(epoch=epoch, ticket=ticket, count=count):
                 engine.on_loaded(epoch, ticket, count)
-            case AllRequestsFailed(error=error):
+            case events.AllRequestsFailed(error=error):
                 engine.fail_all(error)
-            case CoreRestarted(limits=limits):
+            case events.CoreRestarted(limits=limits):
                 engine.restart(event, build(load, limits, seed), drafting())
     return recorder.events
 
 
-def comparable(event: Event) -> object:
+def comparable(event: events.Event) -> object:
     """Return the event without arrays, so that two can be compared."""
     match event:
-        case StepDispatched(plan=plan, requests=requests):
+        case events.StepDispatched(plan=plan, requests=requests):
             return plan, requests
-        case ResultApplied(result=result, states=states, counts=counts, ended=ended):
+        case events.ResultApplied(result=result, states=states, counts=counts, ended=ended):
             return result, states.tolist(), counts.tolist(), ended
-        case GrammarSent(message=message):
+        case events.GrammarSent(message=message):
             return message.step_id, message.slots, bytes(message.bitmask), message.counts
     return event
 
@@ -144,12 +115,12 @@ def test_a_recorded_run_replays_with_the_same_decisions(depth: int, speculates: 
             assert comparable(first) == comparable(second), f"seed {seed}, event {index}"
         happened |= {type(event) for event in again}
     never = {
-        AllRequestsFailed,
-        RequestRefused,
-        DispatchInterrupted,
-        ResultRefused,
-        BlocksCached,
-        BlocksEvicted,
-        TierChanged,
+        events.AllRequestsFailed,
+        events.RequestRefused,
+        events.DispatchInterrupted,
+        events.ResultRefused,
+        events.BlocksCached,
+        events.BlocksEvicted,
+        events.TierChanged,
     }
-    assert happened >= {*InboundEvent.__args__, *Decision.__args__} - never
+    assert happened >= {*events.InboundEvent.__args__, *events.Decision.__args__} - never

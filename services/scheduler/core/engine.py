@@ -30,44 +30,13 @@ from protocol.steps import (
     SchedulerOutput,
     StepMessage,
 )
+from services.scheduler.core import observer as events
 from services.scheduler.core.admission import Admission, Refusal
 from services.scheduler.core.arrivals import Arrivals
 from services.scheduler.core.drafting import Drafting
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.loading import BlockLoad
-from services.scheduler.core.observer import (
-    AllRequestsFailed,
-    BlocksAdopted,
-    BlocksDropped,
-    BlocksFilled,
-    CoreRestarted,
-    DispatchInterrupted,
-    DispatchStarted,
-    EpochEnded,
-    EpochStarted,
-    FrontendLeft,
-    GrammarReady,
-    GrammarSent,
-    LoadSent,
-    MasksReady,
-    Observer,
-    ObserverAttached,
-    Observers,
-    PrefixCacheReset,
-    PrefixPinned,
-    PrefixUnpinned,
-    RequestArrived,
-    RequestRefused,
-    RequestsAborted,
-    ResultApplied,
-    ResultArrived,
-    ResultRefused,
-    SlotsReleased,
-    StaleResultDropped,
-    StepDispatched,
-    TimeAdvanced,
-)
 from services.scheduler.core.parts import DEFAULT_PARTS, Parts
 from services.scheduler.core.pins import Pin
 from services.scheduler.core.plan import PlannedStep
@@ -102,7 +71,7 @@ class EngineCore:
         compiler: Compiler | None = None,
         mask_maker: MaskMaker = INLINE_MASKS,
         hidden_size: int = 0,
-        observer: Observer | None = None,
+        observer: events.Observer | None = None,
         parts: Parts = DEFAULT_PARTS,
     ) -> None:
         """Start with the group of workers of an epoch.
@@ -139,7 +108,7 @@ class EngineCore:
         self.deferred_masks = self.parts.deferred_masks(self.store, self.epoch, self.queue, self._mask_words)
 
     @property
-    def observers(self) -> Observers:
+    def observers(self) -> events.Observers:
         return self.store.observers
 
     @property
@@ -170,15 +139,15 @@ class EngineCore:
             worked: seconds that the caller worked since the last call; 0.0: not measured.
         """
         if self.observers.listening:
-            self.observers.emit(TimeAdvanced(now, worked))
+            self.observers.emit(events.TimeAdvanced(now, worked))
         self.store.now = now
 
-    def attach(self, observer: Observer) -> None:
+    def attach(self, observer: events.Observer) -> None:
         """Attach an observer; its first event is `ObserverAttached`."""
         slots, running = self.epoch.slots, self.epoch.running.tolist()
         owners = tuple((slot, slots.request(slot).key, int(slots.entry[slot])) for slot in running)
         self.observers.add(observer)
-        observer.observe(ObserverAttached(owners))
+        observer.observe(events.ObserverAttached(owners))
 
     # -- frontends -----------------------------------------------------------------------------------------------
 
@@ -187,7 +156,7 @@ class EngineCore:
 
         Raises: ValueError, if the frontend has an open request of that number.
         """
-        self.observers.emit(RequestArrived(frontend, message))
+        self.observers.emit(events.RequestArrived(frontend, message))
         key, store = (frontend, message.number), self.store
         if key in store.requests:
             raise ValueError(f"frontend {frontend} reused number {message.number}, which is still open")
@@ -232,14 +201,14 @@ class EngineCore:
         self.store.outputs.finish(frontend, finish)
         if limit:
             self.store.counters[f"admission_rejections:{limit}"] += 1
-        self.observers.emit(RequestRefused(frontend, message.request_id, finish))
+        self.observers.emit(events.RequestRefused(frontend, message.request_id, finish))
 
     def on_grammar(self, ticket: int, grammar: Grammar | str) -> None:
         """Queue the request whose grammar was compiled, or end it with the error text. Output tokens that the request
         came with must match the grammar."""
         request = self.store.compiling.take(ticket)
         error = grammar if isinstance(grammar, str) else ""
-        self.observers.emit(GrammarReady(ticket, None if request is None else request.key, error))
+        self.observers.emit(events.GrammarReady(ticket, None if request is None else request.key, error))
         if request is None:
             return
         if not isinstance(grammar, str):
@@ -253,13 +222,13 @@ class EngineCore:
 
     def on_masks(self, ticket: int, masks: Masks) -> None:
         """Take the masks of a request that a `MaskMaker` has made."""
-        self.observers.emit(MasksReady(ticket, len(masks)))
+        self.observers.emit(events.MasksReady(ticket, len(masks)))
         self.store.masks.take(ticket, masks)
 
     def abort(self, frontend: int, numbers: list[int]) -> None:
         """End requests without a `Finish`; unknown and finished numbers are ignored. A number may be used again at
         once: outputs of the old request were published before."""
-        self.observers.emit(RequestsAborted(frontend, tuple(numbers)))
+        self.observers.emit(events.RequestsAborted(frontend, tuple(numbers)))
         self._abort(frontend, numbers)
 
     def _abort(self, frontend: int, numbers: list[int]) -> int:
@@ -274,7 +243,7 @@ class EngineCore:
 
     def drop_frontend(self, frontend: int) -> int:
         """Abort all requests of a frontend that is gone. Return how many were open."""
-        self.observers.emit(FrontendLeft(frontend))
+        self.observers.emit(events.FrontendLeft(frontend))
         numbers = [number for owner, number in self.store.requests if owner == frontend]
         aborted = self._abort(frontend, numbers)
         self.store.outputs.drop_frontend(frontend)
@@ -294,7 +263,7 @@ class EngineCore:
         Args:
             is_fault: the cause may be a request in flight.
         """
-        self.observers.emit(EpochEnded(self.epoch.number, is_fault))
+        self.observers.emit(events.EpochEnded(self.epoch.number, is_fault))
         guilty = self.store.suspects.blame(self._in_flight()) if is_fault else []
         self._void()
         for key in guilty:
@@ -314,7 +283,7 @@ class EngineCore:
 
     def start_epoch(self, limits: Limits, policy: BatchingPolicy, number: int) -> None:
         """Go on with another group of workers. Requests that exceed its sizes end with an error."""
-        self.observers.emit(EpochStarted(number, limits))
+        self.observers.emit(events.EpochStarted(number, limits))
         self._build_epoch(number, limits, policy)
         self.store.pins.fit(limits)
         for request in [*self.store.waiting, *self.store.compiling]:
@@ -326,29 +295,29 @@ class EngineCore:
     def adopt(self, held: NamedBlocks) -> None:
         """Start the prefix cache of an epoch that has just begun with the whole blocks that all of its workers hold
         (adopted block)."""
-        self.observers.emit(BlocksAdopted(held))
+        self.observers.emit(events.BlocksAdopted(held))
         self.epoch.kv.begin_with(held)
 
     def fail_all(self, error: str) -> None:
         """The workers are lost for good: every request ends with the error."""
-        self.observers.emit(AllRequestsFailed(error))
+        self.observers.emit(events.AllRequestsFailed(error))
         self._void()
         for request in self.store.requests.values():
             if not request.finished:
                 self.lifecycle.finish(request, request.finish_message(FinishReason.ERROR, message=error))
 
-    def restart_point(self) -> CoreRestarted:
+    def restart_point(self) -> events.CoreRestarted:
         """Return the values that a restart continues from. The core must be empty."""
         epoch, store = self.epoch, self.store
         generations, tickets = (
             pack(epoch.slots.generation),
             (store.masks.last_ticket, store.loading.last_ticket),
         )
-        return CoreRestarted(
+        return events.CoreRestarted(
             epoch.number, epoch.limits, epoch.next_step, self._admitted, generations, *tickets
         )
 
-    def restart(self, point: CoreRestarted, policy: BatchingPolicy, drafting: Drafting | None) -> None:
+    def restart(self, point: events.CoreRestarted, policy: BatchingPolicy, drafting: Drafting | None) -> None:
         """Drop the prefix cache and all estimates, so that a new core that is restarted from the same point decides the
         same. The core must be empty. Totals stay."""
         self.observers.emit(point)
@@ -369,17 +338,17 @@ class EngineCore:
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
         """Empty the prefix cache; with `reset_running`, recompute running requests too. Return False if running
         requests still share blocks."""
-        self.observers.emit(PrefixCacheReset(reset_running))
+        self.observers.emit(events.PrefixCacheReset(reset_running))
         return self.lifecycle.reset_prefix_cache(reset_running)
 
     def pin(self, pin: str, owner: str, names: Sequence[bytes]) -> None:
         """Pin the prefix whose blocks have these names (pinned block). Raises: PinRefused"""
-        self.observers.emit(PrefixPinned(pin, owner, tuple(names)))
+        self.observers.emit(events.PrefixPinned(pin, owner, tuple(names)))
         self.store.pins.add(Pin(pin, owner, [*names]), self.epoch.kv, self.epoch.limits)
 
     def unpin(self, pin: str) -> list[bytes]:
         """End a pin. Return the names of its blocks. Raises: PinRefused"""
-        self.observers.emit(PrefixUnpinned(pin))
+        self.observers.emit(events.PrefixUnpinned(pin))
         return self.store.pins.remove(pin, self.epoch.kv).names
 
     def _remove_pins(self) -> None:
@@ -389,7 +358,7 @@ class EngineCore:
     def drop_blocks(self, names: Sequence[bytes]) -> tuple[int, int]:
         """Let nobody find the blocks with these names (dropped block). Return the ticket with which the workers answer,
         and the number of blocks that have left the prefix cache. There must be workers."""
-        self.observers.emit(BlocksDropped(tuple(names)))
+        self.observers.emit(events.BlocksDropped(tuple(names)))
         groups = range(self.epoch.kv.num_groups)
         all_names = [name_in_group(name, group) for name in names for group in groups]
         count = self.lifecycle.drop_blocks(all_names)
@@ -412,14 +381,14 @@ class EngineCore:
         """
         observers = self.observers
         if observers.listening:
-            observers.emit(DispatchStarted())
+            observers.emit(events.DispatchStarted())
         try:
             yield from self._dispatch(observers)
         except GeneratorExit:
-            observers.emit(DispatchInterrupted())
+            observers.emit(events.DispatchInterrupted())
             raise
 
-    def _dispatch(self, observers: Observers) -> Iterator[StepMessage]:
+    def _dispatch(self, observers: events.Observers) -> Iterator[StepMessage]:
         queue, loading = self.queue, self.store.loading
         for load in loading.expired(self.store.now) if loading.under_way else ():
             self._end_load(load, 0)
@@ -430,7 +399,7 @@ class EngineCore:
             yield KeepPins(self.epoch.number, self.epoch.limits.block_size, pins)
         while True:
             for grammar in self.deferred_masks.outputs():
-                observers.emit(GrammarSent(grammar))
+                observers.emit(events.GrammarSent(grammar))
                 yield grammar
             planned = None if queue.full or self.deferred_masks.holds_back else self._schedule()
             if loading.unsent:
@@ -446,7 +415,7 @@ class EngineCore:
         if not queue and any(notice := (self.epoch.take_released(), self.epoch.kv.take_whole())):
             released, whole = notice
             release = ReleaseSlots(self.epoch.number, pack(released), whole)
-            observers.emit(SlotsReleased(release))
+            observers.emit(events.SlotsReleased(release))
             yield release
 
     def _drops_to_send(self) -> Iterator[LoadBlocks]:
@@ -454,7 +423,7 @@ class EngineCore:
         while dropped:
             ticket, names = dropped.pop(0)
             message = LoadBlocks(epoch.number, epoch.next_step, ticket, b"", b"", dropped=names)
-            self.observers.emit(LoadSent(message))
+            self.observers.emit(events.LoadSent(message))
             yield message
 
     def _loads_to_send(self, planned: PlannedStep | None) -> Iterator[LoadBlocks]:
@@ -465,13 +434,13 @@ class EngineCore:
             load = unsent.pop(0)
             blocks, names = pack(load.blocks), b"".join(load.names)
             message = LoadBlocks(epoch.number, following, load.ticket, blocks, names, [*load.peers])
-            self.observers.emit(LoadSent(message))
+            self.observers.emit(events.LoadSent(message))
             yield message
 
     def on_loaded(self, epoch: int, ticket: int, count: int) -> bool:
         """All ranks have filled the first `count` blocks of a load (loaded block). Return False if the load was given
         up before."""
-        self.observers.emit(BlocksFilled(epoch, ticket, count))
+        self.observers.emit(events.BlocksFilled(epoch, ticket, count))
         load = self.store.loading.get(ticket) if epoch == self.epoch.number else None
         if load is not None:
             self._end_load(load, min(count, len(load.blocks)))
@@ -484,8 +453,8 @@ class EngineCore:
         self.store.counters["external_prefix_cache_queries"] += found if load.is_ahead else 0
         self.lifecycle.end_load(load, count)
 
-    def _dispatched(self, step: InflightStep, plan: SchedulerOutput) -> StepDispatched:
-        return StepDispatched(
+    def _dispatched(self, step: InflightStep, plan: SchedulerOutput) -> events.StepDispatched:
+        return events.StepDispatched(
             step,
             plan,
             requests=tuple(self.epoch.slots.request(new.slot).key for new in plan.new),
@@ -520,16 +489,16 @@ class EngineCore:
         Raises: UnknownResult, if the result's rows are not those of its plan.
         """
         if self.observers.listening:
-            self.observers.emit(ResultArrived(message))
+            self.observers.emit(events.ResultArrived(message))
         if message.epoch != self.epoch.number or not self.queue.deliver(message):
             self.store.counters["stale_messages_total"] += 1
-            self.observers.emit(StaleResultDropped(message))
+            self.observers.emit(events.StaleResultDropped(message))
             return
         while (ready := self.queue.pop()) is not None:
             try:
                 self._apply(*ready)
             except UnknownResult:
-                self.observers.emit(ResultRefused(ready[1].epoch, ready[1].step_id))
+                self.observers.emit(events.ResultRefused(ready[1].epoch, ready[1].step_id))
                 raise
         if self.store.masks.late:
             self.deferred_masks.start()  # before the next step is formed: they are more urgent
@@ -543,7 +512,7 @@ class EngineCore:
         self.store.counters["iteration_tokens_sum"] += tokens
         self.store.counters[f"iteration_tokens:{bisect_left(ITERATION_TOKENS, tokens)}"] += 1
         if self.observers.listening:
-            self.observers.emit(ResultApplied(step, result, *applied))
+            self.observers.emit(events.ResultApplied(step, result, *applied))
 
     def _measure(self, step: InflightStep, tokens: int, ended: Iterable[RequestKey]) -> None:
         """`tokens`: positions of the step: one per row, drafts, and those of prompts."""

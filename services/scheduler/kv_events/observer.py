@@ -1,19 +1,8 @@
 """Observer that turns the changes of the prefix cache into vLLM's events."""
 
 from services.scheduler.build import CoreStart
+from services.scheduler.core import observer as events
 from services.scheduler.core.engine import EngineCore
-from services.scheduler.core.observer import (
-    AllRequestsFailed,
-    BlocksCached,
-    BlocksEvicted,
-    CoreRestarted,
-    EpochEnded,
-    Event,
-    PrefixCacheReset,
-    ResultApplied,
-    StepDispatched,
-    TierChanged,
-)
 from services.scheduler.kv_events.messages import (
     MEDIUM,
     TIER_MEDIA,
@@ -41,23 +30,28 @@ class KVEventObserver:
     def close(self) -> None:
         self._publisher.close()
 
-    def observe(self, event: Event) -> None:
+    def observe(self, event: events.Event) -> None:
         match event:
-            case BlocksCached():
+            case events.BlocksCached():
                 self._events.append(_stored(event))
-            case BlocksEvicted(hashes=hashes):
+            case events.BlocksEvicted(hashes=hashes):
                 self._events.append(BlockRemoved(list(hashes), MEDIUM, 0))
-            case TierChanged(tier=tier, stored=stored, removed=removed):
+            case events.TierChanged(tier=tier, stored=stored, removed=removed):
                 medium = TIER_MEDIA.get(tier, tier)
                 if stored:  # as vLLM's offloading does: without tokens, which the event of the cache had
                     self._events.append(BlockStored([*stored], None, [], 0, None, medium, None))
                 if removed:
                     self._events.append(BlockRemoved([*removed], medium))
                 self._flush()
-            case PrefixCacheReset() | EpochEnded() | AllRequestsFailed() | CoreRestarted():
+            case (
+                events.PrefixCacheReset()
+                | events.EpochEnded()
+                | events.AllRequestsFailed()
+                | events.CoreRestarted()
+            ):
                 self._events.append(AllBlocksCleared())
                 self._flush()
-            case StepDispatched() | ResultApplied():
+            case events.StepDispatched() | events.ResultApplied():
                 self._flush()
 
     def _flush(self) -> None:
@@ -66,7 +60,7 @@ class KVEventObserver:
             self._events = []
 
 
-def _stored(event: BlocksCached) -> BlockStored:
+def _stored(event: events.BlocksCached) -> BlockStored:
     adapter = event.lora
     keys = () if adapter is None else (adapter.name,)
     extra_keys: list[tuple[str, ...] | None] = [keys or None] * len(event.hashes)

@@ -23,26 +23,8 @@ from protocol.media import Media, distinct_tokens
 from protocol.requests import FinishReason, GenerateRequest
 from protocol.sampling import SamplingParams, StructuredOutputParams
 from protocol.steps import NO_DRAFT, ModelRunnerOutput
+from services.scheduler.core import observer as events
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.observer import (
-    BlocksCached,
-    BlocksEvicted,
-    CoreRestarted,
-    EpochStarted,
-    Event,
-    GrammarSent,
-    LoadSent,
-    ObserverAttached,
-    RequestArrived,
-    RequestFinished,
-    RequestRefused,
-    ResultApplied,
-    ResultArrived,
-    SlotsReleased,
-    StaleResultDropped,
-    StepDispatched,
-    TierChanged,
-)
 from services.scheduler.core.request import RequestKey
 from services.scheduler.recording.prefix_chains import PrefixChains
 from services.scheduler.recording.records import (
@@ -55,7 +37,7 @@ from services.scheduler.recording.records import (
     StaleRecord,
 )
 
-NOT_RECORDED = (ObserverAttached, BlocksCached, BlocksEvicted, TierChanged)
+NOT_RECORDED = (events.ObserverAttached, events.BlocksCached, events.BlocksEvicted, events.TierChanged)
 """Events that follow from others; whether they are emitted depends on the listeners."""
 
 
@@ -66,27 +48,27 @@ class Converter:
         self._keeps_tokens = keeps_tokens
         self._converters: dict[type, Callable[[Any], Record | None]] = {
             **dict.fromkeys(NOT_RECORDED, lambda _: None),
-            RequestArrived: self.arrival,
-            StepDispatched: self.plan,
-            GrammarSent: _masks,
-            LoadSent: self.load,
-            SlotsReleased: self.release,
-            ResultArrived: self.result,
-            ResultApplied: _applied,
-            StaleResultDropped: _stale,
+            events.RequestArrived: self.arrival,
+            events.StepDispatched: self.plan,
+            events.GrammarSent: _masks,
+            events.LoadSent: self.load,
+            events.SlotsReleased: self.release,
+            events.ResultArrived: self.result,
+            events.ResultApplied: _applied,
+            events.StaleResultDropped: _stale,
         }
         """Events that are not recorded as they are."""
 
-    def record(self, event: Event) -> Record | None:
+    def record(self, event: events.Event) -> Record | None:
         """Return the record of an event; None if it is not recorded."""
         converter = self._converters.get(type(event))
         return event if converter is None else converter(event)  # type: ignore[return-value]  # others are in `Record`
 
-    def arrival(self, event: RequestArrived) -> Record:
+    def arrival(self, event: events.RequestArrived) -> Record:
         media = event.message.media
         return event if media is None else replace(event, message=replace(event.message, media=_shape(media)))
 
-    def plan(self, event: StepDispatched) -> PlanRecord:
+    def plan(self, event: events.StepDispatched) -> PlanRecord:
         plan = event.plan
         num_tokens = tuple(len(new.token_ids) // 4 for new in plan.new)
         if any(row.media is not None for row in plan.new):
@@ -98,21 +80,21 @@ class Converter:
             plan, num_tokens, event.requests, event.steps_in_flight, event.num_running, event.num_waiting
         )
 
-    def release(self, event: SlotsReleased) -> SlotsReleased:
+    def release(self, event: events.SlotsReleased) -> events.SlotsReleased:
         if self._keeps_tokens or event.message.whole is None:
             return event
-        return SlotsReleased(replace(event.message, whole=_without_names(event.message.whole)))
+        return events.SlotsReleased(replace(event.message, whole=_without_names(event.message.whole)))
 
-    def load(self, event: LoadSent) -> LoadSent:
-        return event if self._keeps_tokens else LoadSent(replace(event.message, names=b""))
+    def load(self, event: events.LoadSent) -> events.LoadSent:
+        return event if self._keeps_tokens else events.LoadSent(replace(event.message, names=b""))
 
-    def result(self, event: ResultArrived) -> ResultArrived:
+    def result(self, event: events.ResultArrived) -> events.ResultArrived:
         result = event.result
         if result.logprobs is not None or result.embeddings:
             result = replace(result, logprobs=None, embeddings=b"")
         if not self._keeps_tokens:
             result = without_tokens(result)
-        return ResultArrived(result)
+        return events.ResultArrived(result)
 
 
 class TokenRemover:
@@ -126,30 +108,30 @@ class TokenRemover:
         self._stopped: set[RequestKey] = set()
         """Requests that a stop token ended with the result that is being applied."""
 
-    def records(self, event: Event) -> list[Record]:
-        if isinstance(event, RequestArrived):
+    def records(self, event: events.Event) -> list[Record]:
+        if isinstance(event, events.RequestArrived):
             return [self._arrival(event)]
         record = self._converter.record(event)
         match event:
-            case EpochStarted(limits=limits) | CoreRestarted(limits=limits):
+            case events.EpochStarted(limits=limits) | events.CoreRestarted(limits=limits):
                 self._chains.start_epoch(limits)
-            case StepDispatched(plan=plan, requests=requests):
+            case events.StepDispatched(plan=plan, requests=requests):
                 for new, key in zip(plan.new, requests, strict=True):
                     self._slot_of[key] = new.slot
                     self._chains.enter(new.slot, key, distinct_tokens(unpack(new.token_ids), new.media))
-            case RequestRefused(frontend=frontend, finish=finish):
+            case events.RequestRefused(frontend=frontend, finish=finish):
                 self._chains.forget((frontend, finish.number))
-            case RequestFinished(frontend=frontend, finish=finish):
+            case events.RequestFinished(frontend=frontend, finish=finish):
                 self._chains.forget((frontend, finish.number))
                 if finish.reason is FinishReason.STOP:
                     self._stopped.add((frontend, finish.number))
                 else:
                     self._slot_of.pop((frontend, finish.number), None)
-            case ResultApplied() if record is not None:
+            case events.ResultApplied() if record is not None:
                 return [record, self._outcome(event)]
         return [] if record is None else [record]
 
-    def _arrival(self, event: RequestArrived) -> ArrivalRecord:
+    def _arrival(self, event: events.RequestArrived) -> ArrivalRecord:
         message, plain = event.message, _without_content(event.message, self._vocab_size)
         if len(message.token_ids) % 4:
             return ArrivalRecord(event.frontend, replace(plain, token_ids=b"\0"), 0, b"")
@@ -162,7 +144,7 @@ class TokenRemover:
         )
         return ArrivalRecord(event.frontend, plain, len(tokens), blocks)
 
-    def _outcome(self, event: ResultApplied) -> OutcomeRecord:
+    def _outcome(self, event: events.ResultApplied) -> OutcomeRecord:
         step, token_ids = event.step, unpack(event.result.token_ids)
         rows, widths = step.slots[step.samples], unpack(event.result.counts)
         first = np.cumsum(widths, dtype=np.int32) - widths
@@ -234,15 +216,15 @@ def _without_values(params: SamplingParams, vocab_size: int) -> SamplingParams:
     )
 
 
-def _masks(event: GrammarSent) -> MaskRecord:
+def _masks(event: events.GrammarSent) -> MaskRecord:
     message = event.message
     return MaskRecord(message.epoch, message.step_id, message.slots, message.counts)
 
 
-def _applied(event: ResultApplied) -> AppliedRecord:
+def _applied(event: events.ResultApplied) -> AppliedRecord:
     step, result = event.step, event.result
     return AppliedRecord(result.epoch, step.step_id, pack(event.states), pack(event.counts), event.ended)
 
 
-def _stale(event: StaleResultDropped) -> StaleRecord:
+def _stale(event: events.StaleResultDropped) -> StaleRecord:
     return StaleRecord(event.result.epoch, event.result.step_id)

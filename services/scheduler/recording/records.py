@@ -11,34 +11,8 @@ import msgspec
 
 from protocol.requests import GenerateRequest
 from protocol.steps import SchedulerOutput
+from services.scheduler.core import observer as events
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.observer import (
-    AllRequestsFailed,
-    BlocksAdopted,
-    BlocksDropped,
-    BlocksFilled,
-    CoreRestarted,
-    DispatchInterrupted,
-    DispatchStarted,
-    EpochEnded,
-    EpochStarted,
-    FrontendLeft,
-    GrammarReady,
-    LoadSent,
-    MasksReady,
-    PrefixCacheReset,
-    PrefixPinned,
-    PrefixUnpinned,
-    RequestArrived,
-    RequestFinished,
-    RequestPreempted,
-    RequestRefused,
-    RequestsAborted,
-    ResultArrived,
-    ResultRefused,
-    SlotsReleased,
-    TimeAdvanced,
-)
 from services.scheduler.core.request import RequestKey
 
 VERSION = 1
@@ -152,37 +126,17 @@ class StaleRecord(_Record, frozen=True):
     step_id: int
 
 
-InboundRecord = (
-    TimeAdvanced
-    | RequestArrived
-    | ArrivalRecord
-    | RequestsAborted
-    | FrontendLeft
-    | GrammarReady
-    | MasksReady
-    | ResultArrived
-    | DispatchStarted
-    | PrefixCacheReset
-    | PrefixPinned
-    | PrefixUnpinned
-    | BlocksDropped
-    | EpochEnded
-    | EpochStarted
-    | BlocksAdopted
-    | BlocksFilled
-    | AllRequestsFailed
-    | CoreRestarted
-)
+InboundRecord = events.InboundEvent | ArrivalRecord
 DecisionRecord = (
-    RequestRefused
+    events.RequestRefused
     | PlanRecord
     | MaskRecord
-    | LoadSent
-    | SlotsReleased
-    | RequestPreempted
+    | events.LoadSent
+    | events.SlotsReleased
+    | events.RequestPreempted
     | AppliedRecord
     | StaleRecord
-    | ResultRefused
-    | RequestFinished
+    | events.ResultRefused
+    | events.RequestFinished
 )
-Record = RecordingHeader | InboundRecord | DispatchInterrupted | DecisionRecord | OutcomeRecord
+Record = RecordingHeader | InboundRecord | DecisionRecord | OutcomeRecord

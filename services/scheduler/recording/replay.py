@@ -14,37 +14,11 @@ from protocol.requests import FinishReason
 from protocol.steps import ModelRunnerOutput
 from services.config import SchedulerConfig
 from services.scheduler.build import CoreStart, build_core
+from services.scheduler.core import observer as events
 from services.scheduler.core.drafting import Drafting, drafting_from_config
 from services.scheduler.core.engine import EngineCore, StallError
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.observer import (
-    AllRequestsFailed,
-    BlocksAdopted,
-    BlocksDropped,
-    BlocksFilled,
-    CoreRestarted,
-    DispatchInterrupted,
-    DispatchStarted,
-    EpochEnded,
-    EpochStarted,
-    Event,
-    FrontendLeft,
-    GrammarReady,
-    InboundEvent,
-    LoadSent,
-    MasksReady,
-    PrefixCacheReset,
-    PrefixPinned,
-    PrefixUnpinned,
-    RequestArrived,
-    RequestFinished,
-    RequestsAborted,
-    ResultArrived,
-    ResultRefused,
-    SlotsReleased,
-    TimeAdvanced,
-)
 from services.scheduler.core.parts import DEFAULT_PARTS, Parts
 from services.scheduler.core.pins import PinRefused
 from services.scheduler.core.request import RequestKey
@@ -138,8 +112,9 @@ def turns_of(records: Iterable[Record]) -> Iterator[Turn]:
     turn: Turn | None = None
     for record in records:
         match record:
-            case DispatchInterrupted() if turn is not None:
-                turn.interrupted = True
+            case events.DispatchInterrupted():
+                if turn is not None:
+                    turn.interrupted = True
             case OutcomeRecord() if turn is not None:
                 applied = turn.decisions[-1]
                 assert isinstance(applied, AppliedRecord)
@@ -174,7 +149,7 @@ class _Lookahead:
                     return
                 self._buffer.append(turn)
             turn = self._buffer[index]
-            if isinstance(turn.cause, (EpochEnded, AllRequestsFailed)):
+            if isinstance(turn.cause, (events.EpochEnded, events.AllRequestsFailed)):
                 return
             yield turn
             index += 1
@@ -212,12 +187,12 @@ class Replay:
         )
         self.core.observers.add(self)
 
-    def observe(self, event: Event) -> None:
-        if not isinstance(event, (InboundEvent, DispatchInterrupted)):
+    def observe(self, event: events.Event) -> None:
+        if not isinstance(event, events.InboundEvent):
             record = self._converter.record(event)
             if isinstance(record, DecisionRecord):
                 self._decisions.append(record)
-        if isinstance(event, RequestFinished):
+        if isinstance(event, events.RequestFinished):
             self._tokens.pop((event.frontend, event.finish.number), None)
 
     # -- turns ---------------------------------------------------------------------------------------------------
@@ -244,7 +219,7 @@ class Replay:
         except (ProtocolError, PinRefused, StallError, UnknownResult):  # the shell goes on after these
             return None
         except ValueError as error:
-            return None if isinstance(turn.cause, (RequestArrived, ArrivalRecord)) else _text(error)
+            return None if isinstance(turn.cause, (events.RequestArrived, ArrivalRecord)) else _text(error)
         except Exception as error:
             return _text(error)
         return None
@@ -252,46 +227,46 @@ class Replay:
     def _enter(self, turn: Turn, turns: "_Lookahead") -> None:
         core = self.core
         match turn.cause:
-            case TimeAdvanced(now=now):
+            case events.TimeAdvanced(now=now):
                 core.take_outputs()
                 core.advance(now)
-            case RequestArrived(frontend=frontend, message=message):
+            case events.RequestArrived(frontend=frontend, message=message):
                 core.add(frontend, message)
             case ArrivalRecord():
                 self._arrive(turn.cause)
-            case RequestsAborted(frontend=frontend, numbers=numbers):
+            case events.RequestsAborted(frontend=frontend, numbers=numbers):
                 core.abort(frontend, list(numbers))
-            case FrontendLeft(frontend=frontend):
+            case events.FrontendLeft(frontend=frontend):
                 core.drop_frontend(frontend)
-            case GrammarReady():
+            case events.GrammarReady():
                 self._grammar(turn.cause, turn.decisions)
-            case MasksReady(ticket=ticket, num_masks=num_masks):
+            case events.MasksReady(ticket=ticket, num_masks=num_masks):
                 words = -(-self._header.vocab_size // 32)
                 core.on_masks(ticket, np.full((num_masks, words), -1, np.int32))
-            case ResultArrived(result=result):
+            case events.ResultArrived(result=result):
                 self._set_matches(turn)
                 core.on_result(self._complete(result, turn, turns))
-            case DispatchStarted():
+            case events.DispatchStarted():
                 self._dispatch(turn)
-            case PrefixCacheReset(reset_running=reset_running):
+            case events.PrefixCacheReset(reset_running=reset_running):
                 core.reset_prefix_cache(reset_running)
-            case PrefixPinned(pin=pin, owner=owner, names=names):
+            case events.PrefixPinned(pin=pin, owner=owner, names=names):
                 core.pin(pin, owner, names)
-            case PrefixUnpinned(pin=pin):
+            case events.PrefixUnpinned(pin=pin):
                 core.unpin(pin)
-            case BlocksDropped(names=names):
+            case events.BlocksDropped(names=names):
                 core.drop_blocks(names)
-            case EpochEnded(is_fault=is_fault):
+            case events.EpochEnded(is_fault=is_fault):
                 core.end_epoch(is_fault)
-            case EpochStarted(epoch=epoch, limits=limits):
+            case events.EpochStarted(epoch=epoch, limits=limits):
                 core.start_epoch(limits, self._factory.policy(limits), epoch)
-            case BlocksAdopted(held=held):
+            case events.BlocksAdopted(held=held):
                 core.adopt(held)
-            case BlocksFilled(epoch=epoch, ticket=ticket, count=count):
+            case events.BlocksFilled(epoch=epoch, ticket=ticket, count=count):
                 core.on_loaded(epoch, ticket, count)
-            case AllRequestsFailed(error=error):
+            case events.AllRequestsFailed(error=error):
                 core.fail_all(error)
-            case CoreRestarted(limits=limits):
+            case events.CoreRestarted(limits=limits):
                 core.take_outputs()
                 core.restart(turn.cause, self._factory.policy(limits), self._factory.drafting())
 
@@ -310,11 +285,11 @@ class Replay:
             self._tokens[key] = tokens
         self.core.add(record.frontend, message)
 
-    def _grammar(self, event: GrammarReady, decisions: Iterable[DecisionRecord]) -> None:
+    def _grammar(self, event: events.GrammarReady, decisions: Iterable[DecisionRecord]) -> None:
         if event.error:
             self.core.on_grammar(event.ticket, event.error)
             return
-        ends = [record.finish for record in decisions if isinstance(record, RequestFinished)]
+        ends = [record.finish for record in decisions if isinstance(record, events.RequestFinished)]
         mismatch = any(finish.reason is FinishReason.INVALID for finish in ends)
         grammar = RecordedGrammar(0 if mismatch else self._header.limits.max_model_len)
         self.core.on_grammar(event.ticket, grammar)
@@ -325,7 +300,7 @@ class Replay:
     def _dispatch(self, turn: Turn) -> None:
         messages = self.core.dispatch()
         for record in turn.decisions:
-            if isinstance(record, (PlanRecord, MaskRecord, LoadSent, SlotsReleased)):
+            if isinstance(record, (PlanRecord, MaskRecord, events.LoadSent, events.SlotsReleased)):
                 self._prepare(record)
                 if next(messages, None) is None:
                     return
@@ -335,7 +310,7 @@ class Replay:
             for _ in messages:
                 pass
 
-    def _prepare(self, record: PlanRecord | MaskRecord | LoadSent | SlotsReleased) -> None:
+    def _prepare(self, record: PlanRecord | MaskRecord | events.LoadSent | events.SlotsReleased) -> None:
         """Set what the message depends on beside the state of the core: subscriptions, and grammars."""
         match record:
             case PlanRecord(plan=plan):
@@ -412,8 +387,11 @@ def _fate(
     key = (result.epoch, result.step_id)
     for turn in turns:
         for record in turn.decisions:
-            if isinstance(record, (AppliedRecord, ResultRefused)) and (record.epoch, record.step_id) == key:
-                if isinstance(record, ResultRefused):
+            if (
+                isinstance(record, (AppliedRecord, events.ResultRefused))
+                and (record.epoch, record.step_id) == key
+            ):
+                if isinstance(record, events.ResultRefused):
                     return True, None, None
                 return False, record, turn.outcomes.get(key)
     return False, None, None

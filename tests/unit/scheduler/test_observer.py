@@ -10,31 +10,9 @@ from protocol.codec import pack, unpack
 from protocol.requests import Finish, FinishReason, GenerateRequest, RequestTimes
 from protocol.sampling import GrammarKind, Pooling, SamplingParams, StructuredOutputParams
 from protocol.steps import ModelRunnerOutput, SchedulerOutput
+from services.scheduler.core import observer as events
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.observer import (
-    AllRequestsFailed,
-    DispatchStarted,
-    EpochEnded,
-    EpochStarted,
-    Event,
-    FrontendLeft,
-    GrammarReady,
-    GrammarSent,
-    PreemptionCause,
-    PrefixCacheReset,
-    RequestArrived,
-    RequestFinished,
-    RequestPreempted,
-    RequestRefused,
-    RequestsAborted,
-    ResultApplied,
-    ResultArrived,
-    SlotsReleased,
-    StaleResultDropped,
-    StepDispatched,
-    TimeAdvanced,
-)
 from services.scheduler.core.slots import DELIVER, DROP, LIVE
 from services.scheduler.policies import ChunkedPolicy
 from tests.event_recorder import EventRecorder
@@ -65,7 +43,7 @@ class ObservedEngine:
         self.finished: dict[int, Finish] = {}
 
     @property
-    def events(self) -> list[Event]:
+    def events(self) -> list[events.Event]:
         return self.recorder.events
 
     @property
@@ -139,16 +117,16 @@ def test_each_dispatched_step_is_applied_and_each_request_is_followed_to_its_end
     for number in range(6):
         engine.generate(number, prompt=3 + number, max_tokens=1 + number)
     engine.run()
-    dispatched, applied = engine.of(StepDispatched), engine.of(ResultApplied)
+    dispatched, applied = engine.of(events.StepDispatched), engine.of(events.ResultApplied)
     assert [event.step.step_id for event in dispatched] == [*range(1, len(dispatched) + 1)]
     assert [event.step for event in applied] == [event.step for event in dispatched]
-    assert [event.result for event in applied] == [event.result for event in engine.of(ResultArrived)]
+    assert [event.result for event in applied] == [event.result for event in engine.of(events.ResultArrived)]
     entered = [key for event in dispatched for key in event.requests]
     assert entered == [(0, number) for number in range(6)]
-    assert [(e.message.number, e.message.request_id) for e in engine.of(RequestArrived)] == [
+    assert [(e.message.number, e.message.request_id) for e in engine.of(events.RequestArrived)] == [
         (number, f"cmpl-{number}") for number in range(6)
     ]
-    finished = engine.of(RequestFinished)
+    finished = engine.of(events.RequestFinished)
     assert {event.finish.number: event.finish for event in finished} == engine.finished
     assert all(event.request_id == f"cmpl-{event.finish.number}" for event in finished)
     assert [key for event in applied for key in event.ended] == [(0, e.finish.number) for e in finished]
@@ -167,12 +145,12 @@ def test_the_states_of_a_result_show_which_rows_were_used() -> None:
     engine.dispatch()
     engine.core.abort(0, [0])
     engine.answer()
-    first, second = engine.of(ResultApplied)
+    first, second = engine.of(events.ResultApplied)
     assert first.states.tolist() == [LIVE, LIVE]
     assert second.states.tolist() == [DROP, DELIVER]
     assert second.counts.tolist() == [0, 1]
-    (preempted,) = engine.of(RequestPreempted)
-    assert (preempted.request, preempted.cause) == ((0, 1), PreemptionCause.PRIORITY)
+    (preempted,) = engine.of(events.RequestPreempted)
+    assert (preempted.request, preempted.cause) == ((0, 1), events.PreemptionCause.PRIORITY)
     assert preempted.slot == second.step.slots[1]
 
 
@@ -182,7 +160,7 @@ def test_a_result_that_ends_its_request_counts_no_token_behind_the_end() -> None
     engine.dispatch()
     engine.answer(STOP)
     engine.answer()
-    first, second = engine.of(ResultApplied)
+    first, second = engine.of(events.ResultApplied)
     assert (first.counts.tolist(), first.ended) == ([1], ((0, 0),))
     assert (second.counts.tolist(), second.states.tolist(), second.ended) == ([0], [DROP], ())
 
@@ -192,8 +170,8 @@ def test_a_refused_request() -> None:
     engine.generate(3, prompt=0)
     engine.take()
     arrived, refused = engine.events
-    assert isinstance(arrived, RequestArrived)
-    assert refused == RequestRefused(0, "cmpl-3", engine.finished[3])
+    assert isinstance(arrived, events.RequestArrived)
+    assert refused == events.RequestRefused(0, "cmpl-3", engine.finished[3])
 
 
 def test_an_abort_is_recorded_as_it_came_and_its_finish_is_not_sent() -> None:
@@ -203,10 +181,10 @@ def test_an_abort_is_recorded_as_it_came_and_its_finish_is_not_sent() -> None:
     engine.core.abort(0, [1, 8])
     engine.core.abort(0, [1])
     aborted, finished, again = engine.events[-3:]
-    assert aborted == RequestsAborted(0, (1, 8))
-    assert isinstance(finished, RequestFinished)
+    assert aborted == events.RequestsAborted(0, (1, 8))
+    assert isinstance(finished, events.RequestFinished)
     assert (finished.finish.number, finished.finish.reason) == (1, FinishReason.ABORT)
-    assert again == RequestsAborted(0, (1,))
+    assert again == events.RequestsAborted(0, (1,))
     assert engine.core.take_outputs() == []
 
 
@@ -216,7 +194,7 @@ def test_a_frontend_that_leaves() -> None:
     engine.generate(2)
     engine.core.drop_frontend(0)
     assert engine.names[2:] == ["FrontendLeft", "RequestFinished", "RequestFinished"]
-    assert engine.events[2] == FrontendLeft(0)
+    assert engine.events[2] == events.FrontendLeft(0)
 
 
 def test_grammars_that_are_ready_refused_or_of_an_aborted_request() -> None:
@@ -227,14 +205,17 @@ def test_grammars_that_are_ready_refused_or_of_an_aborted_request() -> None:
     engine.core.on_grammar(1, engine.compilation.finish(1))
     engine.core.on_grammar(2, engine.compilation.finish(2))
     engine.core.on_grammar(3, "it is no grammar")
-    assert engine.of(GrammarReady) == [
-        GrammarReady(1, (0, 0), ""),
-        GrammarReady(2, None, ""),
-        GrammarReady(3, (0, 2), "it is no grammar"),
+    assert engine.of(events.GrammarReady) == [
+        events.GrammarReady(1, (0, 0), ""),
+        events.GrammarReady(2, None, ""),
+        events.GrammarReady(3, (0, 2), "it is no grammar"),
     ]
-    assert [e.finish.reason for e in engine.of(RequestFinished)] == [FinishReason.ABORT, FinishReason.INVALID]
+    assert [e.finish.reason for e in engine.of(events.RequestFinished)] == [
+        FinishReason.ABORT,
+        FinishReason.INVALID,
+    ]
     engine.dispatch()
-    (sent,) = engine.of(GrammarSent)
+    (sent,) = engine.of(events.GrammarSent)
     assert sent.message.step_id == 1
     assert engine.names[-2:] == ["StepDispatched", "GrammarSent"]
 
@@ -243,7 +224,7 @@ def test_a_grammar_that_is_no_grammar_is_named_as_error() -> None:
     engine = ObservedEngine()
     engine.generate(grammar=StructuredOutputParams(GrammarKind.GRAMMAR, "refused"))
     engine.core.on_grammar(1, engine.compilation.finish(1))
-    assert engine.of(GrammarReady) == [GrammarReady(1, (0, 0), "it cannot be compiled")]
+    assert engine.of(events.GrammarReady) == [events.GrammarReady(1, (0, 0), "it cannot be compiled")]
 
 
 def test_epochs_and_results_that_come_too_late() -> None:
@@ -254,12 +235,15 @@ def test_epochs_and_results_that_come_too_late() -> None:
     limits = Limits(2, 64, 64, 16, 4)
     engine.core.start_epoch(limits, ChunkedPolicy(), 2)
     engine.answer()
-    assert engine.of(EpochEnded, EpochStarted) == [EpochEnded(1), EpochStarted(2, limits)]
-    (arrived,), (dropped,) = engine.of(ResultArrived), engine.of(StaleResultDropped)
+    assert engine.of(events.EpochEnded, events.EpochStarted) == [
+        events.EpochEnded(1),
+        events.EpochStarted(2, limits),
+    ]
+    (arrived,), (dropped,) = engine.of(events.ResultArrived), engine.of(events.StaleResultDropped)
     assert dropped.result is arrived.result
-    assert not engine.of(RequestPreempted, RequestFinished, ResultApplied)
+    assert not engine.of(events.RequestPreempted, events.RequestFinished, events.ResultApplied)
     engine.dispatch()
-    assert [event.requests for event in engine.of(StepDispatched)][2:] == [((0, 0),), ()]
+    assert [event.requests for event in engine.of(events.StepDispatched)][2:] == [((0, 0),), ()]
 
 
 def test_all_requests_fail_with_their_workers() -> None:
@@ -268,7 +252,7 @@ def test_all_requests_fail_with_their_workers() -> None:
     engine.dispatch()
     engine.core.fail_all("the workers are gone")
     assert engine.names[-2:] == ["AllRequestsFailed", "RequestFinished"]
-    assert engine.of(AllRequestsFailed) == [AllRequestsFailed("the workers are gone")]
+    assert engine.of(events.AllRequestsFailed) == [events.AllRequestsFailed("the workers are gone")]
 
 
 def test_a_reset_of_the_prefix_cache_preempts_what_runs() -> None:
@@ -276,9 +260,9 @@ def test_a_reset_of_the_prefix_cache_preempts_what_runs() -> None:
     engine.generate(max_tokens=9)
     engine.dispatch()
     engine.core.reset_prefix_cache(reset_running=True)
-    assert engine.events[-2] == PrefixCacheReset(reset_running=True)
-    (preempted,) = engine.of(RequestPreempted)
-    assert (preempted.request, preempted.cause) == ((0, 0), PreemptionCause.RESET)
+    assert engine.events[-2] == events.PrefixCacheReset(reset_running=True)
+    (preempted,) = engine.of(events.RequestPreempted)
+    assert (preempted.request, preempted.cause) == ((0, 0), events.PreemptionCause.RESET)
 
 
 def test_a_preemption_for_blocks_comes_before_the_step_that_needed_them() -> None:
@@ -286,9 +270,9 @@ def test_a_preemption_for_blocks_comes_before_the_step_that_needed_them() -> Non
     engine.generate(0, prompt=8, max_tokens=16)
     engine.generate(1, prompt=8, max_tokens=16)
     engine.run()
-    preempted = engine.of(RequestPreempted)
+    preempted = engine.of(events.RequestPreempted)
     assert preempted
-    assert all(event.cause is PreemptionCause.BLOCKS for event in preempted)
+    assert all(event.cause is events.PreemptionCause.BLOCKS for event in preempted)
     assert {number: finish.num_preemptions for number, finish in engine.finished.items()} == {
         number: sum(event.request == (0, number) for event in preempted) for number in (0, 1)
     }
@@ -305,7 +289,7 @@ def test_listeners_come_and_go_while_the_engine_runs() -> None:
     engine.answer()
     engine.core.observers.remove(late)
     engine.dispatch()
-    assert [type(event) for event in late.events] == [ResultArrived, ResultApplied]
+    assert [type(event) for event in late.events] == [events.ResultArrived, events.ResultApplied]
     engine.core.observers.remove(engine.recorder)
     before = len(engine.events)
     engine.run()
@@ -319,21 +303,21 @@ def test_listeners_outlive_an_epoch() -> None:
     engine.core.start_epoch(LIMITS, ChunkedPolicy(), 2)
     engine.generate()
     engine.run()
-    assert engine.of(StepDispatched)[0].plan.epoch == 2
-    assert engine.of(RequestFinished)
+    assert engine.of(events.StepDispatched)[0].plan.epoch == 2
+    assert engine.of(events.RequestFinished)
 
 
 def test_messages_of_events_are_those_that_leave() -> None:
     engine = ObservedEngine()
     engine.generate(max_tokens=1)
     sent = list(engine.core.dispatch())
-    assert [event.plan for event in engine.of(StepDispatched)] == sent
+    assert [event.plan for event in engine.of(events.StepDispatched)] == sent
     assert isinstance(sent[0], SchedulerOutput)
     engine.in_flight.append(sent[0])
     engine.answer()
     (release,) = engine.core.dispatch()
-    assert engine.of(SlotsReleased) == [SlotsReleased(release)]  # type: ignore[arg-type]
-    assert len(engine.of(DispatchStarted)) == 2
+    assert engine.of(events.SlotsReleased) == [events.SlotsReleased(release)]  # type: ignore[arg-type]
+    assert len(engine.of(events.DispatchStarted)) == 2
 
 
 # -- times -------------------------------------------------------------------------------------------------------
@@ -353,7 +337,7 @@ def test_the_core_keeps_the_time_it_was_given() -> None:
     engine.core.end_epoch()
     engine.core.start_epoch(LIMITS, ChunkedPolicy(), 2)
     assert engine.core.store.now == 12.5
-    assert engine.events[0] == TimeAdvanced(12.5)
+    assert engine.events[0] == events.TimeAdvanced(12.5)
 
 
 @pytest.mark.parametrize("listens", [True, False])
@@ -382,7 +366,7 @@ def test_a_preempted_request_keeps_the_times_of_its_first_run() -> None:
     timed(engine, 2.0, engine.dispatch)
     timed(engine, 3.0, engine.answer)
     timed(engine, 4.0, lambda: engine.generate(1, max_tokens=1), engine.dispatch)
-    assert engine.of(RequestPreempted)
+    assert engine.of(events.RequestPreempted)
     timed(engine, 5.0, engine.run)
     assert engine.finished[1].times == RequestTimes(4.0, 4.0, 5.0, 5.0)
     assert engine.finished[0].times == RequestTimes(1.0, 2.0, 3.0, 5.0)
@@ -393,9 +377,9 @@ def test_a_first_token_that_arrives_after_the_preemption_counts() -> None:
     engine = ObservedEngine(3, Limits(1, 4, 64, 32, 4), use_priority=True)
     timed(engine, 1.0, lambda: engine.generate(0, prompt=8, max_tokens=4, priority=1), engine.dispatch)
     timed(engine, 2.0, lambda: engine.generate(1, max_tokens=1), engine.answer, engine.dispatch)
-    assert engine.of(RequestPreempted)
+    assert engine.of(events.RequestPreempted)
     timed(engine, 3.0, engine.answer)
-    assert engine.of(ResultApplied)[-1].states.tolist() == [DELIVER]
+    assert engine.of(events.ResultApplied)[-1].states.tolist() == [DELIVER]
     timed(engine, 4.0, engine.run)
     assert engine.finished[0].times == RequestTimes(1.0, 1.0, 3.0, 4.0)
 
@@ -422,7 +406,7 @@ def test_times_of_an_aborted_request_that_did_not_happen_are_zero() -> None:
     timed(engine, 1.0, lambda: engine.generate(0, max_tokens=9), engine.dispatch)
     timed(engine, 2.0, lambda: engine.generate(1))
     timed(engine, 3.0, lambda: engine.core.abort(0, [0, 1]))
-    ends = [event.finish.times for event in engine.of(RequestFinished)]
+    ends = [event.finish.times for event in engine.of(events.RequestFinished)]
     assert ends == [RequestTimes(1.0, 1.0, 0.0, 3.0), RequestTimes(2.0, 0.0, 0.0, 3.0)]
 
 
