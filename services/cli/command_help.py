@@ -75,19 +75,20 @@ class GroupedCommand(TyperCommand):
                     formatter.write_dl(records)
 
 
-SEVERAL = "--served-model-name"
-"""Takes several values after one flag, as in vLLM."""
+SEVERAL = ("--served-model-name", "--allowed-media-domains")
+"""Take several values after one flag, as in vLLM."""
 
 
 def _repeated(args: Iterable[str]) -> Iterator[str]:
     """Repeat the flag before each further value."""
-    values: int | None = None
+    values, flag = 0, ""
     for argument in args:
         if argument.startswith("-"):
-            values = 0 if argument == SEVERAL else 1 if argument.startswith(f"{SEVERAL}=") else None
-        elif values is not None:
-            if values:
-                yield SEVERAL
+            flag, separator, _ = argument.partition("=")
+            values = len(separator)
+        else:
+            if values and flag in SEVERAL:
+                yield flag
             values += 1
         yield argument
 

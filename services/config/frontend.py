@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from services.config.base import CHECKPOINT, ENABLE_LORA, MAX_LORA_RANK, REVISION, TOKENIZER
 from services.config.http import HttpConfig
@@ -77,6 +77,11 @@ class FrontendConfig(HttpConfig):
     max_body_bytes: Size = Field(
         8 * 1024 * 1024, ge=1024, description="Maximum size of a request body, bytes."
     )
+    allowed_media_domains: Annotated[list[str], BeforeValidator(as_list)] = Field(
+        default_factory=list,
+        description="Host name from which images at addresses are fetched, such as images.example.com; --backend vllm "
+        "only. It takes several; names at private addresses are refused. Default: none.",
+    )
     unknown_parameters: Literal["warn", "refuse", "ignore"] = Field(
         "warn",
         description="Treatment of fields of a request body that neither OpenAI nor vLLM has: ignored with a log "
@@ -145,6 +150,16 @@ class FrontendConfig(HttpConfig):
         description="Hidden state that an embedding is made of: that of the last token (last) or the mean "
         "of all tokens (mean).",
     )
+
+    @field_validator("allowed_media_domains")
+    @classmethod
+    def _check_domains(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?", name):
+                raise ValueError(
+                    f"{name!r} is no host name such as images.example.com; it has no port and no pattern"
+                )
+        return [name.lower() for name in names]
 
     @model_validator(mode="after")
     def _check_engines(self) -> Self:

@@ -8,12 +8,16 @@ import subprocess
 import sys
 import threading
 import weakref
+from base64 import b64encode
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from protocol.codec import Decoder, ProtocolError, encode, pack
 from protocol.media import (
+    MAX_IMAGES,
     ImageJob,
     ImagesFailed,
     ImagesOutcome,
@@ -23,6 +27,9 @@ from protocol.media import (
     ProcessorSettings,
 )
 from services.frontend.errors import APIError, invalid
+
+if TYPE_CHECKING:
+    from services.frontend.image_fetcher import ImageFetcher
 
 log = logging.getLogger("runahead.frontend")
 
@@ -73,6 +80,17 @@ class _ImageProcess:
             timer.cancel()
 
 
+def _fetcher(domains: Sequence[str], max_bytes: int) -> "ImageFetcher":
+    from services.frontend.image_fetcher import ImageFetcher  # its client for HTTP is slow to import
+
+    return ImageFetcher(domains, max_bytes)
+
+
+def _is_data(url: str) -> bool:
+    head, separator, _ = url[:256].partition(",")
+    return head.startswith(DATA_URL) and head.endswith(";base64") and bool(separator)
+
+
 def _end(process: "subprocess.Popen[bytes]", connection: Connection) -> None:
     connection.close()
     process.kill()
@@ -85,10 +103,13 @@ class ImageProcessing:
 
     Args:
         directory: of the checkpoint
+        domains: host names from which images are fetched
+        max_bytes: of all files that are fetched for one request
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, domains: Sequence[str] = (), max_bytes: int = 0) -> None:
         self._directory = str(directory)
+        self._fetcher = _fetcher(domains, max_bytes) if domains else None
         self._thread = ThreadPoolExecutor(1, "images")
         self._process: _ImageProcess | None = None
         self._waiting = 0
@@ -97,17 +118,41 @@ class ImageProcessing:
     def is_alive(self) -> bool:
         return self._process is not None and self._process.is_alive
 
+    def check(self, urls: Sequence[str]) -> None:
+        """Raises: APIError, for images that are neither data URLs nor at allowed addresses, and for too many"""
+        if len(urls) > MAX_IMAGES:
+            raise invalid(
+                f"a prompt has at most {MAX_IMAGES} images, but this one has {len(urls)}", "messages"
+            )
+        for number, url in enumerate(urls):
+            if _is_data(url):
+                continue
+            if self._fetcher is None:
+                raise invalid(
+                    f"image_url: image {number} is no data URL ({DATA_URL}png;base64,...); addresses are served only "
+                    "by a server that was started with --allowed-media-domains",
+                    "messages",
+                )
+            self._fetcher.checked(url, number)
+
     async def process(self, model: MediaModel, token_ids: list[int], images: list[str]) -> ProcessedImages:
         """Return the prompt with the positions of its images.
 
         Args:
-            images: data URLs
+            images: data URLs and addresses, which `check` accepts
 
         Raises: APIError
         """
+        images = [*images]
+        if self._fetcher is not None and (
+            addresses := {number: url for number, url in enumerate(images) if not _is_data(url)}
+        ):
+            for number, file in (await self._fetcher.fetch(addresses)).items():
+                images[number] = f"{DATA_URL};base64,{b64encode(file).decode()}"
         if self._waiting >= MAX_WAITING:
             raise APIError(429, f"the images of {MAX_WAITING} requests are being processed; try again later")
-        settings, job = ProcessorSettings(self._directory, model.dtype), ImageJob(pack(token_ids), images)
+        settings = ProcessorSettings(self._directory, model.dtype)
+        job = ImageJob(pack(token_ids), images)
         self._waiting += 1
         try:
             outcome = await asyncio.get_running_loop().run_in_executor(self._thread, self._run, settings, job)

@@ -12,15 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import (
-    Idefics3Config,
-    Idefics3ForConditionalGeneration,
-    Idefics3Processor,
-    LlamaConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
-from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers import PreTrainedModel
 
 from services.checkpoint import DEMO_MODEL
 from tests.random_models import random_model
@@ -110,38 +102,6 @@ def make(name: str, directory: Path) -> Path:
     return directory
 
 
-IMAGE_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ message.role | capitalize }}: {% for part in message.content %}"
-    "{% if part.type == 'text' %}{{ part.text }}{% elif part.type == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}"
-    "<end_of_utterance>{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
-)
-"""As Idefics3's own, it shows only contents that are lists of parts."""
-
-
-def make_image_model(directory: Path) -> Path:
-    """Write a random Idefics3, which reads images, to the new `directory`. Returns the directory."""
-    torch.manual_seed(7)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(DEMO_MODEL)
-    places = [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
-    marks = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *places]
-    tokenizer.add_special_tokens({"additional_special_tokens": marks})
-    tokenizer.chat_template = IMAGE_TEMPLATE
-    sides = {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 64}}
-    Idefics3Processor(Idefics3ImageProcessorPil(**sides), tokenizer, image_seq_len=16).save_pretrained(
-        directory
-    )
-    config = Idefics3Config(
-        vision_config={
-            "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
-            "image_size": 64, "patch_size": 8, "initializer_range": 0.2,
-        },
-        text_config=LlamaConfig(**SMALL | {"vocab_size": 4160}).to_dict(),
-        image_token_id=tokenizer.convert_tokens_to_ids("<image>"), scale_factor=2, pad_token_id=0,
-    )  # fmt: skip
-    Idefics3ForConditionalGeneration(config).eval().save_pretrained(directory)
-    return directory
-
-
 def _save_int8(model: PreTrainedModel, directory: Path) -> None:
     """Write the layers' matrices in eight bits with one scale per output; activations are quantised at run time."""
     linear = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
@@ -185,11 +145,12 @@ def make_eagle(directory: Path) -> Path:
     return directory
 
 
-def make_adapter(directory: Path, base: Path, seed: int, rank: int = 4) -> Path:
+def make_adapter(directory: Path, base: Path, seed: int, rank: int = 4, layers: str = "model.layers") -> Path:
     """Write a random LoRA adapter in PEFT's format for attention and gate of every layer of a Llama-like checkpoint,
     to the new `directory`. Returns the directory."""
     directory.mkdir()
     of_base = json.loads((base / "config.json").read_text())
+    of_base = of_base.get("text_config", of_base)
     hidden, heads, groups = (
         of_base[n] for n in ("hidden_size", "num_attention_heads", "num_key_value_heads")
     )
@@ -202,7 +163,7 @@ def make_adapter(directory: Path, base: Path, seed: int, rank: int = 4) -> Path:
     random, tensors = torch.Generator().manual_seed(seed), {}
     for layer in range(of_base["num_hidden_layers"]):
         for module, (inputs, outputs) in sizes.items():
-            name = f"base_model.model.model.layers.{layer}.{module}"
+            name = f"base_model.model.{layers}.{layer}.{module}"
             tensors[f"{name}.lora_A.weight"] = torch.randn(rank, inputs, generator=random) * 0.3
             tensors[f"{name}.lora_B.weight"] = torch.randn(outputs, rank, generator=random) * 0.3
     save_file(tensors, directory / "adapter_model.safetensors")

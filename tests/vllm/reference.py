@@ -82,12 +82,23 @@ def generate(model: str, batches: list[list[VllmRequest]], **engine: Any) -> Vll
 
 
 def chat(
-    model: str, conversations: list[Any], params: list[dict[str, Any]], **engine: Any
+    model: str,
+    conversations: list[Any],
+    params: list[dict[str, Any]],
+    adapters: Sequence[LoRAAdapter | None] = (None,),
+    **engine: Any,
 ) -> list[tuple[list[int], list[int]]]:
-    """Return the prompt and the answer of `LLM.chat` for each conversation, alone. The process must end afterwards."""
+    """Return the prompt and the answer of `LLM.chat` for each conversation and adapter, alone. The process must end
+    afterwards."""
     llm = LLM(model=model, **{**_SETTINGS, "block_size": 32, "num_gpu_blocks_override": 256, **engine})
     outputs = [
-        llm.chat(conversation, SamplingParams(**fields), use_tqdm=False)[0]
+        llm.chat(
+            conversation,
+            SamplingParams(**fields),
+            use_tqdm=False,
+            lora_request=lora and LoRARequest(lora.name, lora.number, lora.path),
+        )[0]
+        for lora in adapters
         for conversation, fields in zip(conversations, params, strict=True)
     ]
     return [(list(output.prompt_token_ids or ()), list(output.outputs[0].token_ids)) for output in outputs]

@@ -2,10 +2,16 @@
 
 import base64
 import io
-from collections.abc import Iterator
+import json
+import socket
+import threading
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 import httpx
 import msgspec
@@ -15,17 +21,23 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from protocol.codec import pack, unpack
-from protocol.media import MAX_IMAGES, ImageJob, ProcessorSettings
+from protocol.lora import LoRAAdapter
+from protocol.media import MAX_IMAGES, ImageJob, Media, ProcessorSettings
+from protocol.membership import Assignment, Speculation
 from protocol.sampling import SamplingParams
+from services.config import WorkerConfig
+from services.frontend.adapters import Adapters
 from services.frontend.openai.prompts.conversation import conversation, image_urls
 from services.frontend.openai.schemas.requests import ChatRequest
+from services.worker.backends.vllm.engine_config import EngineOptions, create_engine_config
 from services.worker.backends.vllm.image_processor import MAX_PIXELS, ImageProcessor
-from tests.e2e.server import ServeProcess, serving, wait_until
-from tests.vllm import checkpoints
+from services.worker.runner import LoadError
+from tests.e2e.server import PATIENCE, ServeProcess, serving, wait_until
+from tests.vllm import checkpoints, image_checkpoints
 from tests.vllm.driver import BLOCK, VllmRun, VllmStream, VllmWorker
 from tests.vllm.preloaded import processes
 from tests.vllm.reference import chat
-from tests.vllm.test_lora_served import running_requests
+from tests.vllm.test_lora_served import requests as requests_in
 
 JSON = dict[str, Any]
 CONTEXT, CHUNK = 512, 128
@@ -78,69 +90,98 @@ class ImageAnswers(msgspec.Struct):
     preemptions: float
     kept: int
     """Images whose encoded form is kept when all requests have ended."""
+    accepted: float
+    """Drafts that were right."""
+
+
+class Prompts:
+    """The conversations as a frontend makes them."""
+
+    def __init__(self, model: str) -> None:
+        processor = ImageProcessor(ProcessorSettings(model, "float32"))
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        given = [ChatRequest.model_validate({"messages": c}) for c in CONVERSATIONS]
+        rendered = [conversation(body).messages for body in given]
+        for message in (*rendered[-1], rendered[3][1]):
+            message["content"] = [{"type": "text", "text": message["content"]}]
+        self.token_ids: list[list[int]] = [
+            tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            for messages in rendered
+        ]
+        self.media: list[Media | None] = [None] * len(given)
+        for number, body in enumerate(given):
+            if images := image_urls(body):
+                done = processor.process(ImageJob(pack(self.token_ids[number]), images))
+                self.token_ids[number], self.media[number] = unpack(done.token_ids).tolist(), done.media
+
+    def serve(self, run: VllmRun, adapters: Sequence[LoRAAdapter | None] = (None,)) -> list[list[int]]:
+        """Return the tokens of each conversation and adapter, in one batch."""
+        parts = list(zip(self.token_ids, self.media, PARAMS, strict=True))
+        streams = [
+            VllmStream(prompt, SamplingParams(max_tokens=OUTPUT, **params), media=media, lora=lora)
+            for lora in adapters
+            for prompt, media, params in parts
+        ]
+        return [stream.tokens for stream in run.serve(*streams)]
 
 
 def answer(model: str) -> ImageAnswers:
     """Needs a new process, because it creates vLLM."""
-    processor = ImageProcessor(ProcessorSettings(model, "float32"))
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    rendered = [conversation(ChatRequest.model_validate({"messages": c})).messages for c in CONVERSATIONS]
-    for message in rendered[-1]:
-        message["content"] = [{"type": "text", "text": message["content"]}]
-    rendered[3][1]["content"] = [{"type": "text", "text": rendered[3][1]["content"]}]
-    prompts = [
-        tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        for messages in rendered
-    ]
-    urls = [image_urls(ChatRequest.model_validate({"messages": c})) for c in CONVERSATIONS]
-    processed = [
-        processor.process(ImageJob(pack(prompt), images)) if images else None
-        for prompt, images in zip(prompts, urls, strict=True)
-    ]
-    expanded = [
-        prompt if done is None else unpack(done.token_ids).tolist()
-        for prompt, done in zip(prompts, processed, strict=True)
-    ]
-
-    def serve(run: VllmRun) -> list[list[int]]:
-        streams = [
-            VllmStream(
-                prompt,
-                SamplingParams(max_tokens=OUTPUT, **params),
-                media=None if done is None else done.media,
-            )
-            for prompt, done, params in zip(expanded, processed, PARAMS, strict=True)
-        ]
-        return [stream.tokens for stream in run.serve(*streams)]
-
-    worker = VllmWorker(model=model, dtype="float32", context=CONTEXT, chunk=CHUNK)
+    prompts = Prompts(model)
+    sizes = {"model": model, "dtype": "float32", "context": CONTEXT, "chunk": CHUNK}
+    worker = VllmWorker(**sizes)
     together = {}
     for depth in (1, 2, 3):
         with VllmRun(worker, depth) as run:
-            together[f"depth {depth}"] = serve(run)
+            together[f"depth {depth}"] = prompts.serve(run)
     with VllmRun(worker, 2) as run:
-        serve(run)
+        prompts.serve(run)
         before = run.core.stats()["prefix_cache_hits"]
-        cached = serve(run)
+        cached = prompts.serve(run)
         hits = run.core.stats()["prefix_cache_hits"] - before
     with VllmRun(worker, 3, num_blocks=20) as run:
-        preempted, preemptions = serve(run), run.core.stats()["num_preemptions"]
+        preempted, preemptions = prompts.serve(run), run.core.stats()["num_preemptions"]
         kept = len(worker.runner.engine.runner.encoder_cache)
-    return ImageAnswers(expanded, together, cached, hits, preempted, preemptions, kept)
+    worker.runner.shutdown()
+    worker = VllmWorker(Speculation("ngram", 3, prompt_lookup_min=1, prompt_lookup_max=3), **sizes)
+    for depth in (1, 3):
+        with VllmRun(worker, depth, num_blocks=20) as run:
+            together[f"drafts, depth {depth}"] = prompts.serve(run)
+            accepted = run.core.stats()["spec_decode_num_accepted_tokens"]
+    return ImageAnswers(prompts.token_ids, together, cached, hits, preempted, preemptions, kept, accepted)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoints.make_image_model(tmp_path_factory.mktemp("images") / "idefics3")
+def answer_adapted(model: str, adapters: list[LoRAAdapter | None]) -> dict[str, list[list[int]]]:
+    """Needs a new process, because it creates vLLM."""
+    prompts, answers = Prompts(model), {}
+    worker = VllmWorker(model=model, dtype="float32", context=CONTEXT, chunk=CHUNK, max_loras=2)
+    for depth in (1, 3):
+        with VllmRun(worker, depth) as run:
+            answers[f"depth {depth}"] = prompts.serve(run, adapters)
+            answers[f"depth {depth}, cached"] = prompts.serve(run, adapters)
+    return answers
+
+
+@pytest.fixture(scope="module", params=["idefics3"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return image_checkpoints.make(request.param, tmp_path_factory.mktemp("images") / request.param)
+
+
+@contextmanager
+def serve(model: Path, *arguments: str, **environment: str) -> Iterator[ServeProcess]:
+    with serving(
+        str(model), "--backend", "vllm", "--enforce-eager", "--threads", "1", "--block-size", str(BLOCK), "--dtype",
+        "float32", "--max-model-len", str(CONTEXT), "--max-num-batched-tokens", str(CHUNK),
+        "--kv-cache-memory-bytes", str(64 << 20), *arguments, forked=False, **environment,
+    ) as running:  # fmt: skip
+        yield running
 
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[ServeProcess]:
-    with serving(
-        str(model), "--backend", "vllm", "--enforce-eager", "--threads", "1", "--block-size", str(BLOCK), "--dtype",
-        "float32", "--max-model-len", str(CONTEXT), "--max-num-batched-tokens", str(CHUNK),
-        "--kv-cache-memory-bytes", str(64 << 20), forked=False,
-    ) as running:  # fmt: skip
+    """Images at addresses of this machine are allowed."""
+    allowed = ("--allowed-media-domains", "localhost", "10.0.0.1")
+    with serve(model, *allowed, PYTHONPATH=str(Path(__file__).parent / "public_loopback")) as running:
         yield running
 
 
@@ -171,7 +212,7 @@ def test_tokens_equal_vllms(model: Path, server: ServeProcess) -> None:
         both = list(zip(CONVERSATIONS, PARAMS, strict=True))
         alone = [tokens_of(request(server, messages, **params)) for messages, params in both]
         running = [threads.submit(request, server, messages, **params) for messages, params in both * 2]
-        wait_until(lambda: running_requests(server) >= len(answers), "streams")
+        wait_until(lambda: requests_in(server, "running") >= len(answers), "streams")
         server.services["worker"].kill()
         served = [tokens_of(future.result()) for future in running]
         found = mine.result()
@@ -182,8 +223,110 @@ def test_tokens_equal_vllms(model: Path, server: ServeProcess) -> None:
     assert found.preemptions > 0
     assert found.hits > 300, "blocks of images are found by their contents"
     assert found.kept <= 1
+    assert found.accepted > 0
     assert alone == answers
     assert served == answers * 2
+
+
+@pytest.mark.parametrize(("name", "assigned", "config", "why"), [
+    ("idefics3", {"world_size": 2, "pipeline_parallel_size": 2}, {}, "[Pp]ipeline"),
+    ("idefics3", {"world_size": 2, "tensor_parallel_size": 2}, {}, "several ranks"),
+    ("paddleocr-vl", {}, {}, "M-RoPE"),
+    ("idefics3", {"speculation": Speculation("draft_model", 3)}, {}, "drafters other than ngram"),
+    ("idefics3", {}, {"runner": "pooling"}, "--runner pooling"),
+])  # fmt: skip
+def test_other_combinations_are_refused_by_name(
+    name: str, assigned: JSON, config: JSON, why: str, tmp_path: Path
+) -> None:
+    model = image_checkpoints.make(name, tmp_path / "model")
+    sizes = {"epoch": 1, "rank": 0, "world_size": 1, "block_size": BLOCK, "num_slots": 8}
+    sizes |= {"max_num_batched_tokens": CHUNK, "max_model_len": CONTEXT}
+    if (drafts := assigned.get("speculation")) is not None:
+        assigned = {"speculation": msgspec.structs.replace(drafts, model=str(model))}
+    assignment = Assignment(**sizes | assigned)
+    settings = WorkerConfig.model_validate({"model": str(model), "backend": "vllm", **config})
+    options = EngineOptions.from_config(model, "float32", settings, assignment)
+    with pytest.raises(LoadError, match=why):
+        create_engine_config(options, assignment, {"kv_cache_memory_bytes": 1})
+
+
+def test_adapters_beside_images(tmp_path: Path) -> None:
+    model = image_checkpoints.make("idefics3", tmp_path / "model")
+    loading, layers = Adapters(model, 8), "model.text_model.layers"
+    adapters: list[LoRAAdapter | None] = [
+        None,
+        *(
+            loading.load(
+                name, str(checkpoints.make_adapter(tmp_path / name, model, ord(name), layers=layers))
+            )
+            for name in "ab"
+        ),
+    ]
+    given = [{**params, "max_tokens": OUTPUT, "ignore_eos": True} for params in PARAMS]
+    engine = {"max_model_len": CONTEXT, "enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    with processes() as pool:
+        mine = pool.submit(answer_adapted, str(model), adapters)
+        expected = pool.submit(chat, str(model), CONVERSATIONS, given, adapters, **engine).result()
+        found = mine.result()
+    answers = [tokens for _, tokens in expected]
+    assert len({tuple(tokens) for tokens in answers}) == len(answers), "every adapter changes every answer"
+    assert found == dict.fromkeys(found, answers)
+
+
+def by_address(*urls: str) -> JSON:
+    content: list[JSON] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return {"role": "user", "content": [{"type": "text", "text": "Once"}, *content]}
+
+
+class Files(BaseHTTPRequestHandler):
+    """Images by path. /hang is answered when its client has left."""
+
+    files: ClassVar[dict[str, bytes]] = {}
+    hanging, left = threading.Event(), threading.Event()
+
+    def do_GET(self) -> None:
+        if self.path == "/hang":
+            self.hanging.set()
+            self.connection.recv(1)
+            self.left.set()
+            return
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.files.get(self.path, b"<html>"))
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_images_at_addresses(server: ServeProcess) -> None:
+    Files.files = {
+        "/a.png": base64.b64decode(A.partition(",")[2]),
+        "/b": base64.b64decode(B.partition(",")[2]),
+    }
+    with ThreadingHTTPServer(("127.0.0.1", 0), Files) as images, ThreadPoolExecutor(2) as threads:
+        threads.submit(images.serve_forever)
+        try:
+            root = f"http://localhost:{images.server_port}"
+            expected = tokens_of(request(server, [user("Once", A, B, A)], temperature=0))
+            for message in (
+                by_address(f"{root}/a.png", f"{root}/b", f"{root}/a.png"),
+                by_address(f"{root}/a.png", B, f"{root}/a.png"),
+            ):
+                assert tokens_of(request(server, [message], temperature=0)) == expected
+            broken = request(server, [by_address(f"{root}/page.html")])
+            assert (broken.status_code, "broken" in broken.text) == (400, True), broken.text
+            at = urlsplit(server.url)
+            with socket.create_connection((at.hostname, at.port)) as client:
+                body = json.dumps({"messages": [by_address(f"{root}/hang")]}).encode()
+                client.sendall(
+                    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+                    b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+                )
+                Files.hanging.wait()
+                assert tokens_of(request(server, [user("Once", A, B, A)], temperature=0)) == expected
+            assert Files.left.wait(PATIENCE), "the client left, so its image is not fetched"
+        finally:
+            images.shutdown()
 
 
 def bomb() -> str:
@@ -206,13 +349,18 @@ def test_bad_images_end_their_request_only(server: ServeProcess) -> None:
     ):
         response = request(server, [user("Once", part)])
         assert (response.status_code, why in response.text) == (400, True), response.text
-    for url in ("http://127.0.0.1/a.png", "file:///etc/passwd", "data:text/plain;base64,AAAA", ""):
-        content = [{"type": "image_url", "image_url": {"url": url}}]
-        response = request(server, [{"role": "user", "content": content}])
-        assert (response.status_code, "data URL" in response.text) == (400, True), response.text
+    for url, why in (
+        ("http://127.0.0.1/a.png", "--allowed-media-domains"),
+        ("http://10.0.0.1/a.png", "public address"),
+        ("file:///etc/passwd", "data URL"),
+        ("data:text/plain;base64,AAAA", "data URL"),
+        ("", "data URL"),
+    ):
+        response = request(server, [by_address(url)])
+        assert (response.status_code, why in response.text) == (400, True), response.text
     many = request(server, [user(*[A] * (MAX_IMAGES + 1))])
     assert (many.status_code, f"at most {MAX_IMAGES}" in many.text) == (400, True)
-    long = request(server, [user(*[A] * 6)])
+    long = request(server, [user(*[A] * MAX_IMAGES)])
     assert (long.status_code, "context" in long.text) == (400, True), long.text
     assert request(server, [user("Once", A)], echo=True, add_generation_prompt=False).status_code == 400
     assert httpx.post(f"{server.url}/tokenize", json={"messages": [user(A)]}).status_code == 400

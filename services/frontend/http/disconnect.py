@@ -1,12 +1,15 @@
 """Clients that leave before their response is complete."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from starlette.types import Receive
 
 from services.frontend.errors import GONE, APIError
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -23,3 +26,20 @@ def watch_disconnect(receive: Receive, fail: Callable[[APIError], None]) -> Iter
         yield
     finally:
         task.cancel()
+
+
+async def until_left(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`, which is cancelled if the client closes the connection. Raises: APIError"""
+    task, gone = asyncio.create_task(work), list[APIError]()
+
+    def cancel(error: APIError) -> None:
+        gone.append(error)
+        task.cancel()
+
+    with watch_disconnect(receive, cancel):
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if gone:
+                raise gone[0] from None
+            raise

@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from protocol.sampling import StructuredOutputParams
 from services.frontend.context import AppContext, Context, recorded
+from services.frontend.http.disconnect import until_left
 from services.frontend.openai.answers.chat_output import ChatOutput
 from services.frontend.openai.answers.dialects import CompletionDialect, Dialect
 from services.frontend.openai.answers.events import EventEncoder
@@ -104,7 +105,8 @@ async def chat(http: HTTPRequest, context: Context) -> Response:
     answering, model, state = context.answering, context.model, context.engine.state
     answering.check(body.model)
     output = ChatOutput.from_body(body, model.formats)
-    prompt = await answering.prompts.for_chat(body, state.vocab_size, state.max_model_len, state.media)
+    encoding = answering.prompts.for_chat(body, state.vocab_size, state.max_model_len, state.media)
+    prompt = await (encoding if state.media is None else until_left(http.receive, encoding))
     start = output.reasoning_start(prompt.token_ids, model.tokenizer)
     dialect = output.dialect(start, *answer_role(body))
     grammar = output.grammar(structured_params(body), start)

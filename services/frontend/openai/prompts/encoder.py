@@ -35,7 +35,7 @@ class PromptEncoder:
         self._model = model
         self._small = ThreadPoolExecutor(2, "tokenizer")
         self._large = ThreadPoolExecutor(1, "tokenizer-large")
-        self._images = ImageProcessing(model.directory)
+        self._images = ImageProcessing(model.directory, model.image_domains, model.max_image_bytes)
 
     async def for_completion(
         self, body: CompletionRequest, vocab_size: int, max_model_len: int
@@ -85,7 +85,7 @@ class PromptEncoder:
                 )
             if body.continue_final_message or body.echo:
                 raise invalid("continue_final_message and echo are not served with images", "messages")
-            image_urls(body)
+            self._images.check(image_urls(body))
         return await self.run(num_chars(body), lambda: self._model.template.render(conversation(body)))
 
     async def rendered_pair(self, query: str, document: str, variables: Mapping[str, Any]) -> str:

