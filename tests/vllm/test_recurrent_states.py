@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -142,7 +143,8 @@ def refusals(model: str) -> list[str]:
 def test_what_no_group_or_block_holds_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(checkpoints.STATES, "mamba_d_state", 64)
+    hybrid = checkpoints.MAKERS["granite-hybrid"]
+    monkeypatch.setitem(checkpoints.MAKERS, "granite-hybrid", partial(hybrid, mamba_d_state=64))
     wide = checkpoints.make("granite-hybrid", tmp_path / "wide")
     with processes() as pool:
         grouped, size = pool.submit(refusals, str(wide)).result()
