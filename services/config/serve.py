@@ -66,6 +66,14 @@ class ServeConfig(WorkerConfig, SchedulerConfig, FrontendConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_media(self) -> Self:
+        if self.allowed_media_domains and self.backend != "vllm":
+            raise ValueError(
+                f"--allowed-media-domains: only --backend vllm reads images; --backend {self.backend} does not use it"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_roles(self) -> Self:
         if self.prefill_engines and self.prefill_engines >= self.data_parallel_size:
             raise ValueError(

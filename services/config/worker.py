@@ -135,7 +135,7 @@ USERS: dict[str, tuple[str, ...]] = {
     "gpu_memory_utilization": ("native", "vllm"),
     "enforce_eager": ("native", "vllm"),
     "dtype": ("native", "vllm"),
-    "weights_cache_dir": ("native",),
+    **dict.fromkeys(("weights_cache_dir", "weights_cache_bytes"), ("native",)),
     **dict.fromkeys((*TIERS, "kv_keeper"), ("native", "sim")),
     "threads": ("native", "vllm"),
     **dict.fromkeys(SimulatorConfig.model_fields, ("sim",)),
@@ -174,6 +174,12 @@ class WorkerConfig(SimulatorConfig, BackendConfig):
             raise ValueError(
                 f"--batch-invariant is a promise of the native backend; --backend {self.backend} does not give it"
             )
+        if self.weights_cache_dir not in ("auto", "none") and (
+            self.kernels == "reference" or self.device == "cuda"
+        ):
+            raise ValueError(
+                "--weights-cache-dir: weights are arranged for compiled kernels of the CPU only; leave it out"
+            )
         if self.batch_invariant and self.kernels == "reference":
             raise ValueError(
                 "--batch-invariant: --kernels reference does not give this promise; use compiled"
@@ -195,10 +201,6 @@ class WorkerConfig(SimulatorConfig, BackendConfig):
                 raise ValueError(
                     "--kv-offload-dir, --kv-offload-bytes, --kv-peer-address and --kv-keeper: with --device cuda KV "
                     "blocks stay on the GPU so far; use none of them"
-                )
-            if self.weights_cache_dir not in ("auto", "none"):
-                raise ValueError(
-                    "--weights-cache-dir: with --device cuda weights are not arranged; leave it out"
                 )
             if self.kernels == "reference":
                 raise ValueError("--kernels reference computes on --device cpu only")

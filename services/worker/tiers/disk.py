@@ -11,7 +11,6 @@ and counts as missing. The files that were used last stay, whatever engine or mo
 import logging
 import os
 import re
-import stat
 import struct
 import time
 import zlib
@@ -20,6 +19,7 @@ from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
+from services.private import is_private
 from services.units import size_text
 from services.worker.runner import LoadError
 from services.worker.tiers.changes import TierChanges
@@ -195,12 +195,12 @@ def _check(root: Path) -> None:
     """
     try:
         root.mkdir(0o700, parents=True, exist_ok=True)
-        status = root.stat()
+        private = is_private(root)
         if not os.access(root, os.R_OK | os.X_OK):
             raise PermissionError(13, "Permission denied")
     except OSError as error:
         raise LoadError(f"--kv-offload-dir {root}: {error.strerror}; give a directory of this user") from None
-    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+    if not private:
         raise LoadError(
             f"--kv-offload-dir {root}: it would hold prompts, and other users have access to it; chmod 700 it, or give "
             "another directory of this user"

@@ -185,6 +185,18 @@ def test_sizes_have_suffixes(given: str, size: int) -> None:
             "--kv-keeper is a setting of --backend native and sim; --backend vllm does not use it$",
         ),
         (
+            {"weights_cache_bytes": "1G", "backend": "sim"},
+            "--weights-cache-bytes is a setting of --backend native; --backend sim does not use it",
+        ),
+        (
+            {"weights_cache_dir": "/weights", "kernels": "reference"},
+            "--weights-cache-dir: weights are arranged for compiled kernels of the CPU only",
+        ),
+        (
+            {"allowed_media_domains": ["images.example.com"]},
+            "--allowed-media-domains: only --backend vllm reads images; --backend native does not use it",
+        ),
+        (
             {"enforce_eager": True, "backend": "sim"},
             "--enforce-eager is a setting of --backend native and vllm; --backend sim does not use it",
         ),

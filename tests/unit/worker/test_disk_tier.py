@@ -16,6 +16,7 @@ import pytest
 
 from services.worker.runner import LoadError
 from services.worker.tiers.disk import KEPT, LEFT_BEHIND_SECONDS, RETRY_SECONDS, TEMPORARY, DiskTier
+from tests.unit.worker.damage import cut, extended, flipped
 
 SIZE = 1000
 """Bytes of a block."""
@@ -61,19 +62,6 @@ def test_another_process_finds_the_blocks_of_the_same_model_only(directory: Path
     assert {path.stat().st_mode & 0o777 for path in files(directory)} == {0o600}
 
 
-def _cut(data: bytes, rng: Random) -> bytes:
-    return data[: rng.randrange(len(data))]
-
-
-def _flipped(data: bytes, rng: Random) -> bytes:
-    at = rng.randrange(len(data))
-    return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
-
-
-def _extended(data: bytes, rng: Random) -> bytes:
-    return data + rng.randbytes(rng.randint(1, 2 * SIZE))
-
-
 def _zeroed(data: bytes, rng: Random) -> bytes:
     """Pages that never reached the disk."""
     at = rng.randrange(len(data))
@@ -84,7 +72,7 @@ def _foreign(data: bytes, rng: Random) -> bytes:
     return rng.randbytes(len(data))
 
 
-@pytest.mark.parametrize("damage", [_cut, _flipped, _extended, _zeroed, _foreign])
+@pytest.mark.parametrize("damage", [cut, flipped, extended, _zeroed, _foreign])
 def test_a_damaged_file_is_missing_and_is_written_again(
     directory: Path, damage: Callable[[bytes, Random], bytes]
 ) -> None:

@@ -18,6 +18,7 @@ from services.worker.kernels.packed_weight import PackedRows, PackedWeight
 from services.worker.weights import packed
 from services.worker.weights.contents import known_contents
 from services.worker.weights.packed import LEFT_BEHIND_SECONDS, SUFFIX, TEMPORARY, PackedFile, PackedWeights
+from tests.unit.worker.damage import cut, extended, flipped
 
 LIMIT = 1 << 30
 CONTENTS = {"one[0:64, 0:32] Q8_0": "0a", "norm[0:32] float32": "0b"}
@@ -120,19 +121,6 @@ def test_another_identity_is_missing_and_replaces_the_file(directory: Path) -> N
     assert len(files(directory)) == 1
 
 
-def _cut(data: bytes, rng: Random) -> bytes:
-    return data[: rng.randrange(len(data))]
-
-
-def _flipped(data: bytes, rng: Random) -> bytes:
-    at = rng.randrange(len(data))
-    return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
-
-
-def _extended(data: bytes, rng: Random) -> bytes:
-    return data + rng.randbytes(rng.randint(1, 2000))
-
-
 def _zeroed(data: bytes, rng: Random) -> bytes:
     """A page that never reached the disk."""
     at = rng.randrange(len(data) // 512) * 512
@@ -149,7 +137,7 @@ def _foreign(data: bytes, rng: Random) -> bytes:
     return rng.randbytes(len(data)) if rng.random() < 0.9 else b""
 
 
-@pytest.mark.parametrize("damage", [_cut, _flipped, _extended, _zeroed, _shorter_data, _foreign])
+@pytest.mark.parametrize("damage", [cut, flipped, extended, _zeroed, _shorter_data, _foreign])
 def test_a_damaged_file_is_missing_and_is_removed(
     directory: Path, damage: Callable[[bytes, Random], bytes]
 ) -> None:
