@@ -20,18 +20,3 @@ from protocol.transport.client import Client
 from protocol.transport.endpoint import check_endpoint, check_publisher
 from protocol.transport.errors import Expelled, HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow
 from protocol.transport.server import Server
-
-__all__ = [
-    "LOCAL",
-    "MAX_IPC_PATH",
-    "Client",
-    "Expelled",
-    "HandshakeRefused",
-    "HandshakeTimeout",
-    "PeerGone",
-    "PeerSlow",
-    "Security",
-    "Server",
-    "check_endpoint",
-    "check_publisher",
-]

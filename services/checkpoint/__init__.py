@@ -17,22 +17,3 @@ from services.checkpoint.location import (
     resolve,
 )
 from services.checkpoint.shards import weight_shards
-
-__all__ = [
-    "CONFIG_FILES",
-    "DEMO_MODEL",
-    "GGUF",
-    "WEIGHT_FILES",
-    "CheckpointError",
-    "default_dtype",
-    "is_gguf",
-    "is_local",
-    "model_name",
-    "named_eos",
-    "read_json",
-    "read_text",
-    "resolve",
-    "special_tokens",
-    "text_digest",
-    "weight_shards",
-]

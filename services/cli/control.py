@@ -18,9 +18,9 @@ from pydantic import ValidationError
 from services.cli.engine_set import Command, EngineSet, divided, engine_names, service_names
 from services.cli.model_check import check_drafter, check_sizes, check_tokenizer
 from services.cli.preflight import check_model, check_policy
-from services.cli.settings import ConfigurationError, flag
+from services.cli.settings import ConfigurationError
 from services.cli.supervisor import Supervisor
-from services.config import OMITTED, SchedulerConfig, ServeConfig, WorkerConfig
+from services.config import OMITTED, SchedulerConfig, ServeConfig, WorkerConfig, flag
 
 TIMEOUT = 2.0
 """Seconds that a client may take to send its line; the supervisor waits meanwhile."""

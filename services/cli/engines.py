@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from services.cli.ask import NoAnswer, ServerAddress, ask_object, send
-from services.cli.settings import ConfigurationError, flag, is_switch, meant_key
-from services.config import OMITTED, ServeConfig
+from services.cli.settings import ConfigurationError, is_switch, meant_key
+from services.config import OMITTED, ServeConfig, flag
 
 POLL_INTERVAL = 0.3
 """Seconds between two looks at a change that is under way."""

@@ -14,12 +14,12 @@ from services.cli.settings import (
     ConfigurationError,
     Settings,
     choices,
-    flag,
     is_list,
     is_switch,
     merge,
     type_name,
 )
+from services.config import flag
 
 SHORT = {"input_file": "-i", "output_file": "-o", "base_url": "--url"}
 """Other forms of flags, by field."""

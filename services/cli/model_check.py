@@ -9,8 +9,8 @@ from protocol.membership import Shard
 from services.checkpoint import CheckpointError, is_gguf, is_local, resolve, weight_shards
 from services.checkpoint.default_model import packaged_model
 from services.cli.serving_memory import ServingMemory, serving_memory
-from services.cli.settings import ConfigurationError, flag
-from services.config import ServeConfig
+from services.cli.settings import ConfigurationError
+from services.config import ServeConfig, flag
 from services.units import size_text
 from services.worker.backends.kv_blocks import affordable_blocks
 from services.worker.backends.native.memory import RankMemory, rank_memory

@@ -12,8 +12,8 @@ from urllib.request import getproxies, proxy_bypass
 
 from services.checkpoint import CheckpointError, is_gguf, is_local, read_json, resolve
 from services.checkpoint.default_model import packaged_model
-from services.cli.settings import ConfigurationError, flag
-from services.config import FrontendConfig, HttpConfig, SchedulerConfig, ServeConfig
+from services.cli.settings import ConfigurationError
+from services.config import FrontendConfig, HttpConfig, SchedulerConfig, ServeConfig, flag
 from services.config.traces import GRPC, HTTP, TRACES_PROTOCOL, traces_protocol
 
 HUB_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?(:[\w.-]+)?", re.ASCII)

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from services.cli.vllm_names import HINTS
+from services.config.base import flag
 from services.config.sizes import WITH_SUFFIX
 
 PREFIX = "RUNAHEAD_"
@@ -41,11 +42,6 @@ class Settings(Generic[M]):
     config: M
     origins: Mapping[str, str]
     """Field -> "flag --port", "environment RUNAHEAD_PORT", "file PATH" or "default"."""
-
-
-def flag(name: str) -> str:
-    """Return the flag of a field: `--max-num-seqs` for `max_num_seqs`."""
-    return "--" + name.replace("_", "-")
 
 
 def is_list(info: FieldInfo) -> bool:

@@ -9,8 +9,8 @@ from services.checkpoint import CheckpointError
 from services.cli import logs
 from services.cli.keys import with_keys
 from services.cli.preflight import check_kv_events, check_policy, check_record
-from services.cli.settings import ConfigurationError, flag
-from services.config import ENDPOINTS, FrontendConfig, SchedulerConfig, ServiceConfig, WorkerConfig
+from services.cli.settings import ConfigurationError
+from services.config import ENDPOINTS, FrontendConfig, SchedulerConfig, ServiceConfig, WorkerConfig, flag
 from services.process import collection_paused
 
 log = logging.getLogger("runahead")

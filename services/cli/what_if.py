@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from services.cli.settings import ConfigurationError, flag, merge
-from services.config import ReplayConfig, SchedulerConfig, WhatIfConfig
+from services.cli.settings import ConfigurationError, merge
+from services.config import ReplayConfig, SchedulerConfig, WhatIfConfig, flag
 from services.scheduler.capabilities import Combination, refusal
 from services.scheduler.policies import make_policy
 from services.scheduler.recording import EventRecording, RecordingHeader, settings_of

@@ -4,7 +4,7 @@ A setting has the same name as a flag (`--max-num-seqs`), in the environment (`R
 file (`max-num-seqs`). Its description is the help text of the flag.
 """
 
-from services.config.base import BaseConfig, ServiceConfig
+from services.config.base import BaseConfig, ServiceConfig, flag
 from services.config.bench import BenchConfig
 from services.config.convert import ConvertConfig
 from services.config.frontend import FrontendConfig
@@ -28,30 +28,3 @@ _COMMANDS: tuple[type[BaseConfig], ...] = (
 )
 EVERY_SETTING = frozenset(name for model in (*_COMMANDS, *SERVICES.values()) for name in model.model_fields)
 """Names of the settings of all commands."""
-
-__all__ = [
-    "ENDPOINTS",
-    "EVERY_SETTING",
-    "OF_RAY",
-    "OMITTED",
-    "SERVICES",
-    "WITHOUT_SERVER",
-    "BackendConfig",
-    "BaseConfig",
-    "BenchConfig",
-    "ConvertConfig",
-    "FrontendConfig",
-    "HttpConfig",
-    "KVEventsConfig",
-    "RayCommandConfig",
-    "RayConfig",
-    "ReplayConfig",
-    "RunBatchConfig",
-    "SchedulerConfig",
-    "ServeConfig",
-    "ServiceConfig",
-    "SimulatorConfig",
-    "SpeculativeConfig",
-    "WhatIfConfig",
-    "WorkerConfig",
-]

@@ -1,10 +1,11 @@
 """Settings that all services share."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from protocol.security import Security
 
@@ -29,8 +30,23 @@ def from_json(value: object) -> object:
         raise ValueError(f"is not JSON: {error}") from None
 
 
+def flag(name: str) -> str:
+    """Return the flag of a field: `--max-num-seqs` for `max_num_seqs`."""
+    return "--" + name.replace("_", "-")
+
+
 class BaseConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def refusals(self) -> Iterator[str]:
+        """Yield the reasons why these settings cannot be combined. The first one is reported."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for reason in self.refusals():
+            raise ValueError(reason)
+        return self
 
 
 class TrustConfig(BaseConfig):

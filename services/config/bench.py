@@ -1,8 +1,8 @@
 """Settings of the load generator."""
 
-from typing import Self
+from collections.abc import Iterator
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from services.config.base import TrustConfig
 
@@ -47,10 +47,7 @@ class BenchConfig(TrustConfig):
         False, description="Draw output tokens per second and open requests over time, below the results."
     )
 
-    @model_validator(mode="after")
-    def _check_token_ids(self) -> Self:
+    def refusals(self) -> Iterator[str]:
+        yield from super().refusals()
         if self.random_id_high <= self.random_id_low:
-            raise ValueError(
-                f"--random-id-high {self.random_id_high} must be above --random-id-low {self.random_id_low}"
-            )
-        return self
+            yield f"--random-id-high {self.random_id_high} must be above --random-id-low {self.random_id_low}"

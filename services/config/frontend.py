@@ -1,9 +1,10 @@
 """Settings of a frontend."""
 
 import re
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from services.config.base import CHECKPOINT, ENABLE_LORA, MAX_LORA_RANK, REVISION, TOKENIZER
 from services.config.http import HttpConfig
@@ -161,32 +162,16 @@ class FrontendConfig(HttpConfig):
                 )
         return [name.lower() for name in names]
 
-    @model_validator(mode="after")
-    def _check_engines(self) -> Self:
-        if self.engines is None:
-            return self
-        if "scheduler_endpoint" in self.model_fields_set:
-            raise ValueError(
-                "--engines lists the schedulers; it cannot be combined with --scheduler-endpoint"
-            )
-        if self.engines.startswith("dns://") and not re.fullmatch(r"dns://[^/:\s]+:\d{1,5}", self.engines):
-            raise ValueError("--engines: a name is given with its port, such as dns://engines.llm.svc:5601")
-        return self
-
-    @model_validator(mode="after")
-    def _check_lora(self) -> Self:
+    def refusals(self) -> Iterator[str]:
+        yield from super().refusals()
+        engines = self.engines or ""
+        if engines and "scheduler_endpoint" in self.model_fields_set:
+            yield "--engines lists the schedulers; it cannot be combined with --scheduler-endpoint"
+        if engines.startswith("dns://") and not re.fullmatch(r"dns://[^/:\s]+:\d{1,5}", engines):
+            yield "--engines: a name is given with its port, such as dns://engines.llm.svc:5601"
         if self.lora_modules and not self.enable_lora:
-            raise ValueError("--lora-modules needs --enable-lora")
-        return self
-
-    @model_validator(mode="after")
-    def _check_responses(self) -> Self:
+            yield "--lora-modules needs --enable-lora"
         if self.response_store_dir is not None and not self.response_store:
-            raise ValueError("--response-store-dir cannot be combined with --no-response-store")
-        return self
-
-    @model_validator(mode="after")
-    def _check_tool_calls(self) -> Self:
+            yield "--response-store-dir cannot be combined with --no-response-store"
         if self.enable_auto_tool_choice and self.tool_call_parser == "none":
-            raise ValueError("--enable-auto-tool-choice needs a format of calls, not --tool-call-parser none")
-        return self
+            yield "--enable-auto-tool-choice needs a format of calls, not --tool-call-parser none"

@@ -1,11 +1,11 @@
 """Settings of the HTTP server: where it listens, and whom it answers."""
 
 import ipaddress
-from typing import Self
+from collections.abc import Iterator
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from services.config.base import ServiceConfig
+from services.config.base import ServiceConfig, flag
 
 LOOPBACK_NAMES = ("localhost", "*.localhost", "127.0.0.1", "[::1]")
 """Values of the header Host that no name server can make another site's pages send."""
@@ -97,9 +97,8 @@ class HttpConfig(ServiceConfig):
             raise ValueError("a key is empty; give a key, or leave the setting out")
         return keys
 
-    @model_validator(mode="after")
-    def _check_tls(self) -> Self:
+    def refusals(self) -> Iterator[str]:
+        yield from super().refusals()
         for name in ("ssl_keyfile", "ssl_ca_certs"):
             if getattr(self, name) is not None and self.ssl_certfile is None:
-                raise ValueError(f"--{name.replace('_', '-')} needs --ssl-certfile")
-        return self
+                yield f"{flag(name)} needs --ssl-certfile"

@@ -1,8 +1,9 @@
 """Settings of KV cache events; the names are those of vLLM's `--kv-events-config`."""
 
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from services.config.base import BaseConfig
 
@@ -34,14 +35,9 @@ class KVEventsConfig(BaseConfig):
     def endpoints(self) -> tuple[str, ...]:
         return tuple(filter(None, (self.endpoint, self.replay_endpoint)))
 
-    @model_validator(mode="after")
-    def _check_publisher(self) -> Self:
+    def refusals(self) -> Iterator[str]:
+        yield from super().refusals()
         if self.publisher == "zmq" and not self.enable_kv_cache_events:
-            raise ValueError('"publisher": "zmq" needs "enable_kv_cache_events": true')
-        return self
-
-    @model_validator(mode="after")
-    def _check_endpoints(self) -> Self:
+            yield '"publisher": "zmq" needs "enable_kv_cache_events": true'
         if self.replay_endpoint == self.endpoint:
-            raise ValueError(f'"replay_endpoint" must differ from "endpoint", {self.endpoint}')
-        return self
+            yield f'"replay_endpoint" must differ from "endpoint", {self.endpoint}'

@@ -1,8 +1,9 @@
 """Settings of an application on a Ray cluster."""
 
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from services.config.serve import OMITTED, ServeConfig
 
@@ -63,14 +64,13 @@ class RayConfig(ServeConfig):
     def max_engines(self) -> int:
         return self.max_data_parallel_size or self.data_parallel_size
 
-    @model_validator(mode="after")
-    def _check_engine_count(self) -> Self:
+    def refusals(self) -> Iterator[str]:
+        yield from super().refusals()
         if self.max_engines < self.data_parallel_size:
-            raise ValueError(
+            yield (
                 f"--max-data-parallel-size {self.max_data_parallel_size} is less than --data-parallel-size "
                 f"{self.data_parallel_size}"
             )
-        return self
 
 
 class RayCommandConfig(RayConfig):

@@ -1,8 +1,9 @@
 """Settings of the scheduler."""
 
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from protocol.kv_groups import MAX_GROUPS
 from services.config.base import ENABLE_LORA, MAX_LORA_RANK, REVISION, TOKENIZER, ServiceConfig, from_json
@@ -195,37 +196,24 @@ class SchedulerConfig(ServiceConfig):
         """Name of the batching policy: built-in, or an entry point of the group `runahead.policies`."""
         return self.batching_policy or ("balanced" if self.pipeline_parallel_size > 1 else "chunked")
 
-    @model_validator(mode="after")
-    def _check_depth(self) -> Self:
+    def refusals(self) -> Iterator[str]:
+        yield from super().refusals()
         depth, ahead, stages = self.batch_queue_depth, self.async_scheduling, self.pipeline_parallel_size
         if depth is not None and ahead is not None and (depth > stages) != ahead:
-            flag = "--async-scheduling" if ahead else "--no-async-scheduling"
-            raise ValueError(f"{flag} contradicts --batch-queue-depth {depth}; leave one of them out")
+            given = "--async-scheduling" if ahead else "--no-async-scheduling"
+            yield f"{given} contradicts --batch-queue-depth {depth}; leave one of them out"
         most = max(8, 2 * stages)
         if depth is not None and not stages <= depth <= most:
-            raise ValueError(f"--batch-queue-depth {depth} must lie between {stages} and {most}")
-        return self
-
-    @model_validator(mode="after")
-    def _check_record(self) -> Self:
+            yield f"--batch-queue-depth {depth} must lie between {stages} and {most}"
         if self.record_tokens and self.record is None:
-            raise ValueError("--record-tokens needs --record DIR")
-        return self
-
-    @model_validator(mode="after")
-    def _check_lora(self) -> Self:
+            yield "--record-tokens needs --record DIR"
         if self.enable_lora and self.policy == "phased":
-            raise ValueError(
+            yield (
                 "--enable-lora: a phased step would wait for a prompt whose adapter has no seat; use "
                 "--batching-policy chunked"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_phased(self) -> Self:
         if self.batching_policy == "phased" and self.max_num_batched_tokens % self.block_size:
-            raise ValueError(
+            yield (
                 f"--batching-policy phased: --max-num-batched-tokens {self.max_num_batched_tokens} must be a multiple "
                 f"of --block-size {self.block_size}"
             )
-        return self

@@ -1,10 +1,10 @@
 """Settings of all services together."""
 
-from typing import Self
+from collections.abc import Iterator
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from services.config.base import ServiceConfig
+from services.config.base import ServiceConfig, flag
 from services.config.frontend import FrontendConfig
 from services.config.scheduler import SchedulerConfig
 from services.config.worker import WorkerConfig
@@ -42,60 +42,40 @@ class ServeConfig(WorkerConfig, SchedulerConfig, FrontendConfig):
         tp = self.tensor_parallel_size
         return self.pipeline_parallel_size * (1 if tp == "auto" else tp)
 
-    @model_validator(mode="after")
-    def _check_size(self) -> Self:
+    def refusals(self) -> Iterator[str]:
+        yield from super().refusals()
         if self.tensor_parallel_size == "auto":
-            raise ValueError(
+            yield (
                 "--tensor-parallel-size auto is for runahead scheduler, where workers register by themselves; "
                 "serve starts the workers and needs a number"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_engine_count(self) -> Self:
         for name in ("record", "kv_events_config", "step_trace", "sim_trace"):
             if self.data_parallel_size > 1 and getattr(self, name):
-                raise ValueError(
-                    f"--{name.replace('_', '-')}: two engines cannot share it; use --data-parallel-size 1, or start "
+                yield (
+                    f"{flag(name)}: two engines cannot share it; use --data-parallel-size 1, or start "
                     "each engine by itself (docs/engines.md)"
                 )
         if self.data_parallel_size > 1 and self.device == "cuda":
-            raise ValueError(
-                f"--data-parallel-size {self.data_parallel_size}: --device cuda computes on one GPU so far; use 1"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_media(self) -> Self:
+            yield f"--data-parallel-size {self.data_parallel_size}: --device cuda computes on one GPU so far; use 1"
         if self.allowed_media_domains and self.backend != "vllm":
-            raise ValueError(
-                f"--allowed-media-domains: only --backend vllm reads images; --backend {self.backend} does not use it"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_roles(self) -> Self:
+            yield f"--allowed-media-domains: only --backend vllm reads images; --backend {self.backend} does not use it"
         if self.prefill_engines and self.prefill_engines >= self.data_parallel_size:
-            raise ValueError(
+            yield (
                 f"--prefill-engines {self.prefill_engines} of --data-parallel-size {self.data_parallel_size} leaves no "
                 "engine that decodes"
             )
         if self.prefill_engines and not (self.backend in ("native", "sim") and self.enable_prefix_caching):
-            raise ValueError(
+            yield (
                 "--prefill-engines: the others load KV blocks from them, which needs --backend native or sim, and "
                 "--enable-prefix-caching"
             )
         if self.role != "both" and not self.headless:
-            raise ValueError("--role is for one engine beside others; serve has --prefill-engines")
+            yield "--role is for one engine beside others; serve has --prefill-engines"
         if self.role != "both" and not (self.kv_peer_address or self.kv_offload_dir):
-            raise ValueError(
+            yield (
                 f"--role {self.role}: engines load each other's KV blocks; give --kv-peer-address, or a "
                 "--kv-offload-dir that all of them use"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_headless(self) -> Self:
         defaults = ServeConfig.model_construct()
         changed = {n for n in self.model_fields_set if getattr(self, n) != getattr(defaults, n, None)}
         if not self.headless:
@@ -103,31 +83,23 @@ class ServeConfig(WorkerConfig, SchedulerConfig, FrontendConfig):
         else:
             wrong, reason = changed & FRONTEND_ONLY, "--headless has no HTTP server"
             if self.data_parallel_size > 1:
-                raise ValueError("--data-parallel-size: --headless starts one engine")
+                yield "--data-parallel-size: --headless starts one engine"
             if "client_endpoint" not in changed:
-                raise ValueError("--headless needs --client-endpoint, such as tcp://10.0.0.4:5601")
+                yield "--headless needs --client-endpoint, such as tcp://10.0.0.4:5601"
         if wrong:
-            raise ValueError(f"--{min(wrong).replace('_', '-')}: {reason}")
-        return self
-
-    @model_validator(mode="after")
-    def _check_gpu(self) -> Self:
+            yield f"{flag(min(wrong))}: {reason}"
         if self.device == "cuda" and self.num_workers > 1:
-            raise ValueError(
+            yield (
                 f"--tensor-parallel-size {self.tensor_parallel_size} --pipeline-parallel-size "
                 f"{self.pipeline_parallel_size}: --device cuda computes on one GPU so far; use 1 for both"
             )
         drafter = self.speculative_config
-        if (
-            self.device == "cuda"
-            and drafter is not None
-            and (self.backend, drafter.method) != ("native", "ngram")
-        ):
-            raise ValueError(
+        drafts_on_gpu = drafter is not None and (self.backend, drafter.method) == ("native", "ngram")
+        if self.device == "cuda" and drafter is not None and not drafts_on_gpu:
+            yield (
                 '--speculative-config: --device cuda computes drafts only with --backend native and "method": "ngram", '
                 f'not with --backend {self.backend} and "{drafter.method}"'
             )
-        return self
 
     def service_settings(self, service: type[ServiceConfig]) -> dict[str, object]:
         """Return those settings of one service that were given explicitly."""

@@ -1,8 +1,9 @@
 """Settings of speculative decoding."""
 
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from services.config.base import BaseConfig
 
@@ -30,12 +31,11 @@ class SpeculativeConfig(BaseConfig):
         """True if the drafter has its own KV cache, which also needs blocks for the positions of drafts."""
         return self.method != "ngram"
 
-    @model_validator(mode="after")
-    def _check_method(self) -> Self:
+    def refusals(self) -> Iterator[str]:
+        yield from super().refusals()
         if self.method == "ngram" and self.model:
-            raise ValueError('"method": "ngram" has no model')
+            yield '"method": "ngram" has no model'
         if self.method in ("eagle3", "draft_model") and not self.model:
-            raise ValueError(f'"method": "{self.method}" needs a "model"')
+            yield f'"method": "{self.method}" needs a "model"'
         if self.prompt_lookup_min > self.prompt_lookup_max:
-            raise ValueError('"prompt_lookup_min" must not be above "prompt_lookup_max"')
-        return self
+            yield '"prompt_lookup_min" must not be above "prompt_lookup_max"'

@@ -1,10 +1,11 @@
 """Settings of a worker."""
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
-from services.config.base import CHECKPOINT, REVISION, ServiceConfig, from_json
+from services.config.base import CHECKPOINT, REVISION, ServiceConfig, flag, from_json
 from services.config.simulator import SimulatorConfig
 from services.config.sizes import Size
 
@@ -152,79 +153,53 @@ _VLLM_TIERS = (
 class WorkerConfig(SimulatorConfig, BackendConfig):
     """Settings of a worker. `--help` lists the bases from last to first."""
 
-    @model_validator(mode="after")
-    def _check_users(self) -> Self:
-        """Refuse a setting that the backend would ignore, unless it has the default value."""
+    def refusals(self) -> Iterator[str]:
+        yield from super().refusals()
+        # A setting with the default value is allowed, even if the backend ignores it
         for name, backends in USERS.items():
             if self.backend not in backends and getattr(self, name) != type(self).model_fields[name].default:
                 why = _VLLM_TIERS if name in TIERS and self.backend == "vllm" else ""
-                raise ValueError(
-                    f"--{name.replace('_', '-')} is a setting of --backend {' and '.join(backends)}; "
+                yield (
+                    f"{flag(name)} is a setting of --backend {' and '.join(backends)}; "
                     f"--backend {self.backend} does not use it{why}"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _check_kernels(self) -> Self:
         if self.kernels != "auto" and self.backend != "native":
-            raise ValueError(
-                f"--kernels {self.kernels} chooses kernels of the native backend, not of --backend {self.backend}"
-            )
+            yield f"--kernels {self.kernels} chooses kernels of the native backend, not of --backend {self.backend}"
         if self.batch_invariant and self.backend != "native":
-            raise ValueError(
-                f"--batch-invariant is a promise of the native backend; --backend {self.backend} does not give it"
-            )
-        if self.weights_cache_dir not in ("auto", "none") and (
-            self.kernels == "reference" or self.device == "cuda"
-        ):
-            raise ValueError(
-                "--weights-cache-dir: weights are arranged for compiled kernels of the CPU only; leave it out"
-            )
+            yield f"--batch-invariant is a promise of the native backend; --backend {self.backend} does not give it"
+        compiles = self.kernels != "reference" and self.device != "cuda"
+        if self.weights_cache_dir not in ("auto", "none") and not compiles:
+            yield "--weights-cache-dir: weights are arranged for compiled kernels of the CPU only; leave it out"
         if self.batch_invariant and self.kernels == "reference":
-            raise ValueError(
-                "--batch-invariant: --kernels reference does not give this promise; use compiled"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_device(self) -> Self:
-        """Refuse settings that the chosen device does not have. With `auto` the worker refuses them."""
+            yield "--batch-invariant: --kernels reference does not give this promise; use compiled"
+        # Settings that the chosen device does not have; with `auto` the worker refuses them
         if self.device == "cpu" or (self.device == "auto" and self.backend == "vllm"):
             recorded = ("enforce_eager",) if self.backend == "native" else ()
             for name in ("gpu_memory_utilization", *recorded):
                 if getattr(self, name) != type(self).model_fields[name].default:
-                    raise ValueError(
-                        f"--{name.replace('_', '-')} is for GPUs; --device {self.device} does not use it"
-                    )
+                    yield f"{flag(name)} is for GPUs; --device {self.device} does not use it"
         if self.device == "cuda":
             if self.kv_offload_dir or self.kv_offload_bytes or self.kv_peer_address or self.kv_keeper:
-                raise ValueError(
+                yield (
                     "--kv-offload-dir, --kv-offload-bytes, --kv-peer-address and --kv-keeper: with --device cuda KV "
                     "blocks stay on the GPU so far; use none of them"
                 )
             if self.kernels == "reference":
-                raise ValueError("--kernels reference computes on --device cpu only")
+                yield "--kernels reference computes on --device cpu only"
             if self.batch_invariant:
-                raise ValueError(
-                    "--batch-invariant is a promise of --device cpu; --device cuda does not give it"
-                )
+                yield "--batch-invariant is a promise of --device cpu; --device cuda does not give it"
             if self.quantization in ("int8", "int4"):
-                raise ValueError(
+                yield (
                     f"--quantization {self.quantization}: --device cuda computes with float32 and bfloat16 weights; "
                     "use --quantization none"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _check_quantization(self) -> Self:
         method, own = self.quantization, ("int8", "int4", "none")
         if self.backend == "native" and method not in (None, *own):
-            raise ValueError(f"--quantization {method}: --backend native has {', '.join(own)}")
+            yield f"--quantization {method}: --backend native has {', '.join(own)}"
         if self.backend == "vllm" and method in own:
-            raise ValueError(f"--quantization {method} is a type of --backend native, not a method of vLLM")
+            yield f"--quantization {method} is a type of --backend native, not a method of vLLM"
         if self.backend == "sim" and method is not None:
-            raise ValueError(f"--quantization {method}: --backend sim has no weights")
-        return self
+            yield f"--quantization {method}: --backend sim has no weights"
 
     @property
     def backend_name(self) -> str:

@@ -11,8 +11,8 @@ from ray.serve import Application
 
 from services import release
 from services.cli.preflight import check_placement, check_policy
-from services.cli.settings import ConfigurationError, flag, is_list, meant_key, merge
-from services.config import OF_RAY, RayConfig
+from services.cli.settings import ConfigurationError, is_list, meant_key, merge
+from services.config import OF_RAY, RayConfig, flag
 from services.ray.cluster import check_resources, show_reasons
 from services.ray.engine import EngineReplica
 from services.ray.frontend import FrontendReplica

@@ -3,13 +3,3 @@
 from services.checkpoint.gguf.header import GgufHeader, GgufTensor, read_header
 from services.checkpoint.gguf.names import architecture, tensors_by_name
 from services.checkpoint.gguf.texts import FILES, read_gguf_text
-
-__all__ = [
-    "FILES",
-    "GgufHeader",
-    "GgufTensor",
-    "architecture",
-    "read_gguf_text",
-    "read_header",
-    "tensors_by_name",
-]

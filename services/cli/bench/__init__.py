@@ -10,8 +10,6 @@ from services.cli.bench.metrics import summarize
 from services.cli.settings import ConfigurationError
 from services.config import BenchConfig
 
-__all__ = ["bench"]
-
 
 def bench(config: BenchConfig) -> int:
     """Send the load, print the report and write the JSON file if configured. Return 1 if a request failed, else 0.

@@ -12,11 +12,9 @@ from services.cli.keys import with_keys
 from services.cli.run_batch.batch import Batch, BatchCounts
 from services.cli.run_batch.requests import Target, reach
 from services.cli.serve import serve
-from services.cli.settings import ConfigurationError, flag
-from services.config import RunBatchConfig, ServeConfig
+from services.cli.settings import ConfigurationError
+from services.config import RunBatchConfig, ServeConfig, flag
 from services.private import private_directory, short_base
-
-__all__ = ["run_batch"]
 
 DIRECTORY_PREFIX = "runahead-batch-"
 

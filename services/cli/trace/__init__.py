@@ -9,8 +9,6 @@ from typing import Any
 from services.cli.ask import NoAnswer, ServerAddress, ask_object
 from services.cli.trace.events import TraceWriter
 
-__all__ = ["trace"]
-
 ENTRIES = 512
 """Entries per request, the server's maximum."""
 POLL_SECONDS = 0.5

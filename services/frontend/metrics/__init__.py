@@ -2,5 +2,3 @@
 
 from services.frontend.metrics.metrics import AnswerRecord, Metrics, outcome_of
 from services.frontend.metrics.vllm_names import VLLM_NAMES
-
-__all__ = ["VLLM_NAMES", "AnswerRecord", "Metrics", "outcome_of"]

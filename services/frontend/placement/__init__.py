@@ -20,24 +20,3 @@ from services.frontend.placement.engine_states import (
 )
 from services.frontend.placement.placement import Placement
 from services.frontend.placement.policies import PlacementPolicy, PlacementView, find_placement_policy
-
-__all__ = [
-    "Condition",
-    "ConditionEvent",
-    "Decision",
-    "EngineReport",
-    "Hold",
-    "IllegalCondition",
-    "LoadAhead",
-    "Move",
-    "Place",
-    "Placement",
-    "PlacementLimits",
-    "PlacementPolicy",
-    "PlacementView",
-    "Reason",
-    "RefuseRequest",
-    "Role",
-    "condition_after",
-    "find_placement_policy",
-]

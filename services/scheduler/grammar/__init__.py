@@ -13,5 +13,3 @@ The core depends on `Grammar`, `Compiler` and `MaskMaker` alone. The implementat
 
 from services.scheduler.grammar.base import Compiler, Grammar, MaskMaker
 from services.scheduler.grammar.masks import INLINE_MASKS, InlineMaskMaker, Masks
-
-__all__ = ["INLINE_MASKS", "Compiler", "Grammar", "InlineMaskMaker", "MaskMaker", "Masks"]

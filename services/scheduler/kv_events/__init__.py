@@ -2,5 +2,3 @@
 
 from services.scheduler.kv_events.observer import KVEventObserver
 from services.scheduler.kv_events.publisher import KVEventPublisher
-
-__all__ = ["KVEventObserver", "KVEventPublisher"]

@@ -3,16 +3,3 @@
 from services.scheduler.membership.actions import Action, Ended, FailRequests, News, Refuse, Send, Started
 from services.scheduler.membership.group import GroupStatus, WorkerGroup
 from services.scheduler.membership.step_watch import StepSize
-
-__all__ = [
-    "Action",
-    "Ended",
-    "FailRequests",
-    "GroupStatus",
-    "News",
-    "Refuse",
-    "Send",
-    "Started",
-    "StepSize",
-    "WorkerGroup",
-]

@@ -6,17 +6,3 @@ from services.scheduler.policies.chunked import ChunkedPolicy
 from services.scheduler.policies.guarded import GuardedPolicy
 from services.scheduler.policies.phased import PhasedPolicy
 from services.scheduler.policies.registry import BUILT_IN, find_policy, make_policy
-
-__all__ = [
-    "BUILT_IN",
-    "BalancedPolicy",
-    "BatchingPolicy",
-    "ChunkedPolicy",
-    "ConfigurablePolicy",
-    "GuardedPolicy",
-    "PhasedPolicy",
-    "SchedulerView",
-    "StepBudget",
-    "find_policy",
-    "make_policy",
-]

@@ -11,19 +11,3 @@ from services.scheduler.recording.segments import (
     prepare_directory,
 )
 from services.scheduler.recording.settings import settings_of
-
-__all__ = [
-    "CoreFactory",
-    "Difference",
-    "EventRecording",
-    "FlightRecorder",
-    "LiveRecording",
-    "ProductionCore",
-    "RecordingError",
-    "RecordingHeader",
-    "Replay",
-    "SegmentWriter",
-    "describe",
-    "prepare_directory",
-    "settings_of",
-]

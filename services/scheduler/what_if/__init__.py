@@ -5,19 +5,3 @@ from services.scheduler.what_if.history import History
 from services.scheduler.what_if.measurements import Figure, Measurements, RequestMeasurement
 from services.scheduler.what_if.prediction import FittedModel, Range, recorded
 from services.scheduler.what_if.simulation import ModelledDevice, WhatIf, limits_for
-
-__all__ = [
-    "FEATURES",
-    "Figure",
-    "FittedModel",
-    "History",
-    "HostCost",
-    "Measurements",
-    "ModelledDevice",
-    "Range",
-    "RequestMeasurement",
-    "StepCost",
-    "WhatIf",
-    "limits_for",
-    "recorded",
-]

@@ -3,16 +3,3 @@
 from services.worker.weights.checkpoint import Checkpoint, Cut, QuantizedRows
 from services.worker.weights.contents import Contents, HashedCheckpoint, layer_contents
 from services.worker.weights.opening import checkpoint_path, model_digest, open_checkpoint, tokenizer_digest
-
-__all__ = [
-    "Checkpoint",
-    "Contents",
-    "Cut",
-    "HashedCheckpoint",
-    "QuantizedRows",
-    "checkpoint_path",
-    "layer_contents",
-    "model_digest",
-    "open_checkpoint",
-    "tokenizer_digest",
-]

@@ -4,5 +4,3 @@ It runs in the trial process, because it reads hostile text.
 """
 
 from services.scheduler.grammar.translate.kinds import KIND_NAMES, translate
-
-__all__ = ["KIND_NAMES", "translate"]

@@ -10,5 +10,3 @@
 """
 
 from services.worker.backends.sim.runner import SimRunner
-
-__all__ = ["SimRunner"]

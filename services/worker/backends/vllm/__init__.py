@@ -1,5 +1,3 @@
 # First: OpenMP reads its settings when torch is imported
-import services.worker.backends.vllm.openmp  # noqa: F401  # isort: skip
+import services.worker.backends.vllm.openmp  # isort: skip
 from services.worker.backends.vllm.runner import VllmRunner
-
-__all__ = ["VllmRunner"]
