@@ -67,16 +67,7 @@ class StepRows(NamedTuple):
         if plan.masked and not np.isin(masked, slots[sampling]).all():
             raise ProtocolError(f"{what} has masks for a slot without a row that samples")
         return cls(
-            slots,
-            generations,
-            starts,
-            counts,
-            sampling,
-            drafts,
-            block_slots,
-            block_ids,
-            released,
-            masked,
+            slots, generations, starts, counts, sampling, drafts, block_slots, block_ids, released, masked
         )
 
 

@@ -10,15 +10,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from services.cli.command_help import ORDER, group_of, position
-from services.cli.settings import (
-    ConfigurationError,
-    Settings,
-    choices,
-    is_list,
-    is_switch,
-    merge,
-    type_name,
-)
+from services.cli.settings import ConfigurationError, Settings, choices, is_list, is_switch, merge, type_name
 from services.config import flag
 
 SHORT = {"input_file": "-i", "output_file": "-o", "base_url": "--url"}

@@ -150,9 +150,7 @@ def _connection(endpoint: str, proc: Path) -> None:
         raise Unhealthy(f"there is no connection to {endpoint}")
 
 
-def _connections(
-    proc: Path,
-) -> Iterator[tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]]:
+def _connections(proc: Path) -> Iterator[tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]]:
     """Yield the remote address and port of each established connection of this network namespace."""
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):

@@ -129,13 +129,4 @@ def _rows(
         fits = needed <= free and blocks > 0
         remark = "fits" if fits else f"does not fit: {size_text(needed)} in all"
         weights = size_text(max(rank.weights for rank in ranks))
-        yield (
-            size,
-            weights,
-            size_text(max(caches)),
-            f"{blocks:,}",
-            f"{tokens:,}",
-            sequences,
-            remark,
-            fits,
-        )
+        yield (size, weights, size_text(max(caches)), f"{blocks:,}", f"{tokens:,}", sequences, remark, fits)

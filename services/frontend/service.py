@@ -210,10 +210,7 @@ def run(config: FrontendConfig) -> int:
         return EXIT_MODEL
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # connections beyond the limit would be reset
-    with (
-        listen(config) as listener,
-        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-    ):
+    with listen(config) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         alarm = HangAlarm.install(HANG_FACTOR * config.scheduler_timeout_seconds)
         start_log.debug("building the API")
         service = FrontendService(config, model, listener, alarm)

@@ -87,10 +87,7 @@ class EngineReplica:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         stats = self._client.state.stats
-        return {
-            "expected_queue_seconds": stats.get("expected_queue_seconds", 0.0),
-            "busy": self._busy(stats),
-        }
+        return {"expected_queue_seconds": stats.get("expected_queue_seconds", 0.0), "busy": self._busy(stats)}
 
     def _busy(self, stats: dict[str, float]) -> float:
         """Return the share of this engine that is in use: of its rows or of its KV cache."""

@@ -89,10 +89,7 @@ class CacheControl:
         ticket, count = engine.drop_blocks(names)
         log.info("%d of %d blocks have left the prefix cache; tiers follow", count, len(names))
         answer = self._answer(message.number, engine, started)
-        self._unconfirmed[ticket] = (
-            frontend,
-            replace(answer, num_dropped=count * self._config.block_size),
-        )
+        self._unconfirmed[ticket] = (frontend, replace(answer, num_dropped=count * self._config.block_size))
 
     def _answer(self, number: int, engine: EngineCore, started: Started) -> CacheControlled:
         sizes = self._config.block_size, started.bytes_per_block, engine.epoch.kv.num_groups

@@ -13,15 +13,7 @@ from msgspec.structs import replace
 
 from protocol.codec import pack
 from protocol.fields import MAX_TEXT
-from protocol.membership import (
-    Assignment,
-    InitializeCache,
-    LoadFailed,
-    LoadProgress,
-    Ready,
-    Register,
-    Shard,
-)
+from protocol.membership import Assignment, InitializeCache, LoadFailed, LoadProgress, Ready, Register, Shard
 from protocol.sampling import SamplingParams
 from protocol.steps import NewRequest, SchedulerOutput
 from protocol.transport import PeerGone, PeerSlow

@@ -397,10 +397,7 @@ def main() -> None:
         "frontend_streaming",
         title=f"{streams} streams of {tokens} tokens: what the frontend spends",
         rows=rows,
-        figures={
-            "over_a_write_per_token": over_write_per_token,
-            "vllm_tokens_per_core_second": VLLM,
-        },
+        figures={"over_a_write_per_token": over_write_per_token, "vllm_tokens_per_core_second": VLLM},
         settings={"streams": streams, "tokens": tokens, "repeats": arguments.repeats},
         repeats=repeats,
     )

@@ -133,10 +133,7 @@ def main() -> None:
             "host": ("--kv-offload-bytes=4G",),
             "disk": (f"--kv-offload-dir={directory}/kv",),
         }
-        unused = {
-            "no keeper": ours(run=("-c", NO_KEEPER)),
-            "no names": ours("--no-enable-prefix-caching"),
-        }
+        unused = {"no keeper": ours(run=("-c", NO_KEEPER)), "no names": ours("--no-enable-prefix-caching")}
         new: dict[str, list[NewLoad]] = {kind: [] for kind in (*kinds, *unused)}
         again: dict[str, list[Pass]] = {kind: [] for kind in kinds}
         for _ in range(args.repeats):

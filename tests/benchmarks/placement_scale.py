@@ -46,14 +46,7 @@ def run(
     blocks = ENGINE_TOKENS // shape.block_size
     name, _, events = policy.partition("+")
     setting = FleetSetting(
-        name,
-        engines,
-        frontends,
-        blocks,
-        shape.block_size,
-        max_blocks,
-        events == "events",
-        faults=plan,
+        name, engines, frontends, blocks, shape.block_size, max_blocks, events == "events", faults=plan
     )
     result = FleetWorld(setting, 1).run(requests(shape, 1))
     stayed = result.computed[plan[0].engines.stop :]

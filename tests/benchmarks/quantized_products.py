@@ -14,12 +14,7 @@ import torch
 from services.worker.kernels.interface.kernels import Kernels
 from services.worker.kernels.interface.products import Linear
 from services.worker.kernels.quantized_weight import Weight, quantized
-from services.worker.kernels.selection import (
-    ONEDNN_BFLOAT16,
-    choose,
-    create,
-    processor_features,
-)
+from services.worker.kernels.selection import ONEDNN_BFLOAT16, choose, create, processor_features
 from tests.benchmarks.support.report import report
 
 SHAPES = {

@@ -66,10 +66,7 @@ async def answers_with_loss_during_recovery(
     [
         (TP2, ["worker-1"]),
         pytest.param(TP2, ["worker-1", "worker-0"], marks=pytest.mark.soak),
-        (
-            ("--pipeline-parallel-size", "2", "--batching-policy", "balanced", *SIM),
-            ["worker-0", "worker-1"],
-        ),
+        (("--pipeline-parallel-size", "2", "--batching-policy", "balanced", *SIM), ["worker-0", "worker-1"]),
         (SIM, ["worker"]),
     ],
     ids=["tensor parallel", "tensor parallel, one after the other", "pipeline stages", "one rank"],

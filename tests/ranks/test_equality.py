@@ -75,11 +75,7 @@ def test_tokens_and_logits_equal_one_rank_and_transformers(
     ids=str,
 )
 def test_unequal_shares_of_kv_heads_give_the_tokens_of_one_rank(
-    make_model: Callable[[str], Family],
-    start: Start,
-    name: str,
-    layout: tuple[int, int],
-    kv_heads: list[int],
+    make_model: Callable[[str], Family], start: Start, name: str, layout: tuple[int, int], kv_heads: list[int]
 ) -> None:
     """A rank's cache holds its own KV heads; chunks and steps in flight change no bit."""
     family = make_model(name)

@@ -124,12 +124,7 @@ def test_undisturbed_stages_give_the_reference_tokens(make_group: MakeGroup) -> 
 @pytest.mark.parametrize(
     ("word", "by", "stage", "text"),
     [
-        (
-            0,
-            1,
-            0,
-            r"4 tokens were sampled from position 7 on, but 10 positions are computed here, or their",
-        ),
+        (0, 1, 0, r"4 tokens were sampled from position 7 on, but 10 positions are computed here, or their"),
         (5, -1, 1, r"slot 0 starts at 10 with 3 drafts, but on the stage before at 9 with 3"),
         (5, 1, 0, r"5 tokens came back, with room for 4"),
         (6, 1, 1, r"position 11: token \d+ of 97 came from the stage before, but \d+ is known here"),

@@ -492,9 +492,7 @@ class Checker:
         for block_hash, block in self.epoch.kv.pool.by_hash.items():
             content = self.known.get(block_hash)
             demand(
-                content is not None,
-                "prefix-cache content",
-                f"block {block} has a hash of no known tokens",
+                content is not None, "prefix-cache content", f"block {block} has a hash of no known tokens"
             )
             demand(
                 kv[block] == content,

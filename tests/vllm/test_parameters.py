@@ -44,10 +44,7 @@ def vllm_request(stream: VllmStream) -> VllmRequest:
     if stops := params.pop("stop_token_ids", None):
         params["stop_token_ids"] = list(stops)
     # The streams have no end tokens
-    params |= {
-        "max_tokens": stream.params.max_tokens,
-        "ignore_eos": True,
-    }
+    params |= {"max_tokens": stream.params.max_tokens, "ignore_eos": True}
     return VllmRequest(stream.prompt, params, set_afterwards)
 
 

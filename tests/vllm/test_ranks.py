@@ -318,9 +318,7 @@ def served(
     drafts = 0 if speculation is None else speculation.num_speculative_tokens
     steps, streams = UnevenSteps(group), requests()
     config = SchedulerConfig(
-        batching_policy=policy,
-        max_num_batched_tokens=size.max_num_batched_tokens,
-        block_size=size.block_size,
+        batching_policy=policy, max_num_batched_tokens=size.max_num_batched_tokens, block_size=size.block_size
     )
     driver = EngineDriver(
         steps, size, loaded.vocab_size, depth, late, drafts, patience=0.0, policy=make_policy(config, size)

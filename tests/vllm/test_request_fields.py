@@ -16,12 +16,7 @@ from vllm.entrypoints.pooling.scoring import protocol as scoring
 from vllm.entrypoints.serve.tokenize import protocol as tokenize
 from vllm.sampling_params import StructuredOutputsParams
 
-from services.frontend.anthropic.schemas import (
-    AnthropicMessage,
-    Block,
-    CountTokensRequest,
-    MessagesRequest,
-)
+from services.frontend.anthropic.schemas import AnthropicMessage, Block, CountTokensRequest, MessagesRequest
 from services.frontend.openai.schemas.open_object import OpenObject
 from services.frontend.openai.schemas.requests import (
     ChatRequest,

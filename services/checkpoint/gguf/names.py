@@ -14,11 +14,7 @@ LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.we
 """The same for the contexts of longrope."""
 SINKS = "self_attn.sinks"
 """A tensor without the suffix `weight`."""
-_WHOLE = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
+_WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",

@@ -94,11 +94,7 @@ class OutputConfig(OpenObject):
     """Variable of the chat template, as `reasoning_effort` of a chat."""
 
 
-_UNSERVED: Neutral = {
-    "container": (),
-    "mcp_servers": ([],),
-    "context_management": (),
-}
+_UNSERVED: Neutral = {"container": (), "mcp_servers": ([],), "context_management": ()}
 
 
 class CountTokensRequest(BaseRequest):

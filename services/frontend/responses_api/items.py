@@ -110,9 +110,4 @@ class OutputItems:
         return [*events, {"type": "response.output_item.done", **done}]
 
     def _event(self, kind: str, **fields: object) -> JSON:
-        return {
-            "type": kind,
-            "item_id": self.items[-1]["id"],
-            "output_index": len(self.items) - 1,
-            **fields,
-        }
+        return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **fields}

@@ -15,21 +15,8 @@ from protocol.codec import pack, unpack
 from protocol.columns import total
 from protocol.kv_groups import name_in_group
 from protocol.records import RequestTimes
-from protocol.requests import (
-    ITERATION_TOKENS,
-    Finish,
-    FinishReason,
-    GenerateRequest,
-    RequestOutputs,
-)
-from protocol.steps import (
-    KeepPins,
-    LoadBlocks,
-    ModelRunnerOutput,
-    ReleaseSlots,
-    SchedulerOutput,
-    StepMessage,
-)
+from protocol.requests import ITERATION_TOKENS, Finish, FinishReason, GenerateRequest, RequestOutputs
+from protocol.steps import KeepPins, LoadBlocks, ModelRunnerOutput, ReleaseSlots, SchedulerOutput, StepMessage
 from services.scheduler.core import observer as events
 from services.scheduler.core.admission import Admission, Refusal
 from services.scheduler.core.arrivals import Arrivals

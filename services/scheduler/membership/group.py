@@ -10,15 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from protocol.epochs import number_of
-from protocol.membership import (
-    EndEpoch,
-    Loaded,
-    RankLost,
-    Register,
-    Shutdown,
-    WorkerMessage,
-    output_rank,
-)
+from protocol.membership import EndEpoch, Loaded, RankLost, Register, Shutdown, WorkerMessage, output_rank
 from protocol.requests import EnginePhase
 from protocol.steps import StepFault
 from services.config import SchedulerConfig

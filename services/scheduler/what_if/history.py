@@ -21,12 +21,7 @@ from services.scheduler.core.observer import (
 )
 from services.scheduler.core.request import RequestKey
 from services.scheduler.core.slots import Column
-from services.scheduler.recording.records import (
-    AppliedRecord,
-    ArrivalRecord,
-    PlanRecord,
-    RecordingHeader,
-)
+from services.scheduler.recording.records import AppliedRecord, ArrivalRecord, PlanRecord, RecordingHeader
 from services.scheduler.recording.replay import Turn, turns_of
 from services.scheduler.recording.segments import EventRecording
 from services.scheduler.recording.surrogates import Surrogates

@@ -58,11 +58,7 @@ class BatchColumns:
     """
 
     def __init__(
-        self,
-        num_slots: int,
-        block_size: int,
-        max_model_len: int,
-        groups: Sequence[KVGroup] = ONE_GROUP,
+        self, num_slots: int, block_size: int, max_model_len: int, groups: Sequence[KVGroup] = ONE_GROUP
     ) -> None:
         self.num_slots, self.block_size, self.max_model_len = num_slots, block_size, max_model_len
         self.groups, self.num_states = groups, num_states(groups)

@@ -18,13 +18,7 @@ from numpy.typing import NDArray
 
 from services.worker.batch.staging import CopyEvent
 from services.worker.device.device_times import DeviceTime, StreamTimes
-from services.worker.device.interface import (
-    I32,
-    ComputeDevice,
-    DeviceMemory,
-    DeviceMirror,
-    HostCopy,
-)
+from services.worker.device.interface import I32, ComputeDevice, DeviceMemory, DeviceMirror, HostCopy
 from services.worker.device.pinned_memory import PinnedStaging
 
 

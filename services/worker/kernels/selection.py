@@ -72,13 +72,11 @@ class KernelChoice:
 _HELPERS = "helpers that are not waited for"
 TABLE = (
     KernelChoice(
-        *("compiled", "cpu", torch.float32, (WIDE,), torch.float32),
-        *("our own, AVX-512, float32", _HELPERS),
+        *("compiled", "cpu", torch.float32, (WIDE,), torch.float32), *("our own, AVX-512, float32", _HELPERS)
     ),
     KernelChoice("compiled", "cpu", torch.float32, (), torch.float32, "our own, float32", _HELPERS),
     KernelChoice(
-        *("compiled", "cpu", torch.bfloat16, (TILES,), torch.bfloat16),
-        *("our own, AMX, bfloat16", _HELPERS),
+        *("compiled", "cpu", torch.bfloat16, (TILES,), torch.bfloat16), *("our own, AMX, bfloat16", _HELPERS)
     ),
     KernelChoice(
         *("compiled", "cpu", torch.bfloat16, (PAIRS,), torch.bfloat16),

@@ -18,14 +18,7 @@ from protocol.block_names import split_names
 from protocol.codec import Decoder, ProtocolError
 from protocol.kv_transfer import MAX_FETCH_BYTES, PEER_ROLE, FetchBlocks, FetchedBlocks
 from protocol.security import Security, public_roles, server_pair
-from protocol.transport import (
-    Client,
-    HandshakeRefused,
-    HandshakeTimeout,
-    PeerGone,
-    PeerSlow,
-    Server,
-)
+from protocol.transport import Client, HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow, Server
 from services.process import name_this_thread
 from services.worker.runner import LoadError
 

@@ -14,13 +14,7 @@ from numpy.typing import NDArray
 from services.checkpoint import CheckpointError
 from services.checkpoint.gguf import GgufHeader, GgufTensor, architecture, read_header, tensors_by_name
 from services.worker.runner import LoadError
-from services.worker.weights.checkpoint import (
-    Cut,
-    QuantizedRows,
-    check_shape,
-    missing_tensor,
-    sampled_rows,
-)
+from services.worker.weights.checkpoint import Cut, QuantizedRows, check_shape, missing_tensor, sampled_rows
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types without blocks."""

@@ -23,12 +23,7 @@ from services.worker.sampling.reference import GREEDY_BELOW
 from tests.benchmarks.gpu.engine import Params, StageEngine, greedy
 from tests.benchmarks.gpu.saved import SavedRows
 from tests.benchmarks.gpu.served import served
-from tests.benchmarks.gpu.shapes import (
-    SHAPES,
-    head_parameters,
-    kv_bytes_per_token,
-    product_parameters,
-)
+from tests.benchmarks.gpu.shapes import SHAPES, head_parameters, kv_bytes_per_token, product_parameters
 from tests.benchmarks.gpu.target import MeasuredDevice
 from tests.benchmarks.gpu.waits import counted_waits
 

@@ -91,15 +91,7 @@ def runahead_process(
     model: Path, *arguments: str, python: str = sys.executable, run: Sequence[str] = ("-m", "services.cli")
 ) -> Iterator[ServerProcess]:
     """As `runahead`, but yield the session too. `run`: arguments of Python that run the server."""
-    command = [
-        python,
-        *run,
-        "serve",
-        str(model),
-        "--port=0",
-        "--log-level=warning",
-        *arguments,
-    ]
+    command = [python, *run, "serve", str(model), "--port=0", "--log-level=warning", *arguments]
     with started(command, stdout=subprocess.PIPE) as process:
         line = process.stdout.readline() if process.stdout else ""
         match = re.search(r"(http://\S+)/v1", line)

@@ -124,8 +124,7 @@ def test_response_that_has_ended_is_not_cancelled(frontend: Frontend, scheduler:
 
 
 @pytest.mark.parametrize(
-    ("reason", "code"),
-    [(FinishReason.ERROR, "server_error"), (FinishReason.REJECTED, "rate_limit_exceeded")],
+    ("reason", "code"), [(FinishReason.ERROR, "server_error"), (FinishReason.REJECTED, "rate_limit_exceeded")]
 )
 def test_failure_is_the_status_and_the_last_event(
     frontend: Frontend, scheduler: ScriptedScheduler, reason: FinishReason, code: str

@@ -44,10 +44,7 @@ def states(request: GenerateRequest) -> np.ndarray:
 def embedding(request: GenerateRequest) -> list[RequestOutputs]:
     """Send the embedding and the end in two messages; the engine may also send one."""
     values = Embedding(request.number, states(request).tobytes())
-    return [
-        RequestOutputs(b"", b"", b"", embeddings=[values]),
-        ended(request.number),
-    ]
+    return [RequestOutputs(b"", b"", b"", embeddings=[values]), ended(request.number)]
 
 
 def at_once(request: GenerateRequest) -> list[RequestOutputs]:

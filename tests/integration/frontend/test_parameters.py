@@ -208,8 +208,7 @@ def test_every_event_has_the_usage_on_request(frontend: Frontend, scheduler: Scr
         assert (last["choices"], counts[-1]) == ([], len(ids_of("one two three")))
         assert last["usage"] == chunks[-1]["usage"]
     response = frontend.post(
-        COMPLETIONS,
-        {"prompt": [5], "stream": True, "stream_options": {"include_usage": False}},
+        COMPLETIONS, {"prompt": [5], "stream": True, "stream_options": {"include_usage": False}}
     )
     assert all("usage" not in event for event in events(response))
 

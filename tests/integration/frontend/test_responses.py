@@ -32,11 +32,7 @@ TOOL: Any = {
     "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
     "strict": False,
 }
-REASONING = {
-    "reasoning_parser": "deepseek_r1",
-    "tool_call_parser": "hermes",
-    "enable_auto_tool_choice": True,
-}
+REASONING = {"reasoning_parser": "deepseek_r1", "tool_call_parser": "hermes", "enable_auto_tool_choice": True}
 
 
 def client(frontend: Frontend, key: str = "none") -> openai.OpenAI:

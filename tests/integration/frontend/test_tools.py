@@ -223,9 +223,7 @@ def schema_of(request: GenerateRequest) -> Any:
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 
-def test_named_tool_constrains_the_output_to_its_parameters(
-    pair: tuple[Frontend, ScriptedScheduler],
-) -> None:
+def test_named_tool_constrains_the_output_to_its_parameters(pair: tuple[Frontend, ScriptedScheduler]) -> None:
     frontend, scheduler = pair
     scheduler.script(answering(ARGUMENTS))
     for choice in (

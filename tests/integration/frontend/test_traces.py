@@ -136,12 +136,7 @@ def test_grpc_is_the_default_protocol_and_the_last_traces_leave_at_the_end() -> 
         frontend.signal()
         assert frontend.wait() == 0
         _, below = collected.request("last")
-        assert sorted(span.name for span in below) == [
-            "decode",
-            "detokenise",
-            "prefill",
-            "queue",
-        ]
+        assert sorted(span.name for span in below) == ["decode", "detokenise", "prefill", "queue"]
 
 
 @pytest.mark.parametrize("protocol", TRANSPORTS)

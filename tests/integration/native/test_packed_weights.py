@@ -162,10 +162,7 @@ def test_files_of_the_same_size_with_other_weights_are_packed_anew(
 
 
 def test_other_kernels_or_settings_have_files_of_their_own(
-    even: Path,
-    tmp_path: Path,
-    packs: list[tuple[int, ...]],
-    monkeypatch: pytest.MonkeyPatch,
+    even: Path, tmp_path: Path, packs: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number, config in enumerate(
         ({}, {"quantization": "int8"}, {"dtype": "bfloat16", "batch_invariant": True}), 1

@@ -73,10 +73,7 @@ def serve(driver: RunnerDriver, depth: int) -> list[DrivenRequest]:
     return [done[name] for name in sorted(done)]
 
 
-SPECULATIONS = {
-    "none": None,
-    "ngram": Speculation("ngram", 3, prompt_lookup_min=1, prompt_lookup_max=4),
-}
+SPECULATIONS = {"none": None, "ngram": Speculation("ngram", 3, prompt_lookup_min=1, prompt_lookup_max=4)}
 CONFIGS: dict[str, dict[str, Any]] = {
     "float32": {},
     "two threads": {"threads": 2},

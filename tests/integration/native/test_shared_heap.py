@@ -47,10 +47,7 @@ def test_threads_of_one_heap_compute_what_one_thread_does(weights: str) -> None:
     answers = []
     for program, changes in ((alone, {}), (several, ONE_HEAP)):
         ended = subprocess.run(
-            [sys.executable, "-c", program],
-            env={**os.environ, **changes},
-            check=True,
-            stdout=subprocess.PIPE,
+            [sys.executable, "-c", program], env={**os.environ, **changes}, check=True, stdout=subprocess.PIPE
         )
         answers.append(json.loads(ended.stdout))
     assert answers[0] == answers[1]

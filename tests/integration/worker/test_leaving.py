@@ -8,12 +8,7 @@ from msgspec.structs import replace
 from protocol.codec import pack
 from protocol.steps import StepFault
 from services.worker.service import EXIT_FAULT
-from tests.integration.worker.scripted import (
-    ScriptedWorkerServer,
-    exit_status,
-    worker_process,
-    worker_thread,
-)
+from tests.integration.worker.scripted import ScriptedWorkerServer, exit_status, worker_process, worker_thread
 from tests.unit.worker.plans import PlanBuilder, prompt
 
 

@@ -23,12 +23,7 @@ from protocol.membership import (
 )
 from services.worker import result_sender
 from services.worker.service import EXIT_LOST, EXIT_REFUSED
-from tests.integration.worker.scripted import (
-    ScriptedWorkerServer,
-    exit_status,
-    worker_process,
-    worker_thread,
-)
+from tests.integration.worker.scripted import ScriptedWorkerServer, exit_status, worker_process, worker_thread
 from tests.preloaded import PreloadedProcess
 from tests.unit.worker.plans import BLOCK, BLOCKS, CONTEXT, GREEDY, SLOTS, PlanBuilder, alone, prompt, tokens
 

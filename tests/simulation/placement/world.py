@@ -15,13 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from services.frontend.placement import (
-    Condition,
-    EngineReport,
-    Place,
-    Placement,
-    PlacementLimits,
-)
+from services.frontend.placement import Condition, EngineReport, Place, Placement, PlacementLimits
 from tests.simulation.placement import cache_aware as cache_aware  # registers the policy
 from tests.simulation.placement.engines import Engine
 from tests.simulation.placement.workload import SessionRequest

@@ -33,14 +33,7 @@ from services.worker.tiers import transfers
 from services.worker.tiers.transfers import Tier
 from tests.simulation.grammar import structured
 from tests.simulation.whole.client import ClientRequest, SimulatedFrontend, make_choice
-from tests.simulation.whole.device import (
-    VOCAB,
-    Collectives,
-    DeviceTraits,
-    Poison,
-    SimulatedDevice,
-    Strike,
-)
+from tests.simulation.whole.device import VOCAB, Collectives, DeviceTraits, Poison, SimulatedDevice, Strike
 from tests.simulation.whole.grammars import SimulatedCompiler, SimulatedMaskThread
 from tests.simulation.whole.hub import Hub, Killed, Primitives, SimulatedProcess
 from tests.simulation.whole.network import SimulatedNetwork, Speeds, Wakeup

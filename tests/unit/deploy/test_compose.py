@@ -15,11 +15,7 @@ from services.config import SERVICES, ServeConfig
 ROOT = Path(__file__).resolve().parents[3]
 OVERLAYS = sorted(path.stem for path in (ROOT / "deploy" / "compose").glob("*.yml"))
 SERVICE_NAMES = ("frontend", "scheduler", "worker")
-GIVEN = {
-    "RUNAHEAD_PORT": "8000-8003",
-    "RUNAHEAD_API_KEY_FILE": "/keys",
-    "RUNAHEAD_MODEL_DIR": "/data",
-}
+GIVEN = {"RUNAHEAD_PORT": "8000-8003", "RUNAHEAD_API_KEY_FILE": "/keys", "RUNAHEAD_MODEL_DIR": "/data"}
 """Values that the overlays require from the user."""
 _VARIABLE = re.compile(r"\$\{(\w+)(?::([-?])([^}]*))?\}")
 
@@ -165,15 +161,7 @@ def test_every_overlay_is_tested_with_docker() -> None:
 def test_overlays_keep_the_restrictions(overlay: str) -> None:
     base = services(**GIVEN)
     for service, definition in services(f"deploy/compose/{overlay}.yml", **GIVEN).items():
-        kept = {
-            "read_only",
-            "cap_drop",
-            "security_opt",
-            "user",
-            "ports",
-            "networks",
-            "container_name",
-        }
+        kept = {"read_only", "cap_drop", "security_opt", "user", "ports", "networks", "container_name"}
         assert not kept & set(definition)
         assert not [mount for mount in definition.get("tmpfs", []) if mount.startswith("/tmp")]
         environment = base[service]["environment"] | definition.get("environment", {})

@@ -31,10 +31,7 @@ def write(file: Path, shapes: dict[str, tuple[int, ...]], missing: int = 0) -> N
 
 
 def adapter(
-    directory: Path,
-    shapes: dict[str, tuple[int, ...]] = FITTING,
-    missing: int = 0,
-    **changes: Any,
+    directory: Path, shapes: dict[str, tuple[int, ...]] = FITTING, missing: int = 0, **changes: Any
 ) -> str:
     directory.mkdir()
     (directory / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, **changes}))

@@ -8,13 +8,7 @@ from services.worker.backends.native.sampling.logprobs import ScoresOnTheirWay
 from services.worker.backends.native.sampling.sampler import SampledTokens
 from services.worker.device.cpu import CpuDevice
 from services.worker.kernels.interface.kernels import Kernels
-from services.worker.kernels.selection import (
-    OWN_BFLOAT16,
-    TABLE,
-    WIDE,
-    create,
-    processor_features,
-)
+from services.worker.kernels.selection import OWN_BFLOAT16, TABLE, WIDE, create, processor_features
 
 IMPLEMENTATIONS = ("compiled", "reference")
 F32, BF16 = torch.float32, torch.bfloat16

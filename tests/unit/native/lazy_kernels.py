@@ -16,22 +16,12 @@ from services.worker.device.interface import ComputeDevice
 from services.worker.kernels.interface.attention import Attention, AttentionShape
 from services.worker.kernels.interface.buffers import Buffers
 from services.worker.kernels.interface.drafting import DraftingKernels
-from services.worker.kernels.interface.kv_cache import (
-    Allocate,
-    CacheShape,
-    KVCache,
-    own_memory,
-)
+from services.worker.kernels.interface.kv_cache import Allocate, CacheShape, KVCache, own_memory
 from services.worker.kernels.interface.logit_rules import LogitRule, LogitRules
 from services.worker.kernels.interface.network import Activation, NetworkKernels
 from services.worker.kernels.interface.products import EmbeddingTable, Linear
 from services.worker.kernels.interface.recording import Captured, Recording
-from services.worker.kernels.interface.rows import (
-    BatchTensors,
-    SettledRows,
-    SlotDrafts,
-    Verified,
-)
+from services.worker.kernels.interface.rows import BatchTensors, SettledRows, SlotDrafts, Verified
 from services.worker.kernels.interface.sampling import DrawColumns, ScoredTokens
 from services.worker.kernels.interface.workspaces import EpochSizes, Uses
 from services.worker.kernels.packed_weight import Packed

@@ -5,13 +5,7 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
-from services.worker.kernels.quantized_weight import (
-    GROUP,
-    Quantization,
-    QuantizedWeight,
-    quantized,
-    stacked,
-)
+from services.worker.kernels.quantized_weight import GROUP, Quantization, QuantizedWeight, quantized, stacked
 
 
 @pytest.mark.parametrize(("kind", "levels"), [("int8", 254), ("int4", 15)])

@@ -34,11 +34,7 @@ from tests.unit.native.implementations import BF16, F32
     ],
 )
 def test_first_row_that_fits(
-    wanted: str,
-    dtype: torch.dtype,
-    features: tuple[str, ...],
-    implementation: str,
-    activations: torch.dtype,
+    wanted: str, dtype: torch.dtype, features: tuple[str, ...], implementation: str, activations: torch.dtype
 ) -> None:
     choice = choose(wanted, "cpu", dtype, features)
     assert (choice.implementation, choice.activations) == (implementation, activations)

@@ -78,9 +78,7 @@ def test_ipc_path_above_the_kernels_limit_is_refused() -> None:
         check_endpoint("ipc://" + "ä" * (MAX_IPC_PATH // 2 + 1))
 
 
-def test_ipc_directory_is_private_and_the_socket_is_removed_with_its_server(
-    directory: Path,
-) -> None:
+def test_ipc_directory_is_private_and_the_socket_is_removed_with_its_server(directory: Path) -> None:
     path = directory / "new" / "socket"
     server = Server(f"ipc://{path}", {"worker"})
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700

@@ -65,9 +65,7 @@ def test_server_that_does_not_read_is_slow(server: Server) -> None:
     client.close()
 
 
-def test_oversized_frame_closes_its_senders_connection_only(
-    server: Server,
-) -> None:
+def test_oversized_frame_closes_its_senders_connection_only(server: Server) -> None:
     good, peer = connect(server)
     bad, bad_peer = connect(server)
     bad.socket.send(bytes(MAX_MESSAGE_BYTES + ENVELOPE_BYTES + 1))

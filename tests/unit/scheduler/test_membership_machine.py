@@ -201,6 +201,5 @@ def test_no_order_of_events_leads_the_group_astray(
         )
 
     run_state_machine_as_test(
-        Machine,
-        settings=settings(max_examples=25, stateful_step_count=60, report_multiple_bugs=False),
+        Machine, settings=settings(max_examples=25, stateful_step_count=60, report_multiple_bugs=False)
     )

@@ -7,12 +7,7 @@ import pytest
 
 from protocol.requests import FinishReason
 from protocol.sampling import SamplingParams
-from services.scheduler.core.request import (
-    Request,
-    RequestStatus,
-    make_order_key,
-    priority_of,
-)
+from services.scheduler.core.request import Request, RequestStatus, make_order_key, priority_of
 from services.scheduler.transitions import IllegalTransition
 
 WAITING, RUNNING, PREEMPTED, FINISHED = RequestStatus

@@ -114,11 +114,7 @@ class ChatDialect:
         return answer
 
     def choice(self, index: int, whole: Chunk) -> ChatChoice:
-        message: ChatMessage = {
-            "role": self._role,
-            "content": self._beginning + whole.text,
-            "refusal": None,
-        }
+        message: ChatMessage = {"role": self._role, "content": self._beginning + whole.text, "refusal": None}
         choice: ChatChoice = {
             "index": index,
             "message": message,

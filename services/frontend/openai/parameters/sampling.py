@@ -127,8 +127,7 @@ def _logit_bias(given: Mapping[str, float], vocab_size: int) -> tuple[tuple[int,
             raise invalid(f"logit_bias names the token {token} twice", "logit_bias")
         if not -MAX_BIAS <= bias <= MAX_BIAS:
             raise invalid(
-                f"logit_bias: {bias} of token {token} is not between -{MAX_BIAS} and {MAX_BIAS}",
-                "logit_bias",
+                f"logit_bias: {bias} of token {token} is not between -{MAX_BIAS} and {MAX_BIAS}", "logit_bias"
             )
         biases[token] = float(bias)
     return tuple(biases.items())

@@ -67,9 +67,5 @@ HINTS: Mapping[str, str] = {
     "chat_template": "start with --chat-template",
 }
 """Replacements for parameters that are not supported."""
-NEUTRAL_IN_MESSAGE: Neutral = {
-    "function_call": (),
-    "audio": (),
-    "annotations": ([],),
-}
+NEUTRAL_IN_MESSAGE: Neutral = {"function_call": (), "audio": (), "annotations": ([],)}
 """Fields of an answer that the official client sends back as part of the next conversation."""

@@ -28,11 +28,7 @@ from services.worker.device.memory_plan import MemoryPlan
 from services.worker.distributed.ranks import Ranks
 from services.worker.kernels import selection
 from services.worker.kernels.interface.kernels import Kernels
-from services.worker.kernels.interface.kv_cache import (
-    Allocate,
-    memory_of,
-    own_memory,
-)
+from services.worker.kernels.interface.kv_cache import Allocate, memory_of, own_memory
 from services.worker.kernels.selection import KernelChoice
 from services.worker.kv_memory import KVMemory
 from services.worker.runner import Identity, Progress

@@ -86,11 +86,7 @@ class NativeResult:
 
     @classmethod
     def begin(
-        cls,
-        computed: ComputedStep,
-        sampled: SampledTokens,
-        drafts: NDArray[np.int32],
-        device: ComputeDevice,
+        cls, computed: ComputedStep, sampled: SampledTokens, drafts: NDArray[np.int32], device: ComputeDevice
     ) -> Self:
         """Begin the copies of everything that the result reports."""
         pooled, scored = computed.pooled, [*computed.prompts.parts] if computed.prompts is not None else []

@@ -46,11 +46,7 @@ class VllmEngine:
     """
 
     def __init__(
-        self,
-        options: EngineOptions,
-        assignment: Assignment,
-        groups: ProcessGroups,
-        platform: WorkerPlatform,
+        self, options: EngineOptions, assignment: Assignment, groups: ProcessGroups, platform: WorkerPlatform
     ) -> None:
         self.options, self.platform = options, platform
         self.config = create_engine_config(options, assignment, platform.arguments())

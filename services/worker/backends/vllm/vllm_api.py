@@ -74,9 +74,7 @@ from vllm.config import PoolerConfig
 
 # Start and end.
 from vllm.distributed import parallel_state
-from vllm.distributed.parallel_state import (
-    _group_name_counter as group_name_counter,
-)
+from vllm.distributed.parallel_state import _group_name_counter as group_name_counter
 from vllm.distributed.parallel_state import (
     destroy_distributed_environment,
     destroy_model_parallel,

@@ -13,10 +13,7 @@ import services.worker.kernels.cpu.compiled.rows  # noqa: F401 - both are compil
 from services.worker.kernels.cpu.compiled.attention import attention_kernel, write_kernel
 from services.worker.kernels.cpu.compiled.block_formats import KINDS
 from services.worker.kernels.cpu.compiled.choosing import draw_kernel, greedy_kernel
-from services.worker.kernels.cpu.compiled.coded_product import (
-    coded_product_kernel,
-    format_table,
-)
+from services.worker.kernels.cpu.compiled.coded_product import coded_product_kernel, format_table
 from services.worker.kernels.cpu.compiled.copying import copy_kernel
 from services.worker.kernels.cpu.compiled.draft import draft_kernel
 from services.worker.kernels.cpu.compiled.logit_rules import mask_kernel, rules_kernel
@@ -29,13 +26,7 @@ from services.worker.kernels.cpu.compiled.quantized import pack_kernel, rows_ker
 from services.worker.kernels.cpu.compiled.rotary import rotary_kernel
 from services.worker.kernels.cpu.compiled.wide_product import wide_product_kernel
 from services.worker.kernels.cpu.recording import replay_kernel
-from services.worker.kernels.selection import (
-    OWN_BFLOAT16,
-    PAIRS,
-    TILES,
-    WIDE,
-    processor_features,
-)
+from services.worker.kernels.selection import OWN_BFLOAT16, PAIRS, TILES, WIDE, processor_features
 
 SINGLE = (
     *(draw_kernel, greedy_kernel, most_likely_kernel, rules_kernel, mask_kernel),

@@ -5,12 +5,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from services.worker.kernels.cpu.recording import (
-    CpuRecording,
-    Function,
-    KernelRecorder,
-    replay_kernel,
-)
+from services.worker.kernels.cpu.recording import CpuRecording, Function, KernelRecorder, replay_kernel
 from services.worker.kernels.cpu.thread_team import Kernel
 from services.worker.kernels.interface.buffers import Buffers
 

@@ -28,12 +28,7 @@ from services.worker.kernels.cpu.products import (
 from services.worker.kernels.cpu.thread_team import Kernel
 from services.worker.kernels.interface.attention import Attention, AttentionShape
 from services.worker.kernels.interface.buffers import Buffers
-from services.worker.kernels.interface.kv_cache import (
-    Allocate,
-    CacheShape,
-    KVCache,
-    own_memory,
-)
+from services.worker.kernels.interface.kv_cache import Allocate, CacheShape, KVCache, own_memory
 from services.worker.kernels.interface.network import Activation, PlainEmbedding
 from services.worker.kernels.interface.products import EmbeddingTable, Linear
 from services.worker.kernels.interface.recording import Recording

@@ -10,12 +10,7 @@ from torch.nn import functional
 
 from services.worker.kernels.cpu.compiled.block_formats import FORMATS, KINDS, PANEL
 from services.worker.kernels.cpu.compiled.coded_product import format_table
-from services.worker.kernels.cpu.compiled.quantized import (
-    GROUP,
-    pack_kernel,
-    pack_layout,
-    rows_kernel,
-)
+from services.worker.kernels.cpu.compiled.quantized import GROUP, pack_kernel, pack_layout, rows_kernel
 from services.worker.kernels.cpu.launching import Launcher
 from services.worker.kernels.packed_weight import PackedRows
 

@@ -5,12 +5,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from services.worker.kernels.cuda.attention_buffers import (
-    DRAFTED,
-    LEAST_ROWS,
-    AttentionBuffers,
-    padded,
-)
+from services.worker.kernels.cuda.attention_buffers import DRAFTED, LEAST_ROWS, AttentionBuffers, padded
 from services.worker.kernels.cuda.compiled.attention import attention_kernel, merge_kernel
 from services.worker.kernels.cuda.compiled.writing import write_kernel
 from services.worker.kernels.cuda.split_plan import num_splits
@@ -134,12 +129,7 @@ class PagedAttention:
         return self._cache.keys[place], self._cache.values[place], self._tables[self._shape.table_of(layer)]
 
     def _launch(
-        self,
-        layer: int,
-        tiles: torch.Tensor,
-        out: torch.Tensor,
-        sinks: torch.Tensor | None,
-        launch: _Launch,
+        self, layer: int, tiles: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None, launch: _Launch
     ) -> None:
         b, head_dim = self._buffers, self._head_dim
         least, most, rows, programs, splits = launch

@@ -6,12 +6,7 @@ import torch
 from protocol.steps import NO_DRAFT
 from services.worker.device.interface import ComputeDevice
 from services.worker.kernels.interface.arrays import I32
-from services.worker.kernels.interface.drafting import (
-    DraftLayout,
-    DraftLimits,
-    DraftRows,
-    DraftTensors,
-)
+from services.worker.kernels.interface.drafting import DraftLayout, DraftLimits, DraftRows, DraftTensors
 from services.worker.kernels.interface.recording import Recording
 
 _SEARCHED = 1 << 22

@@ -15,12 +15,7 @@ from services.worker.kernels.cuda.graphs import GraphMaker
 from services.worker.kernels.cuda.recording import GraphRecording
 from services.worker.kernels.interface.attention import Attention, AttentionShape
 from services.worker.kernels.interface.buffers import Buffers
-from services.worker.kernels.interface.kv_cache import (
-    Allocate,
-    CacheShape,
-    KVCache,
-    own_memory,
-)
+from services.worker.kernels.interface.kv_cache import Allocate, CacheShape, KVCache, own_memory
 from services.worker.kernels.interface.network import Activation, PlainEmbedding
 from services.worker.kernels.interface.products import EmbeddingTable, Linear
 from services.worker.kernels.interface.recording import EagerRecording, Recording
@@ -73,10 +68,7 @@ class CudaNetwork:
     routing: RoutingKernels | None = None
 
     def __init__(
-        self,
-        activations: torch.dtype,
-        device: ComputeDevice,
-        graphs: Callable[[], GraphMaker] | None = None,
+        self, activations: torch.dtype, device: ComputeDevice, graphs: Callable[[], GraphMaker] | None = None
     ) -> None:
         self.activations, self._device, self._graphs = activations, device, graphs
 

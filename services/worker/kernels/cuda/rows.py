@@ -13,12 +13,7 @@ from services.worker.kernels.cuda.compiled.layout import layout_kernel
 from services.worker.kernels.cuda.graph_plan import padded_rows
 from services.worker.kernels.host_history import place_masks
 from services.worker.kernels.interface.arrays import I32
-from services.worker.kernels.interface.rows import (
-    BatchTensors,
-    SettledRows,
-    SlotDrafts,
-    Verified,
-)
+from services.worker.kernels.interface.rows import BatchTensors, SettledRows, SlotDrafts, Verified
 
 _AT_ONCE = 256
 

@@ -7,12 +7,7 @@ import torch
 
 from services.worker.kernels.interface.attention import Attention, AttentionShape
 from services.worker.kernels.interface.buffers import B
-from services.worker.kernels.interface.kv_cache import (
-    Allocate,
-    CacheShape,
-    KVCache,
-    own_memory,
-)
+from services.worker.kernels.interface.kv_cache import Allocate, CacheShape, KVCache, own_memory
 from services.worker.kernels.interface.products import EmbeddingTable, Linear
 from services.worker.kernels.interface.recording import Recording
 from services.worker.kernels.interface.routing import RoutingKernels

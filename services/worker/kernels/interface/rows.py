@@ -118,13 +118,7 @@ class RowKernels(Protocol):
         ...
 
     def verify(
-        self,
-        slots: I32,
-        firsts: I32,
-        drafts: I32,
-        acceptable: I32,
-        ids: torch.Tensor,
-        history: torch.Tensor,
+        self, slots: I32, firsts: I32, drafts: I32, acceptable: I32, ids: torch.Tensor, history: torch.Tensor
     ) -> Verified:
         """Compare sampled tokens with drafts.
 

@@ -5,12 +5,7 @@ import torch
 
 from protocol.steps import NO_DRAFT
 from services.worker.kernels.interface.arrays import I32
-from services.worker.kernels.interface.drafting import (
-    DraftLayout,
-    DraftLimits,
-    DraftRows,
-    DraftTensors,
-)
+from services.worker.kernels.interface.drafting import DraftLayout, DraftLimits, DraftRows, DraftTensors
 from services.worker.kernels.interface.recording import Recording
 
 

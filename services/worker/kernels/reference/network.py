@@ -8,12 +8,7 @@ from torch.nn import functional
 
 from services.worker.kernels.interface.attention import Attention, AttentionShape
 from services.worker.kernels.interface.buffers import Buffers
-from services.worker.kernels.interface.kv_cache import (
-    Allocate,
-    CacheShape,
-    KVCache,
-    own_memory,
-)
+from services.worker.kernels.interface.kv_cache import Allocate, CacheShape, KVCache, own_memory
 from services.worker.kernels.interface.network import Activation
 from services.worker.kernels.interface.products import EmbeddingTable, Linear
 from services.worker.kernels.interface.recording import EagerRecording, Recording

@@ -7,12 +7,7 @@ from services.worker.batch.row_check import CountRows, count_rows
 from services.worker.batch.slots import Rows
 from services.worker.kernels.host_history import HostHistory, place_masks
 from services.worker.kernels.interface.arrays import I32
-from services.worker.kernels.interface.rows import (
-    BatchTensors,
-    SettledRows,
-    SlotDrafts,
-    Verified,
-)
+from services.worker.kernels.interface.rows import BatchTensors, SettledRows, SlotDrafts, Verified
 
 
 class ReferenceRows(HostHistory):

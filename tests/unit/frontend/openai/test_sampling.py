@@ -10,11 +10,7 @@ from protocol.codec import pack
 from protocol.sampling import SamplingParams
 from services.checkpoint import DEMO_MODEL, CheckpointError
 from services.frontend.errors import APIError
-from services.frontend.openai.parameters.sampling import (
-    SamplingDefaults,
-    bad_words,
-    sampling_params,
-)
+from services.frontend.openai.parameters.sampling import SamplingDefaults, bad_words, sampling_params
 from services.frontend.openai.schemas.requests import ChatRequest, CompletionRequest
 from services.frontend.text.tokenizer import Tokenizer
 

@@ -87,11 +87,7 @@ class PlacementMachine(RuleBasedStateMachine):
         self.reports.pop(name, None)
         self.core.on_engine_removed(name)
 
-    @rule(
-        name=ENGINES,
-        prompt=PROMPT,
-        change=st.sampled_from(("stored", "removed", "cleared")),
-    )
+    @rule(name=ENGINES, prompt=PROMPT, change=st.sampled_from(("stored", "removed", "cleared")))
     def blocks(self, name: str, prompt: int, change: str) -> None:
         names = names_of(PROMPTS[prompt])
         changes: dict[str, Callable[[], None]] = {

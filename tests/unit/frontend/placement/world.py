@@ -4,14 +4,7 @@ import numpy as np
 
 from protocol.block_names import extend_names
 from protocol.codec import pack
-from services.frontend.placement import (
-    Condition,
-    EngineReport,
-    Place,
-    Placement,
-    PlacementLimits,
-    Role,
-)
+from services.frontend.placement import Condition, EngineReport, Place, Placement, PlacementLimits, Role
 
 MODEL = "weights, float32"
 BLOCK_SIZE = 4

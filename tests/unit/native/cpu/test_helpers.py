@@ -9,13 +9,7 @@ from numba import carray
 
 from services.worker.kernels.cpu.compiled import raw
 from services.worker.kernels.cpu.helpers import SHARE, Helpers
-from services.worker.kernels.cpu.thread_team import (
-    HEADER,
-    Kernel,
-    set_num_threads,
-    shared,
-    take,
-)
+from services.worker.kernels.cpu.thread_team import HEADER, Kernel, set_num_threads, shared, take
 
 FIELDS = [("out", np.int64), ("met", np.int64), ("wanted", np.int64)]
 BLOCK = np.dtype(HEADER + FIELDS, align=True)

@@ -2,12 +2,7 @@
 
 import pytest
 
-from services.worker.kernels.cuda.graph_plan import (
-    MOST_PADDING,
-    MOST_ROWS,
-    GraphPlan,
-    padded_rows,
-)
+from services.worker.kernels.cuda.graph_plan import MOST_PADDING, MOST_ROWS, GraphPlan, padded_rows
 from services.worker.kernels.cuda.split_plan import num_splits
 
 

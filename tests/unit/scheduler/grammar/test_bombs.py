@@ -39,12 +39,7 @@ def multiplied(levels: int) -> str:
     return json.dumps({"allOf": parts})
 
 
-JSON, REGEX, GRAMMAR, CHOICE = (
-    GrammarKind.JSON,
-    GrammarKind.REGEX,
-    GrammarKind.GRAMMAR,
-    GrammarKind.CHOICE,
-)
+JSON, REGEX, GRAMMAR, CHOICE = (GrammarKind.JSON, GrammarKind.REGEX, GrammarKind.GRAMMAR, GrammarKind.CHOICE)
 BOMBS = {
     "repeated repetition": (REGEX, "(a{1000}){1000}"),
     "repeated repetition behind a harmless part": (REGEX, "[a-z]+-(a{1000}){1000}"),

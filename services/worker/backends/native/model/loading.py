@@ -16,13 +16,7 @@ from services.worker.device.interface import ComputeDevice
 from services.worker.kernels.interface.network import NetworkKernels
 from services.worker.kernels.interface.products import EmbeddingTable, Linear
 from services.worker.kernels.packed_weight import Packed
-from services.worker.kernels.quantized_weight import (
-    Quantization,
-    QuantizedWeight,
-    Weight,
-    quantized,
-    stacked,
-)
+from services.worker.kernels.quantized_weight import Quantization, QuantizedWeight, Weight, quantized, stacked
 from services.worker.runner import LoadError
 from services.worker.weights import Checkpoint, Cut
 from services.worker.weights.packed import PackedWeights

@@ -12,13 +12,7 @@ from services.worker.backends.sim.model.logits import Logits
 from services.worker.backends.sim.model.oracle import Oracle
 from services.worker.backends.sim.sampling.row_rules import RowRules, RulesByRow
 from services.worker.batch.slots import I32
-from services.worker.sampling.reference import (
-    GREEDY_BELOW,
-    RowParams,
-    adjusted,
-    allowed_by,
-    sample_row,
-)
+from services.worker.sampling.reference import GREEDY_BELOW, RowParams, adjusted, allowed_by, sample_row
 
 NO_MASKS: dict[int, I32] = {}
 

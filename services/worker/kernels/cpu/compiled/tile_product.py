@@ -20,12 +20,7 @@ from services.worker.kernels.cpu.compiled.block_formats import (
     SPAN,
     SPAN_BYTES,
 )
-from services.worker.kernels.cpu.compiled.coded_product import (
-    CODED,
-    NUMBERS,
-    TASK,
-    TASK_BYTES,
-)
+from services.worker.kernels.cpu.compiled.coded_product import CODED, NUMBERS, TASK, TASK_BYTES
 from services.worker.kernels.cpu.compiled.quantized import GROUP
 from services.worker.kernels.cpu.thread_team import HEADER, Kernel, take
 

@@ -3,12 +3,7 @@
 from dataclasses import replace
 
 from services.worker.backends.native.model.architectures.layer_types import FULL, SLIDING, windows
-from services.worker.backends.native.model.config import (
-    Architecture,
-    ExpertsConfig,
-    ModelConfig,
-    TensorNames,
-)
+from services.worker.backends.native.model.config import Architecture, ExpertsConfig, ModelConfig, TensorNames
 from services.worker.backends.native.model.config_reader import ConfigReader
 
 

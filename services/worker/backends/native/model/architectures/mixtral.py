@@ -3,12 +3,7 @@
 from dataclasses import replace
 
 from services.worker.backends.native.model.architectures import mistral
-from services.worker.backends.native.model.config import (
-    Architecture,
-    ExpertsConfig,
-    ModelConfig,
-    TensorNames,
-)
+from services.worker.backends.native.model.config import Architecture, ExpertsConfig, ModelConfig, TensorNames
 from services.worker.backends.native.model.config_reader import ConfigReader
 
 _EXPERT = "block_sparse_moe.experts.{}."
