@@ -64,8 +64,8 @@ class RayConfig(ServeConfig):
     def max_engines(self) -> int:
         return self.max_data_parallel_size or self.data_parallel_size
 
-    def refusals(self) -> Iterator[str]:
-        yield from super().refusals()
+    def refusals_of_engines(self) -> Iterator[str]:
+        """Engines are on machines and GPUs of their own."""
         if self.max_engines < self.data_parallel_size:
             yield (
                 f"--max-data-parallel-size {self.max_data_parallel_size} is less than --data-parallel-size "

@@ -49,14 +49,7 @@ class ServeConfig(WorkerConfig, SchedulerConfig, FrontendConfig):
                 "--tensor-parallel-size auto is for runahead scheduler, where workers register by themselves; "
                 "serve starts the workers and needs a number"
             )
-        for name in ("record", "kv_events_config", "step_trace", "sim_trace"):
-            if self.data_parallel_size > 1 and getattr(self, name):
-                yield (
-                    f"{flag(name)}: two engines cannot share it; use --data-parallel-size 1, or start "
-                    "each engine by itself (docs/engines.md)"
-                )
-        if self.data_parallel_size > 1 and self.device == "cuda":
-            yield f"--data-parallel-size {self.data_parallel_size}: --device cuda computes on one GPU so far; use 1"
+        yield from self.refusals_of_engines()
         if self.allowed_media_domains and self.backend != "vllm":
             yield f"--allowed-media-domains: only --backend vllm reads images; --backend {self.backend} does not use it"
         if self.prefill_engines and self.prefill_engines >= self.data_parallel_size:
@@ -100,6 +93,17 @@ class ServeConfig(WorkerConfig, SchedulerConfig, FrontendConfig):
                 '--speculative-config: --device cuda computes drafts only with --backend native and "method": "ngram", '
                 f'not with --backend {self.backend} and "{drafter.method}"'
             )
+
+    def refusals_of_engines(self) -> Iterator[str]:
+        """Yield the reasons why so many engines cannot share one machine."""
+        for name in ("record", "kv_events_config", "step_trace", "sim_trace"):
+            if self.data_parallel_size > 1 and getattr(self, name):
+                yield (
+                    f"{flag(name)}: two engines cannot share it; use --data-parallel-size 1, or start "
+                    "each engine by itself (docs/engines.md)"
+                )
+        if self.data_parallel_size > 1 and self.device == "cuda":
+            yield f"--data-parallel-size {self.data_parallel_size}: --device cuda computes on one GPU so far; use 1"
 
     def service_settings(self, service: type[ServiceConfig]) -> dict[str, object]:
         """Return those settings of one service that were given explicitly."""

@@ -251,6 +251,7 @@ def test_depth_of_each_combination_of_flags(flags: dict[str, object], depth: int
             "contradicts --batch-queue-depth 3",
         ),
         ({"async_scheduling": True, "batch_queue_depth": "1"}, {}, "--async-scheduling contradicts.*depth 1"),
+        ({"lora_modules": ["a=b"], "backend": "vllm"}, {}, "--lora-modules needs --enable-lora"),
     ],
 )
 def test_contradicting_flags_are_refused(
