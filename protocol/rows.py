@@ -64,7 +64,7 @@ class StepRows(NamedTuple):
         if _negative(block_slots | block_ids) or _negative(released):
             raise ProtocolError(f"{what} has a negative number in its blocks or released slots")
         sampling, masked = unpack(samples, np.bool_), unpack(plan.masked)
-        if plan.masked and not np.isin(masked, slots[sampling]).all():
+        if plan.masked and not {*masked.tolist()}.issubset(slots[sampling].tolist()):
             raise ProtocolError(f"{what} has masks for a slot without a row that samples")
         return cls(
             slots, generations, starts, counts, sampling, drafts, block_slots, block_ids, released, masked

@@ -42,8 +42,8 @@ class BatchQueue:
         """Append a step. `masked`: slots of its rows that need masks."""
         self.steps.append(step)
         if masked is not None and len(masked):
-            rows = np.flatnonzero(np.isin(step.slots, masked)).tolist()
-            self.unmasked.append(UnmaskedStep(step, dict(zip(masked.tolist(), rows, strict=True))))
+            row_of = {slot: row for row, slot in enumerate(step.slots.tolist())}
+            self.unmasked.append(UnmaskedStep(step, {slot: row_of[slot] for slot in masked.tolist()}))
 
     def unmasked_steps(self, slots: SlotColumns) -> Iterator[tuple[UnmaskedStep, Mask]]:
         """Yield the steps with unsent masks, in order, each with bool[slots]: whether an earlier step in flight samples

@@ -45,8 +45,9 @@ class DeferredMasks:
     def start(self) -> None:
         """Start to make the masks of all rows whose tokens before are known."""
         for unmasked, sampled_before in self.queue.unmasked_steps(self.epoch.slots):
-            for slot, row in self.used_rows(unmasked).items():
-                if not sampled_before[slot]:
+            used, late = self.used_rows(unmasked.step, sampled_before)
+            for row in unmasked.rows.values():
+                if used[row] and not late[row]:
                     self.row_masks(unmasked.step, row, True)
 
     def grammar_output(self, unmasked: UnmaskedStep, sampled_before: Mask) -> GrammarOutput | None:
@@ -60,13 +61,14 @@ class DeferredMasks:
         Args:
             sampled_before: bool[slots]: an earlier step in flight samples for the slot.
         """
-        step, whole, used = unmasked.step, not self.epoch.limits.leaves_rows_out, self.used_rows(unmasked)
+        step, whole = unmasked.step, not self.epoch.limits.leaves_rows_out
+        used, late = self.used_rows(step, sampled_before)
         parts = {}
         for slot, row in unmasked.rows.items():
-            if slot in used and sampled_before[slot]:
+            if late[row]:
                 if whole:
                     return None
-            elif (masks := self.row_masks(step, row, slot in used)) is not None:
+            elif (masks := self.row_masks(step, row, used[row])) is not None:
                 parts[slot] = masks
         if not parts or (whole and len(parts) < len(unmasked.rows)):
             return None
@@ -80,17 +82,17 @@ class DeferredMasks:
             pack([len(masks) for masks in parts.values()]) if step.drafts.any() else b"",
         )
 
-    def used_rows(self, unmasked: UnmaskedStep) -> dict[int, int]:
-        """Return those rows without masks whose tokens will be appended to a request: slot -> row, in plan order."""
-        step = unmasked.step
+    def used_rows(self, step: InflightStep, sampled_before: Mask) -> tuple[list[bool], list[bool]]:
+        """Return for each row of the step whether its tokens will be appended to a request, and whether the token
+        before such a row is in flight."""
         states = self.epoch.slots.state.take(step.slots)
         used = self.epoch.ledger.current(step) & ((states == LIVE) | (states == DELIVER))
-        return {slot: row for slot, row in unmasked.rows.items() if used[row]}
+        return used.tolist(), (used & sampled_before.take(step.slots)).tolist()
 
     def row_masks(self, step: InflightStep, row: int, used: bool) -> Masks | None:
         """Return the masks of one row, or None while they are being made."""
         if not used:
             return np.full((1, self.num_words), -1, np.int32)
-        request, num_drafts = self.epoch.slots.request(int(step.slots[row])), int(step.drafts[row])
+        request, num_drafts = self.epoch.slots.request(step.slots.item(row)), step.drafts.item(row)
         masks = self.store.masks.get(request, num_drafts, self.num_words)
-        return None if masks is None else masks[: 1 + num_drafts]
+        return masks if masks is None or len(masks) <= 1 + num_drafts else masks[: 1 + num_drafts]

@@ -209,7 +209,8 @@ class EngineCore:
 
     def on_masks(self, ticket: int, masks: Masks) -> None:
         """Take the masks of a request that a `MaskMaker` has made."""
-        self.observers.emit(events.MasksReady(ticket, len(masks)))
+        if self.observers.listening:
+            self.observers.emit(events.MasksReady(ticket, len(masks)))
         self.store.masks.take(ticket, masks)
 
     def abort(self, frontend: int, numbers: list[int]) -> None:

@@ -40,7 +40,7 @@ class RequestMasks:
             raise KeyError(f"request {request.frontend}/{request.number} has no grammar")
         if request.masks is None and not request.mask_ticket:
             self.last_ticket += 1
-            drafts = request.draft_ids[:num_drafts].tolist()
+            drafts = request.draft_ids[:num_drafts].tolist() if num_drafts else []
             request.masks = self._maker.submit(self.last_ticket, request.grammar, drafts, num_words)
             if request.masks is None:
                 request.mask_ticket = self.last_ticket

@@ -55,6 +55,8 @@ class _Job(NamedTuple):
     draft_ids: list[int]
     num_words: int
     submitted: float
+    quick: bool
+    """The grammar's last masks were quick."""
 
 
 class MaskThread:
@@ -75,8 +77,8 @@ class MaskThread:
 
     def __init__(self, quick: float = QUICK) -> None:
         self._quick_seconds = quick
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        """For the thread."""
+        self._jobs: queue.SimpleQueue[list[_Job] | None] = queue.SimpleQueue()
+        """For the thread, in lists: each wakes it once."""
         self._quick_jobs: deque[_Job] = deque()
         """For `wait`."""
         self._quick: WeakSet[Grammar] = WeakSet()
@@ -99,19 +101,19 @@ class MaskThread:
     def submit(self, ticket: int, grammar: Grammar, draft_ids: list[int], num_words: int) -> Masks | None:
         self._num_open += 1
         self._submitted = time.monotonic()
-        job = _Job(ticket, grammar, draft_ids, num_words, self._submitted)
-        if grammar not in self._quick or self._delay:
-            self._hand_over(job)
+        job = _Job(ticket, grammar, draft_ids, num_words, self._submitted, grammar in self._quick)
+        if self._delay or not job.quick:
+            self._hand_over([job])
         else:
             if not self._quick_jobs:
                 self._wakeup.set()  # the loop must not sleep before `wait`
             self._quick_jobs.append(job)
         return None
 
-    def _hand_over(self, job: _Job) -> None:
+    def _hand_over(self, jobs: list[_Job]) -> None:
         if self._thread is None:
             self._thread = start_thread(self._run, "masks")
-        self._jobs.put(job)
+        self._jobs.put(jobs)
 
     def wait(self, patience: float, most: float) -> None:
         """Make quick masks until `most` seconds from the last submission on; the thread makes the rest. Then wait until
@@ -119,8 +121,9 @@ class MaskThread:
         masks are made so fast that the missing ones take twice as long at most."""
         while self._quick_jobs and time.monotonic() < self._submitted + most:
             self._make(self._quick_jobs.popleft())
-        while self._quick_jobs:
-            self._hand_over(self._quick_jobs.popleft())
+        if self._quick_jobs:
+            self._hand_over([*self._quick_jobs])
+            self._quick_jobs.clear()
         while (missing := self._num_open - (made := len(self._made))) > 0:
             now = time.monotonic()
             fast = missing * (now - self._submitted) <= 2 * made * most
@@ -137,7 +140,8 @@ class MaskThread:
             job, made, seconds = self._made.popleft()
             if isinstance(made, Exception):
                 raise made
-            (self._quick.add if seconds <= self._quick_seconds else self._quick.discard)(job.grammar)
+            if job.quick != (seconds <= self._quick_seconds):
+                (self._quick.discard if job.quick else self._quick.add)(job.grammar)
             taken.append((job.ticket, made))
         self._num_open -= len(taken)
         return taken
@@ -153,13 +157,16 @@ class MaskThread:
     def _run(self) -> None:
         """Make masks. The scheduler's loop is woken when none is left to be made, and every `WAKE_INTERVAL`."""
         woken = 0.0
-        while (job := self._jobs.get()) is not None and not self._closed:
-            if self._delay:
-                time.sleep(max(0.0, job.submitted + self._delay - time.monotonic()))
-            made = self._make(job)
-            if self._jobs.empty() or made - woken > WAKE_INTERVAL:
-                woken = made
-                self._wakeup.set()
+        while (jobs := self._jobs.get()) is not None:
+            for job in jobs:
+                if self._closed:
+                    return
+                if self._delay:
+                    time.sleep(max(0.0, job.submitted + self._delay - time.monotonic()))
+                made = self._make(job)
+                if (job is jobs[-1] and self._jobs.empty()) or made - woken > WAKE_INTERVAL:
+                    woken = made
+                    self._wakeup.set()
 
     def _make(self, job: _Job) -> float:
         """Make masks. Return the time at the end."""

@@ -1,6 +1,5 @@
 """Threads beside the scheduler's loop that run the grammar library: how they start, and how they wake the loop."""
 
-import contextlib
 import os
 import select
 import threading
@@ -21,23 +20,28 @@ def start_thread(run: Callable[[], None], name: str) -> threading.Thread:
 
 
 class LoopWakeup:
-    """A pipe that is readable from `set` to `clear`, for a loop that polls file descriptors."""
+    """A pipe that is readable from `set` to `clear`, for a loop that polls file descriptors. It holds one byte at most,
+    so that a loop may clear it in every turn without a system call."""
 
     def __init__(self) -> None:
+        self._changing = threading.Lock()
+        self._is_set = False
         self._reader, self._writer = os.pipe()
-        os.set_blocking(self._reader, False)
-        os.set_blocking(self._writer, False)
 
     def fileno(self) -> int:
         return self._reader
 
     def set(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # the pipe is full, so it is readable
-            os.write(self._writer, b"\0")
+        with self._changing:
+            if not self._is_set:
+                self._is_set = True
+                os.write(self._writer, b"\0")
 
     def clear(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._reader, 4096)
+        with self._changing:
+            if self._is_set:
+                self._is_set = False
+                os.read(self._reader, 1)
 
     def wait(self, seconds: float) -> bool:
         """Wait until it is set. Return False if it is not within so many seconds."""

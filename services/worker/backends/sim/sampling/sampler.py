@@ -65,19 +65,29 @@ class SimSampler:
         draws = columns.temperature[points.rows] >= GREEDY_BELOW
         greedy = [
             i
-            for i, mask in masks.items()
-            if not draws[i] and i not in ruled and not _top_remains(int(ids[i]), None, mask, 0)
+            for i, drawn in zip(masks, draws[[*masks]].tolist(), strict=True)
+            if not drawn and i not in ruled
         ]
         if greedy:
-            stacked = np.stack([masks[i] for i in greedy])
-            ids[greedy] = self.logits.greatest(points.hashes[greedy], stacked)
-        special = {*np.flatnonzero(draws).tolist(), *ruled, *masks} - set(greedy)
+            self._replace_forbidden(
+                ids, points.hashes, np.array(greedy), np.array([masks[i] for i in greedy])
+            )
+        special = {*np.flatnonzero(draws).tolist(), *ruled, *masks}.difference(greedy)
         for i in sorted(special):
             mask, position = masks.get(i), int(points.positions[i])
             if draws[i] or not _top_remains(int(ids[i]), ruled.get(i), mask, position):
                 known = None if proposed is None else proposed[i]
                 ids[i] = self._sample_whole_row(points, i, ruled.get(i), mask, known)
         return ids
+
+    def _replace_forbidden(self, ids: I32, hashes: U64, at: NDArray[np.int64], masks: I32) -> None:
+        """Replace the top tokens at the points `at` that `masks`, int32[points, words], forbid by the greatest allowed
+        ones."""
+        tops = ids[at]
+        forbidden = np.flatnonzero((masks[np.arange(len(at)), tops >> 5] >> (tops & 31) & 1) == 0)
+        if len(forbidden):
+            at = at[forbidden]
+            ids[at] = self.logits.greatest(hashes[at], masks[forbidden])
 
     def _sample_whole_row(
         self, points: SamplingPoints, i: int, rules: RowRules | None, mask: I32 | None, proposed: I32 | None
