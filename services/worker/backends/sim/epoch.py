@@ -299,7 +299,7 @@ class SimEpoch:
         )
         if not rank.is_last_stage:
             return output
-        slots, vocab_size, masks = acceptance.slots, rank.checkpoint.vocab_size, StepMasks({})
+        slots, vocab_size, masks = acceptance.slots, rank.checkpoint.vocab_size, StepMasks()
 
         def take_masks() -> float:
             nonlocal masks

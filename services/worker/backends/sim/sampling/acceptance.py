@@ -98,9 +98,7 @@ class DraftAcceptance:
         """Sample one token per row: a faster `_verify` for a step without drafts."""
         hashes = oracle.chain[self.slots, self.firsts]
         points = SamplingPoints(np.arange(len(self.slots)), self.rows, self.slots, self.firsts, hashes)
-        self.token_ids[:] = sampler.sample(
-            points, rules, {row: mask[0] for row, mask in masks.by_row.items()}
-        )
+        self.token_ids[:] = sampler.sample(points, rules, masks.rows, masks.masks[masks.firsts])
         self.counts[:] = 1
 
     def _verify(self, sampler: SimSampler, oracle: Oracle, rules: RulesByRow, masks: StepMasks) -> None:
@@ -113,12 +111,10 @@ class DraftAcceptance:
         slots, offsets = self.slots[sampled], positions - self.firsts[sampled]
         points = SamplingPoints(sampled, self.rows[sampled], slots, positions, oracle.chain[slots, positions])
         begins, kept_rows = np.cumsum(widths) - widths, np.flatnonzero(widths)
-        masked = {
-            int(begins[row]) + j: mask
-            for row, row_masks in masks.by_row.items()
-            for j, mask in enumerate(row_masks[: self.drafted[row] + 1])
-        }
-        ids = sampler.sample(points, rules, masked)
+        used = widths[masks.rows]
+        _, masked = spread(begins[masks.rows], used)
+        _, at = spread(masks.firsts, used)
+        ids = sampler.sample(points, rules, masked, masks.masks[at])
         rejected = np.where(self._equal_drafts(oracle, points, offsets, ids), _NEVER, offsets)
         self.counts[kept_rows] = np.minimum.reduceat(rejected, begins[kept_rows]) + 1
         kept = offsets < self.counts[sampled]

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.columns import has_any, indices
 from services.worker.backends.sim.device.columns import StepColumns
 from services.worker.backends.sim.model.hashing import U64
 from services.worker.backends.sim.model.logits import Logits
@@ -14,7 +15,8 @@ from services.worker.backends.sim.sampling.row_rules import RowRules, RulesByRow
 from services.worker.batch.slots import I32
 from services.worker.sampling.reference import GREEDY_BELOW, RowParams, adjusted, allowed_by, sample_row
 
-NO_MASKS: dict[int, I32] = {}
+NO_POINTS = np.empty(0, np.int32)
+NO_MASKS = NO_POINTS.reshape(0, 0)
 
 
 class SamplingPoints(NamedTuple):
@@ -46,14 +48,16 @@ class SimSampler:
         self,
         points: SamplingPoints,
         rules: RulesByRow,
-        masks: dict[int, I32] = NO_MASKS,
+        masked: I32 = NO_POINTS,
+        masks: I32 = NO_MASKS,
         proposed: I32 | None = None,
     ) -> I32:
         """Return int32[points] token ids. Whole logits are computed only where the top token does not decide.
 
         Args:
             rules: rules of the sampled rows that have any.
-            masks: index of a point -> its grammar bitmask.
+            masked: int32[constrained points], index of each.
+            masks: int32[constrained points, words], grammar bitmasks.
             proposed: int32[points, tokens] that precede each point behind the history of its slot; None: no token.
         """
         ids, columns = self.logits.top(points.hashes), self.columns
@@ -63,29 +67,25 @@ class SimSampler:
             else {}
         )
         draws = columns.temperature[points.rows] >= GREEDY_BELOW
-        greedy = [
-            i
-            for i, drawn in zip(masks, draws[[*masks]].tolist(), strict=True)
-            if not drawn and i not in ruled
-        ]
-        if greedy:
-            self._replace_forbidden(
-                ids, points.hashes, np.array(greedy), np.array([masks[i] for i in greedy])
-            )
-        special = {*np.flatnonzero(draws).tolist(), *ruled, *masks}.difference(greedy)
-        for i in sorted(special):
-            mask, position = masks.get(i), int(points.positions[i])
+        special = draws.copy()
+        special[[*ruled]] = True
+        greedy = ~special[masked]
+        self._replace_forbidden(ids, points.hashes, masked[greedy], masks[greedy])
+        mask_of = dict(zip(masked[~greedy].tolist(), masks[~greedy], strict=True))
+        for i in indices(special).tolist():
+            mask, position = mask_of.get(i), int(points.positions[i])
             if draws[i] or not _top_remains(int(ids[i]), ruled.get(i), mask, position):
                 known = None if proposed is None else proposed[i]
                 ids[i] = self._sample_whole_row(points, i, ruled.get(i), mask, known)
         return ids
 
-    def _replace_forbidden(self, ids: I32, hashes: U64, at: NDArray[np.int64], masks: I32) -> None:
+    def _replace_forbidden(self, ids: I32, hashes: U64, at: I32, masks: I32) -> None:
         """Replace the top tokens at the points `at` that `masks`, int32[points, words], forbid by the greatest allowed
         ones."""
+        if not len(at):
+            return
         tops = ids[at]
-        forbidden = np.flatnonzero((masks[np.arange(len(at)), tops >> 5] >> (tops & 31) & 1) == 0)
-        if len(forbidden):
+        if has_any(forbidden := masks[np.arange(len(at)), tops >> 5] >> (tops & 31) & 1 == 0):
             at = at[forbidden]
             ids[at] = self.logits.greatest(hashes[at], masks[forbidden])
 

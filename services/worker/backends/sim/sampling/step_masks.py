@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from protocol.columns import has_all
 from protocol.rows import GrammarRows
 from protocol.steps import GrammarOutput
 from services.worker.batch.slots import I32
@@ -13,10 +15,15 @@ NO_ROWS = np.empty(0, np.int32)
 
 
 class StepMasks(NamedTuple):
-    """Masks of a step's constrained rows. A row's masks are for consecutive positions from its first sampled one."""
+    """Masks of a step's constrained rows. A row's masks are for consecutive positions from its first sampled one, and
+    follow one another."""
 
-    by_row: dict[int, I32]
-    """Index among the sampled rows -> int32[masks, words]."""
+    rows: I32 = NO_ROWS
+    """int32[rows], indices among the sampled rows."""
+    counts: I32 = NO_ROWS
+    """int32[rows]: number of masks of each."""
+    masks: I32 = NO_ROWS.reshape(0, 0)
+    """int32[sum(counts), words]"""
     left_out: I32 = NO_ROWS
     """int32[rows], indices among the sampled rows: constrained ones without masks (left-out row)."""
 
@@ -34,22 +41,25 @@ class StepMasks(NamedTuple):
             left_out: slots of the rows that are left out.
         """
         if not parts and not left_out:
-            return cls({})
+            return cls()
         row_of = {slot: row for row, slot in enumerate(slots.tolist())}
         without = sorted(row for slot in left_out if (row := row_of.pop(slot, None)) is not None)
-        by_row = {}
-        for part in parts:
-            constrained, counts, masks = GrammarRows.from_message(part, vocab_size)
-            for slot, count, end in zip(
-                constrained.tolist(), counts.tolist(), np.cumsum(counts).tolist(), strict=True
-            ):
-                if slot in row_of:
-                    by_row[row_of[slot]] = masks[end - count : end]
-        return cls(by_row, np.array(without, np.int32))
+        if not parts:
+            return cls(left_out=np.array(without, np.int32))
+        columns = zip(*(GrammarRows.from_message(part, vocab_size) for part in parts), strict=True)
+        constrained, counts, masks = map(np.concatenate, columns)
+        rows = np.array([row_of.get(slot, -1) for slot in constrained.tolist()], np.int32)
+        if not has_all(sampled := rows >= 0):
+            rows, counts, masks = rows[sampled], counts[sampled], masks[np.repeat(sampled, counts)]
+        return cls(rows, counts, masks, np.array(without, np.int32))
+
+    @property
+    def firsts(self) -> NDArray[np.int64]:
+        """int64[rows], index of each row's first mask."""
+        return self.counts.cumsum() - self.counts
 
     def acceptable(self, drafts: I32) -> I32:
         """Return the drafts of each sampled row that may be accepted: one less than its masks (acceptable drafts)."""
         acceptable = drafts.copy()
-        for row, masks in self.by_row.items():
-            acceptable[row] = min(acceptable[row], len(masks) - 1)
+        acceptable[self.rows] = np.minimum(drafts[self.rows], self.counts - 1)
         return acceptable
