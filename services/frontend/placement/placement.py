@@ -238,9 +238,11 @@ class Placement:
         stored = {*block_names}
         for stream in self._streams_of.get(row, {}).values():
             names = stream.names.get(report.block_size, ())
-            complete = next((count for count in range(len(names), 0, -1) if names[count - 1] in stored), 0)
+            if stored.isdisjoint(names):  # the fast way to see that its prompt is not computed now
+                continue
+            complete = next(count for count in range(len(names), 0, -1) if names[count - 1] in stored)
             targets, computing = self._fleet.by_role(self._fleet.candidates(stream.identity).rows)
-            if complete and row in computing:
+            if row in computing:
                 stream.next_row = self._next_row(stream, targets)
                 num_tokens = self._prefix_names(report.block_size).num_tokens(complete)
                 yield LoadAhead(stream.key, self._fleet.names[stream.next_row], num_tokens)
