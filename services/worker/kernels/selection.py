@@ -157,9 +157,7 @@ def create(choice: KernelChoice) -> Kernels:
             wide = bool({WIDE, *OWN_BFLOAT16} & {*choice.needs})  # each of them needs AVX-512
             return CpuKernels(choice.activations, choice.dtype, own, wide)
         case _, "reference":
-            from services.worker.kernels.reference.kernels import ReferenceKernels
-
-            return ReferenceKernels(choice.activations)
+            return Kernels(choice.activations)
 
 
 def _cuda_kernels(choice: KernelChoice) -> Kernels:

@@ -1,4 +1,4 @@
-"""The reference kernels on a simulated device (lazy_device.py): calls enqueue, and kernels run later.
+"""The plain kernels on a simulated device (lazy_device.py): calls enqueue, and kernels run later.
 
 Columns of the host are uploaded as the interface says, and what a kernel returns contains poison until it has run.
 """
@@ -12,24 +12,18 @@ from numpy.typing import NDArray
 
 from protocol.steps import NO_DRAFT
 from services.worker.batch.slots import Rows
-from services.worker.device.interface import ComputeDevice
 from services.worker.kernels.interface.attention import Attention, AttentionShape
 from services.worker.kernels.interface.buffers import Buffers
 from services.worker.kernels.interface.drafting import DraftingKernels
-from services.worker.kernels.interface.kv_cache import Allocate, CacheShape, KVCache, own_memory
+from services.worker.kernels.interface.kernels import Kernels
+from services.worker.kernels.interface.kv_cache import KVCache
 from services.worker.kernels.interface.logit_rules import LogitRule, LogitRules
-from services.worker.kernels.interface.network import Activation, NetworkKernels
+from services.worker.kernels.interface.network import NetworkKernels
 from services.worker.kernels.interface.products import EmbeddingTable, Linear
 from services.worker.kernels.interface.recording import Captured, Recording
-from services.worker.kernels.interface.rows import BatchTensors, SettledRows, SlotDrafts, Verified
-from services.worker.kernels.interface.sampling import DrawColumns, ScoredTokens
-from services.worker.kernels.interface.workspaces import EpochSizes, Uses
+from services.worker.kernels.interface.rows import BatchTensors, RowKernels, SettledRows, SlotDrafts, Verified
+from services.worker.kernels.interface.sampling import DrawColumns, SamplingKernels, ScoredTokens
 from services.worker.kernels.packed_weight import Packed
-from services.worker.kernels.quantized_weight import Weight
-from services.worker.kernels.reference.drafting import ReferenceDrafting
-from services.worker.kernels.reference.kernels import ReferenceKernels
-from services.worker.kernels.reference.rows import ReferenceRows
-from services.worker.kernels.reference.sampling import ReferenceSampling
 from tests.unit.native.lazy_device import LazyDevice, poisoned
 
 I32 = NDArray[np.int32]
@@ -37,89 +31,48 @@ B = TypeVar("B", bound=Buffers)
 T = TypeVar("T")
 
 
-class LazyKernels:
-    """`Kernels`"""
-
+class LazyKernels(Kernels):
     def __init__(self, activations: torch.dtype, device: LazyDevice) -> None:
-        self.device: ComputeDevice = device
-        self._lazy = device
-        inner = self._inner = ReferenceKernels(activations)
-        self.network: NetworkKernels = LazyNetwork(inner.network, device)
-        self.rows = LazyRows(device)
-        self.sampling = LazySampling(device)
-        self.drafting: DraftingKernels = LazyDrafting(device)
+        self.device, self._lazy = device, device
+        self.network, self.rows = LazyNetwork(activations, device), LazyRows(device)
+        self.sampling, self.drafting = LazySampling(device), LazyDrafting(device)
 
-    def float32_network(self) -> NetworkKernels:
-        return LazyNetwork(self._inner.float32_network(), self._lazy)
-
-    def workspaces(self, sizes: EpochSizes) -> Uses:
-        return {}
-
-    def use_threads(self, number: int) -> None:
-        self._inner.use_threads(number)
+    def float32_network(self) -> "LazyNetwork":
+        return LazyNetwork(torch.float32, self._lazy)
 
 
-class LazyNetwork:
-    """`NetworkKernels`"""
+def enqueued(operation: Callable[..., None]) -> Any:
+    """Return an operation that the device runs later."""
 
-    def __init__(self, inner: NetworkKernels, device: LazyDevice) -> None:
-        self._inner, self._launch, self._device = inner, device.launch, device
-        self.activations = inner.activations
-        self.routing = None
+    def enqueue(self: Any, *operands: Any, **more: Any) -> None:
+        self._device.launch(lambda: operation(self, *operands, **more))
 
-    def pack(self, weight: Weight, is_table: bool = False) -> Packed:
-        return self._inner.pack(weight, is_table)
+    return enqueue
+
+
+class LazyNetwork(NetworkKernels):
+    def __init__(self, activations: torch.dtype, device: LazyDevice) -> None:
+        super().__init__(activations)
+        self._device, self.routing = device, None
 
     def linear(self, weight: Packed, bias: torch.Tensor | None = None) -> Linear:
-        return LazyLinear(self._inner.linear(weight, bias), self._device)
+        return LazyLinear(super().linear(weight, bias), self._device)
 
     def embedding(self, weight: Packed) -> EmbeddingTable:
-        return LazyEmbedding(self._inner.embedding(weight), self._device)
+        return LazyEmbedding(super().embedding(weight), self._device)
 
     def tied(self, embedding: EmbeddingTable) -> Linear:
         assert isinstance(embedding, LazyEmbedding), "it is one of this network's"
-        return LazyLinear(self._inner.tied(embedding.inner), self._device)
-
-    def bytes_per_block(self, shape: CacheShape) -> int:
-        return self._inner.bytes_per_block(shape)
-
-    def kv_cache(self, shape: CacheShape, num_blocks: int, allocate: Allocate = own_memory) -> KVCache:
-        return self._inner.kv_cache(shape, num_blocks, allocate)
+        return super().tied(embedding.inner)
 
     def attention(
         self, shape: AttentionShape, cache: KVCache, table: torch.Tensor, most_tokens: int
     ) -> Attention:
-        return LazyAttention(self._inner.attention(shape, cache, table, most_tokens), self._device)
+        return LazyAttention(super().attention(shape, cache, table, most_tokens), self._device)
 
-    def gather(self, index: torch.Tensor, source: torch.Tensor, out: torch.Tensor) -> None:
-        self._launch(lambda: self._inner.gather(index, source, out))
-
-    def copy(self, source: torch.Tensor, out: torch.Tensor, factor: float = 1.0) -> None:
-        self._launch(lambda: self._inner.copy(source, out, factor))
-
-    def add(self, source: torch.Tensor, out: torch.Tensor, factor: float = 1.0) -> None:
-        self._launch(lambda: self._inner.add(source, out, factor))
-
-    def norm(
-        self,
-        residual: torch.Tensor | None,
-        delta: torch.Tensor | None,
-        weight: torch.Tensor | None,
-        eps: float,
-        out: torch.Tensor,
-        factor: float = 1.0,
-    ) -> None:
-        self._launch(lambda: self._inner.norm(residual, delta, weight, eps, out, factor))
-
-    def gate_and_multiply(
-        self, gate_up: torch.Tensor, out: torch.Tensor, activation: Activation = "silu"
-    ) -> None:
-        self._launch(lambda: self._inner.gate_and_multiply(gate_up, out, activation))
-
-    def most_likely(
-        self, logits: torch.Tensor, sharpness: torch.Tensor, ids: torch.Tensor, chances: torch.Tensor
-    ) -> None:
-        self._launch(lambda: self._inner.most_likely(logits, sharpness, ids, chances))
+    gather, copy, add = map(enqueued, (NetworkKernels.gather, NetworkKernels.copy, NetworkKernels.add))
+    norm, most_likely = enqueued(NetworkKernels.norm), enqueued(NetworkKernels.most_likely)
+    gate_and_multiply = enqueued(NetworkKernels.gate_and_multiply)
 
     def call(
         self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, out: torch.Tensor
@@ -200,16 +153,9 @@ class LazyAttention:
         self._launch(lambda: self._inner.attend(layer, tiles, out, sinks))
 
 
-class LazyRows:
-    """`RowKernels`"""
-
+class LazyRows(RowKernels):
     def __init__(self, device: LazyDevice) -> None:
-        self._inner, self._device = ReferenceRows(), device
-        self.tile, self.count_rows = self._inner.tile, self._inner.count_rows
-        self.place_masks = self._inner.place_masks
-
-    def spread(self, counts: I32) -> tuple[I32, I32]:
-        return self._inner.spread(counts)
+        self._inner, self._device = RowKernels(), device
 
     def write_prompt(self, history: torch.Tensor, slot: int, tokens: I32) -> None:
         (uploaded,) = self._device.upload(tokens)
@@ -259,11 +205,11 @@ class LazyRows:
     ) -> Verified:
         """Waits for the device, as the host plans with the number of accepted drafts."""
         self._device.now().seconds()
-        return self._inner.verify(slots, firsts, drafts, acceptable, ids, history)
+        return super().verify(slots, firsts, drafts, acceptable, ids, history)
 
 
-class LazyDrafting(ReferenceDrafting):
-    """`DraftingKernels`. Only lookups run on a device."""
+class LazyDrafting(DraftingKernels):
+    """Only lookups run on a device."""
 
     def __init__(self, device: LazyDevice) -> None:
         self._device = device
@@ -276,11 +222,9 @@ class LazyDrafting(ReferenceDrafting):
         return super().lookup(history, slots, lengths, sizes, k, min_acceptance)
 
 
-class LazySampling:
-    """`SamplingKernels`"""
-
+class LazySampling(SamplingKernels):
     def __init__(self, device: LazyDevice) -> None:
-        self._inner, self._device = ReferenceSampling(), device
+        self._inner, self._device = SamplingKernels(), device
 
     def logit_rules(self, num_slots: int, vocab_size: int, history: torch.Tensor) -> LogitRules:
         return LazyLogitRules(

@@ -9,12 +9,18 @@ from services.worker.kernels.cpu.compiled.draft import draft_kernel, lay_out
 from services.worker.kernels.cpu.compiled.ngram import ngram_kernel
 from services.worker.kernels.cpu.recording import CpuRecording
 from services.worker.kernels.interface.arrays import I32
-from services.worker.kernels.interface.drafting import DraftLayout, DraftLimits, DraftRows, DraftTensors
+from services.worker.kernels.interface.drafting import (
+    DraftingKernels,
+    DraftLayout,
+    DraftLimits,
+    DraftRows,
+    DraftTensors,
+)
 from services.worker.kernels.interface.recording import Recording
 
 
-class CpuDrafting:
-    """`DraftingKernels`. For one calling thread."""
+class CpuDrafting(DraftingKernels):
+    """For one calling thread."""
 
     def __init__(self) -> None:
         self._ngram, self._draft = ngram_kernel(), draft_kernel()

@@ -3,22 +3,16 @@
 import torch
 
 from services.worker.device.cpu import CpuDevice
-from services.worker.device.interface import ComputeDevice
 from services.worker.kernels.cpu.drafting import CpuDrafting
 from services.worker.kernels.cpu.network import CpuNetwork
 from services.worker.kernels.cpu.rows import CpuRows
 from services.worker.kernels.cpu.sampling import CpuSampling
 from services.worker.kernels.cpu.thread_team import set_num_threads
-from services.worker.kernels.interface.drafting import DraftingKernels
-from services.worker.kernels.interface.network import NetworkKernels
-from services.worker.kernels.interface.rows import RowKernels
-from services.worker.kernels.interface.sampling import SamplingKernels
-from services.worker.kernels.interface.workspaces import EpochSizes, Uses
+from services.worker.kernels.interface.kernels import Kernels
 
 
-class CpuKernels:
-    """`Kernels`
-
+class CpuKernels(Kernels):
+    """
     Args:
         activations: of the model's products
         dtype: the model's, in which keys and values are kept
@@ -30,17 +24,11 @@ class CpuKernels:
     ) -> None:
         self._dtype, self._wide = dtype, wide
         self._uses_torch = activations != torch.float32 and own is None
-        self.device: ComputeDevice = CpuDevice()
-        self.network: NetworkKernels = CpuNetwork(activations, dtype, own, wide)
-        self.rows: RowKernels = CpuRows()
-        self.sampling: SamplingKernels = CpuSampling()
-        self.drafting: DraftingKernels = CpuDrafting()
+        self.device, self.network = CpuDevice(), CpuNetwork(activations, dtype, own, wide)
+        self.rows, self.sampling, self.drafting = CpuRows(), CpuSampling(), CpuDrafting()
 
-    def float32_network(self) -> NetworkKernels:
+    def float32_network(self) -> CpuNetwork:
         return CpuNetwork(torch.float32, self._dtype, wide=self._wide)
-
-    def workspaces(self, sizes: EpochSizes) -> Uses:
-        return {}
 
     def use_threads(self, number: int) -> None:
         """If the products are our own, torch computes little, and its threads would spin on cores that other threads

@@ -29,7 +29,7 @@ from services.worker.kernels.cpu.thread_team import Kernel
 from services.worker.kernels.interface.attention import Attention, AttentionShape
 from services.worker.kernels.interface.buffers import Buffers
 from services.worker.kernels.interface.kv_cache import Allocate, CacheShape, KVCache, own_memory
-from services.worker.kernels.interface.network import Activation, PlainEmbedding
+from services.worker.kernels.interface.network import Activation, NetworkKernels, PlainEmbedding
 from services.worker.kernels.interface.products import EmbeddingTable, Linear
 from services.worker.kernels.interface.recording import Recording
 from services.worker.kernels.interface.routing import Routed, RoutingKernels
@@ -41,8 +41,8 @@ B = TypeVar("B", bound=Buffers)
 T = TypeVar("T")
 
 
-class CpuNetwork:
-    """`NetworkKernels`. All kernels are our own except products by oneDNN, which a recording calls between its kernels.
+class CpuNetwork(NetworkKernels):
+    """All kernels are our own except products by oneDNN, which a recording calls between its kernels.
 
     Args:
         own: the feature of the processor with which our own kernels compute products of bfloat16 activations; None:
@@ -59,7 +59,7 @@ class CpuNetwork:
         self._launcher = Launcher(beside_torch=half and own is None)
         self._norm, self._most_likely = norm_kernel(half), most_likely_kernel()
         self._gates: dict[Activation, Kernel] = {}
-        self.routing: RoutingKernels | None = CpuRouting()
+        self.routing = CpuRouting()
         self._copies = {
             torch.float32: copy_kernel(half=False, beside_torch=half),
             torch.bfloat16: copy_kernel(half=True, beside_torch=half),
@@ -184,9 +184,7 @@ class CpuNetwork:
         return self._launcher.record(body, buffers)
 
 
-class CpuRouting:
-    """`RoutingKernels`"""
-
+class CpuRouting(RoutingKernels):
     def route(self, logits: torch.Tensor, per_token: int, normalised: bool) -> Routed:
         tokens, weights, ends = routing.route(logits.float().numpy(), per_token, normalised)
         return Routed(torch.from_numpy(tokens), torch.from_numpy(weights), ends.tolist())

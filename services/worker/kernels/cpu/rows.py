@@ -6,11 +6,11 @@ from services.worker.batch.row_check import CountRows
 from services.worker.batch.slots import Rows
 from services.worker.kernels.cpu.compiled import rows as compiled
 from services.worker.kernels.cpu.compiled.attention import TILE
-from services.worker.kernels.host_history import HostHistory
 from services.worker.kernels.interface.arrays import I32
 from services.worker.kernels.interface.rows import (
     BatchTensors,
     PlacedMasks,
+    RowKernels,
     SettledRows,
     SlotDrafts,
     Verified,
@@ -19,9 +19,7 @@ from services.worker.kernels.interface.rows import (
 _NO_HISTORY = torch.empty(0, 0, dtype=torch.int32).numpy()
 
 
-class CpuRows(HostHistory):
-    """`RowKernels`"""
-
+class CpuRows(RowKernels):
     tile = TILE
     count_rows: CountRows = staticmethod(compiled.count_rows)
 

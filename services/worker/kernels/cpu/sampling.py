@@ -12,13 +12,13 @@ from services.worker.kernels.cpu.compiled.logprobs import logprobs_kernel
 from services.worker.kernels.cpu.logit_rules import CpuLogitRules
 from services.worker.kernels.interface.arrays import I32
 from services.worker.kernels.interface.logit_rules import LogitRules
-from services.worker.kernels.interface.sampling import DrawColumns, ScoredTokens
+from services.worker.kernels.interface.sampling import DrawColumns, SamplingKernels, ScoredTokens
 from services.worker.sampling.noise import keys
 from services.worker.sampling.reference import GREEDY_BELOW
 
 
-class CpuSampling:
-    """`SamplingKernels`. For one calling thread."""
+class CpuSampling(SamplingKernels):
+    """For one calling thread."""
 
     def __init__(self) -> None:
         self._greedy, self._draw, self._mask = greedy_kernel(), draw_kernel(), mask_kernel()

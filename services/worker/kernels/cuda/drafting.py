@@ -6,7 +6,13 @@ import torch
 from protocol.steps import NO_DRAFT
 from services.worker.device.interface import ComputeDevice
 from services.worker.kernels.interface.arrays import I32
-from services.worker.kernels.interface.drafting import DraftLayout, DraftLimits, DraftRows, DraftTensors
+from services.worker.kernels.interface.drafting import (
+    DraftingKernels,
+    DraftLayout,
+    DraftLimits,
+    DraftRows,
+    DraftTensors,
+)
 from services.worker.kernels.interface.recording import Recording
 
 _SEARCHED = 1 << 22
@@ -16,8 +22,8 @@ _SEARCHED_BYTES = 16
 _NO_HEADS = "a GPU has no draft heads: they are refused when the drafter is loaded"
 
 
-class CudaDrafting:
-    """`DraftingKernels`, without draft heads."""
+class CudaDrafting(DraftingKernels):
+    """Without draft heads."""
 
     def __init__(self, device: ComputeDevice) -> None:
         self._device = device

@@ -14,16 +14,12 @@ from services.worker.kernels.cuda.logit_rules import counts_bytes
 from services.worker.kernels.cuda.network import CudaNetwork
 from services.worker.kernels.cuda.rows import CudaRows
 from services.worker.kernels.cuda.sampling import CudaSampling, sampling_bytes
-from services.worker.kernels.interface.drafting import DraftingKernels
-from services.worker.kernels.interface.network import NetworkKernels
-from services.worker.kernels.interface.rows import RowKernels
-from services.worker.kernels.interface.sampling import SamplingKernels
+from services.worker.kernels.interface.kernels import Kernels
 from services.worker.kernels.interface.workspaces import EpochSizes, Uses
 
 
-class CudaKernels:
-    """`Kernels`
-
+class CudaKernels(Kernels):
+    """
     Args:
         activations, dtype: of products, and of weights and KV cache; equal
         eager: launch the kernels of decode steps one by one instead of replaying graphs
@@ -43,12 +39,10 @@ class CudaKernels:
         if graphs is None and not eager and device.where.type == "cuda":
             graphs = CudaGraphs
         self._captures = graphs is not None
-        self.network: NetworkKernels = CudaNetwork(activations, device, graphs)
-        self.rows: RowKernels = CudaRows(device)
-        self.sampling: SamplingKernels = CudaSampling(device)
-        self.drafting: DraftingKernels = CudaDrafting(device)
+        self.network, self.rows = CudaNetwork(activations, device, graphs), CudaRows(device)
+        self.sampling, self.drafting = CudaSampling(device), CudaDrafting(device)
 
-    def float32_network(self) -> NetworkKernels:
+    def float32_network(self) -> CudaNetwork:
         return CudaNetwork(torch.float32, self.device)
 
     def workspaces(self, sizes: EpochSizes) -> Uses:

@@ -16,10 +16,9 @@ from services.worker.kernels.cuda.recording import GraphRecording
 from services.worker.kernels.interface.attention import Attention, AttentionShape
 from services.worker.kernels.interface.buffers import Buffers
 from services.worker.kernels.interface.kv_cache import Allocate, CacheShape, KVCache, own_memory
-from services.worker.kernels.interface.network import Activation, PlainEmbedding
+from services.worker.kernels.interface.network import Activation, NetworkKernels, PlainEmbedding
 from services.worker.kernels.interface.products import EmbeddingTable, Linear
 from services.worker.kernels.interface.recording import EagerRecording, Recording
-from services.worker.kernels.interface.routing import RoutingKernels
 from services.worker.kernels.packed_weight import PLAIN, Packed
 from services.worker.kernels.quantized_weight import QuantizedWeight, Weight
 from services.worker.runner import LoadError
@@ -58,22 +57,17 @@ _COLUMNS = 1024
 """Columns of a row in one program."""
 
 
-class CudaNetwork:
-    """`NetworkKernels`
-
+class CudaNetwork(NetworkKernels):
+    """
     Args:
         graphs: makes what captures the decode steps of a recording; None: recordings are eager
     """
-
-    routing: RoutingKernels | None = None
 
     def __init__(
         self, activations: torch.dtype, device: ComputeDevice, graphs: Callable[[], GraphMaker] | None = None
     ) -> None:
         self.activations, self._device, self._graphs = activations, device, graphs
-
-    def pack(self, weight: Weight, is_table: bool = False) -> Packed:
-        return weight
+        self.routing = None
 
     def linear(self, weight: Packed, bias: torch.Tensor | None = None) -> Linear:
         assert not isinstance(weight, tuple), PLAIN
@@ -86,10 +80,6 @@ class CudaNetwork:
     def tied(self, embedding: EmbeddingTable) -> Linear:
         assert embedding.tensor is not None, "it is one of this network's"
         return self.linear(embedding.tensor)
-
-    def bytes_per_block(self, shape: CacheShape) -> int:
-        per_head = 2 * shape.block_size * shape.head_dim
-        return shape.layers * shape.kv_heads * per_head * shape.dtype.itemsize
 
     def kv_cache(self, shape: CacheShape, num_blocks: int, allocate: Allocate = own_memory) -> KVCache:
         """keys[layer] and values[layer]: [blocks, kv_heads, block_size, head_dim]."""
@@ -115,9 +105,6 @@ class CudaNetwork:
             out.copy_(source)
         else:
             torch.mul(source, factor, out=out)
-
-    def add(self, source: torch.Tensor, out: torch.Tensor, factor: float = 1.0) -> None:
-        out.add_(source, alpha=factor)
 
     def norm(
         self,
@@ -157,11 +144,6 @@ class CudaNetwork:
         greatest = logits.amax(1, keepdim=True)
         ids.copy_((logits == greatest).to(torch.uint8).argmax(1))
         torch.reciprocal(((logits - greatest) * sharpness[:, None]).exp_().sum(1), out=chances)
-
-    def call(
-        self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, out: torch.Tensor
-    ) -> torch.Tensor:
-        return function(x)
 
     def record(self, body: Callable[[B], T], buffers: B) -> Recording[T]:
         """Decode steps of a forward pass are captured; buffers of other kinds of rows are computed eagerly."""

@@ -5,33 +5,24 @@ import torch
 import triton
 from numpy.typing import NDArray
 
-from services.worker.batch.row_check import CountRows, count_rows
 from services.worker.batch.slots import Rows
 from services.worker.device.interface import ComputeDevice
 from services.worker.kernels.cuda.attention import TILE
 from services.worker.kernels.cuda.compiled.layout import layout_kernel
 from services.worker.kernels.cuda.graph_plan import padded_rows
-from services.worker.kernels.host_history import place_masks
 from services.worker.kernels.interface.arrays import I32
-from services.worker.kernels.interface.rows import BatchTensors, SettledRows, SlotDrafts, Verified
+from services.worker.kernels.interface.rows import BatchTensors, RowKernels, SettledRows, SlotDrafts, Verified
 
 _AT_ONCE = 256
 
 
-class CudaRows:
-    """`RowKernels`. Frontiers and proposed drafts (`SlotDrafts`) are tensors of the host."""
+class CudaRows(RowKernels):
+    """Frontiers and proposed drafts (`SlotDrafts`) are tensors of the host."""
 
     tile = TILE
-    count_rows: CountRows = staticmethod(count_rows)
-    place_masks = staticmethod(place_masks)
 
     def __init__(self, device: ComputeDevice) -> None:
         self._device = device
-
-    def spread(self, counts: I32) -> tuple[I32, I32]:
-        owners = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-        firsts = np.cumsum(counts, dtype=np.int32) - counts
-        return owners, np.arange(len(owners), dtype=np.int32) - firsts[owners]
 
     # -- the token history -----------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from services.worker.kernels.cuda.compiled.logit_rules import mask_kernel
 from services.worker.kernels.cuda.logit_rules import CudaLogitRules
 from services.worker.kernels.interface.arrays import F32, I32
 from services.worker.kernels.interface.logit_rules import LogitRules
-from services.worker.kernels.interface.sampling import DrawColumns, ScoredTokens
+from services.worker.kernels.interface.sampling import DrawColumns, SamplingKernels, ScoredTokens
 from services.worker.sampling.noise import keys
 from services.worker.sampling.reference import GREEDY_BELOW
 
@@ -31,9 +31,7 @@ _SCORED_BYTES = 20
 """Most memory for one logit of them: a copy, its bits, and the number that is sorted, twice for a moment."""
 
 
-class CudaSampling:
-    """`SamplingKernels`"""
-
+class CudaSampling(SamplingKernels):
     def __init__(self, device: ComputeDevice) -> None:
         self._device = device
 

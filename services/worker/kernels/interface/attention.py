@@ -4,6 +4,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from services.worker.kernels.interface.kv_cache import KVCache
+
 
 class AttentionShape(NamedTuple):
     """Attention of every layer of a model."""
@@ -76,3 +78,98 @@ class Attention(Protocol):
             sinks: float32[heads]: one more score of each head in the softmax, without a value
         """
         ...
+
+
+class PlainAttention:
+    """`Attention` in plain torch."""
+
+    def __init__(self, shape: AttentionShape, cache: KVCache, table: torch.Tensor) -> None:
+        self._shape, self._cache, self._tables = shape, cache, shape.tables_of(table)
+
+    def begin(self, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        size = self._cache.shape.block_size
+        self._angles = [positions[:, None].float() * each for each in self._shape.frequencies]
+        self._blocks = [table[slots.long(), positions.long() // size].long() for table in self._tables]
+        self._offsets = positions.long() % size
+
+    def write(
+        self, layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> None:
+        shape, kv_heads = self._shape, self._cache.shape.kv_heads
+        heads = qkv.float().unflatten(-1, (-1, self._cache.shape.head_dim))
+        queries, keys, values = heads.split([shape.heads, kv_heads, kv_heads], 1)
+        if norms is not None:
+            queries = _heads_normalised(queries, norms[0], shape.norm_eps)
+            keys = _heads_normalised(keys, norms[1], shape.norm_eps)
+        self._queries = self._rotated(queries, layer)
+        dtype = self._cache.shape.dtype
+        at = shape.place_of(layer), self._blocks[shape.table_of(layer)], self._offsets
+        self._cache.keys[at] = self._rotated(keys, layer).to(dtype)
+        self._cache.values[at] = values.to(dtype)
+
+    def _rotated(self, heads: torch.Tensor, layer: int) -> torch.Tensor:
+        """float32[tokens, heads, head_dim]"""
+        number, amplitudes = self._shape.rotation_of(layer), self._shape.amplitudes
+        factor = 1.0 if amplitudes is None else amplitudes[number]
+        angles = self._angles[number]
+        cos, sin = (angles.cos() * factor)[:, None], (angles.sin() * factor)[:, None]
+        first, second = heads.chunk(2, -1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    def attend(
+        self, layer: int, tiles: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> None:
+        for slot, position, token, count in tiles.tolist():
+            queries = self._queries[token : token + count]
+            end, window = position + count, self._shape.windows[layer]
+            low = max(0, position - window + 1) if window else 0  # memory behind the window is not the slot's
+            table, place = self._tables[self._shape.table_of(layer)][slot], self._shape.place_of(layer)
+            keys, values = (self._positions(tensor[place], table, low, end) for tensor in self._kept)
+            where = torch.arange(position - low, end - low)
+            attended = self._attended(queries, keys, values, where, layer, sinks)
+            out[token : token + count] = attended.flatten(1)
+
+    @property
+    def _kept(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._cache.keys, self._cache.values
+
+    def _positions(self, blocks: torch.Tensor, table: torch.Tensor, low: int, end: int) -> torch.Tensor:
+        """float32[heads, end - low, head_dim]: positions of a slot, each KV head as often as it has query heads."""
+        size = self._cache.shape.block_size
+        first, number = low // size, -(-end // size)
+        heads = (
+            blocks[table[first:number].long()].flatten(0, 1)[low - first * size : end - first * size].float()
+        )
+        return heads.repeat_interleave(self._shape.heads // self._cache.shape.kv_heads, 1).transpose(0, 1)
+
+    def _attended(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        where: torch.Tensor,
+        layer: int,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """float32[tokens, heads, head_dim]; `where` are the queries' positions, counted from the first key."""
+        scores = queries.transpose(0, 1) @ keys.transpose(1, 2) * self._shape.score_factor
+        at, window = torch.arange(keys.shape[1]), self._shape.windows[layer]
+        unseen = at > where[:, None]
+        if window:
+            unseen |= at <= where[:, None] - window
+        scores = scores.masked_fill(unseen, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(where), 1)), -1)
+        return (scores.softmax(-1)[..., : len(at)] @ values).transpose(0, 1)
+
+
+def _heads_normalised(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """float32[tokens, heads, head_dim]; head by head, or over all heads if there is a weight for each."""
+    if len(weight) == heads.shape[2]:
+        return normalised(heads, weight, eps)
+    return normalised(heads.flatten(1), weight, eps).view(heads.shape)
+
+
+def normalised(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """float32, over the last dimension"""
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight

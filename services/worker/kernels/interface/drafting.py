@@ -1,11 +1,12 @@
 """Proposals of drafts: n-gram lookup and the rounds of a draft head."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from protocol.steps import NO_DRAFT
 from services.worker.kernels.interface.arrays import F32, I32
 from services.worker.kernels.interface.recording import Recording
 
@@ -75,7 +76,7 @@ class DraftLayout(NamedTuple):
     """Rows that get drafts."""
 
 
-class DraftingKernels(Protocol):
+class DraftingKernels:
     """Proposals of tokens."""
 
     def lookup(
@@ -95,14 +96,48 @@ class DraftingKernels(Protocol):
 
         Returns: int32[rows, k], padded with NO_DRAFT.
         """
-        ...
+        found = np.full((len(slots), k), NO_DRAFT, np.int32)
+        for row, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
+            tokens = history[slot, :length].tolist()
+            if (match := _longest_match(tokens, sizes)) is None:
+                continue
+            after, size = match
+            chance = np.float32(1)
+            for j in range(k):
+                chance *= np.float32(size) / np.float32(size + 1)
+                if chance < np.float32(min_acceptance):
+                    break
+                tokens.append(tokens[after + j])
+                found[row, j] = tokens[-1]
+        return found
 
     def lay_out(
         self, rows: DraftRows, history: torch.Tensor, limits: DraftLimits, tensors: DraftTensors
     ) -> DraftLayout:
         """Write the places of a step's tokens without their hidden states, each with the token after it, and the rows
         that have room for drafts."""
-        ...
+        place = row = sampled = 0
+        columns = zip(
+            *(c.tolist() for c in (rows.slots, rows.starts, rows.counts, rows.samples)), strict=True
+        )
+        for slot, start, count, samples in columns:
+            end = start + count
+            for position in range(start, min(end, limits.position)):
+                tensors.slots[place], tensors.positions[place] = slot, position
+                tensors.ids[place] = history[slot, min(position + 1, history.shape[1] - 1)]
+                place += 1
+            if not samples:
+                continue
+            held = int(rows.num_blocks[slot]) * rows.block_size
+            room = min(limits.position - 1 - end, held - end + 1, limits.k)
+            if room > 0:
+                tensors.last[row], tensors.room[row], tensors.owner[row] = place - 1, room, sampled
+                tensors.sharpness[row] = 1 / float(np.hypot(rows.temperature[slot], limits.error))
+                tensors.chance[row] = 1
+                tensors.tiles[row] = torch.tensor([slot, end - 1, place - 1, 1])
+                row += 1
+            sampled += 1
+        return DraftLayout(place, row)
 
     def draft(
         self,
@@ -121,4 +156,40 @@ class DraftingKernels(Protocol):
             tokens: int32[draft vocabulary]: the token of each draft id; None: the same
             proposed: int32[any, k]: written where there are drafts
         """
-        ...
+        t, k, (num_places, num_rows) = tensors, proposed.shape[1], layout
+        for number in range(max(k, 1)):
+            places.run(places=num_places)
+            if not num_rows or not k:
+                return
+            rows.run(rows=num_rows)
+            chance = t.chance[:num_rows] * t.sure[:num_rows]
+            likely = chance >= min_acceptance
+            ids = t.chosen[:num_rows] if tokens is None else tokens[t.chosen[:num_rows].long()]
+            proposed[t.owner[:num_rows][likely].numpy(), number] = ids[likely].numpy()
+            going = (likely & (t.room[:num_rows] > number + 1)).nonzero()[:, 0]
+            if number + 1 == k:
+                return
+            num_places = num_rows = _continue(t, going, ids[going], chance[going])
+
+
+def _longest_match(tokens: list[int], sizes: range) -> tuple[int, int] | None:
+    """Return the end and the size of the longest earlier occurrence of the last tokens; among equals the last one."""
+    for size in reversed(sizes):
+        for first in range(len(tokens) - size - 1, -1, -1):
+            if tokens[first : first + size] == tokens[-size:]:
+                return first + size, size
+    return None
+
+
+def _continue(t: DraftTensors, going: torch.Tensor, ids: torch.Tensor, chance: torch.Tensor) -> int:
+    """Make rows `going` the rows and the places of the next round, with the tokens drafted last; returns how many."""
+    left = len(going)
+    for column in (t.room, t.owner, t.sharpness):
+        column[:left] = column[going]
+    t.chance[:left], t.ids[:left], t.hidden[:left] = chance, ids, t.yielded[going]
+    at = torch.arange(left, dtype=torch.int32)
+    t.slots[:left], t.positions[:left], t.last[:left] = t.tiles[going, 0], t.tiles[going, 1] + 1, at
+    t.tiles[:left] = torch.stack(
+        (t.slots[:left], t.positions[:left], at, torch.ones(left, dtype=torch.int32)), 1
+    )
+    return left

@@ -1,7 +1,8 @@
 """One implementation of all operations."""
 
-from typing import Protocol
+import torch
 
+from services.worker.device.cpu import CpuDevice
 from services.worker.device.interface import ComputeDevice
 from services.worker.kernels.interface.drafting import DraftingKernels
 from services.worker.kernels.interface.network import NetworkKernels
@@ -10,7 +11,7 @@ from services.worker.kernels.interface.sampling import SamplingKernels
 from services.worker.kernels.interface.workspaces import EpochSizes, Uses
 
 
-class Kernels(Protocol):
+class Kernels:
     """One implementation, for a model in one dtype. Each group is for one calling thread."""
 
     device: ComputeDevice
@@ -21,15 +22,19 @@ class Kernels(Protocol):
     sampling: SamplingKernels
     drafting: DraftingKernels
 
+    def __init__(self, activations: torch.dtype) -> None:
+        self.device, self.network = CpuDevice(), NetworkKernels(activations)
+        self.rows, self.sampling, self.drafting = RowKernels(), SamplingKernels(), DraftingKernels()
+
     def float32_network(self) -> NetworkKernels:
         """Return another network, with float32 activations over a cache in the model's dtype."""
-        ...
+        return NetworkKernels(torch.float32)
 
     def workspaces(self, sizes: EpochSizes) -> Uses:
         """Return the most memory of the device that the operations of a step take beside their operands; nothing where
         the memory is the host's."""
-        ...
+        return {}
 
     def use_threads(self, number: int) -> None:
         """Compute with `number` threads in this process, including the calling thread."""
-        ...
+        torch.set_num_threads(number)

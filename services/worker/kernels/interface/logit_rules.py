@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from services.worker.kernels.interface.arrays import F32, I32
+from services.worker.sampling import reference
 
 
 @dataclass(frozen=True)
@@ -48,3 +49,49 @@ class LogitRules(Protocol):
         Raises: RuntimeError, if a position before them has no token (valid ids).
         """
         ...
+
+
+class PlainLogitRules:
+    """`LogitRules`; what a rule looks at is counted anew for every row."""
+
+    def __init__(self, num_slots: int, vocab_size: int, history: torch.Tensor) -> None:
+        self._vocab, self._history = vocab_size, history
+        self._rules: list[LogitRule | None] = [None] * num_slots
+
+    def assign(self, slot: int, rule: LogitRule | None) -> None:
+        self._rules[slot] = rule
+
+    def changes(self, slots: I32) -> NDArray[np.bool_]:
+        return np.array([self._rules[slot] is not None for slot in slots], np.bool_)
+
+    def apply(self, logits: torch.Tensor, slots: I32, positions: I32) -> None:
+        for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
+            if (rule := self._rules[slot]) is not None:
+                tokens = self._history[slot, :position].numpy()
+                if rule.penalizes and ((tokens < 0) | (tokens >= self._vocab)).any():
+                    raise RuntimeError(f"slot {slot} is sampled, but not all positions before have a token")
+                _change(logits[row].numpy(), rule, tokens, position)
+
+
+def _change(row: NDArray[np.float32], rule: LogitRule, tokens: I32, position: int) -> None:
+    """In place; `tokens` are all before the position."""
+    prompt, output = tokens[: rule.num_prompt], tokens[rule.num_prompt :]
+    if rule.allowed is not None:
+        reference.allow_only(row, rule.allowed)
+    words = tuple(tuple(word.tolist()) for word in rule.bad_words)
+    reference.forbid(row, reference.ends_of_bad_words(words, output))
+    if rule.banned is not None and position < rule.banned_until:
+        reference.forbid(row, tuple(rule.banned.tolist()))
+    if rule.biased is not None and rule.biases is not None:
+        reference.add_bias(row, tuple(zip(rule.biased.tolist(), rule.biases.tolist(), strict=True)))
+    if rule.penalizes:
+        _penalize(row, rule, prompt, output)
+
+
+def _penalize(row: NDArray[np.float32], rule: LogitRule, prompt: I32, output: I32) -> None:
+    """Repetition for the tokens of prompt and output, then frequency and presence for those of the output."""
+    emitted, counts = np.unique(output, return_counts=True)
+    seen, repetition = np.union1d(prompt, emitted), np.float32(rule.repetition)
+    row[seen] = np.where(row[seen] > 0, row[seen] / repetition, row[seen] * repetition)
+    row[emitted] -= np.float32(rule.frequency) * counts.astype(np.float32)
+    row[emitted] -= np.float32(rule.presence)

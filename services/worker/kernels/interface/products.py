@@ -3,6 +3,9 @@
 from typing import Protocol
 
 import torch
+from torch.nn import functional
+
+from services.worker.kernels.quantized_weight import QuantizedWeight, Weight
 
 
 class Linear(Protocol):
@@ -33,3 +36,34 @@ class EmbeddingTable(Protocol):
     def look_up(self, index: torch.Tensor, out: torch.Tensor) -> None:
         """out[i] = vector of token index[i] in float32; int32[rows], float32[rows, width]."""
         ...
+
+
+class PlainLinear:
+    """`Linear`"""
+
+    def __init__(self, weight: Weight, bias: torch.Tensor | None, activations: torch.dtype) -> None:
+        self._activations = activations
+        self._weight = weight if isinstance(weight, QuantizedWeight) else weight.to(activations)
+        self._bias = bias if bias is None else bias.to(activations)
+        self.num_bytes = self._weight.nbytes
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        weight = self._weight
+        if isinstance(weight, QuantizedWeight):
+            weight = weight.dequantized().to(self._activations)
+        return out.copy_(functional.linear(x, weight, self._bias))
+
+
+class WeightTable:
+    """`EmbeddingTable`"""
+
+    def __init__(self, weight: Weight) -> None:
+        self.weight, self.num_bytes = weight, weight.nbytes
+        self.tensor = weight if isinstance(weight, torch.Tensor) else None
+
+    def __len__(self) -> int:
+        return self.weight.shape[0]
+
+    def look_up(self, index: torch.Tensor, out: torch.Tensor) -> None:
+        weight, rows = self.weight, index.long()
+        out.copy_(weight.select(rows) if isinstance(weight, QuantizedWeight) else weight[rows])

@@ -1,6 +1,6 @@
 """Rows of a mixture of experts."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -16,7 +16,7 @@ class Routed(NamedTuple):
     """int[experts + 1]: number of pairs of the experts before each one, and of all."""
 
 
-class RoutingKernels(Protocol):
+class RoutingKernels:
     """Called by the host between recorded operations. Rows are independent of one another."""
 
     def route(self, logits: torch.Tensor, per_token: int, normalised: bool) -> Routed:
@@ -26,7 +26,14 @@ class RoutingKernels(Protocol):
             logits: activations[tokens, experts]
             normalised: the softmax is over the chosen experts, otherwise over all
         """
-        ...
+        chances, every = logits.float().softmax(-1), logits.shape[1]
+        chosen = logits.float().sort(stable=True, dim=1, descending=True).indices[:, :per_token]
+        weights = chances.gather(1, chosen)
+        if normalised:
+            weights = weights / weights.sum(1, keepdim=True)
+        order = chosen.flatten().argsort(stable=True)
+        ends = [0, *torch.bincount(chosen.flatten(), minlength=every).cumsum(0).tolist()]
+        return Routed(order // per_token, weights.flatten()[order], ends)
 
     def combine(
         self, results: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor, rows: int
@@ -36,4 +43,5 @@ class RoutingKernels(Protocol):
         Args:
             results: activations[pairs, width]
         """
-        ...
+        out = torch.zeros(rows, results.shape[1])
+        return out.index_add_(0, tokens, results.float() * weights[:, None])

@@ -1,12 +1,12 @@
 """The rows of a step: layout, true positions and verification of drafts."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.worker.batch.row_check import CountRows
+from services.worker.batch.row_check import CountRows, count_rows
 from services.worker.batch.slots import Rows
 from services.worker.kernels.interface.arrays import I32
 
@@ -64,29 +64,35 @@ class Verified(NamedTuple):
     """bool[tokens]: sampled tokens that count."""
 
 
-class RowKernels(Protocol):
+class RowKernels:
     """The rows of a step: their positions, and the drafts that are accepted."""
 
-    tile: int
+    tile = 8
     """Maximum number of tokens in a tile."""
-    count_rows: CountRows
+    count_rows: CountRows = staticmethod(count_rows)
     """The check of a plan's rows on the host; for any thread."""
 
     def spread(self, counts: I32) -> tuple[I32, I32]:
         """Return the row of each token and its index in the row, int32[tokens] each. `counts`: int32[rows], tokens."""
-        ...
+        owners = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        firsts = np.cumsum(counts, dtype=np.int32) - counts
+        return owners, np.arange(len(owners), dtype=np.int32) - firsts[owners]
 
     def write_prompt(self, history: torch.Tensor, slot: int, tokens: I32) -> None:
         """Write the first tokens of a slot to `history`, int32[slots, limit]."""
-        ...
+        history.numpy()[slot, : len(tokens)] = tokens
 
     def write_tokens(self, history: torch.Tensor, slots: I32, positions: I32, ids: torch.Tensor) -> None:
         """Write int32[tokens] ids at their positions. Those beyond the limit of the history are skipped."""
-        ...
+        limit, values = history.shape[1], ids.numpy()
+        if positions.max(initial=0) >= limit:
+            inside = positions < limit
+            slots, positions, values = slots[inside], positions[inside], values[inside]
+        history.numpy()[slots, positions] = values
 
     def read_tokens(self, history: torch.Tensor, slots: I32, positions: I32) -> torch.Tensor:
         """Return the ids at `positions` of `slots`, int32[tokens]."""
-        ...
+        return torch.from_numpy(history.numpy()[slots, positions])
 
     def settle(self, rows: Rows, drafts: SlotDrafts, history: torch.Tensor) -> tuple[SettledRows | None, int]:
         """Bring rows to their true positions, each with the drafts that its slot has, and write these drafts to
@@ -94,7 +100,19 @@ class RowKernels(Protocol):
 
         Returns: the rows and -1; or None and the first row that is planned before its frontier, with nothing changed.
         """
-        ...
+        frontiers = drafts.frontier.numpy()[rows.slots]
+        early = np.flatnonzero(frontiers > rows.starts)
+        if len(early):
+            return None, int(early[0])
+        starts = np.where(frontiers >= 0, frontiers, rows.starts)
+        number = np.minimum(rows.drafts, drafts.proposed.numpy()[rows.slots])
+        counts = rows.counts - rows.drafts + number
+        ends = starts + counts
+        for slot, end, proposed in zip(rows.slots.tolist(), ends.tolist(), number.tolist(), strict=True):
+            inside = history[slot, end - proposed : end]  # what is beyond the history is no step's input
+            inside.copy_(drafts.tokens[slot, : len(inside)])
+            drafts.frontier[slot], drafts.proposed[slot] = end, 0
+        return SettledRows(starts, counts, number), -1
 
     def lay_out(
         self, rows: Rows, history: torch.Tensor | None, vocab_size: int, batch: BatchTensors
@@ -106,7 +124,25 @@ class RowKernels(Protocol):
         Raises: RuntimeError, if the history has no token of the vocabulary at a position (valid ids); only where the
             host reads the device's memory.
         """
-        ...
+        token = tiles = sampled = 0
+        columns = (rows.slots, rows.starts, rows.counts, rows.samples, rows.drafts)
+        for slot, start, count, samples, drafts in zip(*(c.tolist() for c in columns), strict=True):
+            here = slice(token, token + count)
+            batch.slots[here], batch.positions[here] = slot, torch.arange(start, start + count)
+            if history is not None:
+                ids = batch.ids[here] = history[slot, start : start + count]
+                if len(missing := ((ids < 0) | (ids >= vocab_size)).nonzero()):
+                    position = start + int(missing[0])
+                    raise RuntimeError(f"slot {slot} is computed at position {position}, which has no token")
+            for first in range(0, count, self.tile):
+                tile = [slot, start + first, token + first, min(count - first, self.tile)]
+                batch.tiles[tiles] = torch.tensor(tile)
+                tiles += 1
+            token += count
+            if samples:
+                batch.sampled[sampled : sampled + 1 + drafts] = torch.arange(token - 1 - drafts, token)
+                sampled += 1 + drafts
+        return tiles, sampled
 
     def place_masks(self, slots: I32, drafts: I32, masked: I32, counts: I32) -> PlacedMasks:
         """Match the masks of a step with its sampled tokens: one for each row and one for each of its drafts.
@@ -115,7 +151,16 @@ class RowKernels(Protocol):
             slots, drafts: int32[sampling rows]
             masked, counts: int32[constrained rows]: slots, and numbers of masks; a slot without a row has no token
         """
-        ...
+        row_of = {slot: row for row, slot in enumerate(slots.tolist())}
+        firsts, tokens, acceptable = np.cumsum(drafts + 1) - drafts - 1, list[int](), drafts.copy()
+        for slot, count in zip(masked.tolist(), counts.tolist(), strict=True):
+            used = 0
+            if (row := row_of.get(slot)) is not None:
+                used = min(count, 1 + int(drafts[row]))
+                tokens += range(firsts[row], firsts[row] + used)
+                acceptable[row] = used - 1
+            tokens += [-1] * (count - used)
+        return PlacedMasks(np.array(tokens, np.int32), acceptable)
 
     def verify(
         self, slots: I32, firsts: I32, drafts: I32, acceptable: I32, ids: torch.Tensor, history: torch.Tensor
@@ -127,4 +172,12 @@ class RowKernels(Protocol):
             ids: int32[sum(drafts + 1)], sampled tokens
             history: int32[slots, limit], with the drafts from position `firsts` on
         """
-        ...
+        drafted = np.minimum(drafts, acceptable)
+        counts, stays = np.empty(len(slots), np.int32), np.zeros(len(ids), np.bool_)
+        begins = np.cumsum(drafts + 1) - drafts - 1
+        for row, (slot, first, begin) in enumerate(zip(slots, firsts, begins, strict=True)):
+            tokens = history[slot, first : first + drafted[row]]
+            equal = (tokens == ids[begin : begin + len(tokens)]).tolist()
+            counts[row] = 1 + (equal.index(False) if False in equal else len(equal))
+            stays[begin : begin + counts[row]] = True
+        return Verified(counts, drafted, stays)

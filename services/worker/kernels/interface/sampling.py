@@ -1,13 +1,15 @@
 """Choice and scoring of tokens."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from services.worker.kernels.interface.arrays import F32, I32
-from services.worker.kernels.interface.logit_rules import LogitRules
+from services.worker.kernels.interface.logit_rules import LogitRules, PlainLogitRules
+from services.worker.sampling import reference
+from services.worker.sampling.noise import gumbel
 
 
 class DrawColumns(NamedTuple):
@@ -38,27 +40,38 @@ class ScoredTokens(NamedTuple):
     """int32[rows]: 1 plus the number of logits greater than the token's"""
 
 
-class SamplingKernels(Protocol):
+class SamplingKernels:
     """Sampling from logits. Rows are independent of one another."""
 
     def logit_rules(self, num_slots: int, vocab_size: int, history: torch.Tensor) -> LogitRules:
         """`history`: int32[slots, limit]"""
-        ...
+        return PlainLogitRules(num_slots, vocab_size, history)
 
     def apply_bitmask(self, logits: torch.Tensor, rows: I32, words: I32) -> None:
         """Forbid in rows `rows` of float32[any, vocab] all tokens without a bit in `words`, int32[rows, words], least
         significant bit first. If every token with a bit is forbidden already, allow the lowest of them."""
-        ...
+        for row, mask in zip(rows, words, strict=True):
+            reference.apply_bitmask(logits[row].numpy(), mask)
 
     def greedy(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the greatest of each row of float32[rows, vocab] as int32[rows]; the lowest id among equals."""
-        ...
+        return logits.argmax(-1).int()
 
     def choose(self, logits: torch.Tensor, columns: DrawColumns) -> torch.Tensor:
         """Return a token of each row, int32[rows]: the greatest logit, or a draw by the row's noise after temperature,
         min-p, top-k and top-p. Tokens that tie with the last one kept are kept; among equal maxima the lowest id wins.
         The logits do not change."""
-        ...
+        ids = torch.zeros(len(logits), dtype=torch.int32)
+        for row, (temperature, min_p, top_k, top_p, seed, position) in enumerate(zip(*columns, strict=True)):
+            values = logits[row].numpy()
+            if temperature < reference.GREEDY_BELOW:
+                ids[row] = int(values.argmax())
+                continue
+            kept = reference.restrict(values / temperature, int(top_k), float(top_p), float(min_p))
+            left = np.flatnonzero(kept > reference.NEVER)
+            if len(left):
+                ids[row] = int(left[(kept[left] + _noise(seed, position, left)).argmax()])
+        return ids
 
     def logprobs(self, logits: torch.Tensor, rows: I32, tokens: torch.Tensor, tops: I32) -> ScoredTokens:
         """Score tokens by rows `rows` of float32[any, vocab].
@@ -69,4 +82,18 @@ class SamplingKernels(Protocol):
 
         Returns: tensors that no later call changes.
         """
-        ...
+        scored = [
+            reference.logprobs_of(logits[row].numpy(), int(token), int(top))
+            for row, token, top in zip(rows, tokens.numpy(), tops, strict=True)
+        ]
+        return ScoredTokens(
+            np.array([len(each.token_ids) for each in scored], np.int32),
+            torch.from_numpy(np.concatenate([each.token_ids for each in scored])),
+            torch.from_numpy(np.concatenate([each.values for each in scored])),
+            torch.tensor([each.token_rank for each in scored], dtype=torch.int32),
+        )
+
+
+def _noise(seed: np.uint64, position: np.int32, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+    """float32[tokens]"""
+    return gumbel(np.array([seed]), np.array([position]), tokens)[0]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from services.worker.kernels.cuda.attention import PagedAttention
-from services.worker.kernels.reference.kernels import ReferenceKernels
+from services.worker.kernels.interface.kernels import Kernels
 from tests.unit.native.attention_cases import AttentionCase, PagedTokens
 from tests.unit.native.cuda.kernel_cases import Accuracy, KernelMaker
 
@@ -36,7 +36,7 @@ def both(
     divided = partial(PagedAttention, activations=dtype, processors=processors)
     return (
         PagedTokens(make(dtype), case, CONTEXT, dtype, dtype, divided if processors else None),
-        PagedTokens(ReferenceKernels(dtype), case, CONTEXT, dtype, dtype),
+        PagedTokens(Kernels(dtype), case, CONTEXT, dtype, dtype),
     )
 
 

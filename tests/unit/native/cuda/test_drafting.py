@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.kernels.reference.drafting import ReferenceDrafting
+from services.worker.kernels.interface.drafting import DraftingKernels
 from tests.unit.native.cuda.kernel_cases import KernelMaker
 
 
@@ -18,4 +18,4 @@ def test_lookups_are_equal(make: KernelMaker, seed: int) -> None:
     sizes, k = range(int(rng.integers(1, 3)), int(rng.integers(3, 6))), int(rng.integers(1, 9))
     arguments = history, slots, lengths, sizes, k, float(rng.choice([0.0, 0.3, 0.7]))
     ours = make().drafting.lookup(*arguments)
-    assert ours.tolist() == ReferenceDrafting().lookup(*arguments).tolist()
+    assert ours.tolist() == DraftingKernels().lookup(*arguments).tolist()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.kernels.reference.kernels import ReferenceKernels
+from services.worker.kernels.interface.kernels import Kernels
 from services.worker.runner import LoadError
 from tests.integration.native.conftest import VARIANTS, save
 from tests.unit.native.cuda.tiny_engine import TinyEngine, write_tiny_model
@@ -43,7 +43,7 @@ STEPS: list[Step] = [
 
 @torch.inference_mode()
 def test_tokens_equal_the_reference(model: Path) -> None:
-    engines = TinyEngine(model, interpreted_kernels()), TinyEngine(model, ReferenceKernels(torch.float32))
+    engines = TinyEngine(model, interpreted_kernels()), TinyEngine(model, Kernels(torch.float32))
     for engine in engines:
         fill(engine)
     for step in STEPS:
@@ -58,7 +58,7 @@ def test_tokens_equal_the_reference(model: Path) -> None:
 def test_logits_of_other_architectures_equal_the_reference(tmp_path: Path, name: str) -> None:
     torch.manual_seed(7)
     path = save(VARIANTS[name](), tmp_path).path
-    engines = TinyEngine(path, interpreted_kernels()), TinyEngine(path, ReferenceKernels(torch.float32))
+    engines = TinyEngine(path, interpreted_kernels()), TinyEngine(path, Kernels(torch.float32))
     for engine in engines:
         engine.add(0, prompt(13))
         engine.add(1, prompt(5))

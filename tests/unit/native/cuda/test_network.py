@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from services.worker.kernels.interface.network import NetworkKernels
 from services.worker.kernels.quantized_weight import quantized
-from services.worker.kernels.reference.network import ReferenceNetwork
 from services.worker.runner import LoadError
 from tests.unit.native.cuda.kernel_cases import Accuracy, KernelMaker, each_dtype
 
@@ -15,7 +15,7 @@ ROWS = [0, 1, 5]
 @pytest.mark.parametrize("width", [1, 5, 64, 1500])
 def test_norm(make: KernelMaker, accuracy: Accuracy, dtype: torch.dtype, width: int) -> None:
     torch.manual_seed(0)
-    ours, theirs, weight = make(dtype).network, ReferenceNetwork(dtype), torch.randn(width)
+    ours, theirs, weight = make(dtype).network, NetworkKernels(dtype), torch.randn(width)
     for rows in ROWS:
         x = torch.randn(rows, width)
         for delta in (None, torch.randn(rows, width).to(dtype)):
@@ -50,7 +50,7 @@ def test_gate_and_multiply(
             gate_up[0, 0], gate_up[1, 0] = -200.0, 200.0  # beyond the range of exp
         ours, theirs = torch.empty(rows, width, dtype=dtype), torch.empty(rows, width, dtype=dtype)
         make(dtype).network.gate_and_multiply(gate_up, ours, activation)
-        ReferenceNetwork(dtype).gate_and_multiply(gate_up, theirs, activation)
+        NetworkKernels(dtype).gate_and_multiply(gate_up, theirs, activation)
         torch.testing.assert_close(ours, theirs, **accuracy.network[dtype])
 
 
@@ -84,7 +84,7 @@ def test_gather_clamps_what_is_no_row(make: KernelMaker) -> None:
 @each_dtype
 def test_linear_and_tied_head(make: KernelMaker, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    ours, theirs = make(dtype).network, ReferenceNetwork(dtype)
+    ours, theirs = make(dtype).network, NetworkKernels(dtype)
     weight, bias = torch.randn(96, 64).to(dtype), torch.randn(96).to(dtype)
     embedding = ours.embedding(weight.clone())
     tied = ours.tied(embedding)

@@ -8,8 +8,7 @@ import torch
 
 from services.worker.batch.slots import EMPTY, Rows
 from services.worker.kernels.cuda.graph_plan import MOST_PADDING
-from services.worker.kernels.interface.rows import BatchTensors, SlotDrafts
-from services.worker.kernels.reference.rows import ReferenceRows
+from services.worker.kernels.interface.rows import BatchTensors, RowKernels, SlotDrafts
 from tests.unit.native.cuda.kernel_cases import KernelMaker
 
 SLOTS, LIMIT, VOCAB, MOST = 12, 200, 50, 4
@@ -17,8 +16,8 @@ POISON = -7
 TOKENS = 2000
 
 
-def both(make: KernelMaker) -> tuple[Any, ReferenceRows]:
-    ours, theirs = make().rows, ReferenceRows()
+def both(make: KernelMaker) -> tuple[Any, RowKernels]:
+    ours, theirs = make().rows, RowKernels()
     theirs.tile = ours.tile
     return ours, theirs
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from services.worker.kernels.cuda import sampling
-from services.worker.kernels.interface.sampling import DrawColumns
-from services.worker.kernels.reference.sampling import ReferenceSampling
+from services.worker.kernels.interface.sampling import DrawColumns, SamplingKernels
 from services.worker.sampling import noise
 from tests.unit.native.cuda.kernel_cases import KernelMaker
 
@@ -32,7 +31,7 @@ def test_choices_equal_the_reference(make: KernelMaker, vocab: int) -> None:
     logits = torch.tensor(rng.normal(0, 2, (12, vocab)), dtype=torch.float32)
     drawn = columns(rng, 12, vocab)
     ours = make().sampling.choose(logits.clone(), drawn)
-    assert ours.tolist() == ReferenceSampling().choose(logits, drawn).tolist()
+    assert ours.tolist() == SamplingKernels().choose(logits, drawn).tolist()
 
 
 def test_choices_in_a_vocabulary_with_more_blocks_than_programs(
@@ -48,7 +47,7 @@ def test_choices_in_a_vocabulary_with_more_blocks_than_programs(
         np.array([0.95, 0.8], np.float32), np.array([5, 6], np.uint64), np.array([3, 9], np.int32),
     )  # fmt: skip
     ours = make().sampling.choose(logits.clone(), drawn).tolist()
-    assert ours == ReferenceSampling().choose(logits, drawn).tolist()
+    assert ours == SamplingKernels().choose(logits, drawn).tolist()
     alone = DrawColumns(*(column[:1] for column in drawn))
     assert make().sampling.choose(logits[:1].clone(), alone).tolist() == ours[:1]
 
@@ -93,7 +92,7 @@ def test_bitmasks_equal_the_reference(make: KernelMaker, vocab: int) -> None:
     logits[2, bits[3][:vocab]] = -np.inf
     words = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
     expected = logits.clone()
-    ReferenceSampling().apply_bitmask(expected, rows, words)
+    SamplingKernels().apply_bitmask(expected, rows, words)
     make().sampling.apply_bitmask(logits, rows, words)
     assert torch.equal(logits, expected)
 
@@ -109,7 +108,7 @@ def test_logprobs_equal_the_reference(make: KernelMaker, vocab: int) -> None:
     tokens = torch.from_numpy(rng.integers(vocab // 2, vocab, 3).astype(np.int32))
     for tops in ([0, 0, 0], [vocab, 0, min(5, vocab)], [1, 1, 1]):
         ours = make().sampling.logprobs(logits, rows, tokens, np.array(tops, np.int32))
-        theirs = ReferenceSampling().logprobs(logits, rows, tokens, np.array(tops, np.int32))
+        theirs = SamplingKernels().logprobs(logits, rows, tokens, np.array(tops, np.int32))
         assert ours.counts.tolist() == theirs.counts.tolist()
         assert ours.ids.tolist() == theirs.ids.tolist()
         assert ours.token_ranks.tolist() == theirs.token_ranks.tolist()
