@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.backends.clock import MONOTONIC, Clock
-from services.worker.backends.sim.device.interface import Inputs, no_inputs
+from services.worker.backends.sim.device.simulated import Inputs, no_inputs
 
 PATIENCE = 60.0
 POISON = -(2**31) + 77

@@ -9,7 +9,6 @@ import pytest
 from protocol.codec import unpack
 from protocol.membership import Speculation
 from protocol.steps import NO_DRAFT, GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from services.worker.backends.sim.device.interface import Device
 from services.worker.backends.sim.device.simulated import SimDevice
 from services.worker.runner import Output, RanksLost
 from tests.unit.worker.fake_device import FakeDevice
@@ -53,7 +52,7 @@ class Neighbours:
         drafts: drafts that each row proposes.
     """
 
-    def __init__(self, device: Device | None = None, drafts: int = 0, length: int = 6) -> None:
+    def __init__(self, device: SimDevice | None = None, drafts: int = 0, length: int = 6) -> None:
         self.clock, self.drafts = VirtualClock(), drafts
         speculation = Speculation("ngram", drafts) if drafts else None
         make = (lambda: SimDevice(self.clock)) if device is None else (lambda: device)

@@ -16,8 +16,8 @@ from services.worker.backends.pending_step import PendingStep, own_grammar
 from services.worker.backends.sim.checkpoint import SimCheckpoint
 from services.worker.backends.sim.cost import CostModel
 from services.worker.backends.sim.device.columns import StepColumns
-from services.worker.backends.sim.device.interface import Device, DeviceEvent, no_inputs
 from services.worker.backends.sim.device.rigid import ChunkEnd, PaddedStep, RigidShapes
+from services.worker.backends.sim.device.simulated import SimDevice, SimEvent, no_inputs
 from services.worker.backends.sim.faults import inject_faults
 from services.worker.backends.sim.model.hashing import U64
 from services.worker.backends.sim.model.hidden_states import HiddenSums
@@ -81,7 +81,7 @@ class _ExecutedSimStep:
     """On the output rank, if a row requests them; likewise `logprobs`."""
     prepared: float
     """Seconds on the monotonic clock: the step was ready to be launched."""
-    forward: DeviceEvent
+    forward: SimEvent
 
 
 class SimEpoch:
@@ -97,7 +97,7 @@ class SimEpoch:
         self,
         rank: LoadedRank,
         init: InitializeCache,
-        device: Device,
+        device: SimDevice,
         full_check: bool,
         chunk_end: ChunkEnd,
         kv: U64,
@@ -213,7 +213,7 @@ class SimEpoch:
         staged.copy_to(self.device, self.columns, n, width)
         self.ring.release(self.device.record())
 
-    def _exchange(self, send: Callable[[], None]) -> DeviceEvent | None:
+    def _exchange(self, send: Callable[[], None]) -> SimEvent | None:
         """Exchange results with other ranks, if there are any, on the device. Return the event behind it.
 
         Raises: the error of work that was done so far. Without other ranks it is raised with the result.
@@ -344,7 +344,7 @@ class SimEpoch:
         if executed.embeddings is not None:
             executed.embeddings.compute(self.oracle, self._hidden_sums)
 
-    def _propose(self, executed: _ExecutedSimStep) -> tuple[I32, DeviceEvent]:
+    def _propose(self, executed: _ExecutedSimStep) -> tuple[I32, SimEvent]:
         """Launch the drafter. Return int32[sampled rows, requested] drafts on the device, and the event behind it."""
         step, acceptance = executed.step, executed.acceptance
         requested = step.num_speculative_tokens

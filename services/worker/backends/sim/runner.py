@@ -14,14 +14,13 @@ from services.worker.backends.epoch_value import EpochValue
 from services.worker.backends.kv_blocks import affordable_blocks, context_limit
 from services.worker.backends.sim.checkpoint import SimCheckpoint
 from services.worker.backends.sim.cost import CostModel
-from services.worker.backends.sim.device.interface import Device
 from services.worker.backends.sim.device.rigid import ChunkEnd, planned_end
 from services.worker.backends.sim.device.simulated import SimDevice
 from services.worker.backends.sim.epoch import LoadedRank, SimEpoch
 from services.worker.backends.sim.model.hidden_states import HIDDEN_SIZE
 from services.worker.backends.sim.output.stage_trace import StageTrace
 from services.worker.backends.sim.output.step_output import StepOutput
-from services.worker.backends.sim.ranks.exchange import RankExchange, SingleRank
+from services.worker.backends.sim.ranks.exchange import RankExchange
 from services.worker.kv_memory import KVMemory
 from services.worker.runner import Identity, LoadError, Progress
 
@@ -42,14 +41,14 @@ class SimRunner:
     def __init__(
         self,
         config: WorkerConfig,
-        make_device: Callable[[], Device] = SimDevice,
+        make_device: Callable[[], SimDevice] = SimDevice,
         full_check: bool = False,
         chunk_end: ChunkEnd = planned_end,
     ) -> None:
         self._config = config
         self.kv_memory = KVMemory.kept(config.kv_keeper)
         self._make_device, self._full_check, self._chunk_end = make_device, full_check, chunk_end
-        self.exchange: RankExchange = SingleRank()
+        self.exchange = RankExchange()
         self._rank = EpochValue[LoadedRank]("load")
         self._epoch = EpochValue[SimEpoch]("init_kv_cache")
 
@@ -100,7 +99,7 @@ class SimRunner:
     def _join(self, assignment: Assignment, cost: CostModel, listener: socket.socket | None) -> None:
         """Connect this rank with the others. Raises: RanksLost"""
         if assignment.world_size == 1:
-            self.exchange = SingleRank()
+            self.exchange = RankExchange()
             if listener is not None:
                 listener.close()
             return
@@ -141,7 +140,7 @@ class SimRunner:
     def leave(self) -> None:
         self._end_epoch()
         self._rank.end()
-        self.exchange = SingleRank()
+        self.exchange = RankExchange()
 
     def _end_epoch(self) -> None:
         epoch = self._epoch.end()

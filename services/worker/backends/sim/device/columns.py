@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.backends.sim.device.interface import Device
+from services.worker.backends.sim.device.simulated import SimDevice
 from services.worker.batch.slots import I32, Rows, SlotTable
 
 COLUMNS = (
@@ -42,7 +42,7 @@ class StepColumns:
             column[:n] = getattr(table, name)[rows.slots]
         self.block_table[:n, :width] = table.block_table[rows.slots, :width]
 
-    def copy_to(self, device: Device, target: "StepColumns", rows: int, width: int) -> None:
+    def copy_to(self, device: SimDevice, target: "StepColumns", rows: int, width: int) -> None:
         """Enqueue the copies of one step's columns."""
         for name in COLUMNS:
             part = (slice(rows), slice(width)) if name == "block_table" else slice(rows)

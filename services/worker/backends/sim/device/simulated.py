@@ -25,13 +25,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.backends.clock import MONOTONIC, Clock
-from services.worker.backends.sim.device.interface import Inputs, no_inputs
 
 P = ParamSpec("P")
+Inputs = Callable[[], float]
+"""Waits for inputs from other ranks, and returns when they arrived: monotonic seconds."""
+
+
+def no_inputs() -> float:
+    return 0.0
 
 
 class SimEvent:
-    """A `DeviceEvent` of the simulated device."""
+    """A point on the device's timeline.
+
+    Times are seconds of the monotonic clock, valid after `synchronize` or `reach`, and for later work on the device.
+    """
 
     __slots__ = ("_device", "began", "ended", "error", "passed")
 
@@ -43,11 +51,19 @@ class SimEvent:
         """The work up to this point was done; its modelled time may not be over."""
 
     def reach(self) -> None:
+        """Wait until all work up to this point is done, although its modelled time may not be over.
+
+        Raises: the error of any work up to this point.
+        """
         self._device.work_until(self)
         if self.error is not None:
             raise self.error
 
     def synchronize(self) -> None:
+        """Wait, without spinning, until the device has reached this point.
+
+        Raises: the error of any work up to this point.
+        """
         device = self._device
         device.work_until(self)
         while (left := self.ended - device.clock.monotonic()) > 0:
@@ -66,7 +82,7 @@ class _Wait(NamedTuple):
 
 
 class SimDevice:
-    """A `Device`. One thread launches; any thread may wait for events.
+    """A device that executes in order. No call waits for masks. One thread launches; any thread may wait for events.
 
     Args:
         clock: another clock, for tests.
@@ -108,6 +124,7 @@ class SimDevice:
         self._queue.popleft()
 
     def copy_in(self, target: NDArray[Any], source: NDArray[Any]) -> None:
+        """Copy from host to device. `source` must not change before a later event has passed."""
         self._do(np.copyto, target, source)
 
     def record(self) -> SimEvent:
@@ -120,6 +137,7 @@ class SimDevice:
         self._pass(event)
 
     def launch(self, work: Callable[[], None], seconds: float, inputs: Inputs = no_inputs) -> SimEvent:
+        """Run `work` on the device, for `seconds` of its time that begin when `inputs` have arrived or later."""
         event, launched = SimEvent(self), self.clock.monotonic()
         if self._queue:
             queued = partial(self._launch, event, work, seconds, inputs, launched, False)
@@ -166,16 +184,24 @@ class SimDevice:
                 self._error = error
 
     def wait_for_masks(self, taken: Callable[[], float]) -> None:
+        """Let all later work wait until `taken` returns: when masks arrived, monotonic seconds. It is called on another
+        thread than this one, which delivers the masks."""
+
         def wait() -> None:
             self._free_at = max(self._free_at, taken())
 
         self._queue.append(_Wait(partial(self._run, wait)))
 
     def settle(self) -> None:
+        """Raises: the error of the work that was done so far."""
         if self._error is not None:
             raise self._error
 
     def copy_out(self, source: NDArray[Any]) -> tuple[NDArray[Any], SimEvent]:
+        """Copy from device to host. Return an array that is valid once the event has passed.
+
+        `source` must not change until then.
+        """
         target = np.empty_like(source)
         self._do(np.copyto, target, source)
         return target, self.record()

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.sampling import Pooling
-from services.worker.backends.sim.device.interface import Device, DeviceEvent
+from services.worker.backends.sim.device.simulated import SimDevice, SimEvent
 from services.worker.backends.sim.model.hidden_states import HIDDEN_SIZE, HiddenSums, hidden_states
 from services.worker.backends.sim.model.logits import F32
 from services.worker.backends.sim.model.oracle import Oracle
@@ -49,7 +49,7 @@ class StepEmbeddings:
                 embeddings.append(sums.mean(slot) if mean else hidden_states(hashes[-1:])[0])
         self._values[:] = np.array(embeddings, np.float32).reshape(-1, HIDDEN_SIZE)
 
-    def copy_out(self, device: Device) -> tuple[CopiedEmbeddings, DeviceEvent]:
+    def copy_out(self, device: SimDevice) -> tuple[CopiedEmbeddings, SimEvent]:
         """Enqueue the copy to the host."""
         values, copied = device.copy_out(self._values)
         return CopiedEmbeddings(self._rows.slots[self._rows.samples], values), copied

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from protocol.rows import LogprobRows
 from protocol.sampling import Pooling
-from services.worker.backends.sim.device.interface import Device, DeviceEvent
+from services.worker.backends.sim.device.simulated import SimDevice, SimEvent
 from services.worker.backends.sim.model.logits import F32, Logits
 from services.worker.backends.sim.model.oracle import Oracle
 from services.worker.backends.sim.sampling.acceptance import DraftAcceptance
@@ -126,7 +126,7 @@ class StepLogprobs:
             self._positions[i] = position
             self._token_ranks[i], self._token_ids[begin:end], self._values[begin:end] = entry
 
-    def copy_out(self, device: Device) -> tuple[CopiedLogprobs, DeviceEvent]:
+    def copy_out(self, device: SimDevice) -> tuple[CopiedLogprobs, SimEvent]:
         """Enqueue the copies to the host. The event is that of the last copy."""
         positions, _ = device.copy_out(self._positions)
         token_ranks, _ = device.copy_out(self._token_ranks)

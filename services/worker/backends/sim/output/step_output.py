@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepTimes
-from services.worker.backends.sim.device.interface import DeviceEvent
 from services.worker.backends.sim.device.rigid import PaddedStep
+from services.worker.backends.sim.device.simulated import SimEvent
 from services.worker.backends.sim.output.embeddings import CopiedEmbeddings
 from services.worker.backends.sim.output.logprobs import CopiedLogprobs
 from services.worker.backends.sim.output.stage_trace import StageTrace
@@ -22,8 +22,8 @@ class StepOutput:
     rows: Rows
     prepared: float
     """Seconds on the monotonic clock: the step was ready to be launched."""
-    forward: DeviceEvent
-    copied: DeviceEvent
+    forward: SimEvent
+    copied: SimEvent
     """The last copy to the host."""
     trace: StageTrace | None
     padded: PaddedStep | None = None
@@ -32,7 +32,7 @@ class StepOutput:
     """None on a rank that does not report the step."""
     logprobs: CopiedLogprobs | None = None
     embeddings: CopiedEmbeddings | None = None
-    exchanged: DeviceEvent | None = None
+    exchanged: SimEvent | None = None
     """The comparison with other ranks, on the last stage."""
     drafts: I32 | None = None
     """int32[sampled rows, num_speculative_tokens], if the step has a grammar."""

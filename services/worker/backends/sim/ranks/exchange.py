@@ -1,7 +1,7 @@
 """The exchange between a rank and the others in each step, and the one of a group's only rank."""
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,16 +50,16 @@ class LeftOut(NamedTuple):
     """When it was made on the modelled timeline: monotonic seconds."""
 
 
-class RankExchange(Protocol):
-    """The methods run on the device, in this order in every step. The plan alone determines sender and message (plan
-    agreement; docs/invariants.md).
+class RankExchange:
+    """The exchange of a group's only rank, which sends nothing. That of other ranks overrides every method.
 
-    Every method but `abort` raises RanksLost, or OracleError if ranks disagree.
+    The methods run on the device, in this order in every step. The plan alone determines sender and message (plan
+    agreement; docs/invariants.md). Every method but `abort` raises RanksLost, or OracleError if ranks disagree.
     """
 
     def receive_inputs(self, step: SchedulerOutput, rows: Rows) -> ReceivedInputs:
         """Wait for the inputs of a step that was applied."""
-        ...
+        return ReceivedInputs()
 
     def send_activations(
         self, step: SchedulerOutput, rows: Rows, hashes: U64, leaving: Activations | None, ended: float
@@ -70,15 +70,13 @@ class RankExchange(Protocol):
             leaving: None on the last stage.
             ended: when the forward pass ends on the modelled timeline.
         """
-        ...
 
     def send_left_out(self, step: SchedulerOutput, decision: LeftOut) -> None:
         """Send the decision from the output rank to the other ranks of the last stage."""
-        ...
 
     def receive_left_out(self, step: SchedulerOutput) -> LeftOut:
         """Receive the decision on another rank of the last stage."""
-        ...
+        raise RuntimeError("the only rank decides itself")
 
     def send_sampled(
         self, step: SchedulerOutput, sampled: DraftAcceptance, drafts: I32, ended: float
@@ -89,34 +87,6 @@ class RankExchange(Protocol):
             drafts: int32[sampled rows, proposed].
             ended: when tokens and drafts are there on the modelled timeline.
         """
-        ...
 
     def abort(self) -> None:
         """Make every wait for another rank raise RanksLost. May be called from any thread."""
-        ...
-
-
-class SingleRank:
-    """The exchange of a group's only rank: nothing is sent."""
-
-    def receive_inputs(self, step: SchedulerOutput, rows: Rows) -> ReceivedInputs:
-        return ReceivedInputs()
-
-    def send_activations(
-        self, step: SchedulerOutput, rows: Rows, hashes: U64, leaving: Activations | None, ended: float
-    ) -> None:
-        pass
-
-    def send_sampled(
-        self, step: SchedulerOutput, sampled: DraftAcceptance, drafts: I32, ended: float
-    ) -> None:
-        pass
-
-    def send_left_out(self, step: SchedulerOutput, decision: LeftOut) -> None:
-        pass
-
-    def receive_left_out(self, step: SchedulerOutput) -> LeftOut:
-        raise RuntimeError("the only rank decides itself")
-
-    def abort(self) -> None:
-        pass

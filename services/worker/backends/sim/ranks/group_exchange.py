@@ -23,7 +23,7 @@ from protocol.steps import SchedulerOutput
 from services.worker.backends.sim.cost import CostModel
 from services.worker.backends.sim.model.hashing import U64
 from services.worker.backends.sim.model.oracle import Activations, OracleError, spread
-from services.worker.backends.sim.ranks.exchange import LeftOut, ReceivedInputs, StageFeedback
+from services.worker.backends.sim.ranks.exchange import LeftOut, RankExchange, ReceivedInputs, StageFeedback
 from services.worker.backends.sim.sampling.acceptance import DraftAcceptance
 from services.worker.batch.slots import I32, Rows
 from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT
@@ -75,8 +75,8 @@ class _ExpectedFeedback:
         )
 
 
-class GroupExchange:
-    """A `RankExchange` over the groups of one epoch; `join` is called first."""
+class GroupExchange(RankExchange):
+    """The exchange over the groups of one epoch; `join` is called first."""
 
     def __init__(self, ranks: Ranks, cost: CostModel, num_slots: int) -> None:
         self._ranks, self._cost = ranks, cost

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.steps import NO_DRAFT
-from services.worker.backends.sim.device.interface import Device, DeviceEvent
+from services.worker.backends.sim.device.simulated import SimDevice, SimEvent
 from services.worker.backends.sim.model.oracle import Oracle, spread
 from services.worker.backends.sim.sampling.row_rules import RulesByRow
 from services.worker.backends.sim.sampling.sampler import SamplingPoints, SimSampler
@@ -128,7 +128,7 @@ class DraftAcceptance:
         equal[equal] = oracle.tokens(points.slots[equal], points.positions[equal]) == ids[equal]
         return equal
 
-    def copy_out(self, device: Device) -> tuple[CopiedTokens, DeviceEvent]:
+    def copy_out(self, device: SimDevice) -> tuple[CopiedTokens, SimEvent]:
         """Enqueue the copies to the host. The event is that of the last copy."""
         counts, _ = device.copy_out(self.counts)
         drafted, _ = device.copy_out(self.drafted)
