@@ -2,7 +2,7 @@
 
 import sys
 import time
-from typing import Literal, Protocol
+from typing import Literal
 
 from services.cli.logs import json_line
 from services.cli.readiness import LoadingState
@@ -11,15 +11,7 @@ QUIET_SECONDS = 3.0
 """Seconds from the start until phases of loading are shown, without a terminal."""
 
 
-class Display(Protocol):
-    def line(self, text: str) -> None: ...
-    def loading(self, state: LoadingState) -> None: ...
-    def done(self) -> None:
-        """End the display of progress."""
-        ...
-
-
-class PlainDisplay:
+class Display:
     """Output without a terminal: one line for each phase of loading, none for a fast start."""
 
     def __init__(self) -> None:
@@ -38,10 +30,10 @@ class PlainDisplay:
         self.line(f"serve     | loading: {phase}")
 
     def done(self) -> None:
-        pass
+        """End the display of progress."""
 
 
-class JsonDisplay(PlainDisplay):
+class JsonDisplay(Display):
     """Output as a JSON object per line."""
 
     def line(self, text: str) -> None:
@@ -51,7 +43,7 @@ class JsonDisplay(PlainDisplay):
         self.line(f"loading: {phase}")
 
 
-class TerminalDisplay:
+class TerminalDisplay(Display):
     """Output on a terminal: a progress bar below the lines of the children."""
 
     def __init__(self) -> None:
@@ -90,4 +82,4 @@ class TerminalDisplay:
 def display(form: Literal["text", "json"] = "text") -> Display:
     if form == "json":
         return JsonDisplay()
-    return TerminalDisplay() if sys.stderr.isatty() else PlainDisplay()
+    return TerminalDisplay() if sys.stderr.isatty() else Display()

@@ -38,7 +38,7 @@ def has_tier(seed: int) -> bool:
 
 @dataclass(frozen=True)
 class SimulatedCore:
-    """A `CoreFactory` for the core of a simulated run."""
+    """A `ProductionCore` for the core of a simulated run."""
 
     seed: int
     depth: int

@@ -4,7 +4,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import Coroutine, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
@@ -28,7 +28,12 @@ from services.frontend.openai.answers.writers import AnswerWriter
 from services.frontend.openai.parameters.sampling import sampling_params
 from services.frontend.openai.prompts.encoder import PromptEncoder
 from services.frontend.openai.prompts.prompt import Prompt
-from services.frontend.openai.schemas.requests import BaseRequest, ChatRequest, CompletionRequest
+from services.frontend.openai.schemas.requests import (
+    BaseRequest,
+    ChatRequest,
+    CompletionRequest,
+    ScheduledRequest,
+)
 from services.frontend.openai.schemas.responses import AnswerHead
 from services.frontend.openai.tasks import GENERATE, check_task
 from services.frontend.request_log import EndedRequest, EndedRequestLog
@@ -56,14 +61,6 @@ ANSWER_PATHS = frozenset(
 
 Submission = tuple[Prompt, SamplingParams]
 Body = CompletionRequest | ChatRequest
-
-
-class SchedulingFields(Protocol):
-    """Fields of a body that order and separate requests in the engine."""
-
-    model: str | None
-    cache_salt: str | None
-    priority: int | None
 
 
 class Answering:
@@ -164,7 +161,7 @@ class Answering:
     def context(
         self,
         http: HTTPRequest,
-        body: SchedulingFields,
+        body: ScheduledRequest,
         structured: StructuredOutputParams | None = None,
         pooling: Pooling = Pooling.NONE,
         pooling_params: PoolingParams | None = None,

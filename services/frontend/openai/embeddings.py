@@ -3,8 +3,9 @@
 import base64
 import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,10 +21,9 @@ from services.frontend.engine.streams import RawLogprobs, RequestStream, Respons
 from services.frontend.errors import APIError, invalid
 from services.frontend.http.disconnect import watch_disconnect
 from services.frontend.metrics import AnswerRecord, Metrics
-from services.frontend.openai.answering import SchedulingFields
 from services.frontend.openai.parameters.sampling import too_long
 from services.frontend.openai.prompts.encoder import checked_ids, least_tokens, separate_prompts
-from services.frontend.openai.schemas.requests import EmbeddingRequest, TextsRequest
+from services.frontend.openai.schemas.requests import EmbeddingRequest, ScheduledRequest, TextsRequest
 from services.frontend.openai.schemas.responses import AnswerHead, EmbeddingEntry, EmbeddingUsage
 
 MAX_OPEN = 64
@@ -110,6 +110,8 @@ class PooledPrompt(NamedTuple):
     """See `PoolingParams`."""
 
 
+Encode = Callable[[int, NDArray[np.float32]], bytes]
+"""Returns one entry of the answer from its index and its values. Raises: APIError"""
 Given = str | list[int] | tuple[str, str]
 """A text, its token ids, or a pair of texts."""
 
@@ -167,12 +169,6 @@ async def inputs_of(body: TextsRequest, context: AppContext) -> list[PooledPromp
     return [await reader.read(given) for given in inputs]
 
 
-class EntryFormat(Protocol):
-    def encode(self, index: int, values: NDArray[np.float32]) -> bytes:
-        """Return one entry of the answer. Raises: APIError"""
-        ...
-
-
 class EmbeddingStream(RequestStream):
     __slots__ = ("_embedder", "index", "values")
 
@@ -209,14 +205,14 @@ class Embedder:
         self,
         engine: EngineClient,
         metrics: Metrics,
-        format: EntryFormat,
+        encode: Encode,
         request: RequestContext,
         prompts: list[PooledPrompt],
     ) -> None:
         self.response = ResponseStream(engine.flush_queue, request.request_id)
         self._engine = engine
         self._metrics = metrics
-        self._format = format
+        self._encode = encode
         self._request = request
         self._prompts = prompts
         self._entries: list[bytes | None] = [None] * len(prompts)
@@ -250,7 +246,7 @@ class Embedder:
 
     def add(self, index: int, values: bytes) -> None:
         """Raises: APIError"""
-        self._entries[index] = self._format.encode(index, np.frombuffer(values, np.float32))
+        self._entries[index] = self._encode(index, np.frombuffer(values, np.float32))
 
     def on_end(self, stream: EmbeddingStream, end: Finish, now: float) -> None:
         """Raises: APIError"""
@@ -266,9 +262,9 @@ class Embedder:
 async def pooled(
     http: HTTPRequest,
     context: AppContext,
-    body: SchedulingFields,
+    body: ScheduledRequest,
     prompts: list[PooledPrompt],
-    format: EntryFormat,
+    encode: Encode,
     params: PoolingParams,
 ) -> tuple[list[bytes], int]:
     """Return the encoded vector of each prompt, and the number of tokens. `params`: for a model with a pooler of its
@@ -277,17 +273,17 @@ async def pooled(
     kind = (context.model.pooling, None) if context.engine.state.pooling is None else (Pooling.MODEL, params)
     request = context.answering.context(http, body, None, *kind)
     http.state.summary.prompt_tokens = count = sum(len(prompt.token_ids) for prompt in prompts)
-    embedder = Embedder(context.engine, context.metrics, format, request, prompts)
+    embedder = Embedder(context.engine, context.metrics, encode, request, prompts)
     with contextlib.closing(embedder), watch_disconnect(http.receive, embedder.response.fail):
         return await embedder.run(), count
 
 
 async def embed(
-    http: HTTPRequest, context: AppContext, body: EmbeddingRequest, format: EntryFormat
+    http: HTTPRequest, context: AppContext, body: EmbeddingRequest, encode: Encode
 ) -> tuple[list[bytes], int]:
     """Return the encoded vector of each input, and the number of tokens. Raises: APIError"""
     params = PoolingParams(body.use_activation, body.dimensions or 0)
-    return await pooled(http, context, body, await inputs_of(body, context), format, params)
+    return await pooled(http, context, body, await inputs_of(body, context), encode, params)
 
 
 def embedding_usage(num_tokens: int) -> EmbeddingUsage:

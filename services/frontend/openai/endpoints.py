@@ -125,7 +125,7 @@ async def embeddings(http: HTTPRequest, context: Context) -> Response:
     context.answering.check(body.model, generates=False)
     check_task(context.engine.state.pooling, GENERATE, "embed")
     format = EmbeddingFormat.from_body(body, context.engine.state)
-    entries, count = await embed(http, context, body, format)
+    entries, count = await embed(http, context, body, format.encode)
     content = embeddings_json(context.answering.head(body, "embd"), entries, count)
     return Response(content, media_type="application/json")
 

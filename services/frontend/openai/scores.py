@@ -1,6 +1,7 @@
 """/classify, /score, /rerank and /pooling: vLLM's routes, from embeddings of the model or from its own pooler."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -11,7 +12,7 @@ from pydantic import Field
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
-from protocol.pooling import PoolingModel, PoolingParams
+from protocol.pooling import PoolingParams
 from services.frontend.context import AppContext, Context, recorded
 from services.frontend.errors import invalid
 from services.frontend.openai.embeddings import (
@@ -104,41 +105,29 @@ def _listed(given: str | list[str]) -> list[str]:
     return [given] if isinstance(given, str) else given
 
 
-@dataclass(frozen=True)
-class _Vectors:
-    """Keeps vectors as bytes of float32."""
-
-    normalises: bool
-
-    def encode(self, index: int, values: NDArray[np.float32]) -> bytes:
-        return (normalised(values) if self.normalises else finite(values)).tobytes()
+def _vector(normalises: bool, _index: int, values: NDArray[np.float32]) -> bytes:
+    """Return a vector as bytes of float32."""
+    return (normalised(values) if normalises else finite(values)).tobytes()
 
 
-@dataclass(frozen=True)
-class _ClassFormat:
-    model: PoolingModel
-
-    def encode(self, index: int, values: NDArray[np.float32]) -> bytes:
-        best, labels = int(finite(values).argmax()), self.model.labels
-        label = (labels[best] or None) if best < len(labels) else None
-        entry: ClassificationEntry = {
-            "index": index, "label": label, "probs": values.tolist(), "num_classes": len(values),
-        }  # fmt: skip
-        return msgspec.json.encode(entry)
+def _class_entry(labels: Sequence[str], index: int, values: NDArray[np.float32]) -> bytes:
+    best = int(finite(values).argmax())
+    label = (labels[best] or None) if best < len(labels) else None
+    entry: ClassificationEntry = {
+        "index": index, "label": label, "probs": values.tolist(), "num_classes": len(values),
+    }  # fmt: skip
+    return msgspec.json.encode(entry)
 
 
-@dataclass(frozen=True)
-class _PoolingFormat:
-    format: EmbeddingFormat
-    is_tokenwise: bool
-
-    def encode(self, index: int, values: NDArray[np.float32]) -> bytes:
-        if self.is_tokenwise:
-            data = self.format.numbers(finite(values).reshape(-1, self.format.dimensions))
-        else:
-            data = self.format.value(values)
-        entry: PoolingEntry = {"object": "pooling", "index": index, "data": data}
-        return msgspec.json.encode(entry)
+def _pooling_entry(
+    format: EmbeddingFormat, is_tokenwise: bool, index: int, values: NDArray[np.float32]
+) -> bytes:
+    if is_tokenwise:
+        data = format.numbers(finite(values).reshape(-1, format.dimensions))
+    else:
+        data = format.value(values)
+    entry: PoolingEntry = {"object": "pooling", "index": index, "data": data}
+    return msgspec.json.encode(entry)
 
 
 router = APIRouter(responses=errors(*WITH_BODY))
@@ -167,7 +156,7 @@ async def classify(http: HTTPRequest, context: Context) -> Response:
     check_task(model, "classify")
     assert model is not None, "check_task refuses a model that generates text"
     prompts, params = await inputs_of(body, context), PoolingParams(body.use_activation)
-    entries, count = await pooled(http, context, body, prompts, _ClassFormat(model), params)
+    entries, count = await pooled(http, context, body, prompts, partial(_class_entry, model.labels), params)
     content = embeddings_json(context.answering.head(body, "classify"), entries, count)
     return Response(content, media_type="application/json")
 
@@ -224,7 +213,9 @@ async def pooling(http: HTTPRequest, context: Context) -> Response:
     if body.task not in (None, served):
         raise invalid(f"task is {body.task}, but this model is served for {served}", "task")
     format = EmbeddingFormat.from_body(body, state)
-    entries, count = await embed(http, context, body, _PoolingFormat(format, served.startswith("token_")))
+    entries, count = await embed(
+        http, context, body, partial(_pooling_entry, format, served.startswith("token_"))
+    )
     content = embeddings_json(context.answering.head(body, "pool"), entries, count)
     return Response(content, media_type="application/json")
 
@@ -256,7 +247,7 @@ async def _scores(
     prompts = [await reader.read(prompt) for prompt in given]
     normalises = model is None or model.task == "embed"
     params = PoolingParams(body.use_activation)
-    vectors, count = await pooled(http, context, body, prompts, _Vectors(normalises), params)
+    vectors, count = await pooled(http, context, body, prompts, partial(_vector, normalises), params)
     values = [np.frombuffer(vector, np.float32) for vector in vectors]
     if scores_pairs:
         return [float(value[0]) for value in values], count

@@ -6,7 +6,6 @@ and the worker's clock. So a replay decides the same.
 """
 
 import math
-from typing import Protocol
 
 import numpy as np
 
@@ -56,43 +55,31 @@ _RIDGE = (1e-6, 1e-3, 1e-3, 1e-3, 1e-3)
 _LEAST_SECONDS = (1e-6, 0, 0, 0, 0)
 
 
-class Drafting(Protocol):
-    min_acceptance: float
+class FixedDrafting:
+    """Always proposes the same number."""
+
+    min_acceptance = 0.0
     """Acceptance probability below which a draft of the step that is formed is not worth verifying."""
-    is_trial: bool
+    is_trial = False
     """The step that is formed belongs to a trial."""
-    rests: bool
+    rests = False
     """Speculation rests in the step that is formed: it proposes no drafts, and the drafter gets nothing of it."""
+
+    def __init__(self, num_drafts: int) -> None:
+        self._num_drafts = num_drafts
 
     def length(self, num_rows: int) -> int:
         """Return the number of drafts per row that a step of `num_rows` rows proposes."""
-        ...
+        return self._num_drafts
 
     def observe(self, step: InflightStep, drafted: Column, counts: Column, sampled: float) -> None:
-        """Learn from a step that returned.
+        """Learn from a step that returned; ignored here.
 
         Args:
             drafted: int32[sampling rows], verified drafts of each row.
             counts: int32[sampling rows], tokens of each row: accepted drafts and one more.
             sampled: when it was sampled, seconds on the worker's clock; 0: unknown.
         """
-        ...
-
-
-class FixedDrafting:
-    """A `Drafting` that always proposes the same number."""
-
-    min_acceptance = 0.0
-    is_trial = rests = False
-
-    def __init__(self, num_drafts: int) -> None:
-        self._num_drafts = num_drafts
-
-    def length(self, num_rows: int) -> int:
-        return self._num_drafts
-
-    def observe(self, step: InflightStep, drafted: Column, counts: Column, sampled: float) -> None:
-        """Ignored."""
 
 
 class Acceptance:
@@ -234,7 +221,7 @@ class StepSeconds:
 
 
 class AdaptiveDrafting:
-    """A `Drafting` that proposes the number with the highest estimated rate of tokens.
+    """Proposes the number with the highest estimated rate of tokens.
 
     While that is none, speculation *rests* until the next estimate: a step then costs what it costs without
     speculation.
@@ -356,6 +343,9 @@ class AdaptiveDrafting:
 
 def _age(seconds: float, steps: int, memory: float) -> float:
     return min(seconds / memory, steps / _LEAST)
+
+
+Drafting = FixedDrafting | AdaptiveDrafting
 
 
 def drafting_from_config(config: SpeculativeConfig | None) -> Drafting | None:

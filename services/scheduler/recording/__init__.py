@@ -3,7 +3,7 @@
 from services.scheduler.recording.describe import describe
 from services.scheduler.recording.recorder import FlightRecorder, LiveRecording
 from services.scheduler.recording.records import RecordingHeader
-from services.scheduler.recording.replay import CoreFactory, Difference, ProductionCore, Replay
+from services.scheduler.recording.replay import Difference, ProductionCore, Replay
 from services.scheduler.recording.segments import (
     EventRecording,
     RecordingError,

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
@@ -44,21 +44,9 @@ from services.scheduler.recording.settings import settings_of
 from services.scheduler.recording.surrogates import Surrogates
 
 
-class CoreFactory(Protocol):
-    """Makes the core of a replay."""
-
-    def policy(self, limits: Limits) -> BatchingPolicy:
-        """Return the batching policy of an epoch."""
-        ...
-
-    def drafting(self) -> Drafting | None: ...
-
-    def core(self, compiler: Compiler | None, mask_maker: MaskMaker) -> EngineCore: ...
-
-
 @dataclass(frozen=True)
 class ProductionCore:
-    """Implementation of `CoreFactory` for the settings of a header."""
+    """Makes the core of a replay, for the settings of a header."""
 
     header: RecordingHeader
     parts: Parts = DEFAULT_PARTS
@@ -69,6 +57,7 @@ class ProductionCore:
         return settings_of(self.header)
 
     def policy(self, limits: Limits) -> BatchingPolicy:
+        """Return the batching policy of an epoch."""
         return make_policy(self.config, limits)
 
     def drafting(self) -> Drafting | None:
@@ -158,7 +147,7 @@ class _Lookahead:
 class Replay:
     """One replay. `core` is the production core with the recorded settings."""
 
-    def __init__(self, recording: EventRecording, factory: CoreFactory | None = None) -> None:
+    def __init__(self, recording: EventRecording, factory: ProductionCore | None = None) -> None:
         """
         Args:
             factory: None: the production core with the recorded settings.

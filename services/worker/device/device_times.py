@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -51,16 +51,6 @@ class StepClock(NamedTuple):
         )
 
 
-class TimingEvent(Protocol):
-    """A point in the order of a stream's work; `torch.cuda.Event` is one."""
-
-    def synchronize(self) -> None: ...
-
-    def elapsed_time(self, end_event: Any, /) -> float:
-        """Milliseconds from this event to a later one."""
-        ...
-
-
 class DeviceClock:
     """Converts events to seconds on the host's clock. For one calling thread, in the order of the events.
 
@@ -74,10 +64,10 @@ class DeviceClock:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._last: TimingEvent | None = None
+        self._last: torch.cuda.Event | None = None
         self._at = 0.0
 
-    def seconds(self, event: TimingEvent, known: float | None) -> float:
+    def seconds(self, event: torch.cuda.Event, known: float | None) -> float:
         """Wait for an event that follows the one before, and return when it happened.
 
         Args:
@@ -98,7 +88,7 @@ class DeviceClock:
 class PendingTime:
     """`DeviceTime` of an event."""
 
-    event: TimingEvent
+    event: torch.cuda.Event
     clock: DeviceClock
     known: float | None
     """See `DeviceClock.seconds`."""

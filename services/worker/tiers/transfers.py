@@ -9,7 +9,7 @@ than they are written are left out.
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Protocol
@@ -21,23 +21,12 @@ from protocol.steps import BlocksLoaded, LoadBlocks
 from services.process import name_this_thread
 from services.worker.kv_memory import KVMemory
 from services.worker.tiers.changes import TierChanges
+from services.worker.tiers.peers import PeerClient
 
 log = logging.getLogger("runahead.worker")
 
 MAX_UNWRITTEN = 4096
 """Maximum number of blocks that wait to be written."""
-
-
-class PeerBlocks(Protocol):
-    """Workers of other engines. For one thread."""
-
-    def fetch(
-        self, addresses: Sequence[str], names: Sequence[bytes], block_bytes: int
-    ) -> Iterator[memoryview]:
-        """Iterate over the first blocks of these that the one for this rank has."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class Tier(Protocol):
@@ -95,7 +84,7 @@ class BlockTransfers:
         memory: KVMemory,
         tiers: Sequence[Tier],
         send: Callable[[BlocksLoaded], None],
-        peers: PeerBlocks | None = None,
+        peers: PeerClient | None = None,
         dropped: DroppedNames | None = None,
     ) -> None:
         assert memory.names is not None, "the cache has begun"

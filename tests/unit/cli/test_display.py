@@ -3,7 +3,7 @@
 import pytest
 
 from services.cli import display
-from services.cli.display import PlainDisplay
+from services.cli.display import Display
 from services.cli.readiness import LoadingState
 
 
@@ -11,7 +11,7 @@ def test_each_phase_is_one_line_without_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(display, "QUIET_SECONDS", 0.0)
-    screen = PlainDisplay()
+    screen = Display()
     for phase, progress in (("starting", 0.0), ("loading weights", 0.1), ("loading weights", 0.9)):
         for _ in range(3):
             screen.loading(LoadingState(False, phase, progress))
@@ -22,5 +22,5 @@ def test_each_phase_is_one_line_without_a_terminal(
 
 
 def test_a_fast_start_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    PlainDisplay().loading(LoadingState(False, "starting", 0.0))
+    Display().loading(LoadingState(False, "starting", 0.0))
     assert capsys.readouterr().err == ""

@@ -24,7 +24,7 @@ class CopyingDevice(CpuDevice):
 
 
 class CountedGraphs:
-    """`GraphMaker` whose graphs call the function again."""
+    """`CudaGraphs` whose graphs call the function again."""
 
     def __init__(self) -> None:
         self.captures = self.replays = 0

@@ -1,26 +1,11 @@
 """Capture of work on the device, so that one call enqueues all of it."""
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
 T = TypeVar("T")
-
-
-class GraphMaker(Protocol):
-    """Captures functions that enqueue work."""
-
-    def capture(self, function: Callable[[], T]) -> Callable[[], T]:
-        """Record the work of a function without running it, and return a function that runs it.
-
-        Every operation of the function has run before, because compilation and workspaces cannot be captured.
-        """
-        ...
-
-    def free_memory(self) -> int:
-        """Bytes that are free on the device."""
-        ...
 
 
 class CudaGraphs:
@@ -33,8 +18,12 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, function: Callable[[], T]) -> Callable[[], T]:
-        """Other threads may use the device during the capture. It is made on the current stream: products have their
-        workspace there already, so that no memory of the pool is kept by a library."""
+        """Record the work of a function without running it, and return a function that runs it.
+
+        Every operation of the function has run before, because compilation and workspaces cannot be captured. Other
+        threads may use the device during the capture. It is made on the current stream: products have their workspace
+        there already, so that no memory of the pool is kept by a library.
+        """
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         with torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local"):
             result = function()
@@ -46,5 +35,6 @@ class CudaGraphs:
         return replay
 
     def free_memory(self) -> int:
+        """Bytes that are free on the device."""
         free, _ = torch.cuda.mem_get_info()
         return free

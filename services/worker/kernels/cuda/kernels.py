@@ -9,7 +9,7 @@ from services.worker.kernels.cuda.attention import num_processors
 from services.worker.kernels.cuda.attention_buffers import AttentionBuffers
 from services.worker.kernels.cuda.drafting import CudaDrafting, lookup_bytes
 from services.worker.kernels.cuda.graph_plan import GraphPlan
-from services.worker.kernels.cuda.graphs import CudaGraphs, GraphMaker
+from services.worker.kernels.cuda.graphs import CudaGraphs
 from services.worker.kernels.cuda.logit_rules import counts_bytes
 from services.worker.kernels.cuda.network import CudaNetwork
 from services.worker.kernels.cuda.rows import CudaRows
@@ -32,7 +32,7 @@ class CudaKernels(Kernels):
         dtype: torch.dtype,
         device: ComputeDevice,
         eager: bool = False,
-        graphs: Callable[[], GraphMaker] | None = None,
+        graphs: Callable[[], CudaGraphs] | None = None,
     ) -> None:
         assert activations == dtype, "products on the device have operands of one dtype"
         self.device, self._activations = device, activations

@@ -11,7 +11,7 @@ from services.worker.kernels.cuda.attention import PagedAttention
 from services.worker.kernels.cuda.compiled.gathering import gather_kernel
 from services.worker.kernels.cuda.compiled.norm_and_gate import gate_kernel, norm_kernel
 from services.worker.kernels.cuda.graph_plan import GraphPlan
-from services.worker.kernels.cuda.graphs import GraphMaker
+from services.worker.kernels.cuda.graphs import CudaGraphs
 from services.worker.kernels.cuda.recording import GraphRecording
 from services.worker.kernels.interface.attention import Attention, AttentionShape
 from services.worker.kernels.interface.buffers import Buffers
@@ -64,7 +64,7 @@ class CudaNetwork(NetworkKernels):
     """
 
     def __init__(
-        self, activations: torch.dtype, device: ComputeDevice, graphs: Callable[[], GraphMaker] | None = None
+        self, activations: torch.dtype, device: ComputeDevice, graphs: Callable[[], CudaGraphs] | None = None
     ) -> None:
         self.activations, self._device, self._graphs = activations, device, graphs
         self.routing = None

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from services.worker.kernels.cuda.graph_plan import GraphPlan
-from services.worker.kernels.cuda.graphs import GraphMaker
+from services.worker.kernels.cuda.graphs import CudaGraphs
 from services.worker.kernels.interface.buffers import Buffers
 from services.worker.kernels.interface.recording import Captured
 
@@ -19,7 +19,7 @@ class GraphRecording(Generic[B, T]):
         plan: the sizes that are captured; other steps launch their kernels one by one.
     """
 
-    def __init__(self, body: Callable[[B], T], buffers: B, plan: GraphPlan, graphs: GraphMaker) -> None:
+    def __init__(self, body: Callable[[B], T], buffers: B, plan: GraphPlan, graphs: CudaGraphs) -> None:
         self._body, self._buffers, self._plan, self._graphs = body, buffers, plan, graphs
         self._replays: dict[int, Callable[[], T]] = {}
         """By size."""
