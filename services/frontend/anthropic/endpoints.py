@@ -18,9 +18,8 @@ from services.frontend.anthropic.responses import (
 from services.frontend.anthropic.schemas import CountTokensRequest, MessagesRequest
 from services.frontend.context import Context, recorded
 from services.frontend.errors import ANTHROPIC_PREFIX, AnthropicErrorResponse
+from services.frontend.openai.answering import AnswerRequest
 from services.frontend.openai.answers.chat_output import ChatOutput
-from services.frontend.openai.answers.usage import UsageCounter
-from services.frontend.openai.answers.writers import AnswerCollector
 from services.frontend.openai.parameters.structured import structured_params
 from services.frontend.openapi import WITH_BODY, errors, read_by_handler
 
@@ -55,22 +54,18 @@ async def messages(http: HTTPRequest, context: Context) -> Response:
     output = ChatOutput.from_body(body, model.formats)
     prompt = await answering.prompts.for_chat(body, state.vocab_size, state.max_model_len)
     start = output.reasoning_start(prompt.token_ids, model.tokenizer)
-    request = answering.context(http, body, output.grammar(structured_params(body), start))
-    submissions = await answering.submissions(body, [prompt])
+    engine_context = answering.context(http, body, output.grammar(structured_params(body), start))
+    request = AnswerRequest(http, body, engine_context, await answering.submissions(body, [prompt]))
     head: MessageHead = {
         "id": f"msg_{uuid.uuid4().hex}",
         "type": "message",
         "role": "assistant",
         "model": given.model or model.names[0],
     }
-    usage = UsageCounter()
     parser = output.parser(start, eager=bool(given.stream))
     if given.stream:
-        encoder = MessageEvents(head, parser, usage, http.state.request_id)
-        return await answering.streamed(http, body, request, submissions, usage, encoder)
-    collector = AnswerCollector()
-    with answering.generation(http, body, request, submissions, usage, collector) as generation:
-        await generation.response.last()
-    (whole,) = collector.answers()
-    content = msgspec.json.encode(message_json(head, whole, parser, usage))
+        encoder = MessageEvents(head, parser, request.usage, http.state.request_id)
+        return await answering.streamed(request, encoder)
+    (whole,), _ = await answering.whole(request)
+    content = msgspec.json.encode(message_json(head, whole, parser, request.usage))
     return Response(content, media_type="application/json")

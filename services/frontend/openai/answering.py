@@ -4,6 +4,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import Request as HTTPRequest
@@ -18,13 +19,14 @@ from services.frontend.errors import APIError
 from services.frontend.http.disconnect import watch_disconnect
 from services.frontend.metrics import Metrics
 from services.frontend.model import ServedModel
-from services.frontend.openai.answers.choice import Delivered
+from services.frontend.openai.answers.choice import ChoiceContext, Delivered
+from services.frontend.openai.answers.chunk import Chunk
 from services.frontend.openai.answers.event_stream import EventStream, StreamEncoder
 from services.frontend.openai.answers.generation import NOTHING, Generation
 from services.frontend.openai.answers.logprobs import LogprobFormatter
 from services.frontend.openai.answers.options import AnswerOptions
 from services.frontend.openai.answers.usage import UsageCounter
-from services.frontend.openai.answers.writers import AnswerWriter
+from services.frontend.openai.answers.writers import AnswerCollector, AnswerWriter
 from services.frontend.openai.parameters.sampling import sampling_params
 from services.frontend.openai.prompts.encoder import PromptEncoder
 from services.frontend.openai.prompts.prompt import Prompt
@@ -61,6 +63,17 @@ ANSWER_PATHS = frozenset(
 
 Submission = tuple[Prompt, SamplingParams]
 Body = CompletionRequest | ChatRequest
+
+
+@dataclass(frozen=True)
+class AnswerRequest:
+    """An HTTP request for answers, with what is submitted to the engine for it."""
+
+    http: HTTPRequest
+    body: Body
+    context: RequestContext
+    submissions: list[Submission]
+    usage: UsageCounter = field(default_factory=UsageCounter)
 
 
 class Answering:
@@ -189,14 +202,7 @@ class Answering:
 
     @contextlib.contextmanager
     def generation(
-        self,
-        http: HTTPRequest,
-        body: Body,
-        request: RequestContext,
-        submissions: list[Submission],
-        usage: UsageCounter,
-        writer: AnswerWriter,
-        delivered: Delivered = NOTHING,
+        self, request: AnswerRequest, writer: AnswerWriter, delivered: Delivered = NOTHING
     ) -> Iterator[Generation]:
         """Submit all choices. They end with this context, or when the client leaves, unless the request is detached.
 
@@ -205,44 +211,35 @@ class Answering:
 
         Raises: APIError
         """
-        summary: RequestSummary = http.state.summary
-        generation = Generation(
-            self.engine,
-            self.metrics,
-            self.model.tokenizer,
-            LogprobFormatter(self._texts, bool(body.return_tokens_as_token_ids)),
-            AnswerOptions.from_body(body),
-            request,
-            usage,
-            writer,
-            summary,
-        )
-        fail = generation.response.fail
-        watch = contextlib.nullcontext() if summary.is_detached else watch_disconnect(http.receive, fail)
+        summary: RequestSummary = request.http.state.summary
+        options = AnswerOptions.from_body(request.body)
+        formatter = LogprobFormatter(self._texts, bool(request.body.return_tokens_as_token_ids))
+        shared = request.usage, formatter, options, time.monotonic(), summary
+        context = ChoiceContext(self.engine, self.metrics, *shared)
+        generation = Generation(context, self.model.tokenizer, request.context, writer)
+        receive, fail = request.http.receive, generation.response.fail
+        watch = contextlib.nullcontext() if summary.is_detached else watch_disconnect(receive, fail)
         with contextlib.closing(generation), watch:
-            for prompt, params in submissions:
+            for prompt, params in request.submissions:
                 generation.submit(prompt, params, delivered)
             yield generation
 
-    async def streamed(
-        self,
-        http: HTTPRequest,
-        body: Body,
-        request: RequestContext,
-        submissions: list[Submission],
-        usage: UsageCounter,
-        encoder: StreamEncoder,
-    ) -> Response:
+    async def whole(self, request: AnswerRequest) -> tuple[list[Chunk], Generation]:
+        """Return all choices, a chunk each, and how they were generated. Raises: APIError"""
+        collector = AnswerCollector()
+        with self.generation(request, collector) as generation:
+            await generation.response.last()
+        return collector.answers(), generation
+
+    async def streamed(self, request: AnswerRequest, encoder: StreamEncoder) -> Response:
         """Return the response when the first outputs have decided its status. Raises: APIError"""
         with contextlib.ExitStack() as stack:
-            generation = stack.enter_context(
-                self.generation(http, body, request, submissions, usage, encoder)
-            )
+            generation = stack.enter_context(self.generation(request, encoder))
             first = await generation.response.first()
             close = stack.pop_all().close
 
         def on_end(error: APIError | None) -> None:
             close()
-            self.record_end(http, error)
+            self.record_end(request.http, error)
 
         return EventStream(generation.response, first, encoder, on_end)

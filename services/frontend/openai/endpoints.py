@@ -10,11 +10,10 @@ from starlette.responses import Response
 from protocol.sampling import StructuredOutputParams
 from services.frontend.context import AppContext, Context, recorded
 from services.frontend.http.disconnect import until_left
+from services.frontend.openai.answering import AnswerRequest
 from services.frontend.openai.answers.chat_output import ChatOutput
 from services.frontend.openai.answers.dialects import CompletionDialect, Dialect
 from services.frontend.openai.answers.events import EventEncoder
-from services.frontend.openai.answers.usage import UsageCounter
-from services.frontend.openai.answers.writers import AnswerCollector
 from services.frontend.openai.embeddings import EmbeddingFormat, embed, embeddings_json
 from services.frontend.openai.parameters.body import parse_object
 from services.frontend.openai.parameters.structured import structured_params
@@ -141,18 +140,19 @@ async def _answer(
     """Return the response; that of a stream when the first outputs have decided its status. Raises: APIError"""
     answering = context.answering
     submissions = await answering.submissions(body, prompts)
-    request = answering.context(http, body, structured, media=prompts[0].media)
-    head, usage = answering.head(body, dialect.prefix), UsageCounter()
+    engine_context = answering.context(http, body, structured, media=prompts[0].media)
+    request, head = (
+        AnswerRequest(http, body, engine_context, submissions),
+        answering.head(body, dialect.prefix),
+    )
     if body.stream:
         first_fields = {"prompt_token_ids": prompts[0].token_ids} if body.return_token_ids else {}
         options = body.stream_options or StreamOptions()
-        encoder = EventEncoder(dialect, head, options, usage, first_fields)
-        return await answering.streamed(http, body, request, submissions, usage, encoder)
-    collector = AnswerCollector()
-    with answering.generation(http, body, request, submissions, usage, collector) as generation:
-        await generation.response.last()
+        encoder = EventEncoder(dialect, head, options, request.usage, first_fields)
+        return await answering.streamed(request, encoder)
+    chunks, generation = await answering.whole(request)
     scored = None
     if body.prompt_logprobs is not None:
         scored = await asyncio.to_thread(generation.prompt_logprobs)  # a long prompt has many
-    answer = dialect.answer(head, collector.answers(), usage.to_json(), scored)
+    answer = dialect.answer(head, chunks, request.usage.to_json(), scored)
     return Response(msgspec.json.encode(answer), media_type="application/json")

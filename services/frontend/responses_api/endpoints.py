@@ -20,11 +20,10 @@ from services.frontend.context import AppContext, Context, recorded
 from services.frontend.engine.client import RequestContext
 from services.frontend.errors import GONE, APIError, invalid
 from services.frontend.model import ServedModel
-from services.frontend.openai.answering import Answering
+from services.frontend.openai.answering import Answering, AnswerRequest
 from services.frontend.openai.answers.chat_output import ChatOutput
 from services.frontend.openai.answers.generation import NOTHING, OTHER_EVENTS
 from services.frontend.openai.answers.usage import UsageCounter
-from services.frontend.openai.answers.writers import AnswerCollector
 from services.frontend.openai.parameters.body import decoded, validated
 from services.frontend.openai.parameters.structured import structured_params
 from services.frontend.openai.prompts.prompt import Prompt
@@ -182,16 +181,12 @@ async def create(http: HTTPRequest, context: Context) -> Response:
         run = _start(http, context, turn, id, origin, events)
         return _events(run, -1) if given.stream else Response(run.response, media_type="application/json")
     head = head_json(given, id, name, store is not None, created)
-    answer, request = _answer(http, context, turn, head, prompt.token_ids)
-    usage, body = answer.usage, turn.body
+    answer, engine_context = _answer(http, context, turn, head, prompt.token_ids)
+    request = AnswerRequest(http, turn.body, engine_context, submissions, answer.usage)
     keep = _keeper(store, tenant, turn.history, turn.items)
     if given.stream:
-        encoder = ResponseEvents(answer, keep)
-        return await answering.streamed(http, body, request, submissions, usage, encoder)
-    collector = AnswerCollector()
-    with answering.generation(http, body, request, submissions, usage, collector) as generation:
-        await generation.response.last()
-    (whole,) = collector.answers()
+        return await answering.streamed(request, ResponseEvents(answer, keep))
+    (whole,), _ = await answering.whole(request)
     answer.push(whole)
     content = answer.to_json()
     keep(content)
@@ -231,16 +226,15 @@ def _start(
     prompt = Prompt(unpack(origin.prompt).tolist())
     params = msgspec.msgpack.decode(origin.params, type=SamplingParams)
     head = head_json(turn.given, id, origin.model, True, origin.created)
-    answer, request = _answer(http, context, turn, head, prompt.token_ids)
+    answer, engine_context = _answer(http, context, turn, head, prompt.token_ids)
     run = BackgroundRun(answer, events)
     opening = run.encoder.opening()
     delivered = NOTHING if orphan is None else orphan.delivered
     if orphan is not None and orphan.opening != opening:
         raise APIError(500, OTHER_EVENTS)
     http.state.summary.is_detached = True
-    generating = answering.generation(
-        *(http, turn.body, request, [(prompt, params)], answer.usage, run.encoder, delivered)
-    )
+    request = AnswerRequest(http, turn.body, engine_context, [(prompt, params)], answer.usage)
+    generating = answering.generation(request, run.encoder, delivered)
     with contextlib.ExitStack() as stack:
         generation = stack.enter_context(generating)
         events.follow(generation.choices[0], context.engine.ledger, delivered)

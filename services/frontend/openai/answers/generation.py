@@ -1,22 +1,16 @@
 """The choices of one HTTP request, from their submission until all have ended."""
 
-import time
-
 import msgspec
 
 from protocol.sampling import SamplingParams
-from services.frontend.engine.client import EngineClient, RequestContext
+from services.frontend.engine.client import RequestContext
 from services.frontend.engine.streams import ResponseStream
 from services.frontend.errors import APIError
-from services.frontend.metrics import Metrics
 from services.frontend.openai.answers.choice import Choice, ChoiceContext, Delivered
-from services.frontend.openai.answers.logprobs import LogprobFormatter, LogprobQueue
-from services.frontend.openai.answers.options import AnswerOptions
-from services.frontend.openai.answers.usage import UsageCounter
+from services.frontend.openai.answers.logprobs import LogprobQueue
 from services.frontend.openai.answers.writers import AnswerWriter
 from services.frontend.openai.prompts.prompt import Prompt
 from services.frontend.openai.schemas.responses import PromptLogprobs
-from services.frontend.request_summary import RequestSummary
 from services.frontend.text.assembler import TextAssembler
 from services.frontend.text.tokenizer import Tokenizer
 
@@ -30,30 +24,17 @@ class Generation:
     """Submits one engine request per choice. The caller must close it."""
 
     def __init__(
-        self,
-        engine: EngineClient,
-        metrics: Metrics,
-        tokenizer: Tokenizer,
-        formatter: LogprobFormatter,
-        options: AnswerOptions,
-        request: RequestContext,
-        usage: UsageCounter,
-        writer: AnswerWriter,
-        summary: RequestSummary,
+        self, context: ChoiceContext, tokenizer: Tokenizer, request: RequestContext, writer: AnswerWriter
     ) -> None:
         self.choices: list[Choice] = []
-        self.response = ResponseStream(engine.flush_queue, request.request_id)
-        self._engine = engine
-        self._tokenizer = tokenizer
-        self._request = request
-        self._writer = writer
-        self._context = ChoiceContext(engine, metrics, usage, formatter, options, time.monotonic(), summary)
+        self.response = ResponseStream(context.engine.flush_queue, request.request_id)
+        self._context, self._tokenizer, self._request, self._writer = context, tokenizer, request, writer
 
     def close(self) -> None:
         """Abort the requests that are still open, and count the tokens that they have brought."""
         self._context.summary.output_tokens += sum(choice.num_unfinished_tokens for choice in self.choices)
-        self._engine.abort(self.choices)
-        if len(self._engine.engines) > 1:
+        self._context.engine.abort(self.choices)
+        if len(self._context.engine.engines) > 1:
             self._context.summary.engines = self.response.engines
 
     def submit(self, prompt: Prompt, params: SamplingParams, delivered: Delivered = NOTHING) -> None:
@@ -91,7 +72,7 @@ class Generation:
         )
         if choice.replay(delivered.batches) != delivered.written:
             raise APIError(500, OTHER_EVENTS)
-        self._engine.submit(choice, ids, params, self._request, delivered.identity)
+        context.engine.submit(choice, ids, params, self._request, delivered.identity)
         self.choices.append(choice)
 
     def prompt_logprobs(self) -> list[PromptLogprobs]:
