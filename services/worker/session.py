@@ -114,7 +114,7 @@ class Session:
 
     def reconnected(self) -> None:
         """The scheduler was lost and another one may have taken its place: its next assignment begins a later epoch."""
-        self.phase, self.last_step, self._unsampled = Phase.REGISTERED, 0, None
+        self.phase, self._unsampled = Phase.REGISTERED, None
         self.returns = True
 
     def failed(self) -> None:

@@ -18,7 +18,7 @@ from services.worker.kernels.selection import (
     processor_features,
 )
 from services.worker.runner import LoadError
-from tests.unit.native.implementations import BF16, F32
+from tests.unit.native.implementations import BF16, F32, make
 
 
 @pytest.mark.parametrize(
@@ -105,3 +105,15 @@ def test_the_reference_serves_without_the_compiled_implementation() -> None:
         "assert not any('kernels.cpu' in name for name in sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_compiled_kernels_inherit_only_plain_copies() -> None:
+    """An operation that is forgotten would run in plain torch, slowly and with the same tokens."""
+    compiled, plain = make("compiled"), make("reference")
+    inherited = {
+        name
+        for group in ("network", "rows", "sampling", "drafting")
+        for name, operation in vars(type(getattr(plain, group))).items()
+        if callable(operation) and getattr(type(getattr(compiled, group)), name) is operation
+    }
+    assert inherited == {"write_prompt", "read_tokens"}
