@@ -11,12 +11,9 @@ _FENCE = "```"
 
 class DeepSeekV3Parser(ToolParser):
     markers = (_CALLS, _CALL, _SEPARATOR, _CALL_END, _CALLS_END)
+    openings = (_CALLS,)
 
-    def _read(self) -> Parsing[None]:
-        while (yield from self._content_until(_CALLS)):
-            yield from self._attempt(self._calls())
-
-    def _calls(self) -> Parsing[None]:
+    def _calls(self, marker: str) -> Parsing[None]:
         buffer = self._buffer
         yield from buffer.past_space()
         yield from read_word(buffer, _CALL)

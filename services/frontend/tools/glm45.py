@@ -11,12 +11,9 @@ _KEY, _END = "<arg_key>", "</tool_call>"
 
 class Glm45Parser(ToolParser):
     markers = ("<tool_call>", _END)
+    openings = ("<tool_call>",)
 
-    def _read(self) -> Parsing[None]:
-        while (yield from self._content_until("<tool_call>")):
-            yield from self._attempt(self._function())
-
-    def _function(self) -> Parsing[None]:
+    def _calls(self, marker: str) -> Parsing[None]:
         name = ""
         while (char := (yield from self._buffer.peek())) != "<":
             if not char or len(name) > MAX_NAME + 8:

@@ -11,6 +11,7 @@ from services.frontend.tools.schema import arguments_schema, json_format
 
 class HermesParser(ToolParser):
     markers = ("<tool_call>", "</tool_call>")
+    openings, closings = markers[:1], markers[1:]
 
     @classmethod
     def grammar(cls, tools: Mapping[str, Any], max_calls: int | None) -> dict[str, Any] | None:
@@ -26,13 +27,5 @@ class HermesParser(ToolParser):
         least = {"at_least_one": True, "stop_after_first": max_calls == 1}
         return {"type": "tags_with_separator", "tags": [tag], "separator": "\n", **least}
 
-    def _read(self) -> Parsing[None]:
-        opening, _ = self.markers
-        while marker := (yield from self._content_until(*self.markers)):
-            if marker == opening:
-                yield from self._attempt(self._call())
-            elif self._is_after_call:
-                self._is_after_call = False
-                self._buffer.drop_kept()
-            else:
-                self._break()
+    def _calls(self, marker: str) -> Parsing[None]:
+        return self._call()

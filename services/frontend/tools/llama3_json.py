@@ -9,7 +9,8 @@ from services.frontend.tools.schema import calls_schema, json_format
 
 
 class Llama3JSONParser(ToolParser):
-    markers = ("<|python_tag|>",)
+    markers = openings = ("<|python_tag|>",)
+    may_be_bare = True
 
     @classmethod
     def grammar(cls, tools: Mapping[str, Any], max_calls: int | None) -> dict[str, Any] | None:
@@ -19,15 +20,9 @@ class Llama3JSONParser(ToolParser):
         least = {"at_least_one": True, "stop_after_first": max_calls == 1}
         return {"type": "tags_with_separator", "tags": [tag], "separator": "; ", **least}
 
-    def _read(self) -> Parsing[None]:
-        self._buffer.keep(MAX_HELD)
-        yield from self._attempt(self._calls(strict=True))
-        while (yield from self._content_until("<|python_tag|>")):
-            yield from self._attempt(self._calls(strict=False))
-
-    def _calls(self, strict: bool) -> Parsing[None]:
+    def _calls(self, marker: str) -> Parsing[None]:
         while True:
-            yield from self._call(strict)
+            yield from self._call(strict=not marker)
             self._buffer.keep(MAX_HELD)
             if (yield from self._buffer.past_space()) != ";":
                 raise ParseError

@@ -13,29 +13,18 @@ _WORD = re.compile(f"{NAME_CHAR}*")
 
 class Llama4PythonicParser(ToolParser):
     markers = ("<|python_start|>", "<|python_end|>")
+    openings, closings = markers[:1], markers[1:]
+    may_be_bare = True
 
-    def _read(self) -> Parsing[None]:
-        opening, _ = self.markers
-        self._buffer.keep(MAX_HELD)
-        yield from self._attempt(self._calls(strict=True))
-        while marker := (yield from self._content_until(*self.markers)):
-            if marker == opening:
-                yield from self._attempt(self._calls(strict=False))
-            elif self._is_after_call:
-                self._is_after_call = False
-                self._buffer.drop_kept()
-            else:
-                self._break()
-
-    def _calls(self, strict: bool) -> Parsing[None]:
-        """`strict`: names must be known, as nothing else marks these as calls."""
+    def _calls(self, marker: str) -> Parsing[None]:
+        """Without a mark, names must be known, as nothing else shows that these are calls."""
         buffer = self._buffer
         yield from buffer.past_space()
         yield from read_word(buffer, "[")
         while True:
             yield from buffer.past_space()
             name = yield from self._word()
-            if strict and name not in self._names:
+            if not marker and name not in self._names:
                 raise ParseError
             yield from read_word(buffer, "(")
             self._start_object(name)

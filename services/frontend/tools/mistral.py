@@ -3,34 +3,25 @@
 import re
 import secrets
 import string
-from collections.abc import Mapping
-from typing import Any
 
 from services.frontend.parsing.json_reader import read_word
 from services.frontend.parsing.text_buffer import ParseError, Parsing
 from services.frontend.tools.names import NAME_CHAR
 from services.frontend.tools.parser import NAME, ToolParser
-from services.frontend.tools.schema import list_format
 
 _WORD = re.compile(f"{NAME_CHAR}*")
 
 
 class MistralParser(ToolParser):
     markers = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+    openings = ("[TOOL_CALLS]",)
+    listed = "[TOOL_CALLS]"
 
     def _id(self) -> str:
         """Return an id of the only form that Mistral's templates accept."""
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
-    @classmethod
-    def grammar(cls, tools: Mapping[str, Any], max_calls: int | None) -> dict[str, Any] | None:
-        return list_format("[TOOL_CALLS]", tools, max_calls)
-
-    def _read(self) -> Parsing[None]:
-        while (yield from self._content_until("[TOOL_CALLS]")):
-            yield from self._attempt(self._after_marker())
-
-    def _after_marker(self) -> Parsing[None]:
+    def _calls(self, marker: str) -> Parsing[None]:
         char = yield from self._buffer.past_space()
         if char == "[":
             yield from self._list()

@@ -8,7 +8,6 @@ rest is content. White space around calls is dropped.
 import json
 import re
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
 from typing import Any, ClassVar
 
@@ -24,6 +23,7 @@ from services.frontend.parsing.json_reader import (
 from services.frontend.parsing.text_buffer import ParseError, Parsing, TextBuffer
 from services.frontend.parsing.trimmer import Trimmer
 from services.frontend.tools.names import MAX_NAME, NAME_PATTERN
+from services.frontend.tools.schema import list_format
 
 MAX_HELD = 65_536
 """Maximum characters of a call before its arguments, or of arguments that precede the name."""
@@ -33,11 +33,20 @@ _ARGUMENTS = ("arguments", "parameters")
 _BESIDE_NAME = ("type", "id")
 
 
-class ToolParser(ABC):
+class ToolParser:
     """Finds the calls in one answer."""
 
     markers: ClassVar[tuple[str, ...]] = ()
     """Texts that the format writes around calls. They may be special tokens, which the text lacks by default."""
+    openings: ClassVar[tuple[str, ...]] = ()
+    """Texts before a call, or before several."""
+    closings: ClassVar[tuple[str, ...]] = ()
+    """Texts behind a call that the reader of calls leaves to the content. All of both begin with the same character,
+    which does not occur again in them."""
+    may_be_bare: ClassVar[bool] = False
+    """True: an answer may begin with calls that nothing marks."""
+    listed: ClassVar[str | None] = None
+    """Text before a list of calls, of formats that a grammar writes like that."""
     is_for_all_answers: ClassVar[bool] = False
     """True: the format has marks around all text, so that answers without tools are parsed, too."""
 
@@ -89,7 +98,7 @@ class ToolParser(ABC):
 
         Raises: TooDeep
         """
-        return None
+        return None if cls.listed is None else list_format(cls.listed, tools, max_calls)
 
     def push(self, text: str) -> list[ParsedEvent]:
         if not text:
@@ -113,9 +122,23 @@ class ToolParser(ABC):
         events, self._events = self._events, []
         return events
 
-    @abstractmethod
     def _read(self) -> Parsing[None]:
         """Parse the format up to the end of the text."""
+        if self.may_be_bare:
+            self._buffer.keep(MAX_HELD)
+            yield from self._attempt(self._calls(""))
+        while marker := (yield from self._content_until(*self.openings, *self.closings)):
+            if marker in self.openings:
+                yield from self._attempt(self._calls(marker))
+            elif self._is_after_call:
+                self._is_after_call = False
+                self._buffer.drop_kept()
+            else:
+                self._break()
+
+    def _calls(self, marker: str) -> Parsing[None]:
+        """Read what follows an opening; "": calls that nothing marks. Raises: ParseError"""
+        raise NotImplementedError
 
     def _id(self) -> str:
         """Return a unique id for a call."""

@@ -10,20 +10,10 @@ _FUNCTION = "<function="
 
 class Qwen3XMLParser(ToolParser):
     markers = ("<tool_call>", "</tool_call>")
+    openings, closings = ("<tool_call>", _FUNCTION), ("</tool_call>",)
 
-    def _read(self) -> Parsing[None]:
-        opening, _ = self.markers
-        while marker := (yield from self._content_until(*self.markers, _FUNCTION)):
-            if marker in (opening, _FUNCTION):
-                yield from self._attempt(self._function(marker == opening))
-            elif self._is_after_call:
-                self._is_after_call = False
-                self._buffer.drop_kept()
-            else:
-                self._break()
-
-    def _function(self, has_tag: bool) -> Parsing[None]:
-        if has_tag:
+    def _calls(self, marker: str) -> Parsing[None]:
+        if marker != _FUNCTION:
             yield from self._buffer.past_space()
             yield from read_word(self._buffer, _FUNCTION)
         name = yield from self._short(">")
