@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from protocol.columns import has_all
 from protocol.rows import GrammarRows
@@ -54,9 +53,9 @@ class StepMasks(NamedTuple):
         return cls(rows, counts, masks, np.array(without, np.int32))
 
     @property
-    def firsts(self) -> NDArray[np.int64]:
-        """int64[rows], index of each row's first mask."""
-        return self.counts.cumsum() - self.counts
+    def firsts(self) -> I32:
+        """int32[rows], index of each row's first mask."""
+        return np.cumsum(self.counts, dtype=np.int32) - self.counts
 
     def acceptable(self, drafts: I32) -> I32:
         """Return the drafts of each sampled row that may be accepted: one less than its masks (acceptable drafts)."""
