@@ -1,11 +1,14 @@
+import asyncio
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from openai import OpenAI
 
 from tests.certificates import no_certificates  # noqa: F401  a fixture of all tests
 from tests.e2e.server import ServeProcess, serving
+from tests.e2e.streams import answers_of
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +35,13 @@ def sim() -> Iterator[ServeProcess]:
     record = os.environ.get("RUNAHEAD_SOAK_RECORD")
     with serving(*arguments, *(("--record", record) if record else ())) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def undisturbed_sim() -> list[Any]:
+    """The `answers` of the simulator, which do not depend on its delays and layout."""
+    with serving("--backend", "sim", "--sim-step-ms", "0") as running:
+        return asyncio.run(answers_of(running))
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ import signal
 import socket
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 from openai import APIConnectionError
@@ -46,11 +47,12 @@ class SpinningPolicy(ChunkedPolicy):
 
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT])
-async def test_streams_continue_when_a_worker_dies_in_native_code(number: signal.Signals) -> None:
+async def test_streams_continue_when_a_worker_dies_in_native_code(
+    undisturbed_sim: list[Any], number: signal.Signals
+) -> None:
     with serving(*SIM) as server:
         async with server.async_client() as client:
-            undisturbed = await answers(client)
-            assert await answers(client, lambda: restart(server, "worker", number)) == undisturbed
+            assert await answers(client, lambda: restart(server, "worker", number)) == undisturbed_sim
             assert server.metric("epochs_lost_total") == 1
             assert f"worker was killed by {number.name}; restarting" in server.log.read_text()
             assert_nothing_is_kept(server)
@@ -63,13 +65,15 @@ async def test_streams_continue_when_a_worker_dies_in_native_code(number: signal
         pytest.param("freeze", "worker hung and ended itself", marks=pytest.mark.soak),
     ],
 )
-async def test_streams_continue_when_a_step_never_ends(fault: str, end: str) -> None:
+async def test_streams_continue_when_a_step_never_ends(
+    undisturbed_sim: list[Any], fault: str, end: str
+) -> None:
     """In the thread that computes, and with the interpreter's lock, so that heartbeats end too. The worker is
     replaced; the client of the request that did it has left by then."""
     arguments = ("--sim-fault-token", str(FAULTY), "--sim-fault", fault, "--step-timeout-seconds", "1")
     with serving(*SIM, *arguments) as server:
         async with server.async_client() as client:
-            undisturbed, model = await answers(client), (await client.models.list()).data[0].id
+            model = (await client.models.list()).data[0].id
 
             async def disturb() -> None:
                 faulty = asyncio.create_task(
@@ -80,20 +84,22 @@ async def test_streams_continue_when_a_step_never_ends(fault: str, end: str) -> 
                 )
                 faulty.cancel()
 
-            assert await answers(client, disturb) == undisturbed
+            assert await answers(client, disturb) == undisturbed_sim
             assert end in server.log.read_text()
             assert server.metric("epochs_lost_total") == 1
             assert_nothing_is_kept(server)
 
 
-async def test_streams_continue_when_the_scheduler_never_returns_from_a_loop(tmp_path: Path) -> None:
+async def test_streams_continue_when_the_scheduler_never_returns_from_a_loop(
+    undisturbed_sim: list[Any], tmp_path: Path
+) -> None:
     """It lives and is not stopped. The request that did it is answered by the next scheduler."""
     (tmp_path / "spinning_policy.py").write_text(POLICY)
     register(tmp_path, "spinning", {"runahead.policies": {"spinning": "spinning_policy:SpinningPolicy"}})
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     with serving(*SIM, "--batching-policy", "spinning", forked=False, PYTHONPATH=path) as server:
         async with server.async_client() as client:
-            undisturbed, model = await answers(client), (await client.models.list()).data[0].id
+            model = (await client.models.list()).data[0].id
 
             async def disturb() -> None:
                 answer = await client.completions.create(
@@ -102,14 +108,14 @@ async def test_streams_continue_when_the_scheduler_never_returns_from_a_loop(tmp
                 assert answer.usage is not None
                 assert answer.usage.completion_tokens == 3
 
-            assert await answers(client, disturb) == undisturbed
+            assert await answers(client, disturb) == undisturbed_sim
             log = server.log.read_text()
             assert "scheduler hung and ended itself" in log
             assert "in admit" in log, "the stack says where"
             assert_nothing_is_kept(server)
 
 
-async def test_a_killed_frontend_leaves_the_streams_of_another_one() -> None:
+async def test_a_killed_frontend_leaves_the_streams_of_another_one(undisturbed_sim: list[Any]) -> None:
     """Its requests end, and their KV blocks are free."""
     with serving(*SIM) as server:
         async with (
@@ -117,8 +123,8 @@ async def test_a_killed_frontend_leaves_the_streams_of_another_one() -> None:
             server.async_client() as client,
             other.async_client() as doomed,
         ):
-            undisturbed, streams = await answers(client), await open_streams(doomed, 8)
-            assert await answers(client, other.kill) == undisturbed
+            streams = await open_streams(doomed, 8)
+            assert await answers(client, other.kill) == undisturbed_sim
             for stream in streams:
                 with pytest.raises(APIConnectionError):
                     async for _ in stream:

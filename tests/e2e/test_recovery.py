@@ -217,11 +217,10 @@ def test_a_stopped_scheduler_fails_the_probe_before_it_is_lost() -> None:
         assert "connecting again" not in server.log.read_text()
 
 
-async def test_a_scheduler_that_was_stopped_for_long_exits_when_it_wakes() -> None:
+async def test_a_scheduler_that_was_stopped_for_long_exits_when_it_wakes(undisturbed_sim: list[Any]) -> None:
     """Meanwhile the others have turned away from it. It is restarted, and the streams continue."""
     with serving(*SIM, "--scheduler-timeout-seconds", f"{SILENCE:g}") as server:
         async with server.async_client() as client:
-            undisturbed = await answers(client)
 
             async def stop() -> None:
                 server.services["scheduler"].send_signal(signal.SIGSTOP)
@@ -232,5 +231,5 @@ async def test_a_scheduler_that_was_stopped_for_long_exits_when_it_wakes() -> No
                 await long
                 await restart(server, "scheduler", signal.SIGCONT)
 
-            assert await answers(client, stop) == undisturbed
+            assert await answers(client, stop) == undisturbed_sim
             assert "scheduler exited with status 8" in server.log.read_text()

@@ -69,17 +69,28 @@ def test_blocks_are_there_while_the_next_prompt_is_computed() -> None:
         assert server.metric("external_prefix_cache_hits_total") == 4 * (LENGTH // 16 * 16)
 
 
-@pytest.mark.parametrize("victim", ["", PREFILL, DECODE], ids=["undisturbed", "prefill", "decode"])
-async def test_blocks_are_fetched_while_the_prompt_is_computed(victim: str) -> None:
-    """A prompt of several seconds. An engine may die when the other one has fetched some of its blocks."""
-    device = ("--backend", "sim", "--sim-prefill-token-us", "3000", "--max-num-batched-tokens", "128")
-    length = 2000
-    body = {"prompt": [7] * length, "max_tokens": 20, "ignore_eos": True, "temperature": 0}
+PROMPT = 2000
+"""Tokens, of several seconds."""
 
-    async def text(server: ServeProcess) -> str:
-        async with httpx.AsyncClient(timeout=300) as client:
-            answer = await client.post(f"{server.url}/v1/completions", json=body)
-        return answer.json()["choices"][0]["text"]
+
+async def text_of(server: ServeProcess) -> str:
+    body = {"prompt": [7] * PROMPT, "max_tokens": 20, "ignore_eos": True, "temperature": 0}
+    async with httpx.AsyncClient(timeout=300) as client:
+        answer = await client.post(f"{server.url}/v1/completions", json=body)
+    return str(answer.json()["choices"][0]["text"])
+
+
+@pytest.fixture(scope="module")
+def whole_text() -> str:
+    """The answer of one engine, which does not depend on its delays."""
+    with serving("--backend", "sim") as single:
+        return asyncio.run(text_of(single))
+
+
+@pytest.mark.parametrize("victim", ["", PREFILL, DECODE], ids=["undisturbed", "prefill", "decode"])
+async def test_blocks_are_fetched_while_the_prompt_is_computed(whole_text: str, victim: str) -> None:
+    """An engine may die when the other one has fetched some of its blocks."""
+    device = ("--backend", "sim", "--sim-prefill-token-us", "3000", "--max-num-batched-tokens", "128")
 
     def fetched(server: ServeProcess) -> bool:
         metrics = server.get("/metrics")[1]
@@ -88,18 +99,16 @@ async def test_blocks_are_fetched_while_the_prompt_is_computed(victim: str) -> N
         )
         return sum(map(float, hits)) > 0 and 'reason="prefilled"' not in metrics
 
-    with serving(*device) as single:
-        expected = await text(single)
     with serving(*device, *ROLES) as server:
         server.wait_engines(2)
-        answer = asyncio.create_task(text(server))
+        answer = asyncio.create_task(text_of(server))
         what = "blocks are fetched before the stream moves"
         await asyncio.to_thread(wait_until, lambda: fetched(server), what)
         if victim:
             await kill_engine(server, victim)
-        assert await answer == expected
+        assert await answer == whole_text
         if not victim:
             found = [server.metric(f"external_prefix_cache_{name}_total") for name in ("queries", "hits")]
-            assert found == [length, length], "each block is fetched once"
+            assert found == [PROMPT, PROMPT], "each block is fetched once"
         server.wait_engines(2)
         assert_nothing_is_kept(server)
