@@ -162,7 +162,7 @@ def answer_adapted(model: str, adapters: list[LoRAAdapter | None]) -> dict[str, 
     return answers
 
 
-@pytest.fixture(scope="module", params=["idefics3"])
+@pytest.fixture(scope="module", params=image_checkpoints.MODELS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return image_checkpoints.make(request.param, tmp_path_factory.mktemp("images") / request.param)
 
@@ -230,8 +230,6 @@ def test_tokens_equal_vllms(model: Path, server: ServeProcess) -> None:
 
 @pytest.mark.parametrize(("name", "assigned", "config", "why"), [
     ("idefics3", {"world_size": 2, "pipeline_parallel_size": 2}, {}, "[Pp]ipeline"),
-    ("idefics3", {"world_size": 2, "tensor_parallel_size": 2}, {}, "several ranks"),
-    ("paddleocr-vl", {}, {}, "M-RoPE"),
     ("idefics3", {"speculation": Speculation("draft_model", 3)}, {}, "drafters other than ngram"),
     ("idefics3", {}, {"runner": "pooling"}, "--runner pooling"),
 ])  # fmt: skip
@@ -271,6 +269,19 @@ def test_adapters_beside_images(tmp_path: Path) -> None:
     answers = [tokens for _, tokens in expected]
     assert len({tuple(tokens) for tokens in answers}) == len(answers), "every adapter changes every answer"
     assert found == dict.fromkeys(found, answers)
+
+
+def test_two_ranks_with_drafts_answer_like_one(model: Path, server: ServeProcess) -> None:
+    both = list(zip(CONVERSATIONS, PARAMS, strict=True))
+    drafts = json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1})
+    with (
+        serve(model, "--tensor-parallel-size", "2", "--speculative-config", drafts) as ranks,
+        ThreadPoolExecutor(len(both)) as threads,
+    ):
+        running = [threads.submit(request, ranks, messages, **params) for messages, params in both]
+        alone = [tokens_of(request(server, messages, **params)) for messages, params in both]
+        assert [tokens_of(future.result()) for future in running] == alone
+        assert ranks.metric("spec_decode_num_accepted_tokens_total") > 0
 
 
 def by_address(*urls: str) -> JSON:

@@ -168,8 +168,7 @@ def _check_media(config: Any, options: EngineOptions) -> None:
         raise LoadError("models whose images attend in both directions are not supported with --backend vllm")
     speculation = options.speculation
     refused = {
-        "several ranks": config.parallel_config.world_size > 1,
-        "M-RoPE": model.uses_mrope,
+        "--pipeline-parallel-size above 1": config.parallel_config.pipeline_parallel_size > 1,
         "drafters other than ngram": speculation is not None and speculation.method != "ngram",
         "--runner pooling": model.runner_type == "pooling",
     }

@@ -79,6 +79,7 @@ class VllmEpoch:
             engine.platform.generator,
             engine.pooler,
             batch.encoder_cache,
+            batch._init_mrope_positions if batch.uses_mrope else None,  # noqa: SLF001  vLLM calls it for new requests
         )
         self._pipeline = groups.pipeline
         self._outcomes = StageOutcomes(self._pipeline, assignment.num_slots, batch, self._translator)

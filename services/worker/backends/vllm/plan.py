@@ -60,6 +60,7 @@ class PlanTranslator:
         generator: makes the random numbers of a request from its seed and the number of its output tokens
         pooler: None: the model generates text
         encoded: vLLM's own outputs of its encoder, by content; None: the model reads text only
+        set_positions: sets the positions of the prompt in a new state (M-RoPE); None: they are the tokens' numbers
     """
 
     def __init__(
@@ -72,13 +73,14 @@ class PlanTranslator:
         generator: Callable[[int, int], torch.Generator] = RequestGenerator.after_draws,
         pooler: ModelPooler | None = None,
         encoded: Mapping[str, Any] | None = None,
+        set_positions: Callable[[vllm_api.CachedRequestState], None] | None = None,
     ) -> None:
         self._table, self._vocab_size = table, vocab_size
         self.drafts = ProposedDrafts(max_drafts, table.max_model_len, requests)
         self.placeholders = TokenPlaceholders(requests)
         self._requests, self._prompt_logprobs, self._generator = requests, prompt_logprobs, generator
         self._pooler = pooler
-        self._media = MediaInputs(encoded)
+        self._media, self._set_positions = MediaInputs(encoded), set_positions
         self._entering: dict[int, NewRequest] = {}
         """New requests by slot, until their first row."""
         self._ids = [""] * table.num_slots
@@ -164,6 +166,8 @@ class PlanTranslator:
         for slot, start in zip(rows.slots[first].tolist(), rows.starts[first].tolist(), strict=True):
             request = self._entering.pop(slot)
             state = self._state(request, start)
+            if self._set_positions is not None:
+                self._set_positions(state)
             self._requests[state.req_id] = state
             if (count := request.params.prompt_logprobs) is not None:
                 self._prompt_logprobs[state.req_id] = count
