@@ -55,7 +55,7 @@ def extend_names(
         names: SHA-256 digests of the first blocks of a sequence, in order.
         tokens: int32[...]: the tokens behind these blocks.
         block_size: tokens per block.
-        items: images of the prompt (prefix-cache content, docs/invariants.md).
+        items: images and sounds of the prompt (prefix-cache content, docs/invariants.md).
     """
     width = block_size * TOKEN_BYTES
     parent = names[-1] if names else sha256(salt.encode()).digest()

@@ -1,8 +1,9 @@
-"""Images in a prompt: positions that a model fills with the output of its encoder in place of tokens' embeddings."""
+"""Images and sounds in a prompt: positions that a model fills with the output of its encoder in place of tokens'
+embeddings."""
 
 from collections.abc import Sequence
 from hashlib import shake_128
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -10,14 +11,14 @@ from numpy.typing import NDArray
 
 from protocol.fields import MAX_ITEMS, Count, Name, Text
 
-MAX_IMAGES = 16
-"""Images in a prompt."""
+MAX_FILES = 16
+"""Images in a prompt, and sounds."""
 MAX_MEDIA_BYTES = 32 << 20
 """Bytes of the tensors of one request, and of all requests that enter with one plan."""
 
 
 class MediaItem(msgspec.Struct, array_like=True, frozen=True):
-    """One image, and its positions in the prompt."""
+    """One image or sound, and its positions in the prompt."""
 
     start: Count
     length: Count
@@ -37,7 +38,7 @@ class Media(msgspec.Struct, array_like=True, frozen=True):
 
 
 class MediaModel(msgspec.Struct, array_like=True, frozen=True):
-    """A model that reads images."""
+    """A model that reads images or sounds."""
 
     dtype: Name
     """Data type of the encoder's inputs."""
@@ -47,47 +48,57 @@ class MediaModel(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ProcessorSettings(msgspec.Struct, array_like=True, frozen=True):
-    """First message to the process. It answers with `ProcessedImages` without images, or `ImagesFailed` and ends."""
+    """First message to the process. It answers with `ProcessedMedia` without items, or `MediaFailed` and ends."""
 
     model: Text
     """Directory of the checkpoint."""
     dtype: Name
 
 
-class ImageJob(msgspec.Struct, array_like=True, frozen=True):
-    token_ids: bytes
-    """int32[tokens]: the prompt, in which a few tokens stand for each image."""
-    images: list[str]
-    """Data URLs."""
+class MediaFile(msgspec.Struct, array_like=True, frozen=True):
+    kind: Literal["image", "audio"]
+    url: str
+    """Data URL; in the frontend also an address."""
 
 
-class ProcessedImages(msgspec.Struct, array_like=True, frozen=True, tag="processed"):
+def named(files: Sequence[MediaFile]) -> dict[str, MediaFile]:
+    """Return the files of a prompt by their names in errors, in order."""
+    return {f"{file.kind} {number}": file for number, file in enumerate(files)}
+
+
+class MediaJob(msgspec.Struct, array_like=True, frozen=True):
     token_ids: bytes
-    """int32[tokens]: the prompt with all positions of the images."""
+    """int32[tokens]: the prompt, in which a few tokens stand for each file."""
+    files: list[MediaFile]
+
+
+class ProcessedMedia(msgspec.Struct, array_like=True, frozen=True, tag="processed"):
+    token_ids: bytes
+    """int32[tokens]: the prompt with all positions of its files."""
     media: Media
 
 
-class ImagesRefused(msgspec.Struct, array_like=True, frozen=True, tag="refused"):
-    """Something is wrong with the images of the request."""
+class MediaRefused(msgspec.Struct, array_like=True, frozen=True, tag="refused"):
+    """Something is wrong with the files of the request."""
 
     reason: Text
 
 
-class ImagesFailed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
+class MediaFailed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
     reason: Text
 
 
-ImagesOutcome = ProcessedImages | ImagesRefused | ImagesFailed
+MediaOutcome = ProcessedMedia | MediaRefused | MediaFailed
 
 
 def contents(items: Sequence[MediaItem], begin: int, end: int) -> bytes:
-    """Return what the name of a block of these positions has besides its tokens, which are equal for all images."""
+    """Return what the name of a block of these positions has besides its tokens, which are equal for all files."""
     found = (item for item in items if item.start < end and begin < item.end)
     return b"".join(f"{item.start}:{item.length}:{item.digest};".encode() for item in found)
 
 
 def distinct_tokens(tokens: NDArray[np.int32], media: Media | None) -> NDArray[np.int32]:
-    """Return the tokens with numbers that follow from the images' contents at their positions."""
+    """Return the tokens with numbers that follow from the files' contents at their positions."""
     if media is None:
         return tokens
     tokens = tokens.copy()

@@ -175,7 +175,7 @@ class Loaded(msgspec.Struct, array_like=True, frozen=True, tag="loaded"):
     pins: KeepPins | None = None
     """Pins of the last scheduler; None: it sent none to this process."""
     media: MediaModel | None = None
-    """None: the model, or this backend, reads no images."""
+    """None: the model, or this backend, reads neither images nor sounds."""
 
 
 class InitializeCache(msgspec.Struct, array_like=True, frozen=True, tag="init_cache"):

@@ -76,7 +76,7 @@ class GenerateRequest(msgspec.Struct, array_like=True, frozen=True, tag="generat
     pooling_params: PoolingParams | None = None
     """For `Pooling.MODEL`; None: the defaults."""
     media: Media | None = None
-    """Images of the prompt."""
+    """Images and sounds of the prompt."""
 
     @property
     def salt(self) -> str:
@@ -281,7 +281,7 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     pooling: PoolingModel | None = None
     """A model that generates no text; None: it generates text."""
     media: MediaModel | None = None
-    """None: images are refused."""
+    """None: images and sounds are refused."""
     loads_ahead: bool = False
     """True: the scheduler knows `CacheAction.LOAD`."""
 

@@ -42,7 +42,7 @@ class NewRequest(msgspec.Struct, array_like=True, frozen=True):
     pooling_params: PoolingParams | None = None
     """For `Pooling.MODEL`; None: the defaults."""
     media: Media | None = None
-    """Images of the prompt. An item is encoded with the first row that has a position of it (encoder budget)."""
+    """Images and sounds of the prompt, each encoded with the first row that has a position of it (encoder budget)."""
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):

@@ -59,7 +59,7 @@ HINTS: dict[str, str] = {
     "--max-logprobs": f"a request may ask for 20 at most; {_LEFT_OUT}",
     "--default-chat-template-kwargs": "send chat_template_kwargs with each request",
     "--response-role": f"an answer has the role assistant; {_LEFT_OUT}",
-    "--limit-mm-per-prompt": f"a prompt may have 16 images; {_LEFT_OUT}",
+    "--limit-mm-per-prompt": f"a prompt may have 16 images and 16 sounds; {_LEFT_OUT}",
     "--enable-metrics": f"/metrics is always there; {_LEFT_OUT}",
     "--enable-server-load-tracking": f"/load is always there; {_LEFT_OUT}",
     "--enable-request-id-headers": f"every response has x-request-id; {_LEFT_OUT}",

@@ -80,8 +80,8 @@ class FrontendConfig(HttpConfig):
     )
     allowed_media_domains: Annotated[list[str], BeforeValidator(as_list)] = Field(
         default_factory=list,
-        description="Host name from which images at addresses are fetched, such as images.example.com; --backend vllm "
-        "only. It takes several; names at private addresses are refused. Default: none.",
+        description="Host name from which images and sounds at addresses are fetched, such as media.example.com; "
+        "--backend vllm only. It takes several; names at private addresses are refused. Default: none.",
     )
     unknown_parameters: Literal["warn", "refuse", "ignore"] = Field(
         "warn",
@@ -158,7 +158,7 @@ class FrontendConfig(HttpConfig):
         for name in names:
             if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?", name):
                 raise ValueError(
-                    f"{name!r} is no host name such as images.example.com; it has no port and no pattern"
+                    f"{name!r} is no host name such as media.example.com; it has no port and no pattern"
                 )
         return [name.lower() for name in names]
 

@@ -51,7 +51,7 @@ class ServeConfig(WorkerConfig, SchedulerConfig, FrontendConfig):
             )
         yield from self.refusals_of_engines()
         if self.allowed_media_domains and self.backend != "vllm":
-            yield f"--allowed-media-domains: only --backend vllm reads images; --backend {self.backend} does not use it"
+            yield f"--allowed-media-domains: only --backend vllm reads media; --backend {self.backend} does not use it"
         if self.prefill_engines and self.prefill_engines >= self.data_parallel_size:
             yield (
                 f"--prefill-engines {self.prefill_engines} of --data-parallel-size {self.data_parallel_size} leaves no "

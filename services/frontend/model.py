@@ -31,9 +31,9 @@ class ServedModel:
     adapters: Adapters = field(default_factory=Adapters)
     directory: Path = Path()
     """The checkpoint."""
-    image_domains: tuple[str, ...] = ()
-    """Host names from which images are fetched."""
-    max_image_bytes: int = 0
+    media_domains: tuple[str, ...] = ()
+    """Host names from which images and sounds are fetched."""
+    max_media_bytes: int = 0
     """Bytes of all files that are fetched for one request."""
     pair_template: bool = False
     """True: `template` was given with --chat-template, so a model that scores pairs uses it, with the roles `query` and
@@ -84,8 +84,8 @@ class ServedModel:
             if not separator:
                 raise CheckpointError(f"--lora-modules {module}: it has the form NAME=DIRECTORY")
             adapters.load(adapter, path)
-        images = tuple(config.allowed_media_domains), config.max_body_bytes
+        media = tuple(config.allowed_media_domains), config.max_body_bytes
         is_given = config.chat_template is not None
         return cls(
-            names, tokenizer, template, defaults, pooling, formats, adapters, directory, *images, is_given
+            names, tokenizer, template, defaults, pooling, formats, adapters, directory, *media, is_given
         )

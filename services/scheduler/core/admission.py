@@ -12,7 +12,7 @@ from services.scheduler.core.slots import Column
 from services.scheduler.core.store import RequestStore
 
 MAX_OPEN_MEDIA_BYTES = 2 << 30
-"""Bytes of the images of all open requests."""
+"""Bytes of the images and sounds of all open requests."""
 AGAIN = 2
 """Requests that may be open with those that were admitted before, as a multiple of those that new ones can fill."""
 
@@ -130,16 +130,16 @@ class Admission:
         if message.media is None:
             return None
         if not limits.encoder_budget:
-            return "images are not served: this model, or its backend, reads text only"
+            return "images and sounds are not served: this model, or its backend, reads text only"
         if message.params.prompt_logprobs is not None or message.pooling is not Pooling.NONE:
-            return "prompt_logprobs and embeddings are not served with images"
+            return "prompt_logprobs and embeddings are not served with images or sounds"
         at = 0
         for item in message.media.items:
             if item.start < at or not item.length or item.end > message.num_prompt_tokens:
-                return "the positions of the images are impossible"
+                return "the positions of the images and sounds are impossible"
             if item.length > limits.encoder_budget:
                 return (
-                    f"an image takes {item.length} tokens, but a step has at most {limits.encoder_budget} "
+                    f"an image or sound takes {item.length} tokens, but a step has at most {limits.encoder_budget} "
                     "(--max-num-batched-tokens)"
                 )
             at = item.end

@@ -40,7 +40,7 @@ class Limits:
     pools_only: bool = False
     """True: the model has a pooler of its own and generates no text (`Pooling.MODEL`)."""
     encoder_budget: int = 0
-    """Maximum number of positions of the items that are encoded in one step (encoder budget); 0: images are refused."""
+    """Maximum number of positions of the items that are encoded in one step (encoder budget); 0: none are served."""
     whole_prompts: bool = False
     """True: the model attends in both directions, so a prompt is computed in one step (whole prompt)."""
 

@@ -202,7 +202,7 @@ class BlocksCached(msgspec.Struct, frozen=True):
     salt: str
     lora: LoRAAdapter | None = None
     contents: tuple[bytes, ...] = ()
-    """Part of the hash of each block after its tokens, from the images in it; (): there are no images."""
+    """Part of the hash of each block after its tokens, from the images and sounds in it; (): there are none."""
 
 
 class BlocksEvicted(msgspec.Struct, frozen=True):

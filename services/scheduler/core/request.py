@@ -131,7 +131,7 @@ class Request:
 
     @property
     def items(self) -> Sequence[MediaItem]:
-        """Images of the prompt."""
+        """Images and sounds of the prompt."""
         return () if self.media is None else self.media.items
 
     def token_limit(self, max_model_len: int) -> int:

@@ -74,7 +74,7 @@ class SlotColumns:
         self.entry = column()
         """Tokens of the request when it got the slot. Its prefill ends there: the prompt, or more after a resume."""
         self.media_end = column()
-        """End of the last image of the prompt; 0: there is none."""
+        """End of the last image or sound of the prompt; 0: there is none."""
         self.constrained = np.zeros(num_slots, np.bool_)
         """True: a grammar constrains the output."""
         self.late_masks = column()

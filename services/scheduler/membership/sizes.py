@@ -43,7 +43,7 @@ def fit(c: SchedulerConfig, loaded: list[Loaded], leaves_rows_out: bool = False)
         )
     if (media := loaded[0].media) is not None and c.policy == "phased":
         raise GroupError(
-            "this model reads images, which --batching-policy phased does not serve; use chunked"
+            "this model reads images or sounds, which --batching-policy phased does not serve; use chunked"
         )
     if states and c.speculative_config is not None:
         raise GroupError(

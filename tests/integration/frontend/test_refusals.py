@@ -243,7 +243,7 @@ def test_prompt_beyond_the_context_is_refused_with_both_lengths(
         ({"messages": [MESSAGE], "stop": ["x"] * 17}, "stop: at most 16 are possible, not 17"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x{y"}}]}]},
-            "images are not served here: this model, backend or route has text only",
+            "images and sounds are not served here: this model, backend or route has text only",
         ),
     ],
 )

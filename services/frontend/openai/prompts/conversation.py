@@ -4,8 +4,9 @@ from typing import Any
 
 import msgspec
 
+from protocol.media import MediaFile
 from services.frontend.errors import invalid
-from services.frontend.openai.schemas.messages import ContentPart, ImagePart, MessageParam, ToolCall
+from services.frontend.openai.schemas.messages import ContentPart, FilePart, MessageParam, ToolCall
 from services.frontend.openai.schemas.requests import ChatRequest
 from services.frontend.templates.chat_template import Conversation
 
@@ -45,7 +46,7 @@ def _plain(message: MessageParam, index: int) -> dict[str, Any]:
     if message.role == "user" and (message.content is None or message.content == []):
         raise invalid(f"messages.{index}.content is missing; the message of a user needs one", "messages")
     plain = message.plain()
-    if message.images:
+    if message.files:
         plain["content"] = [_part(part) for part in message.content or () if not isinstance(part, str)]
     if message.tool_calls:
         plain["tool_calls"] = [
@@ -61,11 +62,11 @@ def _plain(message: MessageParam, index: int) -> dict[str, Any]:
 
 def _part(part: ContentPart) -> dict[str, Any]:
     """Return a part as chat templates expect it, by vLLM's rule."""
-    return {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": part.text}
+    return {"type": part.file.kind} if isinstance(part, FilePart) else {"type": "text", "text": part.text}
 
 
-def image_urls(body: ChatRequest) -> list[str]:
-    return [url for message in body.messages for url in message.images]
+def media_files(body: ChatRequest) -> list[MediaFile]:
+    return [file for message in body.messages for file in message.files]
 
 
 def _call(call: ToolCall, path: str) -> dict[str, Any]:

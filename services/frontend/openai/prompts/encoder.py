@@ -9,10 +9,10 @@ from protocol.codec import unpack
 from protocol.media import MediaModel
 from protocol.sampling import BadWords
 from services.frontend.errors import invalid
-from services.frontend.images import ImageProcessing
+from services.frontend.media import MediaProcessing
 from services.frontend.model import ServedModel
 from services.frontend.openai.parameters.sampling import COMPLETION_MAX_TOKENS, bad_words, too_long
-from services.frontend.openai.prompts.conversation import conversation, image_urls, num_chars
+from services.frontend.openai.prompts.conversation import conversation, media_files, num_chars
 from services.frontend.openai.prompts.prompt import Prompt
 from services.frontend.openai.schemas.requests import BaseGenerationRequest, ChatRequest, CompletionRequest
 from services.frontend.templates.chat_template import Conversation
@@ -35,7 +35,7 @@ class PromptEncoder:
         self._model = model
         self._small = ThreadPoolExecutor(2, "tokenizer")
         self._large = ThreadPoolExecutor(1, "tokenizer-large")
-        self._images = ImageProcessing(model.directory, model.image_domains, model.max_image_bytes)
+        self._media = MediaProcessing(model.directory, model.media_domains, model.max_media_bytes)
 
     async def for_completion(
         self, body: CompletionRequest, vocab_size: int, max_model_len: int
@@ -61,31 +61,35 @@ class PromptEncoder:
         """Render the conversation with the model's template and encode it.
 
         Args:
-            media: None: images are refused.
+            media: None: images and sounds are refused.
 
         Raises: APIError
         """
         text = await self.rendered(body, media)
         ids = await self._encode(text, body, vocab_size, max_model_len, "messages")
-        if media is None or not (images := image_urls(body)):
+        if media is None or not (files := media_files(body)):
             return Prompt(ids)
-        found = await self._images.process(media, ids, images)
+        found = await self._media.process(media, ids, files)
         return Prompt(unpack(found.token_ids).tolist(), media=found.media)
 
     async def rendered(self, body: ChatRequest, media: MediaModel | None = None) -> str:
         """Raises: APIError"""
-        if any(message.images for message in body.messages):
+        if files := media_files(body):
             if media is None:
                 raise invalid(
-                    "images are not served here: this model, backend or route has text only", "messages"
+                    "images and sounds are not served here: this model, backend or route has text only",
+                    "messages",
                 )
             if body.truncate_prompt_tokens is not None or body.prompt_logprobs is not None:
                 raise invalid(
-                    "truncate_prompt_tokens and prompt_logprobs are not served with images", "messages"
+                    "truncate_prompt_tokens and prompt_logprobs are not served with images or sounds",
+                    "messages",
                 )
             if body.continue_final_message or body.echo:
-                raise invalid("continue_final_message and echo are not served with images", "messages")
-            self._images.check(image_urls(body))
+                raise invalid(
+                    "continue_final_message and echo are not served with images or sounds", "messages"
+                )
+            self._media.check(files)
         return await self.run(num_chars(body), lambda: self._model.template.render(conversation(body)))
 
     async def rendered_pair(self, query: str, document: str, variables: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ MAX_PROMPTS = 64
 MAX_TEXT = 4_000_000
 """Characters."""
 MAX_URL = 1 << 26
-"""Characters of an image's data URL."""
+"""Characters of a data URL."""
 MAX_PROMPT_IDS = 2_000_000
 MAX_MESSAGES = 4096
 MAX_CHOICES = 16

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from protocol.media import MediaFile
 from services.frontend.openai.schemas.fields import (
     JSON,
     MAX_PARTS,
@@ -41,16 +42,58 @@ class ImageURL(OpenObject):
         return {"detail": ("auto",)}
 
 
-class ImagePart(OpenObject):
-    type: Literal["image_url"]
-    image_url: ImageURL
+class AudioURL(OpenObject):
+    url: Annotated[str, Field(max_length=MAX_URL)]
 
+
+class InputAudio(OpenObject):
+    data: Annotated[str, Field(max_length=MAX_URL)]
+    """Base64."""
+    format: Literal["wav", "mp3"]
+
+
+class FilePart(OpenObject):
     @property
     def text(self) -> str:
         return ""
 
+    @property
+    def file(self) -> MediaFile:
+        raise NotImplementedError
 
-ContentPart = Annotated[TextPart | RefusalPart | ImagePart, Field(discriminator="type")]
+
+class ImagePart(FilePart):
+    type: Literal["image_url"]
+    image_url: ImageURL
+
+    @property
+    def file(self) -> MediaFile:
+        return MediaFile("image", self.image_url.url)
+
+
+class AudioURLPart(FilePart):
+    """vLLM's."""
+
+    type: Literal["audio_url"]
+    audio_url: AudioURL
+
+    @property
+    def file(self) -> MediaFile:
+        return MediaFile("audio", self.audio_url.url)
+
+
+class InputAudioPart(FilePart):
+    type: Literal["input_audio"]
+    input_audio: InputAudio
+
+    @property
+    def file(self) -> MediaFile:
+        return MediaFile("audio", f"data:audio/{self.input_audio.format};base64,{self.input_audio.data}")
+
+
+ContentPart = Annotated[
+    TextPart | RefusalPart | ImagePart | AudioURLPart | InputAudioPart, Field(discriminator="type")
+]
 
 
 class FunctionCall(OpenObject):
@@ -84,10 +127,10 @@ class MessageParam(OpenObject):
         return NEUTRAL_IN_MESSAGE
 
     @property
-    def images(self) -> list[str]:
-        """URLs of its images."""
+    def files(self) -> list[MediaFile]:
+        """Its images and sounds."""
         parts = self.content if isinstance(self.content, list) else []
-        return [part.image_url.url for part in parts if isinstance(part, ImagePart)]
+        return [part.file for part in parts if isinstance(part, FilePart)]
 
     def plain(self) -> dict[str, Any]:
         """Return role, text and name as chat templates expect them."""

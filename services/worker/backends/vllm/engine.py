@@ -51,8 +51,8 @@ class VllmEngine:
         self.options, self.platform = options, platform
         self.config = create_engine_config(options, assignment, platform.arguments())
         platform.check(self.config, options)
-        if self.reads_images and not platform.computes_here:
-            raise LoadError("models with images as input are served with --device cpu only")
+        if self.reads_media and not platform.computes_here:
+            raise LoadError("models that read images or sounds are served with --device cpu only")
         if options.enforce_eager:
             torch.compiler.set_stance("force_eager")  # vLLM compiles parts of its sampler in any case
         if options.speculation is not None:
@@ -160,7 +160,7 @@ class VllmEngine:
         return bool(self.config.model_config.runner_type == "generate")
 
     @property
-    def reads_images(self) -> bool:
+    def reads_media(self) -> bool:
         return bool(self.config.model_config.is_multimodal_model)
 
     @property

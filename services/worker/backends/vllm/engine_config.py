@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from protocol.media import MAX_IMAGES
+from protocol.media import MAX_FILES
 from protocol.membership import Assignment, Speculation
 from services.config import WorkerConfig
 from services.worker.backends.vllm import vllm_api
 from services.worker.backends.vllm.drafters import check_drafter, drafter_config
 from services.worker.runner import LoadError
 
-IMAGES_ONLY = {"image": MAX_IMAGES, "video": 0, "audio": 0}
+MODALITIES = {"image": MAX_FILES, "audio": MAX_FILES, "video": 0}
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Maximum ranks that vLLM has."""
 
@@ -85,7 +85,7 @@ def create_engine_config(
     arguments = vllm_api.EngineArgs(
         model=str(options.directory),
         skip_tokenizer_init=True,  # requests and results are token ids
-        limit_mm_per_prompt=IMAGES_ONLY,
+        limit_mm_per_prompt=MODALITIES,
         dtype=options.dtype,
         max_model_len=options.max_model_len or None,
         block_size=options.block_size,
@@ -157,12 +157,13 @@ def _check(config: Any, options: EngineOptions) -> None:
 
 
 def _check_media(config: Any, options: EngineOptions) -> None:
-    """Raises: LoadError, for kinds of input, and for settings beside images, that are not served"""
+    """Raises: LoadError, for kinds of input, and for settings beside it, that are not served"""
     model = config.model_config
-    model.skip_tokenizer_init = False  # vLLM's processor reads it, to find the positions of images
+    model.skip_tokenizer_init = False  # vLLM's processor reads it, to find the positions of items
     processor: Any = vllm_api.MULTIMODAL_REGISTRY.create_processor(model)
     modalities = processor.info.get_supported_mm_limits()
-    if "image" not in modalities or model.is_encoder_decoder or model.is_multimodal_raw_input_only_model:
+    is_other = model.is_encoder_decoder or model.is_multimodal_raw_input_only_model
+    if is_other or modalities.keys().isdisjoint(("image", "audio")):
         raise LoadError(f"models with {', '.join(modalities)} as input are not supported with --backend vllm")
     if model.is_mm_prefix_lm:
         raise LoadError("models whose images attend in both directions are not supported with --backend vllm")
@@ -174,7 +175,7 @@ def _check_media(config: Any, options: EngineOptions) -> None:
     }
     for name, is_set in refused.items():
         if is_set:
-            raise LoadError(f"models with images as input are not served with {name}")
+            raise LoadError(f"models that read images or sounds are not served with {name}")
 
 
 def check_block_size(config: Any, options: EngineOptions) -> None:

@@ -1,4 +1,4 @@
-"""Images of requests as vLLM's encoder gets them, and the steps that encode them (encoder budget,
+"""Images and sounds of requests as vLLM's encoder gets them, and the steps that encode them (encoder budget,
 docs/invariants.md)."""
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ from protocol.steps import NewRequest
 from services.worker.backends.vllm import vllm_api
 
 Features = list[Any]
-"""vLLM's `MultiModalFeatureSpec` of each image, in order."""
+"""vLLM's `MultiModalFeatureSpec` of each item, in order."""
 
 
 def pack_features(features: Features) -> bytes:
@@ -35,10 +35,10 @@ class MediaInputs:
     def __init__(self, encoded: Mapping[str, Any] | None) -> None:
         self._encoded = {} if encoded is None else encoded
         self._features: dict[int, Features] = {}
-        """By slot; only of requests with images that are not computed whole."""
+        """By slot; only of requests with items that are not computed whole."""
 
     def enter(self, request: NewRequest) -> Features:
-        """Return the images of a request before its first row."""
+        """Return the items of a request before its first row."""
         if request.media is None:
             return []
         self._features[request.slot] = features = unpack_features(request.media.data)
@@ -51,9 +51,9 @@ class MediaInputs:
     def reach(
         self, slots: NDArray[Any], ids: Sequence[str], starts: NDArray[Any], ends: NDArray[Any]
     ) -> dict[str, list[int]]:
-        """Return the numbers of the images that must be encoded for rows from `starts` to `ends`, by request id.
+        """Return the numbers of the items that must be encoded for rows from `starts` to `ends`, by request id.
 
-        Equal images are encoded once, and stay until no request has positions of them to compute.
+        Equal items are encoded once, and stay until no request has positions of them to compute.
         """
         inputs: dict[str, list[int]] = {}
         known = set(self._encoded)
@@ -69,12 +69,12 @@ class MediaInputs:
         return inputs
 
     def _forget_passed(self, slot: int, start: int) -> None:
-        """Forget the images before a row."""
+        """Forget the items before a row."""
         if (features := self._features.get(slot)) and start >= _end(features[-1]):
             del self._features[slot]
 
     def take_passed(self) -> list[str]:
-        """Return the images whose encoded form no request needs any more. vLLM drops them before the step."""
+        """Return the items whose encoded form no request needs any more. vLLM drops them before the step."""
         if not self._encoded:
             return []
         needed = {feature.identifier for features in self._features.values() for feature in features}

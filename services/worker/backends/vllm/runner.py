@@ -117,7 +117,7 @@ class VllmRunner:
             num_loads=self._num_loads,
             contents=self._contents,
             pooling=None if engine.pooler is None else engine.pooler.model,
-            media=MediaModel(engine.options.dtype) if engine.reads_images else None,
+            media=MediaModel(engine.options.dtype) if engine.reads_media else None,
         )
 
     def _hash(self, options: EngineOptions) -> dict[str, str]:

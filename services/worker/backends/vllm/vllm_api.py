@@ -89,10 +89,12 @@ from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
 from vllm.lora.request import LoRARequest
 
-# Images.
+# Images and sounds.
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.multimodal.media.audio import load_audio_soundfile
 from vllm.multimodal.media.image import ImageMediaIO
+from vllm.multimodal.parse import MultiModalDataParser
 from vllm.multimodal.processing.context import TimingContext
 from vllm.multimodal.processing.inputs import ProcessorInputs
 from vllm.platforms import current_platform
@@ -160,6 +162,10 @@ def set_kv_cache_layout(wrapper: Any, config: Any, name: str) -> None:
 # drafter imports. Once is enough.
 _register = current_platform.register_triton_kernel_overrides
 current_platform.register_triton_kernel_overrides = cache(_register)
+
+# vLLM resamples sound with torchaudio, whose builds on the index need CUDA. soxr is among vLLM's other choices.
+if find_spec("torchaudio") is None:
+    MultiModalDataParser.__init__.__kwdefaults__["audio_resample_method"] = "soxr"
 
 _init_model_parallel_group = parallel_state.init_model_parallel_group
 
@@ -239,6 +245,7 @@ __all__ = [
     "get_pp_group",
     "get_tp_group",
     "group_name_counter",
+    "load_audio_soundfile",
     "pool_bytes_per_block",
     "project_kv_cache_groups",
     "resolve_kv_cache_layout",

@@ -207,13 +207,13 @@ def test_schema_bounds_every_field(body: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        [{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}],
+        [{"type": "input_audio", "input_audio": {"data": "", "format": "aiff"}}],
         [{"type": "text"}],
         5,
         [{"type": "text", "text": 1}],
     ],
 )
-def test_only_text_content_is_accepted(content: object) -> None:
+def test_other_content_is_refused(content: object) -> None:
     with pytest.raises(pydantic.ValidationError):
         ChatRequest.model_validate({"messages": [{"role": "user", "content": content}]})
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]

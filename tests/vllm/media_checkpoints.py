@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of models that read images. Their processors need no torchvision."""
+"""Tiny random checkpoints of models that read images or sounds. Their processors need no torchvision."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +14,10 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     ProcessorMixin,
+    Qwen2AudioConfig,
+    Qwen2AudioForConditionalGeneration,
+    Qwen2AudioProcessor,
+    WhisperFeatureExtractor,
 )
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
@@ -24,7 +28,8 @@ from tests.vllm.checkpoints import SMALL
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message.role | capitalize }}: {% for part in message.content %}"
-    "{% if part.type == 'text' %}{{ part.text }}{% elif part.type == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% elif part.type == 'image' %}{{ '<image>' }}"
+    "{% elif part.type == 'audio' %}{{ '<|audio_bos|><|AUDIO|><|audio_eos|>' }}{% endif %}{% endfor %}"
     "<end_of_utterance>{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
 """As Idefics3's own, it shows only contents that are lists of parts."""
@@ -41,6 +46,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     )
     places = [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
     marks = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *places]
+    marks += ["<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"]
     tokenizer.add_special_tokens({"additional_special_tokens": marks})
     tokenizer.chat_template = TEMPLATE
     return tokenizer
@@ -68,11 +74,25 @@ def _paddleocr_vl(tokenizer: PreTrainedTokenizerFast, image: int) -> tuple[Proce
     return PaddleOCRVLProcessor(files, tokenizer), PaddleOCRVLForConditionalGeneration(config)
 
 
+def _qwen2_audio(tokenizer: PreTrainedTokenizerFast, _: int) -> tuple[ProcessorMixin, PreTrainedModel]:
+    """25 positions for each second of a sound."""
+    encoder = {"d_model": 64, "encoder_ffn_dim": 96, "encoder_layers": 2, "encoder_attention_heads": 2}
+    config = Qwen2AudioConfig(
+        audio_config=encoder | {"num_mel_bins": 32, "initializer_range": 0.2},
+        text_config=TEXT | {"model_type": "qwen2", "tie_word_embeddings": False},
+        audio_token_index=tokenizer.convert_tokens_to_ids("<|AUDIO|>"), pad_token_id=0,
+    )  # fmt: skip
+    processor = Qwen2AudioProcessor(WhisperFeatureExtractor(32), tokenizer, TEMPLATE)
+    return processor, Qwen2AudioForConditionalGeneration(config)
+
+
 _MAKERS: dict[str, Callable[[PreTrainedTokenizerFast, int], tuple[ProcessorMixin, PreTrainedModel]]] = {
     "idefics3": _idefics3,
     "paddleocr-vl": _paddleocr_vl,
+    "qwen2-audio": _qwen2_audio,
 }
-MODELS = tuple(_MAKERS)
+MODELS = {"idefics3": "image", "paddleocr-vl": "image", "qwen2-audio": "audio"}
+"""Names, and the kind of files that each model reads."""
 
 
 def make(name: str, directory: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Images in prompts: tokens equal those of vLLM's own `LLM.chat`, and broken images end their request only."""
+"""Images and sounds in prompts: tokens equal those of vLLM's own `LLM.chat`, and broken files end one request."""
 
 import base64
 import io
@@ -17,23 +17,24 @@ import httpx
 import msgspec
 import numpy as np
 import pytest
+import soundfile
 from PIL import Image
 from transformers import AutoTokenizer
 
 from protocol.codec import pack, unpack
 from protocol.lora import LoRAAdapter
-from protocol.media import MAX_IMAGES, ImageJob, Media, ProcessorSettings
+from protocol.media import MAX_FILES, Media, MediaJob, ProcessorSettings
 from protocol.membership import Assignment, Speculation
 from protocol.sampling import SamplingParams
 from services.config import WorkerConfig
 from services.frontend.adapters import Adapters
-from services.frontend.openai.prompts.conversation import conversation, image_urls
+from services.frontend.openai.prompts.conversation import conversation, media_files
 from services.frontend.openai.schemas.requests import ChatRequest
 from services.worker.backends.vllm.engine_config import EngineOptions, create_engine_config
-from services.worker.backends.vllm.image_processor import MAX_PIXELS, ImageProcessor
+from services.worker.backends.vllm.media_processor import MAX_PIXELS, MediaProcessor
 from services.worker.runner import LoadError
 from tests.e2e.server import PATIENCE, ServeProcess, serving, wait_until
-from tests.vllm import checkpoints, image_checkpoints
+from tests.vllm import checkpoints, media_checkpoints
 from tests.vllm.driver import BLOCK, VllmRun, VllmStream, VllmWorker
 from tests.vllm.preloaded import processes
 from tests.vllm.reference import chat
@@ -51,37 +52,64 @@ def image_url(seed: int, width: int = 100, height: int = 70, form: str = "PNG", 
     return f"data:image/{form.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def user(*parts: str) -> JSON:
-    """Return a message of texts and images."""
-    return {
-        "role": "user",
-        "content": [
-            {"type": "image_url", "image_url": {"url": part}}
-            if part.startswith("data:")
-            else {"type": "text", "text": part}
-            for part in parts
-        ],
-    }
+def sound_url(
+    seed: int,
+    seconds: float = 2.0,
+    rate: int = 16000,
+    form: str = "WAV",
+    level: float = 1.0,
+    channels: int = 1,
+) -> str:
+    samples = np.random.default_rng(seed).uniform(-level, level, (round(seconds * rate), channels))
+    file = io.BytesIO()
+    soundfile.write(file, samples, rate, format=form, subtype="FLOAT" if form == "WAV" else None)
+    return f"data:audio/{form.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-A, B = image_url(1), image_url(2, 60, 120)
-JPEG, WEBP = image_url(3, form="JPEG"), image_url(4, form="WEBP", lossless=True)
-CONVERSATIONS = [
-    [user("Once", A, "upon a time")],
-    [user("Once", B, "upon a time")],
-    [user("Two", A, "and", B, "here")],
-    [user("Once", A, "upon a time"), {"role": "assistant", "content": "Yes."}, user(JPEG, "more", A)],
-    [user(WEBP)],
-    [{"role": "user", "content": "Once upon a time"}],
-]
+def part(text: str, kind: str = "") -> JSON:
+    """Return a part of a message: the file at the address `text` of a `kind`, the file in a data URL, or a text."""
+    head, _, data = text.partition(";base64,")
+    if (form := head.removeprefix("data:audio/")) in ("wav", "mp3"):
+        return {"type": "input_audio", "input_audio": {"data": data, "format": form}}
+    if not kind and head.startswith("data:"):
+        kind = head[5:10]
+    return {"type": f"{kind}_url", f"{kind}_url": {"url": text}} if kind else {"type": "text", "text": text}
+
+
+def user(*parts: str, kind: str = "") -> JSON:
+    return {"role": "user", "content": [part("Once"), *(part(text, kind) for text in parts)]}
+
+
+FILES = {
+    "image": [
+        image_url(1), image_url(2, 60, 120), image_url(3, form="JPEG"), image_url(4, form="WEBP", lossless=True),
+    ],
+    "audio": [
+        sound_url(1), sound_url(2, 3.0, 8000, channels=2), sound_url(3, form="MP3"), sound_url(4, 1.5, 22050, "FLAC"),
+    ],
+}  # fmt: skip
+"""Of each kind. The second sound has two channels, and two have other sample rates than the model's."""
+
+
+def conversations(kind: str) -> list[list[JSON]]:
+    a, b, c, d = FILES[kind]
+    return [
+        [user(a, "upon a time")],
+        [user(b, "upon a time")],
+        [user("Two", a, "and", b, "here")],
+        [user(a, "upon a time"), {"role": "assistant", "content": "Yes."}, user(c, "more", a)],
+        [user(d)],
+        [{"role": "user", "content": "Once upon a time"}],
+    ]
+
+
 PARAMS: list[JSON] = [
-    {"temperature": 0.8, "seed": 7} if number % 3 == 2 else {"temperature": 0.0}
-    for number in range(len(CONVERSATIONS))
+    {"temperature": 0.8, "seed": 7} if number % 3 == 2 else {"temperature": 0.0} for number in range(6)
 ]
 OUTPUT = 100
 
 
-class ImageAnswers(msgspec.Struct):
+class MediaAnswers(msgspec.Struct):
     prompts: list[list[int]]
     together: dict[str, list[list[int]]]
     cached: list[list[int]]
@@ -89,7 +117,7 @@ class ImageAnswers(msgspec.Struct):
     preempted: list[list[int]]
     preemptions: float
     kept: int
-    """Images whose encoded form is kept when all requests have ended."""
+    """Files whose encoded form is kept when all requests have ended."""
     accepted: float
     """Drafts that were right."""
 
@@ -97,10 +125,10 @@ class ImageAnswers(msgspec.Struct):
 class Prompts:
     """The conversations as a frontend makes them."""
 
-    def __init__(self, model: str) -> None:
-        processor = ImageProcessor(ProcessorSettings(model, "float32"))
+    def __init__(self, model: str, conversations: list[list[JSON]]) -> None:
+        processor = MediaProcessor(ProcessorSettings(model, "float32"))
         tokenizer = AutoTokenizer.from_pretrained(model)
-        given = [ChatRequest.model_validate({"messages": c}) for c in CONVERSATIONS]
+        given = [ChatRequest.model_validate({"messages": c}) for c in conversations]
         rendered = [conversation(body).messages for body in given]
         for message in (*rendered[-1], rendered[3][1]):
             message["content"] = [{"type": "text", "text": message["content"]}]
@@ -110,8 +138,8 @@ class Prompts:
         ]
         self.media: list[Media | None] = [None] * len(given)
         for number, body in enumerate(given):
-            if images := image_urls(body):
-                done = processor.process(ImageJob(pack(self.token_ids[number]), images))
+            if files := media_files(body):
+                done = processor.process(MediaJob(pack(self.token_ids[number]), files))
                 self.token_ids[number], self.media[number] = unpack(done.token_ids).tolist(), done.media
 
     def serve(self, run: VllmRun, adapters: Sequence[LoRAAdapter | None] = (None,)) -> list[list[int]]:
@@ -125,9 +153,9 @@ class Prompts:
         return [stream.tokens for stream in run.serve(*streams)]
 
 
-def answer(model: str) -> ImageAnswers:
+def answer(model: str, conversations: list[list[JSON]]) -> MediaAnswers:
     """Needs a new process, because it creates vLLM."""
-    prompts = Prompts(model)
+    prompts = Prompts(model, conversations)
     sizes = {"model": model, "dtype": "float32", "context": CONTEXT, "chunk": CHUNK}
     worker = VllmWorker(**sizes)
     together = {}
@@ -148,12 +176,12 @@ def answer(model: str) -> ImageAnswers:
         with VllmRun(worker, depth, num_blocks=20) as run:
             together[f"drafts, depth {depth}"] = prompts.serve(run)
             accepted = run.core.stats()["spec_decode_num_accepted_tokens"]
-    return ImageAnswers(prompts.token_ids, together, cached, hits, preempted, preemptions, kept, accepted)
+    return MediaAnswers(prompts.token_ids, together, cached, hits, preempted, preemptions, kept, accepted)
 
 
 def answer_adapted(model: str, adapters: list[LoRAAdapter | None]) -> dict[str, list[list[int]]]:
     """Needs a new process, because it creates vLLM."""
-    prompts, answers = Prompts(model), {}
+    prompts, answers = Prompts(model, conversations("image")), {}
     worker = VllmWorker(model=model, dtype="float32", context=CONTEXT, chunk=CHUNK, max_loras=2)
     for depth in (1, 3):
         with VllmRun(worker, depth) as run:
@@ -162,9 +190,14 @@ def answer_adapted(model: str, adapters: list[LoRAAdapter | None]) -> dict[str, 
     return answers
 
 
-@pytest.fixture(scope="module", params=image_checkpoints.MODELS)
+@pytest.fixture(scope="module", params=media_checkpoints.MODELS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return image_checkpoints.make(request.param, tmp_path_factory.mktemp("images") / request.param)
+    return media_checkpoints.make(request.param, tmp_path_factory.mktemp("media") / request.param)
+
+
+@pytest.fixture(scope="module")
+def kind(model: Path) -> str:
+    return media_checkpoints.MODELS[model.name]
 
 
 @contextmanager
@@ -179,7 +212,7 @@ def serve(model: Path, *arguments: str, **environment: str) -> Iterator[ServePro
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[ServeProcess]:
-    """Images at addresses of this machine are allowed."""
+    """Files at addresses of this machine are allowed."""
     allowed = ("--allowed-media-domains", "localhost", "10.0.0.1")
     with serve(model, *allowed, PYTHONPATH=str(Path(__file__).parent / "public_loopback")) as running:
         yield running
@@ -202,14 +235,15 @@ def tokens_of(response: httpx.Response) -> list[int]:
     return tokens
 
 
-def test_tokens_equal_vllms(model: Path, server: ServeProcess) -> None:
+def test_tokens_equal_vllms(model: Path, kind: str, server: ServeProcess) -> None:
     """Through HTTP, too, while the worker is killed."""
+    asked = conversations(kind)
     given = [{**params, "max_tokens": OUTPUT, "ignore_eos": True} for params in PARAMS]
-    with processes() as pool, ThreadPoolExecutor(len(CONVERSATIONS)) as threads:
-        mine = pool.submit(answer, str(model))
-        expected = pool.submit(chat, str(model), CONVERSATIONS, given, max_model_len=CONTEXT).result()
+    with processes() as pool, ThreadPoolExecutor(len(asked)) as threads:
+        mine = pool.submit(answer, str(model), asked)
+        expected = pool.submit(chat, str(model), asked, given, max_model_len=CONTEXT).result()
         answers = [tokens for _, tokens in expected]
-        both = list(zip(CONVERSATIONS, PARAMS, strict=True))
+        both = list(zip(asked, PARAMS, strict=True))
         alone = [tokens_of(request(server, messages, **params)) for messages, params in both]
         running = [threads.submit(request, server, messages, **params) for messages, params in both * 2]
         wait_until(lambda: requests_in(server, "running") >= len(answers), "streams")
@@ -221,7 +255,7 @@ def test_tokens_equal_vllms(model: Path, server: ServeProcess) -> None:
     assert found.together == dict.fromkeys(found.together, answers)
     assert (found.cached, found.preempted) == (answers, answers)
     assert found.preemptions > 0
-    assert found.hits > 300, "blocks of images are found by their contents"
+    assert found.hits > 300, "blocks of files are found by their contents"
     assert found.kept <= 1
     assert found.accepted > 0
     assert alone == answers
@@ -229,14 +263,14 @@ def test_tokens_equal_vllms(model: Path, server: ServeProcess) -> None:
 
 
 @pytest.mark.parametrize(("name", "assigned", "config", "why"), [
-    ("idefics3", {"world_size": 2, "pipeline_parallel_size": 2}, {}, "[Pp]ipeline"),
+    ("qwen2-audio", {"world_size": 2, "pipeline_parallel_size": 2}, {}, "--pipeline-parallel-size above 1"),
     ("idefics3", {"speculation": Speculation("draft_model", 3)}, {}, "drafters other than ngram"),
     ("idefics3", {}, {"runner": "pooling"}, "--runner pooling"),
 ])  # fmt: skip
 def test_other_combinations_are_refused_by_name(
     name: str, assigned: JSON, config: JSON, why: str, tmp_path: Path
 ) -> None:
-    model = image_checkpoints.make(name, tmp_path / "model")
+    model = media_checkpoints.make(name, tmp_path / "model")
     sizes = {"epoch": 1, "rank": 0, "world_size": 1, "block_size": BLOCK, "num_slots": 8}
     sizes |= {"max_num_batched_tokens": CHUNK, "max_model_len": CONTEXT}
     if (drafts := assigned.get("speculation")) is not None:
@@ -249,7 +283,7 @@ def test_other_combinations_are_refused_by_name(
 
 
 def test_adapters_beside_images(tmp_path: Path) -> None:
-    model = image_checkpoints.make("idefics3", tmp_path / "model")
+    model = media_checkpoints.make("idefics3", tmp_path / "model")
     loading, layers = Adapters(model, 8), "model.text_model.layers"
     adapters: list[LoRAAdapter | None] = [
         None,
@@ -264,15 +298,15 @@ def test_adapters_beside_images(tmp_path: Path) -> None:
     engine = {"max_model_len": CONTEXT, "enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
     with processes() as pool:
         mine = pool.submit(answer_adapted, str(model), adapters)
-        expected = pool.submit(chat, str(model), CONVERSATIONS, given, adapters, **engine).result()
+        expected = pool.submit(chat, str(model), conversations("image"), given, adapters, **engine).result()
         found = mine.result()
     answers = [tokens for _, tokens in expected]
     assert len({tuple(tokens) for tokens in answers}) == len(answers), "every adapter changes every answer"
     assert found == dict.fromkeys(found, answers)
 
 
-def test_two_ranks_with_drafts_answer_like_one(model: Path, server: ServeProcess) -> None:
-    both = list(zip(CONVERSATIONS, PARAMS, strict=True))
+def test_two_ranks_with_drafts_answer_like_one(model: Path, kind: str, server: ServeProcess) -> None:
+    both = list(zip(conversations(kind), PARAMS, strict=True))
     drafts = json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1})
     with (
         serve(model, "--tensor-parallel-size", "2", "--speculative-config", drafts) as ranks,
@@ -284,13 +318,8 @@ def test_two_ranks_with_drafts_answer_like_one(model: Path, server: ServeProcess
         assert ranks.metric("spec_decode_num_accepted_tokens_total") > 0
 
 
-def by_address(*urls: str) -> JSON:
-    content: list[JSON] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    return {"role": "user", "content": [{"type": "text", "text": "Once"}, *content]}
-
-
 class Files(BaseHTTPRequestHandler):
-    """Images by path. /hang is answered when its client has left."""
+    """Files by path. /hang is answered when its client has left."""
 
     files: ClassVar[dict[str, bytes]] = {}
     hanging, left = threading.Event(), threading.Event()
@@ -309,35 +338,36 @@ class Files(BaseHTTPRequestHandler):
         pass
 
 
-def test_images_at_addresses(server: ServeProcess) -> None:
+def test_files_at_addresses(server: ServeProcess, kind: str) -> None:
+    a, b, *_ = FILES[kind]
     Files.files = {
-        "/a.png": base64.b64decode(A.partition(",")[2]),
-        "/b": base64.b64decode(B.partition(",")[2]),
+        "/a.file": base64.b64decode(a.partition(",")[2]),
+        "/b": base64.b64decode(b.partition(",")[2]),
     }
-    with ThreadingHTTPServer(("127.0.0.1", 0), Files) as images, ThreadPoolExecutor(2) as threads:
-        threads.submit(images.serve_forever)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Files) as files, ThreadPoolExecutor(2) as threads:
+        threads.submit(files.serve_forever)
         try:
-            root = f"http://localhost:{images.server_port}"
-            expected = tokens_of(request(server, [user("Once", A, B, A)], temperature=0))
+            root = f"http://localhost:{files.server_port}"
+            expected = tokens_of(request(server, [user(a, b, a)], temperature=0))
             for message in (
-                by_address(f"{root}/a.png", f"{root}/b", f"{root}/a.png"),
-                by_address(f"{root}/a.png", B, f"{root}/a.png"),
+                user(f"{root}/a.file", f"{root}/b", f"{root}/a.file", kind=kind),
+                user(f"{root}/a.file", b, f"{root}/a.file", kind=kind),
             ):
                 assert tokens_of(request(server, [message], temperature=0)) == expected
-            broken = request(server, [by_address(f"{root}/page.html")])
+            broken = request(server, [user(f"{root}/page.html", kind=kind)])
             assert (broken.status_code, "broken" in broken.text) == (400, True), broken.text
             at = urlsplit(server.url)
             with socket.create_connection((at.hostname, at.port)) as client:
-                body = json.dumps({"messages": [by_address(f"{root}/hang")]}).encode()
+                body = json.dumps({"messages": [user(f"{root}/hang", kind=kind)]}).encode()
                 client.sendall(
                     b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
                     b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
                 )
                 Files.hanging.wait()
-                assert tokens_of(request(server, [user("Once", A, B, A)], temperature=0)) == expected
-            assert Files.left.wait(PATIENCE), "the client left, so its image is not fetched"
+                assert tokens_of(request(server, [user(a, b, a)], temperature=0)) == expected
+            assert Files.left.wait(PATIENCE), "the client left, so its file is not fetched"
         finally:
-            images.shutdown()
+            files.shutdown()
 
 
 def bomb() -> str:
@@ -347,18 +377,45 @@ def bomb() -> str:
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def test_bad_images_end_their_request_only(server: ServeProcess) -> None:
+def silence() -> str:
+    """Return a small file of a long sound."""
+    file = io.BytesIO()
+    soundfile.write(file, np.zeros(3600 * 4000, np.int16), 4000, format="FLAC")
+    return f"data:audio/flac;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def bad_files(kind: str) -> list[tuple[str, str]]:
+    """Return data URLs, and what the error says about each."""
+    if kind == "audio":
+        return [
+            (sound_url(5, form="AIFF"), "WAV, MP3, FLAC, OGG"),
+            (sound_url(5, 0), "samples"),
+            (sound_url(5, rate=100), "Hz"),
+            (sound_url(5, rate=1_000_000, seconds=0.1), "Hz"),
+            (sound_url(5, level=1e20), "beyond"),
+            (silence(), "600 s"),
+            (image_url(1), "0 image"),
+        ]
     frames = {"save_all": True, "append_images": [Image.new("RGB", (8, 8))]}
-    for part, why in (
-        ("data:image/png;base64,$$", "base64"),
-        ("data:image/png;base64,AAAA", "broken"),
-        ("data:image/png;base64,AAA", "base64"),
-        (A[: len("data:image/png;base64,") + 8000], "broken"),
+    return [
+        (FILES[kind][0][: len("data:image/png;base64,") + 8000], "broken"),
         (image_url(5, form="GIF"), "PNG, JPEG, WEBP"),
         (image_url(5, 8, 8, form="WEBP", **frames), "several frames"),
         (bomb(), "pixels"),
-    ):
-        response = request(server, [user("Once", part)])
+        (sound_url(1), "0 audio"),
+    ]
+
+
+def test_bad_files_end_their_request_only(server: ServeProcess, kind: str) -> None:
+    good = FILES[kind][0]
+    head = good[: good.index(",") + 1]
+    for text, why in [
+        (f"{head}$$", "base64"),
+        (f"{head}AAAA", "broken"),
+        (f"{head}AAA", "base64"),
+        *bad_files(kind),
+    ]:
+        response = request(server, [user(text)])
         assert (response.status_code, why in response.text) == (400, True), response.text
     for url, why in (
         ("http://127.0.0.1/a.png", "--allowed-media-domains"),
@@ -367,12 +424,12 @@ def test_bad_images_end_their_request_only(server: ServeProcess) -> None:
         ("data:text/plain;base64,AAAA", "data URL"),
         ("", "data URL"),
     ):
-        response = request(server, [by_address(url)])
+        response = request(server, [user(url, kind=kind)])
         assert (response.status_code, why in response.text) == (400, True), response.text
-    many = request(server, [user(*[A] * (MAX_IMAGES + 1))])
-    assert (many.status_code, f"at most {MAX_IMAGES}" in many.text) == (400, True)
-    long = request(server, [user(*[A] * MAX_IMAGES)])
+    many = request(server, [user(*[good] * (MAX_FILES + 1))])
+    assert (many.status_code, f"at most {MAX_FILES}" in many.text) == (400, True)
+    long = request(server, [user(*[good] * MAX_FILES)])
     assert (long.status_code, "context" in long.text) == (400, True), long.text
-    assert request(server, [user("Once", A)], echo=True, add_generation_prompt=False).status_code == 400
-    assert httpx.post(f"{server.url}/tokenize", json={"messages": [user(A)]}).status_code == 400
-    tokens_of(request(server, [user("Once", A)]))
+    assert request(server, [user(good)], echo=True, add_generation_prompt=False).status_code == 400
+    assert httpx.post(f"{server.url}/tokenize", json={"messages": [user(good)]}).status_code == 400
+    tokens_of(request(server, [user(good)]))

@@ -1,4 +1,4 @@
-"""The frontend's side of the process of the backend that decodes images and computes the encoder's inputs."""
+"""The frontend's side of the process of the backend that decodes images and sounds and computes inputs of encoders."""
 
 import asyncio
 import logging
@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from base64 import b64encode
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -17,35 +18,36 @@ from typing import TYPE_CHECKING
 
 from protocol.codec import Decoder, ProtocolError, encode, pack
 from protocol.media import (
-    MAX_IMAGES,
-    ImageJob,
-    ImagesFailed,
-    ImagesOutcome,
-    ImagesRefused,
+    MAX_FILES,
+    MediaFailed,
+    MediaFile,
+    MediaJob,
     MediaModel,
-    ProcessedImages,
+    MediaOutcome,
+    MediaRefused,
+    ProcessedMedia,
     ProcessorSettings,
+    named,
 )
 from services.frontend.errors import APIError, invalid
 
 if TYPE_CHECKING:
-    from services.frontend.image_fetcher import ImageFetcher
+    from services.frontend.media_fetcher import MediaFetcher
 
 log = logging.getLogger("runahead.frontend")
 
-MODULE = "services.worker.backends.vllm.image_processor"
-"""The process of the only backend that reads images; it is never imported here."""
+MODULE = "services.worker.backends.vllm.media_processor"
+"""The process of the only backend that reads files; it is never imported here."""
 START_SECONDS = 180.0
 """Time limit for a process to import the backend and to read the checkpoint."""
 JOB_SECONDS = 30.0
-"""Time limit for the images of one request."""
+"""Time limit for the files of one request."""
 MAX_WAITING = 32
-"""Requests whose images are being processed, or wait for that. One more is refused."""
-DATA_URL = "data:image/"
-_OUTCOMES: Decoder[ImagesOutcome] = Decoder(ImagesOutcome)
+"""Requests whose files are being processed, or wait for that. One more is refused."""
+_OUTCOMES: Decoder[MediaOutcome] = Decoder(MediaOutcome)
 
 
-class _ImageProcess:
+class _MediaProcess:
     """One process. It ends with this object. All methods raise EOFError or OSError if the process has ended."""
 
     def __init__(self, settings: ProcessorSettings) -> None:
@@ -66,10 +68,10 @@ class _ImageProcess:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def start(self) -> ImagesOutcome:
+    def start(self) -> MediaOutcome:
         return self.exchange(encode(self.settings), START_SECONDS)
 
-    def exchange(self, message: bytes, seconds: float) -> ImagesOutcome:
+    def exchange(self, message: bytes, seconds: float) -> MediaOutcome:
         """Send a message and wait for the answer. A process that takes longer is killed."""
         timer = threading.Timer(seconds, self._process.kill)
         timer.start()
@@ -80,15 +82,15 @@ class _ImageProcess:
             timer.cancel()
 
 
-def _fetcher(domains: Sequence[str], max_bytes: int) -> "ImageFetcher":
-    from services.frontend.image_fetcher import ImageFetcher  # its client for HTTP is slow to import
+def _fetcher(domains: Sequence[str], max_bytes: int) -> "MediaFetcher":
+    from services.frontend.media_fetcher import MediaFetcher  # its client for HTTP is slow to import
 
-    return ImageFetcher(domains, max_bytes)
+    return MediaFetcher(domains, max_bytes)
 
 
-def _is_data(url: str) -> bool:
-    head, separator, _ = url[:256].partition(",")
-    return head.startswith(DATA_URL) and head.endswith(";base64") and bool(separator)
+def _is_data(file: MediaFile) -> bool:
+    head, separator, _ = file.url[:256].partition(",")
+    return head.startswith(f"data:{file.kind}/") and head.endswith(";base64") and bool(separator)
 
 
 def _end(process: "subprocess.Popen[bytes]", connection: Connection) -> None:
@@ -97,91 +99,97 @@ def _end(process: "subprocess.Popen[bytes]", connection: Connection) -> None:
     process.wait()
 
 
-class ImageProcessing:
-    """Processes the images of one request at a time, in a process that is started when the first ones come, and again
+class MediaProcessing:
+    """Processes the files of one request at a time, in a process that is started when the first ones come, and again
     after it has died. It belongs to one event loop.
 
     Args:
         directory: of the checkpoint
-        domains: host names from which images are fetched
+        domains: host names from which files are fetched
         max_bytes: of all files that are fetched for one request
     """
 
     def __init__(self, directory: Path, domains: Sequence[str] = (), max_bytes: int = 0) -> None:
         self._directory = str(directory)
         self._fetcher = _fetcher(domains, max_bytes) if domains else None
-        self._thread = ThreadPoolExecutor(1, "images")
-        self._process: _ImageProcess | None = None
+        self._thread = ThreadPoolExecutor(1, "media")
+        self._process: _MediaProcess | None = None
         self._waiting = 0
 
     @property
     def is_alive(self) -> bool:
         return self._process is not None and self._process.is_alive
 
-    def check(self, urls: Sequence[str]) -> None:
-        """Raises: APIError, for images that are neither data URLs nor at allowed addresses, and for too many"""
-        if len(urls) > MAX_IMAGES:
-            raise invalid(
-                f"a prompt has at most {MAX_IMAGES} images, but this one has {len(urls)}", "messages"
-            )
-        for number, url in enumerate(urls):
-            if _is_data(url):
+    def check(self, files: Sequence[MediaFile]) -> None:
+        """Raises: APIError, for files that are neither data URLs nor at allowed addresses, and for too many"""
+        for kind, count in Counter(file.kind for file in files).items():
+            if count > MAX_FILES:
+                raise invalid(
+                    f"a prompt has at most {MAX_FILES} parts of {kind}, but this one has {count}", "messages"
+                )
+        for name, file in named(files).items():
+            if _is_data(file):
                 continue
             if self._fetcher is None:
                 raise invalid(
-                    f"image_url: image {number} is no data URL ({DATA_URL}png;base64,...); addresses are served only "
-                    "by a server that was started with --allowed-media-domains",
+                    f"{file.kind}_url: {name} is no data URL (data:{file.kind}/...;base64,...); addresses are served "
+                    "only by a server that was started with --allowed-media-domains",
                     "messages",
                 )
-            self._fetcher.checked(url, number)
+            self._fetcher.checked(file.url, name)
 
-    async def process(self, model: MediaModel, token_ids: list[int], images: list[str]) -> ProcessedImages:
-        """Return the prompt with the positions of its images.
+    async def process(
+        self, model: MediaModel, token_ids: list[int], files: Sequence[MediaFile]
+    ) -> ProcessedMedia:
+        """Return the prompt with the positions of its files.
 
         Args:
-            images: data URLs and addresses, which `check` accepts
+            files: data URLs and addresses, which `check` accepts
 
         Raises: APIError
         """
-        images = [*images]
+        by_name = named(files)
         if self._fetcher is not None and (
-            addresses := {number: url for number, url in enumerate(images) if not _is_data(url)}
+            addresses := {name: file.url for name, file in by_name.items() if not _is_data(file)}
         ):
-            for number, file in (await self._fetcher.fetch(addresses)).items():
-                images[number] = f"{DATA_URL};base64,{b64encode(file).decode()}"
+            for name, data in (await self._fetcher.fetch(addresses)).items():
+                kind = by_name[name].kind
+                by_name[name] = MediaFile(kind, f"data:{kind}/;base64,{b64encode(data).decode()}")
         if self._waiting >= MAX_WAITING:
-            raise APIError(429, f"the images of {MAX_WAITING} requests are being processed; try again later")
+            raise APIError(429, f"the files of {MAX_WAITING} requests are being processed; try again later")
         settings = ProcessorSettings(self._directory, model.dtype)
-        job = ImageJob(pack(token_ids), images)
+        job = MediaJob(pack(token_ids), list(by_name.values()))
         self._waiting += 1
         try:
             outcome = await asyncio.get_running_loop().run_in_executor(self._thread, self._run, settings, job)
         except ValueError:
-            raise invalid("the images are too large", "messages") from None
+            raise invalid("the files are too large", "messages") from None
         finally:
             self._waiting -= 1
         match outcome:
-            case ProcessedImages():
+            case ProcessedMedia():
                 return outcome
-            case ImagesRefused(reason):
+            case MediaRefused(reason):
                 raise invalid(reason, "messages")
-        log.warning("images could not be processed: %s", outcome.reason)
-        raise APIError(500, "the images could not be processed; the log of the server has the reason")
+        log.warning("files of a prompt could not be processed: %s", outcome.reason)
+        raise APIError(
+            500, "the files of the prompt could not be processed; the log of the server has the reason"
+        )
 
-    def _run(self, settings: ProcessorSettings, job: ImageJob) -> ImagesOutcome:
+    def _run(self, settings: ProcessorSettings, job: MediaJob) -> MediaOutcome:
         """Raises: ValueError, if the job is too large"""
         message = encode(job)
         if self._process is not None and (self._process.settings != settings or not self.is_alive):
             self._process = self._process.close()
         if self._process is None:
-            process = _ImageProcess(settings)
+            process = _MediaProcess(settings)
             try:
                 started = process.start()
             except (EOFError, OSError):
-                started = ImagesFailed(
+                started = MediaFailed(
                     f"their process did not start; is vLLM installed beside {sys.executable}?"
                 )
-            if not isinstance(started, ProcessedImages):
+            if not isinstance(started, ProcessedMedia):
                 process.close()
                 return started
             self._process = process
@@ -189,6 +197,4 @@ class ImageProcessing:
             return self._process.exchange(message, JOB_SECONDS)
         except (EOFError, OSError, ProtocolError):
             self._process = self._process.close()
-            return ImagesRefused(
-                f"processing the images takes too much memory, or more than {JOB_SECONDS:g} s"
-            )
+            return MediaRefused(f"processing the files takes too much memory, or more than {JOB_SECONDS:g} s")

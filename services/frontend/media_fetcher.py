@@ -1,4 +1,4 @@
-"""Images by address: files of allowed domains, fetched from public addresses only.
+"""Images and sounds by address: files of allowed domains, fetched from public addresses only.
 
 A name is resolved once, all its addresses are checked, and the connection is made to one of those that were checked, so
 that a name whose addresses change between the check and the connection (DNS rebinding) leads nowhere else. Redirects
@@ -19,14 +19,14 @@ import httpx
 from services.frontend.errors import APIError, invalid
 
 FETCH_SECONDS = 10.0
-"""Time limit for one image, from the name to the last byte."""
+"""Time limit for one file, from the name to the last byte."""
 CONNECT_SECONDS = 3.0
 """Time limit for one of the addresses that a name has."""
 MAX_OPEN = 64
-"""Images that are fetched from one domain at a time. One more is refused, so no domain holds back another one."""
+"""Files that are fetched from one domain at a time. One more is refused, so no domain holds back another one."""
 MAX_ADDRESSES = 3
 """Addresses of a name that are tried."""
-HEADERS = {"accept": "image/*", "accept-encoding": "identity", "user-agent": "runahead"}
+HEADERS = {"accept": "image/*, audio/*", "accept-encoding": "identity", "user-agent": "runahead"}
 
 Address = IPv4Address | IPv6Address
 _GLOBAL_UNICAST = IPv6Network("2000::/3")
@@ -44,7 +44,7 @@ def is_public(address: Address) -> bool:
 
 
 class _Room:
-    """Bytes that the images of one request may still have."""
+    """Bytes that the files of one request may still have."""
 
     def __init__(self, limit: int) -> None:
         self._limit = self._left = limit
@@ -54,21 +54,21 @@ class _Room:
         self._left -= size
         if self._left < 0:
             raise invalid(
-                f"the images at addresses have more than {self._limit} bytes together; --max-body-bytes is the limit",
+                f"the files at addresses have more than {self._limit} bytes together; --max-body-bytes is the limit",
                 "messages",
             )
 
 
-class ImageFetcher:
+class MediaFetcher:
     """
     Args:
         domains: host names, in lower case
-        max_bytes: of all images of a request together
+        max_bytes: of all files of a request together
     """
 
     def __init__(self, domains: Sequence[str], max_bytes: int) -> None:
         self._domains, self._max_bytes = frozenset(domains), max_bytes
-        self._threads = ThreadPoolExecutor(len(self._domains), "image-names")
+        self._threads = ThreadPoolExecutor(len(self._domains), "media-names")
         self._resolving: dict[str, asyncio.Task[list[Address]]] = {}
         """By name; each has one thread at most, so a slow name server delays one domain only."""
         self._open = Counter[str]()
@@ -80,50 +80,50 @@ class ImageFetcher:
             trust_env=False,
         )
 
-    def checked(self, url: str, number: int) -> httpx.URL:
-        """Return the parsed address of an image. Raises: APIError"""
+    def checked(self, url: str, name: str) -> httpx.URL:
+        """Return the parsed address of a file, which has `name` in errors. Raises: APIError"""
         try:
             parsed = httpx.URL(url)
             host = parsed.raw_host.decode()
         except (httpx.InvalidURL, UnicodeError, ValueError):
-            raise invalid(f"image_url: image {number} is no valid address", "messages") from None
+            raise invalid(f"{name} is at no valid address", "messages") from None
         if parsed.scheme not in ("http", "https") or parsed.userinfo:
             raise invalid(
-                f"image_url: image {number} is neither a data URL nor an http or https address without a user name",
+                f"{name} is neither a data URL nor at an http or https address without a user name",
                 "messages",
             )
         if host not in self._domains:
             raise invalid(
-                f"image_url: the domain of image {number} is none of --allowed-media-domains "
+                f"the domain of {name} is none of --allowed-media-domains "
                 f"({', '.join(sorted(self._domains))})",
                 "messages",
             )
         return parsed
 
-    async def fetch(self, urls: Mapping[int, str]) -> dict[int, bytes]:
+    async def fetch(self, urls: Mapping[str, str]) -> dict[str, bytes]:
         """Return the files of one request. Equal addresses are fetched once.
 
         Args:
-            urls: addresses by the image's number in the prompt
+            urls: addresses by the file's name
 
         Raises: APIError
         """
         room, tasks = _Room(self._max_bytes), dict[str, asyncio.Task[bytes]]()
-        for number, url in urls.items():
+        for name, url in urls.items():
             if url not in tasks:
-                tasks[url] = asyncio.create_task(self._fetch(self.checked(url, number), number, room))
+                tasks[url] = asyncio.create_task(self._fetch(self.checked(url, name), name, room))
         try:
             await asyncio.gather(*tasks.values())
         finally:
             for task in tasks.values():
                 task.cancel()
-        return {number: tasks[url].result() for number, url in urls.items()}
+        return {name: tasks[url].result() for name, url in urls.items()}
 
-    async def _fetch(self, url: httpx.URL, number: int, room: _Room) -> bytes:
+    async def _fetch(self, url: httpx.URL, name: str, room: _Room) -> bytes:
         """Raises: APIError"""
-        host, name = url.raw_host.decode(), f"image {number}"
+        host = url.raw_host.decode()
         if self._open[host] >= MAX_OPEN:
-            raise APIError(429, f"{MAX_OPEN} images are being fetched from {host}; try again later")
+            raise APIError(429, f"{MAX_OPEN} files are being fetched from {host}; try again later")
         self._open[host] += 1
         try:
             async with asyncio.timeout(FETCH_SECONDS):

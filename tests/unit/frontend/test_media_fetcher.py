@@ -1,4 +1,4 @@
-"""Images by address: only allowed domains, only public addresses, bounded, and one server delays nobody else."""
+"""Files by address: only allowed domains, only public addresses, bounded, and one server delays nobody else."""
 
 import asyncio
 import ssl
@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from services.frontend import image_fetcher
+from protocol.media import MediaFile
+from services.frontend import media_fetcher
 from services.frontend.errors import APIError
-from services.frontend.image_fetcher import ImageFetcher, is_public
-from services.frontend.images import ImageProcessing
+from services.frontend.media import MediaProcessing
+from services.frontend.media_fetcher import MediaFetcher, is_public
 
 CERTIFICATES = Path(__file__).parents[2] / "integration" / "frontend" / "certificates"
 FILE = b"\x89PNG a file"
@@ -22,7 +23,7 @@ ENDLESS = 1 << 20
 """More bytes than are allowed, and than sockets keep."""
 
 
-class ImageServer:
+class FileServer:
     """Files over HTTP on a loopback address."""
 
     def __init__(self) -> None:
@@ -69,8 +70,8 @@ class ImageServer:
 
 
 @asynccontextmanager
-async def image_server(tls: ssl.SSLContext | None = None) -> AsyncIterator[ImageServer]:
-    server = ImageServer()
+async def file_server(tls: ssl.SSLContext | None = None) -> AsyncIterator[FileServer]:
+    server = FileServer()
     async with await asyncio.start_server(server.serve, "127.0.0.1", 0, ssl=tls) as listening:
         server.port = listening.sockets[0].getsockname()[1]
         yield server
@@ -98,19 +99,19 @@ class Names:
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[Names]:
     names = Names()
-    monkeypatch.setattr(image_fetcher, "getaddrinfo", names.getaddrinfo)
-    monkeypatch.setattr(image_fetcher, "is_public", lambda address: address.is_loopback)
+    monkeypatch.setattr(media_fetcher, "getaddrinfo", names.getaddrinfo)
+    monkeypatch.setattr(media_fetcher, "is_public", lambda address: address.is_loopback)
     yield names
     names.answered.set()
 
 
-def fetcher(limit: int = 1000) -> ImageFetcher:
-    return ImageFetcher(["a.test", "b.test", "none.test", "localhost"], limit)
+def fetcher(limit: int = 1000) -> MediaFetcher:
+    return MediaFetcher(["a.test", "b.test", "none.test", "localhost"], limit)
 
 
-async def refusal(fetcher: ImageFetcher, *urls: str) -> APIError:
+async def refusal(fetcher: MediaFetcher, *urls: str) -> APIError:
     with pytest.raises(APIError) as raised:
-        await fetcher.fetch(dict(enumerate(urls)))
+        await fetcher.fetch({f"image {number}": url for number, url in enumerate(urls)})
     return raised.value
 
 
@@ -129,11 +130,9 @@ def test_other_addresses_are_public(address: str) -> None:
 
 
 async def test_equal_addresses_are_fetched_once_and_by_their_name(names: Names) -> None:
-    async with image_server() as server:
+    async with file_server() as server:
         urls = [server.url("/one"), server.url("/two", "B.TEST"), server.url("/one")]
-        assert await fetcher().fetch(dict(zip((4, 5, 7), urls, strict=True))) == dict.fromkeys(
-            (4, 5, 7), FILE
-        )
+        assert await fetcher().fetch(dict(zip("abc", urls, strict=True))) == dict.fromkeys("abc", FILE)
         assert sorted(server.requests) == [
             ("/one", f"a.test:{server.port}"),
             ("/two", f"b.test:{server.port}"),
@@ -141,7 +140,7 @@ async def test_equal_addresses_are_fetched_once_and_by_their_name(names: Names) 
 
 
 async def test_a_name_at_a_private_address_is_never_connected_to() -> None:
-    async with image_server() as server:
+    async with file_server() as server:
         error = await refusal(fetcher(), server.url("/file", "localhost"))
         assert (error.status, error.message) == (400, "image 0 is not at a public address")
         assert server.requests == []
@@ -158,10 +157,10 @@ async def test_the_connection_is_made_to_the_address_that_was_checked(
         names.addresses[host] = ["10.0.0.1"]
         return found
 
-    monkeypatch.setattr(image_fetcher, "getaddrinfo", rebind)
-    async with image_server() as server:
+    monkeypatch.setattr(media_fetcher, "getaddrinfo", rebind)
+    async with file_server() as server:
         used = fetcher()
-        assert await used.fetch({0: server.url("/file")}) == {0: FILE}
+        assert await used.fetch({"a": server.url("/file")}) == {"a": FILE}
         assert "public" in (await refusal(used, server.url("/file"))).message
         assert names.asked == ["a.test", "a.test"]
         assert len(server.requests) == 1
@@ -169,15 +168,15 @@ async def test_the_connection_is_made_to_the_address_that_was_checked(
 
 async def test_one_private_address_among_others_refuses_the_name(names: Names) -> None:
     names.addresses["a.test"] = ["127.0.0.1", "10.0.0.1"]
-    async with image_server() as server:
+    async with file_server() as server:
         assert "public" in (await refusal(fetcher(), server.url("/file"))).message
         assert server.requests == []
 
 
 async def test_the_next_address_is_tried_when_nobody_listens_at_the_first(names: Names) -> None:
     names.addresses["a.test"] = ["127.0.0.2", "127.0.0.1"]
-    async with image_server() as server:
-        assert await fetcher().fetch({0: server.url("/file")}) == {0: FILE}
+    async with file_server() as server:
+        assert await fetcher().fetch({"a": server.url("/file")}) == {"a": FILE}
 
 
 @pytest.mark.parametrize(("path", "host", "why"), [
@@ -187,7 +186,7 @@ async def test_the_next_address_is_tried_when_nobody_listens_at_the_first(names:
     ("/file", "none.test", "its server was not found"),
 ])  # fmt: skip
 async def test_files_that_cannot_be_fetched(names: Names, path: str, host: str, why: str) -> None:
-    async with image_server() as server:
+    async with file_server() as server:
         error = await refusal(fetcher(), server.url(path, host))
         assert error.status == 400
         assert why in error.message
@@ -196,9 +195,9 @@ async def test_files_that_cannot_be_fetched(names: Names, path: str, host: str, 
 
 
 async def test_the_bytes_of_a_request_are_bounded_together(names: Names) -> None:
-    async with image_server() as server:
+    async with file_server() as server:
         used = fetcher(2 * len(FILE))
-        assert len(await used.fetch({0: server.url("/1"), 1: server.url("/2", "b.test")})) == 2
+        assert len(await used.fetch({"a": server.url("/1"), "b": server.url("/2", "b.test")})) == 2
         error = await refusal(used, *(server.url(f"/{number}") for number in range(3)))
         assert f"more than {2 * len(FILE)} bytes" in error.message
         assert "more than" in (await refusal(used, server.url("/endless"))).message
@@ -206,35 +205,35 @@ async def test_the_bytes_of_a_request_are_bounded_together(names: Names) -> None
 
 
 async def test_a_slow_server_delays_nobody_else(names: Names, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_fetcher, "MAX_OPEN", 1)
-    async with image_server() as server:
+    monkeypatch.setattr(media_fetcher, "MAX_OPEN", 1)
+    async with file_server() as server:
         used = fetcher()
-        slow = asyncio.create_task(used.fetch({0: server.url("/hang")}))
+        slow = asyncio.create_task(used.fetch({"a": server.url("/hang")}))
         await server.hanging.wait()
-        assert await used.fetch({0: server.url("/file", "b.test")}) == {0: FILE}
+        assert await used.fetch({"a": server.url("/file", "b.test")}) == {"a": FILE}
         assert (await refusal(used, server.url("/file"))).status == 429
         assert not slow.done()
         slow.cancel()
         await server.left.wait()
-        assert await used.fetch({0: server.url("/file")}) == {0: FILE}
+        assert await used.fetch({"a": server.url("/file")}) == {"a": FILE}
 
 
 async def test_a_slow_name_server_delays_nobody_else(names: Names) -> None:
     names.slow = "a.test"
-    async with image_server() as server:
+    async with file_server() as server:
         used = fetcher()
-        slow = [asyncio.create_task(used.fetch({0: server.url("/file")})) for _ in range(8)]
+        slow = [asyncio.create_task(used.fetch({"a": server.url("/file")})) for _ in range(8)]
         await asyncio.to_thread(names.asking.wait)
-        assert await used.fetch({0: server.url("/file", "b.test")}) == {0: FILE}
+        assert await used.fetch({"a": server.url("/file", "b.test")}) == {"a": FILE}
         slow[0].cancel()
         names.answered.set()
-        assert await asyncio.gather(*slow[1:]) == [{0: FILE}] * 7
+        assert await asyncio.gather(*slow[1:]) == [{"a": FILE}] * 7
         assert names.asked.count("a.test") == 1
 
 
 async def test_a_server_that_never_answers_is_given_up(names: Names, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_fetcher, "FETCH_SECONDS", 0.1)
-    async with image_server() as server:
+    monkeypatch.setattr(media_fetcher, "FETCH_SECONDS", 0.1)
+    async with file_server() as server:
         error = await refusal(fetcher(), server.url("/file"), server.url("/hang"))
         assert error.message == "image 1 could not be fetched within 0.1 s"
         await server.left.wait()
@@ -247,9 +246,9 @@ async def test_certificates_are_checked_against_the_name(
     names.addresses["localhost"] = ["127.0.0.1"]
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     tls.load_cert_chain(CERTIFICATES / "server.pem", CERTIFICATES / "server.key")
-    async with image_server(tls) as server:
+    async with file_server(tls) as server:
         used = fetcher()
-        assert await used.fetch({0: server.url("/file", "localhost", "https")}) == {0: FILE}
+        assert await used.fetch({"a": server.url("/file", "localhost", "https")}) == {"a": FILE}
         assert "failed" in (await refusal(used, server.url("/file", "a.test", "https"))).message
         assert len(server.requests) == 1
 
@@ -270,12 +269,12 @@ async def test_certificates_are_checked_against_the_name(
     ("http://\u2488com/", "no valid address"),
 ])  # fmt: skip
 async def test_other_addresses_are_refused(url: str, why: str) -> None:
-    processing = ImageProcessing(Path("model"), ["a.test", "b.test", "none.test", "localhost"], 1000)
+    processing = MediaProcessing(Path("model"), ["a.test", "b.test", "none.test", "localhost"], 1000)
     with pytest.raises(APIError) as raised:
-        processing.check([url])
+        processing.check([MediaFile("audio", url)])
     assert why in raised.value.message
 
 
 def test_without_domains_every_address_is_refused() -> None:
     with pytest.raises(APIError, match="--allowed-media-domains"):
-        ImageProcessing(Path("model")).check(["https://a.test/image.png"])
+        MediaProcessing(Path("model")).check([MediaFile("image", "https://a.test/image.png")])
