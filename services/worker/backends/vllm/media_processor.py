@@ -143,8 +143,8 @@ def _sound(data: bytes, name: str) -> Any:
                 f"{MAX_SECONDS} s, and {RATES[0]} to {RATES[-1]} Hz are served"
             )
     samples, rate = vllm_api.load_audio_soundfile(io.BytesIO(data), sr=None)
-    if not (abs(samples) <= MAX_LEVEL).all():
-        raise FileRefused(f"{name} has samples beyond {MAX_LEVEL}")
+    if not samples.size or not (abs(samples) <= MAX_LEVEL).all():
+        raise FileRefused(f"{name} has no samples, or some beyond {MAX_LEVEL}")
     return samples, rate
 
 
