@@ -394,7 +394,7 @@ def bad_files(kind: str) -> list[tuple[str, str]]:
             (sound_url(5, rate=1_000_000, seconds=0.1), "Hz"),
             (sound_url(5, level=1e20), "beyond"),
             (silence(), "600 s"),
-            (image_url(1), "0 image"),
+            (image_url(1), "reads no image"),
         ]
     frames = {"save_all": True, "append_images": [Image.new("RGB", (8, 8))]}
     return [
@@ -402,7 +402,7 @@ def bad_files(kind: str) -> list[tuple[str, str]]:
         (image_url(5, form="GIF"), "PNG, JPEG, WEBP"),
         (image_url(5, 8, 8, form="WEBP", **frames), "several frames"),
         (bomb(), "pixels"),
-        (sound_url(1), "0 audio"),
+        (sound_url(1), "reads no audio"),
     ]
 
 

@@ -70,10 +70,11 @@ class MediaProcessor:
 
     def process(self, job: MediaJob) -> ProcessedMedia:
         """Raises: FileRefused"""
-        files: dict[str, list[Any]] = {}
+        info, files = self._processor.info, dict[str, list[Any]]()
         for name, file in named(job.files).items():
+            if not info.allowed_mm_limits.get(file.kind):
+                raise FileRefused(f"this model reads no {file.kind}")
             files.setdefault(file.kind, []).append(_decode(file, name))
-        info = self._processor.info
         try:
             items = info.parse_mm_data(files)
             found = self._processor.apply(
