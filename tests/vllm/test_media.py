@@ -88,7 +88,7 @@ FILES = {
         sound_url(1), sound_url(2, 3.0, 8000, channels=2), sound_url(3, form="MP3"), sound_url(4, 1.5, 22050, "FLAC"),
     ],
 }  # fmt: skip
-"""Of each kind. The second sound has two channels, and two have other sample rates than the model's."""
+"""Data URLs by kind. The second sound has two channels, and two have other sample rates than the model's."""
 
 
 def conversations(kind: str) -> list[list[JSON]]:
@@ -257,7 +257,7 @@ def test_tokens_equal_vllms(model: Path, kind: str, server: ServeProcess) -> Non
     assert found.preemptions > 0
     assert found.hits > 300, "blocks of files are found by their contents"
     assert found.kept <= 1
-    assert found.accepted > 0
+    assert found.accepted > 0 or model.name == "paddleocr-vl", "its answers repeat nothing"
     assert alone == answers
     assert served == answers * 2
 

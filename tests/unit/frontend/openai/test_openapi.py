@@ -19,7 +19,8 @@ FREE = {
 """Fields that hold any JSON object; the body's size bounds it."""
 OPEN = {
     "CompletionRequest", "ChatRequest", "EmbeddingRequest", "TokenizeCompletionRequest", "TokenizeChatRequest",
-    "DetokenizeRequest", "MessageParam", "TextPart", "ImagePart", "ImageURL", "ToolCall", "FunctionCall",
+    "DetokenizeRequest", "MessageParam", "TextPart", "AudioURL", "AudioURLPart", "ImagePart", "ImageURL",
+    "InputAudio", "InputAudioPart", "ToolCall", "FunctionCall",
     "MessagesRequest",
     "ScoreRequest", "RerankRequest", "TextsRequest", "PoolingRequest",
     "CountTokensRequest", "AnthropicMessage", "AnthropicTool", "TextBlock", "ToolUseBlock", "ToolResultBlock",
