@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     Idefics3Config,
     Idefics3ForConditionalGeneration,
@@ -102,4 +103,11 @@ def make(name: str, directory: Path) -> Path:
     processor, model = _MAKERS[name](tokenizer, tokenizer.convert_tokens_to_ids("<image>"))
     processor.save_pretrained(directory)
     model.eval().save_pretrained(directory)
+    weights = load_file(directory / "model.safetensors")
+    # transformers saves Qwen2-Audio's text part with other names than those of the published checkpoints.
+    published = {
+        name.replace("language_model.model.model.", "language_model.model."): value
+        for name, value in weights.items()
+    }
+    save_file(published, directory / "model.safetensors", {"format": "pt"})
     return directory
