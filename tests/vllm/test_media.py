@@ -315,7 +315,7 @@ def test_two_ranks_with_drafts_answer_like_one(model: Path, kind: str, server: S
         running = [threads.submit(request, ranks, messages, **params) for messages, params in both]
         alone = [tokens_of(request(server, messages, **params)) for messages, params in both]
         assert [tokens_of(future.result()) for future in running] == alone
-        assert ranks.metric("spec_decode_num_accepted_tokens_total") > 0
+        assert ranks.metric("spec_decode_num_draft_tokens_total") > 0
 
 
 class Files(BaseHTTPRequestHandler):
