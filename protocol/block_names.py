@@ -26,9 +26,7 @@ class NamedBlocks(msgspec.Struct, array_like=True, frozen=True):
     """True: all blocks that were named before have lost their names."""
 
     @classmethod
-    def from_lists(
-        cls, blocks: Sequence[int], names: Sequence[bytes], replaces: bool = False
-    ) -> "NamedBlocks":
+    def from_lists(cls, blocks: Sequence[int], names: Sequence[bytes], replaces: bool = False) -> "NamedBlocks":
         return cls(pack(blocks), b"".join(names), replaces)
 
     def pairs(self) -> list[tuple[int, bytes]]:
@@ -61,7 +59,5 @@ def extend_names(
     parent = names[-1] if names else sha256(salt.encode()).digest()
     for at in range(0, len(tokens) - width + 1, width):
         begin = len(names) * block_size
-        parent = sha256(
-            parent + tokens[at : at + width] + contents(items, begin, begin + block_size)
-        ).digest()
+        parent = sha256(parent + tokens[at : at + width] + contents(items, begin, begin + block_size)).digest()
         names.append(parent)

@@ -36,9 +36,7 @@ def encode(message: msgspec.Struct) -> bytes:
     """Raises: ValueError, if the message exceeds `MAX_MESSAGE_BYTES`."""
     frame = _encoder.encode(message)
     if len(frame) > MAX_MESSAGE_BYTES:
-        raise ValueError(
-            f"a {type(message).__name__} of {len(frame)} bytes; at most {MAX_MESSAGE_BYTES} can be sent"
-        )
+        raise ValueError(f"a {type(message).__name__} of {len(frame)} bytes; at most {MAX_MESSAGE_BYTES} can be sent")
     return frame
 
 

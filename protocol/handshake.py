@@ -46,7 +46,5 @@ def check_version(hello: Hello) -> str | None:
     ours = "{}.{}".format(*PROTOCOL_VERSION)
     if hello.major != PROTOCOL_VERSION[0]:
         theirs = f"{hello.major}.{hello.minor}"
-        return (
-            f"protocol version mismatch: {hello.role!r} {hello.name!r} has {theirs}, this service has {ours}"
-        )
+        return f"protocol version mismatch: {hello.role!r} {hello.name!r} has {theirs}, this service has {ours}"
     return None

@@ -46,9 +46,7 @@ class StepRows(NamedTuple):
         slots, generations = unpack(plan.slots), unpack(plan.generations)
         starts, counts = unpack(plan.starts), unpack(plan.counts)
         samples = plan.samples
-        _same_length(
-            what, slots=slots, generations=generations, starts=starts, counts=counts, samples=samples
-        )
+        _same_length(what, slots=slots, generations=generations, starts=starts, counts=counts, samples=samples)
         if samples.translate(None, b"\0\1"):
             raise ProtocolError(f"{what} has `samples` other than 0 and 1")
         drafts = unpack(plan.drafts or bytes(len(plan.counts)))
@@ -66,9 +64,7 @@ class StepRows(NamedTuple):
         sampling, masked = unpack(samples, np.bool_), unpack(plan.masked)
         if plan.masked and not {*masked.tolist()}.issubset(slots[sampling].tolist()):
             raise ProtocolError(f"{what} has masks for a slot without a row that samples")
-        return cls(
-            slots, generations, starts, counts, sampling, drafts, block_slots, block_ids, released, masked
-        )
+        return cls(slots, generations, starts, counts, sampling, drafts, block_slots, block_ids, released, masked)
 
 
 class GrammarRows(NamedTuple):
@@ -165,21 +161,12 @@ class LogprobRows(NamedTuple):
             unpack(logprobs.values, np.float32),
         )
         _same_length(
-            what,
-            owners=rows.owners,
-            positions=rows.positions,
-            counts=rows.counts,
-            token_ranks=rows.token_ranks,
+            what, owners=rows.owners, positions=rows.positions, counts=rows.counts, token_ranks=rows.token_ranks
         )
         _same_length(what, token_ids=rows.token_ids, values=rows.values)
-        if _negative(rows.positions | (rows.counts - 1) | (rows.token_ranks - 1)) or _negative(
-            rows.token_ids
-        ):
+        if _negative(rows.positions | (rows.counts - 1) | (rows.token_ranks - 1)) or _negative(rows.token_ids):
             raise ProtocolError(f"{what} have a negative number, or a row without an entry")
-        if (
-            int(np.add.reduce(rows.counts, dtype=np.int64)) != len(rows.token_ids)
-            or np.isnan(rows.values).any()
-        ):
+        if int(np.add.reduce(rows.counts, dtype=np.int64)) != len(rows.token_ids) or np.isnan(rows.values).any():
             raise ProtocolError(f"{what} differ in number from the sum of their counts, or contain NaN")
         return rows
 
@@ -223,12 +210,7 @@ class EmbeddingRows(NamedTuple):
         sizes = unpack(result.embedding_sizes)
         if not result.embedding_sizes and len(slots):
             sizes = np.full(len(slots), len(values) // len(slots), np.int32)
-        if (
-            not len(slots)
-            or len(sizes) != len(slots)
-            or sizes.sum() != len(values)
-            or _negative(slots | sizes)
-        ):
+        if not len(slots) or len(sizes) != len(slots) or sizes.sum() != len(values) or _negative(slots | sizes):
             raise ProtocolError(f"{len(values)} numbers are no embeddings of {len(slots)} slots")
         return cls(slots, sizes, values)
 

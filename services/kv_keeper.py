@@ -150,9 +150,7 @@ class Keeper:
                 peer.setblocking(False)
                 self._peers.add(peer)
                 return peer
-            log.warning(
-                "a worker is refused: it is of another user, or there are %d already", MAX_CONNECTIONS
-            )
+            log.warning("a worker is refused: it is of another user, or there are %d already", MAX_CONNECTIONS)
             peer.close()
         return None
 
@@ -248,9 +246,7 @@ class KeptMemory:
             peer.settimeout(TIMEOUT)
             peer.connect(self._path)
             if not _is_of_this_user(peer):
-                raise PermissionError(
-                    f"the keeper at {self._path} is of another user, who could read prompts"
-                )
+                raise PermissionError(f"the keeper at {self._path} is of another user, who could read prompts")
         except OSError:
             peer.close()
             raise

@@ -63,9 +63,7 @@ def is_private(directory: Path) -> bool:
 def check_private(directory: Path) -> None:
     """Raises: OSError, if the directory is missing or not private."""
     if not is_private(directory):
-        raise PermissionError(
-            EACCES, "other users have access to it; chmod 700 it, or give a directory of this user"
-        )
+        raise PermissionError(EACCES, "other users have access to it; chmod 700 it, or give a directory of this user")
 
 
 def _make(base: Path, prefix: str) -> tuple[Path, int]:

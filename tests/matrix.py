@@ -23,8 +23,7 @@ def covering(*columns: Sequence[object], strength: int = 2) -> list[ParameterSet
     cells = list(product(*columns))
     chosen = _choose([tuple(map(repr, cell)) for cell in cells], strength)
     return [
-        pytest.param(*cell, marks=() if index in chosen else (pytest.mark.soak,))
-        for index, cell in enumerate(cells)
+        pytest.param(*cell, marks=() if index in chosen else (pytest.mark.soak,)) for index, cell in enumerate(cells)
     ]
 
 

@@ -102,9 +102,7 @@ class PreloadedProcess:
         self.send_signal(signal.SIGKILL)
 
 
-def _run(
-    code: str, arguments: tuple[str, ...], environment: dict[str, str], streams: dict[int, Connection]
-) -> None:
+def _run(code: str, arguments: tuple[str, ...], environment: dict[str, str], streams: dict[int, Connection]) -> None:
     gc.freeze()  # a collection then leaves out what was imported
     os.environ.clear()
     os.environ.update(environment)

@@ -35,9 +35,7 @@ _PARENTHESES = re.compile(r"\(([^)]*)\)")
 
 
 def git(*words: str) -> list[str]:
-    return subprocess.run(
-        ["git", *words], cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout.split()
+    return subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
 
 
 def changed_files(commit: str) -> list[str]:
@@ -54,21 +52,13 @@ def imports_of(path: Path) -> set[str]:
         names.add(module or package)
         names |= {f"{package}.{member.split()[0]}" for member in members.split(",") if member.split()}
     paths = (name.replace(".", "/") for name in names)
-    return {
-        found for path in paths for found in (f"{path}.py", f"{path}/__init__.py") if (ROOT / found).is_file()
-    }
+    return {found for path in paths for found in (f"{path}.py", f"{path}/__init__.py") if (ROOT / found).is_file()}
 
 
 def chosen(changed: list[str]) -> list[str]:
     """Return the test files that reach a changed file by imports, nearest first."""
     files = git(
-        "ls-files",
-        "--cached",
-        "--others",
-        "--exclude-standard",
-        "protocol/*.py",
-        "services/*.py",
-        "tests/*.py",
+        "ls-files", "--cached", "--others", "--exclude-standard", "protocol/*.py", "services/*.py", "tests/*.py"
     )
     imports = {file: imports_of(ROOT / file) for file in files if (ROOT / file).is_file()}
     importers = defaultdict(set)
@@ -117,17 +107,13 @@ def run_share(tests: list[str]) -> int:
 def main(commit: str = "HEAD") -> int:
     changed = changed_files(commit)
     python = [file for file in changed if file.endswith(".py") and (ROOT / file).is_file()]
-    if python and (
-        status := subprocess.run([RUFF, "check", "--quiet", *python], cwd=ROOT, check=False).returncode
-    ):
+    if python and (status := subprocess.run([RUFF, "check", "--quiet", *python], cwd=ROOT, check=False).returncode):
         return status
     tests = [*ALWAYS, *chosen(changed)]
     if any(file.startswith(CORE) for file in changed):
         tests.insert(1, LOOP)
     tests = list(dict.fromkeys(tests))
-    print(
-        f"{len(changed)} files have changed; {len(tests)} test files reach them; {SECONDS} s for the nearest"
-    )
+    print(f"{len(changed)} files have changed; {len(tests)} test files reach them; {SECONDS} s for the nearest")
     shares = [tests[number::PROCESSES] for number in range(PROCESSES)]
     command = [sys.executable, "-m", "tests.quick", "--share"]
     runs = [subprocess.Popen([*command, *share], cwd=ROOT) for share in shares if share]

@@ -48,11 +48,7 @@ class Server:
     """
 
     def __init__(
-        self,
-        endpoint: str,
-        roles: Collection[str],
-        security: Security = LOCAL,
-        max_queued: int = HIGH_WATER_MARK,
+        self, endpoint: str, roles: Collection[str], security: Security = LOCAL, max_queued: int = HIGH_WATER_MARK
     ) -> None:
         """`max_queued`: messages that wait for one peer.
 
@@ -164,9 +160,7 @@ class Server:
         if hello.role not in self._roles:
             return f"a {hello.role!r} may not connect here, only {' or '.join(sorted(self._roles))}"
         if key not in (None, key_role(hello.role)):
-            return (
-                f"a {hello.role!r} needs the key of a {key_role(hello.role)}, and this is the key of a {key}"
-            )
+            return f"a {hello.role!r} needs the key of a {key_role(hello.role)}, and this is the key of a {key}"
         if len(peer) != IDENTITY_BYTES or peer[0]:
             return "a peer must not choose its own routing id"
         if len(self.peers) >= MAX_PEERS:

@@ -122,9 +122,7 @@ def _chosen(files: list[str], choice: str, model: str) -> list[str]:
     found = [file for file in files if word.search(Path(file).name)]
     found = found or [file for file in files if choice.lower() in Path(file).name.lower()]
     if not found:
-        raise CheckpointError(
-            f"no such GGUF file: {model}; the repository has {', '.join(files[:40]) or 'none'}"
-        )
+        raise CheckpointError(f"no such GGUF file: {model}; the repository has {', '.join(files[:40]) or 'none'}")
     if all(_PART.search(file) for file in found):
         raise CheckpointError(
             f"{model} is divided into {len(found)} files, which is not supported; download them, merge them with "
@@ -159,17 +157,13 @@ def _snapshot(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
     except hub.RevisionNotFoundError:
         problem = "no such revision; check --revision"
     except hub.RepositoryNotFoundError:
-        problem = (
-            "no such directory or repository on the hub; check the name, or set HF_TOKEN if it is private"
-        )
+        problem = "no such directory or repository on the hub; check the name, or set HF_TOKEN if it is private"
     except hub.HFValidationError:
         problem = "no such directory, and not a valid name on the hub"
     except (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled):
         offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
         why = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached"
-        problem = (
-            f"no such directory, not in the hub's cache, and {why}; download it first or give a directory"
-        )
+        problem = f"no such directory, not in the hub's cache, and {why}; download it first or give a directory"
     except (OSError, hub.HfHubHTTPError) as error:
         problem = f"the download failed: {' '.join(str(error).split())}"
     raise CheckpointError(f"model {at}: {problem}")

@@ -13,11 +13,7 @@ def weight_shards(directory: Path) -> list[Path]:
         paths = sorted(directory.glob("*.safetensors"))
         if not paths:
             old = any(directory.glob("*.bin")) or any(directory.glob("*.pt*"))
-            remedy = (
-                "convert its .bin files, which can run code when loaded"
-                if old
-                else "download the model again"
-            )
+            remedy = "convert its .bin files, which can run code when loaded" if old else "download the model again"
             raise CheckpointError(f"{directory} has no safetensors files; {remedy}")
         single = directory / "model.safetensors"
         return [single] if single in paths else paths
@@ -27,7 +23,5 @@ def weight_shards(directory: Path) -> list[Path]:
         raise CheckpointError(f"{index} cannot be read; download the model again") from error
     for name in names:
         if Path(name).name != name or not (directory / name).is_file():
-            raise CheckpointError(
-                f"{directory} has no {name}, which its index names; download the model again"
-            )
+            raise CheckpointError(f"{directory} has no {name}, which its index names; download the model again")
     return [directory / name for name in names]

@@ -125,13 +125,11 @@ for _name, _model in SERVICES.items():
 app.command("run-batch", cls=GroupedCommand, help="Answer a batch file in OpenAI's format with MODEL.")(
     command(RunBatchConfig, _run_batch, omitted=WITHOUT_SERVER, positional="model")
 )
+app.command("convert", cls=GroupedCommand, help="Write the GGUF file MODEL as a checkpoint in Hugging Face format.")(
+    command(ConvertConfig, _convert, positional="model")
+)
 app.command(
-    "convert", cls=GroupedCommand, help="Write the GGUF file MODEL as a checkpoint in Hugging Face format."
-)(command(ConvertConfig, _convert, positional="model"))
-app.command(
-    "replay",
-    cls=GroupedCommand,
-    help="Replay the recording in DIR and compare every decision of the scheduler.",
+    "replay", cls=GroupedCommand, help="Replay the recording in DIR and compare every decision of the scheduler."
 )(command(ReplayConfig, _replay, positional="recording"))
 app.command("bench", cls=GroupedCommand, help="Measure the speed of an OpenAI-compatible API.")(
     command(BenchConfig, _bench, positional="base_url")
@@ -139,9 +137,7 @@ app.command("bench", cls=GroupedCommand, help="Measure the speed of an OpenAI-co
 
 
 @app.command(
-    "healthcheck",
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    "healthcheck", add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )
 def _healthcheck(context: typer.Context) -> None:
     """Check the health of one service."""
@@ -152,18 +148,12 @@ def _healthcheck(context: typer.Context) -> None:
 
 def _server(
     argument: Annotated[str | None, typer.Argument(help="URL of the server.", metavar="URL")] = None,
-    url: Annotated[
-        str | None, typer.Option("--url", help="The same as URL. [default: http://127.0.0.1:8000]")
-    ] = None,
+    url: Annotated[str | None, typer.Option("--url", help="The same as URL. [default: http://127.0.0.1:8000]")] = None,
     api_key: Annotated[
         str, typer.Option("--api-key", help="API key.", envvar="RUNAHEAD_API_KEY", show_envvar=False)
     ] = "",
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Do not check the server's certificate.")
-    ] = False,
-    cacert: Annotated[
-        str, typer.Option("--cacert", help="File with the authorities to trust.", metavar="FILE")
-    ] = "",
+    insecure: Annotated[bool, typer.Option("--insecure", help="Do not check the server's certificate.")] = False,
+    cacert: Annotated[str, typer.Option("--cacert", help="File with the authorities to trust.", metavar="FILE")] = "",
 ) -> "ServerAddress":
     from services.cli.ask import ServerAddress, base_url
 
@@ -202,8 +192,7 @@ def _of_server(name: str, **settings: Any) -> Callable[[Callable[..., int]], Cal
 
 @_of_server("status")
 def _status(
-    server: "ServerAddress",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    server: "ServerAddress", as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
 ) -> int:
     """Print state, ranks and load of a running server.
 
@@ -216,8 +205,7 @@ def _status(
 
 @_of_server("engines")
 def _engines(
-    server: "ServerAddress",
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
+    server: "ServerAddress", as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False
 ) -> int:
     """Print the engines of a running server with --enable-admin-routes.
 
@@ -248,8 +236,7 @@ def _replan(
         float, typer.Option("--timeout", min=1, help="Seconds until the new engine must be ready.")
     ] = 600.0,
     drain_timeout: Annotated[
-        float,
-        typer.Option("--drain-timeout", min=0, help="Seconds until streams that cannot move are ended."),
+        float, typer.Option("--drain-timeout", min=0, help="Seconds until streams that cannot move are ended.")
     ] = 60.0,
 ) -> int:
     """Change settings of `serve` while it serves: runahead replan [URL] --tensor-parallel-size 2 ...
@@ -266,8 +253,7 @@ def _trace(
     server: "ServerAddress",
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.", metavar="FILE")],
     seconds: Annotated[
-        float,
-        typer.Option("--seconds", min=0, help="Record this long from now on. 0: what the server has kept."),
+        float, typer.Option("--seconds", min=0, help="Record this long from now on. 0: what the server has kept.")
     ] = 0.0,
 ) -> int:
     """Write the last steps of a running server as a trace.
@@ -281,9 +267,7 @@ def _trace(
 
 @app.command("keys")
 def _keys(
-    directory: Annotated[
-        Path, typer.Argument(help="Directory to write to; it may exist already.", metavar="DIR")
-    ],
+    directory: Annotated[Path, typer.Argument(help="Directory to write to; it may exist already.", metavar="DIR")],
 ) -> None:
     """Make the keys of frontends, schedulers and workers for tcp connections.
 
@@ -325,9 +309,9 @@ def _doctor() -> None:
     raise typer.Exit(doctor())
 
 
-app.command(
-    "plan", cls=GroupedCommand, help="Print memory, KV blocks and sequences for each number of ranks."
-)(command(ServeConfig, _plan, omitted=OMITTED, positional="model"))
+app.command("plan", cls=GroupedCommand, help="Print memory, KV blocks and sequences for each number of ranks.")(
+    command(ServeConfig, _plan, omitted=OMITTED, positional="model")
+)
 
 
 @app.command("capabilities")
@@ -342,9 +326,7 @@ def _capabilities() -> None:
 
 
 config_app.command(
-    "show",
-    cls=GroupedCommand,
-    help="Print the settings that `serve` would use, and the origin of each value.",
+    "show", cls=GroupedCommand, help="Print the settings that `serve` would use, and the origin of each value."
 )(command(ServeConfig, show, omitted=OMITTED, positional="model"))
 
 

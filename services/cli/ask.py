@@ -52,9 +52,7 @@ class ServerAddress:
         try:
             return ssl.create_default_context(cafile=self.cacert or None)
         except OSError as error:
-            raise NoAnswer(
-                f"--cacert: cannot use {self.cacert}: {error.strerror or 'it is not PEM'}"
-            ) from None
+            raise NoAnswer(f"--cacert: cannot use {self.cacert}: {error.strerror or 'it is not PEM'}") from None
 
 
 def ask(server: ServerAddress, path: str, body: bytes | None = None, timeout: float = TIMEOUT) -> bytes:

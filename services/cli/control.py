@@ -96,14 +96,10 @@ class EngineControl:
         Raises: ConfigurationError, OSError
         """
         if wrong := sorted(settings.keys() - CHANGEABLE):
-            raise ConfigurationError(
-                f"{flag(wrong[0])} is no setting of an engine; stop the server to change it"
-            )
+            raise ConfigurationError(f"{flag(wrong[0])} is no setting of an engine; stop the server to change it")
         config = changed(self._config, settings)
         if wrong := [name for name in SHARED if getattr(config, name)]:
-            raise ConfigurationError(
-                f"{flag(wrong[0])}: two engines cannot share it, so no other one is started"
-            )
+            raise ConfigurationError(f"{flag(wrong[0])}: two engines cannot share it, so no other one is started")
         check_model(config.model)
         check_sizes(config.model_copy(update={"data_parallel_size": 1}))
         check_tokenizer(config)

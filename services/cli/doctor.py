@@ -80,9 +80,7 @@ def _memory() -> Iterator[str]:
 
     free, compiled = machine.free_memory(), compile_cache.directory()
     speed = f"{size_text(round(read_bandwidth()))}/s read by all cores"
-    print(
-        f"memory      {size_text(free)} free; default KV cache: {size_text(machine.cache_budget(0))}; {speed}"
-    )
+    print(f"memory      {size_text(free)} free; default KV cache: {size_text(machine.cache_budget(0))}; {speed}")
     if free < LITTLE_MEMORY:
         yield f"{size_text(free)} of memory are free: use a small model, or set --kv-cache-memory-bytes."
     if not any(compiled.glob("**/*.nbc")):

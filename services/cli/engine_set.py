@@ -63,9 +63,7 @@ class EngineSet:
     def frontend(self) -> Command:
         """Return the command of the frontend. Raises: OSError"""
         control = str(self.directory / CONTROL)
-        return self._command(
-            "frontend", self._config, {"engines": str(self._file), "control_socket": control}
-        )
+        return self._command("frontend", self._config, {"engines": str(self._file), "control_socket": control})
 
     def engine(self, name: str, config: ServeConfig) -> list[Command]:
         """Return the commands of an engine's services, the scheduler first. Raises: OSError"""
@@ -78,10 +76,7 @@ class EngineSet:
             role = "prefill" if index < config.prefill_engines else "decode"
             scheduling["role"] = role if index < config.data_parallel_size else "both"  # one of a replan
             working |= {"kv_peer_address": config.kv_peer_address or LOOPBACK}
-        return [
-            self._command(scheduler, config, scheduling),
-            *(self._command(rank, config, working) for rank in ranks),
-        ]
+        return [self._command(scheduler, config, scheduling), *(self._command(rank, config, working) for rank in ranks)]
 
     def _endpoint(self, kind: str, name: str) -> str:
         return f"ipc://{self.directory}/{kind}" + ("" if name == "0" else f"-{name}")
@@ -111,9 +106,7 @@ class EngineSet:
         service = name.partition("-")[0]
         model, file = SERVICES[service], self.directory / f"{name}.json"
         file.write_text(
-            model.model_validate({**config.service_settings(model), **endpoints}).model_dump_json(
-                exclude_unset=True
-            )
+            model.model_validate({**config.service_settings(model), **endpoints}).model_dump_json(exclude_unset=True)
         )
         # -P: do not import from the current directory, which may hold a folder with the name of our packages
         arguments = ["-P", "-m", "services.cli.child", service, str(file), str(os.getpid())]

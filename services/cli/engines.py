@@ -100,9 +100,7 @@ def replan(server: ServerAddress, timeout: float, drain_timeout: float, flags: S
     except NoAnswer as error:
         return _fail(error)
     if status["phase"] == "failed":
-        return _fail(
-            f"engine {status['engine']} cannot serve: {status['detail']}; the engines are those of before"
-        )
+        return _fail(f"engine {status['engine']} cannot serve: {status['detail']}; the engines are those of before")
     print(f"engine {status['engine']} serves {status['detail']}")
     return 0
 

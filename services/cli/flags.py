@@ -20,10 +20,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def command(
-    model: type[M],
-    run: Callable[[Settings[M]], int],
-    omitted: Collection[str] = (),
-    positional: str | None = None,
+    model: type[M], run: Callable[[Settings[M]], int], omitted: Collection[str] = (), positional: str | None = None
 ) -> Callable[..., None]:
     """Return a typer command with one option per field of `model`. It merges all origins and calls `run`.
 

@@ -182,16 +182,10 @@ def _parser() -> argparse.ArgumentParser:
         "scheduler or worker is healthy, else 1.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "target", nargs="?", default="", help="http://HOST:PORT, tcp://HOST:PORT or ipc://PATH"
-    )
+    parser.add_argument("target", nargs="?", default="", help="http://HOST:PORT, tcp://HOST:PORT or ipc://PATH")
     parser.add_argument("--url", help="The same as TARGET.")
-    parser.add_argument(
-        "--insecure", action="store_true", help="Do not check the certificate, as without --cacert."
-    )
-    parser.add_argument(
-        "--cacert", default="", help="File with the authorities to trust in place of no check."
-    )
+    parser.add_argument("--insecure", action="store_true", help="Do not check the certificate, as without --cacert.")
+    parser.add_argument("--cacert", default="", help="File with the authorities to trust in place of no check.")
     parser.add_argument(
         "--connected",
         action="store_true",

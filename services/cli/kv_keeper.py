@@ -18,9 +18,7 @@ def run_keeper(path: Path, seconds: float) -> int:
         try:
             keeper = Keeper(path.expanduser(), seconds)
         except AttributeError:
-            raise ConfigurationError(
-                "kv-keeper needs Linux: this system has no shared memory without a name"
-            ) from None
+            raise ConfigurationError("kv-keeper needs Linux: this system has no shared memory without a name") from None
         except OSError as error:
             raise ConfigurationError(f"{path}: {error.strerror or error}") from None
         print(f"Keeping KV memory for workers with --kv-keeper {path}", flush=True)

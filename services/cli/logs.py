@@ -66,9 +66,7 @@ def error_text(line: str) -> str | None:
 def json_line(service: str, line: str) -> str:
     """Return a service's line as JSON with the name of the service, unless it has one already."""
     content = _json(line)
-    return json.dumps(
-        {"service": service, **({"message": line} if content is None else content)}, ensure_ascii=False
-    )
+    return json.dumps({"service": service, **({"message": line} if content is None else content)}, ensure_ascii=False)
 
 
 def _json(line: str) -> dict[str, object] | None:

@@ -74,9 +74,7 @@ def _check_packages(config: ServeConfig, needed: Sequence[str]) -> None:
     """Raises: ConfigurationError, with those that are not installed"""
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigurationError(
-            f"--backend {config.backend} needs {' and '.join(missing)}; {REMEDY[config.backend]}"
-        )
+        raise ConfigurationError(f"--backend {config.backend} needs {' and '.join(missing)}; {REMEDY[config.backend]}")
 
 
 def check_native(config: ServeConfig, path: Path, serving: ServingMemory) -> None:
@@ -139,9 +137,7 @@ def parts(config: ServeConfig, model: ModelConfig) -> list[ModelPart]:
     ]
 
 
-def rank_memories(
-    config: ServeConfig, path: Path, ranks: Sequence[ModelPart], context: int
-) -> list[RankMemory]:
+def rank_memories(config: ServeConfig, path: Path, ranks: Sequence[ModelPart], context: int) -> list[RankMemory]:
     size, groups = config.block_size, config.max_kv_groups
     return [rank_memory(config, path, part, size, context, groups) for part in ranks]
 
@@ -157,9 +153,7 @@ def cache_bytes(config: ServeConfig, memory: RankMemory, context: int, serving: 
     return min(serving.cache_budget(config.kv_cache_memory_bytes, memory.weights), useful)
 
 
-def _check_memory(
-    config: ServeConfig, memory: list[RankMemory], context: int, serving: ServingMemory
-) -> None:
+def _check_memory(config: ServeConfig, memory: list[RankMemory], context: int, serving: ServingMemory) -> None:
     """Raises: ConfigurationError"""
     free, weights, caches = serving.free, sum(rank.weights for rank in memory), 0
     if config.kv_cache_memory_bytes:

@@ -33,9 +33,7 @@ def plan(config: ServeConfig) -> int:
     Raises: ConfigurationError
     """
     if config.backend != "native":
-        raise ConfigurationError(
-            f"plan computes sizes of --backend native, not of --backend {config.backend}"
-        )
+        raise ConfigurationError(f"plan computes sizes of --backend native, not of --backend {config.backend}")
     try:
         path = resolve(config.model, config.revision)
         model = ModelConfig.from_checkpoint(path)
@@ -79,9 +77,7 @@ def _speeds(config: ServeConfig, directory: Path, context: int) -> Iterator[str]
         yield f"  {rows} decodes with {length} tokens each: {speed}"
 
 
-def _quantisations(
-    config: ServeConfig, path: Path, model: ModelConfig, serving: ServingMemory
-) -> Iterator[str]:
+def _quantisations(config: ServeConfig, path: Path, model: ModelConfig, serving: ServingMemory) -> Iterator[str]:
     """Yield the memory and the highest speed of each quantisation that the model allows, on one rank."""
     bandwidth, context = read_bandwidth(), context_length(config, model)
     yield (
@@ -106,9 +102,7 @@ def _quantisations(
         )
 
 
-def _rows(
-    config: ServeConfig, path: Path, model: ModelConfig, serving: ServingMemory
-) -> Iterator[tuple[object, ...]]:
+def _rows(config: ServeConfig, path: Path, model: ModelConfig, serving: ServingMemory) -> Iterator[tuple[object, ...]]:
     """Yield the columns of each tensor-parallel size, and whether it fits.
 
     Raises: ConfigurationError, CheckpointError, LoadError

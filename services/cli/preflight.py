@@ -71,9 +71,7 @@ def _check_hub(name: str) -> None:
         with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=HUB_SECONDS):
             reached.append(True)
 
-    connecting = threading.Thread(
-        target=connect, daemon=True
-    )  # a resolver without a network has no time limit
+    connecting = threading.Thread(target=connect, daemon=True)  # a resolver without a network has no time limit
     connecting.start()
     connecting.join(HUB_SECONDS)
     if not reached:
@@ -94,14 +92,8 @@ def check_files(config: ServeConfig) -> None:
         if value and (Path(value).is_dir() or not Path(value).absolute().parent.is_dir()):
             raise ConfigurationError(f"{flag(name)}: {value} is no path of a file in an existing directory")
     names = config.served_model_name
-    if (
-        not config.model
-        and len(names) > 1
-        and (names[-1].lower().endswith(".gguf") or Path(names[-1]).exists())
-    ):
-        raise ConfigurationError(
-            f"{names[-1]} is taken for a name of the model; put MODEL before --served-model-name"
-        )
+    if not config.model and len(names) > 1 and (names[-1].lower().endswith(".gguf") or Path(names[-1]).exists()):
+        raise ConfigurationError(f"{names[-1]} is taken for a name of the model; put MODEL before --served-model-name")
 
 
 def _check_template(name: str) -> None:

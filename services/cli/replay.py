@@ -30,9 +30,7 @@ def replay(config: ReplayConfig) -> int:
         return _prove_placement(path)
     try:
         if config.chart and not config.is_what_if:
-            raise ConfigurationError(
-                "--chart draws a prediction: name a setting to change, as --batch-queue-depth 1"
-            )
+            raise ConfigurationError("--chart draws a prediction: name a setting to change, as --batch-queue-depth 1")
         recording = EventRecording(path, config.incarnation)
         print(_title(recording), flush=True)
         if config.is_what_if:
@@ -55,9 +53,7 @@ def _title(recording: EventRecording) -> str:
 def _prove(recording: EventRecording) -> int:
     run = Replay(recording)
     if recording.first_start:
-        print(
-            f"from segment {recording.first_start}: the recording before it was deleted (--record-max-bytes)"
-        )
+        print(f"from segment {recording.first_start}: the recording before it was deleted (--record-max-bytes)")
     difference = run.run()
     if recording.torn:
         print(recording.torn)

@@ -99,23 +99,17 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
 
     try:
         with supervisor.signals(), _runtime(config) as (engines, commands), contextlib.ExitStack() as stack:
-            environment = child_environment() | stack.enter_context(
-                keeping(engines.directory, RESTART_WINDOW)
-            )
+            environment = child_environment() | stack.enter_context(keeping(engines.directory, RESTART_WINDOW))
 
             def start(commands: list[Command], is_trial: bool = False) -> None:
                 # The worker first: it takes longest to start.
                 for command in reversed(commands) if not is_trial else commands:
                     final = FINAL[command.service]
-                    supervisor.start(
-                        command.name, command.arguments, environment, final, ABORT_SIGNALS, is_trial
-                    )
+                    supervisor.start(command.name, command.arguments, environment, final, ABORT_SIGNALS, is_trial)
 
             start(commands)
             path = engines.directory / CONTROL
-            control = EngineControl(
-                path, supervisor, engines, config, lambda more: start(more, is_trial=True)
-            )
+            control = EngineControl(path, supervisor, engines, config, lambda more: start(more, is_trial=True))
             stack.callback(control.close)
             status = supervisor.wait(tick)
     finally:

@@ -124,9 +124,7 @@ def _from_file(file: Path | None, fields: Mapping[str, FieldInfo]) -> dict[str, 
     unknown = [str(key) for key in content if str(key).replace("-", "_") not in fields]
     if unknown:
         meant = (meant_key(key, fields) for key in unknown)
-        raise ConfigurationError(
-            f"{file}: unknown keys: {', '.join(map(''.join, zip(unknown, meant, strict=True)))}"
-        )
+        raise ConfigurationError(f"{file}: unknown keys: {', '.join(map(''.join, zip(unknown, meant, strict=True)))}")
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if name in found:

@@ -10,9 +10,7 @@ from services.cli.ask import NoAnswer, ServerAddress, ask, ask_object
 from services.units import size_text
 
 _SAMPLE = re.compile(r"^runahead:(\w+)(?:\{.*\})? (\S+)$", re.MULTILINE)
-_TIER = re.compile(
-    r'^runahead:kv_tier_(bytes|hit_tokens)(?:_total)?\{.*\btier="(\w+)".*\} (\S+)$', re.MULTILINE
-)
+_TIER = re.compile(r'^runahead:kv_tier_(bytes|hit_tokens)(?:_total)?\{.*\btier="(\w+)".*\} (\S+)$', re.MULTILINE)
 
 _SHOWN = (
     "phase", "detail", "served_model_names", "features", "max_model_len", "num_blocks", "block_size", "version",
@@ -55,10 +53,7 @@ def lines(url: str, found: dict[str, Any]) -> Iterator[str]:
     rows = {
         "engine": ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in features.items()),
         "ranks": _counted(
-            metrics,
-            num_workers="registered",
-            weight_loads="loads of weights",
-            epochs_lost_total="groups lost",
+            metrics, num_workers="registered", weight_loads="loads of weights", epochs_lost_total="groups lost"
         ),
         "requests": _counted(metrics, num_requests_running="running", num_requests_waiting="waiting"),
         "context": f"{found['max_model_len']} tokens" if found["max_model_len"] else "",

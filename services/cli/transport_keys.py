@@ -36,9 +36,7 @@ def make_keys(directory: Path) -> str:
     except OSError as error:
         raise ConfigurationError(f"cannot write keys to {directory}: {error.strerror}") from None
     roles = ", ".join(SERVICES)
-    return (
-        f"{directory} contains the keys of {roles}; give each service its own directory as --transport-keys"
-    )
+    return f"{directory} contains the keys of {roles}; give each service its own directory as --transport-keys"
 
 
 def make_pair(directory: Path, role: str) -> str:

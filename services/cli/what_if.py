@@ -43,9 +43,7 @@ def print_prediction(config: ReplayConfig, recording: EventRecording) -> int:
     print("\n".join(_describe(model)))
     print("\n".join([*_table(table), "", *_bars(table)]))
     if num_refused:
-        print(
-            f"what if refuses {num_refused:,} of {num_requests:,} requests: they do not fit its context or its cache"
-        )
+        print(f"what if refuses {num_refused:,} of {num_requests:,} requests: they do not fit its context or its cache")
     if recording.torn:
         print(recording.torn)
     if config.chart:
@@ -82,9 +80,7 @@ def predict(config: ReplayConfig, header: RecordingHeader, history: History) -> 
     return Prediction(model, [*zip(*columns, strict=True)], changed.num_refused, len(history.requests))
 
 
-def check_drafts(
-    before: SchedulerConfig, after: SchedulerConfig, acceptance: float | None, history: History
-) -> None:
+def check_drafts(before: SchedulerConfig, after: SchedulerConfig, acceptance: float | None, history: History) -> None:
     """Refuse drafts of which the recording tells neither the cost nor the chance.
 
     Raises: ConfigurationError
@@ -117,9 +113,7 @@ def _named(config: ReplayConfig) -> Iterator[tuple[str, object]]:
 def _describe(model: FittedModel) -> Iterator[str]:
     cost, host = model.costs[0], model.host
     parts = [
-        f"{_duration(value)} a {name}"
-        for name, value in zip(FEATURES, cost.seconds.tolist(), strict=True)
-        if value
+        f"{_duration(value)} a {name}" for name, value in zip(FEATURES, cost.seconds.tolist(), strict=True) if value
     ]
     yield (
         f"cost model from {cost.num_steps:,} steps: {', '.join(parts)}; median error {100 * cost.error:.0f} %, "

@@ -19,12 +19,6 @@ from services.config.simulator import SimulatorConfig
 from services.config.speculation import SpeculativeConfig
 from services.config.worker import BackendConfig, WorkerConfig
 
-_COMMANDS: tuple[type[BaseConfig], ...] = (
-    RunBatchConfig,
-    BenchConfig,
-    ConvertConfig,
-    ReplayConfig,
-    RayCommandConfig,
-)
+_COMMANDS: tuple[type[BaseConfig], ...] = (RunBatchConfig, BenchConfig, ConvertConfig, ReplayConfig, RayCommandConfig)
 EVERY_SETTING = frozenset(name for model in (*_COMMANDS, *SERVICES.values()) for name in model.model_fields)
 """Names of the settings of all commands."""

@@ -11,9 +11,7 @@ class BenchConfig(TrustConfig):
     """Settings of `runahead bench`. Names are those of `vllm bench serve` where the meaning is the same."""
 
     base_url: str = Field(
-        "http://127.0.0.1:8000",
-        pattern=r"^https?://[^/\s]",
-        description="URL of the server, with or without /v1.",
+        "http://127.0.0.1:8000", pattern=r"^https?://[^/\s]", description="URL of the server, with or without /v1."
     )
     model: str = Field("", description="Model name in the requests. Default: the first one of the server.")
     api_key: str = Field("", description="Bearer token of the requests. Default: none.")
@@ -22,9 +20,7 @@ class BenchConfig(TrustConfig):
         None, ge=1, description="Maximum number of requests open at once (closed loop). Default: no limit."
     )
     request_rate: float | None = Field(
-        None,
-        gt=0,
-        description="Requests per second, with Poisson arrivals (open loop). Default: all requests at once.",
+        None, gt=0, description="Requests per second, with Poisson arrivals (open loop). Default: all requests at once."
     )
     random_input_len: int = Field(128, ge=1, description="Length of each prompt, tokens.")
     random_output_len: int = Field(128, ge=1, description="Length of each output, tokens.")
@@ -33,8 +29,7 @@ class BenchConfig(TrustConfig):
     temperature: float = Field(0.0, ge=0, description="Sampling temperature.")
     seed: int = Field(0, ge=0, description="Seed of prompts and arrival times.")
     ignore_eos: bool = Field(
-        False,
-        description="Continue after the end-of-sequence token, so that all outputs have the same length.",
+        False, description="Continue after the end-of-sequence token, so that all outputs have the same length."
     )
     num_warmups: int = Field(0, ge=0, description="Number of requests before the measurement.")
     timeout: float = Field(600.0, gt=0, description="Maximum duration of a request, seconds.")

@@ -34,9 +34,7 @@ class FrontendConfig(HttpConfig):
     model: str = Field("", description=CHECKPOINT)
     revision: str | None = Field(None, description=REVISION)
     tokenizer: str | None = Field(None, description=TOKENIZER)
-    chat_template: str | None = Field(
-        None, description="File with a Jinja chat template. Default: the checkpoint's."
-    )
+    chat_template: str | None = Field(None, description="File with a Jinja chat template. Default: the checkpoint's.")
     served_model_name: list[str] = Field(
         default_factory=list,
         description="Model names that the API accepts; responses contain the first one. Default: the name "
@@ -75,9 +73,7 @@ class FrontendConfig(HttpConfig):
         description="Unix socket of the supervisor that starts and stops engines for `runahead replan`; `runahead "
         "serve` sets it. Default: none.",
     )
-    max_body_bytes: Size = Field(
-        8 * 1024 * 1024, ge=1024, description="Maximum size of a request body, bytes."
-    )
+    max_body_bytes: Size = Field(8 * 1024 * 1024, ge=1024, description="Maximum size of a request body, bytes.")
     allowed_media_domains: Annotated[list[str], BeforeValidator(as_list)] = Field(
         default_factory=list,
         description="Host name from which images and sounds at addresses are fetched, such as media.example.com; "
@@ -99,13 +95,10 @@ class FrontendConfig(HttpConfig):
         description="Seconds without a new token, or without an end, after which a request ends with status 504.",
     )
     max_open_requests: int = Field(
-        4096,
-        ge=1,
-        description="Maximum number of open requests in one frontend. More are refused with status 429.",
+        4096, ge=1, description="Maximum number of open requests in one frontend. More are refused with status 429."
     )
     response_store: bool = Field(
-        True,
-        description="Keep responses of /v1/responses for an hour. previous_response_id and background need them.",
+        True, description="Keep responses of /v1/responses for an hour. previous_response_id and background need them."
     )
     response_store_dir: str | None = Field(
         None,
@@ -157,9 +150,7 @@ class FrontendConfig(HttpConfig):
     def _check_domains(cls, names: list[str]) -> list[str]:
         for name in names:
             if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?", name):
-                raise ValueError(
-                    f"{name!r} is no host name such as media.example.com; it has no port and no pattern"
-                )
+                raise ValueError(f"{name!r} is no host name such as media.example.com; it has no port and no pattern")
         return [name.lower() for name in names]
 
     def refusals(self) -> Iterator[str]:

@@ -38,9 +38,7 @@ class HttpConfig(ServiceConfig):
         description="API keys, one of which every request must carry as its bearer token. Default: none.",
     )
     api_key_file: str | None = Field(
-        None,
-        description="File with API keys, one per line, such as a secret of Docker or Kubernetes. Default: "
-        "none.",
+        None, description="File with API keys, one per line, such as a secret of Docker or Kubernetes. Default: none."
     )
     allowed_hosts: list[str] = Field(
         default_factory=list,
@@ -56,9 +54,7 @@ class HttpConfig(ServiceConfig):
     allowed_methods: list[str] = Field(
         default_factory=lambda: ["*"], description="HTTP methods that such pages may use."
     )
-    allowed_headers: list[str] = Field(
-        default_factory=lambda: ["*"], description="Headers that such pages may send."
-    )
+    allowed_headers: list[str] = Field(default_factory=lambda: ["*"], description="Headers that such pages may send.")
     allow_credentials: bool = Field(
         False, description="Let such pages send cookies and HTTP authentication of the browser."
     )

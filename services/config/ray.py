@@ -74,13 +74,9 @@ class RayConfig(ServeConfig):
 
 
 class RayCommandConfig(RayConfig):
-    address: str = Field(
-        "auto", description="Address of the cluster, such as 10.0.0.4:6379. auto: that of this node."
-    )
+    address: str = Field("auto", description="Address of the cluster, such as 10.0.0.4:6379. auto: that of this node.")
     name: str = Field("default", pattern=r"^[^:\s]+$", description="Name of the application in Ray Serve.")
-    route_prefix: str = Field(
-        "/", pattern=r"^/", description="Path below which Ray Serve's proxy serves the API."
-    )
+    route_prefix: str = Field("/", pattern=r"^/", description="Path below which Ray Serve's proxy serves the API.")
 
 
 OF_RAY = OMITTED | {

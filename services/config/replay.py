@@ -21,17 +21,15 @@ class WhatIfConfig(BaseConfig):
     scheduling_policy: Literal["fcfs", "priority"] | None = Field(
         None, description="What if: order of waiting requests."
     )
-    max_num_seqs: int | None = Field(
-        None, ge=1, le=65536, description="What if: maximum number of running requests."
-    )
+    max_num_seqs: int | None = Field(None, ge=1, le=65536, description="What if: maximum number of running requests.")
     max_num_batched_tokens: Size | None = Field(
         None, ge=1, description="What if: maximum number of tokens in one step."
     )
     num_blocks: int | None = Field(None, ge=2, description="What if: number of KV-cache blocks.")
     enable_prefix_caching: bool | None = Field(None, description="What if: share blocks of equal prefixes.")
-    speculative_config: Annotated[
-        SpeculativeConfig | Literal["none"] | None, BeforeValidator(_speculation)
-    ] = Field(None, description="What if: speculative decoding, as JSON, or none.")
+    speculative_config: Annotated[SpeculativeConfig | Literal["none"] | None, BeforeValidator(_speculation)] = Field(
+        None, description="What if: speculative decoding, as JSON, or none."
+    )
 
 
 class ReplayConfig(WhatIfConfig):
@@ -49,8 +47,7 @@ class ReplayConfig(WhatIfConfig):
         "drafts.",
     )
     chart: str = Field(
-        "",
-        description="What if: file for a picture of the figures (.png, .svg); needs matplotlib. Default: none.",
+        "", description="What if: file for a picture of the figures (.png, .svg); needs matplotlib. Default: none."
     )
 
     @property

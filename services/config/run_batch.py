@@ -10,9 +10,7 @@ from services.config.serve import CONNECTION, OMITTED, ServeConfig
 class RunBatchConfig(TrustConfig, ServeConfig):
     """Settings of a batch, and of the services that it starts. Names are those of `vllm run-batch`."""
 
-    input_file: str = Field(
-        "", description="File with a request per line, in the format of OpenAI's batch files."
-    )
+    input_file: str = Field("", description="File with a request per line, in the format of OpenAI's batch files.")
     output_file: str = Field("", description="File to write: an answer per line, in the order of the input.")
     url: str = Field(
         "",

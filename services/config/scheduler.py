@@ -14,12 +14,10 @@ from services.config.speculation import SpeculativeConfig
 
 class SchedulerConfig(ServiceConfig):
     worker_endpoint: str = Field(
-        "ipc:///tmp/runahead/workers",
-        description="Endpoint that workers connect to, ipc://PATH or tcp://HOST:PORT.",
+        "ipc:///tmp/runahead/workers", description="Endpoint that workers connect to, ipc://PATH or tcp://HOST:PORT."
     )
     client_endpoint: str = Field(
-        "ipc:///tmp/runahead/clients",
-        description="Endpoint that frontends connect to, ipc://PATH or tcp://HOST:PORT.",
+        "ipc:///tmp/runahead/clients", description="Endpoint that frontends connect to, ipc://PATH or tcp://HOST:PORT."
     )
     model: str = Field(
         "",
@@ -40,9 +38,7 @@ class SchedulerConfig(ServiceConfig):
     long_prefill_token_threshold: int = Field(
         0, ge=0, description="Maximum number of prompt tokens of one request in one step. 0: no limit."
     )
-    enable_prefix_caching: bool = Field(
-        True, description="Share KV-cache blocks between requests with equal prefixes."
-    )
+    enable_prefix_caching: bool = Field(True, description="Share KV-cache blocks between requests with equal prefixes.")
     disable_hybrid_kv_cache_manager: bool = Field(
         False,
         description="Give all layers one block table that keeps every token, also layers that read a window only.",
@@ -70,9 +66,7 @@ class SchedulerConfig(ServiceConfig):
         True, description="phased: allow no two consecutive prefill steps while a request is decoding."
     )
     phased_max_volume: int = Field(
-        0,
-        ge=0,
-        description="phased: maximum of rows times longest context in a decode step, tokens. 0: no limit.",
+        0, ge=0, description="phased: maximum of rows times longest context in a decode step, tokens. 0: no limit."
     )
     phased_pausing: bool = Field(
         False,
@@ -133,12 +127,10 @@ class SchedulerConfig(ServiceConfig):
     )
     speculative_config: Annotated[SpeculativeConfig | None, BeforeValidator(from_json)] = Field(
         None,
-        description='Speculative decoding, as JSON: {"method": "ngram", "num_speculative_tokens": 3}. '
-        "Default: none.",
+        description='Speculative decoding, as JSON: {"method": "ngram", "num_speculative_tokens": 3}. Default: none.',
     )
     step_trace: str | None = Field(
-        None,
-        description="File for a JSON line per step: its rows and its times on every rank. Default: none.",
+        None, description="File for a JSON line per step: its rows and its times on every rank. Default: none."
     )
 
     record: str | None = Field(
@@ -186,9 +178,7 @@ class SchedulerConfig(ServiceConfig):
         """Maximum number of block tables per request. 1 where every position stays in use: a drafter with a cache reads
         it through the same table, and `phased` pads prompts to lengths that a window may not serve."""
         s, policy = self.speculative_config, self.policy
-        plain = (
-            self.disable_hybrid_kv_cache_manager or policy == "phased" or (s is not None and s.has_kv_cache)
-        )
+        plain = self.disable_hybrid_kv_cache_manager or policy == "phased" or (s is not None and s.has_kv_cache)
         return 1 if plain else MAX_GROUPS
 
     @property

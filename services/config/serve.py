@@ -32,8 +32,7 @@ class ServeConfig(WorkerConfig, SchedulerConfig, FrontendConfig):
     )
 
     headless: bool = Field(
-        False,
-        description="Start an engine without an HTTP server. Frontends connect to it at --client-endpoint.",
+        False, description="Start an engine without an HTTP server. Frontends connect to it at --client-endpoint."
     )
 
     @property

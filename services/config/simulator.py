@@ -21,26 +21,19 @@ class SimulatorConfig(BaseConfig):
         0.0, ge=0, description="sim: transfer time from one pipeline stage to the next, milliseconds."
     )
     sim_hop_token_us: float = Field(
-        0.0,
-        ge=0,
-        description="sim: transfer time from one pipeline stage to the next per token, microseconds.",
+        0.0, ge=0, description="sim: transfer time from one pipeline stage to the next per token, microseconds."
     )
     sim_trace: str = Field(
         "", description="sim: file for a JSON line per step that ended on this stage. Default: none."
     )
     sim_rigid: bool = Field(
         False,
-        description="sim: simulate a device with padded shapes, which refuses steps with both prefill and "
-        "decode.",
+        description="sim: simulate a device with padded shapes, which refuses steps with both prefill and decode.",
     )
     sim_max_volume: int = Field(
-        0,
-        ge=0,
-        description="sim, rigid: maximum of rows times longest row in a decode step, tokens. 0: no limit.",
+        0, ge=0, description="sim, rigid: maximum of rows times longest row in a decode step, tokens. 0: no limit."
     )
-    sim_vocab_size: int = Field(
-        0, ge=0, description="sim: width of the logits. 0: the size of the model's tokenizer."
-    )
+    sim_vocab_size: int = Field(0, ge=0, description="sim: width of the logits. 0: the size of the model's tokenizer.")
     sim_draft_acceptance: Literal["always", "never", "periodic", "request"] = Field(
         "periodic",
         description="sim: which drafts are accepted: all (always), none (never), all except at every third "

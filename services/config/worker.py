@@ -15,17 +15,14 @@ class BackendConfig(ServiceConfig):
 
     model: str = Field("", description=CHECKPOINT)
     revision: str | None = Field(None, description=REVISION)
-    scheduler_endpoint: str = Field(
-        "ipc:///tmp/runahead/workers", description="Endpoint of the scheduler for workers."
-    )
+    scheduler_endpoint: str = Field("ipc:///tmp/runahead/workers", description="Endpoint of the scheduler for workers.")
     backend: Literal["native", "sim", "vllm"] = Field(
         "native",
         description="Implementation of the forward pass: Runahead's own (native), vLLM (vllm), or a "
         "simulator that verifies the plans and sleeps (sim).",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto",
-        description="Data type of weights and KV cache. auto: the checkpoint's; float32 for the demo model.",
+        "auto", description="Data type of weights and KV cache. auto: the checkpoint's; float32 for the demo model."
     )
     device: Literal["auto", "cuda", "cpu"] = Field(
         "auto",
@@ -67,9 +64,7 @@ class BackendConfig(ServiceConfig):
         "again instead of computed where that is faster. Engines of one machine may share it. Default: none.",
     )
     kv_offload_dir_bytes: Size = Field(
-        10 << 30,
-        gt=0,
-        description="Size of all files in --kv-offload-dir, bytes, such as 50G; those used last stay.",
+        10 << 30, gt=0, description="Size of all files in --kv-offload-dir, bytes, such as 50G; those used last stay."
     )
     kv_offload_bytes: Size = Field(
         0,

@@ -76,18 +76,14 @@ class Adapters:
             if config.get(option):
                 raise CheckpointError(f"{directory}: {option} is not supported by vLLM")
         if not 1 <= rank <= self._max_rank:
-            raise CheckpointError(
-                f"{directory}: the adapter has rank {rank}, but --max-lora-rank is {self._max_rank}"
-            )
+            raise CheckpointError(f"{directory}: the adapter has rank {rank}, but --max-lora-rank is {self._max_rank}")
         if not (directory / WEIGHTS).is_file():
             raise CheckpointError(f"{directory} has no {WEIGHTS}; other formats are not served")
         shapes = _shapes(directory / WEIGHTS)
         if not shapes:
             raise CheckpointError(f"{directory / WEIGHTS} has no tensors")
         base = _base_shapes(self._base)
-        if not any(
-            _weight_of(name) in base for name in shapes
-        ):  # a format with other names: vLLM finds the modules
+        if not any(_weight_of(name) in base for name in shapes):  # a format with other names: vLLM finds the modules
             base = {}
         for name, shape in shapes.items():
             kind = next((k for k in _KINDS if name.endswith(k)), None)

@@ -81,9 +81,7 @@ class APIError(Exception):
         self._retry_after = retry_after
 
     def body(self) -> ErrorResponse:
-        kind = _TYPES.get(
-            self.status, "internal_server_error" if self.status >= 500 else "invalid_request_error"
-        )
+        kind = _TYPES.get(self.status, "internal_server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def encoded(self) -> bytes:

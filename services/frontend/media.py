@@ -124,9 +124,7 @@ class MediaProcessing:
         """Raises: APIError, for files that are neither data URLs nor at allowed addresses, and for too many"""
         for kind, count in Counter(file.kind for file in files).items():
             if count > MAX_FILES:
-                raise invalid(
-                    f"a prompt has at most {MAX_FILES} parts of {kind}, but this one has {count}", "messages"
-                )
+                raise invalid(f"a prompt has at most {MAX_FILES} parts of {kind}, but this one has {count}", "messages")
         for name, file in named(files).items():
             if _is_data(file):
                 continue
@@ -138,9 +136,7 @@ class MediaProcessing:
                 )
             self._fetcher.checked(file.url, name)
 
-    async def process(
-        self, model: MediaModel, token_ids: list[int], files: Sequence[MediaFile]
-    ) -> ProcessedMedia:
+    async def process(self, model: MediaModel, token_ids: list[int], files: Sequence[MediaFile]) -> ProcessedMedia:
         """Return the prompt with the positions of its files.
 
         Args:
@@ -172,9 +168,7 @@ class MediaProcessing:
             case MediaRefused(reason):
                 raise invalid(reason, "messages")
         log.warning("files of a prompt could not be processed: %s", outcome.reason)
-        raise APIError(
-            500, "the files of the prompt could not be processed; the log of the server has the reason"
-        )
+        raise APIError(500, "the files of the prompt could not be processed; the log of the server has the reason")
 
     def _run(self, settings: ProcessorSettings, job: MediaJob) -> MediaOutcome:
         """Raises: ValueError, if the job is too large"""
@@ -186,9 +180,7 @@ class MediaProcessing:
             try:
                 started = process.start()
             except (EOFError, OSError):
-                started = MediaFailed(
-                    f"their process did not start; is vLLM installed beside {sys.executable}?"
-                )
+                started = MediaFailed(f"their process did not start; is vLLM installed beside {sys.executable}?")
             if not isinstance(started, ProcessedMedia):
                 process.close()
                 return started

@@ -89,13 +89,11 @@ class MediaFetcher:
             raise invalid(f"{name} is at no valid address", "messages") from None
         if parsed.scheme not in ("http", "https") or parsed.userinfo:
             raise invalid(
-                f"{name} is neither a data URL nor at an http or https address without a user name",
-                "messages",
+                f"{name} is neither a data URL nor at an http or https address without a user name", "messages"
             )
         if host not in self._domains:
             raise invalid(
-                f"the domain of {name} is none of --allowed-media-domains "
-                f"({', '.join(sorted(self._domains))})",
+                f"the domain of {name} is none of --allowed-media-domains ({', '.join(sorted(self._domains))})",
                 "messages",
             )
         return parsed
@@ -153,9 +151,7 @@ class MediaFetcher:
         """Raises: APIError, httpx.HTTPError"""
         at, headers = url.copy_with(host=str(address), fragment=None), {"host": url.netloc.decode()}
         data = bytearray()
-        async with self._client.stream(
-            "GET", at, headers=headers, extensions={"sni_hostname": host}
-        ) as answer:
+        async with self._client.stream("GET", at, headers=headers, extensions={"sni_hostname": host}) as answer:
             if answer.status_code != 200:
                 kind = "; redirects are not followed" if answer.is_redirect else ""
                 raise invalid(

@@ -63,9 +63,7 @@ class ServedModel:
         source = resolve(config.tokenizer, None) if config.tokenizer else directory
         tokenizer = Tokenizer(source)
         text = find_template(source, config.chat_template)
-        defaults = SamplingDefaults.read(
-            directory, tokenizer.eos_token_id, config.generation_config == "auto"
-        )
+        defaults = SamplingDefaults.read(directory, tokenizer.eos_token_id, config.generation_config == "auto")
         if text is not None:
             try_out(text, tokenizer.special)  # before this process compiles it, which may never end
         tool_use = find_tool_template(source, config.chat_template)
@@ -86,6 +84,4 @@ class ServedModel:
             adapters.load(adapter, path)
         media = tuple(config.allowed_media_domains), config.max_body_bytes
         is_given = config.chat_template is not None
-        return cls(
-            names, tokenizer, template, defaults, pooling, formats, adapters, directory, *media, is_given
-        )
+        return cls(names, tokenizer, template, defaults, pooling, formats, adapters, directory, *media, is_given)

@@ -119,8 +119,7 @@ class OutputFormats:
             tools is not None and any(_is_hidden(marker, tokenizer) for marker in tools.markers),
             reasoning.start if reasoning is not None else None,
             reasoning_end,
-            reasoning is not None
-            and any(_is_hidden(tag, tokenizer) for tag in (*tags.opening, *tags.closing)),
+            reasoning is not None and any(_is_hidden(tag, tokenizer) for tag in (*tags.opening, *tags.closing)),
             tags,
             config.reasoning_parser != "auto",
         )

@@ -70,9 +70,7 @@ class FrontendService:
     Raises: OSError, if the directory of responses cannot be used
     """
 
-    def __init__(
-        self, config: FrontendConfig, model: ServedModel, listener: socket.socket, alarm: HangAlarm
-    ) -> None:
+    def __init__(self, config: FrontendConfig, model: ServedModel, listener: socket.socket, alarm: HangAlarm) -> None:
         self._config, self._listener, self._alarm = config, listener, alarm
         path = config.record_placement
         self._recording = None if path is None else PlacementRecording(path)

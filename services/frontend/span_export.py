@@ -37,12 +37,7 @@ class CollectorExporter(SpanExporter):
             log.warning(
                 "traces are dropped: %s; check that a collector at --otlp-traces-endpoint %s accepts %s (%s); the next "
                 "line about traces follows when they are exported again",
-                *(
-                    self._reasons.text or "the export failed",
-                    self._endpoint,
-                    traces_protocol(),
-                    TRACES_PROTOCOL,
-                ),
+                *(self._reasons.text or "the export failed", self._endpoint, traces_protocol(), TRACES_PROTOCOL),
             )
         elif self._fails and not fails:
             log.info("traces are exported to %s again", self._endpoint)

@@ -124,9 +124,7 @@ class RankActor(ServiceActor):
         """Join the scheduler, and start the worker, again if the scheduler is on another node."""
         scheduler = None
         while True:
-            with contextlib.suppress(
-                RayError, GetTimeoutError, ValueError
-            ):  # the last: there is no such actor yet
+            with contextlib.suppress(RayError, GetTimeoutError, ValueError):  # the last: there is no such actor yet
                 scheduler = scheduler or ray.get_actor(self._scheduler_name)
                 joining = scheduler.join.remote("worker", self._keys.public_key)
                 self._on_address(ray.get(joining, timeout=JOIN_TIMEOUT))

@@ -44,9 +44,7 @@ def settings(args: Mapping[str, Any]) -> RayConfig:
     if refused := sorted(OF_RAY.intersection(args)):
         raise ConfigurationError(f"{flag(refused[0])}: {WHY_REFUSED}")
     if unknown := sorted(args.keys() - RayConfig.model_fields.keys()):
-        raise ConfigurationError(
-            f"there is no setting {unknown[0]}{meant_key(unknown[0], RayConfig.model_fields)}"
-        )
+        raise ConfigurationError(f"there is no setting {unknown[0]}{meant_key(unknown[0], RayConfig.model_fields)}")
     given = {
         name: [value] if is_list(RayConfig.model_fields[name]) and isinstance(value, str) else value
         for name, value in args.items()

@@ -25,10 +25,7 @@ def run(config: RayCommandConfig) -> int:
     _check_address(config.address)
     try:
         ray.init(
-            config.address,
-            namespace=NAMESPACE,
-            logging_level="warning",
-            log_to_driver=config.log_level == "debug",
+            config.address, namespace=NAMESPACE, logging_level="warning", log_to_driver=config.log_level == "debug"
         )
     except (ConnectionError, ValueError, RuntimeError, RayError) as error:
         raise ConfigurationError(
@@ -47,8 +44,7 @@ def run(config: RayCommandConfig) -> int:
         await_application(config.name, stop)
         if not stop.is_set():
             print(
-                f"Serving behind Ray Serve, and at port {config.port} of each frontend. Ctrl-C removes it.",
-                flush=True,
+                f"Serving behind Ray Serve, and at port {config.port} of each frontend. Ctrl-C removes it.", flush=True
             )
         stop.wait()
     except RuntimeError as error:

@@ -56,9 +56,7 @@ class Discovery:
                 self._actors[name] = ray.get_actor(name)
         self._actors = {name: self._actors[name] for name in names}
         self._known = {name: address for name, address in self._known.items() if name in names}
-        calls = {
-            actor.join.remote("frontend", self._keys.public_key): name for name, actor in self._actors.items()
-        }
+        calls = {actor.join.remote("frontend", self._keys.public_key): name for name, actor in self._actors.items()}
         ready, _ = ray.wait([*calls], num_returns=len(calls), timeout=JOIN_TIMEOUT) if calls else ([], [])
         for call in ready:
             try:

@@ -114,9 +114,7 @@ def _start(config: RayConfig, name: str, settings: dict[str, Any], version: str)
 
     scheduler = (
         ray.remote(SchedulerActor)
-        .options(
-            name=name, num_cpus=SCHEDULER_CPUS, scheduling_strategy=place(len(bundles(config)) - 1), **ALWAYS
-        )
+        .options(name=name, num_cpus=SCHEDULER_CPUS, scheduling_strategy=place(len(bundles(config)) - 1), **ALWAYS)
         .remote(name, settings, version)
     )
     resources = rank_resources(config)

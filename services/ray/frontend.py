@@ -73,11 +73,7 @@ def _below_prefix(app: ASGIApp) -> ASGIApp:
             await _lifespan(receive, send)
             return
         root = scope.get("root_path", "")
-        own: MutableMapping[str, Any] = {
-            **scope,
-            "path": scope["path"].removeprefix(root) or "/",
-            "root_path": "",
-        }
+        own: MutableMapping[str, Any] = {**scope, "path": scope["path"].removeprefix(root) or "/", "root_path": ""}
         await app(own, receive, send)
 
     return behind_proxy

@@ -70,9 +70,7 @@ def _words(config: RayConfig) -> str:
 
 
 def _nodes(nodes: Sequence[Resources]) -> str:
-    return " + ".join(
-        _text({name: node.get(name, 0.0) for name in ("CPU", "GPU") if name in node}) for node in nodes
-    )
+    return " + ".join(_text({name: node.get(name, 0.0) for name in ("CPU", "GPU") if name in node}) for node in nodes)
 
 
 def _text(resources: Resources) -> str:

@@ -76,12 +76,7 @@ class CacheControl:
             raise PinRefused("pins and drops are not recorded: they are refused with --record")
 
     def _drop(
-        self,
-        frontend: int,
-        message: ControlCache,
-        names: Sequence[bytes],
-        engine: EngineCore,
-        started: Started,
+        self, frontend: int, message: ControlCache, names: Sequence[bytes], engine: EngineCore, started: Started
     ) -> None:
         """Raises: PinRefused"""
         if message.pin:

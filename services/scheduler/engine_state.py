@@ -27,9 +27,7 @@ class StateReports:
             phase=status.phase,
             detail=status.detail,
             progress=status.progress,
-            max_model_len=limits.max_model_len - limits.pools_only
-            if limits
-            else 0,  # no token follows a prompt
+            max_model_len=limits.max_model_len - limits.pools_only if limits else 0,  # no token follows a prompt
             vocab_size=loaded.vocab_size if loaded else 0,
             num_blocks=limits.num_blocks if limits else 0,
             block_size=self._config.block_size,
@@ -55,9 +53,7 @@ class StateReports:
         info = {
             "batching_policy": c.policy,
             "batch_queue_depth": str(c.depth),
-            "prefix_caching": str(
-                c.enable_prefix_caching and not (started and num_states(started.limits.groups))
-            ),
+            "prefix_caching": str(c.enable_prefix_caching and not (started and num_states(started.limits.groups))),
             "role": c.role,
         }
         if c.speculative_config is not None:

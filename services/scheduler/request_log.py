@@ -37,16 +37,12 @@ class RequestLog:
         match event:
             case RequestArrived(frontend=frontend, message=message):
                 self._ids[frontend, message.number] = message.request_id
-                log.debug(
-                    "request_id=%s arrived: %d prompt tokens", message.request_id, message.num_prompt_tokens
-                )
+                log.debug("request_id=%s arrived: %d prompt tokens", message.request_id, message.num_prompt_tokens)
             case RequestRefused(request_id=request_id, finish=finish):
                 log.debug("request_id=%s refused: %s", request_id, finish.message)
             case StepDispatched(plan=plan, requests=requests) if requests:
                 ids = ", ".join(self._id(key) for key in requests)
-                log.debug(
-                    "request_id=%s scheduled in step %d of epoch %d", ids, plan.step_id, number_of(plan.epoch)
-                )
+                log.debug("request_id=%s scheduled in step %d of epoch %d", ids, plan.step_id, number_of(plan.epoch))
             case RequestPreempted(request=key, cause=cause):
                 log.debug("request_id=%s preempted: %s", self._id(key), cause.value)
             case RequestFinished(frontend=frontend, request_id=request_id, finish=finish):

@@ -135,10 +135,7 @@ class Service:
         self._was_busy = False
         self._subscriptions = Subscriptions(config.step_trace)
         self._cached_blocks = CachedBlockReports()
-        self._listeners: tuple[CoreListener, ...] = (
-            *make_listeners(config, incarnation),
-            self._subscriptions,
-        )
+        self._listeners: tuple[CoreListener, ...] = (*make_listeners(config, incarnation), self._subscriptions)
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
@@ -259,9 +256,7 @@ class Service:
             case GenerateRequest() if self.engine is not None:
                 if message.attempts >= SUSPECT_AFTER:  # the last line about it, if this scheduler dies too
                     log.warning(
-                        "request_id=%s: %d schedulers have died while they had it",
-                        message.request_id,
-                        message.attempts,
+                        "request_id=%s: %d schedulers have died while they had it", message.request_id, message.attempts
                     )
                 self.engine.add(client, message)
             case AbortRequest() if self.engine is not None:
@@ -508,9 +503,7 @@ class Service:
             return {}
         seconds = self._worker_seconds.stats()
         grammars = self.compiler.stats() if self.compiler is not None else {}
-        held = len(self.engine.epoch.kv.pool.by_hash) * (
-            self._started.bytes_per_block if self._started else 0
-        )
+        held = len(self.engine.epoch.kv.pool.by_hash) * (self._started.bytes_per_block if self._started else 0)
         tiers = self._tiers.stats(held, self.engine.store.counters["prefix_cache_hits"])
         return self.engine.stats() | seconds | self.group.stats() | grammars | tiers
 

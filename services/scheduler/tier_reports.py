@@ -46,6 +46,6 @@ class TierReports:
                 sizes[name].append(size)
         found = {name: max(of) if name == _SHARED else sum(of) for name, of in sizes.items()}
         hits = {"device": device_hits} | self._hits
-        return {
-            f"kv_tier_bytes:{name}": float(size) for name, size in ({"device": device_bytes} | found).items()
-        } | {f"kv_tier_hit_tokens_total:{name}": float(tokens) for name, tokens in hits.items()}
+        return {f"kv_tier_bytes:{name}": float(size) for name, size in ({"device": device_bytes} | found).items()} | {
+            f"kv_tier_hit_tokens_total:{name}": float(tokens) for name, tokens in hits.items()
+        }

@@ -50,9 +50,7 @@ class BlockNames:
         groups: blocks of a request for these tokens (protocol.kv_groups).
     """
 
-    def __init__(
-        self, numbers: NDArray[np.uint64], names: NDArray[np.uint8], block_size: int, groups: int = 1
-    ) -> None:
+    def __init__(self, numbers: NDArray[np.uint64], names: NDArray[np.uint8], block_size: int, groups: int = 1) -> None:
         self._numbers, self._names, self._block_size, self._groups = numbers, names, block_size, groups
         self._last = int(numbers.max(initial=0))
         self._loads = np.zeros(len(numbers), np.int64)
@@ -145,9 +143,7 @@ class BlockNames:
         """Return the blocks with a name, in the order in which they became whole; None: there is none."""
         some = np.flatnonzero(self._numbers)
         blocks = some[np.argsort(self._numbers[some])][-MAX_HELD:]
-        return (
-            NamedBlocks(pack(blocks.astype(np.int32)), self._names[blocks].tobytes()) if len(blocks) else None
-        )
+        return NamedBlocks(pack(blocks.astype(np.int32)), self._names[blocks].tobytes()) if len(blocks) else None
 
     def _assigned(self, step: SchedulerOutput) -> NDArray[np.int32]:
         """int32[blocks]: the blocks that requests get to write. Those of a new one begin where its first row does."""
@@ -263,9 +259,7 @@ class KVMemory:
         """Return the whole blocks of the cache that was found; None: there is none."""
         return None if self.names is None else self.names.held()
 
-    def begin(
-        self, identity: str, block_size: int, num_blocks: int, bytes_per_block: int, groups: int = 1
-    ) -> int:
+    def begin(self, identity: str, block_size: int, num_blocks: int, bytes_per_block: int, groups: int = 1) -> int:
         """Begin to take the memory of a cache: of the one with this identity, if it has as many blocks, else of a new
         one. Return its number of blocks."""
         if (found := self.find(identity, block_size, groups)) >= num_blocks:

@@ -100,9 +100,7 @@ class ResultSender:
         alarm: set by the heartbeat thread.
     """
 
-    def __init__(
-        self, client: Client, abort: Callable[[], None], silence: float, alarm: HangAlarm = NO_ALARM
-    ) -> None:
+    def __init__(self, client: Client, abort: Callable[[], None], silence: float, alarm: HangAlarm = NO_ALARM) -> None:
         self._client, self._abort, self._alarm = client, abort, alarm
         self._silence = SilenceWatch(silence)
         self._connection = threading.Lock()

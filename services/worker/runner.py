@@ -93,9 +93,7 @@ class ModelRunner(Protocol):
         """
         ...
 
-    def load(
-        self, assignment: Assignment, progress: Progress, listener: socket.socket | None = None
-    ) -> Loaded:
+    def load(self, assignment: Assignment, progress: Progress, listener: socket.socket | None = None) -> Loaded:
         """Join the other ranks, and read this rank's weights unless they are in memory from an earlier epoch.
 
         Args:

@@ -14,16 +14,7 @@ import zmq
 from protocol.codec import Decoder, ProtocolError
 from protocol.epochs import number_of
 from protocol.fields import MAX_TEXT
-from protocol.membership import (
-    Assignment,
-    EndEpoch,
-    GroupMessage,
-    InitializeCache,
-    Ping,
-    Pong,
-    RankLost,
-    Shutdown,
-)
+from protocol.membership import Assignment, EndEpoch, GroupMessage, InitializeCache, Ping, Pong, RankLost, Shutdown
 from protocol.steps import StepFault, StepMessage
 from protocol.transport import HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow
 from services.config import WorkerConfig
@@ -49,11 +40,7 @@ class Worker:
     """One worker from registration to its end."""
 
     def __init__(
-        self,
-        config: WorkerConfig,
-        runner: ModelRunner,
-        alarm: HangAlarm = NO_ALARM,
-        make_tiers: MakeTiers = tiers_of,
+        self, config: WorkerConfig, runner: ModelRunner, alarm: HangAlarm = NO_ALARM, make_tiers: MakeTiers = tiers_of
     ) -> None:
         """
         Args:

@@ -25,15 +25,7 @@ from typing import ClassVar
 
 from protocol.codec import ProtocolError
 from protocol.membership import Assignment, EndEpoch, GroupMessage, InitializeCache, Ping, Shutdown
-from protocol.steps import (
-    GrammarOutput,
-    KeepPins,
-    LoadBlocks,
-    ReleaseSlots,
-    SchedulerOutput,
-    StepFault,
-    StepMessage,
-)
+from protocol.steps import GrammarOutput, KeepPins, LoadBlocks, ReleaseSlots, SchedulerOutput, StepFault, StepMessage
 
 
 class Phase(Enum):
@@ -192,14 +184,10 @@ class Session:
     def _on_grammar(self, grammar: GrammarOutput) -> Action | None:
         if self.leaves_rows_out and grammar.step_id <= self.last_step:
             return AddMasks(grammar)
-        if grammar.step_id < self.last_step or (
-            self.phase is Phase.SERVING and grammar.step_id == self.last_step
-        ):
+        if grammar.step_id < self.last_step or (self.phase is Phase.SERVING and grammar.step_id == self.last_step):
             return None  # a repetition of a grammar that was used
         if self.phase is Phase.SERVING or grammar.step_id != self.last_step:
-            return self._fault(
-                grammar.step_id, f"a grammar for step {grammar.step_id}, which has not arrived"
-            )
+            return self._fault(grammar.step_id, f"a grammar for step {grammar.step_id}, which has not arrived")
         self.phase = Phase.SERVING
         assert self._unsampled is not None
         return SampleStep(grammar, self._unsampled)

@@ -34,12 +34,7 @@ PROGRESS_INTERVAL = 0.1
 
 class StartUp:
     def __init__(
-        self,
-        config: WorkerConfig,
-        runner: ModelRunner,
-        session: Session,
-        link: SchedulerLink,
-        offload: Offload,
+        self, config: WorkerConfig, runner: ModelRunner, session: Session, link: SchedulerLink, offload: Offload
     ) -> None:
         self._config, self._runner, self._session, self._link = config, runner, session, link
         self._offload = offload
@@ -99,9 +94,7 @@ class StartUp:
         try:
             with self._starting():
                 if assignment.max_loras and not self._runner.identify().serves_loras:
-                    raise LoadError(
-                        "--enable-lora: only --backend vllm with --device cpu serves LoRA adapters"
-                    )
+                    raise LoadError("--enable-lora: only --backend vllm with --device cpu serves LoRA adapters")
                 self._runner.kv_memory.expect()
                 loaded = self._runner.load(assignment, self._progress, listener)
                 self._offload.open(self._runner.kv_memory, loaded, assignment.rank)
@@ -184,6 +177,4 @@ def _listen(host: str) -> socket.socket:
             f"--host-ip {host}: cannot listen on this address: {error.strerror}; give an address of this machine"
         ) from error
     except ValueError as error:
-        raise LoadError(
-            f"--host-ip {host}: {error}; give the address of a network of the ranks' own"
-        ) from None
+        raise LoadError(f"--host-ip {host}: {error}; give the address of a network of the ranks' own") from None

@@ -8,15 +8,7 @@ from protocol.steps import GrammarOutput, KeepPins, LoadBlocks, ReleaseSlots, Sc
 from services.worker.result_sender import LaunchedStep, fault
 from services.worker.runner import ModelRunner, OutOfMemory, RanksLost, is_out_of_memory
 from services.worker.scheduler_link import SchedulerLink
-from services.worker.session import (
-    AddMasks,
-    ExecuteStep,
-    Phase,
-    ResendResult,
-    SampleStep,
-    Session,
-    StepAction,
-)
+from services.worker.session import AddMasks, ExecuteStep, Phase, ResendResult, SampleStep, Session, StepAction
 from services.worker.step_queue import StepQueue
 from services.worker.tiers.offload import Offload
 

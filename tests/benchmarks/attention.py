@@ -56,9 +56,7 @@ def paged(load: AttentionLoad, dtype: torch.dtype) -> Callable[[], object]:
     cache = network.kv_cache(CacheShape(1, load.kv_heads, HEAD_DIM, BLOCK_SIZE, dtype), table.numel())
     cache.keys.normal_()
     cache.values.normal_()
-    shape = AttentionShape(
-        load.heads, HEAD_DIM, (0,), 1e-6, 1e4 ** -(torch.arange(0, HEAD_DIM, 2)[None] / HEAD_DIM)
-    )
+    shape = AttentionShape(load.heads, HEAD_DIM, (0,), 1e-6, 1e4 ** -(torch.arange(0, HEAD_DIM, 2)[None] / HEAD_DIM))
     attention = network.attention(shape, cache, table, tokens)
     slots = np.arange(load.requests, dtype=np.int32)
     columns = np.full_like(slots, load.start), np.full_like(slots, load.count)
@@ -78,9 +76,7 @@ def contiguous(load: AttentionLoad, dtype: torch.dtype) -> Callable[[], object]:
     context = load.start + load.count
     query = torch.randn(load.requests, load.heads, load.count, HEAD_DIM).to(dtype)
     key, value = (torch.randn(load.requests, load.kv_heads, context, HEAD_DIM).to(dtype) for _ in range(2))
-    return lambda: functional.scaled_dot_product_attention(
-        query, key, value, is_causal=load.count > 1, enable_gqa=True
-    )
+    return lambda: functional.scaled_dot_product_attention(query, key, value, is_causal=load.count > 1, enable_gqa=True)
 
 
 @torch.inference_mode()

@@ -85,9 +85,7 @@ def figures(run: PipelineRun) -> dict[str, object]:
     }
 
 
-def row(
-    setting: Setting, runs: Mapping[str, PipelineRun], upstream: Mapping[str, PipelineRun]
-) -> dict[str, object]:
+def row(setting: Setting, runs: Mapping[str, PipelineRun], upstream: Mapping[str, PipelineRun]) -> dict[str, object]:
     """Return one row of the table: milliseconds of a hop and of a dispatch, seconds of each policy and the share of the
     time in which its stages are idle, and the ratios of the policies, also with one step per stage in flight."""
     greedy, balanced = runs["chunked"], runs["balanced"]
@@ -118,9 +116,7 @@ def show(title: str, run: Mapping[str, object]) -> None:
             case float():
                 text = f"{value:.4g}"
             case dict():
-                text = ", ".join(
-                    f"{k}: {v:.4g}" if isinstance(v, float) else f"{k}: {v}" for k, v in value.items()
-                )
+                text = ", ".join(f"{k}: {v:.4g}" if isinstance(v, float) else f"{k}: {v}" for k, v in value.items())
             case list():
                 text = ", ".join(f"{v:.3f}" for v in value)
             case _:
@@ -136,11 +132,7 @@ def poisson(requests: int) -> list[dict[str, object]]:
     rows = []
     for setting in (SETTINGS[6], SETTINGS[7]):
         capacity = simulate(
-            ChunkedPolicy(),
-            setting.limits,
-            DEPTHS[0],
-            setting.costs,
-            [PipelineJob(LENGTH, LENGTH)] * REQUESTS,
+            ChunkedPolicy(), setting.limits, DEPTHS[0], setting.costs, [PipelineJob(LENGTH, LENGTH)] * REQUESTS
         )
         for load in LOADS:
             pace = load * capacity.throughput / LENGTH
@@ -205,8 +197,7 @@ def measure(policy: str, setting: Setting) -> StagesRun:
         "log_level": "warning",
     }
     requests = [
-        TimedRequest(rng.integers(300, 30_000, length).astype(np.int32), length)
-        for _ in range(REQUESTS // QUARTER)
+        TimedRequest(rng.integers(300, 30_000, length).astype(np.int32), length) for _ in range(REQUESTS // QUARTER)
     ]
     return run_stages(STAGES, requests, scheduler, worker)
 
@@ -347,9 +338,7 @@ def main() -> None:
     args = parser.parse_args()
 
     jobs = [PipelineJob(LENGTH, LENGTH)] * REQUESTS
-    runs = {
-        depth: [pair(setting.limits, depth, setting.costs, jobs) for setting in SETTINGS] for depth in DEPTHS
-    }
+    runs = {depth: [pair(setting.limits, depth, setting.costs, jobs) for setting in SETTINGS] for depth in DEPTHS}
     rows = [row(*line) for line in zip(SETTINGS, *runs.values(), strict=True)]
     ratios = {depth: [ratio(both) for both in line] for depth, line in runs.items()}
     published = runs[DEPTHS[0]][PUBLISHED]
@@ -358,13 +347,9 @@ def main() -> None:
     arrivals = poisson(args.arrivals)
     print("\nPoisson arrivals, seconds")
     for line in arrivals:
-        print(
-            "  " + ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in line.items())
-        )
+        print("  " + ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in line.items()))
     alone = replace(SETTINGS[PUBLISHED].limits, stages=1)
-    one = [
-        simulate(p(), alone, 2, SETTINGS[PUBLISHED].costs, jobs, keep_plans=True) for p in POLICIES.values()
-    ]
+    one = [simulate(p(), alone, 2, SETTINGS[PUBLISHED].costs, jobs, keep_plans=True) for p in POLICIES.values()]
     measured, predicted = ({}, {}) if args.no_processes else compare()
     native = {} if args.no_processes else compare_native(args.native_model, args.native_requests)
     print("\n" + plot(published, args.plot))

@@ -41,9 +41,7 @@ def static_batch(features: Collection[str], model: str, batch: int, args: argpar
 def measure(model: str, batch: int, args: argparse.Namespace) -> dict[str, Times]:
     load = BenchConfig(random_input_len=args.input_len, random_output_len=args.output_len)
     tokens: NDArray[np.int32] = np.array(prompts(load, batch, load.seed), np.int32)
-    kinds = {"oneDNN": {selection.ONEDNN_BFLOAT16}} | {
-        NAMES[feature]: {feature} for feature in own_features()
-    }
+    kinds = {"oneDNN": {selection.ONEDNN_BFLOAT16}} | {NAMES[feature]: {feature} for feature in own_features()}
     batches = {name: static_batch(features, model, batch, args) for name, features in kinds.items()}
     times: dict[str, Times] = {name: {"prefill": [], "decode step": []} for name in kinds}
     for _ in range(args.repeats + 1):
@@ -64,9 +62,7 @@ def main() -> None:
     args = parser.parse_args()
     if not own_features():
         raise SystemExit("this processor has no bfloat16 arithmetic")
-    cases = {
-        f"{model} at {batch}": measure(model, batch, args) for model in args.models for batch in args.batches
-    }
+    cases = {f"{model} at {batch}": measure(model, batch, args) for model in args.models for batch in args.batches}
     rows: list[dict[str, object]] = []
     for case, kinds in cases.items():
         row: dict[str, object] = {"model, requests": case}

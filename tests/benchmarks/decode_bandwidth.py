@@ -78,11 +78,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     kinds: tuple[Weights, ...] = ("none", "int8", "int4")
-    rows = [
-        {"model": name, **measured(random_llama(name), weights, args)}
-        for name in args.models
-        for weights in kinds
-    ]
+    rows = [{"model": name, **measured(random_llama(name), weights, args)} for name in args.models for weights in kinds]
     report(
         "decode_bandwidth",
         title=f"decode of one stream, {args.threads} threads: medians of {args.repeats}",

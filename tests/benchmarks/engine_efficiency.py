@@ -57,9 +57,7 @@ def median_usage(runs: list[dict[str, Any]]) -> list[dict[str, object]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--model", default="m155", help=f"a directory, or a random model: {', '.join(SHAPES)}"
-    )
+    parser.add_argument("--model", default="m155", help=f"a directory, or a random model: {', '.join(SHAPES)}")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     for name, default in (
         ("threads", 2), ("concurrency", 16), ("input-len", 128), ("output-len", 128), ("waves", 4), ("repeats", 3),
@@ -75,22 +73,15 @@ def main() -> None:
         repeats["static batch"].append(dict(without_engine("static_batch.py", model, args)))
         repeats["bare torch"].append(dict(without_engine("bare_torch.py", model, args)))
     rates = {
-        name: statistics.median(
-            float(str(run.get("output_throughput", run.get("tokens_per_s")))) for run in runs
-        )
+        name: statistics.median(float(str(run.get("output_throughput", run.get("tokens_per_s")))) for run in runs)
         for name, runs in repeats.items()
     }
     ours = rates["runahead"]
-    print_table(
-        "processor time while runahead served: shares of a core, medians", median_usage(repeats["runahead"])
-    )
+    print_table("processor time while runahead served: shares of a core, medians", median_usage(repeats["runahead"]))
     report(
         "engine_efficiency",
         title=f"{args.model}, {args.dtype}, {args.threads} threads, concurrency {args.concurrency}: medians",
-        rows=[
-            {"run": name, "output tokens/s": rate, "runahead / this": ours / rate}
-            for name, rate in rates.items()
-        ],
+        rows=[{"run": name, "output tokens/s": rate, "runahead / this": ours / rate} for name, rate in rates.items()],
         figures={
             "ratio": ours / rates["static batch"],
             "over_bare_torch": ours / rates["bare torch"],

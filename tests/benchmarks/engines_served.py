@@ -172,9 +172,7 @@ class SessionLoad:
                 pauses = [self._rng.expovariate(1 / self._args.pause) for _ in texts]
                 prompt = self._systems[min(int(self._rng.paretovariate(1.2)) - 1, len(self._systems) - 1)]
                 await asyncio.sleep(max(0.0, self._began + at - time.monotonic()))
-                sessions.append(
-                    asyncio.create_task(self._session(http, model, prompt, texts, pauses, seconds))
-                )
+                sessions.append(asyncio.create_task(self._session(http, model, prompt, texts, pauses, seconds)))
             await asyncio.gather(*sessions)
 
     async def _session(
@@ -252,12 +250,7 @@ def measured(name: str, count: int, args: argparse.Namespace) -> dict[str, objec
         "failed without a fault": sum(bool(turn.error) for turn in undisturbed),
         "lost with an engine": len(lost) / len(disturbed),
     }
-    print(
-        row,
-        sorted(set(lost))[:5],
-        f"{statistics.mean(t.prompt for t in late):.0f} tokens a prompt",
-        flush=True,
-    )
+    print(row, sorted(set(lost))[:5], f"{statistics.mean(t.prompt for t in late):.0f} tokens a prompt", flush=True)
     return row
 
 
@@ -266,9 +259,7 @@ def main() -> None:
     parser.add_argument("--engines", type=int, nargs="+", default=[2, 8])
     parser.add_argument("--front", nargs="+", default=[OURS, *ROUTERS], choices=[OURS, *ROUTERS])
     parser.add_argument("--seconds", type=int, default=60)
-    parser.add_argument(
-        "--sessions-per-engine", type=float, default=1.5, help="sessions per second and engine"
-    )
+    parser.add_argument("--sessions-per-engine", type=float, default=1.5, help="sessions per second and engine")
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--pause", type=float, default=4.0, help="mean seconds between turns")
     parser.add_argument("--systems", type=int, default=24, help="system prompts")

@@ -52,9 +52,7 @@ def measured(model: str, args: argparse.Namespace) -> list[dict[str, object]]:
     made = [(shape, products(shape)) for shape in shapes(model)]
     rows: list[dict[str, object]] = []
     for number in args.rows:
-        operands = [
-            (torch.randn(number, inputs), torch.empty(number, outputs)) for (outputs, inputs), _ in made
-        ]
+        operands = [(torch.randn(number, inputs), torch.empty(number, outputs)) for (outputs, inputs), _ in made]
         least = {kind: [float("inf")] * len(made) for kind in KINDS}
         turns, began = 0, time.monotonic()
         while turns < LEAST_TURNS or time.monotonic() - began < args.seconds:

@@ -142,9 +142,7 @@ def read_all(pipe: multiprocessing.connection.Connection) -> None:
     while (job := pipe.recv()) is not None:
         url, case = job
         address = urlsplit(url)
-        readers = [
-            _Reader((address.hostname, address.port), case) for _ in range(case.streams // case.choices)
-        ]
+        readers = [_Reader((address.hostname, address.port), case) for _ in range(case.streams // case.choices)]
         waiting, is_opened = len(readers), False
         with selectors.DefaultSelector() as selector:
             for reader in readers:
@@ -163,9 +161,7 @@ def read_all(pipe: multiprocessing.connection.Connection) -> None:
         chunks = 0
         for reader in readers:
             texts, count = reader.texts()
-            assert list(texts.values()) == [expected] * case.choices, (
-                "an answer differs from the engine's text"
-            )
+            assert list(texts.values()) == [expected] * case.choices, "an answer differs from the engine's text"
             chunks += count
             reader.socket.close()
         pipe.send(chunks)
@@ -248,10 +244,7 @@ class UniformEngine:
             for index, token in enumerate(tokens)
         ]
         ends = [Finish(number, FinishReason.LENGTH) for number in self._numbers]
-        return [
-            *map(encode, frames),
-            encode(RequestOutputs(b"", b"", b"", ends, incarnation=self._incarnation)),
-        ]
+        return [*map(encode, frames), encode(RequestOutputs(b"", b"", b"", ends, incarnation=self._incarnation))]
 
     def send(self, frame: bytes) -> None:
         assert self._peer is not None
@@ -283,13 +276,9 @@ def frontend(
     with tempfile.TemporaryDirectory(prefix="ra-") as directory:
         endpoint, log = f"ipc://{directory}/clients", Path(directory) / "log"
         engine = make_engine(endpoint)
-        config = FrontendConfig(
-            model=str(DEMO_MODEL), scheduler_endpoint=endpoint, port=0, step_ring=step_ring
-        )
+        config = FrontendConfig(model=str(DEMO_MODEL), scheduler_endpoint=endpoint, port=0, step_ring=step_ring)
         with log.open("w") as stderr:
-            process = psutil.Popen(
-                [sys.executable, "-c", code + run, config.model_dump_json()], stderr=stderr
-            )
+            process = psutil.Popen([sys.executable, "-c", code + run, config.model_dump_json()], stderr=stderr)
         try:
             while "listening on " not in (text := log.read_text()):
                 if process.poll() is not None:

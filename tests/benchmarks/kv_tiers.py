@@ -165,9 +165,7 @@ def main() -> None:
     off = rows[0]
     figures = {
         f"{kind} against off": {
-            "cost without hits, %": round(
-                100 * (1 - row["new prompts: tokens/s"] / off["new prompts: tokens/s"]), 1
-            ),
+            "cost without hits, %": round(100 * (1 - row["new prompts: tokens/s"] / off["new prompts: tokens/s"]), 1),
             "tokens/s again": round(row["again: tokens/s"] / off["again: tokens/s"], 2),
             "TTFT again": round(row["again: TTFT, s"] / off["again: TTFT, s"], 3),
         }
@@ -184,9 +182,7 @@ def main() -> None:
         for row in rows
         if row["tiers"] in unused
     }
-    title = (
-        f"prompts of {args.input_len} tokens, {args.times} times the cache of {args.cache_tokens}: medians"
-    )
+    title = f"prompts of {args.input_len} tokens, {args.times} times the cache of {args.cache_tokens}: medians"
     settings = {"llama.cpp": llama_cpp.absent() or llama_cpp.features(), **vars(args)}
     repeats = {
         "new": {kind: [n._asdict() for n in found] for kind, found in new.items()},

@@ -123,9 +123,7 @@ def processor_waits(server: ServeProcess) -> float:
 def refusal_buckets(server: ServeProcess) -> dict[float, float]:
     """Return how many refusals took at most so many seconds in the frontend."""
     found = re.findall(
-        r'^runahead:request_refusal_seconds_bucket\{.*le="(.*?)".*\} (\S+)$',
-        server.get("/metrics")[1],
-        re.MULTILINE,
+        r'^runahead:request_refusal_seconds_bucket\{.*le="(.*?)".*\} (\S+)$', server.get("/metrics")[1], re.MULTILINE
     )
     return {float(bound): float(count) for bound, count in found}
 
@@ -141,9 +139,7 @@ def memory(server: ServeProcess) -> float:
     return sum(psutil.Process(service.pid).memory_info().rss for service in server.services.values()) / 2**20
 
 
-def measure(
-    server: ServeProcess, factor: float, seconds: float, prompt: int, capacity: float
-) -> dict[str, float]:
+def measure(server: ServeProcess, factor: float, seconds: float, prompt: int, capacity: float) -> dict[str, float]:
     before, model = memory(server), server.client().models.list().data[0].id
     refusals, waits, cpu = refusal_buckets(server), processor_waits(server), processor_seconds(server)
     began = time.perf_counter()
@@ -152,18 +148,11 @@ def measure(
     used = {name: total - cpu[name] for name, total in processor_seconds(server).items()}
     used["frontend_waits_s"] = processor_waits(server) - waits
     percentiles = {"p50": 50, "p99": 99}
-    figures = {
-        f"first_token_{n}_s": float(np.percentile(outcome.first_tokens, p)) for n, p in percentiles.items()
-    }
+    figures = {f"first_token_{n}_s": float(np.percentile(outcome.first_tokens, p)) for n, p in percentiles.items()}
     if outcome.refusals:
-        figures |= {
-            f"refusal_{n}_ms": 1e3 * float(np.percentile(outcome.refusals, p)) for n, p in percentiles.items()
-        }
+        figures |= {f"refusal_{n}_ms": 1e3 * float(np.percentile(outcome.refusals, p)) for n, p in percentiles.items()}
         now = refusal_buckets(server)
-        figures |= {
-            f"frontend_refusal_{n}_ms": 1e3 * bucket_of(p / 100, refusals, now)
-            for n, p in percentiles.items()
-        }
+        figures |= {f"frontend_refusal_{n}_ms": 1e3 * bucket_of(p / 100, refusals, now) for n, p in percentiles.items()}
     return figures | {
         "served": len(outcome.first_tokens),
         "refused": len(outcome.refusals),
@@ -180,16 +169,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="duration of each load")
     parser.add_argument("--max-queue-seconds", type=float, default=0.25)
-    parser.add_argument(
-        "--base", type=float, default=0.9, help="share of the capacity that counts as a load of 1"
-    )
+    parser.add_argument("--base", type=float, default=0.9, help="share of the capacity that counts as a load of 1")
     parser.add_argument("--prompt", type=int, default=64, help="tokens")
     args = parser.parse_args()
     layout = ("--backend", "sim", "--sim-step-ms", str(STEP_MS), "--max-num-seqs", str(SEATS))
     results = {}
-    with serving(
-        *layout, "--max-queue-seconds", str(args.max_queue_seconds), "--log-level", "warning"
-    ) as server:
+    with serving(*layout, "--max-queue-seconds", str(args.max_queue_seconds), "--log-level", "warning") as server:
         model = server.client().models.list().data[0].id
         capacity = asyncio.run(saturated_rate(server.url, model, args.seconds / 3, args.prompt))
         for name, factor in {"1x": args.base, "10x": 10 * args.base, "1x again": args.base}.items():

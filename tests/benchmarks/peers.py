@@ -123,9 +123,7 @@ SERVERS: Mapping[str, ComparedServer] = {
     "vllm serve, all cores": ComparedServer("vllm", "bfloat16", _vllm(threads=CORES), needs_vllm=True),
     "vllm serve, not compiled": ComparedServer("vllm", "bfloat16", _vllm("--enforce-eager"), needs_vllm=True),
     "runahead native": ComparedServer("runahead", "blocks of the file", _native()),
-    "runahead native, batch-invariant": ComparedServer(
-        "runahead", "blocks of the file", _native("--batch-invariant")
-    ),
+    "runahead native, batch-invariant": ComparedServer("runahead", "blocks of the file", _native("--batch-invariant")),
     "runahead native, bfloat16": ComparedServer("runahead", "bfloat16", _native("--quantization=none")),
     "runahead vllm": ComparedServer("runahead", "bfloat16", _vllm_backend, needs_vllm=True),
 }

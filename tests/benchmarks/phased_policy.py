@@ -74,9 +74,7 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=10.0)
     parser.add_argument("--volume", type=int, default=65536, help="maximum of rows times longest row, tokens")
     args = parser.parse_args()
-    runs: dict[int, dict[int, list[dict[str, float]]]] = {
-        ranks: {depth: [] for depth in DEPTHS} for ranks in SIZES
-    }
+    runs: dict[int, dict[int, list[dict[str, float]]]] = {ranks: {depth: [] for depth in DEPTHS} for ranks in SIZES}
     for _ in range(args.repeats):  # alternate, so that noise of the machine affects all
         for ranks in SIZES:
             for depth in DEPTHS:
@@ -91,8 +89,7 @@ def main() -> None:
         title=f"phased on a rigid device (simulated): medians of {args.repeats}",
         rows=[{"TP": ranks, "depth": depth, **median(ranks, depth)} for ranks in SIZES for depth in DEPTHS],
         figures={
-            f"idle_depth{depth}": {str(ranks): median(ranks, depth)["idle"] for ranks in SIZES}
-            for depth in DEPTHS
+            f"idle_depth{depth}": {str(ranks): median(ranks, depth)["idle"] for ranks in SIZES} for depth in DEPTHS
         }
         | {"not_busy_depth2": {str(ranks): median(ranks, 2)["not_busy"] for ranks in SIZES}},
         settings={"block": BLOCK, "chunk": CHUNK, **vars(args)},

@@ -93,10 +93,7 @@ def main() -> None:
     report(
         "placement_scale",
         title="simulated engines",
-        rows=[
-            {name: value for name, value in row.items() if name not in ("decisions", "processor s")}
-            for row in rows
-        ],
+        rows=[{name: value for name, value in row.items() if name not in ("decisions", "processor s")} for row in rows],
         figures={"hits of one cache": one},
         settings=vars(args),
         repeats=rows,

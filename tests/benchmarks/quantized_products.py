@@ -73,10 +73,7 @@ def measured(shape: tuple[int, int], args: argparse.Namespace) -> dict[int, dict
             for name, (each, linears) in made.items():
                 each.use_threads(args.threads)
                 activations = each.network.activations
-                x, out = (
-                    torch.randn(rows, inputs).to(activations),
-                    torch.empty(rows, outputs, dtype=activations),
-                )
+                x, out = (torch.randn(rows, inputs).to(activations), torch.empty(rows, outputs, dtype=activations))
                 taken[name].append(pass_seconds(linears, x, out))
         seconds[rows] = {name: statistics.median(times[1:]) for name, times in taken.items()}
     return seconds

@@ -162,9 +162,7 @@ def main() -> None:
             },
             "start_s": {way: median[way]["start, s"] for way in (SERVE, OWN)},
             "us_per_token": {
-                way: {
-                    label.removesuffix(PER_TOKEN): value for label, value in row.items() if PER_TOKEN in label
-                }
+                way: {label.removesuffix(PER_TOKEN): value for label, value in row.items() if PER_TOKEN in label}
                 for way, row in median.items()
             },
             "idle": idle,

@@ -161,13 +161,7 @@ class SchedulerLoad:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="m4", help="a random model, as in engine_efficiency")
-    for name, default in (
-        ("streams", 16),
-        ("input-len", 128),
-        ("output-len", 128),
-        ("waves", 8),
-        ("idle-seconds", 20),
-    ):
+    for name, default in (("streams", 16), ("input-len", 128), ("output-len", 128), ("waves", 8), ("idle-seconds", 20)):
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     load: dict[str, float] = {}
@@ -188,10 +182,7 @@ def main() -> None:
 
     tokens = load["output_throughput"]
     steps, requests, total = tokens / args.streams, tokens / args.output_len, sum(busy.values())
-    frontend, scheduler = (
-        LedgerLoad(args.streams, args.input_len, args.output_len),
-        SchedulerLoad(args.streams),
-    )
+    frontend, scheduler = (LedgerLoad(args.streams, args.input_len, args.output_len), SchedulerLoad(args.streams))
     parts = [
         *((f"signs of life: {name}", 1e6 * seconds, 1.0) for name, seconds in idle.items()),
         ("ledger: tokens of a step", microseconds(frontend.deliver, frontend.prepare_step), steps),

@@ -30,16 +30,7 @@ from tests.e2e.server import ServeProcess, serving
 from tests.soak.load import Load, bodies
 
 DRAFTS = json.dumps({"method": "ngram", "num_speculative_tokens": 3})
-DEMO = (
-    "--threads",
-    "1",
-    "--kv-cache-memory-bytes",
-    "256M",
-    "--speculative-config",
-    DRAFTS,
-    "--max-num-seqs",
-    "128",
-)
+DEMO = ("--threads", "1", "--kv-cache-memory-bytes", "256M", "--speculative-config", DRAFTS, "--max-num-seqs", "128")
 LOST = re.compile(r"(\d{4}-\S+ \S+,\d{3}) WARNING .*(?:is lost|closed the connection|has ended)")
 READY = re.compile(r"(\d{4}-\S+ \S+,\d{3}) INFO runahead.scheduler: ready: epoch")
 KILLS_PER_SERVER = 3
@@ -50,9 +41,7 @@ SHARES = 0.05, 0.6
 """Share of the answers that has arrived when a service is killed."""
 
 
-async def kill(
-    server: ServeProcess, victim: str, load: Load, answers: asyncio.Future[Any]
-) -> tuple[float, float]:
+async def kill(server: ServeProcess, victim: str, load: Load, answers: asyncio.Future[Any]) -> tuple[float, float]:
     """Kill a service while `answers` are streamed. Return the seconds until it was noticed and until the next token.
 
     Raises: AssertionError, if no token came because all streams had ended; openai.APIError, if one of them failed
@@ -141,9 +130,7 @@ async def moved_pauses(contexts: list[int], repeats: int) -> list[dict[str, Any]
                 for cause in MOVES:
                     pauses = list[float]()
                     for number in range(repeats):
-                        first = (
-                            300 + 100 * number + 50 * (cause == "drained")
-                        )  # a prompt that no engine knows
+                        first = 300 + 100 * number + 50 * (cause == "drained")  # a prompt that no engine knows
                         prompt = [first + i % 1000 for i in range(context)]
                         body = {"prompt": prompt, "max_tokens": 250, "extra_body": {"ignore_eos": True}}
                         load = Load(client, [body])
@@ -209,19 +196,9 @@ def main() -> None:
     for name in ("detection_s", "pause_s"):
         values = [kill[name] for kill in found]
         row |= {f"{name} median": statistics.median(values), f"{name} worst": max(values)}
-    row |= {
-        "equal": min(kill["equal"] for kill in found),
-        "weight loads": max(kill["loads"] for kill in found),
-    }
+    row |= {"equal": min(kill["equal"] for kill in found), "weight loads": max(kill["loads"] for kill in found)}
     settings = {"streams": args.streams, "tokens": args.tokens, "model": "demo"}
-    report(
-        "recovery_served",
-        f"SIGKILL of the {args.victim} under {args.streams} streams",
-        [row],
-        row,
-        settings,
-        found,
-    )
+    report("recovery_served", f"SIGKILL of the {args.victim} under {args.streams} streams", [row], row, settings, found)
 
 
 if __name__ == "__main__":

@@ -86,9 +86,7 @@ class MixedLoad:
 
 def measured(mode: str, args: argparse.Namespace) -> dict[str, float | str]:
     port = free_port()
-    with started(
-        [sys.executable, "-m", "services.cli", "serve", f"--port={port}", *DEVICE, *MODES[mode]]
-    ) as process:
+    with started([sys.executable, "-m", "services.cli", "serve", f"--port={port}", *DEVICE, *MODES[mode]]) as process:
         url = f"http://127.0.0.1:{port}"
         wait_for(f"{url}/readyz", process)
         time.sleep(3.0)  # the other engine
@@ -98,9 +96,7 @@ def measured(mode: str, args: argparse.Namespace) -> dict[str, float | str]:
             metrics = response.read().decode()
 
     def total(name: str) -> float:
-        return sum(
-            map(float, re.findall(rf"^vllm:external_prefix_cache_{name}_total{{.*}} (\S+)$", metrics, re.M))
-        )
+        return sum(map(float, re.findall(rf"^vllm:external_prefix_cache_{name}_total{{.*}} (\S+)$", metrics, re.M)))
 
     return {
         "mode": mode,

@@ -42,11 +42,7 @@ VARIANTS = {
 
 
 def run(
-    variant: Variant,
-    requests: int,
-    output: int,
-    scheduler: Mapping[str, object],
-    worker: Mapping[str, object],
+    variant: Variant, requests: int, output: int, scheduler: Mapping[str, object], worker: Mapping[str, object]
 ) -> dict[str, float]:
     """Return the metrics of one run of a variant."""
     load = (variant.depth, requests, 64, output)
@@ -115,9 +111,7 @@ def main() -> None:
     }
     if args.only:
         cases = {args.only: cases[args.only]}
-    repeats: dict[str, dict[str, list[dict[str, float]]]] = {
-        case: {name: [] for name in VARIANTS} for case in cases
-    }
+    repeats: dict[str, dict[str, list[dict[str, float]]]] = {case: {name: [] for name in VARIANTS} for case in cases}
     for _ in range(args.repeats):  # alternate, so that noise of the machine affects all variants
         for case, (requests, output, limits, worker) in cases.items():
             for name, variant in VARIANTS.items():
@@ -138,12 +132,7 @@ def main() -> None:
         "run_ahead",
         title=f"run-ahead: medians of {args.repeats}",
         rows=[
-            {
-                "backend": case,
-                "depth": variant,
-                **metrics,
-                "of depth 2": speeds[case][variant] / speeds[case][PLAIN],
-            }
+            {"backend": case, "depth": variant, **metrics, "of depth 2": speeds[case][variant] / speeds[case][PLAIN]}
             for case in median
             for variant, metrics in median[case].items()
         ],

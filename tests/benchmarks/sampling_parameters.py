@@ -38,9 +38,7 @@ class SteppedBatch(StaticBatch):
         self.wave += 1
         table = np.arange(self.batch * self.blocks, dtype=np.int32).reshape(self.batch, self.blocks)
         new = [
-            NewRequest(
-                slot, self.wave, tokens[slot].tobytes(), self.prompt, table[slot].tobytes(), params[slot]
-            )
+            NewRequest(slot, self.wave, tokens[slot].tobytes(), self.prompt, table[slot].tobytes(), params[slot])
             for slot in range(self.batch)
         ]
         starts = np.zeros_like(slots)
@@ -80,9 +78,7 @@ def main() -> None:
         generators = {}
         for name, values in cases.items():
             params = [
-                SamplingParams(
-                    max_tokens=args.output, temperature=0.0, **(values if slot % every == 0 else {})
-                )
+                SamplingParams(max_tokens=args.output, temperature=0.0, **(values if slot % every == 0 else {}))
                 for slot in range(args.batch)
             ]
             generators[name] = batches[name].steps(tokens, params)

@@ -91,9 +91,7 @@ def run(running: int) -> dict[str, float]:
         if index >= 20:
             update_s.append(middle - started)
             schedule_s.append(ended - middle)
-            sizes.append(
-                sum(map(len, (plan.slots, plan.generations, plan.starts, plan.counts, plan.samples)))
-            )
+            sizes.append(sum(map(len, (plan.slots, plan.generations, plan.starts, plan.counts, plan.samples))))
     gc.unfreeze()
     us = 1e6
     return {
@@ -108,9 +106,7 @@ def run(running: int) -> dict[str, float]:
 class RecordedTurns:
     """Turns of an `EngineCore`: apply the result of the oldest step and dispatch the next one."""
 
-    def __init__(
-        self, running: int, recorder: StepRecorder | None = None, observer: Observer | None = None
-    ) -> None:
+    def __init__(self, running: int, recorder: StepRecorder | None = None, observer: Observer | None = None) -> None:
         self._core = EngineCore(limits_of(running), ChunkedPolicy(), 2, VOCAB, observer=observer)
         self._recorder = recorder
         self._count = 0
@@ -132,9 +128,7 @@ class RecordedTurns:
         started = time.perf_counter()
         self._core.advance(started)
         if self._recorder is not None:
-            self._recorder.add_times(
-                plan.epoch, plan.step_id, RankTimes(0, result.times, True), clock_offset=0.0
-            )
+            self._recorder.add_times(plan.epoch, plan.step_id, RankTimes(0, result.times, True), clock_offset=0.0)
         self._core.on_result(result)
         self._plans += [plan for plan in self._core.dispatch() if isinstance(plan, SchedulerOutput)]
         self._core.take_outputs()
@@ -205,9 +199,7 @@ def flight_recording(running: int) -> dict[str, float]:
         spent = {name: clock() - before[name] for name, clock in clocks.items()}
         for recorder in recorders.values():
             recorder.close()
-        sizes = {
-            name: sum(file.stat().st_size for file in (Path(directory) / name).iterdir()) for name in names
-        }
+        sizes = {name: sum(file.stat().st_size for file in (Path(directory) / name).iterdir()) for name in names}
     us = 1e6
     return {
         "turn_us": us * statistics.median(silent.seconds[20:]),
@@ -241,10 +233,7 @@ def main() -> None:
     if sys.argv[1:] == ["recording"]:
         recording_main()
         return
-    repeats = {
-        str(running): [run(running) | listening(running) for _ in range(REPEATS)]
-        for running in (64, 256, 1024)
-    }
+    repeats = {str(running): [run(running) | listening(running) for _ in range(REPEATS)] for running in (64, 256, 1024)}
     best = {running: min(rows, key=lambda row: row["step_us"]) for running, rows in repeats.items()}
     report(
         "scheduler_cost",
@@ -258,13 +247,7 @@ def main() -> None:
             },
             "growth_256_to_1024": best["1024"]["step_us"] / best["256"]["step_us"],
         },
-        settings={
-            "prompt": PROMPT,
-            "steps": STEPS,
-            "block_size": BLOCK_SIZE,
-            "in_flight": 2,
-            "prefix_caching": True,
-        },
+        settings={"prompt": PROMPT, "steps": STEPS, "block_size": BLOCK_SIZE, "in_flight": 2, "prefix_caching": True},
         repeats=repeats,
     )
 

@@ -76,11 +76,7 @@ def main() -> None:
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
-    cases = {
-        f"{model}, {backend}": measure(model, backend, args)
-        for model in args.models
-        for backend in args.backends
-    }
+    cases = {f"{model}, {backend}": measure(model, backend, args) for model in args.models for backend in args.backends}
     report(
         "served_depths",
         title=f"{args.dtype}, {args.threads} threads, concurrency {args.concurrency}: medians of {args.repeats}; ms",

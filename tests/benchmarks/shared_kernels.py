@@ -93,12 +93,7 @@ def main() -> None:
         "shared_kernels",
         title=f"decode steps of {args.rows} rows, {args.threads} threads",
         rows=[
-            {
-                "machine": at,
-                "kernels": name,
-                "ms a step": 1e3 * seconds,
-                "over alone": mean[at]["alone"] / seconds,
-            }
+            {"machine": at, "kernels": name, "ms a step": 1e3 * seconds, "over alone": mean[at]["alone"] / seconds}
             for at, by in mean.items()
             for name, seconds in by.items()
         ],

@@ -85,9 +85,7 @@ def fixed_numbers(methods: Mapping[str, int]) -> dict[str, dict[str, object]]:
     }
 
 
-def run_prompts(
-    client: BenchmarkClient, prompts: Prompts, concurrency: int, params: SamplingParams
-) -> EngineRun:
+def run_prompts(client: BenchmarkClient, prompts: Prompts, concurrency: int, params: SamplingParams) -> EngineRun:
     """Run all prompts with `concurrency` open requests. Measure from the end of the first quarter of them on."""
     done, first, sent = client.finished, len(prompts) // 4, 0
     began, tokens, before = 0.0, 0, 0
@@ -106,10 +104,7 @@ def run_prompts(
 
 
 def compared(
-    engines: Mapping[str, Mapping[str, object]],
-    prompts: Prompts,
-    params: SamplingParams,
-    args: argparse.Namespace,
+    engines: Mapping[str, Mapping[str, object]], prompts: Prompts, params: SamplingParams, args: argparse.Namespace
 ) -> Runs:
     """Run all engines in turn with the same prompts, then with the next ones."""
     runs: dict[int, dict[str, list[EngineRun]]] = {c: {name: [] for name in engines} for c in args.streams}
@@ -134,18 +129,14 @@ def compared(
 
 def over_none(runs: Mapping[str, Sequence[EngineRun]], method: str) -> float:
     """Return the median ratio of tokens/s between neighbouring runs with and without drafts."""
-    return statistics.median(
-        ours.rate / none.rate for ours, none in zip(runs[method], runs[PLAIN], strict=True)
-    )
+    return statistics.median(ours.rate / none.rate for ours, none in zip(runs[method], runs[PLAIN], strict=True))
 
 
 def of_best_fixed(runs: Runs, method: str) -> dict[str, float]:
     """Return by concurrency the tokens/s of the chosen number over those of the best fixed one, none included."""
     return {
         str(concurrency): over_none(by_name, method)
-        / max(
-            over_none(by_name, name) for name in by_name if name in (PLAIN, CONTROL) or f"{method}, " in name
-        )
+        / max(over_none(by_name, name) for name in by_name if name in (PLAIN, CONTROL) or f"{method}, " in name)
         for concurrency, by_name in runs.items()
     }
 
@@ -160,9 +151,7 @@ def totals(runs: Sequence[EngineRun]) -> dict[str, float]:
     }
 
 
-def acceptance_equal(
-    methods: Mapping[str, int], prompts: Prompts, params: SamplingParams, threads: int
-) -> bool:
+def acceptance_equal(methods: Mapping[str, int], prompts: Prompts, params: SamplingParams, threads: int) -> bool:
     """Return whether drafted and accepted tokens of each request are equal at depth 1 and 2."""
     for method, settings in speculative(methods, adaptive=False).items():
         counts = []
@@ -190,9 +179,7 @@ def run_ahead_gain(args: argparse.Namespace) -> dict[str, float]:
             ("with_3_drafts", {"speculative_config": json.dumps(drafts)}, args.sim_output),
         ):
             limits = {"max_model_len": args.sim_output + 256, **settings}
-            rates = [
-                measure(d, args.sim_requests, 64, output, limits, worker)["tokens_per_s"] for d in (1, 2)
-            ]
+            rates = [measure(d, args.sim_requests, 64, output, limits, worker)["tokens_per_s"] for d in (1, 2)]
             gains[name].append(rates[1] / rates[0])
     return {name: statistics.median(values) for name, values in gains.items()}
 

@@ -41,16 +41,7 @@ def main() -> None:
 
 
 def _start(model: str, flags: list[str]) -> dict[str, float]:
-    command = [
-        sys.executable,
-        "-m",
-        "services.cli",
-        "serve",
-        model,
-        "--port=0",
-        "--log-level=warning",
-        *flags,
-    ]
+    command = [sys.executable, "-m", "services.cli", "serve", model, "--port=0", "--log-level=warning", *flags]
     began = time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
         try:

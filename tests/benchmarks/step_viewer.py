@@ -23,14 +23,7 @@ from protocol.epochs import first_epoch
 from protocol.records import RankTimes, StepRecord, StepRecords
 from protocol.steps import StepTimes
 from services.scheduler.subscriptions import BATCH_SECONDS
-from tests.benchmarks.frontend_streaming import (
-    StreamingCase,
-    UniformEngine,
-    client_process,
-    cpu,
-    frontend,
-    round_of,
-)
+from tests.benchmarks.frontend_streaming import StreamingCase, UniformEngine, client_process, cpu, frontend, round_of
 from tests.benchmarks.support.report import report
 
 INCARNATION = 1_763_900_000_123

@@ -88,8 +88,7 @@ def measure(
     return {
         "tokens_per_s": sum(map(len, within)) / (end - start),
         "neighbour_itl_ms": 1e3 * statistics.mean((t[-1] - t[0]) / (len(t) - 1) for t in neighbours),
-        "neighbour_itl_p99_ms": 1e3
-        * float(np.percentile(np.concatenate([np.diff(t) for t in neighbours]), 99)),
+        "neighbour_itl_p99_ms": 1e3 * float(np.percentile(np.concatenate([np.diff(t) for t in neighbours]), 99)),
         "forward_gap_ms": 1e3 * stats["worker_forward_gap_seconds_total"] / stats["steps_total"],
         "rows_left_out": stats["left_out_rows_total"],
         "seconds": end - start,
@@ -119,8 +118,7 @@ def main() -> None:
             os.environ[FAILPOINT] = str(delay)
             repeats[case].append(measure(constrained, args.requests, args.output, args.distinct, worker))
     median = {
-        case: {name: statistics.median(run[name] for run in runs) for name in runs[0]}
-        for case, runs in repeats.items()
+        case: {name: statistics.median(run[name] for run in runs) for name in runs[0]} for case, runs in repeats.items()
     }
 
     def ratio(name: str, case: str = "constrained") -> float:
@@ -134,8 +132,7 @@ def main() -> None:
             "throughput_ratio": ratio("tokens_per_s"),
             "neighbour_itl_ratio": ratio("neighbour_itl_ms"),
             "neighbour_itl_p99_ratio": ratio("neighbour_itl_p99_ms"),
-            "masks_gap_ms": median["constrained"]["forward_gap_ms"]
-            - median["unconstrained"]["forward_gap_ms"],
+            "masks_gap_ms": median["constrained"]["forward_gap_ms"] - median["unconstrained"]["forward_gap_ms"],
             **{f"late_{name}_ratio": ratio(name, case) for case in [*cases][2:] for name in LATE},
         },
         settings={**vars(args), "worker": worker},

@@ -45,9 +45,7 @@ def main() -> None:
         name: str(DEMO_MODEL) if name == "demo" else str(random_llama(name) if name in SHAPES else Path(name))
         for name in args.models
     }
-    repeats: dict[str, dict[int, list[dict[str, float]]]] = {
-        name: {size: [] for size in args.sizes} for name in paths
-    }
+    repeats: dict[str, dict[int, list[dict[str, float]]]] = {name: {size: [] for size in args.sizes} for name in paths}
     for _ in range(args.repeats):
         for name, path in paths.items():
             for size in args.sizes:
@@ -55,8 +53,7 @@ def main() -> None:
     rows, ratios = [], {}
     for name, sizes in repeats.items():
         medians = {
-            size: {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-            for size, runs in sizes.items()
+            size: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for size, runs in sizes.items()
         }
         for size, median in medians.items():
             ratio = median["tokens_per_s"] / medians[args.sizes[0]]["tokens_per_s"]

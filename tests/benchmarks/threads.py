@@ -67,10 +67,7 @@ def row(case: str, loads: Loads, streams: int) -> dict[str, Any]:
     """Return the medians of one number of streams, tokens/s, and the two ratios that matter."""
     found = {key[1:]: statistics.median(values) for key, values in loads.items() if key[0] == streams}
     best = max(value for (threads, is_busy), value in found.items() if threads and not is_busy)
-    names = {
-        f"{threads or 'auto'}{', busy' if is_busy else ''}": value
-        for (threads, is_busy), value in found.items()
-    }
+    names = {f"{threads or 'auto'}{', busy' if is_busy else ''}": value for (threads, is_busy), value in found.items()}
     return {
         "model, backend": case,
         "streams": streams,
@@ -88,11 +85,7 @@ def main() -> None:
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 16])
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
-    cases = {
-        f"{model}, {backend}": measure(model, backend, args)
-        for model in args.models
-        for backend in args.backends
-    }
+    cases = {f"{model}, {backend}": measure(model, backend, args) for model in args.models for backend in args.backends}
     report(
         "threads",
         title=f"{args.dtype}: tokens/s by --threads, medians of {args.repeats}",

@@ -17,13 +17,7 @@ from typing import Any
 from tests.benchmarks.support.processor_time import total_seconds
 from tests.benchmarks.support.random_llama import SHAPES, random_llama
 from tests.benchmarks.support.report import report
-from tests.benchmarks.support.servers import (
-    ServerProcess,
-    runahead_process,
-    served,
-    vllm_process,
-    vllm_python,
-)
+from tests.benchmarks.support.servers import ServerProcess, runahead_process, served, vllm_process, vllm_python
 
 GIB = 1 << 30
 BLOCK = 128
@@ -80,9 +74,7 @@ SERVERS: Mapping[str, Serve] = {
 }
 """Servers by name. The peers are those whose name begins with vllm."""
 STAGES = {
-    f"two stages, {policy}": _runahead_server(
-        "vllm", 0, "--pipeline-parallel-size=2", f"--batching-policy={policy}"
-    )
+    f"two stages, {policy}": _runahead_server("vllm", 0, "--pipeline-parallel-size=2", f"--batching-policy={policy}")
     for policy in ("balanced", "chunked")
 }
 """Servers that run only if they are named; `balanced` is compared with `chunked`."""
@@ -95,9 +87,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float32"])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--servers", nargs="+", default=list(SERVERS), choices=ALL, metavar="NAME")
-    parser.add_argument(
-        "--loads", type=int, default=1, help="times that a server, once started, gets all loads"
-    )
+    parser.add_argument("--loads", type=int, default=1, help="times that a server, once started, gets all loads")
     for name, default in (
         ("input-len", 64), ("output-len", 128), ("waves", 4),
         ("repeats", 3), ("max-model-len", 1024), ("kv-gib", 2),
@@ -110,9 +100,7 @@ def main() -> None:
         for name in args.servers:
             with ALL[name](model, args) as server:
                 for number, concurrency in enumerate(args.loads * args.concurrency):
-                    repeats.setdefault((name, concurrency), []).append(
-                        _measured(server, args, concurrency, number)
-                    )
+                    repeats.setdefault((name, concurrency), []).append(_measured(server, args, concurrency, number))
     report(
         "vllm_served",
         title=f"{args.model}, {args.dtype}, {args.input_len} tokens in, {args.output_len} out: medians",
@@ -123,9 +111,7 @@ def main() -> None:
     )
 
 
-def _measured(
-    server: ServerProcess, args: argparse.Namespace, concurrency: int, number: int
-) -> dict[str, Any]:
+def _measured(server: ServerProcess, args: argparse.Namespace, concurrency: int, number: int) -> dict[str, Any]:
     """Return the metrics of a server's load with this number, and how many cores its processes kept busy."""
     lengths = args.input_len, args.output_len
     served(server.url, 2, *lengths, waves=1, warmups=0, seed=SEEDS * number + 1)

@@ -54,10 +54,7 @@ def vllm(case: StreamingCase) -> Iterator[tuple[psutil.Process, str, _FakeEngine
     token_ids = output_ids(Tokenizer(DEMO_MODEL), case.tokens)
     paced = {"streams": case.streams, "pace": case.pace, "token_ids": token_ids}
     started = vllm_process(
-        DEMO_MODEL,
-        "--disable-uvicorn-access-log",
-        run=(str(PACED),),
-        variables={"RUNAHEAD_PACED": json.dumps(paced)},
+        DEMO_MODEL, "--disable-uvicorn-access-log", run=(str(PACED),), variables={"RUNAHEAD_PACED": json.dumps(paced)}
     )
     with started as server:
         process = psutil.Process(server.session)
@@ -68,12 +65,7 @@ def rounds(case: StreamingCase, repeats: int) -> dict[str, list[dict[str, float]
     """Run `round_of` on each server in turn and return the metrics."""
     warm_up = StreamingCase("warm-up", case.streams, case.choices, min(32, case.tokens), case.pace)
     found: dict[str, list[dict[str, float]]] = {OURS: [], PER_TOKEN: [], PEER: []}
-    with (
-        client_process() as clients,
-        frontend("") as ours,
-        frontend(WRITE_PER_TOKEN) as each,
-        vllm(case) as peer,
-    ):
+    with client_process() as clients, frontend("") as ours, frontend(WRITE_PER_TOKEN) as each, vllm(case) as peer:
         servers = dict(zip(found, (ours, each, peer), strict=True))
         for server in servers.values():
             round_of(warm_up, *server, clients)

@@ -93,13 +93,7 @@ def best_of(repeats: int, directory: Path, shape: LoadShape, scheduler: Settings
 
 
 def rows_of(
-    name: str,
-    directory: Path,
-    repeats: int,
-    shape: LoadShape,
-    scheduler: Settings,
-    worker: Settings,
-    changes: Settings,
+    name: str, directory: Path, repeats: int, shape: LoadShape, scheduler: Settings, worker: Settings, changes: Settings
 ) -> list[dict[str, object]]:
     """Return a row for each change."""
     bases: dict[bool, Served] = {}
@@ -126,11 +120,7 @@ def rows_of(
             value, low, high = predicted[figure]
             sides = (base.figures[figure], value, rerun.figures[figure])
             row |= dict(zip((f"{figure}: {side}" for side in SIDES), sides, strict=True))
-            row |= {
-                f"{figure}: from": low,
-                f"{figure}: to": high,
-                f"{figure}: known": predicted[figure].is_known,
-            }
+            row |= {f"{figure}: from": low, f"{figure}: to": high, f"{figure}: known": predicted[figure].is_known}
         rows.append(row)
         print(shown(row), flush=True)
     return rows
@@ -167,9 +157,7 @@ def figures_of(rows: Sequence[Mapping[str, object]]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backends", nargs="+", default=["sim", "m4", "m155"])
-    parser.add_argument(
-        "--changes", nargs="+", default=["depth", "budget", "blocks", "drafts on", "drafts off"]
-    )
+    parser.add_argument("--changes", nargs="+", default=["depth", "budget", "blocks", "drafts on", "drafts off"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--scale", type=float, default=1.0, help="size of the load")
     parser.add_argument("--threads", type=int, default=1)
@@ -177,15 +165,10 @@ def main() -> None:
     n = args.scale
     sim = {"backend": "sim", "sim_vocab_size": 4096, "sim_step_ms": 5.0, "sim_decode_us": 50.0}
     sim |= {"sim_prefill_token_us": 20.0, "kv_cache_memory_bytes": 64 << 20}
-    cases: dict[str, tuple[LoadShape, dict[str, object]]] = {
-        "sim": (LoadShape(int(160 * n), 4.0 * n, 192, 64), sim)
-    }
+    cases: dict[str, tuple[LoadShape, dict[str, object]]] = {"sim": (LoadShape(int(160 * n), 4.0 * n, 192, 64), sim)}
     for model, count in (("m4", 240), ("m155", 32)):
         native = {"backend": "native", "model": str(random_llama(model)), "threads": args.threads}
-        cases[model] = (
-            LoadShape(int(count * n), 4.0 * n, 192, 64),
-            native | {"kv_cache_memory_bytes": 1 << 30},
-        )
+        cases[model] = (LoadShape(int(count * n), 4.0 * n, 192, 64), native | {"kv_cache_memory_bytes": 1 << 30})
     rows = []
     with tempfile.TemporaryDirectory() as directory:
         for name in args.backends:

@@ -28,12 +28,7 @@ def client() -> Iterator[Anthropic]:
 
 
 def test_a_stream_has_the_text_of_the_whole_answer(client: Anthropic, server: RunningServer) -> None:
-    request: Any = {
-        "model": server.model,
-        "messages": MESSAGES,
-        "max_tokens": 8,
-        "extra_body": {"temperature": 0},
-    }
+    request: Any = {"model": server.model, "messages": MESSAGES, "max_tokens": 8, "extra_body": {"temperature": 0}}
     whole = client.messages.create(**request)
     with client.messages.stream(**request) as stream:
         assert len([*stream.text_stream]) > 1
@@ -50,14 +45,9 @@ def test_a_tool_is_called_and_its_result_is_answered(client: Anthropic, server: 
     City.model_validate(call.input)
     with client.messages.stream(messages=MESSAGES, tool_choice=ONE, **request) as stream:
         City.model_validate(stream.get_final_message().content[0].input)
-    result = {
-        "role": "user",
-        "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}],
-    }
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}]}
     turn = [*MESSAGES, {"role": "assistant", "content": whole.content}, result]
-    answered = client.messages.create(
-        messages=turn, tool_choice={"type": "none"}, **request | {"max_tokens": 8}
-    )
+    answered = client.messages.create(messages=turn, tool_choice={"type": "none"}, **request | {"max_tokens": 8})
     assert answered.content[0].type == "text"
 
 

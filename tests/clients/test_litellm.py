@@ -12,12 +12,7 @@ from tests.clients.questions import ABOUT_ANN, MESSAGES, TOOL, WEATHER, City, Pe
 @pytest.fixture(params=["openai", "hosted_vllm", "anthropic"])
 def request_fields(request: pytest.FixtureRequest, server: RunningServer) -> dict[str, Any]:
     base = server.url if request.param == "anthropic" else f"{server.url}/v1"
-    return {
-        "model": f"{request.param}/{server.model}",
-        "api_base": base,
-        "api_key": "none",
-        "max_tokens": 256,
-    }
+    return {"model": f"{request.param}/{server.model}", "api_base": base, "api_key": "none", "max_tokens": 256}
 
 
 def test_a_stream_has_the_text_of_the_whole_answer(request_fields: dict[str, Any]) -> None:

@@ -40,10 +40,7 @@ def test_a_tool_is_called(model: Model) -> None:
     )
     parameters = ModelRequestParameters(function_tools=[tool], allow_text_output=False)
     answer = model_request_sync(
-        model,
-        [ModelRequest.user_text_prompt(ASK)],
-        model_settings=SETTINGS,
-        model_request_parameters=parameters,
+        model, [ModelRequest.user_text_prompt(ASK)], model_settings=SETTINGS, model_request_parameters=parameters
     )
     call = answer.parts[-1]
     assert isinstance(call, ToolCallPart)

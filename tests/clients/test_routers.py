@@ -61,9 +61,7 @@ def wait_until_served(url: str, router: "subprocess.Popen[bytes]", log: Path) ->
     deadline = time.monotonic() + PATIENCE
     while router.poll() is None and time.monotonic() < deadline:
         try:
-            if (answer := httpx.get(f"{url}/v1/models", timeout=5)).status_code == 200 and answer.json().get(
-                "data"
-            ):
+            if (answer := httpx.get(f"{url}/v1/models", timeout=5)).status_code == 200 and answer.json().get("data"):
                 return
         except httpx.HTTPError:
             pass

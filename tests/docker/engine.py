@@ -46,17 +46,10 @@ class DockerEngine:
 
     def build(self, base: str, version: str) -> None:
         """Build the images with the script for users, and with the wheels that pip prefers on this machine."""
-        environment = {
-            **self.environment,
-            "DOCKER": self.client,
-            "BASE_IMAGE": base,
-            "RUNAHEAD_VERSION": version,
-        }
+        environment = {**self.environment, "DOCKER": self.client, "BASE_IMAGE": base, "RUNAHEAD_VERSION": version}
         environment.setdefault("PIP_FIND_LINKS", _find_links())
         output([str(ROOT / "deploy" / "docker" / "build")], environment, timeout=1500)
-        ours = (
-            "label=org.opencontainers.image.title=runahead"  # removes the images that had these names before
-        )
+        ours = "label=org.opencontainers.image.title=runahead"  # removes the images that had these names before
         self.run("image", "prune", "--force", "--filter", ours)
 
     def base_image(self) -> str:
@@ -81,17 +74,11 @@ class DockerEngine:
         install("debootstrap")
         with tempfile.TemporaryDirectory(prefix="runahead-base-") as directory:
             packages = "--include=python3,python3-venv,ca-certificates"
-            output(
-                ["debootstrap", "--variant=minbase", packages, SUITE, directory],
-                self.environment,
-                timeout=900,
-            )
+            output(["debootstrap", "--variant=minbase", packages, SUITE, directory], self.environment, timeout=900)
             excluded = [f"--exclude=./{path}/*" for path in UNNEEDED]
             tar = subprocess.Popen(["tar", "-C", directory, *excluded, "-c", "."], stdout=subprocess.PIPE)
             importing = [self.client, "import", "-", name]
-            subprocess.run(
-                importing, stdin=tar.stdout, env=self.environment, check=True, stdout=subprocess.DEVNULL
-            )
+            subprocess.run(importing, stdin=tar.stdout, env=self.environment, check=True, stdout=subprocess.DEVNULL)
             assert tar.stdout is not None
             tar.stdout.close()
             assert tar.wait() == 0
@@ -112,10 +99,7 @@ def docker_engine() -> Iterator[DockerEngine]:
         yield DockerEngine()
         return
     install("dockerd")
-    with (
-        tempfile.TemporaryDirectory(prefix="runahead-docker-") as directory,
-        _daemon(Path(directory)) as host,
-    ):
+    with tempfile.TemporaryDirectory(prefix="runahead-docker-") as directory, _daemon(Path(directory)) as host:
         yield DockerEngine(host)
 
 

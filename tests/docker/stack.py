@@ -66,9 +66,7 @@ class Container:
 class Stack:
     """One Compose project."""
 
-    def __init__(
-        self, engine: DockerEngine, name: str, overlays: Sequence[str] = (), **environment: str
-    ) -> None:
+    def __init__(self, engine: DockerEngine, name: str, overlays: Sequence[str] = (), **environment: str) -> None:
         self.engine = engine
         self.name = name
         files = ["docker-compose.yml", *(f"deploy/compose/{overlay}.yml" for overlay in overlays)]
@@ -148,9 +146,7 @@ class Stack:
 
 
 @contextmanager
-def running(
-    engine: DockerEngine, name: str, overlays: Sequence[str] = (), **environment: str
-) -> Iterator[Stack]:
+def running(engine: DockerEngine, name: str, overlays: Sequence[str] = (), **environment: str) -> Iterator[Stack]:
     """Start a stack, wait until it is healthy, and remove all of it at the end."""
     stack = Stack(engine, name, overlays, **environment)
     try:
@@ -163,18 +159,11 @@ def running(
     assert not stack.containers()
 
 
-def streamed(
-    client: OpenAI, prompt: str, max_tokens: int, on_first: Callable[[], object] = lambda: None
-) -> str:
+def streamed(client: OpenAI, prompt: str, max_tokens: int, on_first: Callable[[], object] = lambda: None) -> str:
     """Return the text of a greedy stream with `max_tokens` tokens. `on_first` is called after its first chunk."""
     model = client.models.list().data[0].id
     stream = client.completions.create(
-        model=model,
-        prompt=prompt,
-        max_tokens=max_tokens,
-        temperature=0,
-        stream=True,
-        extra_body={"ignore_eos": True},
+        model=model, prompt=prompt, max_tokens=max_tokens, temperature=0, stream=True, extra_body={"ignore_eos": True}
     )
     chunks = [next(stream).choices[0]]
     on_first()

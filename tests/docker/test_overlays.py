@@ -47,9 +47,7 @@ def test_two_frontends_with_keys_serve_a_mounted_model_whose_blocks_outlive_the_
         assert len(texts) == 1
         (worker,) = stack.containers("worker")
         os.kill(worker.details["State"]["Pid"], signal.SIGKILL)
-        stack.wait_until(
-            lambda: "KV blocks are adopted" in stack.logs("scheduler"), "the next worker has them"
-        )
+        stack.wait_until(lambda: "KV blocks are adopted" in stack.logs("scheduler"), "the next worker has them")
 
 
 @pytest.mark.parametrize(("overlay", "image"), [

@@ -10,17 +10,7 @@ from functools import partial
 import pytest
 
 from tests.docker.engine import DockerEngine
-from tests.docker.stack import (
-    PROMPTS,
-    TOKENS,
-    USER,
-    VERSION,
-    Container,
-    Stack,
-    StreamingLoad,
-    running,
-    streamed,
-)
+from tests.docker.stack import PROMPTS, TOKENS, USER, VERSION, Container, Stack, StreamingLoad, running, streamed
 
 CONNECT = """
 import socket, sys
@@ -56,11 +46,7 @@ def test_streams_come_from_three_containers(stack: Stack, expected: dict[str, st
     with stack.openai() as client:
         model = client.models.list().data[0].id
         chat = client.chat.completions.create(
-            model=model,
-            messages=[{"role": "user", "content": "Hello"}],
-            max_tokens=8,
-            temperature=0,
-            stream=True,
+            model=model, messages=[{"role": "user", "content": "Hello"}], max_tokens=8, temperature=0, stream=True
         )
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chat).strip()
         whole = client.completions.create(
@@ -220,19 +206,11 @@ def test_crashed_scheduler_is_restarted_and_changes_no_stream(stack: Stack, expe
 
 def test_stopped_worker_is_unhealthy_until_it_continues(stack: Stack) -> None:
     (worker,) = stack.containers("worker")
-    check = (
-        "exec",
-        worker.id,
-        "sh",
-        "-c",
-        "runahead healthcheck --connected tcp://scheduler:5602 2>&1 || true",
-    )
+    check = ("exec", worker.id, "sh", "-c", "runahead healthcheck --connected tcp://scheduler:5602 2>&1 || true")
     assert stack.engine.run(*check) == ""
     os.kill(worker.details["State"]["Pid"], signal.SIGSTOP)
     try:
-        assert (
-            stack.engine.run(*check) == "unhealthy: the main process does not run: its state in /proc is T\n"
-        )
+        assert stack.engine.run(*check) == "unhealthy: the main process does not run: its state in /proc is T\n"
     finally:
         os.kill(worker.details["State"]["Pid"], signal.SIGCONT)
     stack.wait_healthy()
@@ -242,9 +220,7 @@ def test_metrics_count_generated_tokens_and_requests(stack: Stack, expected: dic
     before = stack.metric("generation_tokens_total")
     with stack.openai() as client:
         streamed(client, PROMPTS[0], TOKENS)
-    stack.wait_until(
-        lambda: stack.metric("generation_tokens_total") == before + TOKENS, "the tokens are counted"
-    )
+    stack.wait_until(lambda: stack.metric("generation_tokens_total") == before + TOKENS, "the tokens are counted")
     assert stack.metric("num_requests_running") == 0
     assert stack.metric("request_success_total") > len(expected)
 
@@ -254,12 +230,7 @@ def test_stop_waits_for_open_streams(stack: Stack) -> None:
     with stack.openai() as client:
         model = client.models.list().data[0].id
         stream = client.completions.create(
-            model=model,
-            prompt="A list",
-            max_tokens=1500,
-            temperature=0,
-            stream=True,
-            extra_body={"ignore_eos": True},
+            model=model, prompt="A list", max_tokens=1500, temperature=0, stream=True, extra_body={"ignore_eos": True}
         )
         first = next(stream)
         stopping = threading.Thread(target=stack.compose, args=("stop",))

@@ -28,12 +28,7 @@ class LocalHub(ThreadingHTTPServer):
 
     def environment(self, cache: Path) -> dict[str, str]:
         """Return environment variables of a process that uses this hub and nothing else."""
-        return {
-            "HF_ENDPOINT": self.url,
-            "HF_HOME": str(cache),
-            "HF_HUB_CACHE": str(cache / "hub"),
-            "HF_TOKEN": "",
-        }
+        return {"HF_ENDPOINT": self.url, "HF_HOME": str(cache), "HF_HUB_CACHE": str(cache / "hub"), "HF_TOKEN": ""}
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -24,12 +24,8 @@ class SecondFrontend(HttpServer):
 
     async def start(self) -> None:
         """Start its process, and wait until it can execute requests."""
-        self._process = await asyncio.create_subprocess_exec(
-            *self._command, stderr=asyncio.subprocess.DEVNULL
-        )
-        await asyncio.to_thread(
-            wait_until, lambda: self.get("/readyz")[0] == 200, "the other frontend is ready"
-        )
+        self._process = await asyncio.create_subprocess_exec(*self._command, stderr=asyncio.subprocess.DEVNULL)
+        await asyncio.to_thread(wait_until, lambda: self.get("/readyz")[0] == 200, "the other frontend is ready")
 
     async def kill(self) -> None:
         if self._process is not None and self._process.returncode is None:

@@ -77,9 +77,7 @@ class SeparateServices(HttpServer):
         clean = {key: value for key, value in os.environ.items() if not key.startswith("RUNAHEAD_")}
         code = f"{self._patches.get(name, '')}\n{CODE}"
         with self.log(name).open("w") as log:
-            self.processes[name] = PreloadedProcess(
-                code, *arguments, log=log, environment=clean, is_parent=True
-            )
+            self.processes[name] = PreloadedProcess(code, *arguments, log=log, environment=clean, is_parent=True)
 
     def log(self, name: str) -> Path:
         return self._directory / f"{name}.log"

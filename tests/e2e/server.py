@@ -159,9 +159,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 @contextlib.contextmanager
-def serving(
-    *arguments: str, wait: bool = True, forked: bool = True, **environment: str
-) -> Iterator[ServeProcess]:
+def serving(*arguments: str, wait: bool = True, forked: bool = True, **environment: str) -> Iterator[ServeProcess]:
     """Start a server on a free port and yield it. At the end, kill all its processes and remove its files."""
     server = ServeProcess("--port", "0", *arguments, forked=forked, **environment)
     try:

@@ -28,8 +28,7 @@ Fault = Callable[[], Awaitable[None]]
 def bodies() -> list[dict[str, Any]]:
     """Return sixteen requests with 20 answers: greedy and sampled ones, penalties, logprobs, grammars, n = 3."""
     plain: list[dict[str, Any]] = [
-        {"prompt": f"Number {i} is", "max_tokens": 120, "seed": i, "temperature": float(i % 2)}
-        for i in range(16)
+        {"prompt": f"Number {i} is", "max_tokens": 120, "seed": i, "temperature": float(i % 2)} for i in range(16)
     ]
     for body in plain:
         body["extra_body"] = {"ignore_eos": True}
@@ -59,9 +58,7 @@ async def answers(
     """
     model = (await client.models.list()).data[0].id
     requests = [
-        body | {"prompt": f"{prefix}{'Again. ' * turn}{body['prompt']}"}
-        for turn in range(times)
-        for body in bodies()
+        body | {"prompt": f"{prefix}{'Again. ' * turn}{body['prompt']}"} for turn in range(times) for body in bodies()
     ]
     begun = asyncio.Barrier(len(requests) + 1)
 
@@ -88,9 +85,7 @@ async def answers(
     return texts
 
 
-async def answers_of(
-    server: HttpServer, fault: Fault | None = None, prefix: str = "", times: int = 1
-) -> list[Any]:
+async def answers_of(server: HttpServer, fault: Fault | None = None, prefix: str = "", times: int = 1) -> list[Any]:
     """Return the `answers` of a server."""
     async with server.async_client() as client:
         return await answers(client, fault, prefix=prefix, times=times)

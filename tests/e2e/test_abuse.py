@@ -13,21 +13,7 @@ SOON = 10.0
 """Seconds within which each request must be answered; a timeout fails the test."""
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 MESSAGES = [{"role": "user", "content": "x"}]
-WRONG: list[Any] = [
-    True,
-    -1,
-    1.5,
-    "x",
-    [],
-    {},
-    [[]],
-    [None],
-    {"x": {}},
-    2**70,
-    -(2**70),
-    "\x00",
-    "x" * 70_000,
-]
+WRONG: list[Any] = [True, -1, 1.5, "x", [], {}, [[]], [None], {"x": {}}, 2**70, -(2**70), "\x00", "x" * 70_000]
 
 
 def body_of(path: str) -> dict[str, Any]:
@@ -53,17 +39,7 @@ def assert_refused(response: httpx.Response, status: int = 0) -> None:
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"]
     assert len(error["message"]) < 2000
-    for leak in (
-        "Traceback",
-        "0x",
-        "/services/",
-        "site-packages",
-        ".py",
-        "/usr/",
-        "/tmp/",
-        "pydantic",
-        "llguidance",
-    ):
+    for leak in ("Traceback", "0x", "/services/", "site-packages", ".py", "/usr/", "/tmp/", "pydantic", "llguidance"):
         assert leak not in response.text, response.text[:500]
 
 
@@ -82,8 +58,7 @@ def _server_is_unharmed(sim: ServeProcess) -> Any:
     sim.find_services()
     assert {name: process.pid for name, process in sim.services.items()} == before
     wait_until(
-        lambda: sim.metric("num_requests_running") == sim.metric("num_requests_waiting") == 0,
-        "no request is left",
+        lambda: sim.metric("num_requests_running") == sim.metric("num_requests_waiting") == 0, "no request is left"
     )
 
 
@@ -269,11 +244,7 @@ def test_refused_stream_has_its_status(sim: ServeProcess) -> None:
 
 def test_huge_header_and_invalid_http_close_only_their_connection(sim: ServeProcess) -> None:
     host, port = sim.url.removeprefix("http://").split(":")
-    for raw in (
-        b"GET / HTTP/1.1\r\nx: " + b"y" * 1_000_000,
-        b"\x00\x01\x02\r\n\r\n",
-        b"GET /nowhere HTTP/9.9\r\n\r\n",
-    ):
+    for raw in (b"GET / HTTP/1.1\r\nx: " + b"y" * 1_000_000, b"\x00\x01\x02\r\n\r\n", b"GET /nowhere HTTP/9.9\r\n\r\n"):
         with socket.create_connection((host, int(port)), timeout=SOON) as connection:
             try:
                 connection.sendall(raw)
@@ -297,18 +268,13 @@ def test_wrong_types_in_every_field(sim: ServeProcess, path: str) -> None:
                 response = client.post(sim.url + path, content=json.dumps(body))
                 if response.status_code != 200:
                     assert_refused(response)
-                    assert response.json()["error"]["param"] == field or field in response.text, (
-                        field,
-                        value,
-                    )
+                    assert response.json()["error"]["param"] == field or field in response.text, (field, value)
                     refused += 1
     assert refused > 0.7 * len(fields) * len(WRONG)
 
 
 TREE = {
-    "$defs": {
-        "t": {"type": "object", "properties": {"c": {"type": "array", "items": {"$ref": "#/$defs/t"}}}}
-    },
+    "$defs": {"t": {"type": "object", "properties": {"c": {"type": "array", "items": {"$ref": "#/$defs/t"}}}}},
     "$ref": "#/$defs/t",
 }
 DEEP: dict[str, Any] = {}
@@ -381,9 +347,7 @@ def test_grammar_with_many_states_is_answered(sim: ServeProcess, name: str) -> N
         assert_refused(response)
 
 
-@pytest.mark.parametrize(
-    "name", ["a schema that is only recursive", "a deep schema", "a regex bomb in a schema"]
-)
+@pytest.mark.parametrize("name", ["a schema that is only recursive", "a deep schema", "a regex bomb in a schema"])
 def test_bad_schema_is_refused_as_response_format_and_as_tool(sim: ServeProcess, name: str) -> None:
     schema = GRAMMARS[name]["json"]
     format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}

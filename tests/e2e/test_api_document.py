@@ -55,9 +55,7 @@ def simplified(body: dict[str, Any], data: st.DataObject) -> dict[str, Any]:
     }
 
 
-def statuses_of(
-    sim: ServeProcess, operation: APIOperation, mode: GenerationMode, examples: int
-) -> dict[int, int]:
+def statuses_of(sim: ServeProcess, operation: APIOperation, mode: GenerationMode, examples: int) -> dict[int, int]:
     """Return the number of answers by status."""
     counted: dict[int, int] = {}
     more = [checks.negative_data_rejection] if mode is GenerationMode.NEGATIVE else []
@@ -84,8 +82,7 @@ def assert_unharmed(sim: ServeProcess) -> None:
     body = {"prompt": [1, 2, 3], "max_tokens": 4}
     assert httpx.post(f"{sim.url}/v1/completions", json=body, timeout=PATIENCE).status_code == 200
     wait_until(
-        lambda: sim.metric("num_requests_running") == sim.metric("num_requests_waiting") == 0,
-        "no request is left",
+        lambda: sim.metric("num_requests_running") == sim.metric("num_requests_waiting") == 0, "no request is left"
     )
 
 

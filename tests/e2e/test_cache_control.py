@@ -127,10 +127,7 @@ def test_the_next_scheduler_goes_on_with_pins_and_without_what_was_dropped() -> 
     layout = ("--tensor-parallel-size", "2", "--enable-admin-routes")
     with serving(*SIM, *layout) as server:
         assert [cached(server, TOKENS) for _ in range(2)] == [0, PREFIX]
-        assert (
-            control(server, action="drop", prompt=TOKENS[: PREFIX // 2])["dropped_tokens"]
-            == PREFIX // 2 // 16 * 16
-        )
+        assert control(server, action="drop", prompt=TOKENS[: PREFIX // 2])["dropped_tokens"] == PREFIX // 2 // 16 * 16
         control(server, action="pin", pin="ended", prompt=TOKENS)
         control(server, action="unpin", pin="ended")
         other = [9, *TOKENS[1:]]

@@ -169,10 +169,7 @@ def test_every_panel_has_data_in_prometheus(sim: ServeProcess, prometheus: Prome
     generate(sim)
     wait_until(lambda: sim.metric("generation_tokens_total") >= before + 48, "the totals are reported")
     total = sim.metric("generation_tokens_total")
-    wait_until(
-        lambda: prometheus.value("runahead:generation_tokens_total") >= total,
-        "Prometheus has read the totals",
-    )
+    wait_until(lambda: prometheus.value("runahead:generation_tokens_total") >= total, "Prometheus has read the totals")
     for query in [*VLLM_QUERIES, *own_queries()]:
         if DRAFTS.search(query):
             continue
@@ -187,10 +184,7 @@ def test_every_panel_has_data_in_prometheus(sim: ServeProcess, prometheus: Prome
 def test_metrics_behind_a_key_are_read_with_the_key_of_the_overlay(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("sesame\n")
-    with (
-        serving("--backend", "sim", "--api-key", "sesame") as server,
-        scraping(server.url, tmp_path, key) as reader,
-    ):
+    with serving("--backend", "sim", "--api-key", "sesame") as server, scraping(server.url, tmp_path, key) as reader:
         wait_until(lambda: reader.value("runahead:engine_ready") == 1, "Prometheus has read the metrics")
         key.write_text("another\n")
         wait_until(lambda: bool(reader.query("up == 0")), "Prometheus is refused with another key")

@@ -121,10 +121,7 @@ def test_a_call_that_the_model_writes_by_itself_is_parsed(ask: OpenAI) -> None:
 
 def test_choice_is_one_of_those_allowed(ask: OpenAI) -> None:
     answer = ask.chat.completions.create(
-        model=NAME,
-        messages=CAPITAL,
-        temperature=0,
-        extra_body={"structured_outputs": {"choice": ["Rome", "Paris"]}},
+        model=NAME, messages=CAPITAL, temperature=0, extra_body={"structured_outputs": {"choice": ["Rome", "Paris"]}}
     )
     assert answer.choices[0].message.content == "Paris"
 
@@ -150,9 +147,7 @@ def test_drafts_from_a_repetitive_prompt_are_accepted(smollm2: ServeProcess, ask
         model=NAME, prompt="one two three four five six seven eight nine ten\n" * 12 + "one two", temperature=0,
         max_tokens=150, extra_body={"ignore_eos": True},
     )  # fmt: skip
-    wait_until(
-        lambda: smollm2.metric("spec_decode_num_accepted_tokens_total") > 20, "the totals are reported"
-    )
+    wait_until(lambda: smollm2.metric("spec_decode_num_accepted_tokens_total") > 20, "the totals are reported")
 
 
 async def streamed(client: AsyncOpenAI, number: int, arrived: asyncio.Event | None = None) -> str:

@@ -166,9 +166,7 @@ def test_a_frontend_finds_the_prefixes_that_another_one_has_placed(services: Sep
     assert cached(services, "one key") == [0] * len(prompts)
     blocks = cached(services, "one key")[0] // 16 * len(prompts)
     assert blocks > 0
-    wait_until(
-        lambda: other.metric("placement_block_names") >= known + blocks, "the other frontend knows them"
-    )
+    wait_until(lambda: other.metric("placement_block_names") >= known + blocks, "the other frontend knows them")
     assert min(cached(other, "one key")) > 0
     assert cached(other, "another key") == [0] * len(prompts)
     services.processes["frontend-1"].send_signal(signal.SIGTERM)
@@ -227,11 +225,7 @@ def unequal() -> Iterator[SeparateServices]:
         engines=3,
         listed=1,
         worker={OTHER_MODEL: ("--sim-vocab-size", "8192")},
-        patches={
-            f"scheduler-{NEWER_ENGINE}": NEWER,
-            f"worker-{NEWER_ENGINE}": NEWER,
-            "frontend": FAST_RULES + JUMPING,
-        },
+        patches={f"scheduler-{NEWER_ENGINE}": NEWER, f"worker-{NEWER_ENGINE}": NEWER, "frontend": FAST_RULES + JUMPING},
     ) as running:
         yield running
 
@@ -244,9 +238,7 @@ def use(services: SeparateServices, *engines: int) -> None:
     services.wait_engines(len(engines))
 
 
-async def test_streams_move_to_a_newer_release_and_back(
-    unequal: SeparateServices, undisturbed: list[Any]
-) -> None:
+async def test_streams_move_to_a_newer_release_and_back(unequal: SeparateServices, undisturbed: list[Any]) -> None:
     async with unequal.async_client() as client:
         for old, new in ((0, NEWER_ENGINE), (NEWER_ENGINE, 0)):
             moved = moves(unequal)
@@ -284,9 +276,7 @@ async def test_no_request_goes_to_another_model_and_no_stream_mixes_two(
     use(unequal, 0)
 
 
-async def test_streams_leave_an_engine_that_is_far_slower(
-    unequal: SeparateServices, undisturbed: list[Any]
-) -> None:
+async def test_streams_leave_an_engine_that_is_far_slower(unequal: SeparateServices, undisturbed: list[Any]) -> None:
     """Its worker is stopped most of the time. Both engines have streams all the time."""
     use(unequal, 0, NEWER_ENGINE)
     worker = unequal.processes["worker-0"]
@@ -317,9 +307,7 @@ async def test_streams_leave_an_engine_that_is_far_slower(
     use(unequal, 0)
 
 
-async def test_a_frontend_whose_clocks_jump_loses_no_stream(
-    unequal: SeparateServices, undisturbed: list[Any]
-) -> None:
+async def test_a_frontend_whose_clocks_jump_loses_no_stream(unequal: SeparateServices, undisturbed: list[Any]) -> None:
     use(unequal, 0, NEWER_ENGINE)
 
     def lost() -> list[str]:

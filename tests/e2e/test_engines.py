@@ -75,19 +75,12 @@ async def other_answers(client: AsyncOpenAI, count: int = OTHER_KINDS) -> list[A
     async def call(i: int) -> Any:
         messages: Any = [{"role": "user", "content": f"Where is {i}?"}]
         done = await client.chat.completions.create(
-            model=model,
-            messages=messages,
-            tools=[TOOL],
-            tool_choice="required",
-            temperature=0.0,
-            max_tokens=80,
+            model=model, messages=messages, tools=[TOOL], tool_choice="required", temperature=0.0, max_tokens=80
         )
         return [call.function.arguments for call in done.choices[0].message.tool_calls or []]  # type: ignore[union-attr]
 
     async def respond(i: int) -> Any:
-        first = await client.responses.create(
-            model=model, input=f"Number {i}", temperature=0.0, max_output_tokens=40
-        )
+        first = await client.responses.create(model=model, input=f"Number {i}", temperature=0.0, max_output_tokens=40)
         more = await client.responses.create(
             model=model, input="And?", previous_response_id=first.id, temperature=0.0, max_output_tokens=40
         )
@@ -142,9 +135,7 @@ async def test_streams_move_when_engines_are_killed_at_random_moments(seed: int)
                     await asyncio.sleep(took * rng.uniform(0.1, 0.7))
                     await kill_engine(server, rng.choice("01"))
 
-                *disturbed, _ = await asyncio.gather(
-                    answers(client), other_answers(client, ALL_KINDS), kill()
-                )
+                *disturbed, _ = await asyncio.gather(answers(client), other_answers(client, ALL_KINDS), kill())
                 assert disturbed == undisturbed
                 server.wait_engines(2)
         print(f"seed {seed}: {moves(server):g} streams have moved, {took:.1f} s undisturbed")
@@ -190,9 +181,7 @@ async def test_streams_move_when_settings_change(pair: ServeProcess, undisturbed
                 assert await answers(client) == undisturbed
                 rounds += 1
             await change
-            await asyncio.to_thread(
-                wait_until, lambda: len(engines_of(pair)) == 1, "the old engines are forgotten"
-            )
+            await asyncio.to_thread(wait_until, lambda: len(engines_of(pair)) == 1, "the old engines are forgotten")
             (last,) = engines_of(pair)
             assert len(had) > 1 or moves(pair) > moved
     info = json.loads(pair.get("/server_info")[1])["features"]
@@ -224,7 +213,5 @@ async def test_streams_end_with_an_error_when_the_weights_change() -> None:
                 assert "its successor has other weights" in error
                 assert found.startswith(before) or before.startswith(found)
             after = await ask(20)
-            assert not all(
-                before.startswith(found) for (before, _), (found, _) in zip(expected, after, strict=True)
-            )
+            assert not all(before.startswith(found) for (before, _), (found, _) in zip(expected, after, strict=True))
         wait_until(lambda: list(engines_of(server)) == ["1"], "the first engine has ended")

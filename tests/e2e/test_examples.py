@@ -16,9 +16,7 @@ pytestmark = pytest.mark.skipif(packaged_model() is None, reason="deploy/model.t
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = dict(
     re.findall(
-        r"## ([^\n]*)\n(?:(?!\n## ).)*?```python\n(.*?)```",
-        (ROOT / "docs" / "examples.md").read_text(),
-        re.DOTALL,
+        r"## ([^\n]*)\n(?:(?!\n## ).)*?```python\n(.*?)```", (ROOT / "docs" / "examples.md").read_text(), re.DOTALL
     )
 )
 PRINTED = {

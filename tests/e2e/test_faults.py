@@ -65,9 +65,7 @@ async def test_streams_continue_when_a_worker_dies_in_native_code(
         pytest.param("freeze", "worker hung and ended itself", marks=pytest.mark.soak),
     ],
 )
-async def test_streams_continue_when_a_step_never_ends(
-    undisturbed_sim: list[Any], fault: str, end: str
-) -> None:
+async def test_streams_continue_when_a_step_never_ends(undisturbed_sim: list[Any], fault: str, end: str) -> None:
     """In the thread that computes, and with the interpreter's lock, so that heartbeats end too. The worker is
     replaced; the client of the request that did it has left by then."""
     arguments = ("--sim-fault-token", str(FAULTY), "--sim-fault", fault, "--step-timeout-seconds", "1")
@@ -76,9 +74,7 @@ async def test_streams_continue_when_a_step_never_ends(
             model = (await client.models.list()).data[0].id
 
             async def disturb() -> None:
-                faulty = asyncio.create_task(
-                    client.completions.create(model=model, prompt=[100, FAULTY, 300])
-                )
+                faulty = asyncio.create_task(client.completions.create(model=model, prompt=[100, FAULTY, 300]))
                 await asyncio.to_thread(
                     wait_until, lambda: server.metric("epochs_lost_total") == 1, "the loss is noticed"
                 )
@@ -118,11 +114,7 @@ async def test_streams_continue_when_the_scheduler_never_returns_from_a_loop(
 async def test_a_killed_frontend_leaves_the_streams_of_another_one(undisturbed_sim: list[Any]) -> None:
     """Its requests end, and their KV blocks are free."""
     with serving(*SIM) as server:
-        async with (
-            second_frontend(server) as other,
-            server.async_client() as client,
-            other.async_client() as doomed,
-        ):
+        async with second_frontend(server) as other, server.async_client() as client, other.async_client() as doomed:
             streams = await open_streams(doomed, 8)
             assert await answers(client, other.kill) == undisturbed_sim
             for stream in streams:

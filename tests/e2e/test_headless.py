@@ -51,9 +51,7 @@ def engines(tmp_path: Path) -> Iterator[dict[str, ServeProcess]]:
         yield found
 
 
-async def test_the_streams_of_an_engine_that_is_stopped_move(
-    tmp_path: Path, engines: dict[str, ServeProcess]
-) -> None:
+async def test_the_streams_of_an_engine_that_is_stopped_move(tmp_path: Path, engines: dict[str, ServeProcess]) -> None:
     frontend = FrontendProcess(tmp_path)
     try:
         wait_until(lambda: frontend.get("/readyz")[0] == 200, "an engine serves")

@@ -53,9 +53,7 @@ def kill_all(server: ServeProcess) -> None:
     ],
     ids=["two ranks", "demo model", "depth 1", "depth 3"],
 )
-def test_the_next_server_adopts_the_blocks_of_one_that_was_killed(
-    layout: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_the_next_server_adopts_the_blocks_of_one_that_was_killed(layout: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / "kv"
     layout = (*layout, "--kv-keeper", str(path))
     with keeper(path, seconds=300) as process:
@@ -84,7 +82,4 @@ def test_blocks_that_nobody_wants_are_freed(tmp_path: Path) -> None:
 def test_a_server_without_its_keeper_is_refused_in_one_line(tmp_path: Path) -> None:
     with serving(*SIM, "--kv-keeper", str(tmp_path / "kv"), wait=False) as server:
         assert server.wait() == 2
-        assert (
-            "no keeper answers (No such file or directory); start one with runahead kv-keeper"
-            in server.last_line()
-        )
+        assert "no keeper answers (No such file or directory); start one with runahead kv-keeper" in server.last_line()

@@ -42,9 +42,7 @@ async def answers(client: AsyncOpenAI, server: ServeProcess, *victims: str) -> l
     return texts
 
 
-async def answers_with_loss_during_recovery(
-    client: AsyncOpenAI, server: ServeProcess, ranks: list[str]
-) -> list[str]:
+async def answers_with_loss_during_recovery(client: AsyncOpenAI, server: ServeProcess, ranks: list[str]) -> list[str]:
     """Return the texts of eight streams. All ranks are killed together, and one again right after its restart."""
     server.find_services()
     before = server.services[ranks[0]]
@@ -71,9 +69,7 @@ async def answers_with_loss_during_recovery(
     ],
     ids=["tensor parallel", "tensor parallel, one after the other", "pipeline stages", "one rank"],
 )
-async def test_killed_workers_are_restarted_and_streams_continue(
-    layout: tuple[str, ...], victims: list[str]
-) -> None:
+async def test_killed_workers_are_restarted_and_streams_continue(layout: tuple[str, ...], victims: list[str]) -> None:
     with serving(*layout) as server:
         async with server.async_client() as client:
             undisturbed = await answers(client, server)

@@ -88,9 +88,7 @@ def test_unix_socket(tmp_path: Path) -> None:
         (("--root-path", "llm"), "--root-path"),
     ],
 )
-def test_what_cannot_be_used_is_one_line_before_any_service_starts(
-    arguments: tuple[str, ...], words: str
-) -> None:
+def test_what_cannot_be_used_is_one_line_before_any_service_starts(arguments: tuple[str, ...], words: str) -> None:
     server = ServeProcess(*SIM, *arguments)
     try:
         assert server.process.wait(30) == 2
@@ -106,10 +104,7 @@ def test_taken_unix_socket_is_one_line(tmp_path: Path) -> None:
     server = ServeProcess(*SIM, "--uds", str(path))
     try:
         assert server.process.wait(60) != 0
-        assert (
-            server.log.read_text()
-            == f"runahead: --uds: {path} is a file; give a path that a socket can have\n"
-        )
+        assert server.log.read_text() == f"runahead: --uds: {path} is a file; give a path that a socket can have\n"
     finally:
         server.clean_up()
     assert path.read_text() == "x"

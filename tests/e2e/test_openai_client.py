@@ -45,10 +45,7 @@ def test_finish_reason_is_length_at_max_tokens_and_stop_at_eos(client: OpenAI, m
     limited = client.completions.create(model=model, prompt=PROMPT, max_tokens=5, extra_body=IGNORE_EOS)
     assert (limited.choices[0].finish_reason, limited.usage.completion_tokens) == ("length", 5)
     ended = client.chat.completions.create(
-        model=model,
-        messages=[{"role": "user", "content": "What is a list?"}],
-        temperature=0.0,
-        max_tokens=1500,
+        model=model, messages=[{"role": "user", "content": "What is a list?"}], temperature=0.0, max_tokens=1500
     )
     assert ended.choices[0].finish_reason == "stop"
     assert ended.usage.completion_tokens < 1500
@@ -67,9 +64,7 @@ def test_output_ends_before_a_stop_string(client: OpenAI, model: str, stream: bo
 
 def test_output_ends_at_a_stop_token_which_is_reported(client: OpenAI, model: str) -> None:
     common = {"stop_token_ids": list(range(6, 134)), **IGNORE_EOS}  # single characters
-    answer = client.completions.create(
-        model=model, prompt=PROMPT, max_tokens=64, temperature=0.0, extra_body=common
-    )
+    answer = client.completions.create(model=model, prompt=PROMPT, max_tokens=64, temperature=0.0, extra_body=common)
     choice = answer.choices[0]
     assert choice.finish_reason == "stop"
     assert choice.stop_reason in common["stop_token_ids"]
@@ -90,9 +85,7 @@ def test_min_tokens_delays_the_end(client: OpenAI, model: str) -> None:
 
 def test_equal_seeds_give_equal_samples(client: OpenAI, model: str) -> None:
     texts = [
-        client.completions.create(model=model, prompt=PROMPT, max_tokens=32, temperature=1.0, seed=seed)
-        .choices[0]
-        .text
+        client.completions.create(model=model, prompt=PROMPT, max_tokens=32, temperature=1.0, seed=seed).choices[0].text
         for seed in (7, 7, 8)
     ]
     assert texts[0] == texts[1] != texts[2]
@@ -144,9 +137,7 @@ def test_unknown_field_is_ignored_and_named(client: OpenAI, model: str) -> None:
 
 def test_closed_stream_frees_the_engine(server: ServeProcess, client: OpenAI, model: str) -> None:
     wait_until(lambda: server.metric("num_requests_running") == 0, "the engine is idle")
-    stream = client.completions.create(
-        model=model, prompt=PROMPT, max_tokens=2000, stream=True, extra_body=IGNORE_EOS
-    )
+    stream = client.completions.create(model=model, prompt=PROMPT, max_tokens=2000, stream=True, extra_body=IGNORE_EOS)
     next(iter(stream))
     wait_until(lambda: server.metric("num_requests_running") == 1, "the request runs")
     stream.close()

@@ -16,10 +16,7 @@ PROMPT = "class Queue:"
 USER = {"role": "user", "content": "What is a list?"}
 SCHEMA = {
     "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 4},
-        "age": {"type": "integer", "minimum": 0, "maximum": 99},
-    },
+    "properties": {"name": {"type": "string", "maxLength": 4}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
     "required": ["name", "age"],
     "additionalProperties": False,
 }
@@ -79,9 +76,7 @@ def test_bad_words_do_not_occur(complete: Completions, server: ServeProcess) -> 
     plain = complete.ids()
     words = re.findall("[a-z]{2,}", complete.text())
     found = [encoded(server, form, False) for word in words for form in (word, f" {word}")]
-    token, word = next(
-        (ids[0], words[i // 2]) for i, ids in enumerate(found) if len(ids) == 1 and ids[0] in plain
-    )
+    token, word = next((ids[0], words[i // 2]) for i, ids in enumerate(found) if len(ids) == 1 and ids[0] in plain)
     changed = complete.ids(extra_body={"bad_words": [word]})
     assert token in plain
     assert token not in changed
@@ -118,17 +113,13 @@ def test_n_choices_equal_those_of_consecutive_seeds(complete: Completions) -> No
     assert streamed == alone
 
 
-def test_log_probabilities_of_an_output_equal_those_as_a_prompt(
-    complete: Completions, server: ServeProcess
-) -> None:
+def test_log_probabilities_of_an_output_equal_those_as_a_prompt(complete: Completions, server: ServeProcess) -> None:
     """The log-probability of a token does not depend on whether it was sampled or is part of the prompt."""
     prompt = encoded(server, PROMPT)
     answer = complete(prompt, logprobs=3, max_tokens=12, extra_body={"return_token_ids": True}).choices[0]
     found = answer.logprobs
     assert "".join(found.tokens) == answer.text
-    assert all(
-        lp == max(top.values()) for lp, top in zip(found.token_logprobs, found.top_logprobs, strict=True)
-    )
+    assert all(lp == max(top.values()) for lp, top in zip(found.token_logprobs, found.top_logprobs, strict=True))
     assert all(len(top) == 3 for top in found.top_logprobs), "the most likely token is not the greedy one"
     sequence = [*prompt, *answer.token_ids]
     echoed = complete(sequence, echo=True, logprobs=3, max_tokens=0).choices[0].logprobs
@@ -142,11 +133,7 @@ def test_log_probabilities_of_an_output_equal_those_as_a_prompt(
 
 def test_log_probabilities_do_not_depend_on_parameters(complete: Completions) -> None:
     plain = complete(logprobs=0, max_tokens=1).choices[0].logprobs
-    hot = (
-        complete(logprobs=20, max_tokens=1, temperature=1.7, seed=5, logit_bias={"400": 5})
-        .choices[0]
-        .logprobs
-    )
+    hot = complete(logprobs=20, max_tokens=1, temperature=1.7, seed=5, logit_bias={"400": 5}).choices[0].logprobs
     assert max(hot.top_logprobs[0].values()) == pytest.approx(plain.token_logprobs[0], abs=1e-5)
 
 
@@ -191,9 +178,7 @@ def test_prompt_logprobs_read_no_prefix_cache_and_salts_do_not_share_one(complet
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_stop_string_may_be_included_and_ends_the_log_probabilities(
-    complete: Completions, stream: bool
-) -> None:
+def test_stop_string_may_be_included_and_ends_the_log_probabilities(complete: Completions, stream: bool) -> None:
     plain = complete.text()
     stop = plain[len(plain) // 2 :][:3]
 
@@ -280,9 +265,7 @@ def test_structured_output_matches_its_schema_choice_or_regex(client: OpenAI, mo
     form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
     for content in (
         completed(response_format=form),
-        completed(
-            extra_body={"structured_outputs": {"json": json.dumps(SCHEMA), "disable_any_whitespace": True}}
-        ),
+        completed(extra_body={"structured_outputs": {"json": json.dumps(SCHEMA), "disable_any_whitespace": True}}),
     ):
         person = json.loads(content)
         assert set(person) == {"name", "age"}

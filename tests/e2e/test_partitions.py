@@ -50,9 +50,7 @@ def link_of(services: SeparateServices, name: str) -> TcpProxy:
         pytest.param("worker", "cut", marks=soak),
     ],
 )
-def test_an_idle_engine_whose_link_is_broken_is_not_ready(
-    services: SeparateServices, link: str, fault: str
-) -> None:
+def test_an_idle_engine_whose_link_is_broken_is_not_ready(services: SeparateServices, link: str, fault: str) -> None:
     proxy, do = link_of(services, link), services.proxies.do
     services.wait_readyz()
     do(FAULTS[fault](proxy))
@@ -61,9 +59,7 @@ def test_an_idle_engine_whose_link_is_broken_is_not_ready(
     services.wait_readyz()
     with services.client() as client:
         model = client.models.list().data[0].id
-        answer = client.completions.create(
-            model=model, prompt="Hi", max_tokens=5, extra_body={"ignore_eos": True}
-        )
+        answer = client.completions.create(model=model, prompt="Hi", max_tokens=5, extra_body={"ignore_eos": True})
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 5
 
@@ -108,9 +104,7 @@ async def test_streams_go_on_when_the_link_is_back(
 
 
 @pytest.mark.parametrize("link", ["frontend", pytest.param("worker", marks=soak)])
-async def test_a_slow_link_changes_no_stream(
-    services: SeparateServices, undisturbed: list[Any], link: str
-) -> None:
+async def test_a_slow_link_changes_no_stream(services: SeparateServices, undisturbed: list[Any], link: str) -> None:
     proxy, do = link_of(services, link), services.proxies.do
     services.wait_readyz()
     do(proxy.delay(0.1))

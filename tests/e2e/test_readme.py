@@ -23,18 +23,14 @@ def at_server(text: str, server: ServeProcess) -> str:
 
 @pytest.mark.parametrize("code", blocks("python"))
 def test_python_example_runs(server: ServeProcess, code: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", at_server(code, server)], capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", at_server(code, server)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 
 
 @pytest.mark.parametrize("command", [block for block in blocks("sh") if block.startswith("curl")])
 def test_curl_example_runs(server: ServeProcess, command: str) -> None:
-    done = subprocess.run(
-        ["bash", "-ec", at_server(command, server)], capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run(["bash", "-ec", at_server(command, server)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert '"choices"' in done.stdout
 

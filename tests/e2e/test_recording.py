@@ -39,9 +39,7 @@ def bodies() -> list[dict[str, Any]]:
     """Return requests that share prefixes, exceed the KV cache together, and end in every way."""
     chats: list[dict[str, Any]] = [
         {
-            "messages": [
-                {"role": "user", "content": f"{SECRET}. Repeat after me {'one two three ' * 6}{i % 3}"}
-            ],
+            "messages": [{"role": "user", "content": f"{SECRET}. Repeat after me {'one two three ' * 6}{i % 3}"}],
             "max_tokens": 90,
             "seed": i,
             "temperature": float(i % 2),

@@ -30,9 +30,7 @@ NATIVE = ("--threads", "1", "--kv-cache-memory-bytes", str(64 << 20), "--specula
 
 
 @pytest.mark.parametrize(
-    ("layout", "loads"),
-    [((*SIM, "--speculative-config", DRAFTS), 0), (NATIVE, 1)],
-    ids=["simulated", "demo model"],
+    ("layout", "loads"), [((*SIM, "--speculative-config", DRAFTS), 0), (NATIVE, 1)], ids=["simulated", "demo model"]
 )
 async def test_streams_continue_with_the_next_scheduler(layout: tuple[str, ...], loads: int) -> None:
     """Kill it twice. Workers keep their weights, and requests that arrive meanwhile wait."""
@@ -49,9 +47,7 @@ async def test_streams_continue_with_the_next_scheduler(layout: tuple[str, ...],
                 async def kill(late: list[Any] = late) -> None:
                     await restart(server, "scheduler", signal.SIGKILL)
                     late.append(
-                        await client.completions.create(
-                            model=model, prompt="Late", max_tokens=3, temperature=0
-                        )
+                        await client.completions.create(model=model, prompt="Late", max_tokens=3, temperature=0)
                     )
 
                 assert await answers(client, kill) == undisturbed
@@ -102,9 +98,7 @@ def recomputed(server: ServeProcess) -> float:
         (NATIVE, "worker"),
     ],
 )
-async def test_the_next_process_finds_the_blocks_of_the_one_before(
-    layout: tuple[str, ...], service: str
-) -> None:
+async def test_the_next_process_finds_the_blocks_of_the_one_before(layout: tuple[str, ...], service: str) -> None:
     """Only the last block and the steps in flight are computed again."""
     with serving(*layout) as server:
         undisturbed = await stream_with_a_kill(server, None)
@@ -205,9 +199,7 @@ async def test_streams_end_with_an_error_when_the_server_gives_up(service: str) 
 
 
 def test_a_stopped_scheduler_fails_the_probe_before_it_is_lost() -> None:
-    patient = {
-        STOPPED_GRACE: "60"
-    }  # on a loaded machine the probe may fail later than `serve` kills the process
+    patient = {STOPPED_GRACE: "60"}  # on a loaded machine the probe may fail later than `serve` kills the process
     with serving(*SIM, "--scheduler-timeout-seconds", "60", **patient) as server:
         server.services["scheduler"].send_signal(signal.SIGSTOP)
         wait_until(lambda: server.get("/readyz")[0] == 503, "the frontend has noticed")
@@ -225,9 +217,7 @@ async def test_a_scheduler_that_was_stopped_for_long_exits_when_it_wakes(undistu
             async def stop() -> None:
                 server.services["scheduler"].send_signal(signal.SIGSTOP)
                 long = asyncio.create_task(asyncio.sleep(SILENCE + 0.5))
-                await asyncio.to_thread(
-                    wait_until, lambda: server.get("/readyz")[0] == 503, "the frontend has noticed"
-                )
+                await asyncio.to_thread(wait_until, lambda: server.get("/readyz")[0] == 503, "the frontend has noticed")
                 await long
                 await restart(server, "scheduler", signal.SIGCONT)
 

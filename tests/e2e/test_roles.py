@@ -94,9 +94,7 @@ async def test_blocks_are_fetched_while_the_prompt_is_computed(whole_text: str, 
 
     def fetched(server: ServeProcess) -> bool:
         metrics = server.get("/metrics")[1]
-        hits = re.findall(
-            r"^runahead:external_prefix_cache_hits_total(?:{.*})? (\S+)$", metrics, re.MULTILINE
-        )
+        hits = re.findall(r"^runahead:external_prefix_cache_hits_total(?:{.*})? (\S+)$", metrics, re.MULTILINE)
         return sum(map(float, hits)) > 0 and 'reason="prefilled"' not in metrics
 
     with serving(*device, *ROLES) as server:

@@ -12,11 +12,7 @@ from tests.e2e.second_frontend import second_frontend
 from tests.e2e.server import serving
 
 SIM = ("--backend", "sim", "--sim-step-ms", "20")
-SCHEMA = {
-    "type": "object",
-    "properties": {"a": {"type": "string"}, "b": {"type": "string"}},
-    "required": ["a", "b"],
-}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "string"}}, "required": ["a", "b"]}
 KINDS: list[dict[str, Any]] = [
     {
         "input": "Tell a story",
@@ -40,9 +36,7 @@ async def test_streams_go_on_at_another_frontend_when_theirs_is_killed(tmp_path:
         async with server.async_client() as client, second_frontend(server, *store) as owner:
             model = (await client.models.list()).data[0].id
 
-            async def events(
-                at: AsyncOpenAI, fields: dict[str, Any], after: asyncio.Barrier | None
-            ) -> list[Any]:
+            async def events(at: AsyncOpenAI, fields: dict[str, Any], after: asyncio.Barrier | None) -> list[Any]:
                 seen: list[Any] = []
                 with contextlib.suppress(APIError, httpx.HTTPError):
                     stream = await at.responses.create(
@@ -70,10 +64,7 @@ async def test_streams_go_on_at_another_frontend_when_theirs_is_killed(tmp_path:
                 assert text_of(seen) == text_of(whole) == seen[-1].response.output_text
                 assert seen[-1].type == whole[-1].type
                 assert seen[-1].response.usage.output_tokens == whole[-1].response.usage.output_tokens
-            assert (
-                len(server.log.read_text().split("a response of a lost frontend was taken up"))
-                == len(KINDS) + 1
-            )
+            assert len(server.log.read_text().split("a response of a lost frontend was taken up")) == len(KINDS) + 1
 
 
 def text_of(events: list[Any]) -> str:

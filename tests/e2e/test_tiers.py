@@ -81,10 +81,7 @@ def test_after_a_restart_the_prefix_is_loaded(layout: tuple[str, ...], tmp_path:
         size = sum(path.stat().st_size for path in files(directory))
         wait_until(lambda: tiers(server)["disk"]["bytes"] == size, "its size is reported")
         shown = subprocess.run(
-            [sys.executable, "-m", "services.cli", "status", server.url],
-            capture_output=True,
-            text=True,
-            check=True,
+            [sys.executable, "-m", "services.cli", "status", server.url], capture_output=True, text=True, check=True
         )
         assert f"disk {size_text(size)} ({PREFIX} tokens found)" in shown.stdout
         assert answer(server, "another salt")[1] == 0
@@ -149,12 +146,7 @@ async def test_a_stream_that_moves_fetches_its_blocks_from_the_engine_before() -
         async with server.async_client() as client:
             model, parts = (await client.models.list()).data[0].id, list[str]()
             async for chunk in await client.completions.create(
-                model=model,
-                prompt=TOKENS,
-                max_tokens=200,
-                stream=True,
-                temperature=0,
-                extra_body={"ignore_eos": True},
+                model=model, prompt=TOKENS, max_tokens=200, stream=True, temperature=0, extra_body={"ignore_eos": True}
             ):
                 parts += [choice.text for choice in chunk.choices]
                 if len(parts) == 20:

@@ -33,10 +33,7 @@ TRIP = {
     },
 }
 TOOLS: list[Any] = [
-    {
-        "type": "function",
-        "function": {"name": "plan_trip", "description": "Plans a trip.", "parameters": TRIP},
-    },
+    {"type": "function", "function": {"name": "plan_trip", "description": "Plans a trip.", "parameters": TRIP}},
     {"type": "function", "function": {"name": "now"}},
 ]
 TOKENIZER = Tokenizer(DEMO_MODEL)
@@ -48,13 +45,7 @@ NAMED = {"type": "function", "function": {"name": "plan_trip"}}
 @pytest.fixture(scope="module")
 def reasoning_client() -> Iterator[OpenAI]:
     """A server whose outputs have reasoning up to `</think>`."""
-    settings = (
-        "--reasoning-parser",
-        "deepseek_r1",
-        "--tool-call-parser",
-        "hermes",
-        "--enable-auto-tool-choice",
-    )
+    settings = ("--reasoning-parser", "deepseek_r1", "--tool-call-parser", "hermes", "--enable-auto-tool-choice")
     with serving(*settings) as server, server.client() as client:
         yield client
 
@@ -74,9 +65,7 @@ def assert_calls_are_valid(choice: Any, tool_choice: Any) -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("tool_choice", [NAMED, "required"], ids=["named", "required"])
-def test_required_call_is_valid_and_equals_its_stream(
-    client: OpenAI, model: str, tool_choice: Any, seed: int
-) -> None:
+def test_required_call_is_valid_and_equals_its_stream(client: OpenAI, model: str, tool_choice: Any, seed: int) -> None:
     body = request_of(tool_choice, seed, model=model, parallel_tool_calls=False)
     whole = client.chat.completions.create(**body).choices[0]
     with client.chat.completions.stream(**body) as stream:
@@ -86,8 +75,7 @@ def test_required_call_is_valid_and_equals_its_stream(
         assert_calls_are_valid(choice, tool_choice)
         assert len(choice.message.tool_calls or []) == 1
     calls = [
-        [(c.function.name, c.function.arguments) for c in choice.message.tool_calls]
-        for choice in (whole, streamed)
+        [(c.function.name, c.function.arguments) for c in choice.message.tool_calls] for choice in (whole, streamed)
     ]
     assert calls[0] == calls[1]
     if tool_choice == NAMED:
@@ -100,9 +88,7 @@ def test_every_choice_has_a_call(client: OpenAI, model: str) -> None:
     assert len(answer.choices) == 3
     for choice in answer.choices:
         assert_calls_are_valid(choice, NAMED)
-    assert (
-        len({choice.message.tool_calls[0].id for choice in answer.choices if choice.message.tool_calls}) == 3
-    )
+    assert len({choice.message.tool_calls[0].id for choice in answer.choices if choice.message.tool_calls}) == 3
 
 
 def test_call_cut_off_by_max_tokens_is_content(client: OpenAI, model: str) -> None:
@@ -114,9 +100,7 @@ def test_call_cut_off_by_max_tokens_is_content(client: OpenAI, model: str) -> No
 def test_tools_do_not_change_a_template_without_tools(client: OpenAI, model: str) -> None:
     body = request_of("none", 0, model=model, max_tokens=24)
     with_tools = client.chat.completions.create(**body)
-    without = client.chat.completions.create(
-        model=model, messages=MESSAGES, temperature=0.0, seed=0, max_tokens=24
-    )
+    without = client.chat.completions.create(model=model, messages=MESSAGES, temperature=0.0, seed=0, max_tokens=24)
     assert with_tools.choices[0].message.content == without.choices[0].message.content
     with pytest.raises(openai.BadRequestError, match="--tool-call-parser"):
         client.chat.completions.create(**request_of("auto", 0, model=model))
@@ -137,9 +121,7 @@ def test_grammar_begins_after_the_reasoning(reasoning_client: OpenAI) -> None:
     ).choices[0]
     assert free.message.content is None
     assert free.message.reasoning.strip(), "the text before the closing tag is not reasoning"
-    unended = reasoning_client.chat.completions.create(
-        **request_of(NAMED, 0, model=model, max_tokens=16)
-    ).choices[0]
+    unended = reasoning_client.chat.completions.create(**request_of(NAMED, 0, model=model, max_tokens=16)).choices[0]
     assert unended.message.reasoning == free.message.reasoning, "the reasoning is constrained"
     continued = [*MESSAGES, {"role": "assistant", "content": "<think>So.</think>"}]
     body = request_of(NAMED, 0, model=model) | {"messages": continued}
@@ -155,9 +137,7 @@ def test_grammar_begins_after_the_model_ends_its_reasoning(reasoning_client: Ope
     assert len(set(tag)) == len(tag)
     bias = {str(token): 100 - 15 * index for index, token in enumerate(tag)}
     body = request_of(NAMED, 0, model=model, logit_bias=bias)
-    choice = reasoning_client.chat.completions.create(
-        **body, extra_body={"repetition_penalty": 10.0}
-    ).choices[0]
+    choice = reasoning_client.chat.completions.create(**body, extra_body={"repetition_penalty": 10.0}).choices[0]
     assert_calls_are_valid(choice, NAMED)
     assert choice.message.reasoning is None
 

@@ -23,9 +23,7 @@ from tests.integration.native.test_run_ahead import SPECULATIONS, TOKENS, serve
 @pytest.mark.parametrize("speculation", SPECULATIONS)
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
 def test_tokens_are_equal_at_every_depth_on_a_gpu(eager: bool, speculation: str) -> None:
-    expected = [
-        each.output[:TOKENS] for each in serve(RunnerDriver(DEMO_MODEL, kernels="reference", device="cpu"), 1)
-    ]
+    expected = [each.output[:TOKENS] for each in serve(RunnerDriver(DEMO_MODEL, kernels="reference", device="cpu"), 1)]
     for depth in (1, 2, 3):
         config = WorkerConfig(model=str(DEMO_MODEL), device="cuda", dtype="float32", enforce_eager=eager)
         runner = NativeRunner(config, True, garble)

@@ -18,13 +18,7 @@ DEEP = {**SMALL, "num_hidden_layers": 5}
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "tied": partial(random_model, "llama", **DEEP, tie_word_embeddings=True),
     "untied-biased": partial(
-        random_model,
-        "llama",
-        **DEEP,
-        tie_word_embeddings=False,
-        attention_bias=True,
-        mlp_bias=True,
-        head_dim=24,
+        random_model, "llama", **DEEP, tie_word_embeddings=False, attention_bias=True, mlp_bias=True, head_dim=24
     ),
     "qwen3": partial(random_model, "qwen3", **DEEP, head_dim=32),
     "gemma3": VARIANTS["gemma3"],

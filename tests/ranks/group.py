@@ -90,9 +90,7 @@ class RankAnswers:
 class RankGroup:
     """`processes` as one group of `tp` x `pp` ranks, with the methods of `ModelRunner` that `RunnerDriver` uses."""
 
-    def __init__(
-        self, processes: list[NativeRankProcess], model: Path, tp: int, pp: int, **config: object
-    ) -> None:
+    def __init__(self, processes: list[NativeRankProcess], model: Path, tp: int, pp: int, **config: object) -> None:
         assert len(processes) == tp * pp
         self.ranks, self.tp, self.pp, self.epoch = processes, tp, pp, 0
         self.loaded: list[Loaded] = []

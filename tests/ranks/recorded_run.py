@@ -111,9 +111,7 @@ class _Recorder:
         rng, run, alive = self._rng, self.run, self._alive
         chosen = [alive[i] for i in rng.permutation(len(alive))[: rng.choice([1, 1, 2, len(alive)])]]
         rows = [(r, r.left if rng.random() < 0.3 else int(rng.integers(1, r.left + 1))) for r in chosen]
-        constrained = [
-            request.slot for request, count in rows if count == request.left and rng.random() < 0.2
-        ]
+        constrained = [request.slot for request, count in rows if count == request.left and rng.random() < 0.2]
         plan = self._plans.step(*rows, grammar=bool(constrained))
         grammar = self._draw_grammar(plan, constrained) if constrained else None
         self._runner.execute_model(plan)

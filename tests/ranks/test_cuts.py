@@ -26,9 +26,7 @@ def outputs(requests: list[DrivenRequest]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("layout", per_change((4, 1), (1, 2), (2, 2)))
-def test_chunks_batches_and_steps_in_flight_change_no_bit(
-    tied: Family, start: Start, layout: tuple[int, int]
-) -> None:
+def test_chunks_batches_and_steps_in_flight_change_no_bit(tied: Family, start: Start, layout: tuple[int, int]) -> None:
     group = start(tied.path, *layout)
     alone = group.add(PROMPT)
     group.generate([alone], TOKENS)
@@ -48,9 +46,7 @@ def test_chunks_batches_and_steps_in_flight_change_no_bit(
 
 
 @pytest.mark.parametrize("layout", per_change((2, 1), (1, 4), (2, 2)))
-def test_preempted_with_steps_in_flight_and_recomputed(
-    tied: Family, start: Start, layout: tuple[int, int]
-) -> None:
+def test_preempted_with_steps_in_flight_and_recomputed(tied: Family, start: Start, layout: tuple[int, int]) -> None:
     """Its slot is assigned again while its sampled ids may still be on their way to the first stage."""
     group = start(tied.path, *layout)
     prompts = [PROMPT[i:] for i in range(4)]
@@ -72,9 +68,7 @@ def test_preempted_with_steps_in_flight_and_recomputed(
 
 
 @pytest.mark.parametrize("layout", per_change((4, 1), (1, 2), (2, 2)))
-def test_sampling_parameters_and_grammars_equal_one_rank(
-    tied: Family, start: Start, layout: tuple[int, int]
-) -> None:
+def test_sampling_parameters_and_grammars_equal_one_rank(tied: Family, start: Start, layout: tuple[int, int]) -> None:
     one, group = RunnerDriver(tied.path), start(tied.path, *layout)
     results = []
     for driver in (one, group):
@@ -104,11 +98,7 @@ def test_steps_without_a_sampling_row(tied: Family, start: Start, layout: tuple[
     """Plan agreement: no feedback is sent for them, which every rank derives from the plan."""
     group = start(tied.path, *layout)
     decoding, prefilling = group.add(PROMPT[:5]), group.add(PROMPT)
-    in_flight = [
-        group.launch([(prefilling, 3)]),
-        group.launch([(decoding, 5)]),
-        group.launch([(prefilling, 9)]),
-    ]
+    in_flight = [group.launch([(prefilling, 3)]), group.launch([(decoding, 5)]), group.launch([(prefilling, 9)])]
     in_flight.append(group.launch([(decoding, 1), (prefilling, 4)]))
     results = [group.collect(step) for step in in_flight]
     assert [ints(result.slots) for result in results] == [[], [decoding.slot], [], [decoding.slot]]

@@ -197,9 +197,7 @@ def test_abort_frees_a_rank_whose_partner_dies_half_way_through_a_message(
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-def test_abort_frees_a_rank_whose_partner_never_joins(
-    tied: Family, start: Start, pool: RankPool, missing: int
-) -> None:
+def test_abort_frees_a_rank_whose_partner_never_joins(tied: Family, start: Start, pool: RankPool, missing: int) -> None:
     driver = start(tied.path, 2, 1)
     group, waiting = driver.runner, pool.take(2)[1 - missing]
     group.call("leave")

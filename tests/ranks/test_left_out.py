@@ -42,10 +42,7 @@ class GroupSteps:
 @pytest.mark.parametrize("speculation", [None, NGRAM], ids=["without drafts", "ngram"])
 @pytest.mark.parametrize("layout", [(2, 1), (1, 2), pytest.param((2, 2), marks=pytest.mark.soak)], ids=str)
 def test_ranks_leave_out_the_same_rows(
-    make_model: Callable[[str], Family],
-    pool: RankPool,
-    layout: tuple[int, int],
-    speculation: Speculation | None,
+    make_model: Callable[[str], Family], pool: RankPool, layout: tuple[int, int], speculation: Speculation | None
 ) -> None:
     """Tokens are those of one rank at depth one, and every rank and stage computes rows at their true positions."""
     family: Family = make_model("tied")

@@ -47,9 +47,7 @@ def run(driver: RunnerDriver) -> list[DrivenRequest]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_parameters_on_a_group_equal_those_on_one_rank(
-    tied: Family, start: Start, layout: tuple[int, int]
-) -> None:
+def test_parameters_on_a_group_equal_those_on_one_rank(tied: Family, start: Start, layout: tuple[int, int]) -> None:
     """Stages change no bit; sums over tensor-parallel ranks may round differently."""
     expected, ours = run(RunnerDriver(tied.path)), run(start(tied.path, *layout))
     assert [request.output for request in ours] == [request.output for request in expected]

@@ -24,11 +24,7 @@ from tests.integration.scheduler.engine import EngineProcesses, FrontendConnecti
 TOKENS, EOS = 24, (2,)
 SCHEMA = {
     "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 8},
-        "size": {"type": "integer"},
-        "on": {"type": "boolean"},
-    },
+    "properties": {"name": {"type": "string", "maxLength": 8}, "size": {"type": "integer"}, "on": {"type": "boolean"}},
     "required": ["name", "size", "on"],
     "additionalProperties": False,
 }
@@ -157,9 +153,7 @@ def assert_close(ours: Logprobs, theirs: Logprobs) -> None:
     for position, (_, ids, values) in ours.items():
         _, same_ids, close = theirs[position]
         assert ids[:4] == same_ids[:4]
-        np.testing.assert_allclose(
-            np.frombuffer(values, np.float32), np.frombuffer(close, np.float32), atol=1e-4
-        )
+        np.testing.assert_allclose(np.frombuffer(values, np.float32), np.frombuffer(close, np.float32), atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,7 @@ def mixed(driver: RunnerDriver) -> tuple[list[DrivenRequest], list[DrivenRequest
     """Run two requests that generate and four that are pooled, with prompts in chunks and two steps in flight."""
     tokens = [driver.add(LONG), driver.add(SHORT)]
     pooled = [
-        driver.add(prompt, ONE, pooling=pooling)
-        for prompt in (LONG, SHORT)
-        for pooling in (Pooling.LAST, Pooling.MEAN)
+        driver.add(prompt, ONE, pooling=pooling) for prompt in (LONG, SHORT) for pooling in (Pooling.LAST, Pooling.MEAN)
     ]
     driver.interleave([[tokens[0], *pooled[:2]], [tokens[1], *pooled[2:]]], 1, chunk=11, depth=2)
     driver.generate(tokens, 12, depth=2)
@@ -28,9 +26,7 @@ def mixed(driver: RunnerDriver) -> tuple[list[DrivenRequest], list[DrivenRequest
 
 
 @pytest.mark.parametrize("layout", [(2, 1), (1, 2), (2, 2)], ids=str)
-def test_embeddings_equal_one_rank(
-    tied: Family, start: Callable[..., GroupDriver], layout: tuple[int, int]
-) -> None:
+def test_embeddings_equal_one_rank(tied: Family, start: Callable[..., GroupDriver], layout: tuple[int, int]) -> None:
     reference = RunnerDriver(tied.path)
     undisturbed = [reference.add(LONG), reference.add(SHORT)]
     reference.generate(undisturbed, 12)

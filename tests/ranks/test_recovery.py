@@ -53,9 +53,7 @@ def generate(client: FrontendConnection) -> None:
         prompt = [300 + i for i in range(20 * (number % 3))]
         prompt += [rng.randrange(300, 4000) for _ in range(rng.randint(1, 40))]
         penalty = 1.5 if number % 4 == 1 else 0.0
-        params = SamplingParams(
-            max_tokens=TOKENS, temperature=float(number % 2), seed=number, presence_penalty=penalty
-        )
+        params = SamplingParams(max_tokens=TOKENS, temperature=float(number % 2), seed=number, presence_penalty=penalty)
         client.generate(number, prompt, params, structured=LETTERS if number % 4 == 2 else None)
 
 
@@ -115,9 +113,7 @@ def disturb(client: FrontendConnection, rng: random.Random) -> None:
         client.receive()
 
 
-def test_killed_ranks_cost_no_stream_a_token(
-    layout: str, undisturbed: dict[int, list[int]], tmp_path: Path
-) -> None:
+def test_killed_ranks_cost_no_stream_a_token(layout: str, undisturbed: dict[int, list[int]], tmp_path: Path) -> None:
     """The workers of the ranks are killed one after another. Each time a spare is registered, and a new one is added
     afterwards."""
     rng = random.Random(f"{layout} {os.environ.get('RUNAHEAD_SEED', '0')}")

@@ -53,9 +53,7 @@ def test_lost_feedback(make_group: MakeGroup) -> None:
     third = running.plans.step(running.a)
     for plan in (first, second, third):
         running.group.launch(plan)
-    with pytest.raises(
-        RankFailure, match="OracleError: step 2 needs its sampled ids, but those of step 3 came"
-    ):
+    with pytest.raises(RankFailure, match="OracleError: step 2 needs its sampled ids, but those of step 3 came"):
         running.group.stage(0).last_answer()
 
 
@@ -105,9 +103,7 @@ def test_activations_of_another_step(make_group: MakeGroup) -> None:
     running.group.stage(0).call("repeat_activations")
     running.step()
     running.step()
-    with pytest.raises(
-        RankFailure, match="OracleError: step 3 needs its activations, but those of step 2 came"
-    ):
+    with pytest.raises(RankFailure, match="OracleError: step 3 needs its activations, but those of step 2 came"):
         running.group.stage(1).last_answer()
 
 
@@ -118,9 +114,7 @@ def test_plans_in_another_order(make_group: MakeGroup) -> None:
     for rank, plans in zip(running.group.ranks, ((first, second), (second, first)), strict=True):
         for plan in plans:
             running.group.launch_on(rank, plan)
-    with pytest.raises(
-        RankFailure, match="OracleError: step 3 needs its activations, but those of step 2 came"
-    ):
+    with pytest.raises(RankFailure, match="OracleError: step 3 needs its activations, but those of step 2 came"):
         running.group.stage(1).last_answer()
 
 
@@ -159,9 +153,7 @@ def _other_prompt(plan: SchedulerOutput) -> SchedulerOutput:
 
 def _other_seed(plan: SchedulerOutput) -> SchedulerOutput:
     params = SamplingParams(max_tokens=64, temperature=1.0, seed=77)
-    return msgspec.structs.replace(
-        plan, new=[plan.new[0], msgspec.structs.replace(plan.new[1], params=params)]
-    )
+    return msgspec.structs.replace(plan, new=[plan.new[0], msgspec.structs.replace(plan.new[1], params=params)])
 
 
 def _other_step(plan: SchedulerOutput) -> SchedulerOutput:

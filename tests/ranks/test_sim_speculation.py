@@ -131,9 +131,7 @@ def test_undisturbed_stages_give_the_reference_tokens(make_group: MakeGroup) -> 
     ],
     ids=["another token", "fewer tokens", "more tokens", "another draft"],
 )
-def test_changed_feedback_is_noticed(
-    make_group: MakeGroup, word: int, by: int, stage: int, text: str
-) -> None:
+def test_changed_feedback_is_noticed(make_group: MakeGroup, word: int, by: int, stage: int, text: str) -> None:
     """The message has four ids, their first position, their number and three drafts. The first stage notices a change,
     or the last stage, which sampled the tokens."""
     running = StagedDraft(make_group(1, 2, speculation=THREE, sim_draft_acceptance="always"))

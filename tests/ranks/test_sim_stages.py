@@ -30,9 +30,7 @@ def run_load(directory: Path, scheduler: dict[str, object], tp: int = 1, pp: int
         client.wait_ready()
         for number in REQUESTS:
             ids = [(number * 37 + i * 11) % 1000 for i in range(24 + number)]
-            client.generate(
-                number, ids, SamplingParams(max_tokens=24, temperature=float(number % 2), seed=number)
-            )
+            client.generate(number, ids, SamplingParams(max_tokens=24, temperature=float(number % 2), seed=number))
         client.generate(99, [1, 2, 3], SamplingParams(max_tokens=64, temperature=0.0))
         while len(client.tokens[99]) < 2:
             client.receive()
@@ -90,9 +88,7 @@ def test_many_ranks_serve_the_tokens_of_one(
 def test_stages_compute_at_the_same_time() -> None:
     """The measurements of the policy benchmark: several microbatches are in the pipeline at once."""
     requests = [TimedRequest(prompt(number, 20), 20) for number in range(8)]
-    run = run_stages(
-        3, requests, {"max_num_batched_tokens": 40}, {"sim_step_ms": 60.0, "sim_prefill_token_us": 0.0}
-    )
+    run = run_stages(3, requests, {"max_num_batched_tokens": 40}, {"sim_step_ms": 60.0, "sim_prefill_token_us": 0.0})
     assert run.tokens == 8 * 20
     assert sum(run.microbatches) == 8 * (20 + 20 - 1)
     assert len(run.ttft) == 8

@@ -21,12 +21,7 @@ def test_microbatches_fill_the_pipeline(make_group: MakeGroup, tmp_path: Path) -
     for hop in (0.0, 0.003, 0.015):
         trace = tmp_path / f"{hop}"
         group = make_group(
-            1,
-            STAGES,
-            virtual=True,
-            sim_step_ms=1e3 * STAGES * STEP,
-            sim_hop_ms=1e3 * hop,
-            sim_trace=str(trace),
+            1, STAGES, virtual=True, sim_step_ms=1e3 * STAGES * STEP, sim_hop_ms=1e3 * hop, sim_trace=str(trace)
         )
         plans = PlanBuilder()
         for seed in range(SLOTS):
@@ -35,9 +30,7 @@ def test_microbatches_fill_the_pipeline(make_group: MakeGroup, tmp_path: Path) -
         interval = max(STEP, hop)
         expected = [START + (STAGES - 1) * (STEP + hop) + STEP + m * interval for m in range(SLOTS)]
         assert [result.times.sampled for result in results] == pytest.approx(expected)
-        assert [result.times.forward_began for result in results] == pytest.approx(
-            [end - STEP for end in expected]
-        )
+        assert [result.times.forward_began for result in results] == pytest.approx([end - STEP for end in expected])
         lines = [json.loads(line) for line in trace.read_text().splitlines()]
         assert sorted((line["stage"], line["step_id"]) for line in lines) == [
             (stage, step + 1) for stage in range(STAGES) for step in range(SLOTS)

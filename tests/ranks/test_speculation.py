@@ -78,9 +78,7 @@ def test_drafts_with_unequal_shares_of_kv_heads(make_model: Callable[[str], Fami
 
 
 @pytest.mark.parametrize("layout", [(2, 1), (1, 4)], ids=str)
-def test_the_number_of_drafts_may_change_in_every_step(
-    tied: Family, pool: RankPool, layout: tuple[int, int]
-) -> None:
+def test_the_number_of_drafts_may_change_in_every_step(tied: Family, pool: RankPool, layout: tuple[int, int]) -> None:
     """Plan agreement: each rank derives the shape of every message from the plan and its own slots; middle stages use
     the positions that they receive."""
     driver, lengths = driver_of(pool, tied.path, *layout, of_itself(tied)), cycle((3, 0, 1, 2, 0))

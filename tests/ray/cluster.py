@@ -75,13 +75,7 @@ class Cluster:
 
     def serve(self, *arguments: str, model: str = str(DEMO_MODEL)) -> str:
         """Deploy the application, wait until it runs, and return the output of the command."""
-        words = [
-            f"model={model}",
-            "host=0.0.0.0",
-            "kv_cache_memory_bytes=64M",
-            "enable_admin_routes=true",
-            *arguments,
-        ]
+        words = [f"model={model}", "host=0.0.0.0", "kv_cache_memory_bytes=64M", "enable_admin_routes=true", *arguments]
         command = [str(BIN / "serve"), "run", "--address", self.address, "--non-blocking", "services.ray:app"]
         return self.hosts[0].run([*command, *words], self.environment, timeout=300)
 

@@ -70,8 +70,7 @@ class Host:
         spaces = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
         init = [sys.executable, "-c", INIT]
         self._outside = subprocess.Popen(
-            ["ip", "netns", "exec", self.name, *spaces, "sh", "-c", script, "sh", *init],
-            stdin=subprocess.DEVNULL,
+            ["ip", "netns", "exec", self.name, *spaces, "sh", "-c", script, "sh", *init], stdin=subprocess.DEVNULL
         )
         while not (found := [process for process in self.processes() if process.cmdline() == init]):
             time.sleep(0.02)

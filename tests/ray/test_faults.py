@@ -103,14 +103,10 @@ def kill(processes: list[psutil.Process]) -> None:
 def test_a_process_is_killed(served: Cluster, answers_without_fault: Any, title: str) -> None:
     host = hosts_with(served, title)[0]
     frontend = away_from(served, host)
-    survive(
-        served, frontend, answers_without_fault, lambda: kill(host.processes(title)[:1]), f"killed: {title}"
-    )
+    survive(served, frontend, answers_without_fault, lambda: kill(host.processes(title)[:1]), f"killed: {title}")
 
 
-def test_a_frontend_is_killed_and_the_streams_of_another_go_on(
-    served: Cluster, answers_without_fault: Any
-) -> None:
+def test_a_frontend_is_killed_and_the_streams_of_another_go_on(served: Cluster, answers_without_fault: Any) -> None:
     host = served.hosts[2]
     survive(
         served,

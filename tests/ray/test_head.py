@@ -34,9 +34,7 @@ def with_redis(three_hosts: list[Host]) -> Iterator[Cluster]:
     ]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as redis:
         cluster = Cluster(
-            three_hosts,
-            RAY_REDIS_ADDRESS=f"{TEST_ADDRESS}:{REDIS_PORT}",
-            RAY_gcs_rpc_server_reconnect_timeout_s="600",
+            three_hosts, RAY_REDIS_ADDRESS=f"{TEST_ADDRESS}:{REDIS_PORT}", RAY_gcs_rpc_server_reconnect_timeout_s="600"
         )
         cluster.start()
         yield cluster
@@ -68,9 +66,7 @@ def test_without_redis_streams_go_on_until_they_end(three_hosts: list[Host], exp
         host.boot()
 
 
-def test_streams_do_not_notice_that_the_head_is_lost_and_comes_back(
-    with_redis: Cluster, expected: Any
-) -> None:
+def test_streams_do_not_notice_that_the_head_is_lost_and_comes_back(with_redis: Cluster, expected: Any) -> None:
     cluster, head = with_redis, with_redis.hosts[0]
     cluster.serve(LAYOUT, "data_parallel_size=2", "api_server_count=3")
     frontend = HttpFrontend(cluster.hosts[2], 8001)
@@ -81,8 +77,6 @@ def test_streams_do_not_notice_that_the_head_is_lost_and_comes_back(
     assert asyncio.run(answers_of(frontend)) == expected(LAYOUT), "requests are answered without a head"
     head.boot()
     cluster.start_node(head)
-    wait_until(
-        lambda: [*engines(frontend).values()].count("ready") == 2, "Serve has replaced what was on the head"
-    )
+    wait_until(lambda: [*engines(frontend).values()].count("ready") == 2, "Serve has replaced what was on the head")
     assert asyncio.run(answers_of(frontend)) == expected(LAYOUT)
     wait_until(serves(frontend, 2), "no other engine is known")

@@ -34,14 +34,10 @@ def test_tokens_are_those_of_serve(
 def test_an_answer_without_a_stream_passes_the_proxy(cluster: Cluster) -> None:
     proxy = HttpFrontend(cluster.hosts[0], PROXY_PORT)
     body = json.dumps({"prompt": "The", "max_tokens": 5, "temperature": 0}).encode()
-    request = urllib.request.Request(
-        f"{proxy.url}/v1/completions", body, {"content-type": "application/json"}
-    )
+    request = urllib.request.Request(f"{proxy.url}/v1/completions", body, {"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=30) as response:
         assert json.load(response)["usage"]["completion_tokens"] == 5
-    refused = urllib.request.Request(
-        f"{proxy.url}/v1/completions", b"{", {"content-type": "application/json"}
-    )
+    refused = urllib.request.Request(f"{proxy.url}/v1/completions", b"{", {"content-type": "application/json"})
     with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(refused, timeout=30)
     with caught.value as error:
@@ -56,12 +52,7 @@ def test_overload_is_refused_behind_the_proxy_and_not_queued(cluster: Cluster) -
     async def overload() -> None:
         async with proxy.async_client() as client:
             model = (await client.models.list()).data[0].id
-            body: Any = {
-                "model": model,
-                "prompt": "The",
-                "max_tokens": 1500,
-                "extra_body": {"ignore_eos": True},
-            }
+            body: Any = {"model": model, "prompt": "The", "max_tokens": 1500, "extra_body": {"ignore_eos": True}}
             stream = await client.completions.create(**body, stream=True)
             await anext(aiter(stream))
             with pytest.raises(RateLimitError, match="1 requests are open already"):

@@ -30,9 +30,7 @@ def test_runahead_ray_refuses_too_few_cpus_in_one_line(cluster: Cluster) -> None
     with pytest.raises(CommandFailed) as failed:
         cluster.runahead("ray", str(DEMO_MODEL), "--tensor-parallel-size", "2", "--threads", "3")
     line = str(failed.value).splitlines()[-1]
-    assert line.startswith(
-        "runahead: 1 engine of 2 ranks and 1 frontend need 8 CPUs; the nodes have 4 CPUs +"
-    ), line
+    assert line.startswith("runahead: 1 engine of 2 ranks and 1 frontend need 8 CPUs; the nodes have 4 CPUs +"), line
     assert "6 CPUs on one node are free 0 times, not 1 times" in line
 
 
@@ -45,9 +43,7 @@ def test_cpus_that_others_use_are_waited_for_with_a_line_and_until_ctrl_c(cluste
     command = [str(BIN / "runahead"), "ray", str(DEMO_MODEL), "--drain-timeout-seconds", "2"]
     interrupted = ["timeout", "--preserve-status", "--signal", "INT", "50"]
     output = cluster.hosts[0].run([*interrupted, *command], cluster.environment)  # its status is 0
-    assert (
-        "runahead: a replica of default waits: Deployment 'Engine' in application 'default' has 1" in output
-    )
+    assert "runahead: a replica of default waits: Deployment 'Engine' in application 'default' has 1" in output
     assert "Serving" not in output
     cluster.python("[ray.kill(ray.get_actor(f'other-{n}')) for n in range(3)]")
 
@@ -76,9 +72,7 @@ def test_a_cluster_that_is_not_there(cluster: Cluster) -> None:
 def test_a_model_that_is_not_on_the_node_of_a_rank(cluster: Cluster) -> None:
     """Each host has a /tmp of its own. The model is on one of them, so one of two ranks lacks it."""
     shutil.copytree(DEMO_MODEL, cluster.hosts[0].tmp / "model", dirs_exist_ok=True)
-    output = failed_serve_run(
-        cluster, "tensor_parallel_size=2", "placement_group_strategy=SPREAD", model="/tmp/model"
-    )
+    output = failed_serve_run(cluster, "tensor_parallel_size=2", "placement_group_strategy=SPREAD", model="/tmp/model")
     assert "runahead: a replica of default has failed: " in output
     assert "no such model directory: /tmp/model" in output
 
@@ -103,7 +97,5 @@ def test_another_version_of_runahead_on_a_node(cluster: Cluster) -> None:
     host.boot()
     cluster.start_node(host, PYTHONPATH=f"/tmp/other:{os.getcwd()}")
     output = failed_serve_run(cluster, "tensor_parallel_size=2", "placement_group_strategy=SPREAD")
-    versions = (
-        f"has Runahead 0.0.1, and the application {release.version()}; install one version on all nodes"
-    )
+    versions = f"has Runahead 0.0.1, and the application {release.version()}; install one version on all nodes"
     assert f"node {host.address} {versions}" in output

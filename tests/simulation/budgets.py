@@ -37,9 +37,7 @@ class WatchedPolicy:
     def check(self, step: InflightStep, slots: SlotColumns, entering: set[int]) -> None:
         """Check the step against the budget, row by row and as a whole."""
         budget, sums = self._budget, {"decodes": 0, "prefill": 0, "tokens": 0}
-        for slot, start, count in zip(
-            *(c.tolist() for c in (step.slots, step.starts, step.counts)), strict=True
-        ):
+        for slot, start, count in zip(*(c.tolist() for c in (step.slots, step.starts, step.counts)), strict=True):
             if slot in entering:
                 request = slots.request(slot)
                 first = self._first[request]
@@ -55,9 +53,7 @@ class WatchedPolicy:
             sums["tokens"] += count
         for name, total in sums.items():
             most = getattr(budget, name)
-            allowed = (
-                most is None or total <= most or self._whole_prompts
-            )  # which exceed shares, not the step
+            allowed = most is None or total <= most or self._whole_prompts  # which exceed shares, not the step
             demand(allowed, "budget range", f"{name}: {total}, budget {most}")
         most = budget.admissions
         demand(most is None or len(entering) <= most, "policy", f"{len(entering)} admissions, allowed {most}")

@@ -44,9 +44,7 @@ def play(
 
     Raises: AssertionError, with the name of the broken rule.
     """
-    player = _player(
-        draw(seed, speculates, tier), seed, depth, trace, observer, parts, engine, restarts, adopts
-    )
+    player = _player(draw(seed, speculates, tier), seed, depth, trace, observer, parts, engine, restarts, adopts)
     for _ in player.rounds():
         pass
     return player.world
@@ -75,8 +73,7 @@ def play_peers(
     has_roles = rng.random() < 0.7
     loads = (replace(load, arrivals=only_prompts) if has_roles else load), load
     first, second = (
-        _player(each, seed + number, depth, trace, parts=parts, engine=engine)
-        for number, each in enumerate(loads)
+        _player(each, seed + number, depth, trace, parts=parts, engine=engine) for number, each in enumerate(loads)
     )
     first.peer, second.peer = second, first
     second.follows = has_roles
@@ -123,9 +120,7 @@ def _player(
 
 
 class _Player:
-    def __init__(
-        self, world: World, load: Workload, seed: int, rng: Random, restarts: bool, adopts: bool
-    ) -> None:
+    def __init__(self, world: World, load: Workload, seed: int, rng: Random, restarts: bool, adopts: bool) -> None:
         self.adopts = adopts
         self.world, self.load, self.seed, self.rng, self.restarts = world, load, seed, rng, restarts
         self.arrivals = list(reversed(load.arrivals))
@@ -317,10 +312,7 @@ class _Player:
     def _arrive(self, a: Arrival) -> None:
         world = self.world
         stream = SimulatedStream(
-            *(a.frontend, 0, a.prompt, a.params, NO_ANSWER, 0),
-            structured=a.grammar,
-            pooling=a.pooling,
-            media=a.media,
+            *(a.frontend, 0, a.prompt, a.params, NO_ANSWER, 0), structured=a.grammar, pooling=a.pooling, media=a.media
         )
         answer = stream.expected(world.limits.max_model_len, self.load.vocab)
         replayed = max(0, min(int(a.replayed * len(answer.tokens)), len(answer.tokens) - 1))
@@ -328,9 +320,7 @@ class _Player:
         world.coverage["replays with a grammar"] += replayed > 0 and a.grammar is not None
         asks = self.peer is not None and self.of_tier.random() < 0.9
         options = (a.grammar, a.pooling, a.lora, asks, a.media)
-        self.arrived.append(
-            world.add(a.prompt, a.params, a.frontend, None, a.priority, a.salt, replayed, *options)
-        )
+        self.arrived.append(world.add(a.prompt, a.params, a.frontend, None, a.priority, a.salt, replayed, *options))
 
     def _resubmit(self, old: SimulatedStream) -> None:
         """Send another prompt under the same number, at once."""
@@ -338,6 +328,4 @@ class _Player:
         if not self.world.is_open(*key):
             prompt = [self.rng.randrange(self.load.vocab) for _ in old.prompt]
             self.world.coverage["numbers reused"] += 1
-            self.world.add(
-                prompt, old.params, *key, structured=old.structured, pooling=old.pooling, lora=old.lora
-            )
+            self.world.add(prompt, old.params, *key, structured=old.structured, pooling=old.pooling, lora=old.lora)

@@ -97,13 +97,9 @@ class Checker:
         adapters = {lora for slot in slots if (lora := self.epoch.slots.request(slot).lora) is not None}
         demand(len(adapters) <= limits.max_loras, "adapter seat", f"{len(adapters)} adapters in a step")
         rows = zip(slots, step.generations.tolist(), step.starts.tolist(), counts, strict=True)
-        encoded = sum(
-            self._encoded(slot, generation, start, count) for slot, generation, start, count in rows
-        )
+        encoded = sum(self._encoded(slot, generation, start, count) for slot, generation, start, count in rows)
         demand(
-            encoded <= limits.encoder_budget,
-            "encoder budget",
-            f"{encoded} positions of items in step {step.step_id}",
+            encoded <= limits.encoder_budget, "encoder budget", f"{encoded} positions of items in step {step.step_id}"
         )
         demand(NO_BLOCK not in self._touched[step.step_id], WINDOW, f"step {step.step_id} reads no block")
 
@@ -117,9 +113,7 @@ class Checker:
         return sum(item.length for item in new.values())
 
     def on_processed(self, step: InflightStep) -> None:
-        demand(
-            step.step_id == self._processed + 1, "step order", f"step {step.step_id} after {self._processed}"
-        )
+        demand(step.step_id == self._processed + 1, "step order", f"step {step.step_id} after {self._processed}")
         self._processed = step.step_id
         del self._touched[step.step_id]
         names = zip(step.slots.tolist(), step.generations.tolist(), strict=True)
@@ -160,9 +154,7 @@ class Checker:
                 most = min(len(request.token_ids) + limits.lookahead, limits.max_model_len)
                 fits = num_states(limits.groups) + len(self.groups) * -(-most // size) <= pool.num_free
                 demand(
-                    not fits,
-                    "work conservation",
-                    f"{request.number} could enter, but step {epoch.next_step} is empty",
+                    not fits, "work conservation", f"{request.number} could enter, but step {epoch.next_step} is empty"
                 )
                 return
 
@@ -237,11 +229,7 @@ class Checker:
         s, slot = self.epoch.slots, request.slot
         known = s.history[slot, : s.tokens[slot]] if slot >= 0 else request.token_ids
         for token in known[request.num_prompt_tokens :].tolist():
-            demand(
-                fresh.accept(token),
-                "emitted tokens only",
-                f"{request.number}: output token {token} does not match",
-            )
+            demand(fresh.accept(token), "emitted tokens only", f"{request.number}: output token {token} does not match")
         demand(
             isinstance(request.grammar, Automaton) and request.grammar.state == fresh.state,
             "emitted tokens only",
@@ -269,11 +257,7 @@ class Checker:
                 step.drafts.tolist(),
             )
             for slot, generation, count, samples, drafts in zip(*columns, strict=True):
-                demand(
-                    drafts < count and samples >= (drafts > 0),
-                    "optimistic drafts",
-                    f"slot {slot}: {drafts} drafts",
-                )
+                demand(drafts < count and samples >= (drafts > 0), "optimistic drafts", f"slot {slot}: {drafts} drafts")
                 demand(state[slot] != FREE, "fence", f"step {step.step_id} names the free slot {slot}")
                 demand(generations[slot] == generation, "generation", f"slot {slot} was given away in flight")
                 newest[slot] = step.step_id
@@ -289,13 +273,9 @@ class Checker:
             T, P, F, H = tokens[slot], computed[slot], f[slot], h[slot]
             demand(inflight[slot] == F, "ledger", f"slot {slot}: column {inflight[slot]}, ledger {F}")
             demand(
-                placeholders[slot] == H,
-                "output placeholder",
-                f"slot {slot}: column {placeholders[slot]}, ledger {H}",
+                placeholders[slot] == H, "output placeholder", f"slot {slot}: column {placeholders[slot]}, ledger {H}"
             )
-            demand(
-                s.sampling[slot] == sampling[slot], "ledger", f"slot {slot}: {s.sampling[slot]} sampling rows"
-            )
+            demand(s.sampling[slot] == sampling[slot], "ledger", f"slot {slot}: {s.sampling[slot]} sampling rows")
             demand(0 <= F <= P, "ledger", f"slot {slot}: F={F} P={P}")
             demand(0 <= P - F <= T, "committed position", f"slot {slot}: C={P - F} T={T}")
             demand(not H or P == T + H - 1, "position identity", f"slot {slot}: P={P} T={T} H={H}")
@@ -310,11 +290,7 @@ class Checker:
         for slot in retired:
             request = s.request(slot)
             if state[slot] == DELIVER and request.status is RequestStatus.RUNNING:
-                demand(
-                    not stale[request],
-                    "resume gate",
-                    f"{request.number} resumed before its stale rows arrived",
-                )
+                demand(not stale[request], "resume gate", f"{request.number} resumed before its stale rows arrived")
         for request in {s.request(slot) for slot in retired} | set(self.waiting):
             demand(
                 request.stale_rows == stale[request],
@@ -327,54 +303,38 @@ class Checker:
         state, order_keys = s.state.tolist(), s.order_key.tolist()
         demand(len(running) <= limits.max_num_seqs, "step limits", f"{len(running)} running")
         demand(
-            sorted(running) == [i for i, value in enumerate(state) if value == LIVE],
-            "running",
-            "not the live slots",
+            sorted(running) == [i for i, value in enumerate(state) if value == LIVE], "running", "not the live slots"
         )
         order = [order_keys[slot] for slot in running]
         demand(all(a < b for a, b in pairwise(order)), "running", f"order keys {order}")
         free = list(s.free)
         demand(len(set(free)) == len(free), "slots", "a slot is free twice")
-        demand(
-            set(free) == {i for i, value in enumerate(state) if value == FREE},
-            "slots",
-            "free list and states",
-        )
+        demand(set(free) == {i for i, value in enumerate(state) if value == FREE}, "slots", "free list and states")
         for slot in free:
             blocks = self.epoch.kv.tables[slot] + self.epoch.kv.states[slot]
             demand(s.owner[slot] is None and not blocks, "slots", f"{slot} is not empty")
         for slot in running:
             request = s.request(slot)
             params, prompt = request.params, request.num_prompt_tokens
-            demand(
-                request.slot == slot and request.status is RequestStatus.RUNNING, "slots", f"owner of {slot}"
-            )
+            demand(request.slot == slot and request.status is RequestStatus.RUNNING, "slots", f"owner of {slot}")
             demand(order_keys[slot] == request.order_key, "slots", f"order key of {slot}")
-            demand(
-                s.limit[slot] == min(prompt + params.max_tokens, limits.max_model_len), "certain end", "limit"
-            )
+            demand(s.limit[slot] == min(prompt + params.max_tokens, limits.max_model_len), "certain end", "limit")
             stops = set(s.stop_ids[slot].tolist()) - {-1}
             demand(stops == set(params.eos_token_ids + params.stop_token_ids), "slots", f"stop ids of {slot}")
-            demand(
-                int(s.tokens[slot]) < int(s.limit[slot]), "certain end", f"slot {slot} runs past its limit"
-            )
+            demand(int(s.tokens[slot]) < int(s.limit[slot]), "certain end", f"slot {slot} runs past its limit")
 
     def _check_waiting(self) -> None:
         waiting = list(self.waiting)
         demand(len(waiting) == len(self.waiting), "waiting", "length")
         for request in waiting:
             demand(request.slot == -1, "waiting", f"{request.number} has a slot")
-            demand(
-                request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), "waiting", request.status
-            )
+            demand(request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), "waiting", request.status)
         total = sum(len(request.token_ids) for request in waiting)
         demand(total == self.waiting.num_tokens, "waiting", "num_tokens")
         order_keys = [request.order_key for request in waiting]
         demand(order_keys == sorted(order_keys), "waiting", "order")
         head = self.waiting.head()
-        demand(
-            (head.order_key if head else None) == (order_keys[0] if order_keys else None), "waiting", "head"
-        )
+        demand((head.order_key if head else None) == (order_keys[0] if order_keys else None), "waiting", "head")
 
     def _check_blocks(self) -> None:
         pool, tables = self.epoch.kv.pool, self.epoch.kv.tables
@@ -388,17 +348,11 @@ class Checker:
                 demand(len(states) == num_states(self.epoch.limits.groups), "recurrent state", f"slot {slot}")
                 demand(len(set(held)) == len(held), "block accounting", f"slot {slot} holds a block twice")
                 demand(
-                    capacity[slot] * len(groups) == len(table) * size,
-                    "block accounting",
-                    f"capacity of slot {slot}",
+                    capacity[slot] * len(groups) == len(table) * size, "block accounting", f"capacity of slot {slot}"
                 )
                 for group in range(len(groups)):
                     self._check_window(slot, group, computed[slot] - inflight[slot])
-                demand(
-                    computed[slot] <= capacity[slot],
-                    "block accounting",
-                    f"slot {slot} computes beyond its blocks",
-                )
+                demand(computed[slot] <= capacity[slot], "block accounting", f"slot {slot} computes beyond its blocks")
                 holders.update(held)
         for load in self.engine.store.loading:
             elsewhere = any(request.slot >= 0 or request in list(self.waiting) for request in load.requests)
@@ -413,26 +367,16 @@ class Checker:
         )
         for load in self.engine.store.loading:
             demand(
-                not any(pool.hash_of[b] for b in load.blocks),
-                "loaded block",
-                "a block is found before its load ends",
+                not any(pool.hash_of[b] for b in load.blocks), "loaded block", "a block is found before its load ends"
             )
         blank, cached = pool.blank, list(pool.cached)
         free = {b for b, refs in enumerate(pool.refs) if refs == 0}
         demand(
-            len(blank) + len(cached) == len(free) == pool.num_free,
-            "block accounting",
-            "free + held is not the pool",
+            len(blank) + len(cached) == len(free) == pool.num_free, "block accounting", "free + held is not the pool"
         )
         demand(set(blank) | set(cached) == free, "block accounting", "a held block is in a free list")
-        demand(
-            all(pool.hash_of[b] is None for b in blank), "prefix-cache content", "a blank block has a hash"
-        )
-        demand(
-            all(pool.hash_of[b] is not None for b in cached),
-            "prefix-cache content",
-            "a cached block has no hash",
-        )
+        demand(all(pool.hash_of[b] is None for b in blank), "prefix-cache content", "a blank block has a hash")
+        demand(all(pool.hash_of[b] is not None for b in cached), "prefix-cache content", "a cached block has no hash")
         found = {b: block_hash for block_hash, b in pool.by_hash.items()}
         demand(
             found == {b: x for b, x in enumerate(pool.hash_of) if x is not None},
@@ -449,18 +393,12 @@ class Checker:
         for pin in pins.values():
             for at, block in enumerate(pin.table):
                 name = in_group_name(pin.names[at // groups], at % groups)
-                demand(
-                    block == NO_BLOCK or hash_of[block] == name, "pinned block", f"{pin.id} lost block {at}"
-                )
+                demand(block == NO_BLOCK or hash_of[block] == name, "pinned block", f"{pin.id} lost block {at}")
             before = len(self._pinned.get(pin.id, ()))
             demand(len(pin.table) >= before, "pinned block", f"{pin.id} has fewer blocks than before")
         blocks = [block for pin in pins.values() for block in pin.blocks]
         names = {name for pin in pins.values() for name in pin.names}
-        demand(
-            len(names) * groups <= epoch.limits.most_pinned,
-            "pinned block",
-            "the longest request does not fit",
-        )
+        demand(len(names) * groups <= epoch.limits.most_pinned, "pinned block", "the longest request does not fit")
         self._pinned = {pin.id: pin.table for pin in pins.values()}
         return blocks
 
@@ -491,14 +429,8 @@ class Checker:
         hash stands for."""
         for block_hash, block in self.epoch.kv.pool.by_hash.items():
             content = self.known.get(block_hash)
-            demand(
-                content is not None, "prefix-cache content", f"block {block} has a hash of no known tokens"
-            )
-            demand(
-                kv[block] == content,
-                "prefix-cache content",
-                f"block {block} does not hold what its hash promises",
-            )
+            demand(content is not None, "prefix-cache content", f"block {block} has a hash of no known tokens")
+            demand(kv[block] == content, "prefix-cache content", f"block {block} does not hold what its hash promises")
 
     @property
     def confirmed(self) -> int:

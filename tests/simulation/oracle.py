@@ -282,14 +282,10 @@ class OracleWorker:
     def _enter(self, new: NewRequest) -> None:
         slot = new.slot
         self._demand(0 <= slot < self.num_slots and slot not in self.slots, f"slot {slot} is taken")
-        self._demand(
-            new.generation > self._generations.get(slot, 0), f"slot {slot}: generation {new.generation}"
-        )
+        self._demand(new.generation > self._generations.get(slot, 0), f"slot {slot}: generation {new.generation}")
         self._generations[slot] = new.generation
         tokens, prefix = unpack(new.token_ids).tolist(), ROOT
-        self._demand(
-            0 < new.num_prompt_tokens <= len(tokens), f"slot {slot}: {new.num_prompt_tokens} of prompt"
-        )
+        self._demand(0 < new.num_prompt_tokens <= len(tokens), f"slot {slot}: {new.num_prompt_tokens} of prompt")
         blocks = unpack(new.block_ids).tolist()
         states, table = blocks[: self.num_states], blocks[self.num_states :]
         entered = _Slot(new.generation, new.params, new.num_prompt_tokens, new.pooling, tokens, states, table)
@@ -314,9 +310,7 @@ class OracleWorker:
 
     def content(self, block: int) -> list[int | None]:
         """Return what a reader beside the steps sees."""
-        unwritten = {
-            place for step, places in self._written.items() if step > self.executed for place in places
-        }
+        unwritten = {place for step, places in self._written.items() if step > self.executed for place in places}
         return [TORN if (block, at) in unwritten else word for at, word in enumerate(self.kv[block])]
 
     def _poison(self, block: int) -> None:
@@ -338,20 +332,14 @@ class OracleWorker:
             start == s.computed + unknown,
             f"position bound: slot {slot} starts at {start}, its KV ends at {s.computed}, {unknown} rejections unknown",
         )
-        self._demand(
-            end <= self._max_model_len, f"position bound: slot {slot} goes to {end} of {self._max_model_len}"
-        )
+        self._demand(end <= self._max_model_len, f"position bound: slot {slot} goes to {end} of {self._max_model_len}")
         ahead = min(end + self._lookahead, self._max_model_len)
         held = len(s.table) // len(self.groups) * size
         self._demand(ahead <= held, f"slot {slot}: no block for position {ahead - 1}")
         planned = self._planned_drafts.get(slot, 0)
         start, end = s.computed, s.computed + count - planned
-        self._demand(
-            end > start and end <= len(s.tokens), f"slot {slot}: {count} from {start} of unknown tokens"
-        )
-        self._demand(
-            samples == (end == len(s.tokens)), f"slot {slot}: samples={samples} at {end}/{len(s.tokens)}"
-        )
+        self._demand(end > start and end <= len(s.tokens), f"slot {slot}: {count} from {start} of unknown tokens")
+        self._demand(samples == (end == len(s.tokens)), f"slot {slot}: samples={samples} at {end}/{len(s.tokens)}")
         self._take_drafts(slot, planned)
         end += len(s.drafts)
         if samples and s.sampled:
@@ -423,11 +411,7 @@ class OracleWorker:
 
     def _sample(self, plan: SchedulerOutput, rows: list[Row], sent: SentMasks) -> ModelRunnerOutput:
         tokens, scored, vectors = [], self._score_prompts(), {}
-        masks = {
-            slot: mask
-            for grammar in sent.messages
-            for slot, mask in self._masks_of(plan, rows, grammar).items()
-        }
+        masks = {slot: mask for grammar in sent.messages for slot, mask in self._masks_of(plan, rows, grammar).items()}
         counts, drafted, proposed = [], [], []
         for slot, _ in rows:
             s = self.slots[slot]
@@ -479,11 +463,7 @@ class OracleWorker:
             self.kv[block][0] = before
 
     def _accept(
-        self,
-        slot: int,
-        acceptable: int,
-        masks: NDArray[np.int32] | None,
-        scored: list[tuple[int, int, TokenLogprobs]],
+        self, slot: int, acceptable: int, masks: NDArray[np.int32] | None, scored: list[tuple[int, int, TokenLogprobs]]
     ) -> list[int]:
         """Sample the row token by token, as without drafts, until a token differs from the draft at its position."""
         s, had = self.slots[slot], len(self.slots[slot].drafts)
@@ -536,9 +516,7 @@ class OracleWorker:
             prefix = extend(prefix, token)
         return known[:end]
 
-    def _masks_of(
-        self, plan: SchedulerOutput, rows: list[Row], grammar: GrammarOutput
-    ) -> dict[int, NDArray[np.int32]]:
+    def _masks_of(self, plan: SchedulerOutput, rows: list[Row], grammar: GrammarOutput) -> dict[int, NDArray[np.int32]]:
         """Slot -> int32[masks, words]"""
         self._demand(grammar.epoch == plan.epoch, f"a grammar of epoch {grammar.epoch}")
         slots = unpack(grammar.slots).tolist()

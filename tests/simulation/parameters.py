@@ -52,9 +52,7 @@ def _part(part: str, rng: Random, vocab: int) -> dict[str, object]:
         case "prompt logprobs":
             return {"prompt_logprobs": rng.choice((0, 3))}
         case "bias":
-            return {
-                "logit_bias": tuple((t, rng.uniform(-20, 9)) for t in rng.sample(range(vocab), vocab // 2))
-            }
+            return {"logit_bias": tuple((t, rng.uniform(-20, 9)) for t in rng.sample(range(vocab), vocab // 2))}
         case "allowed ids":
             return {"allowed_token_ids": pack(sorted(rng.sample(range(vocab), max(1, vocab // 4))))}
         case "min tokens":

@@ -211,9 +211,7 @@ def simulate(
     keep_plans: bool = False,
 ) -> PipelineRun:
     """Run all jobs to their end. Each prompt differs from all others from its first token on."""
-    core = EngineCore(
-        limits, policy, depth, VOCAB, max_num_queued_reqs=len(jobs) + 1, max_num_queued_tokens=1 << 40
-    )
+    core = EngineCore(limits, policy, depth, VOCAB, max_num_queued_reqs=len(jobs) + 1, max_num_queued_tokens=1 << 40)
     pipeline = _Pipeline(costs, limits.stages, limits.num_slots)
     run = PipelineRun(limits.stages)
     due = deque(sorted(enumerate(jobs), key=lambda job: job[1].at))

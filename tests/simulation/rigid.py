@@ -53,12 +53,7 @@ class RigidWorker(OracleWorker):
     """An oracle that refuses steps a rigid device cannot run. `progress` decides where each chunk ends."""
 
     def __init__(
-        self,
-        limits: Limits,
-        vocab: int,
-        max_volume: int = 0,
-        progress: Progress = as_scheduled,
-        epoch: int = 1,
+        self, limits: Limits, vocab: int, max_volume: int = 0, progress: Progress = as_scheduled, epoch: int = 1
     ) -> None:
         super().__init__(limits, vocab, epoch)
         self.limits, self.max_volume, self.progress = limits, max_volume, progress
@@ -81,15 +76,12 @@ class RigidWorker(OracleWorker):
     def _execute(self, plan: SchedulerOutput) -> Sampling:
         rows = self._begin(plan)
         prefills = [row for row in rows if row[2] < self._entry[row[0]]]
-        self._demand(
-            not prefills or len(rows) == 1, f"unmixed step: {len(prefills)} prefills among {len(rows)} rows"
-        )
+        self._demand(not prefills or len(rows) == 1, f"unmixed step: {len(prefills)} prefills among {len(rows)} rows")
         if not prefills:
             self._shape(plan.step_id, [row[2] + 1 for row in rows])
             for slot, *_ in rows:
                 self._demand(
-                    self._prefilled[slot] <= self.confirmed,
-                    f"processed prefill: slot {slot} decodes too early",
+                    self._prefilled[slot] <= self.confirmed, f"processed prefill: slot {slot} decodes too early"
                 )
             return self._compute(plan, rows)
         [(slot, generation, start, count, samples)] = prefills
@@ -98,9 +90,7 @@ class RigidWorker(OracleWorker):
             void = self._result(plan, [(slot, generation)] if samples else [], [0] if samples else [], [])
             return lambda _: void
         if slot in self._void:
-            self._demand(
-                generation == held.generation + 1, f"slot {slot}: generation {generation} after a rollback"
-            )
+            self._demand(generation == held.generation + 1, f"slot {slot}: generation {generation} after a rollback")
             held.generation = self._generations[slot] = generation
             self._void.discard(slot)
         self._check_window(slot, start, start + count)
@@ -109,9 +99,7 @@ class RigidWorker(OracleWorker):
     def _check_window(self, slot: int, start: int, end: int) -> None:
         spans = windows(self._entry[slot], self.block_size, self.limits.max_num_batched_tokens)
         first, last = next(span for span in spans if span[0] <= start < span[1])
-        self._demand(
-            start == first or slot in self._mid, f"slot {slot}: chunk from {start} inside {first}-{last}"
-        )
+        self._demand(start == first or slot in self._mid, f"slot {slot}: chunk from {start} inside {first}-{last}")
         self._demand(end == last, f"slot {slot}: chunk to {end}, but its window ends at {last}")
         self._mid.discard(slot)
 
@@ -135,9 +123,7 @@ class RigidWorker(OracleWorker):
 
     def _shape(self, step_id: int, lengths: list[int]) -> None:
         tkv = self.tkv[step_id] = rectangle(lengths, self.block_size)
-        self._demand(
-            tkv <= self.limits.max_model_len, f"volume limit: tkv {tkv} beyond {self.limits.max_model_len}"
-        )
+        self._demand(tkv <= self.limits.max_model_len, f"volume limit: tkv {tkv} beyond {self.limits.max_model_len}")
         if self.max_volume:
             self._demand(len(lengths) * tkv <= self.max_volume, f"volume limit: {len(lengths)} rows of {tkv}")
 
@@ -213,12 +199,7 @@ class RigidWorld(World):
         policy: BatchingPolicy | None = None,
         trace: Callable[[str], None] | None = None,
     ) -> None:
-        self.interleave, self.max_volume, self.pausing, self.progress = (
-            interleave,
-            max_volume,
-            pausing,
-            progress,
-        )
+        self.interleave, self.max_volume, self.pausing, self.progress = (interleave, max_volume, pausing, progress)
         self.geometry = Geometry(limits.block_size, limits.max_num_batched_tokens)
         self.kinds: list[str] = []
         """One letter per step: P for prefill, D for decode."""
@@ -254,9 +235,7 @@ class RigidWorld(World):
         rows = self.epoch.running
         part = rows[(s.computed[rows] < s.entry[rows]) & (s.computed[rows] > 0)]
         demand(
-            len(part) <= 1 or self.store.counters["rollbacks_total"] > 0,
-            "single prefill",
-            f"slots {part} in prefill",
+            len(part) <= 1 or self.store.counters["rollbacks_total"] > 0, "single prefill", f"slots {part} in prefill"
         )
         self._check_reservations()
 
@@ -268,9 +247,7 @@ class RigidWorld(World):
         able = []
         for slot in epoch.running.tolist():
             total, promised = int(s.tokens[slot]), int(s.tokens[slot] + s.placeholders[slot])
-            under_way = (
-                promised > total and self.limits.stages > 1 and at - s.sampled_step[slot] < self.limits.stages
-            )
+            under_way = promised > total and self.limits.stages > 1 and at - s.sampled_step[slot] < self.limits.stages
             if total > s.entry[slot] and promised < s.limit[slot] and slot not in named and not under_way:
                 able.append(slot)
         return able
@@ -282,22 +259,14 @@ class RigidWorld(World):
         for slot in self.epoch.running.tolist():
             needed = -(-(int(s.limit[slot]) - 1) // size)
             owed += max(0, needed - len(self.epoch.kv.tables[slot]))
-        demand(
-            0 <= owed <= pool.num_free,
-            "block reservation",
-            f"{owed} blocks are reserved, {pool.num_free} are free",
-        )
+        demand(0 <= owed <= pool.num_free, "block reservation", f"{owed} blocks are reserved, {pool.num_free} are free")
 
     def _on_updated(self, step: InflightStep) -> None:
         s = self.epoch.slots
         for slot in step.slots.tolist():
             if s.state[slot] == LIVE and s.tokens[slot] == s.entry[slot] + 1:
                 committed = int(s.committed(np.array([slot]))[0])
-                demand(
-                    committed >= int(s.entry[slot]),
-                    "prefill progress",
-                    f"slot {slot} was prefilled to {committed}",
-                )
+                demand(committed >= int(s.entry[slot]), "prefill progress", f"slot {slot} was prefilled to {committed}")
         super()._on_updated(step)
 
     def dispatch(self) -> int:
@@ -308,9 +277,7 @@ class RigidWorld(World):
             if actual is not None:  # predicted from steps in flight, not from reports
                 predicted = self.geometry.tkv(unpack(plan.starts) + 1)
                 demand(
-                    predicted >= actual,
-                    "predicted length",
-                    f"step {plan.step_id}: tkv {predicted}, actual {actual}",
+                    predicted >= actual, "predicted length", f"step {plan.step_id}: tkv {predicted}, actual {actual}"
                 )
         return sent
 

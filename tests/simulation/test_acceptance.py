@@ -127,9 +127,7 @@ def _two_hundred(depth: int) -> list[SimulatedStream]:
     for _ in range(200):
         world.add(
             prompt_of(rng.randint(1, 60), seed=rng.randrange(40)),
-            params(
-                rng.randint(1, 30), *rng.sample(range(64), rng.choice((0, 2))), seed=rng.choice((None, 7))
-            ),
+            params(rng.randint(1, 30), *rng.sample(range(64), rng.choice((0, 2))), seed=rng.choice((None, 7))),
             priority=rng.randint(-2, 2),
         )
         for _ in range(rng.choice((0, 0, 1, 4))):
@@ -178,9 +176,7 @@ def test_eos_is_noticed_while_the_next_steps_are_in_flight(depth: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_eos_on_the_first_and_on_the_last_allowed_token(tokens: int, depth: int) -> None:
     sampling = params(4)
-    prompt = prompt_whose_answer(
-        sampling, lambda a: a.reason is FinishReason.STOP and len(a.tokens) == tokens
-    )
+    prompt = prompt_whose_answer(sampling, lambda a: a.reason is FinishReason.STOP and len(a.tokens) == tokens)
     world = World(ROOMY, depth)
     stream = world.add(prompt, sampling)
     world.drain()

@@ -58,15 +58,11 @@ class Serving(NamedTuple):
 
     def config(self, drafts: int, adaptive: bool) -> SchedulerConfig:
         speculation = {"method": "ngram", "num_speculative_tokens": max(drafts, 1), "adaptive": adaptive}
-        return SchedulerConfig(
-            max_num_seqs=self.rows, speculative_config=json.dumps(speculation) if drafts else None
-        )
+        return SchedulerConfig(max_num_seqs=self.rows, speculative_config=json.dumps(speculation) if drafts else None)
 
     def header(self, config: SchedulerConfig) -> RecordingHeader:
         settings = recorded_settings(config)
-        return RecordingHeader(
-            VERSION, 1, 0, True, settings, self.limits, 1, VOCAB, 0, True, "test", is_start=True
-        )
+        return RecordingHeader(VERSION, 1, 0, True, settings, self.limits, 1, VOCAB, 0, True, "test", is_start=True)
 
     def run(self, drafts: int, adaptive: bool = False, directory: Path | None = None) -> "ObservedNumbers":
         """Serve two requests after one another for each row. `directory`: the run is recorded there."""
@@ -86,9 +82,7 @@ class Serving(NamedTuple):
         cost = StepCost(seconds, 0.0, MIN_STEPS, np.ones(6, np.bool_))
         config = self.config(drafts, adaptive)
         device = ModelledDevice(cost, HostCost(np.zeros(3), np.zeros(3), 1e-4), self.acceptance, found=1.0)
-        served = ObservedNumbers(
-            what_if := WhatIf(self.header(config), config, self.limits, History(requests), device)
-        )
+        served = ObservedNumbers(what_if := WhatIf(self.header(config), config, self.limits, History(requests), device))
         what_if.core.observers.add(served)
         recorder = None
         if directory is not None:

@@ -26,9 +26,7 @@ def limits(kv_tokens: int, budget: int, stages: int = 4, seats: int = 256) -> Li
 # -- tokens ------------------------------------------------------------------------------------------------------
 
 
-def storm(
-    policy: BatchingPolicy, stages: int, depth: int, num_blocks: int, aborts: bool, seed: int = 0
-) -> World:
+def storm(policy: BatchingPolicy, stages: int, depth: int, num_blocks: int, aborts: bool, seed: int = 0) -> World:
     """Play 32 requests in a pool that holds a few; half share prefixes."""
     rng = Random(seed)
     world = World(Limits(16, 48, 128, num_blocks, 16, stages=stages), depth, policy=policy, use_priority=True)
@@ -49,9 +47,7 @@ def storm(
 
 
 @pytest.mark.parametrize(("stages", "num_blocks", "ahead"), covering([2, 4], [17, 24, 33], [0, 1]))
-def test_tokens_are_those_of_chunked_in_a_storm_of_preemptions(
-    stages: int, num_blocks: int, ahead: int
-) -> None:
+def test_tokens_are_those_of_chunked_in_a_storm_of_preemptions(stages: int, num_blocks: int, ahead: int) -> None:
     balanced = storm(BalancedPolicy(), stages, stages + ahead, num_blocks, aborts=False)
     greedy = storm(ChunkedPolicy(), stages, stages + ahead, num_blocks, aborts=False)
     calm = storm(ChunkedPolicy(), 1, 1, 1024, aborts=False)
@@ -80,8 +76,7 @@ def test_without_stages_every_plan_is_that_of_chunked(depth: int, kv_tokens: int
     jobs = [PipelineJob(rng.randint(1, 300), rng.randint(1, 100), rng.random()) for _ in range(60)]
     sizes = limits(kv_tokens, 512, stages=1, seats=40)
     runs = [
-        simulate(policy, sizes, depth, CARDS, jobs, keep_plans=True)
-        for policy in (BalancedPolicy(), ChunkedPolicy())
+        simulate(policy, sizes, depth, CARDS, jobs, keep_plans=True) for policy in (BalancedPolicy(), ChunkedPolicy())
     ]
     plans = [[msgspec.msgpack.encode(plan) for plan in run.plans] for run in runs]
     assert plans[0] == plans[1]
@@ -140,9 +135,7 @@ def test_arrivals_over_time_are_served_as_fast_and_start_as_early(load: float) -
     sizes, most = limits(80_000, 2048), published(False, 80_000, 2048).throughput / 128
     arrivals = np.cumsum(np.random.default_rng(0).exponential(1 / (load * most), 100))
     jobs = [PipelineJob(128, 128, float(at)) for at in arrivals]
-    greedy, balanced = (
-        simulate(policy, sizes, 5, CARDS, jobs) for policy in (ChunkedPolicy(), BalancedPolicy())
-    )
+    greedy, balanced = (simulate(policy, sizes, 5, CARDS, jobs) for policy in (ChunkedPolicy(), BalancedPolicy()))
     assert balanced.throughput >= 0.95 * greedy.throughput
     assert spread(balanced.ttft)["p99"] <= 1.2 * spread(greedy.ttft)["p99"]
 
@@ -153,9 +146,7 @@ def test_arrivals_over_time_are_served_as_fast_and_start_as_early(load: float) -
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_one_request_takes_the_sum_of_all_stations(stages: int) -> None:
     """With no other request, every token passes all stages and links before the next one starts."""
-    costs = Costs(
-        base=0.002, weights=0.01, token=0.001, context=1e-5, hop=0.003, hop_token=0.0005, dispatch=0.007
-    )
+    costs = Costs(base=0.002, weights=0.01, token=0.001, context=1e-5, hop=0.003, hop_token=0.0005, dispatch=0.007)
     run = simulate(BalancedPolicy(), limits(1600, 4096, stages), stages + 1, costs, [PipelineJob(30, 4)])
     prefill = stages * (0.002 + 30 * 0.001 + 30e-5) + (stages - 1) * (0.003 + 30 * 0.0005)
     decodes = [stages * (0.012 + length * 1e-5) + (stages - 1) * 0.0035 for length in (31, 32, 33)]

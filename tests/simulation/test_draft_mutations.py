@@ -65,17 +65,13 @@ def drafts_survive_the_row_that_had_them(add: Any, self: Ledger, step: Any) -> N
 
 
 @FAULTS.add("slots", "wanted")
-def a_row_follows_before_its_drafts_can_be_there(
-    wanted: Any, self: Any, rows: Any, next_step: Any, stages: Any
-) -> Any:
+def a_row_follows_before_its_drafts_can_be_there(wanted: Any, self: Any, rows: Any, next_step: Any, stages: Any) -> Any:
     """The first stage has neither the token nor the drafts yet."""
     return wanted(self, rows, next_step, stages - 1)
 
 
 @FAULTS.add("slots", "wanted")
-def one_draft_more_than_was_requested(
-    wanted: Any, self: SlotColumns, rows: Any, next_step: int, stages: int
-) -> Any:
+def one_draft_more_than_was_requested(wanted: Any, self: SlotColumns, rows: Any, next_step: int, stages: int) -> Any:
     self.proposed[rows] += self.proposed[rows] > 0
     try:
         return wanted(self, rows, next_step, stages)
@@ -95,9 +91,7 @@ def more_drafts_than_the_context_has_room_for(
 
 
 @FAULTS.add("slots", "wanted")
-def drafts_count_as_certain_tokens(
-    wanted: Any, self: SlotColumns, rows: Any, next_step: int, stages: int
-) -> Any:
+def drafts_count_as_certain_tokens(wanted: Any, self: SlotColumns, rows: Any, next_step: int, stages: int) -> Any:
     """A request counts as certainly finished when its drafts might finish it."""
     sampling, self.sampling = self.sampling, self.placeholders
     try:
@@ -154,9 +148,7 @@ def min_tokens_hold_for_rows_of_one_token(
 
 
 @FAULTS.add("planner", "register_known")
-def drafts_enter_the_prefix_cache_at_dispatch(
-    register: Any, self: StepPlanner, rows: Any, counts: Any
-) -> None:
+def drafts_enter_the_prefix_cache_at_dispatch(register: Any, self: StepPlanner, rows: Any, counts: Any) -> None:
     """Eager registration is for known tokens only."""
     register(self, rows, counts)
     self.epoch.kv.register(rows, self.epoch.slots.computed[rows] + counts)
@@ -194,9 +186,7 @@ def a_preempted_request_waits_for_its_drafts(
 
 
 @RARE_FAULTS.add("applier", "keep_drafts")
-def a_grammar_looks_at_drafts_of_a_step_before(
-    remember: Any, self: ResultApplier, rows: Any, draft_ids: Any
-) -> None:
+def a_grammar_looks_at_drafts_of_a_step_before(remember: Any, self: ResultApplier, rows: Any, draft_ids: Any) -> None:
     """Masks of drafts that another step proposed."""
     owners = [self.epoch.slots.request(int(row)) for row in rows]
     before = [owner.draft_ids for owner in owners]
@@ -224,18 +214,13 @@ def a_grammar_takes_the_rows_last_token_only(matching: Any, self: Request, token
 
 @RARE_FAULTS.add("applier", "publish_logprobs")
 def logprobs_of_tokens_behind_a_stop(publish: Any, self: ResultApplier, logprobs: Any) -> None:
-    tokens, self.epoch.slots.tokens = (
-        self.epoch.slots.tokens,
-        np.full_like(self.epoch.slots.tokens, 1 << 20),
-    )
+    tokens, self.epoch.slots.tokens = (self.epoch.slots.tokens, np.full_like(self.epoch.slots.tokens, 1 << 20))
     publish(self, logprobs)
     self.epoch.slots.tokens = tokens
 
 
 @FAULTS.add("applier", "settle")
-def drafts_are_counted_twice(
-    settle: Any, self: ResultApplier, rows: Any, drafts: Any, sampled: Any, live: Any
-) -> None:
+def drafts_are_counted_twice(settle: Any, self: ResultApplier, rows: Any, drafts: Any, sampled: Any, live: Any) -> None:
     settle(self, rows, drafts, sampled, live)
     self.epoch.slots.drafted[rows] += sampled.drafted
 
@@ -255,9 +240,7 @@ class NoLookahead(Limits):
 
 
 @FAULTS.add("epoch", "__init__")
-def no_blocks_for_the_lookahead(
-    init: Any, self: EpochState, number: int, limits: Limits, *owned: Any
-) -> None:
+def no_blocks_for_the_lookahead(init: Any, self: EpochState, number: int, limits: Limits, *owned: Any) -> None:
     init(self, number, NoLookahead(**asdict(limits)), *owned)
 
 

@@ -70,9 +70,7 @@ def test_only_steps_in_flight_are_recomputed_by_workers_that_live(depth: int) ->
     known = 170 + 40
     assert hit == (known - 1) // 16 * 16, "every whole block of confirmed tokens is adopted"
     assert count == known - hit
-    assert stream.scheduled == (170 + 59) + depth + (known - 1) % 16, (
-        "steps in flight, and a block that was not whole"
-    )
+    assert stream.scheduled == (170 + 59) + depth + (known - 1) % 16, "steps in flight, and a block that was not whole"
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -212,11 +210,7 @@ def test_totals_outlive_the_workers() -> None:
     before = world.engine.stats()
     change_workers(world)
     after = world.engine.stats()
-    totals = [
-        name
-        for name, value in before.items()
-        if value and name.split("_")[0] not in ("kv", "num", "inflight")
-    ]
+    totals = [name for name, value in before.items() if value and name.split("_")[0] not in ("kv", "num", "inflight")]
     assert "prefix_cache_hits" in totals
     assert {name: after[name] for name in totals} == {name: before[name] for name in totals}
     world.drain()
@@ -257,9 +251,7 @@ def test_one_request_enters_again_when_its_token_is_at_the_first_stage(stages: i
     world = World(replace(ROOMY, stages=stages), depth)
     world.add(prompt_of(10), params(30, eos=False))
     world.dispatch()
-    assert len(world.plans) == (1 if stages > 1 else depth), (
-        "a second step would need an id that was not sampled yet"
-    )
+    assert len(world.plans) == (1 if stages > 1 else depth), "a second step would need an id that was not sampled yet"
     while not world.streams[0].finish:
         world.step()
     assert world.streams[0].steps == 30

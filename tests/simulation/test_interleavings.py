@@ -40,21 +40,11 @@ ONCE = ("add", "abort", "reset", "loss")
 CASES = {
     # Room for one and a half requests: blocks run short while steps are in flight.
     "kv pressure": InterleavingCase(
-        Limits(2, 8, 12, 4, 4),
-        ([2, 3, 4, 5, 6], [7, 8, 9]),
-        (params(5, eos=False),) * 2,
-        (0, 0),
-        9,
-        "preemptions",
+        Limits(2, 8, 12, 4, 4), ([2, 3, 4, 5, 6], [7, 8, 9]), (params(5, eos=False),) * 2, (0, 0), 9, "preemptions"
     ),
     # One seat; the later request displaces the first, whose tokens are still delivered. Answers end by EOS or length.
     "displacement": InterleavingCase(
-        Limits(1, 8, 16, 8, 4),
-        ([2, 3, 4], [5, 6]),
-        (params(3, 2, 3, 4), params(2)),
-        (1, 0),
-        10,
-        "displacements",
+        Limits(1, 8, 16, 8, 4), ([2, 3, 4], [5, 6]), (params(3, 2, 3, 4), params(2)), (1, 0), 10, "displacements"
     ),
     # Equal prompts in chunks, and a cache reset that recomputes what runs.
     "sharing and reset": InterleavingCase(
@@ -93,12 +83,7 @@ CASES = {
         loss=True,
     ),
     "three requests": InterleavingCase(
-        Limits(2, 4, 8, 5, 2),
-        ([2, 3], [4], [2, 3, 5]),
-        (params(2, eos=False),) * 3,
-        (0, 0, -1),
-        7,
-        "displacements",
+        Limits(2, 4, 8, 5, 2), ([2, 3], [4], [2, 3, 5]), (params(2, eos=False),) * 3, (0, 0, -1), 7, "displacements"
     ),
 }
 
@@ -144,14 +129,7 @@ def fingerprint(world: World, done: frozenset[str]) -> tuple[object, ...]:
     return (
         done,
         tuple(
-            (
-                i,
-                s.request(i).number,
-                int(s.state[i]),
-                int(s.tokens[i]),
-                int(s.computed[i]),
-                tuple(epoch.kv.tables[i]),
-            )
+            (i, s.request(i).number, int(s.state[i]), int(s.tokens[i]), int(s.computed[i]), tuple(epoch.kv.tables[i]))
             for i in live
         ),
         tuple((r.number, len(r.token_ids), r.stale_rows) for r in world.store.waiting),

@@ -154,9 +154,7 @@ def never_freed(free: Any, self: Any, rows: Any, committed: Any) -> Any:
 
 
 @FAULTS.add("kv", "num_missing")
-def absent_blocks_count_as_missing(
-    missing: Any, self: KVCacheManager, prefix: list[int], num_tokens: int
-) -> int:
+def absent_blocks_count_as_missing(missing: Any, self: KVCacheManager, prefix: list[int], num_tokens: int) -> int:
     return int(missing(self, prefix, num_tokens)) - prefix.count(NO_BLOCK)
 
 
@@ -165,12 +163,8 @@ def test_fault_is_caught(fault: Fault) -> None:
     assert_caught(fault)
 
 
-def test_the_oracle_alone_notices_a_block_that_a_step_in_flight_reads(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_oracle_alone_notices_a_block_that_a_step_in_flight_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows behind rejected drafts read from an earlier position than planned."""
     monkeypatch.setattr(Checker, "check", lambda self: None)
-    monkeypatch.setattr(
-        Checker, "on_scheduled", lambda self, step: self._touched.update({step.step_id: set()})
-    )
+    monkeypatch.setattr(Checker, "on_scheduled", lambda self, step: self._touched.update({step.step_id: set()}))
     assert_caught(FAULTS[0], speculates=True)

@@ -21,12 +21,7 @@ from tests.simulation.grammar import structured
 from tests.simulation.world import SimulatedStream, World, params
 
 ROOMY = Limits(
-    max_num_seqs=8,
-    max_num_batched_tokens=256,
-    max_model_len=256,
-    num_blocks=128,
-    block_size=16,
-    leaves_rows_out=True,
+    max_num_seqs=8, max_num_batched_tokens=256, max_model_len=256, num_blocks=128, block_size=16, leaves_rows_out=True
 )
 
 
@@ -326,9 +321,7 @@ def masks_outlive_their_token(matching: Any, self: Request, token_ids: list[int]
 
 
 @FAULTS.add("deferred_masks", "row_masks")
-def masks_of_ended_requests_are_not_sent(
-    row_masks: Any, self: Any, step: Any, row: int, *arguments: Any
-) -> Any:
+def masks_of_ended_requests_are_not_sent(row_masks: Any, self: Any, step: Any, row: int, *arguments: Any) -> Any:
     masks = row_masks(self, step, row, *arguments)
     return None if self.epoch.slots.state[step.slots[row]] == DROP else masks
 

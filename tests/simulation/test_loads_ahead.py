@@ -64,9 +64,7 @@ def test_a_request_finds_what_was_loaded_before_it_came(world: World) -> None:
 
 
 @pytest.mark.parametrize("is_aborted", [False, True])
-def test_a_request_that_comes_meanwhile_waits_and_asks_for_what_is_missing(
-    world: World, is_aborted: bool
-) -> None:
+def test_a_request_that_comes_meanwhile_waits_and_asks_for_what_is_missing(world: World, is_aborted: bool) -> None:
     load = begun(world, 6)
     stream = world.add(PROMPT, params(2))
     world.dispatch()

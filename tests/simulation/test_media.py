@@ -14,9 +14,7 @@ LIMITS = Limits(4, 64, 128, 96, 4, encoder_budget=10)
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_step_encodes_within_the_budget(depth: int) -> None:
     world = World(LIMITS, depth)
-    first = world.add(
-        prompt_of(30), params(5, eos=False), media=Media([MediaItem(2, 8, "a"), MediaItem(12, 10, "b")])
-    )
+    first = world.add(prompt_of(30), params(5, eos=False), media=Media([MediaItem(2, 8, "a"), MediaItem(12, 10, "b")]))
     second = world.add(prompt_of(20), params(5, eos=False), media=Media([MediaItem(5, 4, "c")]))
     text = world.add(prompt_of(20), params(5, eos=False))
     world.drain()

@@ -70,9 +70,7 @@ def stale_rows_survive_an_abort(drop: Any, self: Lifecycle, request: Any) -> Non
 
 
 @FAULTS.add("lifecycle", "preempt")
-def dropped_rows_are_delivered(
-    preempt: Any, self: Lifecycle, slot: int, cause: Any, stale: int = DELIVER
-) -> None:
+def dropped_rows_are_delivered(preempt: Any, self: Lifecycle, slot: int, cause: Any, stale: int = DELIVER) -> None:
     preempt(self, slot, cause, stale)
     if self.epoch.slots.state[slot] == DROP:
         self.epoch.slots.state[slot] = DELIVER
@@ -97,9 +95,7 @@ def registered_when_looked_up(find: Any, self: KVCacheManager, request: Any) -> 
 
 
 @FAULTS.add("kv", "extend_hashes")
-def hashes_without_salt(
-    extend: Any, self: KVCacheManager, request: Any, tokens: Any, num_blocks: int
-) -> None:
+def hashes_without_salt(extend: Any, self: KVCacheManager, request: Any, tokens: Any, num_blocks: int) -> None:
     salt, request.cache_salt = request.cache_salt, ""
     extend(self, request, tokens, num_blocks)
     request.cache_salt = salt
@@ -131,9 +127,7 @@ def budget_is_that_of_each_row(encode: Any, self: StepPlanner, rows: Any, counts
 
 
 @FAULTS.add("kv", "extend_hashes")
-def names_without_contents(
-    extend: Any, self: KVCacheManager, request: Any, tokens: Any, num_blocks: int
-) -> None:
+def names_without_contents(extend: Any, self: KVCacheManager, request: Any, tokens: Any, num_blocks: int) -> None:
     media, request.media = request.media, None
     extend(self, request, tokens, num_blocks)
     request.media = media
@@ -148,9 +142,7 @@ def prompts_are_cut(admit: Any, self: StepPlanner, *args: Any) -> None:
 
 
 @FAULTS.add("planner", "admit_waiting")
-def whole_prompts_must_fit_a_chunk(
-    admit: Any, self: StepPlanner, choice: Any, budget: Any, alone: Any
-) -> None:
+def whole_prompts_must_fit_a_chunk(admit: Any, self: StepPlanner, choice: Any, budget: Any, alone: Any) -> None:
     head = self.store.waiting.head()
     if not (self.epoch.limits.whole_prompts and head and len(head.token_ids) > budget.chunk):
         admit(self, choice, budget, alone)
@@ -338,16 +330,12 @@ def stage_spacing_one_step_short(wanted: Any, self: Any, rows: Any, next_step: A
 
 
 @FAULTS.add("slots", "wanted")
-def stage_spacing_one_step_long(
-    wanted: Any, self: SlotColumns, rows: Any, next_step: int, stages: int
-) -> Any:
+def stage_spacing_one_step_long(wanted: Any, self: SlotColumns, rows: Any, next_step: int, stages: int) -> Any:
     return wanted(self, rows, next_step, stages + (stages > 1))
 
 
 @FAULTS.add("slots", "wanted")
-def stage_spacing_of_confirmed_tokens(
-    wanted: Any, self: SlotColumns, rows: Any, next_step: int, stages: int
-) -> Any:
+def stage_spacing_of_confirmed_tokens(wanted: Any, self: SlotColumns, rows: Any, next_step: int, stages: int) -> Any:
     want = wanted(self, rows, next_step, stages)
     if stages > 1:
         want[(self.sampled_step[rows] > 0) & (next_step - self.sampled_step[rows] < stages)] = 0
@@ -473,9 +461,7 @@ def found_before_it_is_loaded(load: Any, self: StepPlanner, request: Any, prefix
 
 
 @TIER_FAULTS.add("engine", "on_loaded")
-def a_load_fills_all_it_asked_for(
-    on_loaded: Any, self: EngineCore, epoch: int, ticket: int, count: int
-) -> None:
+def a_load_fills_all_it_asked_for(on_loaded: Any, self: EngineCore, epoch: int, ticket: int, count: int) -> None:
     load = self.store.loading.get(ticket)
     on_loaded(self, epoch, ticket, len(load.blocks) if load is not None else count)
 
@@ -566,9 +552,7 @@ def test_a_worker_that_serves_blocks_of_steps_in_flight_is_caught(monkeypatch: p
         deque(starmap(play_peers, runs), maxlen=0)
 
 
-def test_a_worker_that_leaves_blocks_that_are_not_confirmed_is_caught(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_worker_that_leaves_blocks_that_are_not_confirmed_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next epoch adopts blocks that a step in flight was to complete."""
 
     def held(names: BlockNames) -> NamedBlocks | None:

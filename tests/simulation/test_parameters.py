@@ -87,8 +87,7 @@ def test_the_permutation_matrix(name: str, depth: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "stages"),
-    covering([STRUCTURED, f"{STRUCTURED} + penalties + logprobs", "penalties"], [2, 4], strength=1),
+    ("name", "stages"), covering([STRUCTURED, f"{STRUCTURED} + penalties + logprobs", "penalties"], [2, 4], strength=1)
 )
 def test_the_matrix_on_stages(name: str, stages: int) -> None:
     limits = replace(STORM, stages=stages)

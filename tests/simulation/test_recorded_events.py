@@ -21,9 +21,7 @@ from tests.simulation.workload import draw
 SEEDS = 40 if os.environ.get("RUNAHEAD_SOAK") else 32
 
 
-def replay(
-    recorded: Iterable[events.Event], seed: int, depth: int, speculates: bool, tier: bool
-) -> list[events.Event]:
+def replay(recorded: Iterable[events.Event], seed: int, depth: int, speculates: bool, tier: bool) -> list[events.Event]:
     """Return every event of a fresh core that receives the inbound events of a recorded one."""
     load, recorder = draw(seed, speculates, tier), EventRecorder()
     drafts = load.speculating

@@ -119,9 +119,7 @@ FAULTS = FaultList()
 
 
 @FAULTS.add("planner", "offered")
-def a_whole_prompt_may_be_taken_back(
-    offered: Any, self: StepPlanner, request: Request, hit: int, most: int
-) -> int:
+def a_whole_prompt_may_be_taken_back(offered: Any, self: StepPlanner, request: Request, hit: int, most: int) -> int:
     return min(len(request.token_ids) - hit, most)
 
 
@@ -150,7 +148,5 @@ def test_fault_is_caught(fault: Fault) -> None:
 
 @pytest.mark.soak
 def test_the_oracle_alone_notices_a_row_of_several_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        Checker, "on_scheduled", lambda self, step: self._touched.update({step.step_id: set()})
-    )
+    monkeypatch.setattr(Checker, "on_scheduled", lambda self, step: self._touched.update({step.step_id: set()}))
     assert_caught(FAULTS[0])

@@ -101,11 +101,7 @@ def played(seeds: range, speculates: bool = False, tier: bool = False, peers: bo
         depths = draw(seed, speculates).depths
         for depth in depths if seed % 16 else {*depths, 8}:
             try:
-                worlds = (
-                    play_peers(seed, depth)
-                    if peers
-                    else [play(seed, depth, speculates=speculates, tier=tier)]
-                )
+                worlds = play_peers(seed, depth) if peers else [play(seed, depth, speculates=speculates, tier=tier)]
             except Exception as error:
                 command = f".venv/bin/python -m tests.simulation.replay --seed {seed} --depth {depth}"
                 command += " --speculates" * speculates + " --tier" * tier + " --peers" * peers
@@ -120,9 +116,7 @@ def played(seeds: range, speculates: bool = False, tier: bool = False, peers: bo
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
 def test_any_workload_at_any_depth_answers_as_the_reference(first: int) -> None:
     happened = played(range(first, first + CHUNK))
-    assert [name for name in MUST_HAPPEN if not happened[name]] == [], (
-        "the simulator stopped exercising these"
-    )
+    assert [name for name in MUST_HAPPEN if not happened[name]] == [], "the simulator stopped exercising these"
 
 
 MUST_HAPPEN_TO_LOADS = [

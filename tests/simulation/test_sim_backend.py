@@ -82,11 +82,7 @@ class SimEngine:
         self.core.add(
             0,
             GenerateRequest(
-                number,
-                pack(received.text),
-                len(received.text),
-                received.params,
-                structured=received.structured,
+                number, pack(received.text), len(received.text), received.params, structured=received.structured
             ),
         )
         for ticket in list(self.compilation.waiting):
@@ -132,9 +128,7 @@ class SimEngine:
             assert first == (rank, ids, values), "a repeated entry differs from the first one"
 
 
-def expected(
-    received: ReceivedText, params: SamplingParams, structured: StructuredOutputParams | None
-) -> list[int]:
+def expected(received: ReceivedText, params: SamplingParams, structured: StructuredOutputParams | None) -> list[int]:
     def mask(output: list[int]) -> np.ndarray:
         assert structured is not None
         grammar = Automaton.from_params(structured, VOCAB, ())
@@ -197,10 +191,7 @@ def test_the_permutation_matrix_on_the_simulator_backend(name: str, drafts: int,
     for received in engine.texts:
         assert_answered(received)
     bare = [
-        (
-            received,
-            expected(received, SamplingParams(max_tokens=received.params.max_tokens, temperature=0.0), None),
-        )
+        (received, expected(received, SamplingParams(max_tokens=received.params.max_tokens, temperature=0.0), None))
         for i, received in enumerate(engine.texts)
         if i % 4 != 3 and not received.params.temperature
     ]

@@ -143,16 +143,10 @@ def test_running_requests_rotate_on_a_starved_budget(budget: int, depth: int) ->
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_rows_change_their_places_in_each_step(depth: int) -> None:
     """Requests arrive and finish in each step, so drafts by row would belong to other requests."""
-    world = World(
-        replace(ROOMY, max_num_seqs=5), depth, use_priority=True, speculating=Speculating("by request")
-    )
+    world = World(replace(ROOMY, max_num_seqs=5), depth, use_priority=True, speculating=Speculating("by request"))
     rng = Random(depth)
     for i in range(40):
-        world.add(
-            prompt_of(rng.randint(1, 30), i),
-            params(rng.randint(1, 9), eos=False),
-            priority=rng.choice((0, -i)),
-        )
+        world.add(prompt_of(rng.randint(1, 30), i), params(rng.randint(1, 9), eos=False), priority=rng.choice((0, -i)))
         world.step()
     world.drain()
     orders = [unpack(plan.slots).tolist() for plan in world.plans]
@@ -264,14 +258,8 @@ def test_a_grammar_that_refuses_every_third_draft(depth: int) -> None:
 def test_grammars_that_fail_within_a_row(depth: int) -> None:
     """The tokens before the failure are delivered, and no other request is affected."""
     world = World(ROOMY, depth, speculating=Speculating("always", (3,)))
-    bad = [
-        world.add(prompt_of(8, i), params(20, eos=False), structured=structured(i, fails_after=i))
-        for i in range(6)
-    ]
-    good = [
-        world.add(prompt_of(9, i), params(12, eos=False), structured=structured(9) if i else None)
-        for i in (0, 1)
-    ]
+    bad = [world.add(prompt_of(8, i), params(20, eos=False), structured=structured(i, fails_after=i)) for i in range(6)]
+    good = [world.add(prompt_of(9, i), params(12, eos=False), structured=structured(9) if i else None) for i in (0, 1)]
     world.drain()
     assert [len(stream.tokens) for stream in bad] == list(range(6))
     assert all(stream.finish and stream.finish.reason is FinishReason.ERROR for stream in bad)
@@ -337,9 +325,7 @@ def test_an_abort_while_drafts_are_in_flight(depth: int) -> None:
 
 def test_a_displaced_request_gets_its_rows_of_several_tokens_late() -> None:
     """Stale delivery of all tokens of a row, up to a stop within one of them."""
-    world = World(
-        replace(ROOMY, max_num_seqs=1), 3, use_priority=True, speculating=Speculating("always", (3,))
-    )
+    world = World(replace(ROOMY, max_num_seqs=1), 3, use_priority=True, speculating=Speculating("always", (3,)))
     first = world.add(prompt_of(9), params(14, eos=False), priority=1)
     world.dispatch()
     world.add(prompt_of(5, 1), params(3, eos=False))

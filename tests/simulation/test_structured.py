@@ -78,9 +78,7 @@ def test_a_step_is_sampled_before_the_next_one_executes(depth: int, stages: int)
             waiting = message if message.has_structured_output_requests else None
             before = dict(newest)
             slots, samples = unpack(message.slots).tolist(), list(message.samples)
-            newest |= {
-                slot: message.step_id for slot, samples_ in zip(slots, samples, strict=True) if samples_
-            }
+            newest |= {slot: message.step_id for slot, samples_ in zip(slots, samples, strict=True) if samples_}
             newest |= {new.slot: 0 for new in message.new if new.slot not in slots}
         elif isinstance(message, GrammarOutput):
             assert waiting is not None

@@ -55,9 +55,7 @@ def test_the_guilty_request_is_refused_and_the_others_finish(depth: int, tokens:
     assert run(world, poison, tokens) == SUSPECT_AFTER + 1
     assert poison.finish is not None
     assert (poison.finish.reason, poison.finish.message) == (FinishReason.ERROR, GUILTY)
-    assert all(
-        s.finish is not None and s.finish.reason is FinishReason.LENGTH for s in streams if s is not poison
-    )
+    assert all(s.finish is not None and s.finish.reason is FinishReason.LENGTH for s in streams if s is not poison)
     assert not world.store.suspects.active
 
 
@@ -107,10 +105,7 @@ def test_a_suspect_begins_when_the_steps_of_the_one_before_have_ended(depth: int
     while world.store.suspects.active:
         world.dispatch()
         steps = world.engine.queue.steps
-        assert (
-            len({slot for step in steps for slot in step.slots.tolist()}) == 1
-            or not world.store.suspects.active
-        )
+        assert len({slot for step in steps for slot in step.slots.tolist()}) == 1 or not world.store.suspects.active
         world.complete()
     world.drain()
     assert all(s.finish is not None and s.finish.reason is FinishReason.LENGTH for s in streams)

@@ -92,13 +92,9 @@ def draw(seed: int, speculates: bool = False, tier: bool = False) -> Workload:
     policy = of_group.choice(("chunked", "chunked", "balanced", "phased"))
     if speculates:  # phased is refused
         policy = "chunked" if policy == "phased" else policy
-    limits = replace(
-        limits, leaves_rows_out=policy != "phased" and of_masks.random() < 0.6, loads_blocks=tier
-    )
+    limits = replace(limits, leaves_rows_out=policy != "phased" and of_masks.random() < 0.6, loads_blocks=tier)
     if policy == "phased":  # chunks are whole blocks
-        limits = replace(
-            limits, max_num_batched_tokens=-(-limits.max_num_batched_tokens // block_size) * block_size
-        )
+        limits = replace(limits, max_num_batched_tokens=-(-limits.max_num_batched_tokens // block_size) * block_size)
     if not tier:
         limits = with_groups(limits, policy, Random(f"block tables/{seed}"), speculates)
     longest = limits.max_model_len
@@ -149,18 +145,12 @@ def with_pooler(limits: Limits, whole_prompts: bool) -> Limits:
         return replace(limits, pools_only=True)
     fitting = max(limits.max_num_batched_tokens, limits.max_model_len - 1)
     return replace(
-        limits,
-        max_num_batched_tokens=fitting,
-        pools_only=True,
-        whole_prompts=True,
-        enable_prefix_caching=False,
+        limits, max_num_batched_tokens=fitting, pools_only=True, whole_prompts=True, enable_prefix_caching=False
     )
 
 
 def _pooled(arrival: Arrival) -> Arrival:
-    return replace(
-        arrival, params=params(1, eos=False), replayed=0.0, grammar=None, pooling=Pooling.MODEL, lora=None
-    )
+    return replace(arrival, params=params(1, eos=False), replayed=0.0, grammar=None, pooling=Pooling.MODEL, lora=None)
 
 
 def _with_media(arrival: Arrival, longest: int, rng: Random) -> Arrival:
@@ -229,9 +219,7 @@ def _arrival(rng: Random, shared: list[list[int]], longest: int, vocab: int) -> 
 
 def _asking(arrival: Arrival, rng: Random, vocab: int) -> Arrival:
     """Return the request, mostly with pooling, a grammar or sampling parameters."""
-    match rng.choice(
-        ("nothing", "pooling", "a grammar that fails", "parameters", "parameters", "parameters")
-    ):
+    match rng.choice(("nothing", "pooling", "a grammar that fails", "parameters", "parameters", "parameters")):
         case "pooling":
             pooling = rng.choice((Pooling.LAST, Pooling.MEAN))
             return replace(arrival, params=params(1, eos=False), replayed=0.0, pooling=pooling)

@@ -307,8 +307,7 @@ class World:
         ticket = list(self.compilation.waiting)[which]
         known, grammar = ticket in self.store.compiling, self.compilation.finish(ticket)
         self.coverage[
-            "grammars: "
-            + ("of an ended request" if not known else "refused" if isinstance(grammar, str) else "ready")
+            "grammars: " + ("of an ended request" if not known else "refused" if isinstance(grammar, str) else "ready")
         ] += 1
         self.coverage["grammars: ready between epochs"] += self.lost
         self.log("grammar", ticket, grammar if isinstance(grammar, str) else "ready")
@@ -385,9 +384,7 @@ class World:
         names: list[bytes] = []
         size = self.limits.block_size
         tokens = pack((stream.prompt + stream.tokens)[: num_blocks * size])
-        salt, items = (
-            ("", ()) if stream.request is None else (stream.request.cache_salt, stream.request.items)
-        )
+        salt, items = ("", ()) if stream.request is None else (stream.request.cache_salt, stream.request.items)
         extend_names(names, salt, tokens, size, items)
         return names
 
@@ -415,9 +412,7 @@ class World:
         self.coverage["drops: of a load"] += waits
         all_names = {name_in_group(name, g) for name in names for g in range(len(self.limits.groups))}
         assert all_names.isdisjoint(self.epoch.kv.pool.by_hash), "dropped block: one is found"
-        assert all(all_names.isdisjoint(load.names) for load in self.store.loading), (
-            "dropped block: one will be loaded"
-        )
+        assert all(all_names.isdisjoint(load.names) for load in self.store.loading), "dropped block: one will be loaded"
         self._transition()
 
     def load_ahead(self, names: list[bytes]) -> None:
@@ -535,9 +530,7 @@ class World:
         self.pipeline, self.even = StagePipeline(limits.stages), True
         self._transition()
         self.publish()
-        assert all(stream.finish is not None for stream in doomed), (
-            "a request that does not fit is still open"
-        )
+        assert all(stream.finish is not None for stream in doomed), "a request that does not fit is still open"
         self.coverage["epochs: a request no longer fits"] += len(doomed)
         for stream in self._by_key.values():
             stream.doomed = stream.refused
@@ -685,9 +678,7 @@ class World:
             self.pending[_RESULTS.decode(result).step_id] = result
         self.coverage["uneven stages"] += running is not None
         self.coverage["first stage waited"] += self.pipeline.stalls > 0
-        assert not (self.even and self.pipeline.stalls), (
-            "stage spacing: the first stage waits for a sampled id"
-        )
+        assert not (self.even and self.pipeline.stalls), "stage spacing: the first stage waits for a sampled id"
 
     def _await_result(self) -> None:
         while self.pipeline.busy and not self.pending:
@@ -708,11 +699,7 @@ class World:
 
     def repeat_result(self, which: int, epoch_before: bool) -> None:
         """Deliver a result again, or one of an earlier epoch. It must be dropped and counted."""
-        frame = (
-            self.delivered[which % len(self.delivered)]
-            if self.delivered
-            else next(iter(self.pending.values()))
-        )
+        frame = self.delivered[which % len(self.delivered)] if self.delivered else next(iter(self.pending.values()))
         if epoch_before or not self.delivered:
             message = _RESULTS.decode(frame)
             frame = encode(msgspec.structs.replace(message, epoch=message.epoch - 1))
@@ -965,9 +952,7 @@ class World:
         if (request is None and len(known) > 2) or known != sorted(known):
             raise DeliveryError(f"{name} has the times {times}")
         if (times.first_token > 0) != gave_tokens or (times.scheduled > 0) != (stream.steps > 0):
-            raise DeliveryError(
-                f"{name} had {stream.steps} steps, {len(stream.tokens)} tokens, times {times}"
-            )
+            raise DeliveryError(f"{name} had {stream.steps} steps, {len(stream.tokens)} tokens, times {times}")
 
     def _check_scores(self, name: str, stream: SimulatedStream) -> None:
         """Each requested position arrived once, except those that were delivered before a replay."""
@@ -982,9 +967,7 @@ class World:
 
     def _count_stop(self, stream: SimulatedStream, finish: Finish) -> None:
         if finish.reason is FinishReason.ERROR or stream.pooling is not Pooling.NONE:
-            self.coverage[
-                "stops: grammar failed" if finish.message else f"embeddings: {stream.pooling.name}"
-            ] += 1
+            self.coverage["stops: grammar failed" if finish.message else f"embeddings: {stream.pooling.name}"] += 1
             return
         self.coverage["stops: matched by a grammar"] += stream.structured is not None
         if finish.reason is FinishReason.LENGTH:
@@ -1000,9 +983,7 @@ class World:
     def _check_scheduled(self, name: str, stream: SimulatedStream, finish: Finish) -> None:
         """Exact work at every depth. An unforeseeable stop costs at most one token per further step."""
         if finish.num_cached_tokens != min(stream.hit, len(stream.prompt)):
-            raise DeliveryError(
-                f"{name} reports {finish.num_cached_tokens} cached tokens, found {stream.hit}"
-            )
+            raise DeliveryError(f"{name} reports {finish.num_cached_tokens} cached tokens, found {stream.hit}")
         if (finish.num_draft_tokens, finish.num_accepted_tokens) != (stream.drafted, stream.accepted):
             raise DeliveryError(
                 f"{name} reports {finish.num_accepted_tokens} of {finish.num_draft_tokens} drafts accepted, "

@@ -108,9 +108,7 @@ PARTS = {
 
 def run_part(name: str, is_long: bool) -> Progress:
     part = PARTS[name]
-    progress = Progress.resumed(
-        f"{name}-long" if is_long else name, part.long if is_long else part.of, part.unit
-    )
+    progress = Progress.resumed(f"{name}-long" if is_long else name, part.long if is_long else part.of, part.unit)
     while progress.left > 0:
         began, count = time.monotonic(), int(min(part.piece, progress.left))
         happened, failures = part.run(int(progress.done), count)

@@ -56,6 +56,4 @@ class Progress:
 
     def __str__(self) -> str:
         ended = f"{len(self.failures)} failures" if self.failures else "no failure"
-        return (
-            f"{self.name}: {self.done:g} of {self.of:g} {self.unit} in {self.seconds / 60:.1f} min, {ended}"
-        )
+        return f"{self.name}: {self.done:g} of {self.of:g} {self.unit} in {self.seconds / 60:.1f} min, {ended}"

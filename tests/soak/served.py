@@ -165,9 +165,7 @@ async def strike(
     if noticed is None or noticed - at > DETECTION[kind]:
         wrong.append(f"{name} {kind}: /readyz said 503 after {None if noticed is None else noticed - at} s")
     elif probes.at(time.monotonic()) != 200:
-        wrong.append(
-            f"{name} {kind}: /readyz says {probes.at(time.monotonic())} after {LEAST_PAUSE - 3.0:g} s"
-        )
+        wrong.append(f"{name} {kind}: /readyz says {probes.at(time.monotonic())} after {LEAST_PAUSE - 3.0:g} s")
     elif first is not None and time.monotonic() - load.last_token > 5.0:
         wrong.append(f"{name} {kind}: /readyz says 200, but no token has come for 5 s")
     return wrong
@@ -190,9 +188,7 @@ async def kill_frontend(other: SecondFrontend, server: ServeProcess, load: Load,
                     pass
                 wrong.append("a stream of a killed frontend has ended in order")
     if not await comes_true(lambda: num_requests(server) <= most):
-        wrong.append(
-            f"{num_requests(server):g} requests are open, although others than a killed frontend have {most}"
-        )
+        wrong.append(f"{num_requests(server):g} requests are open, although others than a killed frontend have {most}")
     await other.start()
     async with other.async_client() as client:
         again = Load(client, load.bodies, model=load.model)

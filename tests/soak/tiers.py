@@ -63,9 +63,7 @@ async def tier_faults(seconds: float, seed: int) -> tuple[Counter[str], list[str
         directory = Path(made) / "kv"
         while (left := until - time.monotonic()) > 0 and not failures:
             size = rng.choice(("16K", "256K", "64M"))
-            with serving(
-                *LAYOUT, "--kv-offload-dir", str(directory), "--kv-offload-dir-bytes", size
-            ) as server:
+            with serving(*LAYOUT, "--kv-offload-dir", str(directory), "--kv-offload-dir-bytes", size) as server:
                 failures += await _round(server, directory, min(left, ROUND), rng, expected, happened)
     return happened, failures
 
@@ -79,10 +77,7 @@ async def _round(
     happened: Counter[str],
 ) -> list[str]:
     """Run streams and faults, then kill everything in the middle of them. Return what is wrong."""
-    everything = [
-        server.process.pid,
-        *(child.pid for child in psutil.Process(server.process.pid).children(True)),
-    ]
+    everything = [server.process.pid, *(child.pid for child in psutil.Process(server.process.pid).children(True))]
     async with server.async_client() as client:
         load = Load(client, bodies(), expected)
         if expected:
@@ -111,9 +106,7 @@ async def _round(
         text = (await asyncio.to_thread(server.get, "/metrics"))[1]
         for name in ("kv_tier_hit_tokens_total", "stream_moves_total"):  # of the schedulers that live
             for labels, count in re.findall(rf"^runahead:{name}{{(.*)}} (\S+)$", text, re.MULTILINE):
-                happened[f"{name} {''.join(re.findall('tier=.(.*?).,?$', labels))}".strip()] += int(
-                    float(count)
-                )
+                happened[f"{name} {''.join(re.findall('tier=.(.*?).,?$', labels))}".strip()] += int(float(count))
         server.find_services()
         for pid in {*everything, *(service.pid for service in server.services.values())}:
             if psutil.pid_exists(pid) and _is_of(pid, everything[0]):
@@ -135,9 +128,7 @@ def _is_of(pid: int, serve: int) -> bool:
 def _kill(server: ServeProcess, rng: random.Random) -> str:
     server.find_services()
     kind = rng.choice(("scheduler", "worker"))
-    running = [
-        process for name, process in server.services.items() if name.startswith(kind) and process.is_running()
-    ]
+    running = [process for name, process in server.services.items() if name.startswith(kind) and process.is_running()]
     if running:
         rng.choice(running).kill()
     return f"{kind} killed"

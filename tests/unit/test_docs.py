@@ -75,9 +75,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "headings"),
-    [(RULES, "##+"), (RULES.with_name("benchmarks.md"), "##")],
-    ids=["rules", "benchmarks"],
+    ("page", "headings"), [(RULES, "##+"), (RULES.with_name("benchmarks.md"), "##")], ids=["rules", "benchmarks"]
 )
 def test_a_long_page_begins_with_all_of_its_sections(page: Path, headings: str) -> None:
     own, other = page.read_text().split("\n## On this page\n")[1].split("\n## ", 1)
@@ -124,8 +122,7 @@ def test_no_rule_is_cited_by_number() -> None:
 
 
 @pytest.mark.parametrize(
-    "citation",
-    ["spec 0.7", "Spec 2.1", "(S2-3)", "I-a", "2(b) 3", "3(b) 10", "rule 9", "rules 7 and 8", "invariant 3"],
+    "citation", ["spec 0.7", "Spec 2.1", "(S2-3)", "I-a", "2(b) 3", "3(b) 10", "rule 9", "rules 7 and 8", "invariant 3"]
 )
 def test_citations_by_number_are_found(citation: str) -> None:
     assert NUMBERED.search(f"freed behind the fence, {citation}, and not before")
@@ -155,9 +152,7 @@ def test_benchmarks_that_are_named_exist(page: Path) -> None:
         assert (ROOT / "tests" / "benchmarks" / f"{name}.py").exists(), name
 
 
-EXAMPLES = [
-    page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in ("clients.md", "examples.md")
-]
+EXAMPLES = [page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in ("clients.md", "examples.md")]
 """Pages with examples that need no server; tests/clients and tests/e2e run those of the others (test_examples.py)."""
 
 
@@ -204,7 +199,5 @@ def test_a_class_name_stands_once() -> None:
 
 
 def test_every_page_has_a_place_on_the_site() -> None:
-    listed = re.findall(
-        r"^[a-z-]+$", (ROOT / "docs" / "site" / "pages" / "index.md").read_text(), re.MULTILINE
-    )
+    listed = re.findall(r"^[a-z-]+$", (ROOT / "docs" / "site" / "pages" / "index.md").read_text(), re.MULTILINE)
     assert {page.stem for page in (ROOT / "docs").glob("*.md")} <= set(listed)

@@ -36,9 +36,7 @@ def keeper(path: Path, seconds: float = LONG) -> Iterator[None]:
 def num_kept() -> int:
     """Return the number of memories that this process has open."""
     return sum(
-        "memfd:runahead-kv" in os.readlink(file)
-        for file in Path("/proc/self/fd").iterdir()
-        if file.is_symlink()
+        "memfd:runahead-kv" in os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()
     )
 
 

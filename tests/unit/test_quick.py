@@ -13,9 +13,4 @@ def test_tests_nearest_to_a_changed_module_come_first():
 def test_members_in_parentheses_are_imports(tmp_path: Path):
     file = tmp_path / "module.py"
     file.write_text("from protocol import (\n    codec,\n    steps as messages,\n)\nimport services.units\n")
-    assert imports_of(file) == {
-        "protocol/__init__.py",
-        "protocol/codec.py",
-        "protocol/steps.py",
-        "services/units.py",
-    }
+    assert imports_of(file) == {"protocol/__init__.py", "protocol/codec.py", "protocol/steps.py", "services/units.py"}

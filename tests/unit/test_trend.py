@@ -45,16 +45,8 @@ def test_what_fails_or_takes_too_long_is_named_and_the_others_run(tmp_path: Path
     (tmp_path / "fails.py").write_text("raise SystemExit(3)")
     (tmp_path / "hangs.py").write_text("import time\ntime.sleep(600)")
     (tmp_path / "empty.py").write_text("")
-    report = {
-        "date": "2026-01-01T00:00:00Z",
-        "machine": MACHINE,
-        "settings": {"arguments": []},
-        "a": 1,
-        "b": 2,
-    }
-    (tmp_path / "works.py").write_text(
-        f"open('build/bench/works.json', 'w').write('''{json.dumps(report)}''')"
-    )
+    report = {"date": "2026-01-01T00:00:00Z", "machine": MACHINE, "settings": {"arguments": []}, "a": 1, "b": 2}
+    (tmp_path / "works.py").write_text(f"open('build/bench/works.json', 'w').write('''{json.dumps(report)}''')")
     monkeypatch.setattr("tests.benchmarks.trend.classes.FORMS", forms := (
         ShortForm("one", "fails", "", "", ()),
         ShortForm("two", "hangs", "", "", (), seconds=0.2),
@@ -62,10 +54,7 @@ def test_what_fails_or_takes_too_long_is_named_and_the_others_run(tmp_path: Path
         ShortForm("four", "works", "", "", [Shown("a", "a"), Shown("not on this processor", "c")]),
     ))  # fmt: skip
     reasons = list(run_all(forms, time.monotonic() + 60, scripts=tmp_path, figures=tmp_path))
-    assert [reason.partition(";")[0] for reason in reasons[:2]] == [
-        "one: exit status 3",
-        "two: exceeded its limit",
-    ]
+    assert [reason.partition(";")[0] for reason in reasons[:2]] == ["one: exit status 3", "two: exceeded its limit"]
     assert reasons[2].startswith("three: ")
     assert len(reasons) == 3
     assert json.loads((tmp_path / "avx512-bf16-2.json").read_text())["four"]["figures"] == {"a": [1]}

@@ -137,9 +137,7 @@ def make_eagle(directory: Path) -> Path:
     Returns the directory."""
     directory.mkdir()
     head = load_file(DEMO_MODEL / "eagle" / "model.safetensors")
-    save_file(
-        {name: tensor for name, tensor in head.items() if name != "d2t"}, directory / "model.safetensors"
-    )
+    save_file({name: tensor for name, tensor in head.items() if name != "d2t"}, directory / "model.safetensors")
     config = json.loads((DEMO_MODEL / "eagle" / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"draft_vocab_size": VOCAB}))
     return directory
@@ -151,9 +149,7 @@ def make_adapter(directory: Path, base: Path, seed: int, rank: int = 4, layers: 
     directory.mkdir()
     of_base = json.loads((base / "config.json").read_text())
     of_base = of_base.get("text_config", of_base)
-    hidden, heads, groups = (
-        of_base[n] for n in ("hidden_size", "num_attention_heads", "num_key_value_heads")
-    )
+    hidden, heads, groups = (of_base[n] for n in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
     width = of_base.get("head_dim") or hidden // heads
     sizes = {
         "self_attn.q_proj": (hidden, heads * width),

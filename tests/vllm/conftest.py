@@ -10,11 +10,7 @@ HERE = Path(__file__).parent
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Ignore deprecations in other packages: vLLM reads attributes of every loaded module."""
-    ignored = (
-        "ignore::FutureWarning",
-        "ignore::DeprecationWarning",
-        r"ignore:\s*Encountered the use of a type",
-    )
+    ignored = ("ignore::FutureWarning", "ignore::DeprecationWarning", r"ignore:\s*Encountered the use of a type")
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.filterwarnings(*ignored))

@@ -42,9 +42,7 @@ VISION = {
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(
-        DEMO_MODEL, extra_special_tokens={"image_token": "<image>"}
-    )
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(DEMO_MODEL, extra_special_tokens={"image_token": "<image>"})
     places = [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
     marks = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *places]
     marks += ["<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"]
@@ -106,8 +104,7 @@ def make(name: str, directory: Path) -> Path:
     weights = load_file(directory / "model.safetensors")
     # transformers saves Qwen2-Audio's text part with other names than those of the published checkpoints.
     published = {
-        name.replace("language_model.model.model.", "language_model.model."): value
-        for name, value in weights.items()
+        name.replace("language_model.model.model.", "language_model.model."): value for name, value in weights.items()
     }
     save_file(published, directory / "model.safetensors", {"format": "pt"})
     return directory

@@ -56,9 +56,7 @@ MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
     "bert": lambda: BertModel(BertConfig(**BERT)),
     "bert-mean": lambda: BertModel(BertConfig(**BERT)),
     "roberta": lambda: RobertaModel(RobertaConfig(**ROBERTA)),
-    "modernbert": lambda: ModernBertModel(
-        ModernBertConfig(**BERT, local_attention=32, global_attn_every_n_layers=2)
-    ),
+    "modernbert": lambda: ModernBertModel(ModernBertConfig(**BERT, local_attention=32, global_attn_every_n_layers=2)),
     "qwen3-embedder": lambda: Qwen3Model(Qwen3Config(**QWEN3)),
     "bert-classifier": lambda: BertForSequenceClassification(BertConfig(**BERT, **LABELS)),
     "bert-scorer": lambda: BertForSequenceClassification(BertConfig(**BERT, num_labels=1)),
@@ -94,11 +92,7 @@ def _set_mean(directory: Path) -> None:
     ]
     (directory / "modules.json").write_text(json.dumps(entries))
     (directory / "1_Pooling").mkdir()
-    pooling = {
-        "word_embedding_dimension": 128,
-        "pooling_mode_mean_tokens": True,
-        "pooling_mode_cls_token": False,
-    }
+    pooling = {"word_embedding_dimension": 128, "pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}
     (directory / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"matryoshka_dimensions": [32, 64, 128]}))

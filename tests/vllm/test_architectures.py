@@ -65,9 +65,7 @@ FEW_BLOCKS = 13
 
 def vllm_requests(kinds: Sequence[dict[str, Any]] = KINDS) -> list[VllmRequest]:
     return [
-        VllmRequest(
-            [(number * 389 + i * 31) % 4000 + 10 for i in range(length)], {"max_tokens": OUTPUT, **kind}
-        )
+        VllmRequest([(number * 389 + i * 31) % 4000 + 10 for i in range(length)], {"max_tokens": OUTPUT, **kind})
         for number, length in enumerate(LENGTHS)
         for kind in kinds
     ]
@@ -159,8 +157,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=() if name in PER_CHANGE else pytest.mark.soak) for name in CASES],
+    scope="module", params=[pytest.param(name, marks=() if name in PER_CHANGE else pytest.mark.soak) for name in CASES]
 )
 def both(
     request: pytest.FixtureRequest, pool: ProcessPoolExecutor, models: dict[str, str]

@@ -106,9 +106,7 @@ def test_answers_equal_those_of_the_synchronous_runner(
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_preemption_storm_changes_no_answer(
-    depth: int, worker: VllmWorker, expected: dict[str, VllmStream]
-) -> None:
+def test_preemption_storm_changes_no_answer(depth: int, worker: VllmWorker, expected: dict[str, VllmStream]) -> None:
     """A resumed request enters vLLM's batch with its tokens."""
     with VllmRun(worker, depth, num_blocks=FEW_BLOCKS) as run:
         assert_answers(run, expected)
@@ -132,9 +130,7 @@ def test_requests_that_pause_between_steps_have_their_tokens(
         assert_answers(run, expected)
 
 
-def test_a_release_between_steps_changes_no_answer(
-    worker: VllmWorker, expected: dict[str, VllmStream]
-) -> None:
+def test_a_release_between_steps_changes_no_answer(worker: VllmWorker, expected: dict[str, VllmStream]) -> None:
     """A step without rows empties vLLM's batch, while the tokens of the step before are on their way."""
     wanted = [stream for stream in expected.values() if stream.structured is None]
     with VllmRun(worker, 2) as run:
@@ -159,9 +155,7 @@ def test_more_requests_than_slots(worker: VllmWorker) -> None:
 
 
 @pytest.mark.parametrize("name", ["sampled", "repetition_penalty", "grammar, sampled, penalties"])
-def test_request_continues_in_the_next_epoch(
-    name: str, worker: VllmWorker, expected: dict[str, VllmStream]
-) -> None:
+def test_request_continues_in_the_next_epoch(name: str, worker: VllmWorker, expected: dict[str, VllmStream]) -> None:
     stream = all_streams()[list(PARAMETER_CASES).index(name)]
     stream.tokens = expected[name].tokens[:10]
     with VllmRun(worker, 2) as run:

@@ -64,9 +64,7 @@ def assert_all_equal(got: list[VllmStream], expected: list[VllmStream]) -> None:
         assert_equal(mine, wanted)
 
 
-def test_answers_and_accepted_drafts_are_equal_at_any_depth(
-    worker: VllmWorker, plain: list[VllmStream]
-) -> None:
+def test_answers_and_accepted_drafts_are_equal_at_any_depth(worker: VllmWorker, plain: list[VllmStream]) -> None:
     """Same tokens, equal acceptance. With every parameter, grammars, log-probabilities, and prompts in chunks."""
     rows = []
     for depth in DEPTHS:
@@ -126,9 +124,7 @@ def refusal(speculation: Speculation) -> str:
 
 def test_drafters_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     assert refusal(Speculation("eagle", K)) == '"method": "eagle" needs a "model" with --backend vllm'
-    assert refusal(Speculation("eagle", K, "/no/such/head")).startswith(
-        "the drafter: no such model directory"
-    )
+    assert refusal(Speculation("eagle", K, "/no/such/head")).startswith("the drafter: no such model directory")
     assert "shorter" in refusal(Speculation("draft_model", K, str(DEMO_MODEL), max_model_len=CONTEXT - 1))
     short = checkpoints.make_eagle(tmp_path / "short")
     config = json.loads((short / "config.json").read_text()) | {"max_position_embeddings": 128}

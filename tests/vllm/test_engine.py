@@ -64,9 +64,7 @@ def test_answers_equal_those_of_requests_alone(
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_preemption_storm_changes_no_answer(
-    depth: int, worker: VllmWorker, alone: dict[str, VllmStream]
-) -> None:
+def test_preemption_storm_changes_no_answer(depth: int, worker: VllmWorker, alone: dict[str, VllmStream]) -> None:
     """The tokens of a preempted request stay output: penalties, random numbers and log-probabilities continue."""
     with VllmRun(worker, depth, num_blocks=FEW_BLOCKS) as run:
         for got, expected in zip(run.serve(*all_streams()), alone.values(), strict=True):
@@ -97,9 +95,7 @@ def test_the_number_of_threads_may_change_between_steps(
 
 
 CELLS = {
-    cell: reason
-    for cell, reason in table()
-    if cell.backend == "vllm" and not cell.structured and not cell.speculation
+    cell: reason for cell, reason in table() if cell.backend == "vllm" and not cell.structured and not cell.speculation
 }
 """Each cell is tested with structured output too. Cells with drafts are in test_speculation.py."""
 
@@ -123,9 +119,7 @@ def test_answers_obey_their_parameters(alone: dict[str, VllmStream]) -> None:
     assert stopped.finish is not None
     assert stopped.finish.reason is FinishReason.STOP
     assert len(stopped.tokens) > 12
-    assert [t in stopped.params.stop_token_ids for t in stopped.tokens] == [False] * (
-        len(stopped.tokens) - 1
-    ) + [True]
+    assert [t in stopped.params.stop_token_ids for t in stopped.tokens] == [False] * (len(stopped.tokens) - 1) + [True]
     assert not set(alone["bad_words"].tokens) & {19, 271}
     assert set(alone["allowed_token_ids"].tokens) <= set(range(100, 200))
     assert set(alone["logit_bias"].tokens) <= {77, 78}
@@ -199,9 +193,7 @@ def test_embedding_is_the_state_that_the_next_token_is_computed_from(worker: Vll
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_mean_is_that_of_all_states_in_chunks_and_with_generation_in_the_batch(
-    depth: int, worker: VllmWorker
-) -> None:
+def test_mean_is_that_of_all_states_in_chunks_and_with_generation_in_the_batch(depth: int, worker: VllmWorker) -> None:
     prompt = prompt_of(3, 6)
     long = prompt_of(1, 200)
     with VllmRun(worker, depth) as run:
@@ -221,9 +213,7 @@ def test_mean_is_that_of_all_states_in_chunks_and_with_generation_in_the_batch(
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_abort_in_the_middle_of_a_prompt(
-    depth: int, worker: VllmWorker, alone: dict[str, VllmStream]
-) -> None:
+def test_abort_in_the_middle_of_a_prompt(depth: int, worker: VllmWorker, alone: dict[str, VllmStream]) -> None:
     names = ("greedy", "sampled", "another seed")
     with VllmRun(worker, depth, prefix_caching=False) as run:
         streams = [run.add(n, s) for n, s in enumerate(all_streams()[:3])]
@@ -259,21 +249,15 @@ def test_number_reused_while_steps_of_the_first_request_are_in_flight(
 def test_more_requests_than_slots(worker: VllmWorker) -> None:
     with VllmRun(worker, 1) as run:
         expected = [
-            s.tokens
-            for s in run.serve(*(VllmStream(prompt_of(n, 3 + n), SAMPLED) for n in range(3 * MAX_SEQS)))
+            s.tokens for s in run.serve(*(VllmStream(prompt_of(n, 3 + n), SAMPLED) for n in range(3 * MAX_SEQS)))
         ]
     with VllmRun(worker, 3) as run:
-        got = [
-            s.tokens
-            for s in run.serve(*(VllmStream(prompt_of(n, 3 + n), SAMPLED) for n in range(3 * MAX_SEQS)))
-        ]
+        got = [s.tokens for s in run.serve(*(VllmStream(prompt_of(n, 3 + n), SAMPLED) for n in range(3 * MAX_SEQS)))]
     assert got == expected
 
 
 @pytest.mark.parametrize("name", ["greedy", "sampled", "repetition_penalty", "grammar, sampled, penalties"])
-def test_request_continues_in_the_next_epoch(
-    name: str, worker: VllmWorker, alone: dict[str, VllmStream]
-) -> None:
+def test_request_continues_in_the_next_epoch(name: str, worker: VllmWorker, alone: dict[str, VllmStream]) -> None:
     """Another worker receives only its tokens: they stay output, and its random numbers continue."""
     stream = all_streams()[list(PARAMETER_CASES).index(name)]
     expected = alone[name]

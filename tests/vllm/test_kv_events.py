@@ -7,13 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-from vllm.distributed.kv_events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    KVEventBatch,
-    ZmqEventPublisher,
-)
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, ZmqEventPublisher
 
 from protocol.sampling import SamplingParams
 from tests.integration.scheduler.engine import PATIENCE, FrontendConnection, engine

@@ -47,10 +47,7 @@ def answer(model: str, adapters: list[LoRAAdapter]) -> LoRAAnswers:
     together = {}
 
     def serve(run: VllmRun) -> list[list[int]]:
-        streams = [
-            VllmStream(r.prompt, SamplingParams(**_own(r.params)), lora=r.lora)
-            for r in vllm_requests(adapters)
-        ]
+        streams = [VllmStream(r.prompt, SamplingParams(**_own(r.params)), lora=r.lora) for r in vllm_requests(adapters)]
         return [stream.tokens for stream in run.serve(*streams)]
 
     worker = VllmWorker(model=model, dtype="float32", max_loras=2)
@@ -73,9 +70,7 @@ def _own(params: dict[str, Any]) -> dict[str, Any]:
 
 def reference(model: str, adapters: list[LoRAAdapter]) -> list[list[int]]:
     settings = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "enable_prefix_caching": False}
-    alone = [
-        [request] for request in vllm_requests(adapters)
-    ]  # beside adapters, vLLM's answers of the model are wrong
+    alone = [[request] for request in vllm_requests(adapters)]  # beside adapters, vLLM's answers of the model are wrong
     return [batch[0] for batch in generate(model, alone, max_model_len=256, **settings).tokens]
 
 
@@ -90,8 +85,7 @@ def test_tokens_equal_vllms(architecture: str, pool: ProcessPoolExecutor, tmp_pa
     base = checkpoints.make(architecture, tmp_path / "base")
     loading = Adapters(base, 8)
     adapters = [
-        loading.load(name, str(checkpoints.make_adapter(tmp_path / name, base, seed)))
-        for seed, name in enumerate("ab")
+        loading.load(name, str(checkpoints.make_adapter(tmp_path / name, base, seed))) for seed, name in enumerate("ab")
     ]
     both = [pool.submit(side, str(base), adapters) for side in (answer, reference)]
     mine, expected = (future.result() for future in both)

@@ -95,9 +95,7 @@ def test_streams_of_all_models_go_on_when_their_worker_is_killed(
         assert [future.result() for future in first] == [expected[model] for model in ("base", "a", "b")]
         running = [threads.submit(complete, server, model) for model in models]
         # Those of the adapter that came last wait: one stream or two.
-        wait_until(
-            lambda: requests(server, "waiting") and requests(server, "running") >= 4, "two adapters run"
-        )
+        wait_until(lambda: requests(server, "waiting") and requests(server, "running") >= 4, "two adapters run")
         assert change(server, "unload_lora_adapter", lora_name="b")[0] == 200
         server.services["worker"].kill()
         assert [future.result() for future in running] == [expected[model] for model in models]

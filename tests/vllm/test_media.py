@@ -53,12 +53,7 @@ def image_url(seed: int, width: int = 100, height: int = 70, form: str = "PNG", 
 
 
 def sound_url(
-    seed: int,
-    seconds: float = 2.0,
-    rate: int = 16000,
-    form: str = "WAV",
-    level: float = 1.0,
-    channels: int = 1,
+    seed: int, seconds: float = 2.0, rate: int = 16000, form: str = "WAV", level: float = 1.0, channels: int = 1
 ) -> str:
     samples = np.random.default_rng(seed).uniform(-level, level, (round(seconds * rate), channels))
     file = io.BytesIO()
@@ -219,13 +214,7 @@ def server(model: Path) -> Iterator[ServeProcess]:
 
 
 def request(server: ServeProcess, messages: list[JSON], **fields: Any) -> httpx.Response:
-    body = {
-        "messages": messages,
-        "max_tokens": OUTPUT,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        **fields,
-    }
+    body = {"messages": messages, "max_tokens": OUTPUT, "ignore_eos": True, "return_token_ids": True, **fields}
     return httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=300)
 
 
@@ -288,9 +277,7 @@ def test_adapters_beside_images(tmp_path: Path) -> None:
     adapters: list[LoRAAdapter | None] = [
         None,
         *(
-            loading.load(
-                name, str(checkpoints.make_adapter(tmp_path / name, model, ord(name), layers=layers))
-            )
+            loading.load(name, str(checkpoints.make_adapter(tmp_path / name, model, ord(name), layers=layers)))
             for name in "ab"
         ),
     ]
@@ -340,10 +327,7 @@ class Files(BaseHTTPRequestHandler):
 
 def test_files_at_addresses(server: ServeProcess, kind: str) -> None:
     a, b, *_ = FILES[kind]
-    Files.files = {
-        "/a.file": base64.b64decode(a.partition(",")[2]),
-        "/b": base64.b64decode(b.partition(",")[2]),
-    }
+    Files.files = {"/a.file": base64.b64decode(a.partition(",")[2]), "/b": base64.b64decode(b.partition(",")[2])}
     with ThreadingHTTPServer(("127.0.0.1", 0), Files) as files, ThreadPoolExecutor(2) as threads:
         threads.submit(files.serve_forever)
         try:
@@ -409,12 +393,7 @@ def bad_files(kind: str) -> list[tuple[str, str]]:
 def test_bad_files_end_their_request_only(server: ServeProcess, kind: str) -> None:
     good = FILES[kind][0]
     head = good[: good.index(",") + 1]
-    for text, why in [
-        (f"{head}$$", "base64"),
-        (f"{head}AAAA", "broken"),
-        (f"{head}AAA", "base64"),
-        *bad_files(kind),
-    ]:
+    for text, why in [(f"{head}$$", "base64"), (f"{head}AAAA", "broken"), (f"{head}AAA", "base64"), *bad_files(kind)]:
         response = request(server, [user(text)])
         assert (response.status_code, why in response.text) == (400, True), response.text
     for url, why in (

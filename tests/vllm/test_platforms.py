@@ -66,9 +66,7 @@ def test_each_build_has_its_platform(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_share_of_the_memory_sets_the_size_of_the_cache() -> None:
     assert GpuPlatform(0.9, 0).arguments()["kv_cache_memory_bytes"] is None
     assert GpuPlatform(0.9, 0).measure(SimpleNamespace(determine_available_memory=lambda: 5 << 30)) == 5 << 30
-    with pytest.raises(
-        LoadError, match=r"--gpu-memory-utilization 0.1 leaves nothing .* 2.0 GiB are missing"
-    ):
+    with pytest.raises(LoadError, match=r"--gpu-memory-utilization 0.1 leaves nothing .* 2.0 GiB are missing"):
         GpuPlatform(0.1, 0).measure(SimpleNamespace(determine_available_memory=lambda: -(2 << 30)))
 
 

@@ -111,8 +111,7 @@ def pool() -> Iterator[ProcessPoolExecutor]:
 
 
 @pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=() if name in PER_CHANGE else pytest.mark.soak) for name in CASES],
+    scope="module", params=[pytest.param(name, marks=() if name in PER_CHANGE else pytest.mark.soak) for name in CASES]
 )
 def both(
     request: pytest.FixtureRequest, pool: ProcessPoolExecutor, tmp_path_factory: pytest.TempPathFactory
@@ -163,9 +162,7 @@ OVERRIDES = {
 @pytest.mark.parametrize(
     ("name", "task", "config"),
     [
-        pytest.param(
-            "bert", "token_embed", {"pooler_config": {"task": "token_embed"}}, marks=pytest.mark.soak
-        ),
+        pytest.param("bert", "token_embed", {"pooler_config": {"task": "token_embed"}}, marks=pytest.mark.soak),
         ("qwen3-generator", "embed", {"runner": "pooling", "pooler_config": {"pooling_type": "MEAN"}}),
         ("qwen3-generator", "classify", {"hf_overrides": OVERRIDES}),
     ],
@@ -186,21 +183,15 @@ def refusals(model: str, settings: list[dict[str, Any]]) -> list[str]:
     found = []
     for config in settings:
         with pytest.raises(LoadError) as refused:
-            VllmWorker(
-                **{"model": model, "dtype": "float32", "context": CONTEXT, "chunk": CONTEXT, **config}
-            ).enter(9)
+            VllmWorker(**{"model": model, "dtype": "float32", "context": CONTEXT, "chunk": CONTEXT, **config}).enter(9)
         found.append(str(refused.value))
     return found
 
 
-def test_what_does_not_work_with_a_pooler_is_refused_by_name(
-    pool: ProcessPoolExecutor, tmp_path: Path
-) -> None:
+def test_what_does_not_work_with_a_pooler_is_refused_by_name(pool: ProcessPoolExecutor, tmp_path: Path) -> None:
     bad: dict[str, dict[str, Any]] = {
         "--enable-lora": {"max_loras": 1},
-        "--speculative-config": {
-            "speculation": Speculation("ngram", 2, prompt_lookup_min=1, prompt_lookup_max=2)
-        },
+        "--speculative-config": {"speculation": Speculation("ngram", 2, prompt_lookup_min=1, prompt_lookup_max=2)},
         "max_num_batched_tokens": {"chunk": CONTEXT // 2},
         "--pooler-config: ": {"pooler_config": {"tusk": "embed"}},
         "Unsupported task: 'classify'": {"pooler_config": {"task": "classify"}},

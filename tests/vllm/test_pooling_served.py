@@ -78,9 +78,7 @@ def test_pairs_go_on_when_their_worker_is_killed(pool: ProcessPoolExecutor, tmp_
 @pytest.mark.soak
 def test_embeddings_of_the_official_client(pool: ProcessPoolExecutor, tmp_path: Path) -> None:
     with served("bert-mean", tmp_path) as server, server.client() as client:
-        reference = pool.submit(
-            pool_texts, str(tmp_path / "bert-mean"), "embed", [TEXTS], max_model_len=CONTEXT
-        )
+        reference = pool.submit(pool_texts, str(tmp_path / "bert-mean"), "embed", [TEXTS], max_model_len=CONTEXT)
         answer = client.embeddings.create(model="bert-mean", input=TEXTS)
         for entry, expected in zip(answer.data, reference.result(), strict=True):
             assert entry.embedding == pytest.approx(expected, **CLOSE)

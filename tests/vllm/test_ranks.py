@@ -377,9 +377,7 @@ def test_ranks_answer_like_one_and_leave_out_the_same_rows(
         for depth in DEPTHS
     ],
 )
-def test_stages_of_other_models_answer_like_one_rank(
-    name: str, depth: int, pool: RankPool, tmp_path: Path
-) -> None:
+def test_stages_of_other_models_answer_like_one_rank(name: str, depth: int, pool: RankPool, tmp_path: Path) -> None:
     """Gemma 3's stages have layers of different kinds. That one rank answers like vLLM is in test_architectures.py."""
     model = checkpoints.make(name, tmp_path / name)
     answers = served(pool, RankLayout(), 1, 0, None, model)
@@ -391,9 +389,7 @@ def test_two_stages_answer_like_one_also_after_each_was_killed(
 ) -> None:
     """The last stage samples, and sends tokens and drafts to the first one."""
     tokens, one = expected
-    with cluster(
-        tmp_path / "stages", 2, pipeline_parallel_size=2, speculative_config=NGRAM_CONFIG
-    ) as running:
+    with cluster(tmp_path / "stages", 2, pipeline_parallel_size=2, speculative_config=NGRAM_CONFIG) as running:
         client = running.client()
         client.wait_ready()
         numbers = submit(client)
@@ -428,9 +424,7 @@ def shared_pages(process: BaseProcess) -> dict[str, int]:
 def created(before: set[str]) -> set[str]:
     """Names of shared memory in /dev/shm that were not there before: vLLM's and Python's own."""
     kinds = (PREFIX, "psm_")
-    return {
-        name for name in set(os.listdir(DIRECTORY)) - before if name.startswith(kinds) or "cpushm" in name
-    }
+    return {name for name in set(os.listdir(DIRECTORY)) - before if name.startswith(kinds) or "cpushm" in name}
 
 
 def test_no_shared_memory_is_left(before: set[str]) -> None:

@@ -83,9 +83,7 @@ def test_a_state_that_is_not_taken_back_changes_tokens(
 ) -> None:
     monkeypatch.setattr(RecurrentStates, "take_back", lambda self, rows: None)
     with VllmRun(worker, 2, late=1) as run:
-        differ = [
-            got.tokens != wanted.tokens for got, wanted in zip(run.serve(*streams()), expected, strict=True)
-        ]
+        differ = [got.tokens != wanted.tokens for got, wanted in zip(run.serve(*streams()), expected, strict=True)]
     assert any(differ)
     assert not differ[0]
 
@@ -105,9 +103,7 @@ def test_streams_go_on_when_their_worker_is_killed(model: Path) -> None:
     with processes() as pool:
         alone = [[VllmRequest(prompt, GREEDY_160)] for prompt in PROMPTS]
         settings = {"max_model_len": 256, "enable_prefix_caching": False}
-        expected = [
-            batch[0] for batch in pool.submit(generate, str(model), alone, **settings).result().tokens
-        ]
+        expected = [batch[0] for batch in pool.submit(generate, str(model), alone, **settings).result().tokens]
     with serving(
         str(model), "--backend", "vllm", "--enforce-eager", "--threads", "1", "--block-size", str(BLOCK),
         "--dtype", "float32", "--max-model-len", "256", "--kv-cache-memory-bytes", str(64 << 20), forked=False,
@@ -140,9 +136,7 @@ def refusals(model: str) -> list[str]:
     return [str(first.value), str(second.value)]
 
 
-def test_what_no_group_or_block_holds_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_no_group_or_block_holds_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hybrid = checkpoints.MAKERS["granite-hybrid"]
     monkeypatch.setitem(checkpoints.MAKERS, "granite-hybrid", partial(hybrid, mamba_d_state=64))
     wide = checkpoints.make("granite-hybrid", tmp_path / "wide")

@@ -27,11 +27,7 @@ from services.frontend.openai.schemas.requests import (
     TextsRequest,
 )
 from services.frontend.openai.scores import RerankRequest, ScoreRequest
-from services.frontend.openai.tokenize import (
-    DetokenizeRequest,
-    TokenizeChatRequest,
-    TokenizeCompletionRequest,
-)
+from services.frontend.openai.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeCompletionRequest
 from services.frontend.responses_api.schemas import ResponsesRequest
 
 REFUSED_BLOCKS = {"image", "tool_reference", "tool_addition", "tool_removal"}
@@ -78,9 +74,7 @@ def test_every_field_of_a_body_is_known(ours: type[OpenObject], theirs: type[Bas
         (MessagesRequest, anthropic.AnthropicMessagesRequest),
     ],
 )
-def test_the_default_of_a_field_that_is_not_served_is_neutral(
-    ours: type[OpenObject], theirs: type[BaseModel]
-) -> None:
+def test_the_default_of_a_field_that_is_not_served_is_neutral(ours: type[OpenObject], theirs: type[BaseModel]) -> None:
     unserved = ours.unserved()
     for name, field in theirs.model_fields.items():
         default = field.get_default(call_default_factory=True)
@@ -95,14 +89,10 @@ def test_every_field_of_structured_outputs_is_known() -> None:
 
 def test_every_role_and_block_of_a_message_is_known() -> None:
     role = AnthropicMessage.model_fields["role"].annotation
-    assert typing.get_args(anthropic.AnthropicMessage.model_fields["role"].annotation) == typing.get_args(
-        role
-    )
+    assert typing.get_args(anthropic.AnthropicMessage.model_fields["role"].annotation) == typing.get_args(role)
     (blocks, _) = typing.get_args(Block)
     served = {
-        word
-        for kind in typing.get_args(blocks)
-        for word in typing.get_args(kind.model_fields["type"].annotation)
+        word for kind in typing.get_args(blocks) for word in typing.get_args(kind.model_fields["type"].annotation)
     }
     theirs = typing.get_args(anthropic.AnthropicContentBlock.model_fields["type"].annotation)
     assert set(theirs) == served | REFUSED_BLOCKS

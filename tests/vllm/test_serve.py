@@ -49,20 +49,12 @@ def test_streamed_text_equals_vllms(client: OpenAI, model: str) -> None:
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
     settings = [{"temperature": 0.0}, {"temperature": 0.8, "seed": 3}]
     requests = [(tokenizer.encode(prompt).ids, setting) for prompt in PROMPTS for setting in settings]
-    batch = [
-        VllmRequest(prompt, {"max_tokens": OUTPUT, "ignore_eos": True, **setting})
-        for prompt, setting in requests
-    ]
+    batch = [VllmRequest(prompt, {"max_tokens": OUTPUT, "ignore_eos": True, **setting}) for prompt, setting in requests]
     with processes() as pool:
         reference = pool.submit(generate, str(DEMO_MODEL), [batch]).result()
     for (prompt, setting), expected in zip(requests, reference.tokens[0], strict=True):
         stream = client.completions.create(
-            model=model,
-            prompt=prompt,
-            max_tokens=OUTPUT,
-            stream=True,
-            extra_body={"ignore_eos": True},
-            **setting,
+            model=model, prompt=prompt, max_tokens=OUTPUT, stream=True, extra_body={"ignore_eos": True}, **setting
         )
         assert "".join(chunk.choices[0].text for chunk in stream) == tokenizer.decode(expected)
 

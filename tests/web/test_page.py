@@ -161,9 +161,7 @@ def test_numbers_between_the_steps_of_a_field_are_sent(eight: WebServer, open_pa
     assert {"temperature": 0.75, "top_p": 0.925, "max_tokens": 4}.items() <= sent.value.post_data_json.items()
 
 
-def test_a_chat_survives_a_reload_and_is_edited_and_answered_again(
-    eight: WebServer, open_page: Opener
-) -> None:
+def test_a_chat_survives_a_reload_and_is_edited_and_answered_again(eight: WebServer, open_page: Opener) -> None:
     page = open_page(eight)
     expect(page.locator("#prompt")).to_be_focused()
     answer = ask(page, "Hello", max_tokens=12, temperature=0)
@@ -252,13 +250,7 @@ def test_a_narrow_dark_window(model: WebServer, open_page: Opener) -> None:
 )
 @pytest.mark.parametrize(("server", "num_ranks"), [("model", 1), ("eight", 8)])
 def test_a_click_on_a_step_tells_its_requests_tokens_and_times(
-    server: str,
-    num_ranks: int,
-    width: int,
-    height: int,
-    scheme: str,
-    open_page: Opener,
-    request: pytest.FixtureRequest,
+    server: str, num_ranks: int, width: int, height: int, scheme: str, open_page: Opener, request: pytest.FixtureRequest
 ) -> None:
     served: WebServer = request.getfixturevalue(server)
     page = open_page(served, width, height, scheme)
@@ -319,18 +311,14 @@ def test_a_killed_rank_and_the_recovery_are_seen(ranks: WebServer, open_page: Op
     page.press("#key", "Enter")
     without_end(page)
     answer = ask(page, "Hello", max_tokens=200, parallel=2)
-    expect(answer.locator(".note")).to_contain_text(
-        re.compile(r"streaming, \d+ tokens in 2 answers, .* tokens/s")
-    )
+    expect(answer.locator(".note")).to_contain_text(re.compile(r"streaming, \d+ tokens in 2 answers, .* tokens/s"))
     answer.locator(".note").evaluate(
         """note => { window.notes = [];
         new MutationObserver(() => notes.push(note.textContent)).observe(note, { childList: true }); }"""
     )
     wait_for_steps(page)
     ranks.worker(2).kill()
-    expect(page.locator("#events")).to_contain_text(
-        re.compile("Epoch 1 ended: [0-2] steps in flight are void")
-    )
+    expect(page.locator("#events")).to_contain_text(re.compile("Epoch 1 ended: [0-2] steps in flight are void"))
     started = page.locator("#events button.started")
     expect(started.first).to_contain_text("Epoch 2 started after")
     expect(answer.locator(".note")).to_contain_text("first after")

@@ -104,11 +104,7 @@ def _gpt_oss(header: GgufHeader) -> dict[str, Any]:
     width = _size(header, "expert_feed_forward_length", _size(header, "feed_forward_length"))
     window = _size(header, "attention.sliding_window")
     experts = {**_experts(header), "intermediate_size": width}
-    return {
-        **experts,
-        "sliding_window": window,
-        "rope_theta": header.number("gpt-oss.rope.freq_base", 150_000.0),
-    }
+    return {**experts, "sliding_window": window, "rope_theta": header.number("gpt-oss.rope.freq_base", 150_000.0)}
 
 
 _OTHER: dict[str, Callable[[GgufHeader], dict[str, Any]]] = {

@@ -75,9 +75,7 @@ class Cursor:
             raise BrokenFileError(f"an array of value type {kind}, which does not exist")
         self._elements += length
         if self._elements > MAX_ARRAY_ELEMENTS:
-            raise BrokenFileError(
-                f"{self._elements} elements of arrays; at most {MAX_ARRAY_ELEMENTS} are read"
-            )
+            raise BrokenFileError(f"{self._elements} elements of arrays; at most {MAX_ARRAY_ELEMENTS} are read")
         if kind == STRING:
             self.require(length * _LENGTH.size)
             return self._strings(length)

@@ -177,9 +177,7 @@ def _description(cursor: Cursor) -> tuple[str, tuple[int, ...], TensorType, int]
     kind = TENSOR_TYPES.get(number)
     if kind is None:
         other = OTHER_TYPES.get(number, f"number {number}")
-        raise CheckpointError(
-            f"tensor {name:.80} has the type {other}, which is not supported; use one of {SUPPORTED}"
-        )
+        raise CheckpointError(f"tensor {name:.80} has the type {other}, which is not supported; use one of {SUPPORTED}")
     if min(shape) < 1 or shape[-1] % kind.block_elements:
         raise BrokenFileError(
             f"tensor {name:.80} is {list(shape)}, but {kind.name} has blocks of {kind.block_elements} elements"

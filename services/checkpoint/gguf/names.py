@@ -51,10 +51,7 @@ class GgufArchitecture(NamedTuple):
     """Added to the weights of norms by the converter."""
 
 
-_NORMED_OUTPUTS = {
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
+_NORMED_OUTPUTS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "llama": GgufArchitecture("LlamaForCausalLM", reorders=True),
     "qwen2": GgufArchitecture("Qwen2ForCausalLM"),
@@ -62,9 +59,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "smollm3": GgufArchitecture("SmolLM3ForCausalLM", reorders=True),
     "granite": GgufArchitecture("GraniteForCausalLM", reorders=True),
     "olmo2": GgufArchitecture("Olmo2ForCausalLM", _NORMED_OUTPUTS),
-    "phi3": GgufArchitecture(
-        "Phi3ForCausalLM", {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
-    ),
+    "phi3": GgufArchitecture("Phi3ForCausalLM", {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
     "gemma3": GgufArchitecture(
         "Gemma3ForCausalLM", {**_NORMED_OUTPUTS, "ffn_norm": "pre_feedforward_layernorm"}, norm_offset=1.0
     ),

@@ -65,9 +65,7 @@ def _llama3(header: GgufHeader, head_dim: int, theta: float) -> dict[str, Any]:
     factors = _read_factors(header, ROPE_FACTORS, head_dim)
     scaling = {"rope_type": "llama3", "factor": round(float(factors.max(initial=1.0)), 3), **_LLAMA3}
     if not np.allclose(factors, _factors(scaling, head_dim, theta), rtol=_TOLERANCE):
-        raise CheckpointError(
-            f"{header.path}: the values of {ROPE_FACTORS} are not those of Llama 3.1 or 3.2"
-        )
+        raise CheckpointError(f"{header.path}: the values of {ROPE_FACTORS} are not those of Llama 3.1 or 3.2")
     return scaling
 
 
@@ -76,7 +74,5 @@ def _factors(scaling: dict[str, Any], head_dim: int, theta: float) -> np.ndarray
     low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
     wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     smooth = (scaling["original_max_position_embeddings"] / wavelengths - low) / (high - low)
-    divisors: np.ndarray[Any, np.dtype[np.float64]] = 1 / (
-        (1 - smooth.clip(0, 1)) / factor + smooth.clip(0, 1)
-    )
+    divisors: np.ndarray[Any, np.dtype[np.float64]] = 1 / ((1 - smooth.clip(0, 1)) / factor + smooth.clip(0, 1))
     return divisors

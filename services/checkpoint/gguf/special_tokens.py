@@ -30,7 +30,5 @@ def end_tokens(header: GgufHeader) -> tuple[int, ...]:
     """Return the ids of the tokens that end an answer, without duplicates."""
     named = [token_id(header, name) for name in ("eos", "eot", "eom")]
     tokens, types = header.texts("tokenizer.ggml.tokens"), header.numbers("tokenizer.ggml.token_type")
-    known = [
-        i for i, kind in enumerate(types) if kind == CONTROL and tokens[i : i + 1] and tokens[i] in _ENDS
-    ]
+    known = [i for i, kind in enumerate(types) if kind == CONTROL and tokens[i : i + 1] and tokens[i] in _ENDS]
     return tuple(dict.fromkeys(i for i in (*named, *known) if i is not None))

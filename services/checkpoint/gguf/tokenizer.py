@@ -150,17 +150,11 @@ def _post_processor(header: GgufHeader, tokens: list[str], kind: str) -> dict[st
 
     def sequence(text: str, number: int) -> list[dict[str, Any]]:
         special = {name: [{"SpecialToken": {"id": tokens[i], "type_id": number}}] for name, i in ids.items()}
-        return [
-            *special.get("bos", []),
-            {"Sequence": {"id": text, "type_id": number}},
-            *special.get("eos", []),
-        ]
+        return [*special.get("bos", []), {"Sequence": {"id": text, "type_id": number}}, *special.get("eos", [])]
 
     return {
         "type": "TemplateProcessing",
         "single": sequence("A", 0),
         "pair": sequence("A", 0) + sequence("B", 1),
-        "special_tokens": {
-            tokens[i]: {"id": tokens[i], "ids": [i], "tokens": [tokens[i]]} for i in ids.values()
-        },
+        "special_tokens": {tokens[i]: {"id": tokens[i], "ids": [i], "tokens": [tokens[i]]} for i in ids.values()},
     }

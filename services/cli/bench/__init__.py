@@ -46,7 +46,5 @@ def _result_file(config: BenchConfig) -> Path | None:
         return None
     file = Path(config.result_filename or f"bench-{time.strftime('%Y%m%d-%H%M%S')}.json").expanduser()
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ConfigurationError(
-            f"--result-filename: cannot write {file}; give a file in an existing directory"
-        )
+        raise ConfigurationError(f"--result-filename: cannot write {file}; give a file in an existing directory")
     return file

@@ -145,9 +145,7 @@ class _LoadClient:
             self._open -= 1
 
     async def _stream(self, request: SentRequest) -> None:
-        async with self._session.post(
-            "/v1/completions", json=self._body | {"prompt": request.prompt}
-        ) as response:
+        async with self._session.post("/v1/completions", json=self._body | {"prompt": request.prompt}) as response:
             if response.status != 200:
                 request.error = f"HTTP {response.status}: {(await response.text())[:200]}"
                 return

@@ -54,11 +54,7 @@ def report(result: Mapping[str, object]) -> Iterator[str]:
 
 
 def _line(label: str, value: object) -> str:
-    return (
-        f"{label + ':':<40} {value:<9.2f}".rstrip()
-        if isinstance(value, float)
-        else f"{label + ':':<40} {value}"
-    )
+    return f"{label + ':':<40} {value:<9.2f}".rstrip() if isinstance(value, float) else f"{label + ':':<40} {value}"
 
 
 def charts(load: LoadResult) -> Iterator[str]:
@@ -73,10 +69,7 @@ def charts(load: LoadResult) -> Iterator[str]:
     middles = (edges[1:] + edges[:-1]) / 2
     began = np.searchsorted(np.sort([r.started for r in done]), middles)
     ended = np.searchsorted(np.sort([r.ended for r in done]), middles)
-    for title, values in (
-        ("Output tokens per second", tokens),
-        ("Open requests", (began - ended).astype(float)),
-    ):
+    for title, values in (("Output tokens per second", tokens), ("Open requests", (began - ended).astype(float))):
         yield from _chart(title, values, float(edges[-1] - edges[0]))
 
 

@@ -65,9 +65,7 @@ class Batch:
             await asyncio.gather(*pending, return_exceptions=True)
             await sender.close()
 
-    async def _run(
-        self, sender: RequestSender, pending: "deque[asyncio.Task[_Result]]", output: TextIO
-    ) -> None:
+    async def _run(self, sender: RequestSender, pending: "deque[asyncio.Task[_Result]]", output: TextIO) -> None:
         """Raises: OSError, UnicodeDecodeError, ServerGone"""
         for line in self._lines():
             pending.append(asyncio.create_task(_answer(sender, line)))

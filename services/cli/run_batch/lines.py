@@ -66,10 +66,5 @@ def refusal_line(refusal: BatchRefusal) -> str:
 
 
 def _line(custom_id: str | None, response: Any, error: Any) -> str:
-    content = {
-        "id": f"batch_req_{uuid.uuid4().hex}",
-        "custom_id": custom_id,
-        "response": response,
-        "error": error,
-    }
+    content = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id, "response": response, "error": error}
     return json.dumps(content, ensure_ascii=False) + "\n"

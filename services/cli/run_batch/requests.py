@@ -53,9 +53,7 @@ class Target:
         except ValueError:
             host = None
         if not host:
-            raise ConfigurationError(
-                f"--url: {self.server.url} names no host; give one such as http://127.0.0.1:8000"
-            )
+            raise ConfigurationError(f"--url: {self.server.url} names no host; give one such as http://127.0.0.1:8000")
         return host
 
     def client(self, concurrency: int = 1) -> httpx.AsyncClient:
@@ -106,9 +104,7 @@ class RequestSender:
                 pause = pause_of(answer)
                 await asyncio.sleep(pause)
                 answer, waited = await self._attempt(request), waited + pause
-        return BatchAnswer(
-            answer.status_code, answer.headers.get("x-request-id", ""), _decoded(answer.content)
-        )
+        return BatchAnswer(answer.status_code, answer.headers.get("x-request-id", ""), _decoded(answer.content))
 
     async def close(self) -> None:
         """Close all connections. No request may be open."""

@@ -95,15 +95,7 @@ class TraceWriter:
 
     def _add(self, phase: str, process: int, thread: int, name: str, at: float, **more: Any) -> None:
         self._events.append(
-            {
-                "ph": phase,
-                "pid": process,
-                "tid": thread,
-                "name": name,
-                "cat": "step",
-                "ts": self._us(at),
-                **more,
-            }
+            {"ph": phase, "pid": process, "tid": thread, "name": name, "cat": "step", "ts": self._us(at), **more}
         )
 
     def _us(self, at: float) -> float:
@@ -165,9 +157,7 @@ class TraceWriter:
 
     def _rank_lanes(self, process: int) -> list[_Lanes]:
         if process not in self._lanes:
-            self._lanes[process] = [
-                _Lanes(name, 1 + 100 * part) for part, (name, *_) in enumerate(RANK_PARTS)
-            ]
+            self._lanes[process] = [_Lanes(name, 1 + 100 * part) for part, (name, *_) in enumerate(RANK_PARTS)]
         return self._lanes[process]
 
     def _add_counters(self, step: dict[str, Any]) -> None:
@@ -209,9 +199,7 @@ class TraceWriter:
     def _names(self) -> Iterable[Event]:
         """Yield the names of processes and threads, and their order."""
         for process, lanes in sorted(self._lanes.items()):
-            title = {SCHEDULER: "scheduler", REQUESTS: "requests"}.get(
-                process, f"rank {process - FIRST_RANK}"
-            )
+            title = {SCHEDULER: "scheduler", REQUESTS: "requests"}.get(process, f"rank {process - FIRST_RANK}")
             order = {REQUESTS: 10_000}.get(process, process)
             yield _metadata("process_name", process, 0, name=title)
             yield _metadata("process_sort_index", process, 0, sort_index=order)
@@ -253,9 +241,7 @@ def _merged(entries: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _phases(
-    times: dict[str, float] | None, rows: list[tuple[dict[str, Any], int]]
-) -> list[tuple[str, float, float]]:
+def _phases(times: dict[str, float] | None, rows: list[tuple[dict[str, Any], int]]) -> list[tuple[str, float, float]]:
     """Return name, beginning and end of each phase. Without the request's times its steps tell them."""
     if times is not None and times["ended"]:
         moments = [times["queued"], times["scheduled"], times["first_token"]]

@@ -28,10 +28,7 @@ def stop_reason(chunk: Chunk, num_calls: int) -> MessageEnding:
     if isinstance(chunk.stop, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": chunk.stop}
     is_call = chunk.finish == "stop" and num_calls > 0
-    return {
-        "stop_reason": "tool_use" if is_call else _STOP_REASONS[chunk.finish or "stop"],
-        "stop_sequence": None,
-    }
+    return {"stop_reason": "tool_use" if is_call else _STOP_REASONS[chunk.finish or "stop"], "stop_sequence": None}
 
 
 def usage_json(usage: UsageCounter) -> AnthropicUsage:
@@ -44,18 +41,14 @@ def usage_json(usage: UsageCounter) -> AnthropicUsage:
     }
 
 
-def message_json(
-    head: MessageHead, whole: Chunk, parser: AnswerParser, usage: UsageCounter
-) -> MessageResponse:
+def message_json(head: MessageHead, whole: Chunk, parser: AnswerParser, usage: UsageCounter) -> MessageResponse:
     blocks: list[JSON] = []
     for event in parser.push(whole.text, is_last=True):
         match event:
             case Content(text) | Reasoning(text):
                 kind, field = ("text", "text") if isinstance(event, Content) else ("thinking", "thinking")
                 if not blocks or blocks[-1]["type"] != kind:
-                    blocks.append(
-                        {"type": kind, field: "", **({"signature": ""} if kind == "thinking" else {})}
-                    )
+                    blocks.append({"type": kind, field: "", **({"signature": ""} if kind == "thinking" else {})})
                 blocks[-1][field] += text
             case CallStart(_, id, name):
                 blocks.append({"type": "tool_use", "id": id, "name": name, "input": ""})

@@ -49,11 +49,7 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
     elif body.tool_choice is not None and body.tool_choice.type not in ("auto", "none"):
         raise invalid("tool_choice needs tools", "tool_choice")
     if isinstance(body, MessagesRequest):
-        fields |= {
-            **body.sampled_fields(),
-            "max_tokens": body.max_tokens,
-            "stop": body.stop_sequences or None,
-        }
+        fields |= {**body.sampled_fields(), "max_tokens": body.max_tokens, "stop": body.stop_sequences or None}
     return validated(fields, ChatRequest)
 
 

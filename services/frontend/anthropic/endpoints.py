@@ -9,12 +9,7 @@ from starlette.responses import Response
 
 from services.frontend.anthropic.answers import MessageEvents, message_json
 from services.frontend.anthropic.conversation import chat_request
-from services.frontend.anthropic.responses import (
-    CountTokensResponse,
-    MessageEvent,
-    MessageHead,
-    MessageResponse,
-)
+from services.frontend.anthropic.responses import CountTokensResponse, MessageEvent, MessageHead, MessageResponse
 from services.frontend.anthropic.schemas import CountTokensRequest, MessagesRequest
 from services.frontend.context import Context, recorded
 from services.frontend.errors import ANTHROPIC_PREFIX, AnthropicErrorResponse
@@ -27,9 +22,7 @@ router = APIRouter(prefix=ANTHROPIC_PREFIX, responses=errors(*WITH_BODY, body=An
 
 
 @router.post(
-    "/count_tokens",
-    summary="Counts the tokens of a conversation",
-    openapi_extra=read_by_handler(CountTokensRequest),
+    "/count_tokens", summary="Counts the tokens of a conversation", openapi_extra=read_by_handler(CountTokensRequest)
 )
 async def count_tokens(http: HTTPRequest, context: Context) -> CountTokensResponse:
     given = await context.bodies.parse(http, CountTokensRequest)

@@ -27,9 +27,7 @@ class ToolUseBlock(OpenObject):
 class ToolResultBlock(OpenObject):
     type: Literal["tool_result"]
     tool_use_id: str = Field(max_length=256)
-    content: (
-        fields.Text | Annotated[list[TextBlock], Field(max_length=fields.MAX_PARTS, fail_fast=True)] | None
-    ) = None
+    content: fields.Text | Annotated[list[TextBlock], Field(max_length=fields.MAX_PARTS, fail_fast=True)] | None = None
     is_error: bool | None = None
     """Not used; the content describes the error."""
 
@@ -49,8 +47,7 @@ class RedactedThinkingBlock(OpenObject):
 
 
 Block = Annotated[
-    TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock,
-    Field(discriminator="type"),
+    TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock, Field(discriminator="type")
 ]
 
 
@@ -100,12 +97,8 @@ _UNSERVED: Neutral = {"container": (), "mcp_servers": ([],), "context_management
 class CountTokensRequest(BaseRequest):
     """A conversation. Only its prompt is computed."""
 
-    messages: Annotated[
-        list[AnthropicMessage], Field(min_length=1, max_length=fields.MAX_MESSAGES, fail_fast=True)
-    ]
-    system: (
-        fields.Text | Annotated[list[TextBlock], Field(max_length=fields.MAX_PARTS, fail_fast=True)] | None
-    ) = None
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=fields.MAX_MESSAGES, fail_fast=True)]
+    system: fields.Text | Annotated[list[TextBlock], Field(max_length=fields.MAX_PARTS, fail_fast=True)] | None = None
     tools: Annotated[list[AnthropicTool], Field(max_length=fields.MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None

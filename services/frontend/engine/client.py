@@ -315,12 +315,7 @@ class EngineClient:
         self.decisions["move", move.source, move.reason] += 1
         self.latest_moves.append(
             StreamMove(
-                time.time(),
-                entry.request.request_id,
-                move.source,
-                move.target,
-                move.reason,
-                len(entry.stream.output),
+                time.time(), entry.request.request_id, move.source, move.target, move.reason, len(entry.stream.output)
             )
         )
         log.debug(
@@ -410,9 +405,7 @@ class EngineClient:
         done = [engine.questions.reset(reset_running, engine.connection.send_quietly) for engine in engines]
         return all(await asyncio.gather(*done))
 
-    async def control_cache(
-        self, make: Callable[[EngineState, int], ControlCache]
-    ) -> dict[str, CacheControlled]:
+    async def control_cache(self, make: Callable[[EngineState, int], ControlCache]) -> dict[str, CacheControlled]:
         """Send a request of an administrator to all engines. Return the answers by the engines' names.
 
         Args:
@@ -425,8 +418,7 @@ class EngineClient:
         if old := [engine.name for engine in engines if not engine.state.controls_cache]:
             raise APIError(503, f"engine {old[0]} is of an older version, which knows no pins and drops")
         answers = [
-            engine.questions.control(partial(make, engine.state), engine.connection.send_quietly)
-            for engine in engines
+            engine.questions.control(partial(make, engine.state), engine.connection.send_quietly) for engine in engines
         ]
         names = (engine.name for engine in engines)
         return dict(zip(names, await asyncio.gather(*answers), strict=True))

@@ -12,15 +12,7 @@ from protocol.block_names import split_names
 from protocol.codec import Decoder, ProtocolError
 from protocol.logprobs import Logprobs
 from protocol.records import CachedBlocks, StepRecords, Subscribe
-from protocol.requests import (
-    AbortRequest,
-    CacheControlled,
-    EngineMessage,
-    EnginePhase,
-    EngineState,
-    Finish,
-    ResetDone,
-)
+from protocol.requests import AbortRequest, CacheControlled, EngineMessage, EnginePhase, EngineState, Finish, ResetDone
 from protocol.rows import LogprobRows, OutputRows
 from protocol.security import Security
 from protocol.transport import HandshakeRefused
@@ -72,11 +64,7 @@ class ConnectedEngine:
         self.address = address
         self.name = address.name
         self.connection = SchedulerConnection(
-            address.endpoint,
-            security.with_server_key(address.public_key),
-            silence,
-            self._on_frame,
-            self._on_lost,
+            address.endpoint, security.with_server_key(address.public_key), silence, self._on_frame, self._on_lost
         )
         self._ledger = ledger
         self._tokenizer = tokenizer

@@ -38,8 +38,7 @@ GUILTY = (
     "the last time without any other suspect; it is refused"
 )
 OTHER_MODEL = (
-    "the engine that had this request is gone, and there are other weights in its place; "
-    "send the request again"
+    "the engine that had this request is gone, and there are other weights in its place; send the request again"
 )
 
 
@@ -187,9 +186,7 @@ class RequestLedger:
     def with_key(self, key: int) -> LedgerEntry | None:
         return self._by_key.get(key)
 
-    def open(
-        self, stream: RequestStream, request: GenerateRequest, now: float, identity: str = ""
-    ) -> LedgerEntry:
+    def open(self, stream: RequestStream, request: GenerateRequest, now: float, identity: str = "") -> LedgerEntry:
         """Keep a request, which nobody owns. If its stream has output, it goes on from there.
 
         Args:

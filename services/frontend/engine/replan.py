@@ -111,8 +111,7 @@ class Replans:
         """Raises: APIError, without an answer"""
         if self._control is None:
             raise APIError(
-                400,
-                "the engines of this server are started by others; change --engines, and drain the old one",
+                400, "the engines of this server are started by others; change --engines, and drain the old one"
             )
         try:
             reader, writer = await asyncio.open_unix_connection(self._control)

@@ -79,16 +79,11 @@ class Guards:
         refusal = self._refusal(scope, headers, tenant)
         if refusal is None:
             refusal = (
-                APIError(503, "too many connections are open; try again later")
-                if is_crowded
-                else self._shed(scope)
+                APIError(503, "too many connections are open; try again later") if is_crowded else self._shed(scope)
             )
         if refusal is not None:
             log.debug(
-                "request refused: request_id=%s status=%d: %s",
-                request_id.decode(),
-                refusal.status,
-                refusal.logged,
+                "request refused: request_id=%s status=%d: %s", request_id.decode(), refusal.status, refusal.logged
             )
             response = error_response(refusal, scope["path"], request_id.decode())
             with contextlib.nullcontext() if connection is None else connection.one_write():
@@ -100,9 +95,7 @@ class Guards:
         if len(scope["headers"]) > MAX_HEADERS:
             return APIError(431, f"at most {MAX_HEADERS} headers are allowed")
         if scope["path"] not in OPEN_PATHS and not self._is_allowed(headers.get(b"host", b"")):
-            return APIError(
-                400, "the header Host names no host of this server; --allowed-hosts lists its hosts"
-            )
+            return APIError(400, "the header Host names no host of this server; --allowed-hosts lists its hosts")
         if tenant is None and scope["path"] not in OPEN_PATHS | self._public:
             return APIError(401, "a valid API key is needed as bearer token", code="invalid_api_key")
         length = headers.get(b"content-length", b"0")

@@ -37,9 +37,7 @@ def _tcp(config: HttpConfig) -> socket.socket:
     try:
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        raise OSError(
-            error.errno, f"cannot listen on {host} port {port}: {error.strerror or error}"
-        ) from None
+        raise OSError(error.errno, f"cannot listen on {host} port {port}: {error.strerror or error}") from None
     scheme, shown = "http" if config.ssl_certfile is None else "https", f"[{host}]" if ":" in host else host
     log.info("listening on %s://%s:%d", scheme, shown, listener.getsockname()[1])
     return listener

@@ -19,12 +19,7 @@ LABELS = ("model_name", "engine")
 
 
 def histogram_family(
-    name: str,
-    text: str,
-    bounds: Iterable[float],
-    counts: Iterable[float],
-    total: float,
-    labels: tuple[str, str],
+    name: str, text: str, bounds: Iterable[float], counts: Iterable[float], total: float, labels: tuple[str, str]
 ) -> HistogramMetricFamily:
     """Return a family.
 

@@ -76,9 +76,7 @@ class EngineStatistics(Collector):
         state = engine.state
         if state.info:
             name, text = f"{OURS}engine", "features that are combined in this engine"
-            families.setdefault(name, InfoMetricFamily(name, text)).add_sample(
-                f"{name}_info", named | state.info, 1
-            )
+            families.setdefault(name, InfoMetricFamily(name, text)).add_sample(f"{name}_info", named | state.info, 1)
         if state.num_blocks:
             sizes = {
                 "block_size": str(state.block_size),
@@ -102,11 +100,7 @@ class EngineStatistics(Collector):
                 "requests that were submitted to a scheduler again",
                 self._engine.ledger.resubmitted,
             ),
-            (
-                "requests_shed",
-                "requests that were refused for load before they were read",
-                self._engine.num_shed,
-            ),
+            ("requests_shed", "requests that were refused for load before they were read", self._engine.num_shed),
         ):
             family = CounterMetricFamily(f"{OURS}{name}", text, labels=LABELS)
             family.add_metric(self._labels, value)

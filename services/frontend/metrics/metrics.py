@@ -85,9 +85,7 @@ class Metrics:
         self._computed_total = by_source.count("local_compute")
         self._cached = (
             counter("prompt_tokens_cached", "prompt tokens that the prefix cache held").count(),
-            counter("prompt_tokens_cached_by_source", "the same by source", "source").count(
-                "local_cache_hit"
-            ),
+            counter("prompt_tokens_cached_by_source", "the same by source", "source").count("local_cache_hit"),
             by_source.count("local_cache_hit"),
         )
         first_token = seconds("time_to_first_token", "seconds from a request to its first token", _TTFT)
@@ -96,9 +94,7 @@ class Metrics:
         waited = "seconds from the last bytes of a request to its refusal with 429 or 503"
         self.observe_refusal = seconds("request_refusal", waited, _REFUSAL).observe
         self._e2e = seconds("e2e_request_latency", "seconds from a request to its end")
-        self._per_token = seconds(
-            "request_time_per_output_token", "mean seconds between the tokens of an answer", _ITL
-        )
+        self._per_token = seconds("request_time_per_output_token", "mean seconds between the tokens of an answer", _ITL)
         self._queue = seconds("request_queue_time", "seconds from a request's admission to its first step")
         self._prefill = seconds("request_prefill_time", "seconds from the first step to the first token")
         self._decode = seconds("request_decode_time", "seconds from the first token to the end")
@@ -109,9 +105,7 @@ class Metrics:
         self._n = histogram("request_params_n", "answers per prompt of a request", _CHOICES)
         self._max_tokens = histogram("request_params_max_tokens", "limit of an answer's tokens", _TOKENS)
         self._preemptions = histogram("request_num_preemptions", "preemptions of a request", _PREEMPTIONS)
-        self._computed = histogram(
-            "request_prefill_kv_computed_tokens", "prompt tokens that were computed", _TOKENS
-        )
+        self._computed = histogram("request_prefill_kv_computed_tokens", "prompt tokens that were computed", _TOKENS)
 
     def on_answer(self, record: AnswerRecord) -> None:
         """Count a choice that ended by itself."""

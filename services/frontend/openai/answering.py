@@ -30,12 +30,7 @@ from services.frontend.openai.answers.writers import AnswerCollector, AnswerWrit
 from services.frontend.openai.parameters.sampling import sampling_params
 from services.frontend.openai.prompts.encoder import PromptEncoder
 from services.frontend.openai.prompts.prompt import Prompt
-from services.frontend.openai.schemas.requests import (
-    BaseRequest,
-    ChatRequest,
-    CompletionRequest,
-    ScheduledRequest,
-)
+from services.frontend.openai.schemas.requests import BaseRequest, ChatRequest, CompletionRequest, ScheduledRequest
 from services.frontend.openai.schemas.responses import AnswerHead
 from services.frontend.openai.tasks import GENERATE, check_task
 from services.frontend.request_log import EndedRequest, EndedRequestLog
@@ -157,9 +152,7 @@ class Answering:
         state, ended = http.state, time.monotonic()
         self.metrics.on_request(status)
         self._log.add(
-            EndedRequest(
-                state.request_id, http.scope["path"], status, reason, state.summary, time.time(), ended
-            )
+            EndedRequest(state.request_id, http.scope["path"], status, reason, state.summary, time.time(), ended)
         )
         if self._traces is not None:
             self._traces.export(http, status, reason, ended)
@@ -185,9 +178,7 @@ class Answering:
         salt = f"{tenant}/{salt}" if tenant else salt  # cache hits reveal nothing to holders of another key
         lora = self.model.adapter(body.model)
         priority = body.priority or 0
-        return RequestContext(
-            http.state.request_id, priority, salt, structured, pooling, lora, pooling_params, media
-        )
+        return RequestContext(http.state.request_id, priority, salt, structured, pooling, lora, pooling_params, media)
 
     async def submissions(self, body: Body, prompts: list[Prompt]) -> list[Submission]:
         """Return each prompt with the parameters of its first answer. Raises: APIError"""
@@ -195,10 +186,7 @@ class Answering:
         words = await self.prompts.bad_words(body.bad_words or [])
         sizes = state.max_model_len, state.vocab_size
         defaults = self.model.defaults
-        return [
-            (prompt, sampling_params(body, defaults, len(prompt.token_ids), *sizes, words))
-            for prompt in prompts
-        ]
+        return [(prompt, sampling_params(body, defaults, len(prompt.token_ids), *sizes, words)) for prompt in prompts]
 
     @contextlib.contextmanager
     def generation(

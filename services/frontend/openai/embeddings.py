@@ -46,14 +46,10 @@ class EmbeddingFormat:
         size, model = _vector_size(state), state.pooling
         dimensions = body.dimensions or size
         if dimensions > size:
-            raise invalid(
-                f"dimensions is {dimensions}, but this model's embeddings have {size}", "dimensions"
-            )
+            raise invalid(f"dimensions is {dimensions}, but this model's embeddings have {size}", "dimensions")
         if model is not None and dimensions < size and not model.has_length(dimensions):
             lengths = " or ".join(map(str, model.dimensions or [size]))
-            raise invalid(
-                f"dimensions is {dimensions}, but this model's vectors have {lengths}", "dimensions"
-            )
+            raise invalid(f"dimensions is {dimensions}, but this model's vectors have {lengths}", "dimensions")
         normalises = model is None and body.use_activation is not False
         return cls(dimensions, body.encoding_format == "base64", normalises)
 
@@ -77,9 +73,7 @@ class EmbeddingFormat:
     def numbers(self, values: NDArray[np.float32]) -> Any:
         """Return an array as base64 or as lists."""
         if self.as_base64:
-            return base64.b64encode(
-                values.astype("<f4").tobytes()
-            ).decode()  # as the official client reads it
+            return base64.b64encode(values.astype("<f4").tobytes()).decode()  # as the official client reads it
         return values.tolist()
 
 

@@ -19,12 +19,7 @@ from services.frontend.openai.parameters.body import parse_object
 from services.frontend.openai.parameters.structured import structured_params
 from services.frontend.openai.prompts.encoder import answer_role
 from services.frontend.openai.prompts.prompt import Prompt
-from services.frontend.openai.schemas.requests import (
-    ChatRequest,
-    CompletionRequest,
-    EmbeddingRequest,
-    StreamOptions,
-)
+from services.frontend.openai.schemas.requests import ChatRequest, CompletionRequest, EmbeddingRequest, StreamOptions
 from services.frontend.openai.schemas.responses import (
     ChatChunk,
     ChatResponse,
@@ -141,10 +136,7 @@ async def _answer(
     answering = context.answering
     submissions = await answering.submissions(body, prompts)
     engine_context = answering.context(http, body, structured, media=prompts[0].media)
-    request, head = (
-        AnswerRequest(http, body, engine_context, submissions),
-        answering.head(body, dialect.prefix),
-    )
+    request, head = (AnswerRequest(http, body, engine_context, submissions), answering.head(body, dialect.prefix))
     if body.stream:
         first_fields = {"prompt_token_ids": prompts[0].token_ids} if body.return_token_ids else {}
         options = body.stream_options or StreamOptions()

@@ -80,8 +80,7 @@ class ScoreRequest(_Scored):
         first, second = (_listed(getattr(self, name)) for name in pair)
         if len(first) not in (1, len(second)):
             raise invalid(
-                f"{pair[0]} has {len(first)} texts and {pair[1]} has {len(second)}; "
-                "give one, or as many as the other",
+                f"{pair[0]} has {len(first)} texts and {pair[1]} has {len(second)}; give one, or as many as the other",
                 pair[0],
             )
         return first, second
@@ -93,9 +92,7 @@ class RerankDocument(OpenObject):
 
 class RerankRequest(_Scored):
     query: Text
-    documents: Annotated[
-        list[Text | RerankDocument], Field(min_length=1, max_length=MAX_INPUTS - 1, fail_fast=True)
-    ]
+    documents: Annotated[list[Text | RerankDocument], Field(min_length=1, max_length=MAX_INPUTS - 1, fail_fast=True)]
     top_n: int | None = Field(None, ge=0, lt=2**31)
     """Number of results; 0 or null: all."""
     return_documents: bool | None = True
@@ -119,9 +116,7 @@ def _class_entry(labels: Sequence[str], index: int, values: NDArray[np.float32])
     return msgspec.json.encode(entry)
 
 
-def _pooling_entry(
-    format: EmbeddingFormat, is_tokenwise: bool, index: int, values: NDArray[np.float32]
-) -> bytes:
+def _pooling_entry(format: EmbeddingFormat, is_tokenwise: bool, index: int, values: NDArray[np.float32]) -> bytes:
     if is_tokenwise:
         data = format.numbers(finite(values).reshape(-1, format.dimensions))
     else:
@@ -213,9 +208,7 @@ async def pooling(http: HTTPRequest, context: Context) -> Response:
     if body.task not in (None, served):
         raise invalid(f"task is {body.task}, but this model is served for {served}", "task")
     format = EmbeddingFormat.from_body(body, state)
-    entries, count = await embed(
-        http, context, body, partial(_pooling_entry, format, served.startswith("token_"))
-    )
+    entries, count = await embed(http, context, body, partial(_pooling_entry, format, served.startswith("token_")))
     content = embeddings_json(context.answering.head(body, "pool"), entries, count)
     return Response(content, media_type="application/json")
 

@@ -29,6 +29,4 @@ def check_scores(model: PoolingModel | None) -> None:
     """Raises: APIError, if the model cannot compare two texts"""
     check_task(model, GENERATE, "embed", "token_embed", "classify")
     if model is not None and model.task == "classify" and model.size != 1:
-        raise invalid(
-            f"this model has {model.size} classes, and only one with one class gives scores", "model"
-        )
+        raise invalid(f"this model has {model.size} classes, and only one with one class gives scores", "model")

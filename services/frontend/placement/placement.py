@@ -189,9 +189,7 @@ class Placement:
             self._record(records.PlacementRequested(key, num_tokens, own, identity_required))
         self._end(key)
         rows = self._fleet.candidates(identity_required).rows
-        decision = (
-            self._place(key, num_tokens, names, rows) if len(rows) else self._no_engine(identity_required)
-        )
+        decision = self._place(key, num_tokens, names, rows) if len(rows) else self._no_engine(identity_required)
         if self._record is not None:
             self._record(decision)
         return decision
@@ -295,9 +293,7 @@ class Placement:
     def _choose(self, rows: Rows, num_tokens: int, hits: NDArray[np.int64]) -> int:
         random = self._count * GOLDEN % 2**64 / 2**64
         self._count += 1
-        return self._policy.choose(
-            PlacementView(self._fleet, rows, num_tokens, hits, self._count - 1, random)
-        )
+        return self._policy.choose(PlacementView(self._fleet, rows, num_tokens, hits, self._count - 1, random))
 
     def _no_engine(self, identity: str) -> Hold | RefuseRequest:
         reports = (self._fleet.reports[row] for _, row in self._fleet if row not in self._removed)
@@ -306,9 +302,7 @@ class Placement:
             if serving:
                 return Hold("no engine is ready; " + ", ".join(sorted({r.condition.value for r in serving})))
             return RefuseRequest(RETRY_AFTER, "no engine takes requests")
-        return RefuseRequest(
-            RETRY_AFTER, "no engine has the model with which the output of this request began"
-        )
+        return RefuseRequest(RETRY_AFTER, "no engine has the model with which the output of this request began")
 
     def _prefix_names(self, block_size: int) -> PrefixNames:
         if (found := self._prefixes.get(block_size)) is None:
@@ -384,9 +378,7 @@ class Placement:
             self._take_from(stream)
             hits = self._hits(targets, stream.names)
             at = self._choose(targets, stream.num_tokens, hits) if len(targets) > 1 else 0
-            self._put(
-                stream, int(targets[at]), int(hits[at]), 1.0 if reason is Reason.LOST else self._limits.share
-            )
+            self._put(stream, int(targets[at]), int(hits[at]), 1.0 if reason is Reason.LOST else self._limits.share)
             found.append(Move(stream.key, source, self._fleet.names[stream.row], reason))
 
     def _targets(self, stream: PlacedStream, reason: Reason) -> Rows:

@@ -22,13 +22,7 @@ class PlacementView:
     """The request that is placed, and the engines that may get it, in columns of equal length."""
 
     def __init__(
-        self,
-        fleet: EngineColumns,
-        rows: Rows,
-        num_tokens: int,
-        hits: NDArray[np.int64],
-        count: int,
-        random: float,
+        self, fleet: EngineColumns, rows: Rows, num_tokens: int, hits: NDArray[np.int64], count: int, random: float
     ) -> None:
         self._fleet = fleet
         self.rows = rows
@@ -163,7 +157,5 @@ class GuardedPlacementPolicy:
         except Exception as error:
             if type(error) not in self._reported:
                 self._reported.add(type(error))
-                log.exception(
-                    "the placement policy failed; the least loaded engine is used instead: %s", error
-                )
+                log.exception("the placement policy failed; the least loaded engine is used instead: %s", error)
         return LeastLoadedPolicy().choose(view)

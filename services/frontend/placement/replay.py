@@ -43,9 +43,7 @@ def replay(recording: Iterable[records.Record]) -> list[records.Record]:
     return found
 
 
-def first_difference(
-    recording: Iterable[records.Record],
-) -> tuple[records.Record | None, records.Record | None] | None:
+def first_difference(recording: Iterable[records.Record]) -> tuple[records.Record | None, records.Record | None] | None:
     """Return the first record that differs, and what the replay has in its place; None if they are equal."""
     recorded = list(recording)
     pairs = zip_longest(recorded, replay(recorded))

@@ -55,16 +55,9 @@ def head_json(body: ResponsesRequest, id: str, model: str, is_stored: bool, crea
         "store": is_stored,
         "temperature": body.temperature,
         "text": _raw({"format": {"type": "text"}, **text}),
-        "tool_choice": "auto"
-        if choice is None
-        else choice
-        if isinstance(choice, str)
-        else choice.model_dump(),
+        "tool_choice": "auto" if choice is None else choice if isinstance(choice, str) else choice.model_dump(),
         "tools": _raw(
-            [
-                {"parameters": None, "strict": None, **tool.model_dump(exclude_none=True)}
-                for tool in body.tools or ()
-            ]
+            [{"parameters": None, "strict": None, **tool.model_dump(exclude_none=True)} for tool in body.tools or ()]
         ),
         "top_logprobs": 0,
         "top_p": body.top_p,
@@ -90,11 +83,7 @@ class ResponseInProgress:
     """
 
     def __init__(
-        self,
-        head: ResponseHead,
-        parser: AnswerParser,
-        usage: UsageCounter,
-        count_tokens: Callable[[str], int],
+        self, head: ResponseHead, parser: AnswerParser, usage: UsageCounter, count_tokens: Callable[[str], int]
     ) -> None:
         self._head, self._parser, self.usage, self._count_tokens = head, parser, usage, count_tokens
         self._items = OutputItems(head["id"])

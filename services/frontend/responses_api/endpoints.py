@@ -86,9 +86,7 @@ async def cancel(http: HTTPRequest, context: Context, id: ResponseId) -> Respons
     return Response(run.response, media_type="application/json")
 
 
-@router.delete(
-    "/{id}", summary="Deletes a stored response", responses=_STORED, operation_id="delete_v1_responses_id"
-)
+@router.delete("/{id}", summary="Deletes a stored response", responses=_STORED, operation_id="delete_v1_responses_id")
 async def delete(http: HTTPRequest, context: Context, id: ResponseId) -> DeletedResponse:
     _required(context.responses).delete(http.state.tenant, id)
     return {"id": id, "object": "response", "deleted": True}
@@ -99,13 +97,7 @@ async def list_input_items(http: HTTPRequest, context: Context, id: ResponseId) 
     items = _found(http, context, id).given()
     written = [item.model_dump(mode="json", exclude_none=True) for item in items]
     data = [{"id": f"{id}_{number}", **item} for number, item in enumerate(written)]
-    return {
-        "object": "list",
-        "data": data,
-        "first_id": data[0]["id"],
-        "last_id": data[-1]["id"],
-        "has_more": False,
-    }
+    return {"object": "list", "data": data, "first_id": data[0]["id"], "last_id": data[-1]["id"], "has_more": False}
 
 
 def _found(http: HTTPRequest, context: AppContext, id: str, param: str | None = None) -> StoredResponse:
@@ -160,19 +152,12 @@ async def create(http: HTTPRequest, context: Context) -> Response:
     answering, model, state = context.answering, context.model, context.engine.state
     answering.check(given.model)
     if given.background and (context.responses is None or given.store is False):
-        raise invalid(
-            "background needs a stored response: leave out store and --no-response-store", "background"
-        )
+        raise invalid("background needs a stored response: leave out store and --no-response-store", "background")
     turn = _Turn.make(given, _history(http, context, given), model)
     prompt = await answering.prompts.for_chat(turn.body, state.vocab_size, state.max_model_len)
     submissions = await answering.submissions(turn.body, [prompt])
     store = context.responses if given.store is not False else None
-    id, tenant, name, created = (
-        new_id("resp"),
-        http.state.tenant,
-        given.model or model.names[0],
-        int(time.time()),
-    )
+    id, tenant, name, created = (new_id("resp"), http.state.tenant, given.model or model.names[0], int(time.time()))
     if given.background:
         params = msgspec.msgpack.encode(submissions[0][1])
         text = (await http.body()).decode()
@@ -200,9 +185,7 @@ def _answer(
     start = output.reasoning_start(prompt, tokenizer)
     grammar = output.grammar(structured_params(turn.body), start)
     parser = output.parser(start, eager=bool(given.stream or given.background))
-    answer = ResponseInProgress(
-        head, parser, UsageCounter(), lambda text: len(tokenizer.encode_rendered(text))
-    )
+    answer = ResponseInProgress(head, parser, UsageCounter(), lambda text: len(tokenizer.encode_rendered(text)))
     return answer, context.answering.context(http, turn.body, grammar)
 
 
@@ -267,9 +250,7 @@ def _go_on(http: HTTPRequest, context: AppContext, orphan: Orphan) -> None:
         orphan.fail(error)
 
 
-async def _finish(
-    http: HTTPRequest, answering: Answering, run: BackgroundRun, close: Callable[[], None]
-) -> None:
+async def _finish(http: HTTPRequest, answering: Answering, run: BackgroundRun, close: Callable[[], None]) -> None:
     """Generate a response with background, and record its end."""
     failure: APIError | None = APIError(GONE, "the response was cancelled")
     try:

@@ -195,9 +195,7 @@ class ResponseFiles:
         folder = hashlib.sha256(b"responses of " + tenant.encode()).hexdigest()[:32]
         return self._directory / folder / f"{id}.jsonl"
 
-    def add(
-        self, tenant: str, response: ResponseObject, history: Sequence[Item], given: Sequence[Item]
-    ) -> None:
+    def add(self, tenant: str, response: ResponseObject, history: Sequence[Item], given: Sequence[Item]) -> None:
         """Store a response without `background`, unless it is larger than the store. A failure to write is logged.
 
         Args:
@@ -205,10 +203,7 @@ class ResponseFiles:
             given: items of this turn's request, at least one.
         """
         path = self._path(tenant, response["id"])
-        lines = (
-            make_head(None, history, given),
-            StoredLine(response=msgspec.Raw(msgspec.json.encode(response))),
-        )
+        lines = (make_head(None, history, given), StoredLine(response=msgspec.Raw(msgspec.json.encode(response))))
         data = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
         if len(data) > self._max_bytes:
             return
@@ -220,18 +215,14 @@ class ResponseFiles:
             not_written(path, error)
         self._grow(max(len(data), BLOCK))
 
-    def log(
-        self, tenant: str, id: str, origin: Origin, history: Sequence[Item], given: Sequence[Item]
-    ) -> FileLog:
+    def log(self, tenant: str, id: str, origin: Origin, history: Sequence[Item], given: Sequence[Item]) -> FileLog:
         """Return where the events of a response with `background` are kept.
 
         Raises: APIError, if the request is larger than the store
         """
         head = make_head(origin, history, given)
         if len(bytes(head.conversation)) > self._max_bytes:
-            raise APIError(
-                413, f"the request is larger than the store of responses ({self._max_bytes} bytes)"
-            )
+            raise APIError(413, f"the request is larger than the store of responses ({self._max_bytes} bytes)")
         return FileLog(self._path(tenant, id), head, self._grow)
 
     def _grow(self, num_bytes: int) -> None:
@@ -253,9 +244,7 @@ class ResponseFiles:
 
         task.add_done_callback(on_end)
 
-    def get(
-        self, tenant: str, id: str, param: str | None = None, go_on: GoOn | None = None
-    ) -> StoredResponse:
+    def get(self, tenant: str, id: str, param: str | None = None, go_on: GoOn | None = None) -> StoredResponse:
         """Return a response of any frontend.
 
         Args:

@@ -125,9 +125,7 @@ class FileLog:
 
     is_full = False
 
-    def __init__(
-        self, path: Path, head: StoredHead, on_growth: Callable[[int], None], lock: int | None = None
-    ) -> None:
+    def __init__(self, path: Path, head: StoredHead, on_growth: Callable[[int], None], lock: int | None = None) -> None:
         self.on_writable: Callable[[], None] | None = None
         self.is_complete = False
         self._grown = asyncio.Event()
@@ -255,9 +253,7 @@ def not_written(path: Path, error: OSError) -> APIError:
     return APIError(500, f"the response cannot be stored: {why}", "store")
 
 
-async def follow_file(
-    file: BinaryIO, number: int, more: Callable[[], Awaitable[bool]]
-) -> AsyncIterator[bytes]:
+async def follow_file(file: BinaryIO, number: int, more: Callable[[], Awaitable[bool]]) -> AsyncIterator[bytes]:
     """Yield the events behind a sequence number as a file has them, until the last one.
 
     Args:

@@ -156,10 +156,7 @@ _UNSERVED: Neutral = {
 
 
 class ResponsesRequest(SampledRequest):
-    input: (
-        fields.Text
-        | Annotated[list[Item], Field(min_length=1, max_length=fields.MAX_MESSAGES, fail_fast=True)]
-    )
+    input: fields.Text | Annotated[list[Item], Field(min_length=1, max_length=fields.MAX_MESSAGES, fail_fast=True)]
     instructions: fields.Text | None = None
     previous_response_id: str | None = Field(None, max_length=256)
     store: bool | None = True

@@ -17,11 +17,7 @@ from services.frontend.openapi import GUARDED, errors
 router = APIRouter(responses=errors(400, *GUARDED, 503))
 
 
-_SETTINGS = {
-    "type": "object",
-    "maxProperties": 256,
-    "additionalProperties": {"type": "string", "maxLength": 65536},
-}
+_SETTINGS = {"type": "object", "maxProperties": 256, "additionalProperties": {"type": "string", "maxLength": 65536}}
 
 
 class ResetResponse(TypedDict):
@@ -106,9 +102,7 @@ class ReplanStatus(TypedDict):
 
 @router.post("/v1/load_lora_adapter", summary="Serves a LoRA adapter", response_class=PlainTextResponse)
 async def load_lora_adapter(
-    context: Context,
-    lora_name: Annotated[str, Body(max_length=256)],
-    lora_path: Annotated[str, Body(max_length=4096)],
+    context: Context, lora_name: Annotated[str, Body(max_length=256)], lora_path: Annotated[str, Body(max_length=4096)]
 ) -> str:
     """Open requests and new ones go on while its files are checked."""
     try:
@@ -124,9 +118,7 @@ async def load_lora_adapter(
     response_class=PlainTextResponse,
     responses=errors(404),
 )
-async def unload_lora_adapter(
-    context: Context, lora_name: Annotated[str, Body(max_length=256, embed=True)]
-) -> str:
+async def unload_lora_adapter(context: Context, lora_name: Annotated[str, Body(max_length=256, embed=True)]) -> str:
     """New requests cannot name it; open ones end as they began."""
     try:
         context.model.adapters.unload(lora_name)
@@ -220,9 +212,7 @@ async def replan(
         settings = None
     if not isinstance(settings, dict):
         raise APIError(400, "the body must be an object with names and values of settings")
-    await context.replans.begin(
-        {name: str(value) for name, value in settings.items()}, timeout, drain_timeout
-    )
+    await context.replans.begin({name: str(value) for name, value in settings.items()}, timeout, drain_timeout)
     return await replan_status(context)
 
 
@@ -232,12 +222,8 @@ async def replan_status(context: Context) -> ReplanStatus:
     return {"phase": phase, "engine": engine, "detail": detail}
 
 
-@router.post(
-    "/engines/{name:path}/drain", summary="Moves the streams of an engine", responses=errors(404, 409)
-)
-async def drain(
-    name: Annotated[str, Path(max_length=256)], context: Context, cancel: bool = False
-) -> DrainResponse:
+@router.post("/engines/{name:path}/drain", summary="Moves the streams of an engine", responses=errors(404, 409))
+async def drain(name: Annotated[str, Path(max_length=256)], context: Context, cancel: bool = False) -> DrainResponse:
     """New requests go to other engines from now on, and open ones move there; `cancel` takes that back."""
     context.engine.engines.drain(name, not cancel)
     return {"name": name, "streams": context.engine.ledger.num_owned()[name]}

@@ -124,10 +124,7 @@ async def _tokens(body: CachePromptRequest | CacheChatRequest, context: AppConte
     state, encoder = context.engine.state, context.answering.prompts
     if isinstance(body, CacheChatRequest):
         answer_role(body)  # refuses contradictory fields
-        field, ids = (
-            "messages",
-            await encoder.encode(await encoder.rendered(body), bool(body.add_special_tokens)),
-        )
+        field, ids = ("messages", await encoder.encode(await encoder.rendered(body), bool(body.add_special_tokens)))
     elif body.prompt is None:
         return None
     elif isinstance(body.prompt, str):

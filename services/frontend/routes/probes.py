@@ -70,8 +70,6 @@ async def readyz(http: HTTPRequest, response: Response, context: Context) -> Rea
     return {"phase": phase.name.lower(), "detail": detail, "progress": state.progress}
 
 
-@router.get(
-    "/metrics", summary="Metrics for Prometheus", response_class=PlainTextResponse, responses=errors(*GUARDED)
-)
+@router.get("/metrics", summary="Metrics for Prometheus", response_class=PlainTextResponse, responses=errors(*GUARDED))
 async def metrics(context: Context) -> Response:
     return Response(await context.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -57,9 +57,7 @@ class StepsResponse(StepsHead):
     entries: list[StepEntry]
 
 
-@router.get(
-    "/debug/steps", summary="The last step records, events and requests", response_model=StepsResponse
-)
+@router.get("/debug/steps", summary="The last step records, events and requests", response_model=StepsResponse)
 async def steps(
     context: Context,
     since: Annotated[int | None, Query(ge=0, le=MAX_SEQUENCE)] = None,
@@ -84,9 +82,7 @@ async def steps(
         }
     },
 )
-async def stream(
-    context: Context, since: Annotated[int | None, Query(ge=0, le=MAX_SEQUENCE)] = None
-) -> Response:
+async def stream(context: Context, since: Annotated[int | None, Query(ge=0, le=MAX_SEQUENCE)] = None) -> Response:
     """Stream the entries after `since`, or the latest ones, and then those that arrive."""
     ring = _ring(context)
     begin = max(0, ring.last - MAX_ENTRIES) if since is None else since
@@ -112,9 +108,7 @@ def _ring(context: AppContext) -> StepRing:
     return context.engine.steps
 
 
-def _answer(
-    engine: EngineClient, ring: StepRing, since: int, limit: int, with_rows: bool
-) -> tuple[bytes, int]:
+def _answer(engine: EngineClient, ring: StepRing, since: int, limit: int, with_rows: bool) -> tuple[bytes, int]:
     """Return the JSON of an answer and the value of its `next`."""
     entries, missed = ring.read(since, limit, MAX_ANSWER_ROWS if with_rows else MAX_ROWS)
     head: StepsHead = {

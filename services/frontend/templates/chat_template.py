@@ -15,13 +15,7 @@ import msgspec
 from services.checkpoint import CheckpointError, read_json, read_text
 from services.frontend.errors import invalid
 from services.frontend.templates import trial as template_trial
-from services.frontend.templates.jobs import (
-    LimitReached,
-    Rendered,
-    RenderJob,
-    TemplateRefused,
-    TemplateSources,
-)
+from services.frontend.templates.jobs import LimitReached, Rendered, RenderJob, TemplateRefused, TemplateSources
 from services.frontend.templates.renderer import Renderer
 
 RENDER_SECONDS = 1.0
@@ -77,8 +71,7 @@ def try_out(text: str, special: dict[str, str]) -> None:
         ended, output = False, b""
     if not ended:
         reason = output.decode(errors="replace").strip() or (
-            f"it took more than {template_trial.SECONDS} s or {template_trial.MEGABYTES} MB "
-            "for a short conversation"
+            f"it took more than {template_trial.SECONDS} s or {template_trial.MEGABYTES} MB for a short conversation"
         )
         raise CheckpointError(f"the chat template is broken: {reason}; give another with --chat-template")
 
@@ -145,14 +138,11 @@ class ChatTemplate:
         """Return the prompt. Raises: APIError, if there is no template, or it refuses this conversation"""
         has_template = self._has_default or (self._has_tool_use and given.tools is not None)
         if self._renderer is None or not has_template:
-            raise invalid(
-                "this model has no chat template; use /v1/completions or start with --chat-template"
-            )
+            raise invalid("this model has no chat template; use /v1/completions or start with --chat-template")
         messages = _with_marker(given.messages) if given.continue_final_message else given.messages
         if self._needs_parts:
             messages = [
-                {**m, "content": _as_parts(m["content"])} if isinstance(m.get("content"), str) else m
-                for m in messages
+                {**m, "content": _as_parts(m["content"])} if isinstance(m.get("content"), str) else m for m in messages
             ]
         variables = _allowed(given.variables, self._special)
         job = RenderJob(messages, given.tools, given.add_generation_prompt, variables, RENDER_SECONDS)
@@ -181,9 +171,7 @@ def _allowed(given: Mapping[str, Any], special: Mapping[str, str]) -> dict[str, 
             raise invalid(message, "chat_template_kwargs", logged="chat_template_kwargs: a key is not a name")
         if not _is_small(value):
             message = f"chat_template_kwargs.{name} is too large"
-            raise invalid(
-                message, "chat_template_kwargs", logged="chat_template_kwargs: a value is too large"
-            )
+            raise invalid(message, "chat_template_kwargs", logged="chat_template_kwargs: a value is too large")
     return dict(given)
 
 

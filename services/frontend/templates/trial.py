@@ -22,11 +22,7 @@ USER, ASSISTANT = {"role": "user", "content": "Hello"}, {"role": "assistant", "c
 CALL = {"id": "123456789", "type": "function", "function": {"name": "now", "arguments": {"zone": "UTC"}}}
 TOOL = {
     "type": "function",
-    "function": {
-        "name": "now",
-        "description": "The time.",
-        "parameters": {"type": "object", "properties": {}},
-    },
+    "function": {"name": "now", "description": "The time.", "parameters": {"type": "object", "properties": {}}},
 }
 CONVERSATIONS: tuple[tuple[list[dict[str, Any]], list[dict[str, Any]] | None], ...] = (
     ([USER], None),

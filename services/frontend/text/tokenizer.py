@@ -35,9 +35,7 @@ class Tokenizer:
         """
         text = read_text(checkpoint, "tokenizer.json")
         if text is None:
-            raise CheckpointError(
-                f"{checkpoint} has no tokenizer.json; name another tokenizer with --tokenizer"
-            )
+            raise CheckpointError(f"{checkpoint} has no tokenizer.json; name another tokenizer with --tokenizer")
         try:
             self._tokenizer = HFTokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception
@@ -66,10 +64,7 @@ class Tokenizer:
         self._byte_level: tuple[ByteLevelVocabulary, ...] = ()
         """Without and with the texts of special tokens; empty for other tokenizers."""
         if is_byte_level(decoder):
-            self._byte_level = (
-                ByteLevelVocabulary(self.name, special),
-                ByteLevelVocabulary(self.name, frozenset()),
-            )
+            self._byte_level = (ByteLevelVocabulary(self.name, special), ByteLevelVocabulary(self.name, frozenset()))
         self._words = WordVocabulary(self.name, added) if is_word_level(decoder) else None
 
     def encode(self, text: str) -> list[int]:
@@ -101,9 +96,7 @@ class Tokenizer:
             lengths = _fitting([len(part.ids) for part in parts], max(most - added, 0))
             for part, length in zip(parts, lengths, strict=True):
                 part.truncate(length)
-        whole = self._tokenizer.post_process(
-            parts[0], None if second is None else parts[1], add_special_tokens
-        )
+        whole = self._tokenizer.post_process(parts[0], None if second is None else parts[1], add_special_tokens)
         types = whole.type_ids
         return list(whole.ids), types.index(1) if 1 in types else None
 

@@ -12,14 +12,7 @@ from collections.abc import Generator, Mapping
 from typing import Any, ClassVar
 
 from services.frontend.parsing.events import Arguments, CallStart, Content, ParsedEvent
-from services.frontend.parsing.json_reader import (
-    check_value,
-    decoded,
-    read_one_of,
-    read_string,
-    read_value,
-    read_word,
-)
+from services.frontend.parsing.json_reader import check_value, decoded, read_one_of, read_string, read_value, read_word
 from services.frontend.parsing.text_buffer import ParseError, Parsing, TextBuffer
 from services.frontend.parsing.trimmer import Trimmer
 from services.frontend.tools.names import MAX_NAME, NAME_PATTERN

@@ -149,9 +149,7 @@ class Admission:
         if message.structured is not None and not compiles:
             return "structured output is not served: the scheduler was started without the model's tokenizer"
         if (message.pooling is Pooling.MODEL) != limits.pools_only:
-            return (
-                "this model generates no text" if limits.pools_only else "this model has no pooler of its own"
-            )
+            return "this model generates no text" if limits.pools_only else "this model has no pooler of its own"
         if message.pooling is not Pooling.NONE and not self.hidden_size:
             return "this backend serves no embeddings"
         if message.lora is not None and not limits.max_loras:

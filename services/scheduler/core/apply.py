@@ -135,9 +135,7 @@ class ResultApplier:
                 self.epoch.ledger.roll_back(slot, frontier)
                 self.store.counters["rollbacks_total"] += 1
 
-    def check(
-        self, step: InflightStep, result: DecodedResult, rows: SlotIds, drafts: Column, live: Mask
-    ) -> None:
+    def check(self, step: InflightStep, result: DecodedResult, rows: SlotIds, drafts: Column, live: Mask) -> None:
         """Check the result against the ledger. Nothing has changed if it raises.
 
         Raises: UnknownResult
@@ -173,9 +171,7 @@ class ResultApplier:
         s = self.epoch.slots
         for slot in rows[s.constrained.take(rows)].tolist():
             if s.request(slot).masks is None:
-                raise UnknownResult(
-                    f"step {step.step_id} has a token for slot {slot}, whose masks were not made"
-                )
+                raise UnknownResult(f"step {step.step_id} has a token for slot {slot}, whose masks were not made")
 
     def settle(self, rows: SlotIds, drafts: Column, result: DecodedResult, live: Mask) -> None:
         """Lower the optimistic position by the rejected drafts, and by one more for a row that was left out (settle).

@@ -58,9 +58,7 @@ class BatchQueue:
 
     def deliver(self, result: ModelRunnerOutput) -> bool:
         """Match a result to its step by id (identity matching). Return False if no such step is in flight."""
-        known = (
-            any(step.step_id == result.step_id for step in self.steps) and result.step_id not in self.results
-        )
+        known = any(step.step_id == result.step_id for step in self.steps) and result.step_id not in self.results
         if known:
             self.results[result.step_id] = result
         return known

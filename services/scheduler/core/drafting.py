@@ -180,13 +180,7 @@ class StepSeconds:
             drafted: verified drafts.
             prompt_tokens: positions beyond one of each row and its drafts.
         """
-        features = (
-            1.0,
-            float(num_rows + drafted),
-            float(proposes),
-            float(num_rows * proposes),
-            float(prompt_tokens),
-        )
+        features = (1.0, float(num_rows + drafted), float(proposes), float(num_rows * proposes), float(prompt_tokens))
         if self._fit:
             fitted = sum(value * unit for value, unit in zip(features, self._fit, strict=True))
             correction = self._of_load(num_rows)[proposes]
@@ -293,9 +287,7 @@ class AdaptiveDrafting:
         best = max(range(self._most + 1), key=rates.__getitem__)
         self._best = best if rates[best] > _MARGIN * rates[0] else 0
         self._rate, self._seconds_plain = rates[self._best], seconds[0]
-        self._losses = [
-            time - num_rows * tokens / self._rate for tokens, time in zip(yields, seconds, strict=True)
-        ]
+        self._losses = [time - num_rows * tokens / self._rate for tokens, time in zip(yields, seconds, strict=True)]
         # A draft must yield more than its share of the step's time yields otherwise.
         self.min_acceptance = min(self._seconds.per_token * self._rate, _MIN_ACCEPTANCE[1])
 

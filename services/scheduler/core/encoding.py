@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from protocol.media import MediaItem
 
 
-def encodable(
-    items: Sequence[MediaItem], start: int, end: int, budget: int, is_first: bool
-) -> tuple[int, int]:
+def encodable(items: Sequence[MediaItem], start: int, end: int, budget: int, is_first: bool) -> tuple[int, int]:
     """Return where a row from `start` to `end` must end, at least `start`, and what it leaves of the budget.
 
     Args:

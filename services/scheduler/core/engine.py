@@ -264,9 +264,7 @@ class EngineCore:
         slots = self.epoch.slots
         named = {slot for step in self.queue.steps for slot in step.slots.tolist()}
         return [
-            (slots.request(slot).key, int(slots.tokens[slot]))
-            for slot in self.epoch.running.tolist()
-            if slot in named
+            (slots.request(slot).key, int(slots.tokens[slot])) for slot in self.epoch.running.tolist() if slot in named
         ]
 
     def start_epoch(self, limits: Limits, policy: BatchingPolicy, number: int) -> None:
@@ -297,13 +295,8 @@ class EngineCore:
     def restart_point(self) -> events.CoreRestarted:
         """Return the values that a restart continues from. The core must be empty."""
         epoch, store = self.epoch, self.store
-        generations, tickets = (
-            pack(epoch.slots.generation),
-            (store.masks.last_ticket, store.loading.last_ticket),
-        )
-        return events.CoreRestarted(
-            epoch.number, epoch.limits, epoch.next_step, self._admitted, generations, *tickets
-        )
+        generations, tickets = (pack(epoch.slots.generation), (store.masks.last_ticket, store.loading.last_ticket))
+        return events.CoreRestarted(epoch.number, epoch.limits, epoch.next_step, self._admitted, generations, *tickets)
 
     def restart(self, point: events.CoreRestarted, policy: BatchingPolicy, drafting: Drafting | None) -> None:
         """Drop the prefix cache and all estimates, so that a new core that is restarted from the same point decides the

@@ -46,9 +46,7 @@ class EpochState:
         self.slots.generation[:] = generations
 
     def view(self, waiting: WaitingQueue) -> SchedulerView:
-        return SchedulerView(
-            self.running, self.slots, self.ledger, waiting, self.kv, self.limits, self.next_step
-        )
+        return SchedulerView(self.running, self.slots, self.ledger, waiting, self.kv, self.limits, self.next_step)
 
     def enter(self, request: Request, prefix: list[int]) -> int:
         """Give a request a live slot whose table starts with the cached blocks of `prefix`."""

@@ -250,9 +250,7 @@ class KVCacheManager:
         size, unseen = self.block_size, self._unseen
         names = [name_in_group(name, self.emitted_group) for name in hashes[first:last]]
         found = [(first + at, self.pool.by_hash.get(name)) for at, name in enumerate(names)]
-        cached = [
-            index for index, block in found if block in unseen or (block == table[index] and not is_hit)
-        ]
+        cached = [index for index, block in found if block in unseen or (block == table[index] and not is_hit)]
         unseen.difference_update(block for _, block in found if block is not None)
         for _, run in groupby(enumerate(cached), lambda pair: pair[1] - pair[0]):
             indices = [index for _, index in run]
@@ -266,9 +264,7 @@ class KVCacheManager:
     def _emit_evicted(self, num_blocks: int) -> None:
         """Emit the blocks that leave the cache if `num_blocks` are taken now."""
         evicted = [*islice(self.pool.cached, max(num_blocks - len(self.pool.blank), 0))]
-        known = (
-            self.pool.hash_of[block] for block in evicted if block not in self._unseen and self.emitted[block]
-        )
+        known = (self.pool.hash_of[block] for block in evicted if block not in self._unseen and self.emitted[block])
         hashes = tuple(name_in_group(name, self.emitted_group) for name in known if name is not None)
         self._unseen.difference_update(evicted)
         if hashes:
@@ -339,9 +335,7 @@ class KVCacheManager:
             return None
         pool.named = []
         pairs = ((block, pool.hash_of[block]) for block in named if not pool.whole[block])
-        names = {
-            block: name for block, name in pairs if is_wanted and name is not None
-        }  # others were evicted
+        names = {block: name for block, name in pairs if is_wanted and name is not None}  # others were evicted
         return NamedBlocks.from_lists([*names], [*names.values()]) if names else None
 
     def begin_with(self, held: NamedBlocks) -> None:
@@ -366,9 +360,7 @@ class KVCacheManager:
         if self._observers.blocks:
             emitted = [name for name, block in known if block not in self._unseen and self.emitted[block]]
             if emitted:
-                self._observers.emit(
-                    BlocksEvicted(tuple(name_in_group(name, self.emitted_group) for name in emitted))
-                )
+                self._observers.emit(BlocksEvicted(tuple(name_in_group(name, self.emitted_group) for name in emitted)))
         for _, block in known:
             self._unseen.discard(block)
             self.pool.drop(block)

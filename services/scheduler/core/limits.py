@@ -87,6 +87,4 @@ class Limits:
         """Maximum number of tokens whose KV a request may need. The last token's KV is never written, unless a draft
         follows it."""
         drafts = self.drafts_in_flight + self.lookahead
-        return min(
-            num_prompt_tokens + params.max_tokens - 1 + drafts, self.max_model_len - (0 if drafts else 1)
-        )
+        return min(num_prompt_tokens + params.max_tokens - 1 + drafts, self.max_model_len - (0 if drafts else 1))

@@ -44,9 +44,7 @@ class OutputBuffer:
         """Frontends with outputs to take."""
         return len(self._by_frontend)
 
-    def tokens(
-        self, frontends: Column, numbers: NDArray[np.uint32], indices: Column, token_ids: Column
-    ) -> None:
+    def tokens(self, frontends: Column, numbers: NDArray[np.uint32], indices: Column, token_ids: Column) -> None:
         """Add a row per token, in order for each request."""
         while len(frontends):
             frontend = int(frontends[0])

@@ -65,9 +65,7 @@ class Parts:
     ) -> EpochState:
         slots = self.slots(limits.num_slots, limits.max_model_len)
         pool = self.pool(limits.num_blocks)
-        kv = self.kv(
-            slots, pool, limits.block_size, limits.enable_prefix_caching, observers, limits.groups, pins
-        )
+        kv = self.kv(slots, pool, limits.block_size, limits.enable_prefix_caching, observers, limits.groups, pins)
         return self.epoch(number, limits, policy, slots, self.ledger(slots), kv)
 
 

@@ -97,9 +97,7 @@ class StepPlanner:
             key = next(iter(suspects.active))
             request = self.store.requests[key]
             is_running = request.status is RequestStatus.RUNNING
-            if not suspects.check(
-                key, int(slots.tokens[request.slot]) if is_running else len(request.token_ids)
-            ):
+            if not suspects.check(key, int(slots.tokens[request.slot]) if is_running else len(request.token_ids)):
                 return request
             if is_running and suspects.active:
                 self.lifecycle.preempt(request.slot, PreemptionCause.SUSPECT)
@@ -238,9 +236,7 @@ class StepPlanner:
                     offered = self.offered(request, 0, min(chunk, room))
                     prefix, (hit, count) = [], epoch.policy.admit(view, request, 0, offered)
             count = min(count, room)
-            reached, encoder_left = encodable(
-                request.items, hit, hit + count, choice.encoder_left, is_first=True
-            )
+            reached, encoder_left = encodable(request.items, hit, hit + count, choice.encoder_left, is_first=True)
             count = reached - hit
             end = np.array([len(request.token_ids) if budget.runner_reports else hit + count], np.int32)
             held = limits.held(end)
@@ -287,9 +283,7 @@ class StepPlanner:
         self.store.waiting.remove(request)
         return True
 
-    def begin_load(
-        self, prefix: list[int], names: list[bytes], peers: tuple[str, ...], is_ahead: bool = False
-    ) -> bool:
+    def begin_load(self, prefix: list[int], names: list[bytes], peers: tuple[str, ...], is_ahead: bool = False) -> bool:
         """Ask for the blocks with these names behind a cached prefix. Return False if that is not worth it, or blocks
         are short. `is_ahead`: for requests to come."""
         store, kv, size = self.store, self.epoch.kv, self.epoch.kv.block_size
@@ -319,9 +313,7 @@ class StepPlanner:
             return self.store.waiting.in_order()
         return () if len(self.epoch.running) else (alone,)
 
-    def admit(
-        self, request: Request, prefix: list[int], count: int, held: Column, choice: StepChoice
-    ) -> None:
+    def admit(self, request: Request, prefix: list[int], count: int, held: Column, choice: StepChoice) -> None:
         """Move a request from the queue to a slot with blocks for `held` tokens, int32[1]; its first row computes
         `count` positions behind `prefix`."""
         store, epoch = self.store, self.epoch
@@ -375,16 +367,7 @@ class StepPlanner:
         proposes = drafting.length(int(np.count_nonzero(samples))) if drafting else 0
         is_trial, rests = (drafting.is_trial, drafting.rests) if drafting else (False, False)
         step = InflightStep(
-            epoch.next_step,
-            slots,
-            s.generation.take(slots),
-            starts,
-            counts,
-            samples,
-            drafts,
-            proposes,
-            is_trial,
-            rests,
+            epoch.next_step, slots, s.generation.take(slots), starts, counts, samples, drafts, proposes, is_trial, rests
         )
         masked = slots[samples & s.constrained.take(slots)]
         plan = SchedulerOutput(

@@ -144,9 +144,7 @@ class Request:
         it is sampled only if the grammar allows nothing else."""
         return self.num_prompt_tokens + (self.params.min_tokens if self.grammar is None else 0)
 
-    def finish_message(
-        self, reason: FinishReason, stop_token: int | None = None, message: str = ""
-    ) -> Finish:
+    def finish_message(self, reason: FinishReason, stop_token: int | None = None, message: str = "") -> Finish:
         """Return the terminal message. An EOS token is not reported as stop reason, a stop token of the client is."""
         named = stop_token if stop_token not in self.params.eos_token_ids else None
         return Finish(self.number, reason, named, self.num_cached_tokens, self.num_preemptions, message)

@@ -42,9 +42,7 @@ class DecodedResult(NamedTuple):
     """When the step was sampled, seconds on the worker's clock; 0: unknown."""
 
 
-def decode_result(
-    step: InflightStep, message: ModelRunnerOutput, vocab_size: int, hidden_size: int
-) -> DecodedResult:
+def decode_result(step: InflightStep, message: ModelRunnerOutput, vocab_size: int, hidden_size: int) -> DecodedResult:
     """Decode the result of `step`.
 
     Raises: UnknownResult, if its rows are not those of the plan, or a value is impossible.

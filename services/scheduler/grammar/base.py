@@ -41,9 +41,7 @@ class MaskMaker(Protocol):
         """False: `submit` returns the masks."""
         ...
 
-    def submit(
-        self, ticket: int, grammar: Grammar, draft_ids: list[int], num_words: int
-    ) -> NDArray[np.int32] | None:
+    def submit(self, ticket: int, grammar: Grammar, draft_ids: list[int], num_words: int) -> NDArray[np.int32] | None:
         """Return the masks, int32[masks, num_words], if they are made at once: that of the next token, and one for each
         position that drafts within the grammar lead to. Otherwise return None; `EngineCore.on_masks` receives them.
 

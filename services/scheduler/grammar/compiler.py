@@ -17,13 +17,7 @@ from protocol.sampling import GrammarKind, StructuredOutputParams
 from services.scheduler.grammar.base import Grammar
 from services.scheduler.grammar.cache import CompiledGrammar, GrammarCache, Key
 from services.scheduler.grammar.errors import from_library, too_complex
-from services.scheduler.grammar.limits import (
-    CACHE_BYTES,
-    MAX_WAITING,
-    NUM_THREADS,
-    WAITING_SECONDS,
-    parser_limits,
-)
+from services.scheduler.grammar.limits import CACHE_BYTES, MAX_WAITING, NUM_THREADS, WAITING_SECONDS, parser_limits
 from services.scheduler.grammar.matcher import Matcher
 from services.scheduler.grammar.threads import LoopWakeup, start_thread
 from services.scheduler.grammar.translate import KIND_NAMES
@@ -165,9 +159,7 @@ class GrammarCompiler:
         mask = np.empty((1, -(-self._n_vocab // 32)), np.int32)
         LLExecutor(1).unsafe_compute_mask_ptr([(matcher, 0)], mask.ctypes.data, mask.nbytes, 1)
 
-    def _grammar(
-        self, matcher: LLMatcher, params: StructuredOutputParams, eos_token_ids: tuple[int, ...]
-    ) -> Matcher:
+    def _grammar(self, matcher: LLMatcher, params: StructuredOutputParams, eos_token_ids: tuple[int, ...]) -> Matcher:
         whitespace = self._whitespace if params.kind in _JSON else None
         ends = self._vocabulary.eos_token_ids
         return Matcher(matcher, ends, eos_token_ids, params.begins_after, whitespace)

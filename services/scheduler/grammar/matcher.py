@@ -77,9 +77,7 @@ class Matcher:
             too_slow = self._compute(mask)
             self._failed = too_slow or self._matcher.is_error()
             if self._failed:
-                self._log_failure(
-                    f"a mask took more than {MAX_FILL_SECONDS:g} s" if too_slow else "no token matches"
-                )
+                self._log_failure(f"a mask took more than {MAX_FILL_SECONDS:g} s" if too_slow else "no token matches")
             if self._translates_eos:
                 self._translate_eos(mask)
                 self._failed |= not mask.any()
@@ -110,9 +108,7 @@ class Matcher:
 
     def _log_failure(self, why: str) -> None:
         """Log the cause. llguidance's own text may quote the grammar."""
-        log.warning(
-            "an output cannot be kept within its grammar: %s", row_limit(self._matcher.get_error()) or why
-        )
+        log.warning("an output cannot be kept within its grammar: %s", row_limit(self._matcher.get_error()) or why)
 
     def _compute(self, mask: NDArray[np.int32]) -> bool:
         """Let llguidance fill the mask. Return whether that took too long.

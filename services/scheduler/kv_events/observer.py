@@ -43,12 +43,7 @@ class KVEventObserver:
                 if removed:
                     self._events.append(BlockRemoved([*removed], medium))
                 self._flush()
-            case (
-                events.PrefixCacheReset()
-                | events.EpochEnded()
-                | events.AllRequestsFailed()
-                | events.CoreRestarted()
-            ):
+            case events.PrefixCacheReset() | events.EpochEnded() | events.AllRequestsFailed() | events.CoreRestarted():
                 self._events.append(AllBlocksCleared())
                 self._flush()
             case events.StepDispatched() | events.ResultApplied():

@@ -6,11 +6,7 @@ from services.scheduler.capabilities import Combination, refusal
 
 
 def objection(
-    register: Register,
-    model: Register | None,
-    num_others: int | None,
-    config: SchedulerConfig,
-    tokenizer: str = "",
+    register: Register, model: Register | None, num_others: int | None, config: SchedulerConfig, tokenizer: str = ""
 ) -> str | None:
     """Return why a worker cannot be used, with the values that contradict one another, or None.
 

@@ -14,9 +14,7 @@ from services.scheduler.membership.sizes import fit
 from services.scheduler.membership.step_watch import StepSize
 
 
-def make_assignment(
-    config: SchedulerConfig, size: GroupSize, epoch: int, rank: int, rendezvous: str
-) -> Assignment:
+def make_assignment(config: SchedulerConfig, size: GroupSize, epoch: int, rank: int, rendezvous: str) -> Assignment:
     """Return the assignment of a rank. `rendezvous`: where ranks meet; "" in a group of one."""
     return Assignment(
         epoch=epoch,

@@ -161,9 +161,7 @@ class WorkerGroup:
             if isinstance(message, Loaded) and event is MemberEvent.LOADED and peer in self.roster:
                 was_full, mismatch = self._contents.is_full, self._contents.mismatch(message.contents)
                 if self._contents.is_full and not was_full:
-                    self._actions.append(
-                        News(f"more than {MAX_PARTS:,} parts of weights: the others are not compared")
-                    )
+                    self._actions.append(News(f"more than {MAX_PARTS:,} parts of weights: the others are not compared"))
                 if mismatch is not None:
                     self._actions.append(Refuse(peer, mismatch))
                     event, reason = MemberEvent.LOST, f"has other weights: {mismatch}"
@@ -176,11 +174,7 @@ class WorkerGroup:
     def _shrinks(self, message: WorkerMessage | StepFault, now: float) -> bool:
         """If a step of the epoch in effect ran out of memory, let the next epoch form smaller steps. Return False if
         that was tried already and did not hold: then it is a failure like others."""
-        if (
-            not isinstance(message, RankLost)
-            or not message.out_of_memory
-            or self.state is not GroupState.READY
-        ):
+        if not isinstance(message, RankLost) or not message.out_of_memory or self.state is not GroupState.READY:
             return False
         failed = self._watch.size_of(message.step_id)
         if failed is None or (self._epoch.has_shrunk and not self.losses.is_proven(now)):
@@ -270,9 +264,7 @@ class WorkerGroup:
         """Return which step takes too long, and on which ranks."""
         ranks = ", ".join(map(str, self.roster.before_step(step_id)))
         where = f" on rank {ranks}" if ranks else ""
-        return (
-            f"step {step_id} has not ended{where} after {took:.1f} s, far longer than steps of its size take"
-        )
+        return f"step {step_id} has not ended{where} after {took:.1f} s, far longer than steps of its size take"
 
     def fail(self, reason: str, now: float) -> None:
         """The engine cannot serve with this group."""
@@ -348,9 +340,7 @@ class WorkerGroup:
         best, settled = self._best_size(), self._formation.settled(now)
         if self.size is not None:
             if self._formation.is_auto and settled and best not in (None, self.size):
-                self._group_event(
-                    GroupEvent.RESIZE, f"the group is formed anew with {best.world} workers", now
-                )
+                self._group_event(GroupEvent.RESIZE, f"the group is formed anew with {best.world} workers", now)
         elif settled and best is not None and len(spares := self.roster.spares) >= best.world:
             if self._formation.awaits_weights(spares, best, now):
                 self._detail = "waiting for workers that have the weights in memory"

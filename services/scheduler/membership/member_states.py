@@ -35,16 +35,7 @@ Rules:
 
 import enum
 
-from protocol.membership import (
-    Heartbeat,
-    Loaded,
-    LoadFailed,
-    LoadProgress,
-    RankLost,
-    Ready,
-    Register,
-    WorkerMessage,
-)
+from protocol.membership import Heartbeat, Loaded, LoadFailed, LoadProgress, RankLost, Ready, Register, WorkerMessage
 from protocol.steps import StepFault
 from services.scheduler.transitions import IllegalTransition
 
@@ -98,13 +89,7 @@ class MemberAction(enum.Enum):
     """Show the error as the reason why there is no group."""
 
 
-IN_EPOCH = (
-    MemberState.ASSIGNED,
-    MemberState.LOADING,
-    MemberState.LOADED,
-    MemberState.INITIALIZING,
-    MemberState.READY,
-)
+IN_EPOCH = (MemberState.ASSIGNED, MemberState.LOADING, MemberState.LOADED, MemberState.INITIALIZING, MemberState.READY)
 """The states of a rank."""
 
 _S, _E, _A = MemberState, MemberEvent, MemberAction

@@ -66,9 +66,7 @@ class Roster:
         """Store what a worker registered, with the state that it had before. `apply` of REGISTER is to follow."""
         self._members[peer] = Member(peer, register, self.state_of(peer), now, now)
 
-    def receive(
-        self, peer: bytes, message: WorkerMessage | StepFault, epoch: int, now: float
-    ) -> MemberEvent | None:
+    def receive(self, peer: bytes, message: WorkerMessage | StepFault, epoch: int, now: float) -> MemberEvent | None:
         """Store the content of a message, and return its event, or None if it does not belong to `epoch`.
 
         Raises: ProtocolError, with nothing changed, for a message that the worker may not send in its state

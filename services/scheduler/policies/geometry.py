@@ -50,9 +50,7 @@ class Geometry:
         """Indices of the rows that one decode step can take. Rows are tried in order; a row is left out if the step
         would exceed `max_rows`, `max_tkv` or `max_volume` (rows times longest row)."""
         rows = len(lengths)
-        if not rows or (
-            rows <= max_rows and (tkv := self.tkv(lengths)) <= max_tkv and rows * tkv <= max_volume
-        ):
+        if not rows or (rows <= max_rows and (tkv := self.tkv(lengths)) <= max_tkv and rows * tkv <= max_volume):
             return np.arange(rows)
         blocks = -(-lengths // self.block)
         chosen: list[int] = []

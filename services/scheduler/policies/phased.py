@@ -32,9 +32,7 @@ class PhasedPolicy:
             pause in turn instead, and resume when they fit (pausing).
     """
 
-    def __init__(
-        self, limits: Limits, interleave: bool = True, max_volume: int = 0, pausing: bool = False
-    ) -> None:
+    def __init__(self, limits: Limits, interleave: bool = True, max_volume: int = 0, pausing: bool = False) -> None:
         """Raises: ValueError, if a request alone could not be served; names the number that would do."""
         self._geometry = Geometry(limits.block_size, limits.max_num_batched_tokens)
         if limits.max_num_batched_tokens % limits.block_size:
@@ -112,9 +110,7 @@ class PhasedPolicy:
     def _fitting(self, view: SchedulerView, rows: SlotIds) -> SlotIds:
         limits = view.limits
         lengths = view.slots.computed.take(rows) + 1
-        return self._geometry.fitting(
-            lengths, limits.max_num_batched_tokens, limits.max_model_len, self._max_volume
-        )
+        return self._geometry.fitting(lengths, limits.max_num_batched_tokens, limits.max_model_len, self._max_volume)
 
     # -- admission -----------------------------------------------------------------------------------------------
 

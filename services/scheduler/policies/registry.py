@@ -49,11 +49,7 @@ def make_policy(config: SchedulerConfig, limits: Limits) -> BatchingPolicy:
     except ValueError:
         raise
     except Exception as error:
-        raise ValueError(
-            f"--batching-policy {name}: from_config failed: {type(error).__name__}: {error}"
-        ) from error
+        raise ValueError(f"--batching-policy {name}: from_config failed: {type(error).__name__}: {error}") from error
     if not isinstance(policy, BatchingPolicy):
-        raise ValueError(
-            f"--batching-policy {name}: from_config returned {policy!r}, which is no batching policy"
-        )
+        raise ValueError(f"--batching-policy {name}: from_config returned {policy!r}, which is no batching policy")
     return GuardedPolicy(policy)

@@ -76,9 +76,7 @@ class Converter:
         if not self._keeps_tokens and (plan.new or plan.whole is not None or plan.completes is not None):
             new = [replace(row, token_ids=b"", params=PLAIN) for row in plan.new]
             plan = replace(plan, new=new, whole=_without_names(plan.whole), completes=None)
-        return PlanRecord(
-            plan, num_tokens, event.requests, event.steps_in_flight, event.num_running, event.num_waiting
-        )
+        return PlanRecord(plan, num_tokens, event.requests, event.steps_in_flight, event.num_running, event.num_waiting)
 
     def release(self, event: events.SlotsReleased) -> events.SlotsReleased:
         if self._keeps_tokens or event.message.whole is None:

@@ -28,9 +28,7 @@ def describe(difference: Difference) -> str:
     ]
     if isinstance(d.replayed, str) or d.recorded is None or d.replayed is None:
         for side in (d.recorded, d.replayed):
-            lines += (
-                [] if side is None or isinstance(side, str) else [f"    {n} = {v}" for n, v in _fields(side)]
-            )
+            lines += [] if side is None or isinstance(side, str) else [f"    {n} = {v}" for n, v in _fields(side)]
         return "\n".join(lines)
     left, right = dict(_fields(d.recorded)), dict(_fields(d.replayed))
     for name in {**left, **right}:

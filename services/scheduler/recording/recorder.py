@@ -140,16 +140,12 @@ class LiveRecording:
         )
         self._recorder = FlightRecorder(header, writer)
         core.observers.add(self._recorder)
-        log.info(
-            "recording to %s, %s tokens", self._directory, "with" if self._config.record_tokens else "without"
-        )
+        log.info("recording to %s, %s tokens", self._directory, "with" if self._config.record_tokens else "without")
 
     def on_turn(self, core: EngineCore) -> None:
         """Restart the core if the recording needs another start and the core has nothing to do."""
         if core.is_empty and self._recorder is not None and self._recorder.needs_start():
-            log.info(
-                "a part of the recording begins that can be replayed; the prefix cache is emptied for it"
-            )
+            log.info("a part of the recording begins that can be replayed; the prefix cache is emptied for it")
             restart_core(core, self._config)
 
     def close(self) -> None:

@@ -171,8 +171,7 @@ class Replay:
         """Surrogates of open requests, all that they will have."""
         self.num_plans = self.num_events = 0
         self.core = self._factory.core(
-            RecordedCompiler() if header.compiles else None,
-            RecordedMaskMaker() if header.late_masks else INLINE_MASKS,
+            RecordedCompiler() if header.compiles else None, RecordedMaskMaker() if header.late_masks else INLINE_MASKS
         )
         self.core.observers.add(self)
 
@@ -321,10 +320,7 @@ class Replay:
     def _set_matches(self, turn: Turn) -> None:
         """Let grammars match as many tokens as were appended."""
         for record in turn.decisions:
-            if (
-                not isinstance(record, AppliedRecord)
-                or (step := self._step(record.epoch, record.step_id)) is None
-            ):
+            if not isinstance(record, AppliedRecord) or (step := self._step(record.epoch, record.step_id)) is None:
                 continue
             rows, counts = step.slots[step.samples], unpack(record.counts)
             for row in np.flatnonzero(self.core.epoch.slots.constrained.take(rows)).tolist():
@@ -342,15 +338,9 @@ class Replay:
         if slots := result.embedding_slots:
             result = replace(result, embeddings=bytes(len(slots) * self._header.hidden_size))
         if self._surrogates is None or applied is None or outcome is None:
-            tokens = (
-                bytes(4 * int(unpack(result.counts).sum()))
-                if self._surrogates is not None
-                else result.token_ids
-            )
+            tokens = bytes(4 * int(unpack(result.counts).sum())) if self._surrogates is not None else result.token_ids
             return replace(result, token_ids=tokens)
-        rows, counts, totals = (
-            unpack(column).tolist() for column in (outcome.slots, result.counts, outcome.totals)
-        )
+        rows, counts, totals = (unpack(column).tolist() for column in (outcome.slots, result.counts, outcome.totals))
         states = np.frombuffer(applied.states, np.int8)
         parts = [
             np.zeros(count, np.int32) if state == DROP else self._tokens_at(slot, total, count)
@@ -368,18 +358,13 @@ class Replay:
         return tokens
 
 
-def _fate(
-    result: ModelRunnerOutput, turns: Iterable[Turn]
-) -> tuple[bool, AppliedRecord | None, OutcomeRecord | None]:
+def _fate(result: ModelRunnerOutput, turns: Iterable[Turn]) -> tuple[bool, AppliedRecord | None, OutcomeRecord | None]:
     """Return whether the result was refused, and what was applied of it. It waits if it came before that of an older
     step."""
     key = (result.epoch, result.step_id)
     for turn in turns:
         for record in turn.decisions:
-            if (
-                isinstance(record, (AppliedRecord, events.ResultRefused))
-                and (record.epoch, record.step_id) == key
-            ):
+            if isinstance(record, (AppliedRecord, events.ResultRefused)) and (record.epoch, record.step_id) == key:
                 if isinstance(record, events.ResultRefused):
                     return True, None, None
                 return False, record, turn.outcomes.get(key)

@@ -250,9 +250,7 @@ class EventRecording:
                 )
             yield from records
         left = file.stat().st_size - at
-        self._end_at(
-            file, f"is damaged {at:,} bytes from its start", f"what follows is ignored ({left:,} bytes)"
-        )
+        self._end_at(file, f"is damaged {at:,} bytes from its start", f"what follows is ignored ({left:,} bytes)")
 
     def _end_at(self, file: Path, problem: str, consequence: str) -> None:
         """Note a torn end. Raises: RecordingError, if segments follow it."""

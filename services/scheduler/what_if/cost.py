@@ -115,13 +115,8 @@ class StepCost(NamedTuple):
         Raises: ValueError, if there are too few.
         """
         if len(seconds) < MIN_STEPS:
-            raise ValueError(
-                f"the recording has {len(seconds)} steps with times; a cost model needs {MIN_STEPS}"
-            )
-        x, y = (
-            np.column_stack((features, np.zeros(len(seconds)) if shared is None else shared)),
-            np.array(seconds),
-        )
+            raise ValueError(f"the recording has {len(seconds)} steps with times; a cost model needs {MIN_STEPS}")
+        x, y = (np.column_stack((features, np.zeros(len(seconds)) if shared is None else shared)), np.array(seconds))
         best, kept = fit(x, y)
         least = _error(x[kept], y[kept], best)
         seen = np.array(x[:, :-1].any(axis=0))

@@ -145,10 +145,7 @@ def _fit(measured: list[tuple[Vector, float]]) -> Vector:
     """Return the coefficients of features and seconds that give the total time, with its delays; 0 without any."""
     if not measured:
         return np.zeros(3)
-    x, y = (
-        np.array([features for features, _ in measured]),
-        np.array([max(each, 1e-6) for _, each in measured]),
-    )
+    x, y = (np.array([features for features, _ in measured]), np.array([max(each, 1e-6) for _, each in measured]))
     solved = fit(x, y)[0]
     return solved * (y.sum() / (x @ solved).sum())
 

@@ -80,12 +80,7 @@ class FittedModel:
         return runs[0], [Range(values[0], min(values), max(values)) for values in columns]
 
     def _run(
-        self,
-        config: SchedulerConfig,
-        acceptance: float | None,
-        cost: StepCost,
-        factor: float,
-        found: float = 0.5,
+        self, config: SchedulerConfig, acceptance: float | None, cost: StepCost, factor: float, found: float = 0.5
     ) -> Measurements:
         device = ModelledDevice(cost.scaled(factor), self.host.scaled(factor), acceptance, found)
         return WhatIf(self._header, config, limits_for(self._header, config), self._history, device).run()
@@ -95,9 +90,7 @@ def recorded(history: History) -> Measurements:
     measured = Measurements(num_preemptions=history.num_preemptions)
     for request in history.requests:
         if request.ended:
-            measured.add(
-                RequestMeasurement(request.arrived, request.first_token, request.ended, request.num_outputs)
-            )
+            measured.add(RequestMeasurement(request.arrived, request.first_token, request.ended, request.num_outputs))
     return measured
 
 

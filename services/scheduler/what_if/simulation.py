@@ -91,12 +91,7 @@ class _Tickets(RecordedCompiler):
 
 class WhatIf:
     def __init__(
-        self,
-        header: RecordingHeader,
-        config: SchedulerConfig,
-        limits: Limits,
-        history: History,
-        device: ModelledDevice,
+        self, header: RecordingHeader, config: SchedulerConfig, limits: Limits, history: History, device: ModelledDevice
     ) -> None:
         """
         Args:
@@ -204,9 +199,7 @@ class WhatIf:
         if request is None or finish.times is None or finish.reason is FinishReason.REJECTED:
             return
         times, self._requests = finish.times, self._requests + 1
-        self.measurements.add(
-            RequestMeasurement(times.queued, times.first_token, times.ended, request.num_outputs)
-        )
+        self.measurements.add(RequestMeasurement(times.queued, times.first_token, times.ended, request.num_outputs))
 
     def _abort_due(self) -> None:
         """Abort the requests that had all tokens that they got before they were aborted."""
@@ -257,9 +250,7 @@ class WhatIf:
         rows, slots = step.slots[step.samples], self.core.epoch.slots
         self._rows += len(rows)
         counts = accepted + 1
-        parts = [
-            self._tokens(slot, count) for slot, count in zip(rows.tolist(), counts.tolist(), strict=True)
-        ]
+        parts = [self._tokens(slot, count) for slot, count in zip(rows.tolist(), counts.tolist(), strict=True)]
         pooling = rows[slots.pooling.take(rows)]
         self.core.on_result(
             ModelRunnerOutput(
@@ -273,9 +264,7 @@ class WhatIf:
                 embedding_slots=pack(pooling.astype(np.int32)),
                 embeddings=bytes(4 * len(pooling) * self._hidden_size),
                 drafted=pack(drafted) if plan.drafts else b"",
-                draft_token_ids=bytes(4 * len(rows) * step.proposes)
-                if plan.has_structured_output_requests
-                else b"",
+                draft_token_ids=bytes(4 * len(rows) * step.proposes) if plan.has_structured_output_requests else b"",
             )
         )
         self._find_due(rows)

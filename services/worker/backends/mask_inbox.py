@@ -94,9 +94,7 @@ class MaskInbox:
         """
         waiting = frozenset(slots.tolist())
         with self._changed:
-            while (decided := self._decided(step_id, waiting, forward_ended)) > (
-                now := self._clock.monotonic()
-            ):
+            while (decided := self._decided(step_id, waiting, forward_ended)) > (now := self._clock.monotonic()):
                 if self._closed:
                     raise RanksLost("the epoch has ended")
                 self._clock.wait(self._changed, decided - now if decided < math.inf else None)
@@ -154,9 +152,7 @@ def joined(parts: list[GrammarOutput]) -> GrammarOutput | None:
     """Return the masks of several messages of one step as one message; None: there are none."""
     if len(parts) < 2:
         return parts[0] if parts else None
-    counts = [
-        unpack(part.counts) if part.counts else np.ones(len(part.slots) // 4, np.int32) for part in parts
-    ]
+    counts = [unpack(part.counts) if part.counts else np.ones(len(part.slots) // 4, np.int32) for part in parts]
     return GrammarOutput(
         parts[0].epoch,
         parts[0].step_id,

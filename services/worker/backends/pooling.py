@@ -64,9 +64,7 @@ class Pooler:
     def rows(self, rows: Rows, table: BatchColumns) -> PooledRows | None:
         """Return the pooled ones of a step's rows, which `table` has applied; None where no state is needed."""
         kinds = table.pooling[rows.slots]
-        if not np.count_nonzero(
-            kinds
-        ):  # every step pays for this; `any` and a comparison with an enumeration are slow
+        if not np.count_nonzero(kinds):  # every step pays for this; `any` and a comparison with an enumeration are slow
             return None
         means = kinds == Pooling.MEAN
         wanted = means | ((kinds == Pooling.LAST) & rows.samples)

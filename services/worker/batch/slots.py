@@ -252,18 +252,14 @@ class SlotTable(BatchColumns):
             )
         num_tokens = len(request.token_ids) // 4
         if not 0 < num_tokens <= self.max_model_len:
-            raise PlanError(
-                f"slot {slot}: {num_tokens} tokens, but the context holds 1 to {self.max_model_len}"
-            )
+            raise PlanError(f"slot {slot}: {num_tokens} tokens, but the context holds 1 to {self.max_model_len}")
         blocks = unpack(request.block_ids)
         self._check_blocks(blocks[blocks != NO_BLOCK] if self.has_windows else blocks)
         self._check_groups(blocks[self.num_states :])
         if len(blocks) > (most := self.num_states + self.block_table.shape[1]):
             raise self._full(slot, int(blocks[most]))
         if self.num_states and (len(blocks) < self.num_states or NO_BLOCK in blocks[: self.num_states]):
-            raise PlanError(
-                f"slot {slot}: the request has {self.num_states} recurrent states, but not their blocks"
-            )
+            raise PlanError(f"slot {slot}: the request has {self.num_states} recurrent states, but not their blocks")
         super().assign(request)
         self.num_tokens[slot], self.computed[slot], self.unsettled[slot] = num_tokens, EMPTY, 0
 
@@ -294,15 +290,11 @@ class SlotTable(BatchColumns):
 
     def _check_groups(self, blocks: I32) -> None:
         if len(blocks) % self.num_groups:
-            raise PlanError(
-                f"{len(blocks)} blocks are not one of each of {self.num_groups} groups of KV cache"
-            )
+            raise PlanError(f"{len(blocks)} blocks are not one of each of {self.num_groups} groups of KV cache")
 
     @staticmethod
     def _full(slot: int, block: int) -> PlanError:
-        return PlanError(
-            f"block {block} is appended to slot {slot}, which is empty or has a full block table"
-        )
+        return PlanError(f"block {block} is appended to slot {slot}, which is empty or has a full block table")
 
     def _explain(self, rows: Rows) -> NoReturn:
         """Find what `count_rows` has refused. Raises: PlanError, for the first check that a row fails."""
@@ -334,11 +326,7 @@ class SlotTable(BatchColumns):
         )  # fmt: skip
         held = self.num_blocks[slots] * self.block_size
         self._refuse(
-            rows,
-            ends > held,
-            "a row ends at {end}, but its blocks hold {held} positions",
-            end=ends,
-            held=held,
+            rows, ends > held, "a row ends at {end}, but its blocks hold {held} positions", end=ends, held=held
         )
         raise AssertionError("a check refuses rows that no explanation fits")
 

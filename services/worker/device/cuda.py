@@ -30,9 +30,7 @@ class CopyOnItsWay:
         sources: on the device, kept until the copy has run.
     """
 
-    def __init__(
-        self, event: CopyEvent, copies: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
-    ) -> None:
+    def __init__(self, event: CopyEvent, copies: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         self._event, self._copies, self._sources = event, copies, [*sources]
 
     def get(self) -> tuple[NDArray[Any], ...]:

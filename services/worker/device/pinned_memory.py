@@ -96,10 +96,7 @@ class StagedColumns:
     """
 
     def __init__(
-        self,
-        memory: torch.Tensor,
-        places: Sequence[slice],
-        kinds: Sequence[tuple[torch.dtype, tuple[int, ...]]],
+        self, memory: torch.Tensor, places: Sequence[slice], kinds: Sequence[tuple[torch.dtype, tuple[int, ...]]]
     ) -> None:
         self.memory, self._places, self._kinds = memory, places, kinds
 

@@ -81,9 +81,7 @@ class Ranks:
         if self._aborted.is_set():
             raise RanksLost("the epoch ended while its ranks were joining")
         if isinstance(joined, RuntimeError):
-            raise RanksLost(
-                f"rank {self.assignment.rank} cannot reach the others: {one_line(joined)}"
-            ) from joined
+            raise RanksLost(f"rank {self.assignment.rank} cannot reach the others: {one_line(joined)}") from joined
         if isinstance(joined, Exception):
             raise joined
         self.tensor_parallel, self.pipeline, self.on_this_machine, self._store = joined
@@ -172,9 +170,7 @@ def meet(assignment: Assignment, listener: socket.socket | None, is_over: Callab
     raise AssertionError("the last attempt returns or raises")
 
 
-def connect(
-    store: Any, prefix: str, rank: int, size: int, address: str, waiter: MessageWaiter
-) -> Peers | None:
+def connect(store: Any, prefix: str, rank: int, size: int, address: str, waiter: MessageWaiter) -> Peers | None:
     """Return the connections within one group, or None for a group of one.
 
     Args:

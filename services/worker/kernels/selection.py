@@ -71,16 +71,11 @@ class KernelChoice:
 
 _HELPERS = "helpers that are not waited for"
 TABLE = (
-    KernelChoice(
-        *("compiled", "cpu", torch.float32, (WIDE,), torch.float32), *("our own, AVX-512, float32", _HELPERS)
-    ),
+    KernelChoice(*("compiled", "cpu", torch.float32, (WIDE,), torch.float32), *("our own, AVX-512, float32", _HELPERS)),
     KernelChoice("compiled", "cpu", torch.float32, (), torch.float32, "our own, float32", _HELPERS),
+    KernelChoice(*("compiled", "cpu", torch.bfloat16, (TILES,), torch.bfloat16), *("our own, AMX, bfloat16", _HELPERS)),
     KernelChoice(
-        *("compiled", "cpu", torch.bfloat16, (TILES,), torch.bfloat16), *("our own, AMX, bfloat16", _HELPERS)
-    ),
-    KernelChoice(
-        *("compiled", "cpu", torch.bfloat16, (PAIRS,), torch.bfloat16),
-        *("our own, AVX-512, bfloat16", _HELPERS),
+        *("compiled", "cpu", torch.bfloat16, (PAIRS,), torch.bfloat16), *("our own, AVX-512, bfloat16", _HELPERS)
     ),
     KernelChoice(
         *("compiled", "cpu", torch.bfloat16, (ONEDNN_BFLOAT16,), torch.bfloat16),
@@ -92,23 +87,17 @@ TABLE = (
         *("our own, AVX-512, float32 from bfloat16 weights", _HELPERS),
     ),
     KernelChoice(
-        *("compiled", "cpu", torch.bfloat16, (), torch.float32),
-        *("our own, float32 from bfloat16 weights", _HELPERS),
+        *("compiled", "cpu", torch.bfloat16, (), torch.float32), *("our own, float32 from bfloat16 weights", _HELPERS)
     ),
     KernelChoice(
-        *("compiled", "cuda", torch.float32, (), torch.float32),
-        *("cuBLAS, float32", "the device's", False, False),
+        *("compiled", "cuda", torch.float32, (), torch.float32), *("cuBLAS, float32", "the device's", False, False)
     ),
     KernelChoice(
-        *("compiled", "cuda", torch.bfloat16, (), torch.bfloat16),
-        *("cuBLAS, bfloat16", "the device's", False, False),
+        *("compiled", "cuda", torch.bfloat16, (), torch.bfloat16), *("cuBLAS, bfloat16", "the device's", False, False)
     ),
+    KernelChoice(*("reference", "cpu", torch.float32, (), torch.float32, "torch, float32", "torch's"), invariant=False),
     KernelChoice(
-        *("reference", "cpu", torch.float32, (), torch.float32, "torch, float32", "torch's"), invariant=False
-    ),
-    KernelChoice(
-        *("reference", "cpu", torch.bfloat16, (), torch.bfloat16, "torch, bfloat16", "torch's"),
-        invariant=False,
+        *("reference", "cpu", torch.bfloat16, (), torch.bfloat16, "torch, bfloat16", "torch's"), invariant=False
     ),
 )
 
@@ -167,9 +156,7 @@ def _cuda_kernels(choice: KernelChoice) -> Kernels:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "triton":
             raise
-        raise LoadError(
-            "--device cuda needs the package triton, which a CUDA build of torch brings along"
-        ) from error
+        raise LoadError("--device cuda needs the package triton, which a CUDA build of torch brings along") from error
     return CudaKernels(choice.activations, choice.dtype, CudaDevice(), choice.eager)
 
 

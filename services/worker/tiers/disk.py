@@ -118,9 +118,7 @@ class DiskTier:
             self.changes.stored.append(name)
         except OSError as error:
             self._writes_from = time.monotonic() + RETRY_SECONDS
-            log.warning(
-                "no KV block is written to %s for %.0f s: %s", self._root, RETRY_SECONDS, error.strerror
-            )
+            log.warning("no KV block is written to %s for %.0f s: %s", self._root, RETRY_SECONDS, error.strerror)
 
     def drop(self, name: bytes) -> None:
         """Remove a block. Raises: OSError, if that fails."""

@@ -76,9 +76,7 @@ class Offload:
         """An epoch's cache has begun."""
         if self._is_used:
             is_peer = self._server is not None
-            peers = (
-                PeerClient(self._config.security, _digest(self._identity), self._rank) if is_peer else None
-            )
+            peers = PeerClient(self._config.security, _digest(self._identity), self._rank) if is_peer else None
             self._transfers = BlockTransfers(memory, self._tiers, self._send, peers, self._dropped)
 
     def follow(self, whole: NamedBlocks) -> None:

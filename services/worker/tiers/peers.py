@@ -92,9 +92,7 @@ class PeerClient:
         self._clients: OrderedDict[str, Client] = OrderedDict()
         """By address; the one that was used last is the last one."""
 
-    def fetch(
-        self, addresses: Sequence[str], names: Sequence[bytes], block_bytes: int
-    ) -> Iterator[memoryview]:
+    def fetch(self, addresses: Sequence[str], names: Sequence[bytes], block_bytes: int) -> Iterator[memoryview]:
         """Iterate over the first blocks of these that a peer has. They end early at any error.
 
         Args:

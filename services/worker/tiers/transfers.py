@@ -239,6 +239,4 @@ class BlockTransfers:
     def _put(self, block: int, ticket: int, data: memoryview) -> bool:
         """Write a block. Return False if it was given away, or the epoch has ended."""
         with self._in_memory:
-            return not self._ended and self._names.fill(
-                block, ticket, lambda: self._memory.write_block(block, data)
-            )
+            return not self._ended and self._names.fill(block, ticket, lambda: self._memory.write_block(block, data))

@@ -9,14 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from services.checkpoint import CheckpointError, weight_shards
 from services.worker.runner import LoadError
-from services.worker.weights.checkpoint import (
-    Cut,
-    QuantizedRows,
-    check_shape,
-    missing_tensor,
-    raw_bytes,
-    sampled_rows,
-)
+from services.worker.weights.checkpoint import Cut, QuantizedRows, check_shape, missing_tensor, raw_bytes, sampled_rows
 
 DTYPES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
 """Dtypes of safetensors that can be read, and their bytes."""
@@ -90,6 +83,4 @@ def _open(path: Path):  # type: ignore[no-untyped-def]
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError, ValueError) as error:
-        raise LoadError(
-            f"{path} is not a valid safetensors file ({error}); download the model again"
-        ) from error
+        raise LoadError(f"{path} is not a valid safetensors file ({error}); download the model again") from error

@@ -24,12 +24,8 @@ LIMIT = 450.0
 def main(arguments: list[str] | None = None) -> int:
     """Run parts. Return 0 if all of them have succeeded, else 1."""
     parser = argparse.ArgumentParser(prog="python3 -m tests.benchmarks.gpu", description=__doc__)
-    parser.add_argument(
-        "parts", nargs="*", choices=[*PARTS, []], help="default: all, the most valuable first"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=DIRECTORY, help=f"directory of the files; default: {DIRECTORY}"
-    )
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="default: all, the most valuable first")
+    parser.add_argument("--out", type=Path, default=DIRECTORY, help=f"directory of the files; default: {DIRECTORY}")
     parser.add_argument(
         "--budget", type=float, default=float("inf"), help="seconds for all parts; those that do not fit wait"
     )

@@ -70,9 +70,7 @@ class StageEngine:
             self.model = Model(part, checkpoint, dtype, kernels, lambda *_: None)
             target = TargetModel(lookup, self.model, Path(), checkpoint, BLOCK_SIZE, context)
             drafter = NgramDrafter(target) if drafts else None
-            epoch = NativeEpoch(
-                self.model, ranks, drafter, assignment, InitializeCache(blocks, context), blocks
-            )
+            epoch = NativeEpoch(self.model, ranks, drafter, assignment, InitializeCache(blocks, context), blocks)
         self._stages = NativeStages(SlotTable(batch, BLOCK_SIZE, blocks, context), epoch, ranks)
         self._steps = self._length = self._generation = 0
         self._flying: deque[Output] = deque()

@@ -69,9 +69,7 @@ def _tested(name: str) -> Result:
     output: list[str] = []
     # Plugins of other packages on the machine are not loaded: nothing here needs one.
     variables = os.environ | {"TRITON_INTERPRET": "0", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables
-    ) as tests:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables) as tests:
         assert tests.stdout is not None
         for line in tests.stdout:  # a part that is killed has printed what it did
             print(line, end="", flush=True)
@@ -142,13 +140,7 @@ WANTED = {
     "greedy": SamplingParams(max_tokens=1000, temperature=0.0, logprobs=0),
     "sampled": SamplingParams(max_tokens=1000, temperature=0.9, seed=3, top_k=40, top_p=0.9, logprobs=0),
     "penalised": SamplingParams(
-        max_tokens=1000,
-        temperature=0.7,
-        seed=4,
-        min_p=0.02,
-        presence_penalty=0.5,
-        repetition_penalty=1.2,
-        logprobs=0,
+        max_tokens=1000, temperature=0.7, seed=4, min_p=0.02, presence_penalty=0.5, repetition_penalty=1.2, logprobs=0
     ),
     "biased": SamplingParams(max_tokens=1000, temperature=0.0, logit_bias=((17, 3.0),), logprobs=0),
 }
@@ -288,9 +280,7 @@ def prefill(target: MeasuredDevice) -> Result:
         attended = 2 * shape.num_layers * shape.num_heads * shape.head_dim * length**2  # causal: half of 4
         operations = 2 * product_parameters(shape) * length + attended + 2 * head_parameters(shape)
         share = operations / seconds / rate
-        rows.append(
-            {"model": name, "tokens": length, "seconds": seconds, "operations": operations, "share": share}
-        )
+        rows.append({"model": name, "tokens": length, "seconds": seconds, "operations": operations, "share": share})
     return {"operations_per_second": rate, "rows": rows}
 
 
@@ -330,12 +320,7 @@ COUNTED = 32
 
 def _penalised(slot: int) -> SamplingParams:
     return SamplingParams(
-        max_tokens=1 << 20,
-        temperature=0.8,
-        seed=slot,
-        frequency_penalty=0.3,
-        logit_bias=((5, 1.0),),
-        logprobs=2,
+        max_tokens=1 << 20, temperature=0.8, seed=slot, frequency_penalty=0.3, logit_bias=((5, 1.0),), logprobs=2
     )
 
 

@@ -13,14 +13,7 @@ TINY, TINY_SERVED = "tiny", "tiny-served"
 
 
 def llama(
-    hidden: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    mlp: int,
-    vocab: int,
-    tied: bool,
-    positions: int = 16384,
+    hidden: int, layers: int, heads: int, kv_heads: int, mlp: int, vocab: int, tied: bool, positions: int = 16384
 ) -> ModelConfig:
     """A Llama without biases."""
     return ModelConfig(

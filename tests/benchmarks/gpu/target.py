@@ -128,7 +128,5 @@ def tiny() -> MeasuredDevice:
         matrix=8,
         copied=1 << 12,
         event=LazyEvent,
-        served=ServedLoad(
-            TINY_SERVED, 2, 9, 5, ("--device", "cpu", "--kernels", "reference", "--threads", "1")
-        ),
+        served=ServedLoad(TINY_SERVED, 2, 9, 5, ("--device", "cpu", "--kernels", "reference", "--threads", "1")),
     )

@@ -24,9 +24,7 @@ class BareLlama:
     def __init__(self, directory: Path, dtype: torch.dtype, batch: int, context: int) -> None:
         self.packs = dtype == torch.float32 or bfloat16_supported()
         config = json.loads((directory / "config.json").read_text())
-        weights = {
-            name: tensor.to(dtype) for name, tensor in load_file(directory / "model.safetensors").items()
-        }
+        weights = {name: tensor.to(dtype) for name, tensor in load_file(directory / "model.safetensors").items()}
         self.heads, self.kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         self.dim, self.eps, self.batch = config["head_dim"], config["rms_norm_eps"], batch
         self.embedding, self.norm = weights["model.embed_tokens.weight"], weights["model.norm.weight"]
@@ -34,9 +32,7 @@ class BareLlama:
         self.head = self._pack(self.embedding)
         shape = (len(self.layers), 2, batch, self.kv_heads, context, self.dim)
         self.cache = torch.randn(shape, dtype=torch.float32).to(dtype)
-        angles = torch.outer(
-            torch.arange(context), config["rope_theta"] ** (-torch.arange(0, self.dim, 2) / self.dim)
-        )
+        angles = torch.outer(torch.arange(context), config["rope_theta"] ** (-torch.arange(0, self.dim, 2) / self.dim))
         angles = torch.cat((angles, angles), 1)
         self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
 

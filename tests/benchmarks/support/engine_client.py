@@ -44,13 +44,10 @@ def engine(
                 "scheduler",
                 {"client_endpoint": clients, "worker_endpoint": workers, **demo, **scheduler},
             ),
-            *[(worker_python, "worker", {"scheduler_endpoint": workers, **worker_model, **worker})]
-            * num_workers,
+            *[(worker_python, "worker", {"scheduler_endpoint": workers, **worker_model, **worker})] * num_workers,
         ):
             flags = [_flag(name.replace("_", "-"), value) for name, value in settings.items()]
-            process = subprocess.Popen(
-                [python, "-m", "services.cli", service, *flags], stderr=log, stdout=log
-            )
+            process = subprocess.Popen([python, "-m", "services.cli", service, *flags], stderr=log, stdout=log)
             stack.callback(process.wait)
             stack.callback(process.kill)
         stack.push(_show_on_error(Path(directory) / "log"))

@@ -46,9 +46,7 @@ def llama_cpp(
         *(["--no-cache-prompt"] if cache_ram is None else []), f"--cache-ram={cache_ram or 0}", "--alias=model",
         "--offline", "--log-disable",
     ]  # fmt: skip
-    separate = [
-        part for item in command for part in (item.split("=", 1) if item.startswith("--") else [item])
-    ]
+    separate = [part for item in command for part in (item.split("=", 1) if item.startswith("--") else [item])]
     with started(separate, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         url = f"http://127.0.0.1:{port}"
         wait_for(f"{url}/health", process)

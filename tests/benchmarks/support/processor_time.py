@@ -61,9 +61,7 @@ def usage_rows(
 ) -> list[dict[str, object]]:
     """Return the rows of a table: share of a core over `seconds`, and microseconds for each of `tokens`."""
     used = {row: total.plus(before[row], -1) for row, total in after.items()}
-    used["all"] = Seconds(
-        sum(each.user for each in used.values()), sum(each.system for each in used.values())
-    )
+    used["all"] = Seconds(sum(each.user for each in used.values()), sum(each.system for each in used.values()))
     return [
         {
             "process": row,

@@ -13,12 +13,7 @@ DIRECTORY = Path("build/bench/models")
 VOCAB = 4096
 SHAPES = {
     "m4": {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2},
-    "m155": {
-        "hidden_size": 1024,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-    },
+    "m155": {"hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 8},
     "m135": {
         "hidden_size": 576,
         "num_hidden_layers": 30,

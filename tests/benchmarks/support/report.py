@@ -71,18 +71,13 @@ def machine() -> dict[str, object]:
         "load_average": os.getloadavg(),
         "system": platform.platform(),
         "python": platform.python_version(),
-        **{
-            package: _version(package)
-            for package in ("runahead-engine", "numpy", "torch", "pyzmq", "msgspec")
-        },
+        **{package: _version(package) for package in ("runahead-engine", "numpy", "torch", "pyzmq", "msgspec")},
     }
 
 
 def processor_features() -> list[str]:
     """Return those instruction sets of the processor that matter for matrix products, by their names in Linux."""
-    flags = next(
-        (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), ""
-    )
+    flags = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
     return [name for name in FEATURES if name in flags.split()]
 
 

@@ -179,10 +179,7 @@ def forward_seconds(url: str) -> tuple[float, float]:
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
         metrics = answer.read().decode()
     names = "forward", "forward_gap"
-    found = (
-        re.search(rf"^runahead:worker_{name}_seconds_total\S* (\S+)$", metrics, re.MULTILINE)
-        for name in names
-    )
+    found = (re.search(rf"^runahead:worker_{name}_seconds_total\S* (\S+)$", metrics, re.MULTILINE) for name in names)
     forward, gap = (float(each[1]) if each else 0.0 for each in found)
     return forward, gap
 

@@ -91,10 +91,7 @@ class StagesRun:
 def percentiles(values: Sequence[float] | NDArray[np.float64]) -> dict[str, float]:
     if not len(values):
         return {}
-    return {
-        f"p{p}": float(value)
-        for p, value in zip(PERCENTILES, np.percentile(values, PERCENTILES), strict=True)
-    }
+    return {f"p{p}": float(value) for p, value in zip(PERCENTILES, np.percentile(values, PERCENTILES), strict=True)}
 
 
 def run_stages(
@@ -126,10 +123,7 @@ def run_stages(
 
 
 def run_native_stages(
-    num_stages: int,
-    requests: Sequence[TimedRequest],
-    scheduler: Mapping[str, object],
-    worker: Mapping[str, object],
+    num_stages: int, requests: Sequence[TimedRequest], scheduler: Mapping[str, object], worker: Mapping[str, object]
 ) -> StagesRun:
     """As `run_stages`, on the native backend. A span lasts from the beginning to the end of the forward pass."""
     group = {"pipeline_parallel_size": num_stages, **scheduler}
@@ -140,9 +134,7 @@ def run_native_stages(
         while sum(int(unpack(record.generated).sum()) for record in client.records) < client.tokens:
             client.receive()
         spans = spans_of(client.records)
-    return StagesRun(
-        seconds, spans, client.tokens, load.preemptions, np.array(load.first), np.array(load.gaps)
-    )
+    return StagesRun(seconds, spans, client.tokens, load.preemptions, np.array(load.first), np.array(load.gaps))
 
 
 def spans_of(records: Sequence[StepRecord]) -> tuple[Span, ...]:

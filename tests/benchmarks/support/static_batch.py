@@ -103,9 +103,7 @@ def main() -> None:
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument(
-        "--rendezvous",
-        default="",
-        help="address of the first rank; set when the first rank starts the others",
+        "--rendezvous", default="", help="address of the first rank; set when the first rank starts the others"
     )
     args = parser.parse_args()
     listener, others = None, []

@@ -27,16 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Return 1, if a benchmark has no figures, else 0."""
     parser = argparse.ArgumentParser(prog="make bench-all", description=__doc__)
     names = [form.section for form in FORMS]
-    parser.add_argument(
-        "--only", nargs="+", default=names, choices=names, metavar="SECTION", help=", ".join(names)
-    )
+    parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="SECTION", help=", ".join(names))
     parser.add_argument("--minutes", type=float, default=30.0, help="for all; what does not fit is left out")
-    parser.add_argument(
-        "--note", default="", help="what the page says about this run, such as: other work beside it"
-    )
-    parser.add_argument(
-        "--reports", type=Path, help="directory of reports to take instead of running anything"
-    )
+    parser.add_argument("--note", default="", help="what the page says about this run, such as: other work beside it")
+    parser.add_argument("--reports", type=Path, help="directory of reports to take instead of running anything")
     parser.add_argument("--page", action="store_true", help="only make the page")
     chosen = parser.parse_args(arguments)
     forms = [] if chosen.page else [form for form in FORMS if form.section in chosen.only]
@@ -54,11 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_all(
-    forms: Sequence[ShortForm],
-    until: float,
-    note: str = "",
-    scripts: Path = SCRIPTS,
-    figures: Path = DIRECTORY,
+    forms: Sequence[ShortForm], until: float, note: str = "", scripts: Path = SCRIPTS, figures: Path = DIRECTORY
 ) -> Iterator[str]:
     """Run and merge. Yield why a benchmark has no figures."""
     LOGS.mkdir(parents=True, exist_ok=True)

@@ -56,9 +56,7 @@ def merge(section: str, report: Mapping[str, Any], note: str = "", directory: Pa
     order = [form.section for form in FORMS]
     text = json.dumps(dict(sorted(content.items(), key=lambda one: order.index(one[0]))), indent=1)
     # A figure is one line, so that a change of it is, too.
-    file.write_text(
-        re.sub(r"\[\s+([^][]+?)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text) + "\n"
-    )
+    file.write_text(re.sub(r"\[\s+([^][]+?)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text) + "\n")
     return file
 
 
@@ -69,9 +67,7 @@ def measured(figure: Shown, report: Mapping[str, Any]) -> list[float]:
     """
     each = _found(report, figure.each.split(BRANCH)) if figure.each else []
     if figure.over:
-        each = [
-            one / other for one, other in zip(each, _found(report, figure.over.split(BRANCH)), strict=True)
-        ]
+        each = [one / other for one, other in zip(each, _found(report, figure.over.split(BRANCH)), strict=True)]
     value = _found(report, figure.path.split(BRANCH)) if figure.path else statistics.median(each)
     spread = [min(each), max(each)] if len(each) > 1 else []
     return [float(f"{float(number):.4g}") for number in (value, *spread)]

@@ -44,9 +44,7 @@ def _table(form: ShortForm, classes: Classes) -> Iterator[str]:
     yield "|---" * (1 + len(found)) + "|"
     for label in labels:
         if any(label in run["figures"] for run in found.values()):
-            cells = (
-                _cell(run["figures"][label]) if label in run["figures"] else "" for run in found.values()
-            )
+            cells = (_cell(run["figures"][label]) if label in run["figures"] else "" for run in found.values())
             yield f"| {label.strip()} | {' | '.join(cells)} |"
 
 

@@ -43,9 +43,7 @@ from tests.preloaded import ERRORS, PreloadedProcess
 PATIENCE = 60.0
 """Seconds after which a wait has failed."""
 CONTEXT, VOCAB = 2048, 4096
-READY = EngineState(
-    EnginePhase.READY, max_model_len=CONTEXT, vocab_size=VOCAB, stats={"num_requests_running": 3}
-)
+READY = EngineState(EnginePhase.READY, max_model_len=CONTEXT, vocab_size=VOCAB, stats={"num_requests_running": 3})
 TOKENIZER = Tokenizer(DEMO_MODEL)
 
 Behaviour = Callable[[GenerateRequest], list[RequestOutputs]]

@@ -98,9 +98,7 @@ class SseClient:
         self.answer = None
         data = json.dumps({"stream": True, **body}).encode()
         head = h11.Request(
-            method="POST",
-            target="/v1/completions",
-            headers=[("Host", "localhost"), ("Content-Length", str(len(data)))],
+            method="POST", target="/v1/completions", headers=[("Host", "localhost"), ("Content-Length", str(len(data)))]
         )
         raw = self._http.send(head) or b""
         raw = raw.replace(b"HTTP/1.1", f"HTTP/{self._version}".encode())

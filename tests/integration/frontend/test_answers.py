@@ -81,9 +81,7 @@ def test_fields_of_a_body_reach_the_scheduler(frontend: Frontend, scheduler: Scr
     assert scheduler.request(1).params.seed != 77
 
 
-def test_choices_of_several_prompts_are_in_their_order(
-    frontend: Frontend, scheduler: ScriptedScheduler
-) -> None:
+def test_choices_of_several_prompts_are_in_their_order(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     def backwards(request: GenerateRequest) -> list[RequestOutputs]:
         """Answer when the third request has arrived, the third one first."""
         if len(scheduler.requests) < 3:
@@ -146,17 +144,12 @@ def test_stop_reason_is_the_stop_token(frontend: Frontend, scheduler: ScriptedSc
 
 def test_tokens_of_one_step_are_one_event(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     scheduler.script(lambda request: [tokens(request.number, ids_of("a b c d e")), ended(request.number)])
-    texts = [
-        e["choices"][0]["text"]
-        for e in events(frontend.post("/v1/completions", {"prompt": "x", "stream": True}))
-    ]
+    texts = [e["choices"][0]["text"] for e in events(frontend.post("/v1/completions", {"prompt": "x", "stream": True}))]
     assert "".join(texts) == "a b c d e"
     assert len([text for text in texts if text]) == 1
 
 
-def test_token_delivered_twice_is_shown_once_and_counted(
-    frontend: Frontend, scheduler: ScriptedScheduler
-) -> None:
+def test_token_delivered_twice_is_shown_once_and_counted(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     before = frontend.metric("duplicate_tokens_dropped_total")
     a, b = ids_of("a"), ids_of("b")
     scheduler.script(
@@ -166,9 +159,7 @@ def test_token_delivered_twice_is_shown_once_and_counted(
     assert frontend.metric("duplicate_tokens_dropped_total") == before + 1
 
 
-async def test_many_streams_at_once_keep_their_tokens_apart(
-    frontend: Frontend, scheduler: ScriptedScheduler
-) -> None:
+async def test_many_streams_at_once_keep_their_tokens_apart(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     def echo(request: GenerateRequest) -> list[RequestOutputs]:
         return one_by_one(request, unpack(request.token_ids).tolist()[1:])  # without BOS
 
@@ -177,9 +168,7 @@ async def test_many_streams_at_once_keep_their_tokens_apart(
     async with frontend.async_client() as client:
 
         async def one(number: int) -> str:
-            stream = await client.completions.create(
-                model="demo", prompt=f"stream {number} 世界", stream=True
-            )
+            stream = await client.completions.create(model="demo", prompt=f"stream {number} 世界", stream=True)
             return "".join([chunk.choices[0].text async for chunk in stream])
 
         texts = await asyncio.gather(*map(one, range(64)))

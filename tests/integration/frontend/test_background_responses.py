@@ -73,9 +73,7 @@ def test_stream_whose_client_left_is_taken_up_again(frontend: Frontend, schedule
     assert responses.create(model="demo", input="So?", previous_response_id=id).output_text == "Yes"
 
 
-def test_response_is_queued_then_in_progress_then_completed(
-    frontend: Frontend, scheduler: ScriptedScheduler
-) -> None:
+def test_response_is_queued_then_in_progress_then_completed(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     responses = client(frontend)
     created = responses.create(model="demo", input="Hi", background=True)
     assert (created.status, created.output, created.background) == ("queued", [], True)
@@ -92,9 +90,7 @@ def test_response_is_queued_then_in_progress_then_completed(
     strict(ResponseObject).validate(httpx.get(f"{frontend.url}/v1/responses/{created.id}").json())
 
 
-def test_cancelled_response_is_aborted_and_its_streams_end(
-    frontend: Frontend, scheduler: ScriptedScheduler
-) -> None:
+def test_cancelled_response_is_aborted_and_its_streams_end(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     scheduler.script(lambda request: [tokens(request.number, HELLO)])
     responses = client(frontend)
     with responses.create(model="demo", input="Hi", background=True, stream=True) as stream:

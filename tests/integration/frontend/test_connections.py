@@ -128,9 +128,7 @@ def test_client_that_sends_no_request_is_disconnected() -> None:
             post(connection, {"prompt": "x"})
             number = scheduler.request().number
             with connect(frontend) as silent:
-                assert read_all(silent) == b"", (
-                    "its time limit has passed, and so has that of the connection before"
-                )
+                assert read_all(silent) == b"", "its time limit has passed, and so has that of the connection before"
             for output in answering("patience")(scheduler.request()):
                 scheduler.send(output)
             answer = b""
@@ -151,9 +149,7 @@ def test_body_that_does_not_arrive_is_408() -> None:
 def test_endless_chunked_body_is_413(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     chunk = b"100000\r\n" + b"x" * 0x100000 + b"\r\n"
     with connect(frontend) as connection:
-        connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
-        )
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
         try:
             for _ in range(64):
                 connection.sendall(chunk)
@@ -218,8 +214,6 @@ def test_connections_beyond_the_limit_of_open_files_get_an_answer() -> None:
             refused = [answer for answer in answers if b"503" in answer[:12]]
             assert 1 <= len(refused) <= 10
             assert all(
-                part in answer
-                for answer in refused
-                for part in (b"retry-after", b"connection: close", b"too many")
+                part in answer for answer in refused for part in (b"retry-after", b"connection: close", b"too many")
             )
         wait_until(lambda: frontend.post("/v1/completions", {"prompt": "x"}).status_code == 200, "it serves")

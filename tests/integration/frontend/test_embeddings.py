@@ -7,27 +7,11 @@ import numpy as np
 import pytest
 
 from protocol.codec import unpack
-from protocol.requests import (
-    Embedding,
-    EnginePhase,
-    EngineState,
-    Finish,
-    FinishReason,
-    GenerateRequest,
-    RequestOutputs,
-)
+from protocol.requests import Embedding, EnginePhase, EngineState, Finish, FinishReason, GenerateRequest, RequestOutputs
 from protocol.sampling import Pooling
 from services.frontend.openai.embeddings import MAX_OPEN
 from services.frontend.openai.schemas.fields import MAX_INPUTS
-from tests.integration.frontend.scripted import (
-    CONTEXT,
-    TOKENIZER,
-    VOCAB,
-    Frontend,
-    ScriptedScheduler,
-    ended,
-    scripted,
-)
+from tests.integration.frontend.scripted import CONTEXT, TOKENIZER, VOCAB, Frontend, ScriptedScheduler, ended, scripted
 from tests.integration.frontend.test_connections import connect, post
 from tests.integration.frontend.test_refusals import error_of
 
@@ -102,8 +86,7 @@ def test_official_client_gets_unit_vectors_in_order(
 
 
 @pytest.mark.parametrize(
-    ("given", "prompts"),
-    [([5, 6, 7], [[5, 6, 7]]), ([[5, 6], [7]], [[5, 6], [7]]), ("ab", [TOKENIZER.encode("ab")])],
+    ("given", "prompts"), [([5, 6, 7], [[5, 6, 7]]), ([[5, 6], [7]], [[5, 6], [7]]), ("ab", [TOKENIZER.encode("ab")])]
 )
 def test_every_form_of_input(
     embedder: Frontend, engine: ScriptedScheduler, given: object, prompts: list[list[int]]
@@ -115,9 +98,7 @@ def test_every_form_of_input(
 def test_fewer_dimensions_are_cut_then_normalised(embedder: Frontend, engine: ScriptedScheduler) -> None:
     (values,) = numbers_of(embedder.post(PATH, {"input": "x", "dimensions": 3}))
     np.testing.assert_allclose(values, unit(states(engine.request())[:3]), atol=1e-6)
-    assert (
-        error_of(embedder.post(PATH, {"input": "x", "dimensions": WIDTH + 1}), 400)["param"] == "dimensions"
-    )
+    assert error_of(embedder.post(PATH, {"input": "x", "dimensions": WIDTH + 1}), 400)["param"] == "dimensions"
 
 
 def test_truncation_keeps_the_last_tokens(embedder: Frontend, engine: ScriptedScheduler) -> None:
@@ -200,18 +181,13 @@ def test_backend_without_embeddings_refuses_them(frontend: Frontend, scheduler: 
 
 
 @pytest.mark.parametrize(
-    ("reason", "status"),
-    [(FinishReason.REJECTED, 429), (FinishReason.INVALID, 400), (FinishReason.ERROR, 500)],
+    ("reason", "status"), [(FinishReason.REJECTED, 429), (FinishReason.INVALID, 400), (FinishReason.ERROR, 500)]
 )
 def test_input_that_fails_ends_the_others(
     embedder: Frontend, engine: ScriptedScheduler, reason: FinishReason, status: int
 ) -> None:
     def second(request: GenerateRequest) -> list[RequestOutputs]:
-        return (
-            [ended(request.number, reason, message="because of the test")]
-            if len(engine.requests) == 2
-            else []
-        )
+        return [ended(request.number, reason, message="because of the test")] if len(engine.requests) == 2 else []
 
     engine.script(second)
     error = error_of(embedder.post(PATH, {"input": ["a", "b", "c"]}), status)
@@ -230,9 +206,7 @@ def test_embedding_that_is_not_finite_is_an_error(embedder: Frontend, engine: Sc
     error_of(embedder.post(PATH, {"input": "x"}), 500)
     engine.script(
         lambda r: [
-            RequestOutputs(
-                b"", b"", b"", embeddings=[Embedding(r.number, np.zeros(WIDTH, np.float32).tobytes())]
-            ),
+            RequestOutputs(b"", b"", b"", embeddings=[Embedding(r.number, np.zeros(WIDTH, np.float32).tobytes())]),
             ended(r.number),
         ]
     )

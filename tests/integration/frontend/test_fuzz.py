@@ -13,14 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from protocol.requests import (
-    Embedding,
-    EnginePhase,
-    EngineState,
-    FinishReason,
-    GenerateRequest,
-    RequestOutputs,
-)
+from protocol.requests import Embedding, EnginePhase, EngineState, FinishReason, GenerateRequest, RequestOutputs
 from protocol.sampling import Pooling
 from services.config import FrontendConfig
 from services.frontend.app import with_routes

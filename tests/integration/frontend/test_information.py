@@ -5,14 +5,7 @@ from datetime import datetime
 import httpx
 import pytest
 
-from tests.integration.frontend.scripted import (
-    CONTEXT,
-    TOKENIZER,
-    Frontend,
-    ScriptedScheduler,
-    scripted,
-    wait_until,
-)
+from tests.integration.frontend.scripted import CONTEXT, TOKENIZER, Frontend, ScriptedScheduler, scripted, wait_until
 from tests.integration.frontend.test_connections import connect
 
 
@@ -28,9 +21,7 @@ def test_each_model_has_an_entry(frontend: Frontend, scheduler: ScriptedSchedule
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
 
 
-def test_models_have_the_names_and_times_of_anthropics_client(
-    frontend: Frontend, scheduler: ScriptedScheduler
-) -> None:
+def test_models_have_the_names_and_times_of_anthropics_client(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     found = get(frontend, "/v1/models").json()
     model = found["data"][0]
     assert (model["type"], model["display_name"]) == ("model", model["id"])
@@ -50,11 +41,7 @@ def test_information_has_sizes_and_no_secrets() -> None:
         assert content("/v1/models/org/demo")["id"] == "org/demo"
         assert content("/v1/models/org%2Fdemo")["id"] == "org/demo"
         info = content("/server_info")
-        assert (info["phase"], info["max_model_len"], info["served_model_names"]) == (
-            "ready",
-            CONTEXT,
-            ["org/demo"],
-        )
+        assert (info["phase"], info["max_model_len"], info["served_model_names"]) == ("ready", CONTEXT, ["org/demo"])
         for path in ("/server_info", "/get_server_info", "/model_info", "/get_model_info"):
             keys = "model_id", "model_path", "tokenizer_path", "served_model_name"
             assert {content(path)[key] for key in keys} == {"org/demo"}

@@ -63,17 +63,13 @@ def test_probes_without_a_key_show_fixed_texts() -> None:
     for keys in ([], ["key"]):
         with scripted(state=secret, api_key=keys) as (frontend, scheduler):
             for path in ("/readyz", "/health"):
-                wait_until(
-                    lambda url=frontend.url + path: "failed" in httpx.get(url).text, "the state has arrived"
-                )
+                wait_until(lambda url=frontend.url + path: "failed" in httpx.get(url).text, "the state has arrived")
                 for headers in ({}, {"authorization": "Bearer wrong"}):
                     answer = httpx.get(frontend.url + path, headers=headers)
                     assert answer.status_code == 503
                     assert answer.json()["detail"] == "failed; the log has the reason"
             scheduler.send(EngineState(EnginePhase.WAITING_FOR_WORKERS, NUMBER))
-            wait_until(
-                lambda url=frontend.url: NUMBER in httpx.get(f"{url}/readyz").text, "the number is shown"
-            )
+            wait_until(lambda url=frontend.url: NUMBER in httpx.get(f"{url}/readyz").text, "the number is shown")
 
 
 def test_probes_answer_head(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
@@ -84,15 +80,11 @@ def test_probes_answer_head(frontend: Frontend, scheduler: ScriptedScheduler) ->
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_without_another_scheduler_in_time_open_requests_end_and_the_next_one_is_connected(
-    stream: bool,
-) -> None:
+def test_without_another_scheduler_in_time_open_requests_end_and_the_next_one_is_connected(stream: bool) -> None:
     with endpoint() as address:
         scheduler = ScriptedScheduler(address)
         frontend = Frontend(
-            FrontendConfig(
-                model=str(DEMO_MODEL), scheduler_endpoint=address, port=0, recovery_timeout_seconds=0.2
-            )
+            FrontendConfig(model=str(DEMO_MODEL), scheduler_endpoint=address, port=0, recovery_timeout_seconds=0.2)
         )
         try:
             frontend.wait_ready()
@@ -102,9 +94,7 @@ def test_without_another_scheduler_in_time_open_requests_end_and_the_next_one_is
             asking = threading.Thread(target=lambda: answers.append(frontend.post(COMPLETIONS, body)))
             asking.start()
             scheduler.request()
-            wait_until(
-                lambda: frontend.metric("time_to_first_token_seconds_count") == 1, "the stream has begun"
-            )
+            wait_until(lambda: frontend.metric("time_to_first_token_seconds_count") == 1, "the stream has begun")
             scheduler.close()
             asking.join(PATIENCE)
             (answer,) = answers
@@ -140,9 +130,7 @@ def test_the_next_scheduler_gets_open_requests_with_their_output_and_new_ones() 
             asking = [threading.Thread(target=ask, args=(prompt,)) for prompt in ("early", "late")]
             asking[0].start()
             first = scheduler.request()
-            wait_until(
-                lambda: frontend.metric("time_to_first_token_seconds_count") == 1, "its tokens have arrived"
-            )
+            wait_until(lambda: frontend.metric("time_to_first_token_seconds_count") == 1, "its tokens have arrived")
             scheduler.close()
             wait_until(lambda: not frontend.ready(), "the loss is noticed")
             asking[1].start()
@@ -182,9 +170,7 @@ def test_a_bad_message_costs_no_token(frontend: Frontend, scheduler: ScriptedSch
     asking = threading.Thread(target=lambda: answers.append(frontend.post(COMPLETIONS, {"prompt": "x"})))
     before = frontend.metric("time_to_first_token_seconds_count")
     asking.start()
-    wait_until(
-        lambda: frontend.metric("time_to_first_token_seconds_count") > before, "its tokens have arrived"
-    )
+    wait_until(lambda: frontend.metric("time_to_first_token_seconds_count") > before, "its tokens have arrived")
     scheduler.send(b"\xc1 no message")
     asking.join(PATIENCE)
     assert answers[0].json()["choices"][0]["text"] == "first words and the rest"

@@ -8,15 +8,7 @@ import pytest
 from protocol.codec import pack, unpack
 from protocol.logprobs import Logprobs
 from protocol.requests import GenerateRequest, RequestOutputs
-from tests.integration.frontend.scripted import (
-    TOKENIZER,
-    Behaviour,
-    Frontend,
-    ScriptedScheduler,
-    ended,
-    ids_of,
-    tokens,
-)
+from tests.integration.frontend.scripted import TOKENIZER, Behaviour, Frontend, ScriptedScheduler, ended, ids_of, tokens
 from tests.integration.frontend.streams import events
 
 TEXT = "Grüße, 世界! 👩‍👩‍👧 ok"
@@ -60,9 +52,7 @@ def step(request: GenerateRequest, index: int, token: int) -> RequestOutputs:
     """Return a token with its log-probabilities."""
     top = [300 + i for i in range(request.params.logprobs or 0)]
     known = [(request.num_prompt_tokens + index, [token, *top])]
-    return RequestOutputs(
-        pack([request.number]), pack([index]), pack([token]), logprobs=rows(request.number, known)
-    )
+    return RequestOutputs(pack([request.number]), pack([index]), pack([token]), logprobs=rows(request.number, known))
 
 
 def answering(text: str, **end: object) -> Behaviour:
@@ -90,9 +80,7 @@ def test_completion_has_columns_whole_and_streamed(frontend: Frontend, scheduler
     assert all(token in top for token, top in zip(found.tokens, found.top_logprobs, strict=True))
     shown = [TEXT[a:b] for a, b in zip(found.text_offset, [*found.text_offset[1:], None], strict=True)]
     assert "".join(shown) == TEXT
-    assert all(
-        token == text for token, text in zip(found.tokens, shown, strict=True) if "\ufffd" not in token
-    )
+    assert all(token == text for token, text in zip(found.tokens, shown, strict=True) if "\ufffd" not in token)
     for column in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
         joined = [entry for p in pieces if p.logprobs for entry in getattr(p.logprobs, column)]
         assert joined == getattr(found, column)
@@ -194,12 +182,7 @@ def test_echo_shows_the_prompt_with_its_log_probabilities(
     choices = [e["choices"][0] for e in events(response)] if stream else response.json()["choices"]
     text = "".join(choice["text"] for choice in choices)
     assert text == prompt + " there"
-    columns: dict[str, list[object]] = {
-        "tokens": [],
-        "token_logprobs": [],
-        "top_logprobs": [],
-        "text_offset": [],
-    }
+    columns: dict[str, list[object]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for choice in choices:
         for name, column in columns.items():
             column += choice["logprobs"][name] if choice["logprobs"] else []
@@ -211,9 +194,7 @@ def test_echo_shows_the_prompt_with_its_log_probabilities(
     assert text[offsets[len(ids) - 1] :] == " there"
 
 
-def test_echo_of_token_ids_has_an_entry_for_each_of_them(
-    frontend: Frontend, scheduler: ScriptedScheduler
-) -> None:
+def test_echo_of_token_ids_has_an_entry_for_each_of_them(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     scheduler.script(answering("x"))
     ids = TOKENIZER.encode("Hello")
     body = {"prompt": ids, "echo": True, "logprobs": 0, "max_tokens": 0}
@@ -249,9 +230,7 @@ def test_echo_waits_for_the_logprobs_of_the_prompt_from_another_choice(
 
 def test_echo_without_output_returns_the_prompt(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     scheduler.script(answering("never"))
-    answer = frontend.post(
-        "/v1/completions", {"prompt": "Hello", "echo": True, "max_tokens": 0, "logprobs": 1}
-    ).json()
+    answer = frontend.post("/v1/completions", {"prompt": "Hello", "echo": True, "max_tokens": 0, "logprobs": 1}).json()
     choice = answer["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == ("Hello", "length")
     assert len(choice["logprobs"]["tokens"]) == answer["usage"]["prompt_tokens"] - 1  # without <|bos|>
@@ -283,9 +262,7 @@ def test_logprobs_of_tokens_cut_off_by_a_stop_string_are_dropped(
     assert names == kept
 
 
-def test_a_token_without_its_log_probability_is_an_error(
-    frontend: Frontend, scheduler: ScriptedScheduler
-) -> None:
+def test_a_token_without_its_log_probability_is_an_error(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     scheduler.script(lambda request: [tokens(request.number, ids_of("a")), ended(request.number)])
     refused = frontend.post("/v1/completions", {"prompt": "x", "logprobs": 1})
     assert (refused.status_code, "log-prob" in refused.text) == (500, True)

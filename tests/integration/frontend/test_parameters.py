@@ -31,9 +31,7 @@ def prompt_of(request: GenerateRequest) -> str:
     return TOKENIZER.decode_all(unpack(request.token_ids).tolist())
 
 
-def test_every_sampling_parameter_reaches_the_engine(
-    frontend: Frontend, scheduler: ScriptedScheduler
-) -> None:
+def test_every_sampling_parameter_reaches_the_engine(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     scheduler.script(answering("x"))
     body = {
         "prompt": [5, 6], "presence_penalty": 0.5, "frequency_penalty": -1.5, "repetition_penalty": 1.25,
@@ -163,9 +161,7 @@ def test_prompts_are_truncated_at_their_beginning(frontend: Frontend, scheduler:
         assert refused.json()["error"]["param"] == "truncate_prompt_tokens"
 
 
-def test_special_tokens_around_prompts_are_added_on_request(
-    frontend: Frontend, scheduler: ScriptedScheduler
-) -> None:
+def test_special_tokens_around_prompts_are_added_on_request(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     scheduler.script(answering("x"))
     bodies = [{"prompt": "Hi"}, {"prompt": "Hi", "add_special_tokens": False}]
     for body in bodies:
@@ -178,9 +174,7 @@ def test_special_tokens_around_prompts_are_added_on_request(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_token_ids_are_returned_on_request(
-    frontend: Frontend, scheduler: ScriptedScheduler, stream: bool
-) -> None:
+def test_token_ids_are_returned_on_request(frontend: Frontend, scheduler: ScriptedScheduler, stream: bool) -> None:
     scheduler.script(answering("Grüße, 世界"))
     said = ids_of("Grüße, 世界")
     for path, body in ((COMPLETIONS, {"prompt": [5, 6]}), (CHAT, {"messages": [USER]})):
@@ -207,15 +201,11 @@ def test_every_event_has_the_usage_on_request(frontend: Frontend, scheduler: Scr
         assert counts == sorted(counts)
         assert (last["choices"], counts[-1]) == ([], len(ids_of("one two three")))
         assert last["usage"] == chunks[-1]["usage"]
-    response = frontend.post(
-        COMPLETIONS, {"prompt": [5], "stream": True, "stream_options": {"include_usage": False}}
-    )
+    response = frontend.post(COMPLETIONS, {"prompt": [5], "stream": True, "stream_options": {"include_usage": False}})
     assert all("usage" not in event for event in events(response))
 
 
-def test_last_message_of_a_conversation_is_continued(
-    frontend: Frontend, scheduler: ScriptedScheduler
-) -> None:
+def test_last_message_of_a_conversation_is_continued(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     scheduler.script(answering(" there"))
     begun = [USER, {"role": "assistant", "content": "Hello"}]
     going_on = {"messages": begun, "continue_final_message": True, "add_generation_prompt": False}

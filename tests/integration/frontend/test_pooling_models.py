@@ -104,9 +104,7 @@ def test_pairs_are_one_prompt(model: PoolingModel, encode: Callable[[str, str], 
         assert prompts(engine) == [encode("one", "two words"), encode("one", "x")]
         scores = [float(values_of(request, model)[0]) for request in engine.requests]
         assert [entry["score"] for entry in answer.json()["data"]] == scores
-        ranked = frontend.post(
-            "/v2/rerank", {"query": "one", "documents": ["two words", "x"], "top_n": 1}
-        ).json()
+        ranked = frontend.post("/v2/rerank", {"query": "one", "documents": ["two words", "x"], "top_n": 1}).json()
         best = int(np.argmax(scores))
         assert [(r["index"], r["relevance_score"]) for r in ranked["results"]] == [(best, scores[best])]
 
@@ -116,24 +114,17 @@ def test_pairs_use_the_template_that_was_given(tmp_path: Path) -> None:
     with serving(LLM_SCORER, chat_template=str(tmp_path / "pairs.jinja")) as (frontend, engine):
         body = {"text_1": "one", "text_2": ["two", "x"], "instruction": "judge: "}
         assert frontend.post("/score", body).status_code == 200
-        assert prompts(engine) == [
-            TOKENIZER.encode(f"<query>judge: one<document>{text}") for text in ("two", "x")
-        ]
+        assert prompts(engine) == [TOKENIZER.encode(f"<query>judge: one<document>{text}") for text in ("two", "x")]
 
 
 def test_embeddings_are_those_of_the_model() -> None:
     with serving(EMBEDDER) as (frontend, engine):
         with frontend.client() as client:
-            answer = client.embeddings.create(
-                model="demo", input="one", dimensions=2, encoding_format="float"
-            )
+            answer = client.embeddings.create(model="demo", input="one", dimensions=2, encoding_format="float")
         [request] = engine.requests
         assert request.pooling_params == PoolingParams(None, 2)
         assert answer.data[0].embedding == values_of(request, EMBEDDER).tolist()
-        assert (
-            error_of(frontend.post("/v1/embeddings", {"input": "x", "dimensions": 3}), 400)["param"]
-            == "dimensions"
-        )
+        assert error_of(frontend.post("/v1/embeddings", {"input": "x", "dimensions": 3}), 400)["param"] == "dimensions"
         cosine = frontend.post("/score", {"text_1": "one", "text_2": "one"}).json()["data"][0]["score"]
         assert cosine == pytest.approx(1.0)
 
@@ -145,9 +136,7 @@ def test_each_token_has_numbers() -> None:
         [request] = engine.requests
         expected = values_of(request, TAGGER).reshape(-1, 2)
         assert answer.json()["data"][0]["data"] == expected.tolist()
-        packed = frontend.post("/pooling", {"input": "one two", "encoding_format": "base64"}).json()["data"][
-            0
-        ]["data"]
+        packed = frontend.post("/pooling", {"input": "one two", "encoding_format": "base64"}).json()["data"][0]["data"]
         assert np.frombuffer(base64.b64decode(packed), "<f4").tolist() == expected.ravel().tolist()
 
 

@@ -46,12 +46,7 @@ def error_of(response: httpx.Response, status: int) -> dict[str, object]:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("reason", "status"),
-    [
-        (FinishReason.REJECTED, 429),
-        (FinishReason.INVALID, 400),
-        (FinishReason.ERROR, 500),
-        (FinishReason.ABORT, 503),
-    ],
+    [(FinishReason.REJECTED, 429), (FinishReason.INVALID, 400), (FinishReason.ERROR, 500), (FinishReason.ABORT, 503)],
 )
 def test_refusal_before_the_first_token_keeps_its_status(
     frontend: Frontend, scheduler: ScriptedScheduler, reason: FinishReason, status: int, stream: bool
@@ -65,9 +60,7 @@ def test_refusal_before_the_first_token_keeps_its_status(
     assert response.headers.get("retry-after") == ("1" if status in (429, 503) else None)
 
 
-def test_failure_in_the_middle_of_a_stream_is_its_last_event(
-    frontend: Frontend, scheduler: ScriptedScheduler
-) -> None:
+def test_failure_in_the_middle_of_a_stream_is_its_last_event(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     scheduler.script(lambda request: [tokens(request.number, ids_of("some text "))])
     with frontend.client() as client:
         stream = client.completions.create(model="demo", prompt="x", stream=True)
@@ -89,9 +82,7 @@ def test_failure_in_the_middle_of_a_stream_is_its_last_event(
     assert "[DONE]" not in body
 
 
-def test_one_refused_prompt_of_several_aborts_the_others(
-    frontend: Frontend, scheduler: ScriptedScheduler
-) -> None:
+def test_one_refused_prompt_of_several_aborts_the_others(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     def second(request: GenerateRequest) -> list[RequestOutputs]:
         return [ended(request.number, FinishReason.REJECTED)] if len(scheduler.requests) == 2 else []
 
@@ -102,9 +93,7 @@ def test_one_refused_prompt_of_several_aborts_the_others(
 
 
 def test_lost_token_is_an_error(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
-    scheduler.script(
-        lambda request: [tokens(request.number, ids_of("a")), tokens(request.number, ids_of("b"), 2)]
-    )
+    scheduler.script(lambda request: [tokens(request.number, ids_of("a")), tokens(request.number, ids_of("b"), 2)])
     error_of(frontend.post(COMPLETIONS, {"prompt": "x"}), 500)
     scheduler.wait_aborted(scheduler.request().number)
 
@@ -144,11 +133,7 @@ BAD_FIELDS: list[tuple[str, dict[str, object], str]] = [
     (COMPLETIONS, {"prompt": "x", "stream": "yes"}, "stream"),
     (COMPLETIONS, {"prompt": "x", "stream": 1}, "stream"),
     (COMPLETIONS, {"prompt": "x", "stream_options": {}}, "stream_options"),
-    (
-        COMPLETIONS,
-        {"prompt": "x", "stream": True, "stream_options": {"include_usage": "x"}},
-        "stream_options",
-    ),
+    (COMPLETIONS, {"prompt": "x", "stream": True, "stream_options": {"include_usage": "x"}}, "stream_options"),
     (COMPLETIONS, {"prompt": "x", "stop_token_ids": [VOCAB]}, "stop_token_ids"),
     (COMPLETIONS, {"prompt": "x", "min_tokens": 17}, "min_tokens"),
     (COMPLETIONS, {"prompt": "x", "n": 17}, "n"),
@@ -188,11 +173,7 @@ def test_bad_field_is_400_and_named(
 
 UNKNOWN: list[tuple[str, dict[str, object], str]] = [
     (COMPLETIONS, {"prompt": "x", "nonsense": {"deep": [1]}}, "nonsense"),
-    (
-        CHAT,
-        {"messages": [{**MESSAGE, "colour": "red"}], "no_stop_trim": False},
-        "no_stop_trim, messages.colour",
-    ),
+    (CHAT, {"messages": [{**MESSAGE, "colour": "red"}], "no_stop_trim": False}, "no_stop_trim, messages.colour"),
     ("/tokenize", {"prompt": "x", "nonsense": 5}, "nonsense"),
 ]
 
@@ -200,21 +181,14 @@ UNKNOWN: list[tuple[str, dict[str, object], str]] = [
 @pytest.mark.parametrize(("path", "body", "names"), UNKNOWN)
 @pytest.mark.parametrize("stream", [False, True])
 def test_unknown_field_is_ignored_and_named_in_a_header(
-    frontend: Frontend,
-    scheduler: ScriptedScheduler,
-    path: str,
-    body: dict[str, object],
-    names: str,
-    stream: bool,
+    frontend: Frontend, scheduler: ScriptedScheduler, path: str, body: dict[str, object], names: str, stream: bool
 ) -> None:
     scheduler.script(answering("fine"))
     streamed = {"stream": True} if stream and path != "/tokenize" else {}
     response = frontend.post(path, body | streamed)
     assert response.status_code == 200
     assert response.headers["x-ignored-parameters"] == names
-    plain = frontend.post(
-        path, {name: body[name] for name in body.keys() & {"prompt"}} | {"messages": [MESSAGE]}
-    )
+    plain = frontend.post(path, {name: body[name] for name in body.keys() & {"prompt"}} | {"messages": [MESSAGE]})
     assert "x-ignored-parameters" not in plain.headers
 
 

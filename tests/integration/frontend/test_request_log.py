@@ -166,9 +166,7 @@ def test_line_of_a_refused_request_has_no_text_of_it() -> None:
             (line,) = wait_lines(frontend, f"refused-{number}", "invalid")
             assert re.search(r"seconds=\S+: \S", line), line  # the reason
         assert "secret" in told  # the client is told
-        scheduler.script(
-            lambda request: [ended(request.number, FinishReason.INVALID, message="bad regex: secret")]
-        )
+        scheduler.script(lambda request: [ended(request.number, FinishReason.INVALID, message="bad regex: secret")])
         body = {"prompt": [5], "structured_outputs": {"regex": "secret"}}
         response = frontend.post(COMPLETIONS, body, headers={"x-request-id": "grammar"})
         assert "bad regex: secret" in response.text

@@ -77,9 +77,7 @@ def prompt_of(request: GenerateRequest) -> str:
 @pytest.mark.parametrize("stream", [False, True])
 def test_answer(frontend: Frontend, scheduler: ScriptedScheduler, stream: bool) -> None:
     scheduler.script(answering("Grüße, 世界", num_cached_tokens=2))
-    answer = answer_of(
-        frontend, stream, instructions="Be brief.", temperature=0.5, top_p=0.9, max_output_tokens=64
-    )
+    answer = answer_of(frontend, stream, instructions="Be brief.", temperature=0.5, top_p=0.9, max_output_tokens=64)
     Response.model_validate(answer.model_dump(), strict=True)
     request = scheduler.request()
     assert (answer.status, answer.output_text, answer.id[:5]) == ("completed", "Grüße, 世界", "resp_")
@@ -92,9 +90,7 @@ def test_answer(frontend: Frontend, scheduler: ScriptedScheduler, stream: bool) 
     assert prompt_of(request).startswith("<|bos|><|system|>Be brief.")
 
 
-def test_answer_and_its_input_have_the_declared_fields(
-    frontend: Frontend, scheduler: ScriptedScheduler
-) -> None:
+def test_answer_and_its_input_have_the_declared_fields(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     scheduler.script(answering("Grüße"))
     answer = frontend.post(PATH, {"input": "Hi", "reasoning": {"effort": "low"}}).json()
     strict(ResponseObject).validate(answer)
@@ -116,9 +112,7 @@ def test_answer_that_the_length_limit_cut_off_is_incomplete(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_empty_answer_is_an_empty_message(
-    frontend: Frontend, scheduler: ScriptedScheduler, stream: bool
-) -> None:
+def test_empty_answer_is_an_empty_message(frontend: Frontend, scheduler: ScriptedScheduler, stream: bool) -> None:
     scheduler.script(answering(""))
     answer = answer_of(frontend, stream)
     assert (len(answer.output), answer.output_text) == (1, "")
@@ -126,9 +120,7 @@ def test_empty_answer_is_an_empty_message(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "add"}])
-def test_required_tool_is_called(
-    frontend: Frontend, scheduler: ScriptedScheduler, stream: bool, choice: Any
-) -> None:
+def test_required_tool_is_called(frontend: Frontend, scheduler: ScriptedScheduler, stream: bool, choice: Any) -> None:
     said = '[{"name": "add", "parameters": {"a": 1}}]' if choice == "required" else '{"a": 1}'
     scheduler.script(answering(said))
     answer = answer_of(frontend, stream, tools=[TOOL], tool_choice=choice)
@@ -146,12 +138,7 @@ def test_reasoning_text_and_calls_are_items() -> None:
         scheduler.script(answering(f"Hm.</think>Sure.{call}{call}"))
         for stream in (False, True):
             answer = answer_of(frontend, stream, tools=[TOOL], reasoning={"effort": "low"})
-            assert [item.type for item in answer.output] == [
-                "reasoning",
-                "message",
-                "function_call",
-                "function_call",
-            ]
+            assert [item.type for item in answer.output] == ["reasoning", "message", "function_call", "function_call"]
             assert [text_of(item) for item in answer.output] == ["Hm.", "Sure.", '{"a": 1}', '{"a": 1}']
             assert len({item.id for item in answer.output}) == 4
             assert answer.usage is not None
@@ -173,12 +160,7 @@ def test_items_are_the_messages_of_a_chat(frontend: Frontend, scheduler: Scripte
     scheduler.script(answering("x"))
     items: list[Any] = [
         {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
-        {
-            "type": "reasoning",
-            "id": "rs_1",
-            "summary": [],
-            "content": [{"type": "reasoning_text", "text": "T"}],
-        },
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "T"}]},
         {
             "type": "message",
             "id": "msg_1",
@@ -235,10 +217,7 @@ def test_response_that_is_not_stored_is_not_found(
     first = answer_of(frontend, stream, store=False)
     with pytest.raises(openai.NotFoundError) as refused:
         answer_of(frontend, False, previous_response_id=first.id)
-    assert (refused.value.code, refused.value.param) == (
-        "previous_response_not_found",
-        "previous_response_id",
-    )
+    assert (refused.value.code, refused.value.param) == ("previous_response_not_found", "previous_response_id")
     assert len(scheduler.requests) == 1
 
 
@@ -278,9 +257,7 @@ BAD: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", BAD, ids=[f"{i}-{next(iter(row))}" for i, row in enumerate(BAD)])
-def test_bad_field_is_refused(
-    frontend: Frontend, scheduler: ScriptedScheduler, fields: dict[str, object]
-) -> None:
+def test_bad_field_is_refused(frontend: Frontend, scheduler: ScriptedScheduler, fields: dict[str, object]) -> None:
     response = frontend.post(PATH, {"model": "demo", "input": "Hi", **fields})
     assert response.status_code == 400, response.text
     assert next(iter(fields)) in response.json()["error"]["message"]

@@ -88,9 +88,7 @@ def test_pooling_is_the_embedding(scorer: Frontend, engine: ScriptedScheduler) -
     embedded = scorer.post("/v1/embeddings", {"input": ["x"]}).json()
     assert answer["data"][0]["data"] == embedded["data"][0]["embedding"]
     encoded = scorer.post("/pooling", {"input": "x", "encoding_format": "base64"}).json()["data"][0]["data"]
-    assert np.frombuffer(base64.b64decode(encoded), "<f4").tolist() == pytest.approx(
-        answer["data"][0]["data"]
-    )
+    assert np.frombuffer(base64.b64decode(encoded), "<f4").tolist() == pytest.approx(answer["data"][0]["data"])
 
 
 @pytest.mark.parametrize(

@@ -125,12 +125,7 @@ def test_foreign_key_or_path_finds_nothing(two: tuple[Pair, Pair]) -> None:
     strict(ResponseObject).validate(
         httpx.get(f"{other.url}/v1/responses/{id}", headers={"authorization": "Bearer none"}).json()
     )
-    for key, asked in (
-        ("other", id),
-        ("none", "resp_" + 32 * "0"),
-        ("none", f"..%2F{id}"),
-        ("none", "x" * 500),
-    ):
+    for key, asked in (("other", id), ("none", "resp_" + 32 * "0"), ("none", f"..%2F{id}"), ("none", "x" * 500)):
         with pytest.raises(openai.NotFoundError):
             client(other, key).retrieve(asked)
         with pytest.raises(openai.NotFoundError):
@@ -145,10 +140,7 @@ def test_response_of_a_killed_frontend_goes_on_at_another(tmp_path: Path, text: 
     ids, fields = ids_of(text), {"tools": [TOOL]} if CALL in text else {}
     cut = len(ids) * 2 // 3
     config: Any = {"tool_call_parser": "hermes"}
-    with (
-        sharing(tmp_path, state=state("m"), **config) as owner,
-        sharing(tmp_path, state=state("m"), **config) as other,
-    ):
+    with sharing(tmp_path, state=state("m"), **config) as owner, sharing(tmp_path, state=state("m"), **config) as other:
         stream = client(owner[0]).create(model="demo", input="Hi", background=True, stream=True, **fields)
         seen = [next(stream), next(stream)]
         before = owner[1].request()
@@ -187,13 +179,9 @@ def test_response_of_a_killed_frontend_goes_on_at_another(tmp_path: Path, text: 
         assert whole[-1].response.usage.output_tokens == len(ids)
         other[1].script(lambda request: [tokens(request.number, ids), ended(request.number)])
         undisturbed = client(other[0]).create(model="demo", input="Hi", **fields)
-        assert [_shape(item) for item in whole[-1].response.output] == [
-            _shape(item) for item in undisturbed.output
-        ]
+        assert [_shape(item) for item in whole[-1].response.output] == [_shape(item) for item in undisturbed.output]
         other[1].script(answering("Yes"))
-        assert (
-            client(other[0]).create(model="demo", input="So?", previous_response_id=id).output_text == "Yes"
-        )
+        assert client(other[0]).create(model="demo", input="So?", previous_response_id=id).output_text == "Yes"
 
 
 def _batches(path: Path) -> list[list[int]]:

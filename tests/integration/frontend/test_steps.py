@@ -10,14 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from protocol.records import EngineEvent, EngineEventKind, StepRecords
-from tests.integration.frontend.scripted import (
-    PATIENCE,
-    READY,
-    Frontend,
-    ScriptedScheduler,
-    scripted,
-    wait_until,
-)
+from tests.integration.frontend.scripted import PATIENCE, READY, Frontend, ScriptedScheduler, scripted, wait_until
 from tests.unit.frontend.steps.records import EPOCH, INCARNATION, batch, step
 
 KEYED = {"authorization": "Bearer sesame"}

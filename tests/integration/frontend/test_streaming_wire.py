@@ -82,17 +82,13 @@ def test_any_text_is_preserved_however_it_is_read(
     assert all(events_of(chunk) for chunk in answer.chunks), "no event is spread over two writes"
 
 
-def test_official_client_reads_line_ends_of_all_kinds(
-    frontend: Frontend, scheduler: ScriptedScheduler
-) -> None:
+def test_official_client_reads_line_ends_of_all_kinds(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     scheduler.script(answering(LINE_ENDS))
     with frontend.client().completions.create(model="demo", prompt="x", stream=True) as stream:
         assert "".join(chunk.choices[0].text for chunk in stream) == LINE_ENDS
 
 
-def test_http_1_0_client_reads_until_the_connection_ends(
-    frontend: Frontend, scheduler: ScriptedScheduler
-) -> None:
+def test_http_1_0_client_reads_until_the_connection_ends(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     with SseClient(frontend, version="1.0") as client:
         client.post(prompt="x")
         number = begin(client, scheduler)
@@ -118,9 +114,7 @@ def test_connection_serves_one_stream_after_another(frontend: Frontend, schedule
             assert texts(events_of(client.read_all().body)) == {0: FIRST + text}
 
 
-def test_requests_sent_at_once_are_answered_in_order(
-    frontend: Frontend, scheduler: ScriptedScheduler
-) -> None:
+def test_requests_sent_at_once_are_answered_in_order(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     scheduler.script(lambda request: answering(f"answer {len(scheduler.requests)}")(request))
     data = json.dumps({"prompt": "x", "stream": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n".encode()

@@ -62,9 +62,7 @@ def test_text_longer_than_the_context_is_tokenized(frontend: Frontend, scheduler
     assert answer["count"] > answer["max_model_len"]
 
 
-@pytest.mark.parametrize(
-    ("path", "more"), [("/tokenize", {}), ("/v1/completions", {"truncate_prompt_tokens": 5})]
-)
+@pytest.mark.parametrize(("path", "more"), [("/tokenize", {}), ("/v1/completions", {"truncate_prompt_tokens": 5})])
 def test_a_text_that_would_fill_the_memory_is_not_tokenized(
     frontend: Frontend, scheduler: ScriptedScheduler, path: str, more: dict[str, object]
 ) -> None:

@@ -58,15 +58,8 @@ def spoken(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """Run a frontend for models that write calls in one format and reason like Qwen3."""
     template = tmp_path_factory.mktemp("template") / "template.jinja"
     template.write_text(TEMPLATE)
-    settings = {
-        "enable_auto_tool_choice": True,
-        "tool_call_parser": request.param,
-        "reasoning_parser": "qwen3",
-    }
-    with scripted(served_model_name=["demo"], chat_template=str(template), **settings) as (
-        frontend,
-        scheduler,
-    ):
+    settings = {"enable_auto_tool_choice": True, "tool_call_parser": request.param, "reasoning_parser": "qwen3"}
+    with scripted(served_model_name=["demo"], chat_template=str(template), **settings) as (frontend, scheduler):
         yield frontend, scheduler, SPELLED[request.param]
 
 
@@ -78,10 +71,7 @@ def pair(spoken: Any) -> tuple[Frontend, ScriptedScheduler]:
 
 def streamed(frontend: Frontend, **asked: Any) -> tuple[Any, list[Any]]:
     """Return the choice that the official client accumulates, and its chunks."""
-    with (
-        frontend.client() as client,
-        client.chat.completions.stream(model="demo", messages=ASK, **asked) as stream,
-    ):
+    with frontend.client() as client, client.chat.completions.stream(model="demo", messages=ASK, **asked) as stream:
         chunks = [event.chunk for event in stream if event.type == "chunk"]
         return stream.get_final_completion().choices[0], chunks
 
@@ -204,11 +194,7 @@ def test_tool_choice_none_leaves_the_text_unchanged_and_the_tools_in_the_prompt(
     frontend, scheduler, spelled = spoken
     scheduler.script(answering(spelled))
     answer = whole(frontend, tools=TOOLS, tool_choice="none")
-    assert (answer.message.content, answer.message.tool_calls, answer.finish_reason) == (
-        spelled,
-        None,
-        "stop",
-    )
+    assert (answer.message.content, answer.message.tool_calls, answer.finish_reason) == (spelled, None, "stop")
     assert "<tools>" in prompt_of(scheduler.request())
     assert scheduler.request().structured is None
 
@@ -252,9 +238,7 @@ def test_required_tools_constrain_the_output_to_calls(pair: tuple[Frontend, Scri
     assert schema_of(scheduler.request(2))["maxItems"] == 1
 
 
-def test_grammar_begins_after_the_reasoning_of_a_reasoning_model(
-    pair: tuple[Frontend, ScriptedScheduler],
-) -> None:
+def test_grammar_begins_after_the_reasoning_of_a_reasoning_model(pair: tuple[Frontend, ScriptedScheduler]) -> None:
     frontend, scheduler = pair
     scheduler.script(answering(f"<think>hm</think>{ARGUMENTS}"))
     end = tuple(ids_of("</think>"))
@@ -310,22 +294,10 @@ def test_reasoning_content_and_calls_have_the_declared_fields(spoken: Any, strea
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": "auto"}, "tool_choice", "tools"),
     ({"tool_choice": "required", "tools": []}, "tool_choice", "tools"),
-    (
-        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "nobody"}}},
-        "tool_choice",
-        "nobody",
-    ),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "nobody"}}}, "tool_choice", "nobody"),
     ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice", "tool_choice"),
-    (
-        {"tools": TOOLS, "structured_outputs": {"grammar": 'start: "a"'}},
-        "structured_outputs",
-        "this form of content",
-    ),
-    (
-        {"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}},
-        "tool_choice",
-        "grammars",
-    ),
+    ({"tools": TOOLS, "structured_outputs": {"grammar": 'start: "a"'}}, "structured_outputs", "this form of content"),
+    ({"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}}, "tool_choice", "grammars"),
     ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "ignore_eos"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "name"),
     ({"tools": [CLOCK] * 129}, "tools", "128"),
@@ -337,11 +309,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"chat_template_kwargs": {"__class__": 1}}, "chat_template_kwargs", "name"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages", "function"),
     (
-        {
-            "messages": [
-                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}
-            ]
-        },
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
         "messages",
         "messages.0.tool_calls.0.function.arguments",
     ),
@@ -360,9 +328,7 @@ def test_bad_request_is_400_and_named(
     assert scheduler.requests == []
 
 
-def test_without_flags_formats_of_the_chat_template_are_parsed_and_grammars_are_always_enforced(
-    tmp_path: Path,
-) -> None:
+def test_without_flags_formats_of_the_chat_template_are_parsed_and_grammars_are_always_enforced(tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(TEMPLATE + '{# <tool_call>{"name": NAME, "arguments": ARGUMENTS}</tool_call> #}')
     with scripted(served_model_name=["demo"], chat_template=str(template)) as (frontend, scheduler):
@@ -394,10 +360,7 @@ def test_template_with_a_tool_use_variant(tmp_path: Path) -> None:
         if file.name != "tokenizer_config.json":
             (tmp_path / file.name).symlink_to(file)
     config = json.loads((DEMO_MODEL / "tokenizer_config.json").read_text())
-    variants = {
-        "default": "plain:{{ messages[0].content }}",
-        "tool_use": "tools:{{ tools[0].function.name }}",
-    }
+    variants = {"default": "plain:{{ messages[0].content }}", "tool_use": "tools:{{ tools[0].function.name }}"}
     config["chat_template"] = [{"name": name, "template": text} for name, text in variants.items()]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with scripted(model=str(tmp_path), tokenizer=str(tmp_path)) as (frontend, scheduler):
@@ -418,11 +381,7 @@ def test_markers_that_are_special_tokens_are_parsed_and_eos_is_not_shown(tmp_pat
     ids = tokenizer.encode(spelled, add_special_tokens=False).ids
     end, eos = tokenizer.token_to_id("</think>"), TOKENIZER.eos_token_id
     assert end in ids
-    settings = {
-        "enable_auto_tool_choice": True,
-        "tool_call_parser": "mistral",
-        "reasoning_parser": "deepseek_r1",
-    }
+    settings = {"enable_auto_tool_choice": True, "tool_call_parser": "mistral", "reasoning_parser": "deepseek_r1"}
     with scripted(tokenizer=str(tmp_path), served_model_name=["demo"], **settings) as (frontend, scheduler):
         scheduler.script(lambda request: one_by_one(request, [*ids, eos]))
         for choice in (whole(frontend, tools=TOOLS), streamed(frontend, tools=TOOLS)[0]):

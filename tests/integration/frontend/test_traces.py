@@ -101,9 +101,7 @@ def test_recoveries_are_events_of_open_requests(traced: Traced) -> None:
     frontend, scheduler, collected = traced
     scheduler.script(silent)
     client = threading.Thread(
-        target=frontend.post,
-        args=(COMPLETIONS, {"prompt": [5]}),
-        kwargs={"headers": {"x-request-id": "long"}},
+        target=frontend.post, args=(COMPLETIONS, {"prompt": [5]}), kwargs={"headers": {"x-request-id": "long"}}
     )
     client.start()
     number = scheduler.request().number
@@ -123,14 +121,9 @@ def test_recoveries_are_events_of_open_requests(traced: Traced) -> None:
 
 
 def test_grpc_is_the_default_protocol_and_the_last_traces_leave_at_the_end() -> None:
-    patch = environment("grpc").replace(
-        "['OTEL_BSP_SCHEDULE_DELAY'] = '50'", "['OTEL_BSP_SCHEDULE_DELAY'] = '60000'"
-    )
+    patch = environment("grpc").replace("['OTEL_BSP_SCHEDULE_DELAY'] = '50'", "['OTEL_BSP_SCHEDULE_DELAY'] = '60000'")
     patch = re.sub(r".*TRACES_PROTOCOL.*", "import os", patch)
-    with (
-        TRANSPORTS["grpc"]() as (url, collected),
-        scripted(patch, otlp_traces_endpoint=url) as (frontend, scheduler),
-    ):
+    with TRANSPORTS["grpc"]() as (url, collected), scripted(patch, otlp_traces_endpoint=url) as (frontend, scheduler):
         scheduler.script(answering("a", times=TIMES))
         frontend.post(COMPLETIONS, {"prompt": [5]}, headers={"x-request-id": "last"})
         frontend.signal()

@@ -142,9 +142,7 @@ def make_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Fam
     def make(name: str) -> Family:
         if name not in made:
             torch.manual_seed(7)
-            made[name] = save(
-                VARIANTS[name](), tmp_path_factory.mktemp(name), "40KB" if name == "qwen2" else "1GB"
-            )
+            made[name] = save(VARIANTS[name](), tmp_path_factory.mktemp(name), "40KB" if name == "qwen2" else "1GB")
         return made[name]
 
     return make

@@ -201,10 +201,7 @@ class RunnerDriver:
             drafts.append(min(promised, room) if samples[-1] else 0)
             request.computed += drafts[-1]
             positions = min(request.computed + self.k, self.max_model_len)  # a drafter's look-ahead
-            grown = [
-                int(self.free_blocks.pop())
-                for _ in range(-(-positions // self.block_size) - len(request.blocks))
-            ]
+            grown = [int(self.free_blocks.pop()) for _ in range(-(-positions // self.block_size) - len(request.blocks))]
             request.blocks += grown
             if request.sent:
                 block_slots += [request.slot] * len(grown)
@@ -282,20 +279,14 @@ class RunnerDriver:
                 by_slot[slot].scores.setdefault(at, score)
         return result
 
-    def step(
-        self, rows: list[tuple[DrivenRequest, int]], grammar: GrammarOutput | None = None
-    ) -> ModelRunnerOutput:
+    def step(self, rows: list[tuple[DrivenRequest, int]], grammar: GrammarOutput | None = None) -> ModelRunnerOutput:
         return self.collect(self.launch(rows, grammar))
 
-    def generate(
-        self, requests: list[DrivenRequest], tokens: int, chunk: int = 10_000, depth: int = 1
-    ) -> None:
+    def generate(self, requests: list[DrivenRequest], tokens: int, chunk: int = 10_000, depth: int = 1) -> None:
         """Runs all requests together, prompts in chunks, until each has so many output tokens."""
         self.interleave([requests], tokens, chunk, depth)
 
-    def interleave(
-        self, batches: list[list[DrivenRequest]], tokens: int, chunk: int = 10_000, depth: int = 1
-    ) -> None:
+    def interleave(self, batches: list[list[DrivenRequest]], tokens: int, chunk: int = 10_000, depth: int = 1) -> None:
         """Steps of the batches in turn, `depth` of them in flight, until each request has so many output tokens, or a
         few more where drafts were accepted."""
         flying: deque[Launched] = deque()

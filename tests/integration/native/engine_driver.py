@@ -119,9 +119,7 @@ class EngineDriver:
     def serve(self, requests: list[ServedRequest]) -> list[list[int]]:
         """Return the tokens of each request."""
         for number, r in enumerate(requests):
-            message = GenerateRequest(
-                number, pack(r.prompt), len(r.prompt), r.params, structured=r.structured
-            )
+            message = GenerateRequest(number, pack(r.prompt), len(r.prompt), r.params, structured=r.structured)
             self.core.add(0, message)
         for ticket in list(self._compilation.waiting):
             self.core.on_grammar(ticket, self._compilation.finish(ticket))

@@ -26,13 +26,7 @@ SMALL = {
     "initializer_range": 0.2,
     "rope_theta": 5000.0,
 }
-WIDE = {
-    **SMALL,
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "num_hidden_layers": 1,
-    "initializer_range": 0.1,
-}
+WIDE = {**SMALL, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "initializer_range": 0.1}
 """For types with blocks of 256 elements."""
 LLAMA31 = {
     "rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -135,9 +129,7 @@ def _write_sizes(writer: GGUFWriter, model: PreTrainedModel) -> None:
     if number := getattr(config, "num_local_experts", None):
         writer.add_expert_count(number)
         writer.add_expert_used_count(config.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(
-            getattr(config, "moe_intermediate_size", config.intermediate_size)
-        )
+        writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
     rope = config.rope_parameters
     rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(rope["rope_theta"])

@@ -17,9 +17,7 @@ def prompts(family: Family, number: int = 4) -> list[list[int]]:
     ]
 
 
-def check(
-    family: Family, driver: RunnerDriver, prompt: list[int], output: list[int], logits: torch.Tensor
-) -> None:
+def check(family: Family, driver: RunnerDriver, prompt: list[int], output: list[int], logits: torch.Tensor) -> None:
     expected, reference = family.reference(prompt, TOKENS)
     top = reference.topk(2).values
     assert (top[:, 0] - top[:, 1]).min() > 1e-4, "the reference itself is undecided; choose another prompt"

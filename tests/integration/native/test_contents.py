@@ -40,9 +40,7 @@ def test_one_changed_number_of_any_tensor_changes_the_contents(
         changed[tensor].view(-1)[-1] += 1
         save_file(changed, file, {"format": "pt"})
         contents = contents_of(tmp_path / "model", Shard())
-        different = {
-            part.partition("[")[0] for part, digest in contents.items() if before.contents[part] != digest
-        }
+        different = {part.partition("[")[0] for part, digest in contents.items() if before.contents[part] != digest}
         assert different == {tensor}
     after = RunnerDriver(tmp_path / "model").loaded
     assert after.model_hash != before.model_hash, "the digest covers the last row"
@@ -55,10 +53,7 @@ def test_one_changed_number_of_any_tensor_changes_the_contents(
 
 
 def test_ranks_name_what_they_share_alike_and_what_differs_otherwise(llama: Family) -> None:
-    whole, (left, right) = (
-        contents_of(llama.path, Shard()),
-        (contents_of(llama.path, Shard(r, 2)) for r in (0, 1)),
-    )
+    whole, (left, right) = (contents_of(llama.path, Shard()), (contents_of(llama.path, Shard(r, 2)) for r in (0, 1)))
     shared = set(left) & set(right)
     assert shared
     assert all(left[part] == right[part] == whole[part] for part in shared)

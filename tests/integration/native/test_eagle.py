@@ -41,9 +41,7 @@ def prompts() -> list[list[int]]:
 
 def eagle(k: int = K, threads: int = 1, **changes: int) -> RunnerDriver:
     speculation = Speculation("eagle", k, **changes)
-    driver = RunnerDriver(
-        DEMO_MODEL, block_size=16, dtype="float32", threads=threads, speculation=speculation
-    )
+    driver = RunnerDriver(DEMO_MODEL, block_size=16, dtype="float32", threads=threads, speculation=speculation)
     driver.min_acceptance = 0.2
     return driver
 
@@ -218,9 +216,7 @@ def test_no_drafts_when_none_are_asked_for_and_good_ones_after(plain: list[Drive
     assert sum(r.accepted for r in requests) / sum(r.drafted for r in requests) > 0.25
 
 
-def test_drafts_of_each_step_are_of_the_vocabulary(
-    first: tuple[RunnerDriver, list[DrivenRequest], Drafted],
-) -> None:
+def test_drafts_of_each_step_are_of_the_vocabulary(first: tuple[RunnerDriver, list[DrivenRequest], Drafted]) -> None:
     """Ids of the draft vocabulary are turned into tokens (valid ids)."""
     drafts = np.array(list(first[2].values()))
     assert drafts.shape[1] == K

@@ -17,9 +17,7 @@ from tests.integration.native.driver import RunnerDriver
 PROMPT = [5, 9, 250, 17, 3, 3, 88, 101, 42, 7]
 STEPS = 8
 CASES = [(t.name, "llama-wide" if t.block_elements == 256 else "llama") for t in TENSOR_TYPES.values()]
-CASES += [
-    ("Q8_0", name) for name in gguf_models.MODELS if name not in ("llama", "llama-wide", "llama-biased")
-]
+CASES += [("Q8_0", name) for name in gguf_models.MODELS if name not in ("llama", "llama-wide", "llama-biased")]
 CASES += [("F16", "llama-biased"), ("MXFP4", "gpt-oss")]
 
 

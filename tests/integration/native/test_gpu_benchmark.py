@@ -27,16 +27,7 @@ from services.worker.backends.native.runner import NativeRunner
 from services.worker.weights import open_checkpoint
 from tests.benchmarks.gpu.__main__ import LIMIT, figures, main
 from tests.benchmarks.gpu.engine import StageEngine
-from tests.benchmarks.gpu.parts import (
-    IN_CI,
-    ON_PROCESSOR,
-    PARTS,
-    PROMPT,
-    WANTED,
-    MeasuredPart,
-    answers,
-    preference,
-)
+from tests.benchmarks.gpu.parts import IN_CI, ON_PROCESSOR, PARTS, PROMPT, WANTED, MeasuredPart, answers, preference
 from tests.benchmarks.gpu.processes import kill_tree, run_within
 from tests.benchmarks.gpu.saved import SavedRows, write_json
 from tests.benchmarks.gpu.served import rates, write_checkpoint
@@ -67,9 +58,7 @@ def test_all_parts_fit_in_half_an_hour() -> None:
     assert all(part.seconds < LIMIT for part in PARTS.values())
 
 
-def test_parts_that_do_not_fit_into_the_budget_are_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_parts_that_do_not_fit_into_the_budget_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "kernels.json").write_text("{}")
     assert main(["kernels", "tokens", "--budget", "1", "--out", str(tmp_path)]) == 1
     told = capsys.readouterr().out
@@ -232,8 +221,7 @@ def test_every_synchronisation_is_counted_and_the_note_on_the_mode_is_not() -> N
                 stacklevel=1,
             )
         warnings.warn(
-            "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing "
-            "operations",
+            "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations",
             stacklevel=1,
         )
     assert (waits.operations, waits.events) == (3, 0)

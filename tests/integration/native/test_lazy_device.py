@@ -20,19 +20,13 @@ from tests.integration.native.test_run_ahead import PROMPT, REQUESTS, SPECULATIO
 from tests.unit.native.lazy_device import LazyDevice
 from tests.unit.native.lazy_kernels import LazyKernels, LazySampling
 
-SPEEDS = {
-    "lazy": frozenset[str](),
-    "eager compute": frozenset({"compute"}),
-    "eager copies": frozenset({"copies"}),
-}
+SPEEDS = {"lazy": frozenset[str](), "eager compute": frozenset({"compute"}), "eager copies": frozenset({"copies"})}
 
 
 def driver_on(device: LazyDevice, family: Family, **options: Any) -> RunnerDriver:
     """A driver whose runner computes on the device."""
     config = WorkerConfig(model=str(family.path), threads=1, kernels="reference")
-    runner = NativeRunner(
-        config, True, garble, create_kernels=lambda choice: LazyKernels(choice.activations, device)
-    )
+    runner = NativeRunner(config, True, garble, create_kernels=lambda choice: LazyKernels(choice.activations, device))
     return RunnerDriver(family.path, runner=runner, keeps_logits=False, **options)
 
 
@@ -64,19 +58,13 @@ def test_logprobs_and_embeddings_arrive_from_a_device(llama: Family) -> None:
     found = []
     for device in (None, LazyDevice()):
         options = {"kernels": "reference"} if device is None else {}
-        driver = (
-            RunnerDriver(llama.path, keeps_logits=False, **options)
-            if device is None
-            else driver_on(device, llama)
-        )
+        driver = RunnerDriver(llama.path, keeps_logits=False, **options) if device is None else driver_on(device, llama)
         params = SamplingParams(max_tokens=9, temperature=0.0, logprobs=2, prompt_logprobs=1)
         requests = [driver.add(PROMPT, params), driver.add(PROMPT, pooling=Pooling.MEAN)]
         requests.append(driver.add(PROMPT[2:], pooling=Pooling.LAST))
         driver.generate(requests, 3, chunk=5, depth=2)
         found.append([(request.output, request.scores, request.embedding) for request in requests])
-    for (output, scores, embedding), (device_output, device_scores, device_embedding) in zip(
-        *found, strict=True
-    ):
+    for (output, scores, embedding), (device_output, device_scores, device_embedding) in zip(*found, strict=True):
         assert output == device_output
         assert scores.keys() == device_scores.keys()
         for at, score in scores.items():
@@ -130,9 +118,7 @@ def test_memory_of_a_result_that_a_later_step_writes_is_found(llama: Family, dep
     assert bool(device.hazards) == found
 
 
-def test_a_result_that_does_not_wait_for_its_event_is_found(
-    llama: Family, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_result_that_does_not_wait_for_its_event_is_found(llama: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     device = LazyDevice()
     monkeypatch.setattr(device, "download", lambda *tensors: EarlyCopy(tensors))
     driver = driver_on(device, llama)
@@ -151,9 +137,7 @@ class EarlyCopy:
         return self._values
 
 
-def test_an_error_of_the_device_is_raised_with_its_step(
-    llama: Family, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_the_device_is_raised_with_its_step(llama: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     device = LazyDevice()
     driver = driver_on(device, llama)
     request = driver.add(PROMPT)

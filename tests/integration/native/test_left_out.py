@@ -54,9 +54,7 @@ def requests() -> list[ServedRequest]:
     return [
         ServedRequest(PROMPT, scored),
         ServedRequest(PROMPT[3:], scored, structured(1)),
-        ServedRequest(
-            PROMPT[5:], SamplingParams(**WARM, seed=4, presence_penalty=0.9, repetition_penalty=1.3)
-        ),
+        ServedRequest(PROMPT[5:], SamplingParams(**WARM, seed=4, presence_penalty=0.9, repetition_penalty=1.3)),
         ServedRequest(PROMPT[1:9], SamplingParams(**WARM, seed=5, top_k=20), structured(2)),
         ServedRequest(PROMPT * 2, SamplingParams(**WARM, seed=6, frequency_penalty=0.5), structured(3)),
         ServedRequest(PROMPT[2:], greedy, structured(6)),
@@ -117,9 +115,7 @@ def test_answers_are_those_of_depth_one(
 
 
 @pytest.mark.parametrize("speculation", [None, NGRAM], ids=["without drafts", "ngram"])
-def test_every_row_of_a_step_is_left_out(
-    make_family: Callable[[str], Family], speculation: Speculation | None
-) -> None:
+def test_every_row_of_a_step_is_left_out(make_family: Callable[[str], Family], speculation: Speculation | None) -> None:
     """At a depth of more steps than can be prepared, a request that is alone does not block the main thread."""
     path = make_family("llama-tied").path
     wanted = serve(path, 1, 0, served=requests()[1:2])

@@ -15,9 +15,7 @@ from services.worker.kernels import selection
 from tests.integration.native.driver import RunnerDriver
 
 
-def loaded_and_expected(
-    settings: dict[str, str], caplog: pytest.LogCaptureFixture
-) -> tuple[float, RankMemory, int]:
+def loaded_and_expected(settings: dict[str, str], caplog: pytest.LogCaptureFixture) -> tuple[float, RankMemory, int]:
     """Return the MiB of weights that the log states, what is known before, and the runner's bytes of a KV block."""
     part = ModelPart.from_shard(ModelConfig.from_checkpoint(DEMO_MODEL), Shard())
     with caplog.at_level(logging.INFO):
@@ -29,9 +27,7 @@ def loaded_and_expected(
     return float(stated[1]), expected, driver.loaded.bytes_per_block
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"}]
-)
+@pytest.mark.parametrize("settings", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"}])
 def test_memory_is_known_before_weights_are_read(
     settings: dict[str, str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,9 +23,7 @@ from tests.integration.native.driver import RunnerDriver
 PROMPT = [5, 9, 201, 17, 3, 3, 88, 101, 42, 7]
 
 
-def start(
-    path: Path, directory: Path | str, **config: object
-) -> tuple[RunnerDriver, list[int], list[torch.Tensor]]:
+def start(path: Path, directory: Path | str, **config: object) -> tuple[RunnerDriver, list[int], list[torch.Tensor]]:
     """Return a runner, and the tokens and logits of a request."""
     driver = RunnerDriver(path, weights_cache_dir=str(directory), **config)
     request = driver.add(PROMPT)
@@ -93,13 +91,7 @@ def test_every_architecture_starts_with_the_same_bits(
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [
-        ("Q8_0", "llama"),
-        ("Q4_K", "llama-wide"),
-        ("Q8_0", "qwen3moe"),
-        ("MXFP4", "gpt-oss"),
-        ("F16", "llama-biased"),
-    ],
+    [("Q8_0", "llama"), ("Q4_K", "llama-wide"), ("Q8_0", "qwen3moe"), ("MXFP4", "gpt-oss"), ("F16", "llama-biased")],
 )
 @pytest.mark.parametrize("quantization", [None, "none"])
 def test_gguf_files(
@@ -114,9 +106,7 @@ def test_gguf_files(
     [{"quantization": "int8"}, {"quantization": "int4"}, {"dtype": "bfloat16", "batch_invariant": True}],
     ids=str,
 )
-def test_rounded_weights(
-    even: Path, tmp_path: Path, packs: list[tuple[int, ...]], config: dict[str, str]
-) -> None:
+def test_rounded_weights(even: Path, tmp_path: Path, packs: list[tuple[int, ...]], config: dict[str, str]) -> None:
     check_both_starts(even, tmp_path / "weights", packs, **config)
 
 
@@ -164,17 +154,13 @@ def test_files_of_the_same_size_with_other_weights_are_packed_anew(
 def test_other_kernels_or_settings_have_files_of_their_own(
     even: Path, tmp_path: Path, packs: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for number, config in enumerate(
-        ({}, {"quantization": "int8"}, {"dtype": "bfloat16", "batch_invariant": True}), 1
-    ):
+    for number, config in enumerate(({}, {"quantization": "int8"}, {"dtype": "bfloat16", "batch_invariant": True}), 1):
         packs.clear()
         start(even, tmp_path / "weights", **config)
         assert packs
         assert len(list((tmp_path / "weights").iterdir())) == number
     packs.clear()
-    monkeypatch.setattr(
-        "services.worker.backends.native.kept_model.packing_digest", lambda: "another version"
-    )
+    monkeypatch.setattr("services.worker.backends.native.kept_model.packing_digest", lambda: "another version")
     start(even, tmp_path / "weights")
     assert packs, "another version of the code packs anew"
 
@@ -199,9 +185,7 @@ def test_ranks_and_stages_have_files_of_their_own(
     assert not packs
 
 
-def test_small_models_are_not_kept_by_default(
-    llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_models_are_not_kept_by_default(llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     start(llama.path, "auto")
     assert not (tmp_path / "runahead" / "weights").exists()

@@ -26,13 +26,7 @@ each_mode = pytest.mark.parametrize(("dtype", "quantization"), MODES)
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Family:
     """Sizes are multiples of 32, and so large that oneDNN chooses the order of sums by the number of rows."""
     torch.manual_seed(0)
-    sizes = {
-        **SMALL,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "vocab_size": 600,
-        "initializer_range": 0.05,
-    }
+    sizes = {**SMALL, "hidden_size": 576, "intermediate_size": 1536, "vocab_size": 600, "initializer_range": 0.05}
     model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True, head_dim=64))
     return save(model, tmp_path_factory.mktemp("wide") / "model")
 
@@ -60,9 +54,7 @@ def answers(driver: RunnerDriver, batch: int, chunk: int, depth: int) -> list[An
 
 
 @each_mode
-def test_batches_chunks_and_steps_in_flight_change_no_bit(
-    wide: Family, dtype: str, quantization: str | None
-) -> None:
+def test_batches_chunks_and_steps_in_flight_change_no_bit(wide: Family, dtype: str, quantization: str | None) -> None:
     """The bits of tokens and of all log-probabilities. Quantised weights keep the promise without the flag."""
     settings = {"dtype": dtype, "quantization": quantization, "batch_invariant": quantization is None}
     driver = RunnerDriver(wide.path, **settings)
@@ -109,9 +101,7 @@ def test_weights_are_in_memory_once(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_ranks_agree_on_quantisation_and_on_batch_invariance() -> None:
     settings = [{}, {"quantization": "int8"}, {"quantization": "int4"}, {"batch_invariant": True}]
-    hashes = {
-        NativeRunner(WorkerConfig(model=str(DEMO_MODEL), **some)).identify().model_hash for some in settings
-    }  # type: ignore[arg-type]
+    hashes = {NativeRunner(WorkerConfig(model=str(DEMO_MODEL), **some)).identify().model_hash for some in settings}  # type: ignore[arg-type]
     assert len(hashes) == len(settings)
 
 
@@ -122,9 +112,7 @@ def test_cuts_through_a_group_are_refused_with_the_sizes_that_work() -> None:
 
 def test_sizes_that_are_no_multiple_of_a_group_are_refused(llama: Family) -> None:
     runner = NativeRunner(WorkerConfig(model=str(llama.path), quantization="int8"))
-    with pytest.raises(
-        LoadError, match="in groups of 32 inputs, but this model has products with 64, 64, 104 inputs"
-    ):
+    with pytest.raises(LoadError, match="in groups of 32 inputs, but this model has products with 64, 64, 104 inputs"):
         runner.identify()
 
 
@@ -133,14 +121,8 @@ def test_sizes_that_are_no_multiple_of_a_group_are_refused(llama: Family) -> Non
     [
         ({"quantization": "awq"}, "--quantization awq: --backend native has int8, int4, none"),
         ({"quantization": "int8", "backend": "sim"}, "--quantization int8: --backend sim has no weights"),
-        (
-            {"quantization": "int4", "backend": "vllm"},
-            "int4 is a type of --backend native, not a method of vLLM",
-        ),
-        (
-            {"batch_invariant": True, "backend": "vllm"},
-            "--batch-invariant .* --backend vllm does not give it",
-        ),
+        ({"quantization": "int4", "backend": "vllm"}, "int4 is a type of --backend native, not a method of vLLM"),
+        ({"batch_invariant": True, "backend": "vllm"}, "--batch-invariant .* --backend vllm does not give it"),
         ({"batch_invariant": True, "kernels": "reference"}, "--kernels reference does not give this promise"),
     ],
 )

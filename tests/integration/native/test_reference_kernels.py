@@ -14,9 +14,7 @@ from tests.integration.native.driver import GREEDY, DrivenRequest, RunnerDriver
 TOKENS = 16
 PARAMS = [
     GREEDY,
-    SamplingParams(
-        1000, 0.0, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.7, logprobs=2
-    ),
+    SamplingParams(1000, 0.0, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.7, logprobs=2),
     SamplingParams(1000, 0.0, bad_words=((7,), (9, 3)), logit_bias=((5, 3.0),), prompt_logprobs=1),
     SamplingParams(1000, 0.8, top_p=0.9, top_k=40, min_p=0.01, seed=6),
 ]

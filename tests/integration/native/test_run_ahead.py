@@ -31,10 +31,7 @@ REQUESTS = [
     (PROMPT[5:], SamplingParams(**WARM, seed=4, presence_penalty=0.9, repetition_penalty=1.3, logprobs=3)),
     (PROMPT[1:9], SamplingParams(**WARM, seed=5, top_p=0.7, min_p=0.05, bad_words=((9, 31),))),
     (PROMPT * 2, SamplingParams(100, 0.0, prompt_logprobs=2, logprobs=0)),
-    (
-        PROMPT[2:],
-        SamplingParams(**WARM, seed=6, frequency_penalty=0.5, min_tokens=4, stop_token_ids=(9, 31, 5)),
-    ),
+    (PROMPT[2:], SamplingParams(**WARM, seed=6, frequency_penalty=0.5, min_tokens=4, stop_token_ids=(9, 31, 5))),
     (PROMPT[:4], SamplingParams(**WARM, seed=7, logit_bias=((17, 4.0),))),
     (PROMPT[4:], GREEDY),
 ]
@@ -91,9 +88,7 @@ def scores_of(request: DrivenRequest, config: str) -> dict[int, Score]:
 
 @pytest.mark.parametrize("speculation", SPECULATIONS)
 @pytest.mark.parametrize("config", CONFIGS)
-def test_tokens_are_equal_at_every_depth(
-    make_family: Callable[[str], Family], config: str, speculation: str
-) -> None:
+def test_tokens_are_equal_at_every_depth(make_family: Callable[[str], Family], config: str, speculation: str) -> None:
     answers = []
     for depth in (1, 2, 3):
         driver = RunnerDriver(
@@ -147,9 +142,7 @@ def test_steps_are_prepared_while_one_computes(llama: Family, monkeypatch: pytes
     expected.generate([alone], 3)
     prepared: list[PreparedStep] = []
     execute = NativeEpoch.execute
-    monkeypatch.setattr(
-        NativeEpoch, "execute", lambda self, step: (prepared.append(step), execute(self, step))[1]
-    )
+    monkeypatch.setattr(NativeEpoch, "execute", lambda self, step: (prepared.append(step), execute(self, step))[1])
     held = HeldForward(monkeypatch)
     driver = RunnerDriver(llama.path, keeps_logits=False)
     request = driver.add(PROMPT)

@@ -146,9 +146,7 @@ def test_step_that_was_not_sampled_blocks_the_next(driver: RunnerDriver) -> None
         driver.runner.sample_tokens(None)
 
 
-def test_failed_sampling_leaves_no_pending_state(
-    driver: RunnerDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_sampling_leaves_no_pending_state(driver: RunnerDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     request = driver.add(PROMPT)
     driver.runner.execute_model(driver.plan([(request, len(PROMPT))]))
     with monkeypatch.context() as patch:
@@ -216,15 +214,10 @@ def test_grammar_of_another_step_is_refused(driver: RunnerDriver) -> None:
         driver.runner.sample_tokens(GrammarOutput(1, plan.step_id + 1, b"", b""))
 
 
-@pytest.mark.parametrize(
-    "features", [(), (selection.WIDE,), (selection.ONEDNN_BFLOAT16,), (selection.TILES,)], ids=str
-)
+@pytest.mark.parametrize("features", [(), (selection.WIDE,), (selection.ONEDNN_BFLOAT16,), (selection.TILES,)], ids=str)
 @pytest.mark.parametrize("name", ["llama-tied", "mistral-window", "qwen3"])
 def test_bfloat16_stays_close_to_float32(
-    make_family: Callable[[str], Family],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    features: tuple[str, ...],
+    make_family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch, name: str, features: tuple[str, ...]
 ) -> None:
     """With bfloat16 arithmetic, and with the float32 arithmetic of processors that have none."""
     if not set(features) <= selection.processor_features():

@@ -103,9 +103,7 @@ def test_prompt_logprobs_in_chunks_and_slices_have_the_same_bits(
     monkeypatch.setattr(logprobs, "SLICE", 3 * 211)
     seen: list[int] = []
     take = logprobs.PromptScores.take
-    monkeypatch.setattr(
-        logprobs.PromptScores, "take", lambda self, x: (seen.append(len(x)), take(self, x))[1]
-    )
+    monkeypatch.setattr(logprobs.PromptScores, "take", lambda self, x: (seen.append(len(x)), take(self, x))[1])
     assert alone(driver, params).scores == once.scores
     assert seen == [3] * 9 + [1]
     for chunk in (1, 4, len(PROMPT) - 1):
@@ -129,14 +127,10 @@ def test_a_result_holds_only_what_its_own_step_scored(driver: RunnerDriver) -> N
 
 def test_bad_words_and_penalties_read_tokens_that_the_host_has_not_seen(driver: RunnerDriver) -> None:
     """As many steps in flight as there may be, none of them read before the last was launched."""
-    params = wanted(
-        bad_words=((7, 7), (3, 3), (7, 3, 7, 3)), frequency_penalty=0.5, logit_bias=((7, 60.0), (3, 59.0))
-    )
+    params = wanted(bad_words=((7, 7), (3, 3), (7, 3, 7, 3)), frequency_penalty=0.5, logit_bias=((7, 60.0), (3, 59.0)))
     expected = alone(driver, params)
     assert len(set(expected.output)) > 2
-    assert all(
-        pair not in {(7, 7), (3, 3)} for pair in zip(expected.output, expected.output[1:], strict=False)
-    )
+    assert all(pair not in {(7, 7), (3, 3)} for pair in zip(expected.output, expected.output[1:], strict=False))
     request = driver.add(PROMPT, params)
     driver.generate([request], TOKENS, depth=MAX_STEPS_IN_FLIGHT)
     assert request.output == expected.output
@@ -172,9 +166,7 @@ def test_no_index_operation_ever_sees_a_placeholder(
     driver = RunnerDriver(llama.path, kernels=kernels)
     with torch.inference_mode():
         driver.epoch.history.tokens.fill_(-1)
-    everything = {
-        key: value for case in CASES.values() for key, value in case.items() if key != "allowed_token_ids"
-    }
+    everything = {key: value for case in CASES.values() for key, value in case.items() if key != "allowed_token_ids"}
     probe = IndexTensorWatch()
     compute_within(probe, monkeypatch)
     requests = [driver.add(PROMPT[i:], wanted(temperature=i * 0.5, **everything)) for i in range(3)]

@@ -51,8 +51,7 @@ def load(path: Path, shard: Shard) -> tuple[Model, dict[str, list[torch.Tensor]]
     seen: dict[str, list[torch.Tensor]] = defaultdict(list)
     checkpoint = open_checkpoint(path)
     checkpoint.files = {
-        name: File(file, lambda name, part: seen[name].append(part.clone()))
-        for name, file in checkpoint.files.items()
+        name: File(file, lambda name, part: seen[name].append(part.clone())) for name, file in checkpoint.files.items()
     }
     part = ModelPart.from_shard(ModelConfig.from_checkpoint(path), shard)
     return Model(part, checkpoint, torch.float32, kernels(), lambda phase, fraction: None), seen

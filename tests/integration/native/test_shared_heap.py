@@ -27,12 +27,8 @@ PROGRAM = "import json, sys; from {module} import outputs; print(json.dumps(outp
 def outputs(threads: int, quantization: str) -> list[list[int]]:
     """Tokens of greedy and of sampled requests. Small products are shared, too."""
     product.WORTH = 1
-    driver = RunnerDriver(
-        DEMO_MODEL, block_size=16, dtype="float32", threads=threads, quantization=quantization
-    )
-    params = [
-        SamplingParams(1000, t, top_p=0.9, seed=seed) for seed, t in enumerate([0, 0, 0, 0.8, 0.8, 0.8])
-    ]
+    driver = RunnerDriver(DEMO_MODEL, block_size=16, dtype="float32", threads=threads, quantization=quantization)
+    params = [SamplingParams(1000, t, top_p=0.9, seed=seed) for seed, t in enumerate([0, 0, 0, 0.8, 0.8, 0.8])]
     prompts = [list(range(4 + number, 60 + 9 * number)) for number in range(len(params))]
     requests = [driver.add(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
     driver.generate(requests, TOKENS, chunk=17)

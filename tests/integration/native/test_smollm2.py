@@ -55,9 +55,7 @@ def driver() -> RunnerDriver:
 
 
 @torch.no_grad()
-def test_greedy_tokens_of_twenty_prompts(
-    reference: Family, driver: RunnerDriver, tokenizer: Tokenizer
-) -> None:
+def test_greedy_tokens_of_twenty_prompts(reference: Family, driver: RunnerDriver, tokenizer: Tokenizer) -> None:
     for batch in (PROMPTS[:10], PROMPTS[10:]):
         requests = [driver.add(tokenizer.encode(text).ids) for text in batch]
         driver.generate(requests, TOKENS)

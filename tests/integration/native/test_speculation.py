@@ -15,14 +15,7 @@ from protocol.sampling import SamplingParams
 from protocol.steps import NO_DRAFT, GrammarOutput
 from services.checkpoint import DEMO_MODEL
 from services.worker.backends.native import drafters
-from services.worker.backends.native.drafters.base import (
-    I32,
-    Advance,
-    Drafter,
-    DrafterSlots,
-    Proposer,
-    TargetModel,
-)
+from services.worker.backends.native.drafters.base import I32, Advance, Drafter, DrafterSlots, Proposer, TargetModel
 from services.worker.backends.native.drafters.eagle import EagleDrafter
 from services.worker.batch.slots import PlanError
 from services.worker.runner import LoadError
@@ -63,9 +56,7 @@ class ScriptedDrafter(Drafter, Proposer):
     def propose(self, advance: Advance, k: int) -> I32:
         self.seen.append(advance)
         drafts = np.full((int(advance.samples.sum()), k), NO_DRAFT, np.int32)
-        ends = zip(
-            advance.slots[advance.samples].tolist(), advance.ends[advance.samples].tolist(), strict=True
-        )
+        ends = zip(advance.slots[advance.samples].tolist(), advance.ends[advance.samples].tolist(), strict=True)
         for row, (slot, end) in enumerate(ends):
             answer = self.answers.get(slot, [])
             for j in range(k):
@@ -154,9 +145,7 @@ def test_drafted_and_accepted_do_not_depend_on_depth(llama: Family, alone: list[
         driver = RunnerDriver(llama.path, speculation=Speculation("scripted", 3))
         requests, flying = crowd(driver, alone), []
         for _ in range(9):
-            flying.append(
-                driver.launch([(request, request.known - request.computed) for request in requests])
-            )
+            flying.append(driver.launch([(request, request.known - request.computed) for request in requests]))
             if len(flying) == depth:
                 driver.collect(flying.pop(0))
         for launched in flying:
@@ -201,9 +190,7 @@ def test_preempted_requests_go_on_without_their_drafts(llama: Family, alone: lis
     requests = crowd(driver, alone)
     driver.generate(requests, 9)
     again = [driver.preempt(request) for request in requests]
-    script(driver).answers = {
-        request.slot: reference.tokens for request, reference in zip(again, alone, strict=True)
-    }
+    script(driver).answers = {request.slot: reference.tokens for request, reference in zip(again, alone, strict=True)}
     driver.generate(again, TOKENS, chunk=13, depth=2)
     assert_equal(again, alone)
 
@@ -305,9 +292,7 @@ def test_drafter_with_a_shorter_context_stops_drafting(llama: Family, small: Fam
 
 def test_draft_model_of_another_vocabulary_is_refused(llama: Family, tmp_path: Path) -> None:
     other = save(LlamaForCausalLM(LlamaConfig(**{**SMALL, "vocab_size": 99})), tmp_path)
-    with pytest.raises(
-        LoadError, match=r"has 99 tokens, but the model has 211; they must have the same vocabulary"
-    ):
+    with pytest.raises(LoadError, match=r"has 99 tokens, but the model has 211; they must have the same vocabulary"):
         RunnerDriver(llama.path, speculation=Speculation("draft_model", 2, str(other.path)))
 
 
@@ -339,9 +324,7 @@ def constrained(
         count = masks(planned) if masks else 1
         first = begin + ints(plan.counts)[0] - planned
         words = np.concatenate([allowed(first + j) for j in range(count)])
-        grammar = GrammarOutput(
-            1, plan.step_id, i32(request.slot), words.tobytes(), i32(count) if masks else b""
-        )
+        grammar = GrammarOutput(1, plan.step_id, i32(request.slot), words.tobytes(), i32(count) if masks else b"")
         result = driver.runner.sample_tokens(grammar).get()
         got = ints(result.counts)[0]
         request.output += ints(result.token_ids)
@@ -358,11 +341,7 @@ def test_masks_hold_at_every_draft(llama: Family, params: SamplingParams) -> Non
     plain = RunnerDriver(llama.path)
     reference = plain.add(prompts()[1], params)
     assert all(step == (1, 0) for step in constrained(plain, reference, None))
-    for masks, most in (
-        (lambda planned: planned + 1, 3),
-        (lambda planned: min(2, planned + 1), 1),
-        (None, 0),
-    ):
+    for masks, most in ((lambda planned: planned + 1, 3), (lambda planned: min(2, planned + 1), 1), (None, 0)):
         driver = RunnerDriver(llama.path, speculation=Speculation("scripted", 3))
         request = driver.add(prompts()[1], params)
         script(driver).answers[request.slot] = reference.tokens
@@ -486,9 +465,7 @@ def test_deferred_steps_change_no_draft(monkeypatch: pytest.MonkeyPatch) -> None
         for number, driver.k in enumerate((3, 0, 0, 0, 2, 0, 3, 3)):
             here = requests[: 2 + number % 2] if number else requests
             driver.step([(request, request.known - request.computed) for request in here])
-            drafts.append(
-                (driver.epoch.drafts.slots.proposed.tolist(), driver.epoch.drafts.slots.tokens[:3].tolist())
-            )
+            drafts.append((driver.epoch.drafts.slots.proposed.tolist(), driver.epoch.drafts.slots.tokens[:3].tolist()))
         seen.append((drafts, [request.output for request in requests]))
     assert seen[0] == seen[1]
     assert any(number > 1 for number in seen[0][0][-1][0])

@@ -27,9 +27,7 @@ FAMILIES = ["gemma3", "gpt-oss", "mistral-window", "olmo3-yarn"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_answers_are_those_of_one_table_that_keeps_every_token(
-    make_family: Callable[[str], Family], name: str
-) -> None:
+def test_answers_are_those_of_one_table_that_keeps_every_token(make_family: Callable[[str], Family], name: str) -> None:
     """With grammars, seeds, penalties and log-probabilities; with late masks, drafts and preemption."""
     path = make_family(name).path
     wanted = serve(path, 1, 0)
@@ -106,9 +104,7 @@ def parts(windows: tuple[int, ...], stages: int = 1) -> list[ModelPart]:
         ((1000, 0), [0], 2),
     ],
 )
-def test_layers_are_divided_into_groups_of_equal_size(
-    windows: tuple[int, ...], groups: list[int], depth: int
-) -> None:
+def test_layers_are_divided_into_groups_of_equal_size(windows: tuple[int, ...], groups: list[int], depth: int) -> None:
     (part,) = parts(windows)
     found = LayerGroups.of(part, MAX_GROUPS, 1000)
     assert [group.size for group in found.groups] == groups

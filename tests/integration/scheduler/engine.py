@@ -152,11 +152,7 @@ class FrontendConnection:
         at = np.cumsum(rows.counts) - rows.counts
         for i, number in enumerate(rows.owners.view(np.uint32).tolist()):
             entries = slice(at[i], at[i] + rows.counts[i])
-            entry = (
-                int(rows.token_ranks[i]),
-                rows.token_ids[entries].tobytes(),
-                rows.values[entries].tobytes(),
-            )
+            entry = (int(rows.token_ranks[i]), rows.token_ids[entries].tobytes(), rows.values[entries].tobytes())
             self.logprobs[number].setdefault(int(rows.positions[i]), entry)
 
     def wait_finished(self, *numbers: int) -> None:
@@ -168,9 +164,7 @@ class FrontendConnection:
 
 
 class EngineProcesses:
-    def __init__(
-        self, directory: Path, scheduler: SchedulerConfig, worker: WorkerConfig, num_workers: int
-    ) -> None:
+    def __init__(self, directory: Path, scheduler: SchedulerConfig, worker: WorkerConfig, num_workers: int) -> None:
         self.directory = directory
         self.client_endpoint = scheduler.client_endpoint
         self._worker_config = worker

@@ -27,9 +27,7 @@ class SchemaGenerator:
         return self._rng.choice(kinds)(depth, names)
 
     def _object(self, depth: int, names: list[str]) -> Schema:
-        keys = self._rng.sample(
-            ["id", "name", "größe", "a b", 'q"', "x", "tags", "on"], self._rng.randint(1, 4)
-        )
+        keys = self._rng.sample(["id", "name", "größe", "a b", 'q"', "x", "tags", "on"], self._rng.randint(1, 4))
         required = [key for key in keys if self._rng.random() < 0.7]
         return {
             "type": "object",
@@ -50,10 +48,7 @@ class SchemaGenerator:
         least = self._rng.randint(0, 3)
         lengths = {"type": "string", "minLength": least, "maxLength": least + self._rng.randint(0, 8)}
         formats = {"type": "string", "format": self._rng.choice(["date", "time", "uuid", "ipv4"])}
-        patterns = {
-            "type": "string",
-            "pattern": self._rng.choice(["^[a-f]{2,4}$", "^x[0-9]+y$", "^(on|off)$"]),
-        }
+        patterns = {"type": "string", "pattern": self._rng.choice(["^[a-f]{2,4}$", "^x[0-9]+y$", "^(on|off)$"])}
         return self._rng.choice([lengths, lengths, formats, patterns])
 
     def _integer(self, depth: int, names: list[str]) -> Schema:

@@ -88,10 +88,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredEngine]
         "pipeline_parallel_size": 2,
         "max_model_len": 512,
     }
-    worker = SIM | {
-        "scheduler_endpoint": endpoints["worker"],
-        "transport_keys": str(directory / "keys" / "worker"),
-    }
+    worker = SIM | {"scheduler_endpoint": endpoints["worker"], "transport_keys": str(directory / "keys" / "worker")}
     with engine(directory, scheduler, worker, num_workers=2) as running:
         secured = SecuredEngine(running, directory / "keys", endpoints)
         yield secured
@@ -185,9 +182,7 @@ def test_faults_of_a_stranger_are_its_own(secured: SecuredEngine, undisturbed: l
     first.close()
 
 
-def test_other_frontends_requests_are_not_aborted(
-    secured: SecuredEngine, undisturbed: list[list[int]]
-) -> None:
+def test_other_frontends_requests_are_not_aborted(secured: SecuredEngine, undisturbed: list[list[int]]) -> None:
     """A frontend numbers its own requests: the numbers of others mean nothing."""
     numbers = secured.generate()
     other = secured.connect("frontend")

@@ -95,9 +95,7 @@ def test_cell_that_is_not_refused_serves_the_same_answers(
 @pytest.mark.parametrize(
     "cell", pairwise([cell for cell in CELLS if CELLS[cell] is not None and not cell.structured], astuple)
 )
-def test_cell_that_is_refused_names_the_reason_and_the_scheduler_stays(
-    cell: Combination, tmp_path: Path
-) -> None:
+def test_cell_that_is_refused_names_the_reason_and_the_scheduler_stays(cell: Combination, tmp_path: Path) -> None:
     with engine(tmp_path, scheduler(cell), WORKERS[cell.backend]) as running:
         assert running.worker.wait(PATIENCE) == 4
         assert str(refusal(cell)) in running.log(running.worker)

@@ -192,9 +192,7 @@ def test_the_end_of_an_epoch_is_sent_on_both_connections(workers: Workers) -> No
 
 
 @pytest.mark.parametrize("how", ["refused", "registered", "connected"])
-def test_workers_that_left_use_up_no_room(
-    workers: Workers, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+def test_workers_that_left_use_up_no_room(workers: Workers, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """A worker has two connections: room for four is room for two workers."""
     monkeypatch.setattr(transport, "MAX_PEERS", 4)
     monkeypatch.setattr(worker_connections, "PROBE_SECONDS", 0.1)

@@ -20,9 +20,7 @@ def generate(client: FrontendConnection) -> None:
     """Requests of 80 tokens, half of them sampled."""
     for number in REQUESTS:
         prompt = [(number * 37 + i * 11) % 1000 for i in range(24 + number)]
-        client.generate(
-            number, prompt, SamplingParams(max_tokens=80, temperature=float(number % 2), seed=number)
-        )
+        client.generate(number, prompt, SamplingParams(max_tokens=80, temperature=float(number % 2), seed=number))
 
 
 def wait_for(client: FrontendConnection, wanted: Callable[[FrontendConnection], bool]) -> None:
@@ -61,9 +59,7 @@ def finished(client: FrontendConnection, undisturbed: dict[int, list[int]]) -> N
 
 
 @pytest.mark.parametrize("after", [1, 20, 60])
-def test_spare_takes_over_from_a_killed_worker(
-    tmp_path: Path, undisturbed: dict[int, list[int]], after: int
-) -> None:
+def test_spare_takes_over_from_a_killed_worker(tmp_path: Path, undisturbed: dict[int, list[int]], after: int) -> None:
     """No token is lost or doubled; the killed worker's epoch is void."""
     with engine(tmp_path, SCHEDULER, SIM) as running:
         client = started(running, 0)
@@ -75,9 +71,7 @@ def test_spare_takes_over_from_a_killed_worker(
         finished(client, undisturbed)
 
 
-def test_killed_worker_is_replaced_by_one_that_comes_later(
-    tmp_path: Path, undisturbed: dict[int, list[int]]
-) -> None:
+def test_killed_worker_is_replaced_by_one_that_comes_later(tmp_path: Path, undisturbed: dict[int, list[int]]) -> None:
     with engine(tmp_path, SCHEDULER, SIM) as running:
         client = started(running, 10)
         running.worker.kill()
@@ -131,10 +125,7 @@ def test_open_requests_fail_when_recovery_takes_too_long(tmp_path: Path) -> None
     ("other", "named"),
     [
         ({"sim_vocab_size": 2000}, "model hash mismatch"),
-        (
-            {"backend": "native", "sim_vocab_size": 0, "sim_step_ms": WorkerConfig().sim_step_ms},
-            "backend mismatch",
-        ),
+        ({"backend": "native", "sim_vocab_size": 0, "sim_step_ms": WorkerConfig().sim_step_ms}, "backend mismatch"),
     ],
 )
 def test_worker_that_does_not_fit_is_refused_by_name_and_the_scheduler_goes_on(
@@ -175,9 +166,7 @@ def test_all_workers_leave_with_the_scheduler(tmp_path: Path) -> None:
         assert running.stop() == (0, 0, 0, 0)
 
 
-def test_auto_grows_and_shrinks_with_the_workers_under_load(
-    tmp_path: Path, undisturbed: dict[int, list[int]]
-) -> None:
+def test_auto_grows_and_shrinks_with_the_workers_under_load(tmp_path: Path, undisturbed: dict[int, list[int]]) -> None:
     """As with `docker compose up --scale worker=2` and back; open requests are carried over."""
     auto = {"tensor_parallel_size": "auto", "settle_seconds": 2.0}
     with engine(tmp_path, SCHEDULER | auto, SIM | {"sim_step_ms": 40.0}) as running:

@@ -83,9 +83,7 @@ def test_pooled_and_generated_under_preemption(
         np.testing.assert_allclose(ours, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_pooled_prompt_that_loses_its_seat_begins_again(
-    tmp_path: Path, references: dict[int, np.ndarray]
-) -> None:
+def test_a_pooled_prompt_that_loses_its_seat_begins_again(tmp_path: Path, references: dict[int, np.ndarray]) -> None:
     """Prompts of ten chunks and more on one seat. Each has better priority than the one before and arrives steps
     later."""
     limits = {**LIMITS, "max_num_batched_tokens": 16, "max_num_seqs": 2, "scheduling_policy": "priority"}

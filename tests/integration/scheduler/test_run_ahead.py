@@ -14,9 +14,7 @@ SIM = {"backend": "sim", "sim_step_ms": 30.0, "sim_vocab_size": 1000}
 """Steps long enough that the order of events is certain on a busy machine."""
 
 
-def run_load(
-    tmp_path: Path, depth: int, requests: int = 16, **limits: object
-) -> tuple[FrontendConnection, Path]:
+def run_load(tmp_path: Path, depth: int, requests: int = 16, **limits: object) -> tuple[FrontendConnection, Path]:
     """Serve sixteen requests of 48 tokens. Return the client with their answers, and the step trace."""
     tmp_path.mkdir(exist_ok=True)
     trace = tmp_path / "trace.jsonl"
@@ -27,9 +25,7 @@ def run_load(
         for number in range(requests):
             prompt = [(number * 37 + i * 11) % 1000 for i in range(24 + number)]
             temperature = float(number % 2)
-            client.generate(
-                number, prompt, SamplingParams(max_tokens=48, temperature=temperature, seed=number)
-            )
+            client.generate(number, prompt, SamplingParams(max_tokens=48, temperature=temperature, seed=number))
         client.wait_finished(*range(requests))
         assert {finish.reason for finish in client.finished.values()} == {FinishReason.LENGTH}
         client.close()

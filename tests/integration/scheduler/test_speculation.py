@@ -23,17 +23,11 @@ def params(number: int) -> SamplingParams:
     """Return parameters of a greedy or sampled request, with and without ones that change the logits."""
     temperature, penalty = float(number % 2), 0.5 * (number % 3 == 0)
     return SamplingParams(
-        TOKENS,
-        temperature=temperature,
-        seed=number,
-        frequency_penalty=penalty,
-        logprobs=1 if number % 4 else None,
+        TOKENS, temperature=temperature, seed=number, frequency_penalty=penalty, logprobs=1 if number % 4 else None
     )
 
 
-def serve(
-    directory: Path, num_workers: int = 1, aborts: bool = False, **scheduler: object
-) -> FrontendConnection:
+def serve(directory: Path, num_workers: int = 1, aborts: bool = False, **scheduler: object) -> FrontendConnection:
     """Serve requests; return the client with every answer. `aborts`: two of three others are aborted during their
     answer."""
     sim = {"backend": "sim", "sim_step_ms": 1.0, "sim_draft_acceptance": "request"}
@@ -96,9 +90,7 @@ def test_depths_give_the_same_answers_and_accept_the_same_drafts(tmp_path: Path)
 def test_a_pool_that_preempts_while_others_leave(tmp_path: Path) -> None:
     """With an adaptive number of drafts."""
     sizes: dict[str, object] = {"num_gpu_blocks_override": 24, "max_num_batched_tokens": 48}
-    client = serve(
-        tmp_path, aborts=True, speculative_config=THREE | {"adaptive": True}, batch_queue_depth=3, **sizes
-    )
+    client = serve(tmp_path, aborts=True, speculative_config=THREE | {"adaptive": True}, batch_queue_depth=3, **sizes)
     assert sum(finish.num_preemptions for finish in client.finished.values()) > 0
     assert_same_answers(client, is_adaptive=True)
 

@@ -81,18 +81,10 @@ def test_a_subscriber_gets_every_step_with_the_times_of_every_rank(tmp_path: Pat
             assert [entry.rank for entry in record.ranks] == [*range(tp * pp)]
             for entry in record.ranks:
                 times = entry.times
-                moments = (
-                    times.received,
-                    times.prepared,
-                    times.forward_began,
-                    times.forward_ended,
-                    times.sampled,
-                )
+                moments = (times.received, times.prepared, times.forward_began, times.forward_ended, times.sampled)
                 assert all(before <= after for before, after in pairwise((*moments, times.sent)))
             assert [entry.rank for entry in record.ranks if entry.returns_result] == [output_rank(tp, pp)]
-        entered = {
-            (r.number, r.num_prompt_tokens) for b in subscriber.batches for r in b.requests if not r.outcome
-        }
+        entered = {(r.number, r.num_prompt_tokens) for b in subscriber.batches for r in b.requests if not r.outcome}
         assert entered == {(number, len(PROMPT)) for number in (1, 2, 3)}
         first = records[0]
         assert (unpack(first.scheduled)[0], first.prefills[:1]) == (len(PROMPT), b"\1")
@@ -181,9 +173,7 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path: Path) -> None:
         generate(client, 1, 2)
         client.close()
         assert running.stop() == (0, 0)
-        lines = [
-            line for line in running.log(running.scheduler).splitlines() if "the step trace ends" in line
-        ]
+        lines = [line for line in running.log(running.scheduler).splitlines() if "the step trace ends" in line]
     assert len(lines) == 1
     assert "/dev/full cannot be written: No space left" in lines[0]
 
@@ -196,9 +186,7 @@ def test_the_external_id_of_a_request_stands_in_the_scheduler_s_log(tmp_path: Pa
         client.wait_finished(5)
         client.close()
         assert running.stop() == (0, 0)
-        lines = [
-            line for line in running.log(running.scheduler).splitlines() if "request_id=cmpl-abc" in line
-        ]
+        lines = [line for line in running.log(running.scheduler).splitlines() if "request_id=cmpl-abc" in line]
     words = [line.split("request_id=cmpl-abc ")[1].split()[0] for line in lines]
     assert words == ["arrived:", "scheduled", "finished:"]
     assert "finished: LENGTH, scheduled after" in lines[-1]

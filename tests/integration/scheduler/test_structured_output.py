@@ -105,8 +105,7 @@ def _assert_steps_went_on(trace: Path, least: int) -> None:
 
 def test_a_bomb_is_refused_and_the_next_request_is_served(tmp_path: Path) -> None:
     objects = [
-        {"type": "object", "properties": {f"{letter}{i}": {"type": "string"} for i in range(2_000)}}
-        for letter in "ab"
+        {"type": "object", "properties": {f"{letter}{i}": {"type": "string"} for i in range(2_000)}} for letter in "ab"
     ]
     with engine(tmp_path, {"max_model_len": 1024}, SIM) as running:
         client = FrontendConnection(running.client_endpoint)
@@ -147,9 +146,7 @@ def test_a_grammar_begins_after_its_marker_and_ends_before_what_ignores_its_end(
         after = StructuredOutputParams(GrammarKind.CHOICE, '["yes", "no"]', begins_after=(marker,))
         client.generate(0, PROMPT, thinks, structured=after)
         ignores = SamplingParams(40, seed=6)
-        client.generate(
-            1, PROMPT, ignores, structured=StructuredOutputParams(GrammarKind.CHOICE, '["yes", "no"]')
-        )
+        client.generate(1, PROMPT, ignores, structured=StructuredOutputParams(GrammarKind.CHOICE, '["yes", "no"]'))
         client.wait_finished(0, 1)
         client.close()
         assert set(running.stop()) == {0}

@@ -49,9 +49,7 @@ def predicted(directory: Path, **changes: object) -> tuple[dict[str, float], dic
     history = History.read(recording)
     config = ReplayConfig.model_validate(changes)
     table = predict(config, recording.header, history).table
-    return {sides[1].name: sides[1].value for sides in table}, {
-        sides[1].name: sides[2].value for sides in table
-    }
+    return {sides[1].name: sides[1].value for sides in table}, {sides[1].name: sides[2].value for sides in table}
 
 
 def test_depth_one_is_slower_and_few_blocks_preempt(recordings: Path) -> None:
@@ -66,9 +64,7 @@ def test_depth_one_is_slower_and_few_blocks_preempt(recordings: Path) -> None:
     assert single["TTFT, p90"] > same["TTFT, p90"]
 
 
-def test_drafts_need_a_chance_and_make_fewer_steps(
-    recordings: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_drafts_need_a_chance_and_make_fewer_steps(recordings: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drafts = '{"method": "ngram", "num_speculative_tokens": 3, "adaptive": false}'
     assert run(["replay", str(recordings), "--speculative-config", drafts]) == 2
     assert "set --draft-acceptance" in capsys.readouterr().err
@@ -78,12 +74,7 @@ def test_drafts_need_a_chance_and_make_fewer_steps(
 
 
 def test_what_cannot_be_combined_is_refused(recordings: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    drafts = [
-        "--speculative-config",
-        '{"method": "ngram", "num_speculative_tokens": 3}',
-        "--draft-acceptance",
-        "0.5",
-    ]
+    drafts = ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}', "--draft-acceptance", "0.5"]
     assert run(["replay", str(recordings), "--batching-policy", "phased", *drafts]) == 2
     assert "not --batching-policy phased" in capsys.readouterr().err
     for arguments, reason in (
@@ -102,9 +93,7 @@ def test_what_cannot_be_combined_is_refused(recordings: Path, capsys: pytest.Cap
         assert err.count("\n") == 1
 
 
-def test_what_the_recorded_backend_cannot_do_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_the_recorded_backend_cannot_do_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = {"record": str(tmp_path / "recordings"), "max_model_len": 256, "batching_policy": "phased"}
     with engine(tmp_path, settings, {**SIM, "sim_rigid": True}) as running:
         client = FrontendConnection(running.client_endpoint)

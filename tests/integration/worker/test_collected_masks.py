@@ -103,9 +103,7 @@ def test_a_later_plan_ends_the_wait(scheduler: ScriptedWorkerServer, runner: Cal
     assert results[0].get(a.slot, []) == [5] * len(used)
 
 
-def test_an_epoch_ends_while_a_step_waits(
-    scheduler: ScriptedWorkerServer, runner: CallingThreadRunner
-) -> None:
+def test_an_epoch_ends_while_a_step_waits(scheduler: ScriptedWorkerServer, runner: CallingThreadRunner) -> None:
     plans = PlanBuilder()
     request = plans.admit(prompt(1, 6))
     scheduler.send(plans.step(request, masked=[request]), plans.step(request, masked=[request]))
@@ -132,9 +130,7 @@ def test_nothing_is_executed_behind_a_step_without_memory(
     assert answers(scheduler, 2, 3) == alone(prompt(1, 6), GREEDY, 3)
 
 
-def test_nothing_is_executed_behind_a_failed_step(
-    scheduler: ScriptedWorkerServer, runner: CallingThreadRunner
-) -> None:
+def test_nothing_is_executed_behind_a_failed_step(scheduler: ScriptedWorkerServer, runner: CallingThreadRunner) -> None:
     plans = PlanBuilder()
     a, b = plans.admit(prompt(1, 6)), plans.admit(prompt(2, 6))
     runner.error = RuntimeError("no sample")

@@ -5,25 +5,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from protocol.membership import (
-    InitializeCache,
-    Loaded,
-    LoadProgress,
-    RankLost,
-    Ready,
-    Register,
-    Shard,
-    Shutdown,
-)
+from protocol.membership import InitializeCache, Loaded, LoadProgress, RankLost, Ready, Register, Shard, Shutdown
 from protocol.steps import ModelRunnerOutput
 from services.worker.result_sender import EXIT_STUCK
-from tests.integration.worker.scripted import (
-    HANG,
-    ScriptedWorkerServer,
-    exit_status,
-    worker_process,
-    worker_thread,
-)
+from tests.integration.worker.scripted import HANG, ScriptedWorkerServer, exit_status, worker_process, worker_thread
 from tests.unit.worker.plans import BLOCKS, CONTEXT, GREEDY, PlanBuilder, alone, prompt, tokens
 
 
@@ -37,9 +22,7 @@ def answers(scheduler: ScriptedWorkerServer, epoch: int, steps: int) -> list[int
     return [tokens(result)[request.slot] for result in results]
 
 
-def test_the_next_epoch_keeps_nothing_but_the_weights(
-    scheduler: ScriptedWorkerServer, tmp_path: Path
-) -> None:
+def test_the_next_epoch_keeps_nothing_but_the_weights(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
     with worker_thread(scheduler, tmp_path) as worker:
         scheduler.serve(1)
         first = scheduler.received[0]
@@ -57,9 +40,7 @@ def test_the_next_epoch_keeps_nothing_but_the_weights(
 
 
 @pytest.mark.parametrize("phase", ["registered", "loaded", "initialising"])
-def test_an_epoch_may_end_before_it_serves(
-    scheduler: ScriptedWorkerServer, tmp_path: Path, phase: str
-) -> None:
+def test_an_epoch_may_end_before_it_serves(scheduler: ScriptedWorkerServer, tmp_path: Path, phase: str) -> None:
     with worker_thread(scheduler, tmp_path) as worker:
         scheduler.registered()
         if phase != "registered":
@@ -95,9 +76,7 @@ def test_plans_of_the_epoch_before_are_not_executed(scheduler: ScriptedWorkerSer
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
-def test_a_worker_with_a_stuck_step_exits(
-    scheduler: ScriptedWorkerServer, tmp_path: Path, is_lost: bool
-) -> None:
+def test_a_worker_with_a_stuck_step_exits(scheduler: ScriptedWorkerServer, tmp_path: Path, is_lost: bool) -> None:
     """The forward pass never returns and waits in no collective: the process exits with a status of its own.
 
     Args:

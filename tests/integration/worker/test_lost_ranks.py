@@ -35,9 +35,7 @@ class RankProcess:
         directory.mkdir()
         self.scheduler = ScriptedWorkerServer(f"ipc://{directory}/w")
         stack.callback(self.scheduler.close)
-        self.process: PreloadedProcess = stack.enter_context(
-            worker_process(directory, recovery_timeout_seconds=0.2)
-        )
+        self.process: PreloadedProcess = stack.enter_context(worker_process(directory, recovery_timeout_seconds=0.2))
 
     def next_of(self, kind: type[msgspec.Struct]):  # type: ignore[no-untyped-def]
         """Return the next message of this kind; only progress and lost ranks may be reported before."""
@@ -235,9 +233,7 @@ def test_a_worker_that_is_refused_after_it_registered_logs_the_reason(
     assert not any(record.exc_info for record in caplog.records), "a traceback is logged"
 
 
-def test_a_worker_answers_signs_of_life_on_each_connection(
-    scheduler: ScriptedWorkerServer, tmp_path: Path
-) -> None:
+def test_a_worker_answers_signs_of_life_on_each_connection(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
     with worker_thread(scheduler, tmp_path) as worker:
         scheduler.serve()
         scheduler.send(Ping(12.5, 3))

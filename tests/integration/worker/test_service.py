@@ -15,28 +15,13 @@ from numpy.typing import NDArray
 
 from protocol.codec import pack
 from protocol.epochs import NUMBER_BITS
-from protocol.membership import (
-    InitializeCache,
-    Loaded,
-    LoadFailed,
-    LoadProgress,
-    Ready,
-    Register,
-    Shard,
-    Shutdown,
-)
+from protocol.membership import InitializeCache, Loaded, LoadFailed, LoadProgress, Ready, Register, Shard, Shutdown
 from protocol.steps import ModelRunnerOutput, ReleaseSlots, StepFault, StepTimes
 from services.config import WorkerConfig
 from services.worker.backends.sim import SimRunner
 from services.worker.result_sender import RESULTS_KEPT
 from services.worker.service import EXIT_FAULT, EXIT_LOST, EXIT_MODEL, EXIT_REFUSED, Worker
-from tests.integration.worker.scripted import (
-    EPOCH,
-    ScriptedWorkerServer,
-    exit_status,
-    worker_process,
-    worker_thread,
-)
+from tests.integration.worker.scripted import EPOCH, ScriptedWorkerServer, exit_status, worker_process, worker_thread
 from tests.unit.worker.fake_device import FakeDevice
 from tests.unit.worker.plans import (
     BLOCKS,
@@ -58,14 +43,7 @@ def step_ids(results: list[ModelRunnerOutput | StepFault]) -> list[int]:
 
 def in_order(times: StepTimes) -> bool:
     """Return True if every moment was measured and is not earlier than the one before."""
-    moments = (
-        times.received,
-        times.prepared,
-        times.forward_began,
-        times.forward_ended,
-        times.sampled,
-        times.sent,
-    )
+    moments = (times.received, times.prepared, times.forward_began, times.forward_ended, times.sampled, times.sent)
     return 0 < moments[0] and all(before <= after for before, after in pairwise(moments))
 
 
@@ -135,9 +113,7 @@ def test_heartbeats_leave_during_a_long_step(scheduler: ScriptedWorkerServer, tm
         process.kill()
 
 
-def test_the_kept_result_of_a_repeated_step_is_sent_again(
-    scheduler: ScriptedWorkerServer, tmp_path: Path
-) -> None:
+def test_the_kept_result_of_a_repeated_step_is_sent_again(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
     with worker_thread(scheduler, tmp_path):
         scheduler.serve()
         plans = PlanBuilder()
@@ -149,9 +125,7 @@ def test_the_kept_result_of_a_repeated_step_is_sent_again(
         assert step_ids([first, third, fourth]) == [1, 3, 4]
 
 
-def test_a_repeated_step_without_a_kept_result_is_a_fault(
-    scheduler: ScriptedWorkerServer, tmp_path: Path
-) -> None:
+def test_a_repeated_step_without_a_kept_result_is_a_fault(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
     with worker_thread(scheduler, tmp_path) as worker:
         scheduler.serve()
         plans = PlanBuilder()
@@ -365,9 +339,7 @@ def test_results_of_steps_in_flight_are_sent_before_the_worker_leaves(
         assert worker.exit_status() == 0
 
 
-def test_a_worker_that_reads_the_shutdown_late_leaves_in_order(
-    scheduler: ScriptedWorkerServer, tmp_path: Path
-) -> None:
+def test_a_worker_that_reads_the_shutdown_late_leaves_in_order(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
     """The scheduler is gone long before the worker reads the shutdown, and before its next heartbeat."""
     with worker_process(tmp_path) as process:
         scheduler.serve()
@@ -379,9 +351,7 @@ def test_a_worker_that_reads_the_shutdown_late_leaves_in_order(
         assert "leaving: the script ends" in log
 
 
-def test_a_worker_without_another_scheduler_in_time_ends(
-    scheduler: ScriptedWorkerServer, tmp_path: Path
-) -> None:
+def test_a_worker_without_another_scheduler_in_time_ends(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
     with worker_process(tmp_path, recovery_timeout_seconds=0.2) as process:
         scheduler.serve()
         scheduler.close()
@@ -420,9 +390,7 @@ def test_a_worker_registers_with_the_next_scheduler_and_keeps_its_weights(
 
 def test_a_silent_scheduler_is_lost(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
     """Its process may be stopped: the connections last. It may have been stopped before its first sign of life."""
-    with worker_thread(
-        scheduler, tmp_path, scheduler_timeout_seconds=2, recovery_timeout_seconds=0.2
-    ) as worker:
+    with worker_thread(scheduler, tmp_path, scheduler_timeout_seconds=2, recovery_timeout_seconds=0.2) as worker:
         scheduler.serve()
         assert worker.exit_status() == EXIT_LOST
 
@@ -445,10 +413,7 @@ def test_a_refused_worker_logs_the_reason(tmp_path: Path) -> None:
     [
         ({"sim_vocab_size": 0, "model": "/no/such/model"}, "no such model directory: /no/such/model"),
         ({"kv_cache_memory_bytes": 1}, "1 bytes hold no KV block; one takes 32"),
-        (
-            {"host_ip": "192.0.2.1"},
-            "--host-ip 192.0.2.1: cannot listen on this address: Cannot assign requested",
-        ),
+        ({"host_ip": "192.0.2.1"}, "--host-ip 192.0.2.1: cannot listen on this address: Cannot assign requested"),
         ({"host_ip": "0.0.0.0"}, "--host-ip 0.0.0.0: it means all addresses of this machine"),
         ({"host_ip": "0"}, "--host-ip 0: it means all addresses of this machine"),
     ],

@@ -48,13 +48,9 @@ class SimSteps:
         self._thread.shutdown()
 
 
-def serve(
-    depth: int, late: int, speculation: Speculation | None = None, num_blocks: int = 96
-) -> ServedAnswers:
+def serve(depth: int, late: int, speculation: Speculation | None = None, num_blocks: int = 96) -> ServedAnswers:
     size, served = limits(num_blocks, depth, speculation), requests()
-    config = WorkerConfig(
-        backend="sim", sim_vocab_size=VOCAB, sim_step_ms=0.5, sim_draft_acceptance="request"
-    )
+    config = WorkerConfig(backend="sim", sim_vocab_size=VOCAB, sim_step_ms=0.5, sim_draft_acceptance="request")
     runner = SimRunner(config, full_check=True)
     assert runner.identify().leaves_rows_out
     sizes = size.block_size, size.num_slots, size.max_num_batched_tokens, size.max_model_len

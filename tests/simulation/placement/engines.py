@@ -43,9 +43,7 @@ class Engine:
     def name(self) -> str:
         return f"engine-{self.number}"
 
-    def start(
-        self, request: SessionRequest, frontend: int, delivered: int, now: float
-    ) -> tuple[float, float, int]:
+    def start(self, request: SessionRequest, frontend: int, delivered: int, now: float) -> tuple[float, float, int]:
         """Return when its next token comes, the seconds of a token after that, and the hit tokens."""
         cache, hit = self.cache, 0
         for name in request.names:

@@ -14,9 +14,7 @@ ENGINES, FRONTENDS, BLOCKS = 30, 4, 488
 
 def run(policy: str = "prefix_aware", faults: tuple[FleetFault, ...] = ()) -> Result:
     has_events = policy == "prefix_aware"
-    setting = FleetSetting(
-        policy, ENGINES, FRONTENDS, BLOCKS, SHAPE.block_size, 2**14, has_events, faults=faults
-    )
+    setting = FleetSetting(policy, ENGINES, FRONTENDS, BLOCKS, SHAPE.block_size, 2**14, has_events, faults=faults)
     return FleetWorld(setting, 3).run(requests(SHAPE, 3))
 
 

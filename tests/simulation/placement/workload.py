@@ -89,10 +89,7 @@ def requests(shape: WorkloadShape, seed: int) -> Iterator[SessionRequest]:
         session = UserSession(sessions, int(min(rng.lognormal(np.log(6909), 1.1), MAX_TOKENS)) + 1)
         if rng.random() < shape.application_share:
             application = applications[int(rng.choice(shape.applications, p=weights))]
-            session.names, session.num_tokens = (
-                list(application.names),
-                session.num_tokens + shape.application_tokens,
-            )
+            session.names, session.num_tokens = (list(application.names), session.num_tokens + shape.application_tokens)
         heappush(turns, (now, sessions, session))
         while turns and turns[0][0] <= now and number < shape.requests:
             at, _, session = heappop(turns)

@@ -101,13 +101,10 @@ class Result:
 class FleetWorld:
     def __init__(self, setting: FleetSetting, seed: int) -> None:
         self.setting = setting
-        self.engines = [
-            Engine(number, setting.block_size, setting.num_blocks) for number in range(setting.engines)
-        ]
+        self.engines = [Engine(number, setting.block_size, setting.num_blocks) for number in range(setting.engines)]
         limits = PlacementLimits(setting.max_blocks)
         self.frontends = [
-            Placement(setting.policy, limits, seed=seed * 1000 + number)
-            for number in range(setting.frontends)
+            Placement(setting.policy, limits, seed=seed * 1000 + number) for number in range(setting.frontends)
         ]
         self.open: dict[int, OpenStream] = {}
         self.held: dict[int, OpenStream] = {}
@@ -240,9 +237,7 @@ class FleetWorld:
             for number, frontend in enumerate(self.frontends):
                 if self._unreachable and self._is_cut(number, engine.number):
                     lost = now - self._cut_at[number] > 10
-                    frontend.on_engine(
-                        name, EngineReport(Condition.GONE if lost else Condition.SILENT, "model")
-                    )
+                    frontend.on_engine(name, EngineReport(Condition.GONE if lost else Condition.SILENT, "model"))
                     continue
                 frontend.on_engine(name, report)
                 if stored:

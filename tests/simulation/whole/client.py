@@ -96,13 +96,7 @@ class ChoiceStream(RequestStream):
 
 class SimulatedFrontend:
     def __init__(
-        self,
-        network: SimulatedNetwork,
-        name: str,
-        endpoint: str,
-        silence: float,
-        patience: float,
-        timeout: float,
+        self, network: SimulatedNetwork, name: str, endpoint: str, silence: float, patience: float, timeout: float
     ) -> None:
         self.process = SimulatedProcess(network.hub, name)
         self.loop = VirtualLoop(network, self.process)
@@ -187,9 +181,7 @@ def check_answer(request: ClientRequest, noisy: bool = False) -> None:
         if request.outcome == "done":
             assert got == whole, f"request {request.name}: {len(got)} of {len(whole)} tokens"
             assert choice.finish is not None
-            assert choice.finish.reason is expected.reason, (
-                f"request {request.name}: {choice.finish.reason!r}"
-            )
+            assert choice.finish.reason is expected.reason, f"request {request.name}: {choice.finish.reason!r}"
             assert choice.finish.stop_reason == expected.stop_reason
             missing = set(expected.scores) - choice.scored
             if noisy:

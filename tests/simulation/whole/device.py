@@ -22,14 +22,7 @@ from tests.simulation.drafts import Speculating
 from tests.simulation.oracle import TORN
 from tests.simulation.reference import HIDDEN_SIZE
 from tests.simulation.whole.hub import Hub, SimulatedProcess, Waiters
-from tests.simulation.whole.stage import (
-    JOIN_TIMEOUT,
-    CanaryOutput,
-    ComputeStage,
-    RankMessages,
-    RankOracle,
-    StageOutput,
-)
+from tests.simulation.whole.stage import JOIN_TIMEOUT, CanaryOutput, ComputeStage, RankMessages, RankOracle, StageOutput
 from tests.simulation.whole.tier import OracleMemory, SimulatedKeeper
 
 VOCAB = 64
@@ -174,9 +167,7 @@ class SimulatedDevice:
     def identify(self) -> Identity:
         return Identity("hash", "float32", (1, 2, 4), 4, leaves_rows_out=self._traits.leaves_rows_out)
 
-    def load(
-        self, assignment: Assignment, progress: Progress, listener: socket.socket | None = None
-    ) -> Loaded:
+    def load(self, assignment: Assignment, progress: Progress, listener: socket.socket | None = None) -> Loaded:
         self._notice(assignment.epoch)
         self._aborted, self._assignment, self._stage = False, assignment, None
         if self.shard != assignment.shard:
@@ -190,9 +181,7 @@ class SimulatedDevice:
         blocks = self.kv_memory.find(_identity(assignment), assignment.block_size) or self._traits.num_blocks
         left = not self.num_steps and self.kv_memory.held() is not None
         self._happened["blocks of a lost worker found"] += left
-        return Loaded(
-            "hash", VOCAB, MAX_MODEL_LEN, 64, blocks, True, hidden_size=HIDDEN_SIZE, num_loads=self.num_loads
-        )
+        return Loaded("hash", VOCAB, MAX_MODEL_LEN, 64, blocks, True, hidden_size=HIDDEN_SIZE, num_loads=self.num_loads)
 
     def init_kv_cache(self, init: InitializeCache) -> None:
         a = self._assignment

@@ -40,9 +40,7 @@ class SimulatedCompiler:
         crash: ends the scheduler's process.
     """
 
-    def __init__(
-        self, network: SimulatedNetwork, lethal: Mapping[str, int], crash: Callable[[], NoReturn]
-    ) -> None:
+    def __init__(self, network: SimulatedNetwork, lethal: Mapping[str, int], crash: Callable[[], NoReturn]) -> None:
         self._network, self._wakeup = network, Wakeup(network)
         self._lethal, self._crash = lethal, crash
         self._compilation = Compilation(VOCAB)

@@ -150,12 +150,7 @@ class Lane:
         network.lanes.append(self)
 
     def send(self, frame: bytes | None) -> None:
-        network, rng, noise, happened = (
-            self._network,
-            self._network.rng,
-            self._network.noise,
-            self._network.happened,
-        )
+        network, rng, noise, happened = (self._network, self._network.rng, self._network.noise, self._network.happened)
         if frame and noise and not frame.startswith(_RELEASE):
             if rng.random() < noise.loss:
                 happened["frames lost"] += 1

@@ -9,9 +9,7 @@ from tests.simulation.whole.faults import play
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("seed", type=int)
-    parser.add_argument(
-        "--count", type=int, default=0, help="run so many seeds from this one on, without logs"
-    )
+    parser.add_argument("--count", type=int, default=0, help="run so many seeds from this one on, without logs")
     args = parser.parse_args()
     if not args.count:
         print("passed:", dict(play(args.seed, print).happened))

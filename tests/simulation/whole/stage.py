@@ -72,9 +72,7 @@ class RankOracle(OracleWorker):
         finds the violation. Rows that enter say nothing."""
         entering = {new.slot for new in plan.new}
         starts = zip(unpack(plan.slots).tolist(), unpack(plan.starts).tolist(), strict=True)
-        rows = [
-            (self.slots[slot], start) for slot, start in starts if slot in self.slots and slot not in entering
-        ]
+        rows = [(self.slots[slot], start) for slot, start in starts if slot in self.slots and slot not in entering]
         for known in range(confirmed, max(-1, plan.step_id - 2 - MAX_DEPTH), -1):
             if all(
                 row.computed is None or start == row.computed + sum(n for k, n in row.rejected if k > known)
@@ -88,12 +86,7 @@ class ComputeStage:
     """The steps of one epoch on one rank. `receive` belongs to the main thread, `result` to the output thread."""
 
     def __init__(
-        self,
-        hub: Hub,
-        oracle: RankOracle,
-        messages: RankMessages,
-        assignment: Assignment,
-        happened: Counter[str],
+        self, hub: Hub, oracle: RankOracle, messages: RankMessages, assignment: Assignment, happened: Counter[str]
     ) -> None:
         self._hub, self._messages, self._happened = hub, messages, happened
         self.oracle = oracle
@@ -153,9 +146,7 @@ class ComputeStage:
         if self._before is not None:
             return self._messages.passed[self._before] >= step_id
         entered = self.oracle.entered  # a plan waits there until the step before it is sampled
-        return not self._is_pipeline or (
-            len(entered) >= step_id and self._messages.sampled >= entered[step_id - 1]
-        )
+        return not self._is_pipeline or (len(entered) >= step_id and self._messages.sampled >= entered[step_id - 1])
 
     def _wait_for_inputs(self, step_id: int) -> None:
         """Raises: RanksLost"""

@@ -167,9 +167,7 @@ class System:
 
         def ended() -> None:
             if process.status not in (self.expected_statuses | {-9}):
-                self.hub.failures.append(
-                    AssertionError(f"{process.name} has ended with status {process.status}")
-                )
+                self.hub.failures.append(AssertionError(f"{process.name} has ended with status {process.status}"))
             self.happened[f"{process.name.rstrip('0123456789')} status {process.status}"] += 1
             self._soon(2.0, again)
 
@@ -206,18 +204,9 @@ class System:
 
     def start_worker(self) -> None:
         process, layout = SimulatedProcess(self.hub, self._name("worker")), self.layout
-        traits = DeviceTraits(
-            layout.num_blocks, layout.load_seconds, layout.step_seconds, layout.leaves_rows_out
-        )
+        traits = DeviceTraits(layout.num_blocks, layout.load_seconds, layout.step_seconds, layout.leaves_rows_out)
         device = SimulatedDevice(
-            self.hub,
-            process,
-            self.collectives,
-            traits,
-            self._future,
-            self.poisons,
-            self.happened,
-            self.keeper,
+            self.hub, process, self.collectives, traits, self._future, self.poisons, self.happened, self.keeper
         )
         worker = WorkerProcess(process, device)
         self.workers.append(worker)
@@ -239,9 +228,7 @@ class System:
         process.start(lambda: process.end(run_worker(Worker(config, device, make_tiers=tiers))))
 
     def start_frontend(self) -> None:
-        frontend = SimulatedFrontend(
-            self.network, self._name("frontend"), CLIENTS, SILENCE, PATIENCE, REQUEST_TIMEOUT
-        )
+        frontend = SimulatedFrontend(self.network, self._name("frontend"), CLIENTS, SILENCE, PATIENCE, REQUEST_TIMEOUT)
         self.frontends.append(frontend)
         frontend.process.on_end.append(lambda: self.frontends.remove(frontend))
         self._supervise(frontend.process, self.start_frontend)
@@ -387,9 +374,7 @@ class System:
             patch.setattr(result_sender, "queue", primitives)
             patch.setattr(transfers, "threading", primitives)
             patch.setattr(transfers, "SimpleQueue", primitives.SimpleQueue)
-            patch.setattr(
-                result_sender, "processor_seconds", lambda: hub.process.work if hub.process else 0.0
-            )
+            patch.setattr(result_sender, "processor_seconds", lambda: hub.process.work if hub.process else 0.0)
             patch.setattr(start_up, "listen", lambda host: SimulatedListener(self.network.next_id()))
             patch.setattr(logging, "shutdown", lambda: None)
             patch.setattr(gc, "collect", lambda *_: 0)

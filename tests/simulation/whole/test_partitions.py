@@ -63,9 +63,7 @@ CUTS = [
 
 @pytest.mark.parametrize("busy", [False, True])
 @pytest.mark.parametrize("cut", CUTS)
-def test_an_engine_that_is_cut_off_in_one_direction_is_not_ready(
-    cut: Callable[[System], None], busy: bool
-) -> None:
+def test_an_engine_that_is_cut_off_in_one_direction_is_not_ready(cut: Callable[[System], None], busy: bool) -> None:
     """Nothing tells so but answers that are missing: no connection breaks. A stream goes on as if nothing was."""
     system = System(5, Layout(num_frontends=1, tensor_parallel=2))
     with system.libraries():
@@ -109,7 +107,5 @@ def test_an_engine_without_a_fault_stays_ready() -> None:
             request = system.draw_request(system.hub.now + number)
             request.leaves_after = None
             system.send_later(request)
-        assert not system.hub.run(
-            60.0, lambda: not all(frontend.engine.ready for frontend in system.frontends)
-        )
+        assert not system.hub.run(60.0, lambda: not all(frontend.engine.ready for frontend in system.frontends))
         assert system.answered

@@ -51,10 +51,7 @@ def test_a_scheduler_that_is_stopped_is_not_ready_long_before_it_is_lost() -> No
         assert system.hub.run(30.0, lambda: system.answered and frontend.engine.ready)
         assert scheduler.alive
         assert not frontend.engine.ledger.resubmitted
-        assert [recovery.name for recovery in frontend.engine.recoveries] == [
-            "engine lost",
-            "engine recovered",
-        ]
+        assert [recovery.name for recovery in frontend.engine.recoveries] == ["engine lost", "engine recovered"]
         check_answer(request)
 
 
@@ -75,9 +72,7 @@ def test_a_scheduler_that_seldom_runs_is_not_taken_for_dead() -> None:
 
 
 @pytest.mark.parametrize("within", ["_read_clients", "_watch_workers", "_publish", "_report_state"])
-def test_a_scheduler_that_was_stopped_within_a_turn_exits(
-    within: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scheduler_that_was_stopped_within_a_turn_exits(within: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever the loop was, it must not tell the others that it has never been away."""
     system = System(0, Layout(num_frontends=1))
     with system.libraries():

@@ -75,9 +75,7 @@ class OracleMemory(KVMemory):
         into[:] = b"".join(word.to_bytes(WIDTH, "little", signed=True) for word in words)
 
     def write_block(self, block: int, data: memoryview) -> None:
-        words = [
-            int.from_bytes(data[at : at + WIDTH], "little", signed=True) for at in range(0, len(data), WIDTH)
-        ]
+        words = [int.from_bytes(data[at : at + WIDTH], "little", signed=True) for at in range(0, len(data), WIDTH)]
         assert not {TORN, BLANK} & set(words), "the tier keeps whole blocks"
         self.kv[block] = [*words]
 

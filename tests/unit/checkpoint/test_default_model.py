@@ -71,12 +71,9 @@ def test_developer_tools_and_their_results_are_in_the_prompt() -> None:
     assert text.startswith("<|im_start|>system\nBe brief.\n\n# Tools\n")
     assert '<tools>\n{"type": "function", "function": {"name": "add"' in text
     assert (
-        '<|im_start|>assistant\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>\n'
-        in text
+        '<|im_start|>assistant\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>\n' in text
     )
-    assert text.endswith(
-        "<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert text.endswith("<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_template_of_the_demo_model_takes_developer_and_tool() -> None:

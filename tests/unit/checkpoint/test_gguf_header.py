@@ -97,9 +97,9 @@ def test_hostile_file_is_refused_with_little_memory(case: str, tmp_path: Path) -
 
 
 def test_file_that_was_cut_anywhere_is_refused(tmp_path: Path) -> None:
-    path = RawFile(
-        [ARCHITECTURE, array(8, 2, text("a") + text("b"))], [tensor("a", (8,), F32, 0)], bytes(32)
-    ).write(tmp_path / "whole.gguf")
+    path = RawFile([ARCHITECTURE, array(8, 2, text("a") + text("b"))], [tensor("a", (8,), F32, 0)], bytes(32)).write(
+        tmp_path / "whole.gguf"
+    )
     whole = path.read_bytes()
     read_header(path)
     for length in range(len(whole)):

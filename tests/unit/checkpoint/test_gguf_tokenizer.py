@@ -34,9 +34,7 @@ LLAMA3 = (
 """From tokenizer.json of Llama 3."""
 
 
-def trained(
-    pre: pre_tokenizers.PreTokenizer, vocabulary: int = 700
-) -> tuple[dict[str, int], list[tuple[str, str]]]:
+def trained(pre: pre_tokenizers.PreTokenizer, vocabulary: int = 700) -> tuple[dict[str, int], list[tuple[str, str]]]:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre
     trainer = trainers.BpeTrainer(
@@ -124,9 +122,7 @@ def test_byte_level_ids_over_many_scripts(name: str, tmp_path: Path) -> None:
 
 def test_sentencepiece_ids_over_many_scripts(tmp_path: Path) -> None:
     """The original is put together like tokenizer.json of Llama 2."""
-    trainer = trainers.BpeTrainer(
-        vocab_size=500, show_progress=False, special_tokens=["<unk>", "<s>", "</s>"]
-    )
+    trainer = trainers.BpeTrainer(vocab_size=500, show_progress=False, special_tokens=["<unk>", "<s>", "</s>"])
     learned = Tokenizer(models.BPE())
     learned.pre_tokenizer = pre_tokenizers.Metaspace()
     learned.train_from_iterator(TEXTS[:3] * 3, trainer)
@@ -192,9 +188,7 @@ def test_special_tokens_template_and_ends(tmp_path: Path) -> None:
         ("llama", "", "", "has 0 scores of [0-9]+ tokens"),
     ],
 )  # fmt: skip
-def test_other_tokenizers_are_refused_by_name(
-    model: str, key: str, value: str, reason: str, tmp_path: Path
-) -> None:
+def test_other_tokenizers_are_refused_by_name(model: str, key: str, value: str, reason: str, tmp_path: Path) -> None:
     vocabulary, _ = trained(pre_tokenizers.ByteLevel(add_prefix_space=False))
     writer = write(tmp_path / "m.gguf", model, vocabulary)
     if key:

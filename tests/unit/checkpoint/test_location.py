@@ -93,9 +93,7 @@ def test_gguf_file_is_found_by_its_path_and_in_its_directory(tmp_path: Path) -> 
 def test_directory_with_several_gguf_files_is_refused(tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).touch()
-    with pytest.raises(
-        CheckpointError, match=r"several GGUF files are in .*; name the file itself: a.gguf, b.gguf"
-    ):
+    with pytest.raises(CheckpointError, match=r"several GGUF files are in .*; name the file itself: a.gguf, b.gguf"):
         resolve(str(tmp_path))
 
 

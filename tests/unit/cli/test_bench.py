@@ -149,9 +149,7 @@ def test_results_are_written_with_the_names_of_vllm(
     totals = {"duration", "completed", "failed", "total_input_tokens", "total_output_tokens"}
     rates = {"request_throughput", "output_throughput", "total_token_throughput", "max_concurrency"}
     times = {
-        f"{kind}_{name}_ms"
-        for kind in ("mean", "median", "std", "p99")
-        for name in ("ttft", "tpot", "itl", "e2el")
+        f"{kind}_{name}_ms" for kind in ("mean", "median", "std", "p99") for name in ("ttft", "tpot", "itl", "e2el")
     }
     assert totals | rates | times <= set(result)
     printed = capsys.readouterr().out
@@ -224,7 +222,5 @@ def test_file_that_cannot_be_written_is_refused_before_the_load(server: StubServ
 
 
 def test_missing_server_is_a_server_error() -> None:
-    with pytest.raises(
-        ServerError, match=r"^no server answers at http://127\.0\.0\.1:9: connection refused$"
-    ):
+    with pytest.raises(ServerError, match=r"^no server answers at http://127\.0\.0\.1:9: connection refused$"):
         run_load(BenchConfig(base_url="http://127.0.0.1:9"))

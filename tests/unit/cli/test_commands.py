@@ -46,16 +46,11 @@ def test_every_setting_of_serve_is_a_flag_with_its_default(capsys: Capture) -> N
         (["bench", "--base-url", "localhost:80"], "--base-url"),
         (["bench", "--random-id-low", "9", "--random-id-high", "9"], "--random-id-high 9 must be above"),
         (["sing"], "No such command 'sing'"),
-        (
-            ["serve", "--mem-fraction-static=0.9"],
-            "No such option: --mem-fraction-static; use --gpu-memory-utilization",
-        ),
+        (["serve", "--mem-fraction-static=0.9"], "No such option: --mem-fraction-static; use --gpu-memory-utilization"),
         (["worker", "-tp", "2"], "No such option: -tp; use --tensor-parallel-size"),
     ],
 )
-def test_invalid_command_line_exits_2_with_one_line(
-    capsys: Capture, arguments: list[str], reason: str
-) -> None:
+def test_invalid_command_line_exits_2_with_one_line(capsys: Capture, arguments: list[str], reason: str) -> None:
     done = run_command(capsys, *arguments)
     assert (done.status, done.stdout) == (2, "")
     assert reason in done.stderr
@@ -73,12 +68,7 @@ def test_help_has_groups_with_common_options_first_and_the_simulator_last(capsys
     text = run_command(capsys, "serve", "-h").stdout
     titles = [line for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert titles == ["Arguments:", *(f"{title}:" for title in ORDER)]
-    assert (
-        text.index("--port")
-        < text.index("\nAPI:")
-        < text.index("--batching-policy")
-        < text.index("--sim-step-ms")
-    )
+    assert text.index("--port") < text.index("\nAPI:") < text.index("--batching-policy") < text.index("--sim-step-ms")
 
 
 def test_hints_are_for_flags_that_do_not_exist() -> None:
@@ -91,10 +81,7 @@ def test_hints_are_for_flags_that_do_not_exist() -> None:
 @pytest.mark.parametrize(
     ("file", "reason"),
     [
-        (
-            RawFile(magic=b"GGML", data=bytes(64)),
-            "it begins with b'GGML', not with b'GGUF'; download it again",
-        ),
+        (RawFile(magic=b"GGML", data=bytes(64)), "it begins with b'GGML', not with b'GGUF'; download it again"),
         (RawFile(counts=(3_000_000, 1)), "3000000 tensors and 1 metadata entries need at least"),
         (RawFile([entry("general.architecture", "mamba")]), "architecture mamba is not supported"),
     ],
@@ -153,13 +140,9 @@ def test_config_show_prints_a_file_that_config_accepts(
 
 def test_config_show_prints_what_follows_from_model_and_machine(capsys: Capture) -> None:
     drafts = '{"method": "ngram", "num_speculative_tokens": 3}'
-    done = run_command(
-        capsys, "config", "show", str(DEMO_MODEL), "--speculative-config", drafts, "--threads", "3"
-    )
+    done = run_command(capsys, "config", "show", str(DEMO_MODEL), "--speculative-config", drafts, "--threads", "3")
     assert f"speculative-config: {drafts}  # flag --speculative-config\n" in done.stdout
-    resolved = dict(
-        line[2:-12].split(": ", 1) for line in done.stdout.splitlines() if line.endswith("  # resolved")
-    )
+    resolved = dict(line[2:-12].split(": ", 1) for line in done.stdout.splitlines() if line.endswith("  # resolved"))
     assert resolved.pop("kv-cache-memory-bytes").isdigit()
     assert resolved == {
         "batching-policy": '"chunked"', "batch-queue-depth": "2", "served-model-name": '["demo_model"]',
@@ -203,8 +186,6 @@ def test_capabilities_prints_every_combination_with_the_reason_of_a_refusal(caps
 
     groups = [group.splitlines() for group in run_command(capsys, "capabilities").stdout.split("\n\n")]
     assert sum(len(lines) - 1 for lines in groups) == len(list(table()))
-    refused = next(
-        lines for heading, *lines in groups if heading.startswith("chunked") and "rigid" in heading
-    )
+    refused = next(lines for heading, *lines in groups if heading.startswith("chunked") and "rigid" in heading)
     assert all("refused: a rigid device cannot mix" in line for line in refused)
     assert groups[0][1].endswith("works")

@@ -18,9 +18,7 @@ def test_facts_of_this_machine(capsys: Capture) -> None:
     named = {line.split()[0] for line in done.stdout.splitlines()}
     assert {"Python", "packages", "processor", "kernels:", "memory", "model"} <= named
     processor = next(line for line in done.stdout.splitlines() if line.startswith("processor"))
-    assert not {"wide", "pairs", "tiles"} & set(processor.split(": ")[1].split(", ")), (
-        "features of our own kernels"
-    )
+    assert not {"wide", "pairs", "tiles"} & set(processor.split(": ")[1].split(", ")), "features of our own kernels"
 
 
 def test_a_poor_machine_gets_a_remark_for_each_lack(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,18 +35,14 @@ def test_a_poor_machine_gets_a_remark_for_each_lack(capsys: Capture, monkeypatch
         assert words in text
 
 
-def test_without_the_native_extra_the_hint_has_its_name(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_native_extra_the_hint_has_its_name(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_version", lambda name: None if name == "torch" else "1.0")
     done = run_command(capsys, "doctor")
     assert done.status == 1
     assert "runahead-engine[native]" in done.stdout
 
 
-def test_without_numba_no_kernels_of_processors_are_shown(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_numba_no_kernels_of_processors_are_shown(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_version", lambda name: None if name == "numba" else "1.0")
     done = run_command(capsys, "doctor")
     assert done.status == 0

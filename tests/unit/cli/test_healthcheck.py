@@ -135,16 +135,11 @@ def test_worker_is_healthy_with_a_connection_over_ipv6(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("state", ["T", "t", "Z"])
-def test_main_process_that_does_not_run_is_unhealthy_despite_its_connection(
-    tmp_path: Path, state: str
-) -> None:
+def test_main_process_that_does_not_run_is_unhealthy_despite_its_connection(tmp_path: Path, state: str) -> None:
     proc = main_process(tmp_path, state)
     with socket.create_server(("127.0.0.1", 0)) as scheduler:
         address = scheduler.getsockname()
-        with (
-            socket.create_connection(address),
-            pytest.raises(Unhealthy, match=f"its state in /proc is {state}"),
-        ):
+        with socket.create_connection(address), pytest.raises(Unhealthy, match=f"its state in /proc is {state}"):
             healthcheck(f"tcp://127.0.0.1:{address[1]}", connected=True, proc=proc)
 
 
@@ -159,12 +154,9 @@ def test_command_reports_health_in_its_status() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [[], ["--connected"], ["ftp://host"], ["--connected", "http://host:1/"], ["a", "b"], ["--quiet", "a"]],
+    "arguments", [[], ["--connected"], ["ftp://host"], ["--connected", "http://host:1/"], ["a", "b"], ["--quiet", "a"]]
 )
-def test_invalid_target_exits_2_with_the_usage(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_target_exits_2_with_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     done = capsys.readouterr()
     assert done.out == ""

@@ -124,9 +124,7 @@ def incomplete_models(tmp_path: Path) -> dict[str, str]:
     return {name: str(tmp_path / name) for name in added}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"), MISTAKES, ids=lambda value: " ".join(value) if value else ""
-)
+@pytest.mark.parametrize(("arguments", "reason"), MISTAKES, ids=lambda value: " ".join(value) if value else "")
 def test_mistake_is_answered_in_one_line_without_starting_a_process(
     arguments: tuple[str, ...],
     reason: str,

@@ -24,9 +24,7 @@ def test_tokens_are_recorded_only_to_a_directory(capsys: pytest.CaptureFixture[s
     assert "--record-tokens needs --record DIR" in refusal(capsys, "--record-tokens")
 
 
-def test_a_directory_that_others_can_read_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_directory_that_others_can_read_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tmp_path.chmod(0o755)
     assert f"chmod 700 {tmp_path}" in refusal(capsys, "--record", str(tmp_path))
     file = tmp_path / "file"

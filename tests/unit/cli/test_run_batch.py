@@ -68,9 +68,7 @@ def serving() -> Iterator[str]:
 def run(capsys: Capture, path: Path, lines: list[str], url: str, *more: str) -> tuple[Done, list[Any]]:
     (path / "in.jsonl").write_text("\n".join(lines) + "\n")
     target = path / "out.jsonl"
-    done = run_command(
-        capsys, "run-batch", "-i", str(path / "in.jsonl"), "-o", str(target), "--url", url, *more
-    )
+    done = run_command(capsys, "run-batch", "-i", str(path / "in.jsonl"), "-o", str(target), "--url", url, *more)
     return done, [json.loads(text) for text in target.read_text().splitlines()] if target.exists() else []
 
 
@@ -88,13 +86,7 @@ def test_answers_are_in_the_order_of_the_input(capsys: Capture, tmp_path: Path) 
 
 
 def test_errors_belong_to_their_lines(capsys: Capture, tmp_path: Path) -> None:
-    lines = [
-        line("a", body={"user": "missing"}),
-        "nonsense",
-        line("b", body={"user": "twice"}),
-        "",
-        line("a"),
-    ]
+    lines = [line("a", body={"user": "missing"}), "nonsense", line("b", body={"user": "twice"}), "", line("a")]
     with serving() as url:
         done, answers = run(capsys, tmp_path, lines, url)
     assert done.status == 1
@@ -157,16 +149,11 @@ def test_every_route_of_a_batch_is_served() -> None:
         (("-i", "/no/such", "-o", "out"), "--input-file: there is no file /no/such"),
         (("-i", __file__, "-o", "/no/such/out"), "--output-file: /no/such/out is no path of a file"),
         (("-i", __file__, "-o", __file__), "is the input file"),
-        (
-            ("-i", __file__, "-o", "/tmp/out", "--url", "http://127.0.0.1:1"),
-            "--url: no answer from 127.0.0.1",
-        ),
+        (("-i", __file__, "-o", "/tmp/out", "--url", "http://127.0.0.1:1"), "--url: no answer from 127.0.0.1"),
         (("--port", "80"), "No such option: --port"),
     ],
 )
-def test_unusable_files_and_servers_are_refused_first(
-    capsys: Capture, arguments: tuple[str, ...], reason: str
-) -> None:
+def test_unusable_files_and_servers_are_refused_first(capsys: Capture, arguments: tuple[str, ...], reason: str) -> None:
     done = run_command(capsys, "run-batch", *arguments)
     assert (done.status, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert reason in done.stderr

@@ -15,10 +15,7 @@ def written(path: Path, text: str) -> Path:
 def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None:
     file = written(tmp_path, "port: 1\nmax-body-bytes: 5000\nhost: ::1\n")
     settings = merge(
-        FrontendConfig,
-        {"port": "3", "model": None},
-        file,
-        {"RUNAHEAD_PORT": "2", "RUNAHEAD_MAX_BODY_BYTES": "6000"},
+        FrontendConfig, {"port": "3", "model": None}, file, {"RUNAHEAD_PORT": "2", "RUNAHEAD_MAX_BODY_BYTES": "6000"}
     )
     config = settings.config
     assert (config.port, config.max_body_bytes, config.host, config.model) == (3, 6000, "::1", "")
@@ -50,9 +47,7 @@ def test_unknown_keys_of_a_file_are_named(tmp_path: Path, text: str, names: list
     assert str(refused.value).endswith(f"config.yaml: unknown keys: {', '.join(names)}")
 
 
-@pytest.mark.parametrize(
-    "text", ["- port\n", "port", "port: [\n", "port: 1\nport: !!python/object:os.system {}\n"]
-)
+@pytest.mark.parametrize("text", ["- port\n", "port", "port: [\n", "port: 1\nport: !!python/object:os.system {}\n"])
 def test_file_without_a_mapping_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigurationError, match=r"config\.yaml") as refused:
         merge(ServeConfig, {}, written(tmp_path, text), {})
@@ -70,9 +65,7 @@ def test_error_names_a_missing_file(tmp_path: Path) -> None:
 
 
 def test_empty_file_and_empty_variables_set_nothing(tmp_path: Path) -> None:
-    settings = merge(
-        ServeConfig, {}, written(tmp_path, "# empty\n"), {"RUNAHEAD_PORT": "", "RUNAHEAD_MODEL": ""}
-    )
+    settings = merge(ServeConfig, {}, written(tmp_path, "# empty\n"), {"RUNAHEAD_PORT": "", "RUNAHEAD_MODEL": ""})
     assert set(settings.origins.values()) == {"default"}
 
 
@@ -108,9 +101,7 @@ def test_list_from_commas_in_the_environment_and_from_one_text_in_a_file(tmp_pat
         ),
     ],
 )
-def test_error_names_flag_value_and_origin(
-    flags: dict[str, object], environment: dict[str, str], message: str
-) -> None:
+def test_error_names_flag_value_and_origin(flags: dict[str, object], environment: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         merge(ServeConfig, flags, None, environment)
 
@@ -136,18 +127,12 @@ def test_placeholder_of_a_value_in_the_help(name: str, placeholder: str) -> None
 
 @pytest.mark.parametrize(("given", "size"), [("auto", "auto"), ("4", 4)])
 def test_tensor_parallel_size_is_a_word_or_a_number(given: str, size: object) -> None:
-    assert (
-        merge(SchedulerConfig, {"tensor_parallel_size": given}, None, {}).config.tensor_parallel_size == size
-    )
+    assert merge(SchedulerConfig, {"tensor_parallel_size": given}, None, {}).config.tensor_parallel_size == size
 
 
 @pytest.mark.parametrize(
     ("flags", "workers"),
-    [
-        ({}, 1),
-        ({"tensor_parallel_size": "4"}, 4),
-        ({"tensor_parallel_size": "2", "pipeline_parallel_size": "3"}, 6),
-    ],
+    [({}, 1), ({"tensor_parallel_size": "4"}, 4), ({"tensor_parallel_size": "2", "pipeline_parallel_size": "3"}, 6)],
 )
 def test_serve_starts_a_worker_for_each_rank(flags: dict[str, object], workers: int) -> None:
     assert merge(ServeConfig, flags, None, {}).config.num_workers == workers
@@ -155,14 +140,7 @@ def test_serve_starts_a_worker_for_each_rank(flags: dict[str, object], workers: 
 
 @pytest.mark.parametrize(
     ("given", "size"),
-    [
-        ("4G", 4 << 30),
-        ("4g", 4_000_000_000),
-        ("1.5GiB", 3 << 29),
-        ("25.6k", 25_600),
-        ("1 MB", 1_000_000),
-        ("7", 7),
-    ],
+    [("4G", 4 << 30), ("4g", 4_000_000_000), ("1.5GiB", 3 << 29), ("25.6k", 25_600), ("1 MB", 1_000_000), ("7", 7)],
 )
 def test_sizes_have_suffixes(given: str, size: int) -> None:
     assert merge(ServeConfig, {"kv_cache_memory_bytes": given}, None, {}).config.kv_cache_memory_bytes == size
@@ -172,10 +150,7 @@ def test_sizes_have_suffixes(given: str, size: int) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (
-            {"load_format": "dummy"},
-            "--load-format is a setting of --backend vllm; --backend native does not use it",
-        ),
+        ({"load_format": "dummy"}, "--load-format is a setting of --backend vllm; --backend native does not use it"),
         (
             {"kv_offload_bytes": "1G", "backend": "vllm"},
             "--kv-offload-bytes is a setting of --backend native and sim; --backend vllm does not use it: vLLM's KV",
@@ -201,10 +176,7 @@ def test_sizes_have_suffixes(given: str, size: int) -> None:
             "--enforce-eager is a setting of --backend native and vllm; --backend sim does not use it",
         ),
         ({"dtype": "float32", "backend": "sim"}, "--dtype is a setting of --backend native and vllm"),
-        (
-            {"sim_step_ms": "7"},
-            "--sim-step-ms is a setting of --backend sim; --backend native does not use it",
-        ),
+        ({"sim_step_ms": "7"}, "--sim-step-ms is a setting of --backend sim; --backend native does not use it"),
     ],
 )
 def test_settings_that_the_backend_does_not_use_are_refused(flags: dict[str, object], message: str) -> None:
@@ -240,23 +212,13 @@ def test_depth_of_each_combination_of_flags(flags: dict[str, object], depth: int
 @pytest.mark.parametrize(
     ("flags", "environment", "message"),
     [
-        (
-            {"async_scheduling": False, "batch_queue_depth": "2"},
-            {},
-            "--no-async-scheduling contradicts.*depth 2",
-        ),
-        (
-            {"async_scheduling": False},
-            {"RUNAHEAD_BATCH_QUEUE_DEPTH": "3"},
-            "contradicts --batch-queue-depth 3",
-        ),
+        ({"async_scheduling": False, "batch_queue_depth": "2"}, {}, "--no-async-scheduling contradicts.*depth 2"),
+        ({"async_scheduling": False}, {"RUNAHEAD_BATCH_QUEUE_DEPTH": "3"}, "contradicts --batch-queue-depth 3"),
         ({"async_scheduling": True, "batch_queue_depth": "1"}, {}, "--async-scheduling contradicts.*depth 1"),
         ({"lora_modules": ["a=b"], "backend": "vllm"}, {}, "--lora-modules needs --enable-lora"),
     ],
 )
-def test_contradicting_flags_are_refused(
-    flags: dict[str, object], environment: dict[str, str], message: str
-) -> None:
+def test_contradicting_flags_are_refused(flags: dict[str, object], environment: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         merge(ServeConfig, flags, None, environment)
 
@@ -270,9 +232,7 @@ def test_contradicting_flags_are_refused(
     ],
 )
 def test_a_variable_of_no_setting_is_refused_with_a_suggestion(variable: str, advice: str) -> None:
-    with pytest.raises(
-        ConfigurationError, match=f"^environment {variable}: there is no such setting; {advice}$"
-    ):
+    with pytest.raises(ConfigurationError, match=f"^environment {variable}: there is no such setting; {advice}$"):
         merge(ServeConfig, {}, None, {variable: "3"})
 
 

@@ -166,9 +166,7 @@ class SupervisedChildren:
         with self.supervisor.signals():
             for name, script in reversed([*zip(NAMES, scripts, strict=True)]):
                 command = [sys.executable, "-c", PRELUDE + script, name, str(self.journal)]
-                self.supervisor.start(
-                    name, command, dict(os.environ), final if name == restarted else EVERY_STATUS
-                )
+                self.supervisor.start(name, command, dict(os.environ), final if name == restarted else EVERY_STATUS)
             status = self.supervisor.wait(when_up)
         assert not any(child.alive for child in self.supervisor.children)
         return status
@@ -227,9 +225,7 @@ def test_second_signal_stops_all_at_once(supervised: SupervisedChildren) -> None
 
 
 @pytest.mark.parametrize("position", range(3))
-def test_child_that_fails_ends_all_with_its_status_and_reason(
-    supervised: SupervisedChildren, position: int
-) -> None:
+def test_child_that_fails_ends_all_with_its_status_and_reason(supervised: SupervisedChildren, position: int) -> None:
     scripts = [STOPPING, STOPPING, STOPPING]
     scripts[position] = FAILING
     assert supervised.run((scripts[0], scripts[1], scripts[2])) == 7
@@ -247,9 +243,7 @@ def test_unexpected_end_with_status_0_is_a_failure(supervised: SupervisedChildre
     assert supervised.failure == "worker exited with status 0"
 
 
-def test_failure_names_the_signal_and_children_that_ignore_sigterm_are_killed(
-    supervised: SupervisedChildren,
-) -> None:
+def test_failure_names_the_signal_and_children_that_ignore_sigterm_are_killed(supervised: SupervisedChildren) -> None:
     def kill() -> None:
         supervised.supervisor.children[2].process.send_signal(signal.SIGKILL)
 
@@ -280,15 +274,11 @@ def test_restarted_child_leaves_the_others_running(supervised: SupervisedChildre
         if supervised.events().count("worker up") == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    assert (
-        supervised.run((STOPPING, STOPPING, EXITING_ONCE_WITH_9), stop_after_restart, restarted="worker") == 0
-    )
+    assert supervised.run((STOPPING, STOPPING, EXITING_ONCE_WITH_9), stop_after_restart, restarted="worker") == 0
     assert supervised.supervisor.failure is None
     assert supervised.lines == [("worker", "worker exited with status 9; restarting")]
     for name in NAMES:
-        assert (
-            supervised.events().count(f"{name} signalled") == supervised.events().count(f"{name} ended") == 1
-        )
+        assert supervised.events().count(f"{name} signalled") == supervised.events().count(f"{name} ended") == 1
 
 
 @pytest.mark.usefixtures("short_pauses")
@@ -356,9 +346,7 @@ def test_child_with_a_final_status_stops_all(supervised: SupervisedChildren, pos
     assert supervised.failure == f"{NAMES[position]} exited with status 9"
 
 
-def test_failure_names_the_child_that_is_not_restarted_when_both_end_together(
-    supervised: SupervisedChildren,
-) -> None:
+def test_failure_names_the_child_that_is_not_restarted_when_both_end_together(supervised: SupervisedChildren) -> None:
     """A worker ends when its scheduler ends, and the supervisor may notice both at once."""
 
     def kill_both() -> None:
@@ -366,9 +354,7 @@ def test_failure_names_the_child_that_is_not_restarted_when_both_end_together(
             child.process.kill()
             child.process.wait()
 
-    assert (
-        supervised.run((STOPPING, STOPPING, STOPPING), kill_both, restarted="worker") == 128 + signal.SIGKILL
-    )
+    assert supervised.run((STOPPING, STOPPING, STOPPING), kill_both, restarted="worker") == 128 + signal.SIGKILL
     assert supervised.failure == "scheduler was killed by SIGKILL"
 
 

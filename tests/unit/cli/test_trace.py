@@ -50,9 +50,7 @@ def test_steps_that_overlap_keep_the_rules_of_the_format(ranks: int) -> None:
 
 @pytest.mark.parametrize("measured", [RANK_TIMES, RANK_TIMES[1:], ("forward_began", "forward_ended")])
 @pytest.mark.parametrize("skew", [-0.050, -0.012, 0.0, 0.012, 0.050])
-def test_arrows_are_attached_though_the_clock_of_a_rank_is_off(
-    skew: float, measured: tuple[str, ...]
-) -> None:
+def test_arrows_are_attached_though_the_clock_of_a_rank_is_off(skew: float, measured: tuple[str, ...]) -> None:
     steps = [pipelined(step_id) for step_id in range(1, 4)]
     for rank in (rank for step in steps for rank in step["ranks"]):
         rank.update({name: rank[name] + skew if name in measured else 0.0 for name in RANK_TIMES})
@@ -100,9 +98,7 @@ def test_a_request_that_ended_in_the_queue_and_one_that_was_never_queued() -> No
 
 def test_a_recovery_is_marked_in_all_lanes() -> None:
     ring = StepRing(8)
-    ring.add(
-        batch(events=[EngineEvent(EngineEventKind.EPOCH_ENDED, 1.0, EPOCH, "2 steps are void")]), now=0.0
-    )
+    ring.add(batch(events=[EngineEvent(EngineEventKind.EPOCH_ENDED, 1.0, EPOCH, "2 steps are void")]), now=0.0)
     entries = [json.loads(entry_json(entry, True)) for entry in ring.read(0, 8)[0]]
     (mark,) = events_of(TraceWriter(entries).document(), "i")
     assert (mark["name"], mark["s"], mark["args"]["text"]) == ("epoch ended", "g", "2 steps are void")

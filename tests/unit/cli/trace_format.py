@@ -54,13 +54,7 @@ def check(trace: dict[str, Any]) -> list[Arrow]:
 
 def _check_fields(event: Event) -> None:
     assert event["ph"] in FIELDS, event
-    for name, kind in {
-        "pid": int,
-        "tid": int,
-        "name": str,
-        "ts": (int, float),
-        **FIELDS[event["ph"]],
-    }.items():
+    for name, kind in {"pid": int, "tid": int, "name": str, "ts": (int, float), **FIELDS[event["ph"]]}.items():
         assert isinstance(event[name], kind), (name, event)
         assert not isinstance(event[name], bool), (name, event)
     assert event["name"], event

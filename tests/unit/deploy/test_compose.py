@@ -130,9 +130,7 @@ def test_images_are_targets_of_the_dockerfile_at_this_version() -> None:
     dockerfile = (ROOT / "deploy" / "docker" / "Dockerfile").read_text()
     default = re.search(r"^ARG BASE_IMAGE=(\S+)$", dockerfile, re.MULTILINE)
     assert default
-    assert re.fullmatch(r"[\w./-]+:\d+\.\d+\.\d+\S*", default[1]), (
-        "the version of the base image is not exact"
-    )
+    assert re.fullmatch(r"[\w./-]+:\d+\.\d+\.\d+\S*", default[1]), "the version of the base image is not exact"
     for service in SERVICE_NAMES:
         definition = services()[service]
         assert definition["image"] == f"runahead-{service}:{version}"

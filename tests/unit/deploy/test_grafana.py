@@ -53,11 +53,7 @@ def test_provisioned_paths_are_those_of_the_overlay() -> None:
     assert f'job="{job["job_name"]}"' in (GRAFANA / "alerts.yml").read_text()
 
 
-@pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="promtool (Debian's package prometheus) is not installed"
-)
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian's package prometheus) is not installed")
 def test_prometheus_accepts_the_alert_rules() -> None:
-    done = subprocess.run(
-        ["promtool", "check", "rules", GRAFANA / "alerts.yml"], capture_output=True, text=True
-    )
+    done = subprocess.run(["promtool", "check", "rules", GRAFANA / "alerts.yml"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -165,9 +165,7 @@ def test_each_pod_has_the_keys_of_its_role_alone(service: str) -> None:
 
 
 @pytest.mark.parametrize("service", SERVICE_NAMES)
-def test_every_pod_has_three_probes_that_its_service_answers(
-    service: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_pod_has_three_probes_that_its_service_answers(service: str, capsys: pytest.CaptureFixture[str]) -> None:
     ports = {port["name"]: port["containerPort"] for port in container(service).get("ports", [])}
     for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
         probe = container(service)[kind]
@@ -182,9 +180,7 @@ def test_every_pod_has_three_probes_that_its_service_answers(
         assert command[:2] == ["runahead", "healthcheck"]
         target = command[-1]
         assert target.endswith((":5601", ":5602"))
-        arguments = [a.replace("runahead-scheduler", "127.0.0.1") for a in command[2:-1]] + [
-            "tcp://127.0.0.1:1"
-        ]
+        arguments = [a.replace("runahead-scheduler", "127.0.0.1") for a in command[2:-1]] + ["tcp://127.0.0.1:1"]
         assert healthcheck(arguments, timeout=0.05) == 1, capsys.readouterr().err
         assert probe["timeoutSeconds"] > 5
 
@@ -225,10 +221,7 @@ def test_endpoints_match_the_ports_of_services_and_pods() -> None:
         assert int(bound.partition(":")[2]) in ports.values()
     (http,) = named("Service", "runahead")["spec"]["ports"]
     (port,) = container("frontend")["ports"]
-    assert (http["targetPort"], port["containerPort"]) == (
-        port["name"],
-        int(environment("frontend")["RUNAHEAD_PORT"]),
-    )
+    assert (http["targetPort"], port["containerPort"]) == (port["name"], int(environment("frontend")["RUNAHEAD_PORT"]))
 
 
 def test_scheduler_has_one_replica_and_is_never_doubled() -> None:
@@ -250,17 +243,12 @@ def allowed(source: str, target: str, port: int) -> bool:
             return True
         rules = [rule for policy in mine for rule in policy.get(direction, ())]
         return any(
-            (
-                peers not in rule
-                or any(other and selects(p["podSelector"]["matchLabels"], other) for p in rule[peers])
-            )
+            (peers not in rule or any(other and selects(p["podSelector"]["matchLabels"], other) for p in rule[peers]))
             and ("ports" not in rule or port in [p["port"] for p in rule["ports"]])
             for rule in rules
         )
 
-    return (not source or passes(source, target, "egress", "to")) and passes(
-        target, source, "ingress", "from"
-    )
+    return (not source or passes(source, target, "egress", "to")) and passes(target, source, "ingress", "from")
 
 
 def test_network_policies_allow_only_the_connections_of_the_services() -> None:
@@ -363,16 +351,12 @@ def test_an_overlay_for_gpus_has_one_rank_with_one_gpu(overlay: str) -> None:
     assert (values["RUNAHEAD_DEVICE"], values["RUNAHEAD_KV_CACHE_MEMORY_BYTES"]) == ("cuda", "0")
     assert set(values) <= {f"{PREFIX}{name.upper()}" for name in SERVICES["worker"].model_fields}
     assert worker["resources"]["limits"]["nvidia.com/gpu"] == "1"
-    assert {mount["name"] for mount in worker["volumeMounts"]} == {
-        volume["name"] for volume in pod["volumes"]
-    }
+    assert {mount["name"] for mount in worker["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     assert "/cache" in [mount["mountPath"] for mount in worker["volumeMounts"]]
     kubernetes_validate.validate(
         {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "worker"}, "spec": pod}, "1.33", strict=True
     )
-    (scheduler,) = overlaid(overlay, "Deployment", "runahead-scheduler")["spec"]["template"]["spec"][
-        "containers"
-    ]
+    (scheduler,) = overlaid(overlay, "Deployment", "runahead-scheduler")["spec"]["template"]["spec"]["containers"]
     settings = {entry["name"]: entry.get("value", "") for entry in scheduler["env"]}
     assert settings["RUNAHEAD_TENSOR_PARALLEL_SIZE"] == "1"
 
@@ -385,9 +369,7 @@ def test_an_overlay_for_gpus_has_the_image_of_its_backend(overlay: str, backend:
     assert values.get("RUNAHEAD_BACKEND", "native") == backend
     assert GPU_OVERLAYS == ["gpu", "vllm-gpu"]
     name, tag = image_of(overlay)
-    compose = yaml.safe_load((ROOT / "deploy" / "compose" / f"{overlay}.yml").read_text())["services"][
-        "worker"
-    ]
+    compose = yaml.safe_load((ROOT / "deploy" / "compose" / f"{overlay}.yml").read_text())["services"]["worker"]
     assert compose["image"] == f"{name}:${{RUNAHEAD_VERSION:-{tag}}}"
     assert {image["newTag"] for image in kustomization["images"]} == {tag}
 
@@ -407,7 +389,5 @@ def test_engines_are_pods_behind_the_headless_service() -> None:
     check_endpoints(config)
     (frontend,) = frontends["spec"]["template"]["spec"]["containers"]
     given = {e["name"]: e["value"] for e in frontend["env"]}
-    assert (
-        given["RUNAHEAD_ENGINES"] == f"dns://runahead-scheduler:{config.client_endpoint.rpartition(':')[2]}"
-    )
+    assert given["RUNAHEAD_ENGINES"] == f"dns://runahead-scheduler:{config.client_endpoint.rpartition(':')[2]}"
     check_endpoints(merge(SERVICES["frontend"], {}, environ=given).config)

@@ -118,10 +118,7 @@ def test_a_group_is_an_engine_that_frontends_find_by_the_headless_service() -> N
     scheduler = merge(SchedulerConfig, {}, environ=environment(pods["scheduler"])).config
     check_endpoints(scheduler)
     worker = environment(pods["worker"])
-    assert (
-        worker["RUNAHEAD_SCHEDULER_ENDPOINT"].rpartition(":")[2]
-        == scheduler.worker_endpoint.rpartition(":")[2]
-    )
+    assert worker["RUNAHEAD_SCHEDULER_ENDPOINT"].rpartition(":")[2] == scheduler.worker_endpoint.rpartition(":")[2]
     assert isinstance(scheduler.tensor_parallel_size, int)
     spec = objects["LeaderWorkerSet", "runahead-engine"]["spec"]
     ranks = scheduler.tensor_parallel_size * scheduler.pipeline_parallel_size

@@ -38,14 +38,7 @@ def test_forms_ask_at_least_one_required_question():
 def test_other_files_for_the_forge_can_be_parsed():
     updates = yaml.safe_load((ROOT / ".github" / "dependabot.yml").read_text())["updates"]
     assert all((ROOT / update["directory"].lstrip("/")).is_dir() for update in updates)
-    owned = [
-        line.split()[0]
-        for line in (ROOT / ".github" / "CODEOWNERS").read_text().splitlines()
-        if line[:1] == "/"
-    ]
+    owned = [line.split()[0] for line in (ROOT / ".github" / "CODEOWNERS").read_text().splitlines() if line[:1] == "/"]
     assert owned
     assert all((ROOT / path.lstrip("/")).exists() for path in owned)
-    assert (
-        json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())["postCreateCommand"]
-        == "make setup"
-    )
+    assert json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())["postCreateCommand"] == "make setup"

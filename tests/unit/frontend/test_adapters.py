@@ -12,10 +12,7 @@ from services.checkpoint import CheckpointError
 from services.frontend.adapters import WEIGHTS, Adapters
 
 MODULE = "model.layers.0.self_attn.q_proj."
-FITTING = {
-    f"base_model.model.{MODULE}lora_A.weight": (4, 8),
-    f"base_model.model.{MODULE}lora_B.weight": (6, 4),
-}
+FITTING = {f"base_model.model.{MODULE}lora_A.weight": (4, 8), f"base_model.model.{MODULE}lora_B.weight": (6, 4)}
 
 
 def write(file: Path, shapes: dict[str, tuple[int, ...]], missing: int = 0) -> None:
@@ -30,9 +27,7 @@ def write(file: Path, shapes: dict[str, tuple[int, ...]], missing: int = 0) -> N
     file.write_bytes(struct.pack("<Q", len(text)) + text + bytes(end - missing))
 
 
-def adapter(
-    directory: Path, shapes: dict[str, tuple[int, ...]] = FITTING, missing: int = 0, **changes: Any
-) -> str:
+def adapter(directory: Path, shapes: dict[str, tuple[int, ...]] = FITTING, missing: int = 0, **changes: Any) -> str:
     directory.mkdir()
     (directory / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, **changes}))
     write(directory / WEIGHTS, shapes, missing)

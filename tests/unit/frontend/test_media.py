@@ -65,6 +65,4 @@ async def test_more_requests_than_may_wait_are_refused(
     assert isinstance(refused, APIError)
     assert refused.status == 429
     assert all(isinstance(outcome, ProcessedMedia) for outcome in served)
-    assert (await processing.process(MODEL, [1, 2], [MediaFile("image", "good")])).media.items[
-        0
-    ].digest == "good"
+    assert (await processing.process(MODEL, [1, 2], [MediaFile("image", "good")])).media.items[0].digest == "good"

@@ -133,10 +133,7 @@ async def test_equal_addresses_are_fetched_once_and_by_their_name(names: Names) 
     async with file_server() as server:
         urls = [server.url("/one"), server.url("/two", "B.TEST"), server.url("/one")]
         assert await fetcher().fetch(dict(zip("abc", urls, strict=True))) == dict.fromkeys("abc", FILE)
-        assert sorted(server.requests) == [
-            ("/one", f"a.test:{server.port}"),
-            ("/two", f"b.test:{server.port}"),
-        ]
+        assert sorted(server.requests) == [("/one", f"a.test:{server.port}"), ("/two", f"b.test:{server.port}")]
 
 
 async def test_a_name_at_a_private_address_is_never_connected_to() -> None:
@@ -239,9 +236,7 @@ async def test_a_server_that_never_answers_is_given_up(names: Names, monkeypatch
         await server.left.wait()
 
 
-async def test_certificates_are_checked_against_the_name(
-    names: Names, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_certificates_are_checked_against_the_name(names: Names, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(CERTIFICATES / "ca.pem"))
     names.addresses["localhost"] = ["127.0.0.1"]
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

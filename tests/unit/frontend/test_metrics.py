@@ -34,9 +34,7 @@ def test_histogram_equals_that_of_the_library(values: list[float]) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     seconds = ValueHistogram("runahead:x_seconds", "text", BUCKETS, LABELS)
     ours.register(seconds)
-    histogram = Histogram(
-        "runahead:x_seconds", "text", ("model_name", "engine"), buckets=BUCKETS, registry=theirs
-    )
+    histogram = Histogram("runahead:x_seconds", "text", ("model_name", "engine"), buckets=BUCKETS, registry=theirs)
     for value in values:
         seconds.observe(value)
         histogram.labels(*LABELS).observe(value)
@@ -46,9 +44,7 @@ def test_histogram_equals_that_of_the_library(values: list[float]) -> None:
 
 def engines_in(*states: EngineState) -> SimpleNamespace:
     """Return what metrics read of an `EngineClient` whose engines are in these states."""
-    engines = {
-        str(i): SimpleNamespace(name=str(i), state=state, ready=True) for i, state in enumerate(states)
-    }
+    engines = {str(i): SimpleNamespace(name=str(i), state=state, ready=True) for i, state in enumerate(states)}
     return SimpleNamespace(
         engines=engines,
         ledger=RequestLedger(),
@@ -61,9 +57,7 @@ def engines_in(*states: EngineState) -> SimpleNamespace:
 def test_statistics_of_the_engine_are_labelled_by_position() -> None:
     stats = {"accepted:0": 5.0, "accepted:1": 3.0, "steps_total": 7.0, "epoch": 2.0}
     other = {"steps_total": 9.0}
-    engine = engines_in(
-        EngineState(EnginePhase.READY, stats=stats), EngineState(EnginePhase.READY, stats=other)
-    )
+    engine = engines_in(EngineState(EnginePhase.READY, stats=stats), EngineState(EnginePhase.READY, stats=other))
     text = asyncio.run(Metrics(engine, "demo").render()).decode()  # type: ignore[arg-type]
     for line in (
         'runahead:accepted_total{engine="0",model_name="demo",position="0"} 5.0',
@@ -123,11 +117,7 @@ def test_steps_by_their_tokens_are_a_histogram() -> None:
 
 
 def test_sizes_of_the_cache_and_waiting_requests_have_vllm_labels() -> None:
-    stats = {
-        "num_requests_waiting": 4.0,
-        "grammars_compiling": 1.0,
-        "admission_rejections:max_num_queued_tokens": 6.0,
-    }
+    stats = {"num_requests_waiting": 4.0, "grammars_compiling": 1.0, "admission_rejections:max_num_queued_tokens": 6.0}
     found = rendered(num_blocks=100, block_size=16, stats=stats, info={"prefix_caching": "False"})
     (sizes,) = [dict(labels) for (name, labels) in found if name == "vllm:cache_config_info"]
     assert (sizes["block_size"], sizes["num_gpu_blocks"], sizes["engine"]) == ("16", "100", "0")
@@ -153,9 +143,7 @@ def test_every_family_of_the_list_is_shown_under_both_names() -> None:
     )  # fmt: skip
     engine = engines_in(EngineState(EnginePhase.READY, num_blocks=2, block_size=16, stats=stats))
     lines = asyncio.run(Metrics(engine, "demo").render()).decode().splitlines()  # type: ignore[arg-type]
-    families = [
-        line.split()[2] for line in lines if line.startswith("# TYPE") and not line.endswith("_created gauge")
-    ]
+    families = [line.split()[2] for line in lines if line.startswith("# TYPE") and not line.endswith("_created gauge")]
     assert len(set(families)) == len(families)
     for name in VLLM_NAMES:
         for prefix in ("runahead:", "vllm:"):

@@ -84,11 +84,7 @@ def test_format_of_calls_of_the_default_model_is_recognised() -> None:
 
 @pytest.mark.parametrize(
     ("template", "opening"),
-    [
-        ("<think>", "<think>"),
-        ("[THINK]", "[THINK]"),
-        ("Here is my thought process:", "Here's my thought process:"),
-    ],
+    [("<think>", "<think>"), ("[THINK]", "[THINK]"), ("Here is my thought process:", "Here's my thought process:")],
 )
 def test_format_of_reasoning_is_recognised(template: str, opening: str) -> None:
     formats = OutputFormats.from_config(FrontendConfig(), Tokenizer(DEMO_MODEL), template)
@@ -107,9 +103,7 @@ def test_special_tokens_are_shown_only_if_a_marker_is_one(name: str, tmp_path: P
     assert OutputFormats.from_config(config, tokenizer(tmp_path, marks[:1], [])).tools_are_special
 
 
-def test_log_warns_if_the_end_of_reasoning_is_several_tokens(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_log_warns_if_the_end_of_reasoning_is_several_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = FrontendConfig(reasoning_parser="qwen3")
     with caplog.at_level(logging.WARNING):
         forms = OutputFormats.from_config(config, tokenizer(tmp_path, [], ["<think>", "</think>"]))

@@ -71,9 +71,7 @@ class PagedTokens:
         self.cache.values.fill_(float("nan"))
         self.frequencies = 1e4 ** -(torch.arange(0, case.head_dim, 2) / case.head_dim)
         frequencies = torch.stack((self.frequencies, torch.zeros_like(self.frequencies)))
-        amplitudes = (
-            torch.tensor([1.25 if case.sinks else 1.0, 1.0])[:, None].expand_as(frequencies).contiguous()
-        )
+        amplitudes = torch.tensor([1.25 if case.sinks else 1.0, 1.0])[:, None].expand_as(frequencies).contiguous()
         shape = AttentionShape(
             *(case.heads, case.head_dim, (0, case.window), 1e-6, frequencies),
             *((0, 0 if case.turns else 1), amplitudes),

@@ -126,9 +126,7 @@ class EagleSetup:
         torch.manual_seed(5)
         self.path, self.target = write_target(directory / "target")
         self.head, self.tensors = head, head.tensors()
-        self.drafter = self.load(
-            write(directory / "head", head.whole_config(), self.tensors), dtype, **speculation
-        )
+        self.drafter = self.load(write(directory / "head", head.whole_config(), self.tensors), dtype, **speculation)
         self.table = SlotTable(NUM_SLOTS, BLOCK_SIZE, NUM_BLOCKS, CONTEXT)
         self.history = TokenHistory(NUM_SLOTS, CONTEXT, VOCAB, self.kernels)
         blocks = np.random.default_rng(0).permutation(NUM_BLOCKS)[: self.table.block_table.size]
@@ -152,9 +150,7 @@ class EagleSetup:
         generator = torch.Generator().manual_seed(9)
         return [torch.randn(CONTEXT, HIDDEN, generator=generator)[:positions] for _ in self.drafter.reads]
 
-    def step(
-        self, rows: list[tuple[int, list[int], int, int]], k: int, samples: bool = True
-    ) -> list[list[int]]:
+    def step(self, rows: list[tuple[int, list[int], int, int]], k: int, samples: bool = True) -> list[list[int]]:
         """Drafts of rows (slot, tokens, start, end): the tokens go on beyond `end` at least by the sampled one."""
         states = self.states(CONTEXT)
         for slot, tokens, *_ in rows:
@@ -171,9 +167,7 @@ class EagleSetup:
         return [token for token, _ in self.chances(tokens, k, begin=begin)]
 
     @torch.inference_mode()
-    def chances(
-        self, tokens: list[int], k: int, temperature: float = 0.0, begin: int = 0
-    ) -> list[tuple[int, float]]:
+    def chances(self, tokens: list[int], k: int, temperature: float = 0.0, begin: int = 0) -> list[tuple[int, float]]:
         """The drafts, each with its probability of being the next token at `temperature`."""
         network = Reference(self.head, self.tensors, self.target)
         hidden = network.fuse([states[begin:] for states in self.states(len(tokens) - 1)])
@@ -218,10 +212,7 @@ class Reference:
             residual = normed if self.norm_first else hidden
         else:
             x = residual = self.product("fc", torch.cat((embedded, hidden), 1))
-        heads = [
-            self.product(f"layers.0.self_attn.{n}_proj", x).unflatten(1, (-1, DIM)).transpose(0, 1)
-            for n in "qkv"
-        ]
+        heads = [self.product(f"layers.0.self_attn.{n}_proj", x).unflatten(1, (-1, DIM)).transpose(0, 1) for n in "qkv"]
         q, k, v = (*map(self.rotated, heads[:2]), heads[2])
         out = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
         residual = residual + self.product("layers.0.self_attn.o_proj", out.transpose(0, 1).flatten(1))

@@ -26,9 +26,5 @@ def scores_of(result: SampledTokens) -> LogprobRows:
 def make(implementation: str, dtype: torch.dtype = F32, activations: torch.dtype | None = None) -> Kernels:
     """One row of the table, without our own products of bfloat16; `activations` choose between those for one dtype."""
     wanted, excluded = activations or dtype, {*OWN_BFLOAT16, WIDE} - (processor_features() & {WIDE})
-    rows = [
-        c
-        for c in TABLE
-        if (c.implementation, c.dtype) == (implementation, dtype) and not excluded & {*c.needs}
-    ]
+    rows = [c for c in TABLE if (c.implementation, c.dtype) == (implementation, dtype) and not excluded & {*c.needs}]
     return create(next(c for c in rows if c.activations == wanted or implementation == "reference"))

@@ -43,7 +43,5 @@ class CountedGraphs:
         return (1000 - self.captures) * 1024
 
 
-def interpreted_kernels(
-    dtype: torch.dtype = torch.float32, graphs: CountedGraphs | None = None
-) -> CudaKernels:
+def interpreted_kernels(dtype: torch.dtype = torch.float32, graphs: CountedGraphs | None = None) -> CudaKernels:
     return CudaKernels(dtype, dtype, CopyingDevice(), graphs=None if graphs is None else lambda: graphs)

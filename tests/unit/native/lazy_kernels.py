@@ -65,9 +65,7 @@ class LazyNetwork(NetworkKernels):
         assert isinstance(embedding, LazyEmbedding), "it is one of this network's"
         return super().tied(embedding.inner)
 
-    def attention(
-        self, shape: AttentionShape, cache: KVCache, table: torch.Tensor, most_tokens: int
-    ) -> Attention:
+    def attention(self, shape: AttentionShape, cache: KVCache, table: torch.Tensor, most_tokens: int) -> Attention:
         return LazyAttention(super().attention(shape, cache, table, most_tokens), self._device)
 
     gather, copy, add = map(enqueued, (NetworkKernels.gather, NetworkKernels.copy, NetworkKernels.add))
@@ -142,14 +140,10 @@ class LazyAttention:
     def begin(self, positions: torch.Tensor, slots: torch.Tensor) -> None:
         self._launch(lambda: self._inner.begin(positions, slots))
 
-    def write(
-        self, layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None = None
-    ) -> None:
+    def write(self, layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None = None) -> None:
         self._launch(lambda: self._inner.write(layer, qkv, norms))
 
-    def attend(
-        self, layer: int, tiles: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None = None
-    ) -> None:
+    def attend(self, layer: int, tiles: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
         self._launch(lambda: self._inner.attend(layer, tiles, out, sinks))
 
 
@@ -163,15 +157,11 @@ class LazyRows(RowKernels):
 
     def write_tokens(self, history: torch.Tensor, slots: I32, positions: I32, ids: torch.Tensor) -> None:
         uploaded = self._device.upload(slots, positions)
-        self._device.launch(
-            lambda: self._inner.write_tokens(history, *(each.numpy() for each in uploaded), ids)
-        )
+        self._device.launch(lambda: self._inner.write_tokens(history, *(each.numpy() for each in uploaded), ids))
 
     def read_tokens(self, history: torch.Tensor, slots: I32, positions: I32) -> torch.Tensor:
         uploaded, ids = self._device.upload(slots, positions), poisoned(len(slots), dtype=torch.int32)
-        self._device.launch(
-            lambda: ids.copy_(self._inner.read_tokens(history, *(each.numpy() for each in uploaded)))
-        )
+        self._device.launch(lambda: ids.copy_(self._inner.read_tokens(history, *(each.numpy() for each in uploaded))))
         return ids
 
     def settle(self, rows: Rows, drafts: SlotDrafts, history: torch.Tensor) -> tuple[SettledRows | None, int]:
@@ -227,9 +217,7 @@ class LazySampling(SamplingKernels):
         self._inner, self._device = SamplingKernels(), device
 
     def logit_rules(self, num_slots: int, vocab_size: int, history: torch.Tensor) -> LogitRules:
-        return LazyLogitRules(
-            self._inner.logit_rules(num_slots, vocab_size, history), num_slots, self._device
-        )
+        return LazyLogitRules(self._inner.logit_rules(num_slots, vocab_size, history), num_slots, self._device)
 
     def apply_bitmask(self, logits: torch.Tensor, rows: I32, words: I32) -> None:
         uploaded = self._device.upload(rows, words)
@@ -262,9 +250,7 @@ class LazySampling(SamplingKernels):
 
         def write() -> None:
             index, most = (each.numpy() for each in uploaded)
-            for target, value in zip(
-                scored[1:], self._inner.logprobs(logits, index, tokens, most)[1:], strict=True
-            ):
+            for target, value in zip(scored[1:], self._inner.logprobs(logits, index, tokens, most)[1:], strict=True):
                 target.copy_(value)
 
         self._device.launch(write)

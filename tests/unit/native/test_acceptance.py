@@ -37,9 +37,7 @@ def test_accepts_up_to_the_first_that_differs(implementation: str) -> None:
         for row in range(rows):
             drawn = ids[at : at + drafts[row] + 1]
             count = 1
-            while (
-                count <= acceptable[row] and history.tokens[row, firsts[row] + count - 1] == drawn[count - 1]
-            ):
+            while count <= acceptable[row] and history.tokens[row, firsts[row] + count - 1] == drawn[count - 1]:
                 count += 1
             assert accepted.counts[row] == count
             tokens += drawn[:count].tolist()
@@ -74,11 +72,7 @@ def test_drafts_keep_the_distribution(filters: dict[str, float]) -> None:
     history.tokens[:, 9] = draft
     logits = torch.from_numpy(np.tile(np.stack([first, second]), (rows, 1)))
     sampler = Sampler(table, history, VOCAB, kernels)
-    slots, firsts, drafts = (
-        np.arange(rows, dtype=np.int32),
-        np.full(rows, 9, np.int32),
-        np.ones(rows, np.int32),
-    )
+    slots, firsts, drafts = (np.arange(rows, dtype=np.int32), np.full(rows, 9, np.int32), np.ones(rows, np.int32))
     result = sampler.sample(logits, slots, firsts, drafts=drafts)
     ends = np.cumsum(result.counts)
     heads, both = result.ids.numpy()[ends - result.counts], result.counts == 2

@@ -24,9 +24,7 @@ each_case = pytest.mark.parametrize("case", CASES, ids=str)
 each_kind = pytest.mark.parametrize("kinds", KINDS, ids=str)
 
 
-def tokens(
-    implementation: str, case: AttentionCase, activations: torch.dtype, cache: torch.dtype
-) -> PagedTokens:
+def tokens(implementation: str, case: AttentionCase, activations: torch.dtype, cache: torch.dtype) -> PagedTokens:
     return PagedTokens(make(implementation, cache, activations), case, CONTEXT, activations, cache)
 
 
@@ -86,9 +84,7 @@ def test_chunks_change_no_bit(case: AttentionCase, kinds: tuple[torch.dtype, tor
     pieces = tokens("compiled", case, *kinds)
     seen: list[list[torch.Tensor]] = [[] for _ in range(SLOTS)]
     starts = [0] * SLOTS
-    for number, counts in enumerate(
-        [[1, 20, 7], [13, 1, 9], [9, 0, 20], [0, 28, 0], [10, 0, 1], [17, 1, 13]]
-    ):
+    for number, counts in enumerate([[1, 20, 7], [13, 1, 9], [9, 0, 20], [0, 28, 0], [10, 0, 1], [17, 1, 13]]):
         assert max(np.add(starts, counts)) <= CONTEXT, number
         for slot, part in enumerate(pieces.step(starts, counts).split(counts)):
             seen[slot].append(part)

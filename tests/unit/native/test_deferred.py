@@ -77,14 +77,7 @@ def test_steps_without_drafts_come_with_the_next_that_has_some() -> None:
     assert joined.starts.tolist() == [8, 7, 0, 0]
     assert joined.counts.tolist() == [2, 6, 2, 5]
     assert joined.samples.tolist() == [True, True, False, False]
-    expected = [
-        [408],
-        [409],
-        *([300 + i] for i in range(7, 13)),
-        [100],
-        [101],
-        *([500 + i] for i in range(5)),
-    ]
+    expected = [[408], [409], *([300 + i] for i in range(7, 13)), [100], [101], *([500 + i] for i in range(5))]
     assert joined.states[0].tolist() == expected
     assert torch.equal(joined.states[1], joined.states[0] + 0.5)
 

@@ -18,9 +18,7 @@ HEADS = {
     "eagle-own-embedding-and-head": HeadCheckpoint(
         "eagle", shapes={"embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN)}
     ),
-    "eagle-biased-fc": HeadCheckpoint(
-        "eagle", {"architectures": ["EagleLlamaForCausalLM"]}, {"fc.bias": (HIDDEN,)}
-    ),
+    "eagle-biased-fc": HeadCheckpoint("eagle", {"architectures": ["EagleLlamaForCausalLM"]}, {"fc.bias": (HIDDEN,)}),
     "eagle-frequent-tokens": HeadCheckpoint("eagle", draft_vocab=70),
     "eagle3": HeadCheckpoint("eagle3", NAMED),
     "eagle3-draft-vocabulary": HeadCheckpoint(
@@ -28,10 +26,7 @@ HEADS = {
     ),
     "eagle3-norm-first": HeadCheckpoint("eagle3", {"norm_before_residual": True, "eagle_config": NAMED}),
     "eagle3-two-states": HeadCheckpoint(
-        "eagle3",
-        {"eagle_aux_hidden_state_layer_ids": [3, 0]},
-        {"embed_tokens.weight": (VOCAB, HIDDEN)},
-        reads=2,
+        "eagle3", {"eagle_aux_hidden_state_layer_ids": [3, 0]}, {"embed_tokens.weight": (VOCAB, HIDDEN)}, reads=2
     ),
 }
 
@@ -145,9 +140,7 @@ def test_drafts_end_with_the_context(eagle: EagleSetup) -> None:
     drafts = eagle.step([(0, tokens[:93], 0, 92)], K)
     assert drafts == [[*eagle.reference(tokens[:93], 3), NO_DRAFT]]
     assert eagle.step([(0, tokens[:96], 92, 95)], K) == [[NO_DRAFT] * K]
-    assert eagle.step([(0, tokens[:96], 95, 96)], K) == [[NO_DRAFT] * K], (
-        "the sampled token is beyond the context"
-    )
+    assert eagle.step([(0, tokens[:96], 95, 96)], K) == [[NO_DRAFT] * K], "the sampled token is beyond the context"
 
 
 def test_drafts_end_with_the_blocks(eagle: EagleSetup) -> None:
@@ -166,10 +159,7 @@ def test_longer_sequences_than_the_drafter_takes_get_no_drafts(tmp_path: Path) -
         [*setup.reference(long[:30], 2), NO_DRAFT, NO_DRAFT],
         setup.reference(short[:11], K),
     ]
-    assert setup.step([(0, long, 29, 34), (1, short, 10, 13)], K) == [
-        [NO_DRAFT] * K,
-        setup.reference(short[:14], K),
-    ]
+    assert setup.step([(0, long, 29, 34), (1, short, 10, 13)], K) == [[NO_DRAFT] * K, setup.reference(short[:14], K)]
     assert setup.step([(0, long, 34, 39)], K) == [[NO_DRAFT] * K]
 
 
@@ -226,9 +216,7 @@ def test_states_of_another_pipeline_stage_cannot_be_read(tmp_path: Path) -> None
         if served:
             setup.load(tmp_path / "head", shard=last)
             continue
-        with pytest.raises(
-            LoadError, match=r"states of layers \[.*\], but only layers 3 to 4 .* fewer stages"
-        ):
+        with pytest.raises(LoadError, match=r"states of layers \[.*\], but only layers 3 to 4 .* fewer stages"):
             setup.load(tmp_path / "head", shard=last)
     own = HeadCheckpoint("eagle3", {"eagle_aux_hidden_state_layer_ids": [3, 4]}, reads=2)
     assert EagleSetup(tmp_path, own).load(tmp_path / "head", shard=last).reads == (3, 4)

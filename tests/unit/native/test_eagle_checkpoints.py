@@ -52,10 +52,7 @@ def refusal(setup: EagleSetup, **speculation: Any) -> str:
         ({"hidden_size": 128}, f"reads hidden states of size 128, those of the model have {HIDDEN}"),
         ({"vocab_size": 99}, f"its vocabulary has 99 tokens, that of the model {VOCAB}"),
         ({"num_hidden_layers": 32}, "an EAGLE head has one layer, config.json says 32"),
-        (
-            {"architectures": ["Eagle3LlamaForCausalLM"]},
-            "architecture Eagle3LlamaForCausalLM is not supported",
-        ),
+        ({"architectures": ["Eagle3LlamaForCausalLM"]}, "architecture Eagle3LlamaForCausalLM is not supported"),
         ({"architectures": ["MedusaModel"]}, "architecture MedusaModel is not supported"),
         ({"model": {"hidden_size": 64}}, "nested EAGLE configurations are not supported"),
         ({"draft_vocab_size": 70}, "no tensor d2t"),
@@ -74,26 +71,14 @@ def test_eagle_configurations(setup: EagleSetup, changes: dict[str, Any], said: 
     ("changes", "said"),
     [
         ({"target_hidden_size": 32}, f"reads hidden states of size 32, those of the model have {HIDDEN}"),
-        (
-            {"eagle_aux_hidden_state_layer_ids": [1, 2, 5]},
-            "must be layers of the model, 0 to 4, they are [1, 2, 5]",
-        ),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}, "must be layers of the model, 0 to 4, they are [1, 2, 5]"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}, "names a layer twice"),
-        (
-            {"eagle_aux_hidden_state_layer_ids": [1, 2]},
-            "fc.weight is [64, 192], but config.json says [64, 128]",
-        ),
-        (
-            {"eagle_aux_hidden_state_layer_ids": None},
-            "names a layer twice or is missing for a model of 5 layers",
-        ),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "fc.weight is [64, 192], but config.json says [64, 128]"),
+        ({"eagle_aux_hidden_state_layer_ids": None}, "names a layer twice or is missing for a model of 5 layers"),
         ({"norm_before_fc": True}, "'norm_before_fc' are not supported"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "without auxiliary hidden states"),
         ({"eagle_config": "low"}, "'eagle_config' must be an object"),
-        (
-            {"draft_vocab_size": 71},
-            "lm_head.weight is [70, 64], but config.json says [71, 64]|d2t has 70 entries",
-        ),
+        ({"draft_vocab_size": 71}, "lm_head.weight is [70, 64], but config.json says [71, 64]|d2t has 70 entries"),
     ],
 )
 def test_eagle3_configurations(three: EagleSetup, changes: dict[str, Any], said: str) -> None:
@@ -124,9 +109,7 @@ def test_a_whole_model_is_no_head(setup: EagleSetup) -> None:
 
 
 def test_longer_contexts_than_the_head_has_positions(setup: EagleSetup) -> None:
-    with pytest.raises(
-        LoadError, match=f'"max_model_len" 97 is more than the {CONTEXT} positions of the drafter'
-    ):
+    with pytest.raises(LoadError, match=f'"max_model_len" 97 is more than the {CONTEXT} positions of the drafter'):
         setup.load(setup.path.parent / "head", max_model_len=CONTEXT + 1)
 
 

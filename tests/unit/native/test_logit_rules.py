@@ -38,11 +38,7 @@ def bitmask(*rows: set[int]) -> bytes:
 
 
 def expected_row(
-    logits: torch.Tensor,
-    wanted: SamplingParams,
-    prompt: list[int],
-    output: list[int],
-    allowed: set[int] | None = None,
+    logits: torch.Tensor, wanted: SamplingParams, prompt: list[int], output: list[int], allowed: set[int] | None = None
 ) -> np.ndarray:
     """`allowed`: by a grammar."""
     mask = None if allowed is None else np.frombuffer(bitmask(allowed), np.int32)
@@ -62,9 +58,7 @@ class SampledBatch:
         self.prompts: dict[int, list[int]] = {}
         self.outputs: dict[int, list[int]] = {}
 
-    def add(
-        self, slot: int, prompt: list[int], wanted: SamplingParams, output: list[int] | None = None
-    ) -> None:
+    def add(self, slot: int, prompt: list[int], wanted: SamplingParams, output: list[int] | None = None) -> None:
         """New, or resumed with `output`; whoever had the slot has left it."""
         released = i32(slot) if slot in self.prompts else b""
         self.prompts[slot], self.outputs[slot] = prompt, list(output or [])
@@ -72,9 +66,7 @@ class SampledBatch:
         blocks = np.arange(slot * 4, slot * 4 + 4, dtype=np.int32).tobytes()
         self.steps += 1
         request = NewRequest(slot, self.steps, i32(*tokens), len(prompt), blocks, wanted)
-        self.table.apply(
-            SchedulerOutput(1, self.steps, b"", b"", b"", b"", b"", new=[request], released=released)
-        )
+        self.table.apply(SchedulerOutput(1, self.steps, b"", b"", b"", b"", b"", new=[request], released=released))
         self.history.assign(request)
         self.sampler.assign(slot)
 
@@ -201,9 +193,7 @@ def test_rules_hold_at_every_draft(new_batch: NewBatch) -> None:
             for j in range(len(row) + 1):
                 before = [*said, *row[:j]]
                 expected.append(
-                    expected_row(
-                        logits[len(expected)], list(CASES.values())[slot], batch.prompts[slot], before
-                    )
+                    expected_row(logits[len(expected)], list(CASES.values())[slot], batch.prompts[slot], before)
                 )
             chosen = [int(each.argmax()) for each in expected[first:]]
             holds = [a == b for a, b in zip(chosen, row, strict=False)]
@@ -211,9 +201,7 @@ def test_rules_hold_at_every_draft(new_batch: NewBatch) -> None:
             for j, token in enumerate(row):
                 batch.history.tokens[slot, 5 + len(said) + j] = token
             batch.outputs[slot] = [*said, *chosen[: counts[-1]]]
-        at = np.array(
-            [5 + len(batch.outputs[slot]) - n for slot, n in zip(slots, counts, strict=True)], np.int32
-        )
+        at = np.array([5 + len(batch.outputs[slot]) - n for slot, n in zip(slots, counts, strict=True)], np.int32)
         left = logits.clone()
         result = batch.sampler.sample(left, np.array(slots, np.int32), at, drafts=number)
         assert torch.equal(left, torch.from_numpy(np.stack(expected)))
@@ -358,15 +346,7 @@ def test_logprobs_are_of_the_raw_logits(new_batch: NewBatch) -> None:
     """Their ranks too, whatever rules, grammar and temperature made of the row."""
     batch, wanted = new_batch(), [None, 0, 1, 5, 20, 5, 5]
     slots = list(range(len(wanted)))
-    rules = [
-        {},
-        {},
-        {"bad_words": ((3,),)},
-        {"frequency_penalty": 1.0},
-        {"temperature": 1.5, "seed": 3},
-        {},
-        {},
-    ]
+    rules = [{}, {}, {"bad_words": ((3,),)}, {"frequency_penalty": 1.0}, {"temperature": 1.5, "seed": 3}, {}, {}]
     for slot, (number, rule) in enumerate(zip(wanted, rules, strict=True)):
         batch.add(slot, [3, 1], params(logprobs=number, **rule))
     logits = torch.tensor(np.random.default_rng(5).normal(0, 3, (len(slots), VOCAB)), dtype=torch.float32)

@@ -62,9 +62,7 @@ def test_norm(implementation: str, dtype: torch.dtype, width: int) -> None:
 @every_implementation
 @each_dtype
 @pytest.mark.parametrize("width", [5, 104])
-def test_norm_of_an_output_and_a_residual_without_a_norm(
-    implementation: str, dtype: torch.dtype, width: int
-) -> None:
+def test_norm_of_an_output_and_a_residual_without_a_norm(implementation: str, dtype: torch.dtype, width: int) -> None:
     torch.manual_seed(0)
     kernels, weight = network(implementation, dtype), torch.randn(width)
     for rows in ROWS:
@@ -91,18 +89,14 @@ def test_routing(implementation: str, normalised: bool) -> None:
     best = chances.topk(2, 1)
     for expert, (start, end) in enumerate(zip(routed.ends, routed.ends[1:], strict=False)):
         tokens = routed.tokens[start:end]
-        expected = [
-            row for row in range(40) if expert in ([0, 1] if row == 3 else best.indices[row].tolist())
-        ]
+        expected = [row for row in range(40) if expert in ([0, 1] if row == 3 else best.indices[row].tolist())]
         assert tokens.tolist() == expected
         weights = chances[tokens, expert] / (best.values[tokens].sum(1) if normalised else 1)
         torch.testing.assert_close(routed.weights[start:end], weights)
     results = torch.randn(80, 24)
     combined = routing.combine(results, routed.tokens, routed.weights, 40)
     own = [int(i) for i in (routed.tokens == 7).nonzero()]
-    alone = routing.combine(
-        results[own].contiguous(), torch.zeros(2, dtype=torch.int64), routed.weights[own], 1
-    )
+    alone = routing.combine(results[own].contiguous(), torch.zeros(2, dtype=torch.int64), routed.weights[own], 1)
     assert torch.equal(combined[7], alone[0])
     expected_sum = (results[own] * routed.weights[own, None]).sum(0)
     torch.testing.assert_close(alone[0], expected_sum)

@@ -27,14 +27,10 @@ class Lookup:
         slots = DrafterSlots(SlotTable(SLOTS, 16, SLOTS * 5, LIMIT), self.history, SLOTS * 5)
         self.proposer = NgramProposer(kernels.drafting, range(least, most + 1), limit, slots)
 
-    def propose(
-        self, sequences: dict[int, list[int]], k: int, min_acceptance: float = 0.0
-    ) -> list[list[int]]:
+    def propose(self, sequences: dict[int, list[int]], k: int, min_acceptance: float = 0.0) -> list[list[int]]:
         for slot, tokens in sequences.items():
             self.history.tokens[slot, : len(tokens)] = torch.tensor(tokens)
-        slots, lengths = (
-            np.array(x, np.int32) for x in (list(sequences), [len(s) for s in sequences.values()])
-        )
+        slots, lengths = (np.array(x, np.int32) for x in (list(sequences), [len(s) for s in sequences.values()]))
         starts, ones = np.zeros(len(slots), np.int32), np.ones(len(slots), np.bool_)
         advance = Advance(slots, starts, starts, lengths - 1, ones, [], min_acceptance)
         return self.proposer.propose(advance, k).tolist()
@@ -61,9 +57,7 @@ def expected(tokens: list[int], least: int, most: int, k: int) -> list[int]:
 
 @pytest.mark.parametrize(("least", "most"), [(1, 1), (1, 4), (2, 5), (3, 3)])
 @pytest.mark.parametrize("letters", [2, 4, 8])
-def test_finds_the_longest_and_then_the_last_match(
-    lookup: NewLookup, least: int, most: int, letters: int
-) -> None:
+def test_finds_the_longest_and_then_the_last_match(lookup: NewLookup, least: int, most: int, letters: int) -> None:
     rng, made = np.random.default_rng(letters), lookup(least, most)
     found = 0
     for _ in range(40):
@@ -101,6 +95,7 @@ def test_rows_that_do_not_sample_have_no_drafts(lookup: NewLookup) -> None:
     propose = made.proposer.propose
     columns = (np.array(x, np.int32) for x in ([0, 1], [1, 1], [0, 0], [10, 15]))
     assert propose(Advance(*columns, np.array([False, True])), 2).tolist() == [[5, 5]]
-    assert propose(
-        Advance(np.array([0], np.int32), *(np.ones(1, np.int32),) * 3, np.ones(1, np.bool_)), 0
-    ).shape == (1, 0)
+    assert propose(Advance(np.array([0], np.int32), *(np.ones(1, np.int32),) * 3, np.ones(1, np.bool_)), 0).shape == (
+        1,
+        0,
+    )

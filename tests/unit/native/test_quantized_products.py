@@ -39,9 +39,7 @@ def cases(kind: str) -> Iterator[tuple[QuantizedWeight, torch.Tensor | None]]:
         yield QuantizedWeight.from_rows(kind, torch.from_numpy(rows)), bias
 
 
-def assert_equals_the_reference(
-    network: NetworkKernels, coded: QuantizedWeight, bias: torch.Tensor | None
-) -> None:
+def assert_equals_the_reference(network: NetworkKernels, coded: QuantizedWeight, bias: torch.Tensor | None) -> None:
     outputs, inputs = coded.shape
     ours = network.linear(coded, bias)
     expects = reference(network.activations).linear(coded, bias)
@@ -58,9 +56,7 @@ def assert_equals_the_reference(
 
 
 @each_case
-def test_products_equal_the_reference_and_a_row_has_the_same_bits_in_any_batch(
-    kind: str, dtype: torch.dtype
-) -> None:
+def test_products_equal_the_reference_and_a_row_has_the_same_bits_in_any_batch(kind: str, dtype: torch.dtype) -> None:
     for coded, bias in cases(kind):
         assert_equals_the_reference(compiled(dtype), coded, bias)
 
@@ -78,9 +74,7 @@ def test_a_row_with_an_infinite_or_undefined_activation_has_no_number_and_change
         assert torch.equal(found[3:], expected[3:])
 
 
-@pytest.mark.parametrize(
-    ("kind", "byte"), [("Q4_K", 255), ("Q5_K", 255), ("Q6_K", 0), ("IQ4_XS", 0), ("Q8_0", 128)]
-)
+@pytest.mark.parametrize(("kind", "byte"), [("Q4_K", 255), ("Q5_K", 255), ("Q6_K", 0), ("IQ4_XS", 0), ("Q8_0", 128)])
 def test_sums_of_the_largest_numbers_and_activations_do_not_overflow(kind: str, byte: int) -> None:
     own = FORMATS[kind]
     rows = torch.full((16, own.source_bytes), byte, dtype=torch.uint8)

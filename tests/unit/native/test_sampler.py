@@ -81,9 +81,7 @@ def test_equals_the_float64_reference(sample: Sample, vocab: int, spread: float)
     ids = sample(torch.tensor(logits), table(rows, **columns), np.arange(rows, dtype=np.int32), positions)
     for row in range(rows):
         values = [float(np.float32(columns[k][row])) for k in ("temperature", "min_p")]
-        scaled = kept(
-            logits[row].astype(np.float64), *values, int(columns["top_k"][row]), float(columns["top_p"][row])
-        )
+        scaled = kept(logits[row].astype(np.float64), *values, int(columns["top_k"][row]), float(columns["top_p"][row]))
         seeds, at = columns["seed"][row : row + 1], positions[row : row + 1]
         noisy = scaled + noise.gumbel(seeds, at, np.arange(vocab))[0]
         assert noisy[ids[row]] >= noisy.max() - 1e-5, columns["top_k"][row]

@@ -87,9 +87,9 @@ _SAMPLING = {
     "logit_bias": st.dictionaries(st.integers(0, 2**31 - 1), st.floats(-MAX_BIAS, MAX_BIAS), max_size=5).map(
         lambda biases: tuple(biases.items())
     ),
-    "bad_words": st.lists(
-        st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5).map(tuple), max_size=5
-    ).map(tuple),
+    "bad_words": st.lists(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5).map(tuple), max_size=5).map(
+        tuple
+    ),
     "allowed_token_ids": st.lists(st.integers(0, 2**31 - 1), max_size=5).map(pack),
     "logprobs": st.none() | st.integers(0, MAX_LOGPROBS),
     "prompt_logprobs": st.none() | st.integers(0, MAX_LOGPROBS),
@@ -103,9 +103,7 @@ def _strategy(info: Any) -> st.SearchStrategy[Any]:
 
 def _struct(info: StructType) -> st.SearchStrategy[Any]:
     known = _SAMPLING if info.cls is SamplingParams else {}
-    return st.builds(
-        info.cls, **{f.name: known[f.name] if f.name in known else _strategy(f.type) for f in info.fields}
-    )
+    return st.builds(info.cls, **{f.name: known[f.name] if f.name in known else _strategy(f.type) for f in info.fields})
 
 
 def _int(info: IntType) -> st.SearchStrategy[int]:
@@ -137,8 +135,6 @@ _BUILDERS: dict[type, Callable[[Any], st.SearchStrategy[Any]]] = {
     NoneType: lambda info: st.none(),
     ListType: lambda info: st.lists(_strategy(info.item_type), **_length(info)),
     VarTupleType: lambda info: st.lists(_strategy(info.item_type), **_length(info)).map(tuple),
-    DictType: lambda info: st.dictionaries(
-        _strategy(info.key_type), _strategy(info.value_type), **_length(info)
-    ),
+    DictType: lambda info: st.dictionaries(_strategy(info.key_type), _strategy(info.value_type), **_length(info)),
     UnionType: lambda info: st.one_of(map(_strategy, info.types)),
 }

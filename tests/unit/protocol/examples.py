@@ -21,15 +21,7 @@ from protocol.membership import (
     Register,
     Shutdown,
 )
-from protocol.records import (
-    CachedBlocks,
-    EngineEvent,
-    EngineEventKind,
-    RankTimes,
-    StepRecord,
-    StepRecords,
-    Subscribe,
-)
+from protocol.records import CachedBlocks, EngineEvent, EngineEventKind, RankTimes, StepRecord, StepRecords, Subscribe
 from protocol.requests import (
     AbortRequest,
     CacheAction,
@@ -121,14 +113,9 @@ EXAMPLES: list[msgspec.Struct] = [
         pack(np.array([7, 9], np.uint32)),
         pack([0, 4]),
         pack([11, 12]),
-        [
-            Finish(7, FinishReason.STOP, 300, 16, 1),
-            Finish(9, FinishReason.ERROR, message="the worker failed"),
-        ],
+        [Finish(7, FinishReason.STOP, 300, 16, 1), Finish(9, FinishReason.ERROR, message="the worker failed")],
     ),
-    EngineState(
-        EnginePhase.READY, "ready", 1.0, 4096, 32000, 1000, 16, 256, False, {"num_requests_running": 2.0}
-    ),
+    EngineState(EnginePhase.READY, "ready", 1.0, 4096, 32000, 1000, 16, 256, False, {"num_requests_running": 2.0}),
     SchedulerOutput(
         1,
         17,

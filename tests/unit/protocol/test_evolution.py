@@ -87,9 +87,7 @@ GOLDEN_2_4 = {
         "302e302e313a35373030206b6579"
     ),
     "BlocksLoaded": "94ad6c6f616465645f626c6f636b73010502",
-    "FetchBlocks": (
-        "93a56665746368c40400000000c4200000000000000000000000000000000000000000000000000000000000000000"
-    ),
+    "FetchBlocks": ("93a56665746368c40400000000c4200000000000000000000000000000000000000000000000000000000000000000"),
     "FetchedBlocks": "93a76665746368656402c406000000000000",
 }
 GOLDEN_2_5 = {
@@ -159,9 +157,7 @@ def test_fields_appended_to_a_part_do_not_shift_later_fields() -> None:
 
 def test_missing_field_without_default_is_an_error() -> None:
     """A field without a default must not be appended."""
-    newer = msgspec.defstruct(
-        "Ready", [("epoch", int), ("rank", int)], array_like=True, tag="ready", frozen=True
-    )
+    newer = msgspec.defstruct("Ready", [("epoch", int), ("rank", int)], array_like=True, tag="ready", frozen=True)
     with pytest.raises(ProtocolError, match="at least length 3, got 2"):
         Decoder[Any](newer).decode(bytes.fromhex(GOLDEN_2_0["Ready"]))
 

@@ -32,10 +32,7 @@ def test_another_major_version_is_refused_with_both_versions(
     monkeypatch.setattr("protocol.transport.client.PROTOCOL_VERSION", version)
     client = Client(server.endpoint)
     ours = "{}.{}".format(*PROTOCOL_VERSION)
-    with (
-        echoing(server),
-        pytest.raises(HandshakeRefused, match=r"{}\.{}, this service has {}".format(*version, ours)),
-    ):
+    with echoing(server), pytest.raises(HandshakeRefused, match=r"{}\.{}, this service has {}".format(*version, ours)):
         client.handshake("worker", "stranger", PATIENCE)
     assert not server.peers
     client.close()
@@ -57,9 +54,7 @@ def test_unexpected_role_is_refused_with_the_expected_ones(server: Server) -> No
     client.close()
 
 
-@pytest.mark.parametrize(
-    "frame", [encode(Heartbeat(1, 2)), b"", b"GET / HTTP/1.1", encode(Welcome(1, 0)), bytes(5000)]
-)
+@pytest.mark.parametrize("frame", [encode(Heartbeat(1, 2)), b"", b"GET / HTTP/1.1", encode(Welcome(1, 0)), bytes(5000)])
 def test_peer_without_a_handshake_is_refused_and_its_frames_are_dropped(server: Server, frame: bytes) -> None:
     good, peer = connect(server)
     with raw_dealer(server.endpoint) as stranger:
@@ -146,9 +141,7 @@ def test_name_of_a_peer_is_one_line_in_the_log(server: Server, caplog: pytest.Lo
     client.close()
 
 
-def test_many_errors_are_all_counted_and_few_are_logged(
-    server: Server, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_many_errors_are_all_counted_and_few_are_logged(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     client, peer = connect(server)
     with caplog.at_level(logging.WARNING):
         for _ in range(1000):

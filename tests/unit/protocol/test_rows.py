@@ -54,18 +54,14 @@ def test_message_without_rows() -> None:
     assert not len(OutputRows.from_message(RequestOutputs(b"", b"", b"")).numbers)
 
 
-@pytest.mark.parametrize(
-    "name", ["slots", "generations", "starts", "counts", "samples", "block_slots", "block_ids"]
-)
+@pytest.mark.parametrize("name", ["slots", "generations", "starts", "counts", "samples", "block_slots", "block_ids"])
 def test_plan_with_a_short_column_is_refused(name: str) -> None:
     shorter = getattr(PLAN, name)[: -1 if name == "samples" else -4]
     with pytest.raises(ProtocolError, match=f"differ in length.*'{name}': "):
         StepRows.from_message(msgspec.structs.replace(PLAN, **{name: shorter}))
 
 
-@pytest.mark.parametrize(
-    "name", ["slots", "generations", "starts", "counts", "block_slots", "block_ids", "released"]
-)
+@pytest.mark.parametrize("name", ["slots", "generations", "starts", "counts", "block_slots", "block_ids", "released"])
 def test_plan_with_a_negative_number_is_refused(name: str) -> None:
     column = np.frombuffer(getattr(PLAN, name), np.int32).copy()
     column[-1] = -1
@@ -134,9 +130,7 @@ def test_drafts_must_fit_into_a_row_that_samples() -> None:
 
 
 def test_drafted_must_have_a_count_per_row() -> None:
-    assert ResultRows.from_message(
-        msgspec.structs.replace(RESULT, drafted=pack([3, 0]))
-    ).drafted.tolist() == [3, 0]
+    assert ResultRows.from_message(msgspec.structs.replace(RESULT, drafted=pack([3, 0]))).drafted.tolist() == [3, 0]
     for drafted in ([3], [-1, 0]):
         with pytest.raises(ProtocolError):
             ResultRows.from_message(msgspec.structs.replace(RESULT, drafted=pack(drafted)))

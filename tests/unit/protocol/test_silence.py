@@ -50,9 +50,7 @@ def test_a_short_silence_exceeds_a_short_limit_on_a_quiet_machine() -> None:
 
 
 @pytest.mark.parametrize(("signs", "lateness"), [([0.0, 3.0, 6.0], 0.0), ([0.0], 1.0)])
-def test_delays_of_the_peer_and_of_this_process_raise_a_short_limit(
-    signs: list[float], lateness: float
-) -> None:
+def test_delays_of_the_peer_and_of_this_process_raise_a_short_limit(signs: list[float], lateness: float) -> None:
     watch = watched(*signs, until=8.5, lateness=lateness)
     assert watch.delay > 0.9
     assert not watch.exceeds(0.8)

@@ -113,9 +113,7 @@ def test_connection_is_checked_without_a_message_for_its_client(server: Server) 
     client.close()
 
 
-def test_full_table_has_room_for_a_peer_after_others_have_left(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_table_has_room_for_a_peer_after_others_have_left(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("protocol.transport.server.MAX_PEERS", 3)
     monkeypatch.setattr("protocol.transport.server.SWEEP_INTERVAL", 0.01)
     stays, peer = connect(server)

@@ -32,24 +32,12 @@ def test_nothing_is_missing() -> None:
 @pytest.mark.parametrize(
     ("settings", "nodes", "parts"),
     [
-        (
-            {"tensor_parallel_size": 4, "threads": 2},
-            [FOUR, FOUR],
-            ("10 CPUs", "4 CPUs + 4 CPUs", "too few CPUs"),
-        ),
+        ({"tensor_parallel_size": 4, "threads": 2}, [FOUR, FOUR], ("10 CPUs", "4 CPUs + 4 CPUs", "too few CPUs")),
         ({"tensor_parallel_size": 4, "threads": 2}, [FOUR] * 3, ("8 CPUs on one node are free 0 times",)),
         ({"data_parallel_size": 4}, [FOUR, FOUR], ("4 engines of 1 rank and 1 frontend need 9 CPUs",)),
-        (
-            {"threads": 3, "data_parallel_size": 2},
-            [FOUR, *[TWO] * 4],
-            ("3 CPUs on one node are free 1 times, not 2",),
-        ),
+        ({"threads": 3, "data_parallel_size": 2}, [FOUR, *[TWO] * 4], ("3 CPUs on one node are free 1 times, not 2",)),
         ({"device": "cuda"}, [FOUR], ("1 GPU", "too few GPUs")),
-        (
-            {"tensor_parallel_size": 4, "placement_group_strategy": "STRICT_PACK"},
-            [FOUR, FOUR],
-            ("5 CPUs on one node",),
-        ),
+        ({"tensor_parallel_size": 4, "placement_group_strategy": "STRICT_PACK"}, [FOUR, FOUR], ("5 CPUs on one node",)),
         ({"api_server_count": 3}, [FOUR, FOUR], ("3 frontends need as many nodes, and there are 2",)),
     ],
 )

@@ -74,12 +74,7 @@ class Pipeline:
 
 
 def limits(stages: int = 4, **changes: int) -> Limits:
-    sizes = {
-        "max_num_seqs": 512,
-        "max_num_batched_tokens": 65536,
-        "max_model_len": 16384,
-        "num_blocks": 20_000,
-    }
+    sizes = {"max_num_seqs": 512, "max_num_batched_tokens": 65536, "max_model_len": 16384, "num_blocks": 20_000}
     return Limits(**(sizes | changes), block_size=16, enable_prefix_caching=False, stages=stages)  # type: ignore[arg-type]
 
 
@@ -196,9 +191,7 @@ def test_every_ready_request_gets_its_turn_while_prompts_stream_in() -> None:
         if index % 3 == 0:
             pipeline.add(200, output=3)
         step = pipeline.step()
-        for slot, entry in zip(
-            step.slots.tolist(), pipeline.epoch.slots.order_key[step.slots].tolist(), strict=True
-        ):
+        for slot, entry in zip(step.slots.tolist(), pipeline.epoch.slots.order_key[step.slots].tolist(), strict=True):
             if entry < 30:
                 longest = max(longest, step.step_id - last.get(slot, step.step_id))
                 last[slot] = step.step_id
@@ -234,11 +227,7 @@ def test_requests_that_end_for_certain_are_no_demand() -> None:
 def test_budgets_stay_within_their_range(seed: int) -> None:
     rng = Random(seed)
     pipeline = Pipeline(
-        limits(
-            rng.choice((2, 4)),
-            max_num_batched_tokens=rng.choice((1, 2, 7, 64)),
-            num_blocks=rng.randint(20, 60),
-        )
+        limits(rng.choice((2, 4)), max_num_batched_tokens=rng.choice((1, 2, 7, 64)), num_blocks=rng.randint(20, 60))
     )
     for _ in range(rng.randint(0, 20)):
         pipeline.add(rng.randint(1, 100), output=rng.randint(1, 50))

@@ -115,9 +115,7 @@ def nothing_is_gone(self: CachedBlockReports, name: bytes | None, pool: BlockPoo
     return None
 
 
-def other_blocks_are_not_followed(
-    self: CachedBlockReports, name: bytes | None, pool: BlockPool
-) -> bytes | None:
+def other_blocks_are_not_followed(self: CachedBlockReports, name: bytes | None, pool: BlockPool) -> bytes | None:
     return None if name in pool.by_hash else name
 
 

@@ -8,9 +8,7 @@ AHEAD = 1000.0
 """Seconds by which the peer's clock is ahead."""
 
 
-def exchange(
-    clock: ClockOffset, sent: float, there: float, held: float, back: float, ahead: float = AHEAD
-) -> None:
+def exchange(clock: ClockOffset, sent: float, there: float, held: float, back: float, ahead: float = AHEAD) -> None:
     """One exchange whose messages travel for `there` and `back` seconds and wait `held` seconds at the peer."""
     arrived = sent + there
     clock.add(sent, arrived + ahead, arrived + held + ahead, arrived + held + back)

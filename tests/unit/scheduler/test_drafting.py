@@ -11,13 +11,7 @@ import numpy as np
 import pytest
 
 from services.config import SpeculativeConfig
-from services.scheduler.core.drafting import (
-    LEARNS,
-    AdaptiveDrafting,
-    Drafting,
-    FixedDrafting,
-    drafting_from_config,
-)
+from services.scheduler.core.drafting import LEARNS, AdaptiveDrafting, Drafting, FixedDrafting, drafting_from_config
 from services.scheduler.core.ledger import InflightStep
 
 MOST = 4
@@ -65,10 +59,7 @@ def run(policy: Drafting, device: DeviceModel, steps: int = 1500, seed: int = 0)
         time *= math.exp(chance.gauss(0, device.noise)) * (5 if chance.random() < device.interrupted else 1)
         samples = np.ones(rows, np.bool_)
         columns = np.arange(rows), ones, ones, ones + planned, samples, planned * ones
-        step, now = (
-            InflightStep(step_id, *columns, proposes, policy.is_trial, policy.rests),
-            now + time * 1e-3,
-        )
+        step, now = (InflightStep(step_id, *columns, proposes, policy.is_trial, policy.rests), now + time * 1e-3)
         flying.append((step, drafted, counts, now))
         if len(flying) == 2:
             policy.observe(*flying.pop(0))
@@ -98,9 +89,7 @@ def test_nearly_as_good_as_the_best_number_for_the_device(device: DeviceModel) -
 def test_if_drafts_fail_almost_nothing_is_lost(rows: int) -> None:
     device = DeviceModel(rows, acceptance=0.02, token=0.2, draft=0.3)
     assert run(AdaptiveDrafting(MOST), device).rate > 0.95 * run(FixedDrafting(0), device).rate
-    assert run(FixedDrafting(MOST), device).rate < 0.8 * run(FixedDrafting(0), device).rate, (
-        "fixed drafts lose"
-    )
+    assert run(FixedDrafting(MOST), device).rate < 0.8 * run(FixedDrafting(0), device).rate, "fixed drafts lose"
 
 
 def test_drafts_that_are_given_up_are_tried_again_now_and_then() -> None:

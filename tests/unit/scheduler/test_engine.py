@@ -21,9 +21,7 @@ def generate(
     tokens: list[int], prompt: int | None = None, number: int = 0, priority: int = 0, **params: object
 ) -> GenerateRequest:
     sampling = SamplingParams(**({"max_tokens": 4} | params))  # type: ignore[arg-type]
-    return GenerateRequest(
-        number, pack(tokens), len(tokens) if prompt is None else prompt, sampling, priority
-    )
+    return GenerateRequest(number, pack(tokens), len(tokens) if prompt is None else prompt, sampling, priority)
 
 
 def finishes(core: EngineCore) -> list[Finish]:

@@ -58,9 +58,7 @@ def test_of_a_prefix_hit_whole_chunks_are_used_and_never_the_last(geometry: Geom
         for hit in range(0, tokens, block):
             usable = geometry.usable_prefix(tokens, hit)
             assert usable == max(first for first in begins if first <= hit)
-            rule = max(
-                0, (geometry.left_padding(tokens) + hit) // chunk * chunk - geometry.left_padding(tokens)
-            )
+            rule = max(0, (geometry.left_padding(tokens) + hit) // chunk * chunk - geometry.left_padding(tokens))
             assert usable == min(rule, begins[-1])
             assert ends(geometry, tokens, usable)[-1] == tokens
 

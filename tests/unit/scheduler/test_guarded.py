@@ -100,9 +100,7 @@ def serve(policy: BatchingPolicy, requests: int = 12) -> tuple[list[FinishReason
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_engine_serves_on_and_the_fault_is_logged_once(
-    fault: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_engine_serves_on_and_the_fault_is_logged_once(fault: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR, "runahead.scheduler"):
         ends, plans = serve(GuardedPolicy(FAULTS[fault]))
     assert ends == [FinishReason.LENGTH] * 12
@@ -115,9 +113,7 @@ def test_the_engine_serves_on_and_the_fault_is_logged_once(
             assert counts.sum() == 1, "one unit"
 
 
-@pytest.mark.parametrize(
-    "policy", [ChunkedPolicy(), BalancedPolicy()], ids=lambda policy: type(policy).__name__
-)
+@pytest.mark.parametrize("policy", [ChunkedPolicy(), BalancedPolicy()], ids=lambda policy: type(policy).__name__)
 def test_a_sound_policy_is_not_touched(policy: BatchingPolicy, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR, "runahead.scheduler"):
         guarded, bare = serve(GuardedPolicy(policy)), serve(policy)
@@ -128,9 +124,7 @@ def test_a_sound_policy_is_not_touched(policy: BatchingPolicy, caplog: pytest.Lo
 @pytest.mark.parametrize(
     ("name", "kind"), [("chunked", ChunkedPolicy), ("balanced", BalancedPolicy), ("phased", PhasedPolicy)]
 )
-def test_the_configured_policy_is_guarded_and_plans_as_the_bare_one(
-    name: str, kind: type[ConfigurablePolicy]
-) -> None:
+def test_the_configured_policy_is_guarded_and_plans_as_the_bare_one(name: str, kind: type[ConfigurablePolicy]) -> None:
     config = SchedulerConfig.model_validate(
         {"batching_policy": name, "max_num_batched_tokens": 64, "max_model_len": 128}
     )
@@ -140,8 +134,6 @@ def test_the_configured_policy_is_guarded_and_plans_as_the_bare_one(
 
 
 def test_the_threshold_for_long_prompts_holds_in_balanced_too() -> None:
-    config = SchedulerConfig.model_validate(
-        {"batching_policy": "balanced", "long_prefill_token_threshold": 10}
-    )
+    config = SchedulerConfig.model_validate({"batching_policy": "balanced", "long_prefill_token_threshold": 10})
     _, plans = serve(make_policy(config, LIMITS))
     assert max(int(unpack(plan.counts).max()) for plan in plans) == 10

@@ -27,16 +27,7 @@ from protocol.membership import (
 from protocol.requests import EnginePhase
 from protocol.steps import StepFault
 from services.config import SchedulerConfig
-from services.scheduler.membership import (
-    Action,
-    Ended,
-    FailRequests,
-    News,
-    Refuse,
-    Send,
-    Started,
-    WorkerGroup,
-)
+from services.scheduler.membership import Action, Ended, FailRequests, News, Refuse, Send, Started, WorkerGroup
 from services.scheduler.membership.formation import RETURN_SECONDS
 from services.scheduler.membership.group_states import GroupState
 from services.scheduler.membership.losses import MAX_FUTILE_EPOCHS
@@ -103,9 +94,7 @@ def group(**config: object) -> ScriptedGroup:
 
 
 def sent(actions: list[Action], kind: type) -> dict[str, object]:
-    return {
-        a.peer.decode(): a.message for a in actions if isinstance(a, Send) and isinstance(a.message, kind)
-    }
+    return {a.peer.decode(): a.message for a in actions if isinstance(a, Send) and isinstance(a.message, kind)}
 
 
 def test_ranks_are_handed_out_when_the_last_one_needed_has_come() -> None:
@@ -141,11 +130,7 @@ def test_all_get_the_least_that_any_can_hold_and_serve_when_all_are_ready() -> N
     assert g.send("a", Ready(1)) == []
     (started,) = g.send("b", Ready(1))
     assert isinstance(started, Started)
-    assert (started.peers, started.limits.num_blocks, g.status.phase) == (
-        [b"a", b"b"],
-        300,
-        EnginePhase.READY,
-    )
+    assert (started.peers, started.limits.num_blocks, g.status.phase) == ([b"a", b"b"], 300, EnginePhase.READY)
 
 
 def replace_blocks(blocks: int, epoch: int) -> Loaded:
@@ -207,8 +192,7 @@ def test_messages_of_an_old_epoch_change_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "message",
-    [LoadProgress("weights", 0.5), msgspec.structs.replace(LOADED, epoch=1), Ready(1), RankLost(1, "reset")],
+    "message", [LoadProgress("weights", 0.5), msgspec.structs.replace(LOADED, epoch=1), Ready(1), RankLost(1, "reset")]
 )
 def test_messages_that_cross_the_end_of_their_epoch_change_nothing(message: WorkerMessage) -> None:
     g = group(tensor_parallel_size=2)
@@ -307,9 +291,9 @@ def test_worker_stuck_in_its_old_epoch_is_given_up() -> None:
     g.send("a", Heartbeat(1, 9), 0.5)
     g.send("b", Heartbeat(1, 8), 0.5)
     assert g.check_at(0.9) == []
-    assert Ended(
-        1, "step 9 has not ended on rank 1 after 1.1 s, far longer than steps of its size take"
-    ) in g.check_at(1.1)
+    assert Ended(1, "step 9 has not ended on rank 1 after 1.1 s, far longer than steps of its size take") in g.check_at(
+        1.1
+    )
     g.register("b", at=1.1)
     g.send("a", Heartbeat(1, 8), 1.0 + RETURN_TIMEOUT)
     g.check(1.2 + RETURN_TIMEOUT)
@@ -367,9 +351,7 @@ def test_a_worker_that_has_not_confirmed_its_assignment_may_be_silent_as_long_as
         ),
     ],
 )
-def test_worker_that_does_not_fit_is_refused_with_both_values(
-    changes: dict[str, object], reason: str
-) -> None:
+def test_worker_that_does_not_fit_is_refused_with_both_values(changes: dict[str, object], reason: str) -> None:
     g = group(tensor_parallel_size=2, pipeline_parallel_size=2)
     g.register("a")
     (refusal,) = g.register("b", **changes)
@@ -435,9 +417,7 @@ def test_parts_of_another_size_are_not_compared_and_unknown_workers_add_none() -
     assert g.member_state("a") is MemberState.INITIALIZING
 
 
-def test_parts_beyond_the_bound_are_not_compared_and_the_log_says_so_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_parts_beyond_the_bound_are_not_compared_and_the_log_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.scheduler.membership.contents.MAX_PARTS", 2)
     g = group(tensor_parallel_size=2)
     g.register("a", "b", "c")
@@ -509,9 +489,7 @@ def test_groups_that_never_serve_are_not_formed_for_ever() -> None:
     assert FailRequests in [type(action) for action in g.check_at(1.0)]
     assert g.failed
     assert g.epoch == MAX_FUTILE_EPOCHS
-    assert (
-        g.status.detail == "5 groups of workers in a row were lost before they served: worker host:1 is gone"
-    )
+    assert g.status.detail == "5 groups of workers in a row were lost before they served: worker host:1 is gone"
 
 
 def test_an_epoch_that_finished_a_step_is_not_futile() -> None:
@@ -563,9 +541,7 @@ def test_more_blocks_than_the_workers_hold_are_refused_by_flag() -> None:
         ({"method": "draft_model", "model": "smaller"}, 3),
     ],
 )
-def test_a_drafter_with_keys_and_values_of_its_own_has_room_for_drafts(
-    drafter: dict[str, str], lookahead: int
-) -> None:
+def test_a_drafter_with_keys_and_values_of_its_own_has_room_for_drafts(drafter: dict[str, str], lookahead: int) -> None:
     """A head without a name, as the demo model's, included."""
     speculative = drafter | {"num_speculative_tokens": 3}
     config = SchedulerConfig.model_validate({"speculative_config": speculative})
@@ -573,10 +549,7 @@ def test_a_drafter_with_keys_and_values_of_its_own_has_room_for_drafts(
     (assigned,) = (a.message for a in g.register("a") if isinstance(a, Send))
     assert isinstance(assigned, Assignment)
     assert assigned.speculation is not None
-    assert (assigned.speculation.method, assigned.speculation.num_speculative_tokens) == (
-        drafter["method"],
-        3,
-    )
+    assert (assigned.speculation.method, assigned.speculation.num_speculative_tokens) == (drafter["method"], 3)
     limits = g.start().limits
     assert limits.lookahead == lookahead
     assert limits.drafts_in_flight == 3 * config.depth
@@ -711,12 +684,8 @@ def test_a_step_without_memory_is_retried_with_half_of_its_tokens_once() -> None
     assert g.start(100.0).limits.max_num_batched_tokens == 144
 
 
-@pytest.mark.parametrize(
-    ("drafts", "size"), [(0, StepSize(40, 4000, 40, 1)), (3, StepSize(100, 9000, 40, 4))]
-)
-def test_a_batch_that_decodes_without_memory_is_retried_with_half_of_its_rows(
-    drafts: int, size: StepSize
-) -> None:
+@pytest.mark.parametrize(("drafts", "size"), [(0, StepSize(40, 4000, 40, 1)), (3, StepSize(100, 9000, 40, 4))])
+def test_a_batch_that_decodes_without_memory_is_retried_with_half_of_its_rows(drafts: int, size: StepSize) -> None:
     speculative = {"method": "ngram", "num_speculative_tokens": drafts} if drafts else None
     g = group(speculative_config=speculative)
     g.serve("a")
@@ -827,9 +796,7 @@ def test_a_result_of_an_old_epoch_neither_ends_a_step_nor_proves_the_epoch() -> 
 def test_a_worker_that_failed_in_a_step_is_lost() -> None:
     g = group()
     g.serve("a")
-    assert g.send("a", StepFault(1, 7, "out of memory")) == [
-        Ended(1, "worker host:1 failed in step 7: out of memory")
-    ]
+    assert g.send("a", StepFault(1, 7, "out of memory")) == [Ended(1, "worker host:1 failed in step 7: out of memory")]
     assert g.names == ""
 
 
@@ -892,9 +859,7 @@ def test_all_workers_are_sent_away_when_the_scheduler_ends() -> None:
     g.serve("a")
     g.register("b")
     g.shut_down("the scheduler is stopping")
-    assert g.actions() == [
-        Send(name, Shutdown("the scheduler is stopping"), everywhere=True) for name in (b"a", b"b")
-    ]
+    assert g.actions() == [Send(name, Shutdown("the scheduler is stopping"), everywhere=True) for name in (b"a", b"b")]
 
 
 def test_only_auto_has_a_group_that_forms_by_the_passing_of_time() -> None:
@@ -919,8 +884,7 @@ def test_only_blocks_that_all_ranks_hold_are_adopted() -> None:
     loaded = msgspec.structs.replace(LOADED, num_blocks=6, epoch=g.epoch)
     g.send("a", msgspec.structs.replace(loaded, held=held(b4="p", b0="q", b1="r", b2="s", b9="t")))
     inits = sent(
-        g.send("b", msgspec.structs.replace(loaded, held=held(b0="q", b1="x", b4="p", b9="t", b3="u"))),
-        InitializeCache,
+        g.send("b", msgspec.structs.replace(loaded, held=held(b0="q", b1="x", b4="p", b9="t", b3="u"))), InitializeCache
     )
     assert {init.canary_block for init in inits.values() if isinstance(init, InitializeCache)} == {1}
     *_, started = g.send("ab", Ready(g.epoch))

@@ -134,13 +134,7 @@ class GroupMachine(RuleBasedStateMachine):
 
     def contents(self) -> tuple[object, ...]:
         group = self.group
-        return (
-            group.state,
-            group.status,
-            group.epoch,
-            group.size,
-            [copy.copy(member) for member in group.roster],
-        )
+        return (group.state, group.status, group.epoch, group.size, [copy.copy(member) for member in group.roster])
 
     def take_actions(self) -> None:
         for action in self.group.take_actions():
@@ -183,9 +177,7 @@ class GroupMachine(RuleBasedStateMachine):
             assert {member.state for member in ranks} == {MemberState.READY}
 
 
-@pytest.mark.parametrize(
-    ("tensor_parallel_size", "pipeline_parallel_size"), [(1, 1), (2, 1), (2, 2), ("auto", 1)]
-)
+@pytest.mark.parametrize(("tensor_parallel_size", "pipeline_parallel_size"), [(1, 1), (2, 1), (2, 2), ("auto", 1)])
 def test_no_order_of_events_leads_the_group_astray(
     tensor_parallel_size: int | str, pipeline_parallel_size: int
 ) -> None:

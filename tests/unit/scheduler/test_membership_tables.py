@@ -7,16 +7,7 @@ from itertools import product
 import pytest
 
 from protocol.codec import ProtocolError
-from protocol.membership import (
-    Heartbeat,
-    Loaded,
-    LoadFailed,
-    LoadProgress,
-    RankLost,
-    Ready,
-    Register,
-    WorkerMessage,
-)
+from protocol.membership import Heartbeat, Loaded, LoadFailed, LoadProgress, RankLost, Ready, Register, WorkerMessage
 from protocol.steps import StepFault
 from services.config import SchedulerConfig
 from services.scheduler.membership import WorkerGroup
@@ -91,9 +82,7 @@ def test_every_member_event_has_a_row_or_changes_nothing(state: MemberState, eve
     roster = roster_in(state)
     before = contents(roster)
     if (state, event) not in MEMBER_TABLE:
-        with pytest.raises(
-            IllegalTransition, match=f"{event.name} has no place while a worker is {state.name}"
-        ):
+        with pytest.raises(IllegalTransition, match=f"{event.name} has no place while a worker is {state.name}"):
             roster.apply(b"a", event, 1.0)
         assert contents(roster) == before
         return
@@ -143,10 +132,7 @@ def test_workers_that_come_and_go_are_counted() -> None:
     for (before, event), (after, actions) in MEMBER_TABLE.items():
         unknown = MemberState.UNKNOWN
         assert (MemberAction.JOIN in actions) == (before is unknown and after is not unknown), (before, event)
-        assert (MemberAction.LEAVE in actions) == (before is not unknown and after is unknown), (
-            before,
-            event,
-        )
+        assert (MemberAction.LEAVE in actions) == (before is not unknown and after is unknown), (before, event)
 
 
 def test_steps_are_void_when_and_only_when_the_epoch_in_effect_ends() -> None:
@@ -160,27 +146,19 @@ def test_ranks_are_told_of_the_end_whenever_an_epoch_ends_and_the_group_goes_on(
     for (before, event), (after, actions) in GROUP_TABLE.items():
         ends = before in with_epoch and after in (GroupState.WAITING, GroupState.RECOVERING)
         assert (GroupAction.END in actions) == ends, (before, event)
-        assert (GroupAction.ASSIGN in actions) == (before not in with_epoch and after in FORMING), (
-            before,
-            event,
-        )
+        assert (GroupAction.ASSIGN in actions) == (before not in with_epoch and after in FORMING), (before, event)
 
 
 def test_open_requests_end_with_an_error_when_nothing_waits_for_the_next_epoch_any_more() -> None:
     recovering = (GroupState.RECOVERING, GroupState.RELOADING)
     for (before, event), (after, actions) in GROUP_TABLE.items():
         given_up = before in recovering and after in (GroupState.WAITING, GroupState.LOADING)
-        assert (GroupAction.END_REQUESTS in actions) == (given_up or after is GroupState.FAILED), (
-            before,
-            event,
-        )
+        assert (GroupAction.END_REQUESTS in actions) == (given_up or after is GroupState.FAILED), (before, event)
 
 
 def test_a_failed_group_has_no_rows() -> None:
     assert all(state is not GroupState.FAILED for state, _ in GROUP_TABLE)
-    assert all(
-        (state, GroupEvent.FAIL) in GROUP_TABLE for state in GroupState if state is not GroupState.FAILED
-    )
+    assert all((state, GroupEvent.FAIL) in GROUP_TABLE for state in GroupState if state is not GroupState.FAILED)
 
 
 # -- what any worker may send in any state -----------------------------------------------------------------------------
@@ -231,17 +209,14 @@ def test_every_message_is_handled_or_refused_by_name(state: MemberState, kind: t
         group.on_message(b"a", message, 1.0)
         assert len(group.roster.ranks) == (group.size.world if group.size else 0)
         return
-    with pytest.raises(
-        ProtocolError, match=f"{kind.__name__} has no place while worker host:1 is {state.name}"
-    ):
+    with pytest.raises(ProtocolError, match=f"{kind.__name__} has no place while worker host:1 is {state.name}"):
         group.on_message(b"a", message, 1.0)
     assert snapshot(group) == before
 
 
 @pytest.mark.parametrize("state", MemberState)
 @pytest.mark.parametrize(
-    "message",
-    [Heartbeat(9, 0), Loaded("hash", 1, 1, 1, 1, epoch=9), Ready(9), RankLost(9, "x"), StepFault(9, 1, "x")],
+    "message", [Heartbeat(9, 0), Loaded("hash", 1, 1, 1, 1, epoch=9), Ready(9), RankLost(9, "x"), StepFault(9, 1, "x")]
 )
 def test_a_message_of_another_epoch_is_a_sign_of_life_and_nothing_else(
     state: MemberState, message: WorkerMessage | StepFault

@@ -65,9 +65,7 @@ class ObservedEngine:
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=(STOP,))
         tokens = pack([(number * 11 + i) % VOCAB for i in range(prompt)])
         external = f"cmpl-{number}"
-        self.core.add(
-            0, GenerateRequest(number, tokens, prompt, params, priority, "", external, grammar, pooling)
-        )
+        self.core.add(0, GenerateRequest(number, tokens, prompt, params, priority, "", external, grammar, pooling))
 
     def dispatch(self) -> None:
         self.in_flight += [m for m in self.core.dispatch() if isinstance(m, SchedulerOutput)]
@@ -210,10 +208,7 @@ def test_grammars_that_are_ready_refused_or_of_an_aborted_request() -> None:
         events.GrammarReady(2, None, ""),
         events.GrammarReady(3, (0, 2), "it is no grammar"),
     ]
-    assert [e.finish.reason for e in engine.of(events.RequestFinished)] == [
-        FinishReason.ABORT,
-        FinishReason.INVALID,
-    ]
+    assert [e.finish.reason for e in engine.of(events.RequestFinished)] == [FinishReason.ABORT, FinishReason.INVALID]
     engine.dispatch()
     (sent,) = engine.of(events.GrammarSent)
     assert sent.message.step_id == 1
@@ -235,10 +230,7 @@ def test_epochs_and_results_that_come_too_late() -> None:
     limits = Limits(2, 64, 64, 16, 4)
     engine.core.start_epoch(limits, ChunkedPolicy(), 2)
     engine.answer()
-    assert engine.of(events.EpochEnded, events.EpochStarted) == [
-        events.EpochEnded(1),
-        events.EpochStarted(2, limits),
-    ]
+    assert engine.of(events.EpochEnded, events.EpochStarted) == [events.EpochEnded(1), events.EpochStarted(2, limits)]
     (arrived,), (dropped,) = engine.of(events.ResultArrived), engine.of(events.StaleResultDropped)
     assert dropped.result is arrived.result
     assert not engine.of(events.RequestPreempted, events.RequestFinished, events.ResultApplied)

@@ -32,9 +32,7 @@ def plans(engine: EngineCore) -> list[SchedulerOutput]:
 def answer(plan: SchedulerOutput, **changes: bytes) -> ModelRunnerOutput:
     """Return a result with token 7 for every sampling row."""
     sampled = np.frombuffer(plan.samples, np.bool_)
-    slots, generations = (
-        np.frombuffer(column, np.int32)[sampled] for column in (plan.slots, plan.generations)
-    )
+    slots, generations = (np.frombuffer(column, np.int32)[sampled] for column in (plan.slots, plan.generations))
     fields = {
         "slots": pack(slots),
         "generations": pack(generations),
@@ -68,9 +66,7 @@ def test_chunks_that_are_not_whole_blocks_are_refused() -> None:
 
 def test_the_worked_volume_holds_three_and_not_four() -> None:
     """Requests reach tkv 426 under a limit of 1536. The fourth enters when one of the others has ended."""
-    limits = Limits(
-        max_num_seqs=4, max_num_batched_tokens=448, max_model_len=448, num_blocks=64, block_size=64
-    )
+    limits = Limits(max_num_seqs=4, max_num_batched_tokens=448, max_model_len=448, num_blocks=64, block_size=64)
     engine = core(limits, depth=1, max_volume=1536)
     for number, max_tokens in enumerate((27, 27, 12, 27)):
         add(engine, number, 400, max_tokens)

@@ -76,9 +76,7 @@ def test_a_policy_of_an_installed_package(site: Path) -> None:
 
 def test_an_unknown_name_is_refused_with_the_list_of_names(site: Path) -> None:
     register_policy(site, "my_policies:Fair", "fair")
-    with pytest.raises(
-        PluginError, match="there is no such policy; choose one of chunked, balanced, phased, fair"
-    ):
+    with pytest.raises(PluginError, match="there is no such policy; choose one of chunked, balanced, phased, fair"):
         find_policy("fifo")
 
 
@@ -100,9 +98,7 @@ def test_a_module_that_fails_on_import_is_one_line(site: Path) -> None:
 @pytest.mark.parametrize("value", ["json:dumps", "pathlib:Path", "json"])
 def test_an_entry_point_that_is_no_policy(site: Path, value: str) -> None:
     register_policy(site, value)
-    with pytest.raises(
-        PluginError, match=f"{value} of my-policies is no batching policy: it must be a class with"
-    ):
+    with pytest.raises(PluginError, match=f"{value} of my-policies is no batching policy: it must be a class with"):
         find_policy("mine")
 
 

@@ -18,11 +18,7 @@ class Bench:
     """An engine whose steps take STEP seconds each, with one step in flight."""
 
     def __init__(
-        self,
-        max_num_seqs: int = 8,
-        num_blocks: int = 64,
-        max_queue_seconds: float = 2.0,
-        **limits_of_the_queue: int,
+        self, max_num_seqs: int = 8, num_blocks: int = 64, max_queue_seconds: float = 2.0, **limits_of_the_queue: int
     ) -> None:
         limits = Limits(
             max_num_seqs=max_num_seqs,
@@ -33,12 +29,7 @@ class Bench:
             enable_prefix_caching=False,
         )
         self.core = EngineCore(
-            limits,
-            ChunkedPolicy(),
-            depth=1,
-            vocab_size=50,
-            max_queue_seconds=max_queue_seconds,
-            **limits_of_the_queue,
+            limits, ChunkedPolicy(), depth=1, vocab_size=50, max_queue_seconds=max_queue_seconds, **limits_of_the_queue
         )
         self.now, self.finishes, self._number = 0.0, list[Finish](), 0
 

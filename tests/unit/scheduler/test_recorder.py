@@ -9,13 +9,7 @@ import pytest
 
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.observer import CoreRestarted, TimeAdvanced
-from services.scheduler.recording import (
-    EventRecording,
-    FlightRecorder,
-    RecordingHeader,
-    SegmentWriter,
-    recorder,
-)
+from services.scheduler.recording import EventRecording, FlightRecorder, RecordingHeader, SegmentWriter, recorder
 from services.scheduler.recording.records import VERSION, Record
 
 LIMITS = Limits(4, 64, 256, 32, 16)

@@ -35,9 +35,7 @@ def test_records_come_back_in_order_over_several_segments(tmp_path: Path) -> Non
     assert [*recording.records()] == [*recording.records_from_start()] == times(0, 400)
 
 
-def test_the_oldest_segments_are_deleted_and_the_bound_holds(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_oldest_segments_are_deleted_and_the_bound_holds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     bound = 32 << 10
     writer = SegmentWriter(tmp_path, header, bound)
     for first in range(0, 20_000, 100):

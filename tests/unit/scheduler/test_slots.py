@@ -25,17 +25,7 @@ def test_the_next_owner_sees_no_column_of_the_last() -> None:
     slots.assign(request(2, [4], eos_token_ids=(2,)), 32)
     fresh = SlotColumns(1, 32)
     fresh.assign(request(2, [4], eos_token_ids=(2,)), 32)
-    for name in (
-        "state",
-        "order_key",
-        "number",
-        "prompt",
-        "tokens",
-        "computed",
-        "inflight",
-        "placeholders",
-        "limit",
-    ):
+    for name in ("state", "order_key", "number", "prompt", "tokens", "computed", "inflight", "placeholders", "limit"):
         assert getattr(slots, name)[0] == getattr(fresh, name)[0], name
     for name in ("stops_from", "capacity", "next_commit", "last_step"):
         assert getattr(slots, name)[0] == getattr(fresh, name)[0], name

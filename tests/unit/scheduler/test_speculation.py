@@ -16,12 +16,7 @@ from services.scheduler.policies import BatchingPolicy, ChunkedPolicy, Scheduler
 
 K, EOS = 3, 49
 LIMITS = Limits(
-    max_num_seqs=4,
-    max_num_batched_tokens=16,
-    max_model_len=32,
-    num_blocks=32,
-    block_size=4,
-    drafts_in_flight=K,
+    max_num_seqs=4, max_num_batched_tokens=16, max_model_len=32, num_blocks=32, block_size=4, drafts_in_flight=K
 )
 
 
@@ -29,9 +24,7 @@ class ScriptedCore:
     """A core whose results the test provides, one token list per sampling row."""
 
     def __init__(self, depth: int = 1, limits: Limits = LIMITS, policy: BatchingPolicy | None = None) -> None:
-        self.core = EngineCore(
-            limits, policy or ChunkedPolicy(), depth, vocab_size=50, drafting=FixedDrafting(K)
-        )
+        self.core = EngineCore(limits, policy or ChunkedPolicy(), depth, vocab_size=50, drafting=FixedDrafting(K))
         self.plans: list[SchedulerOutput] = []
         self.tokens: dict[int, list[int]] = {}
         self.finished: dict[int, Finish] = {}

@@ -165,21 +165,15 @@ def test_a_step_dispatched_before_the_recorder_was_attached_has_no_record() -> N
 
 def test_a_request_is_recorded_when_it_enters_a_slot_and_when_it_ends() -> None:
     core = RecordedCore()
-    event = core.dispatch(
-        1, new=(NewRequest(1, 1, pack([7] * 6), 5, b"", SamplingParams(4), request_id="cmpl-1"),)
-    )
+    event = core.dispatch(1, new=(NewRequest(1, 1, pack([7] * 6), 5, b"", SamplingParams(4), request_id="cmpl-1"),))
     assert core.recorder.take() is None
     core.report(event, 0)
     core.apply(event)
     times = RequestTimes(1.0, 2.0, 3.0, 4.0)
-    core.recorder.observe(
-        RequestFinished(2, "cmpl-1", Finish(40, FinishReason.LENGTH, None, 16, 1, times=times))
-    )
+    core.recorder.observe(RequestFinished(2, "cmpl-1", Finish(40, FinishReason.LENGTH, None, 16, 1, times=times)))
     assert core.take().requests == [
         RequestRecord(2, 40, "cmpl-1", num_prompt_tokens=5),
-        RequestRecord(
-            2, 40, "cmpl-1", outcome="LENGTH", times=times, num_cached_tokens=16, num_preemptions=1
-        ),
+        RequestRecord(2, 40, "cmpl-1", outcome="LENGTH", times=times, num_cached_tokens=16, num_preemptions=1),
     ]
 
 
@@ -188,11 +182,7 @@ def test_requests_are_bounded_too() -> None:
     for number in range(MAX_RECORDS + 3):
         core.recorder.observe(RequestFinished(0, "", Finish(number, FinishReason.ABORT)))
     taken = core.take()
-    assert (len(taken.requests), taken.dropped, taken.requests[-1].number) == (
-        MAX_RECORDS,
-        3,
-        MAX_RECORDS + 2,
-    )
+    assert (len(taken.requests), taken.dropped, taken.requests[-1].number) == (MAX_RECORDS, 3, MAX_RECORDS + 2)
 
 
 @pytest.mark.parametrize("more", [1, 7])

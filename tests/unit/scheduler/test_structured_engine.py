@@ -46,9 +46,7 @@ def engine(
     **sizes: int,
 ) -> EngineCore:
     compiler = compilation or Compilation(VOCAB) if compiles else None
-    return EngineCore(
-        LIMITS, ChunkedPolicy(), depth, VOCAB, compiler=compiler, hidden_size=hidden_size, **sizes
-    )
+    return EngineCore(LIMITS, ChunkedPolicy(), depth, VOCAB, compiler=compiler, hidden_size=hidden_size, **sizes)
 
 
 def generate(
@@ -86,8 +84,7 @@ def bits(grammar: GrammarOutput) -> dict[int, list[int]]:
     masks = np.frombuffer(grammar.bitmask, np.uint8).reshape(len(grammar.slots) // 4, -1)
     allowed = np.unpackbits(masks, axis=1, bitorder="little", count=VOCAB)
     return {
-        slot: np.flatnonzero(row).tolist()
-        for slot, row in zip(unpack(grammar.slots).tolist(), allowed, strict=True)
+        slot: np.flatnonzero(row).tolist() for slot, row in zip(unpack(grammar.slots).tolist(), allowed, strict=True)
     }
 
 
@@ -328,9 +325,7 @@ def test_embeddings_of_another_size_fail_the_step() -> None:
 
 def scored(slot: int, position: int = 3, value: float = -1.0, rank: int = 1) -> object:
     one = np.ones(1, np.int32)
-    return LogprobRows(
-        one * slot, one * position, one, one * rank, one * 5, np.array([value], np.float32)
-    ).to_message()
+    return LogprobRows(one * slot, one * position, one, one * rank, one * 5, np.array([value], np.float32)).to_message()
 
 
 def test_log_probabilities_carry_the_numbers_of_requests() -> None:

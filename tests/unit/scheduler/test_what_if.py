@@ -17,15 +17,7 @@ from services.scheduler.recording.recorder import FlightRecorder
 from services.scheduler.recording.records import VERSION, RecordingHeader
 from services.scheduler.recording.segments import EventRecording, SegmentWriter
 from services.scheduler.recording.settings import recorded_settings
-from services.scheduler.what_if import (
-    FittedModel,
-    History,
-    HostCost,
-    Measurements,
-    Range,
-    RequestMeasurement,
-    StepCost,
-)
+from services.scheduler.what_if import FittedModel, History, HostCost, Measurements, Range, RequestMeasurement, StepCost
 from services.scheduler.what_if.cost import MIN_STEPS, Vector, features_of
 from services.scheduler.what_if.history import Drafted, RecordedRequest
 from services.scheduler.what_if.simulation import ModelledDevice, WhatIf, limits_for
@@ -96,8 +88,7 @@ def test_features_that_always_occur_together_give_more_than_one_fit() -> None:
 
 def test_more_drafts_than_recorded_need_a_chance() -> None:
     fewer, more = (
-        SchedulerConfig(speculative_config={"method": "ngram", "num_speculative_tokens": count})
-        for count in (2, 4)
+        SchedulerConfig(speculative_config={"method": "ngram", "num_speculative_tokens": count}) for count in (2, 4)
     )
     history = History(drafted=[Drafted(2, 1)])
     with pytest.raises(ConfigurationError, match="at most 2 drafts per token; set --draft-acceptance"):
@@ -201,19 +192,12 @@ def serve(config: SchedulerConfig, device: ModelledDevice, directory: Path | Non
 
 
 @pytest.mark.parametrize("shared", [0.0, 0.5])
-@pytest.mark.parametrize(
-    "change", [{"batch_queue_depth": 1}, {"max_num_batched_tokens": 32}, {"max_num_seqs": 4}]
-)
+@pytest.mark.parametrize("change", [{"batch_queue_depth": 1}, {"max_num_batched_tokens": 32}, {"max_num_seqs": 4}])
 def test_a_recording_with_known_costs_is_predicted_exactly(
     change: dict[str, int], shared: float, tmp_path: Path
 ) -> None:
     """The device, the scheduler beside it, the way between them, and what they take from one another."""
-    settings = {
-        "batch_queue_depth": 2,
-        "max_num_seqs": 16,
-        "max_num_batched_tokens": 96,
-        "max_model_len": 256,
-    }
+    settings = {"batch_queue_depth": 2, "max_num_seqs": 16, "max_num_batched_tokens": 96, "max_model_len": 256}
     serve(SchedulerConfig.model_validate(settings), known_device(shared), tmp_path)
     changed = SchedulerConfig.model_validate({**settings, **change})
     recording = EventRecording(tmp_path)
@@ -226,12 +210,7 @@ def test_a_recording_with_known_costs_is_predicted_exactly(
 
 def test_a_figure_that_hangs_on_a_few_per_cent_is_not_predicted(tmp_path: Path) -> None:
     """With that few sequences the queue grows or does not, according to times that no recording tells so exactly."""
-    settings = {
-        "batch_queue_depth": 2,
-        "max_num_seqs": 16,
-        "max_num_batched_tokens": 96,
-        "max_model_len": 256,
-    }
+    settings = {"batch_queue_depth": 2, "max_num_seqs": 16, "max_num_batched_tokens": 96, "max_model_len": 256}
     serve(SchedulerConfig.model_validate(settings), known_device(0.0), tmp_path)
     recording = EventRecording(tmp_path)
     changed = SchedulerConfig.model_validate({**settings, "max_num_seqs": 2})

@@ -188,12 +188,7 @@ def test_sampled_ids_stay_until_their_copy_has_ended(host: AsyncRunner) -> None:
 def test_sampling_rows_yield_one_token_and_others_none(host: AsyncRunner) -> None:
     """Samples bit."""
     a, b = host.plans.admit(prompt(1, 3 * BLOCK)), host.plans.admit(prompt(2, 5))
-    outputs = [
-        host.launch((a, BLOCK), b),
-        host.launch(b, (a, BLOCK)),
-        host.launch((a, BLOCK), b),
-        host.launch(a),
-    ]
+    outputs = [host.launch((a, BLOCK), b), host.launch(b, (a, BLOCK)), host.launch((a, BLOCK), b), host.launch(a)]
     assert [set(tokens(o.get())) for o in outputs] == [{b.slot}, {b.slot}, {a.slot, b.slot}, {a.slot}]
 
 

@@ -130,9 +130,7 @@ def test_the_files_used_last_stay_within_the_limit(directory: Path) -> None:
     found = [number for number in range(200) if kept.has(name(number))]
     assert found[1:] == list(range(found[1], 200)), "the newest"
     assert len(found) > KEPT * 50 * SIZE / (SIZE + 100) - 3
-    assert read(tier(directory, "another model"), 0) is None, (
-        "the least recently used one is of another model"
-    )
+    assert read(tier(directory, "another model"), 0) is None, "the least recently used one is of another model"
 
 
 def test_a_write_that_was_killed_is_removed_later(directory: Path) -> None:
@@ -165,8 +163,7 @@ def test_writers_may_be_killed_at_any_byte(directory: Path) -> None:
     rng, kept = Random(1), tier(directory)
     for _ in range(3):
         writers = [
-            subprocess.Popen([sys.executable, "-c", _WRITER, str(directory)], stdout=subprocess.PIPE)
-            for _ in range(2)
+            subprocess.Popen([sys.executable, "-c", _WRITER, str(directory)], stdout=subprocess.PIPE) for _ in range(2)
         ]
         for writer in writers:
             assert writer.stdout is not None

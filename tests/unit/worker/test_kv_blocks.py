@@ -14,20 +14,14 @@ def test_blocks_that_fit_into_memory() -> None:
 
 
 def test_memory_without_room_for_one_block_names_what_would_do() -> None:
-    with pytest.raises(
-        LoadError, match=r"99 bytes hold no KV block; one takes 100 bytes: raise .* to 100 at least"
-    ):
+    with pytest.raises(LoadError, match=r"99 bytes hold no KV block; one takes 100 bytes: raise .* to 100 at least"):
         affordable_blocks(99, 100)
     with pytest.raises(LoadError, match=r"beside the 1 that the backend needs .* to 200 at least"):
         affordable_blocks(199, 100, reserved=1)
 
 
-def test_no_more_blocks_than_all_slots_can_fill_and_the_log_says_what_was_cut(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    assignment = Assignment(
-        epoch=1, rank=0, world_size=1, block_size=16, num_slots=8, max_num_batched_tokens=64
-    )
+def test_no_more_blocks_than_all_slots_can_fill_and_the_log_says_what_was_cut(caplog: pytest.LogCaptureFixture) -> None:
+    assignment = Assignment(epoch=1, rank=0, world_size=1, block_size=16, num_slots=8, max_num_batched_tokens=64)
     config = WorkerConfig(model="m", kv_cache_memory_bytes=1 << 40)
     with caplog.at_level("WARNING"):
         assert num_kv_blocks(config, assignment, 100, max_model_len=100) == 8 * 7

@@ -77,9 +77,7 @@ def test_a_later_request_hits_the_prefix_of_an_earlier_one() -> None:
 
 def test_a_wrong_block_in_the_table(running: DecodingRequests) -> None:
     running.block_table[running.a.slot, 1] = running.b.blocks[1]
-    with pytest.raises(
-        OracleError, match=rf"slot {running.a.slot} position 4 block {running.b.blocks[1]}: expected"
-    ):
+    with pytest.raises(OracleError, match=rf"slot {running.a.slot} position 4 block {running.b.blocks[1]}: expected"):
         running.step()
 
 
@@ -108,26 +106,20 @@ def test_swapped_feedback(running: DecodingRequests) -> None:
 
 def test_a_token_that_was_not_sampled_yet(running: DecodingRequests) -> None:
     running.oracle.history[running.a.slot, running.a.start] = 0
-    with pytest.raises(
-        OracleError, match=rf"slot {running.a.slot}: a token is computed before it was sampled"
-    ):
+    with pytest.raises(OracleError, match=rf"slot {running.a.slot}: a token is computed before it was sampled"):
         running.step()
 
 
 def test_a_stale_prefix(running: DecodingRequests) -> None:
     """A prefix hit on blocks of other tokens."""
     late = running.plans.admit(prompt(5, 13), hit=8, share=running.a)
-    with pytest.raises(
-        OracleError, match=rf"slot {late.slot} position 7 block {running.a.blocks[1]}: expected"
-    ):
+    with pytest.raises(OracleError, match=rf"slot {late.slot} position 7 block {running.a.blocks[1]}: expected"):
         run(running.runner, running.plans.step(late))
 
 
 def test_a_prefix_that_was_never_written(running: DecodingRequests) -> None:
     late = running.plans.admit(prompt(5, 13), hit=4)
-    with pytest.raises(
-        OracleError, match=rf"slot {late.slot} position \d+ block {late.blocks[0]}.*never written"
-    ):
+    with pytest.raises(OracleError, match=rf"slot {late.slot} position \d+ block {late.blocks[0]}.*never written"):
         run(running.runner, running.plans.step(late))
 
 

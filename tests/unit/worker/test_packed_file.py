@@ -26,9 +26,7 @@ CONTENTS = {"one[0:64, 0:32] Q8_0": "0a", "norm[0:32] float32": "0b"}
 
 def rows(number: int, size: int = 64) -> PackedRows:
     generator = torch.Generator().manual_seed(number)
-    return PackedRows(
-        "Q8_0", size, 32, torch.randint(1, 256, (size // 16, 8, 16), generator=generator).byte()
-    )
+    return PackedRows("Q8_0", size, 32, torch.randint(1, 256, (size // 16, 8, 16), generator=generator).byte())
 
 
 def weights(count: int = 2) -> dict[str, PackedWeight]:
@@ -138,9 +136,7 @@ def _foreign(data: bytes, rng: Random) -> bytes:
 
 
 @pytest.mark.parametrize("damage", [cut, flipped, extended, _zeroed, _shorter_data, _foreign])
-def test_a_damaged_file_is_missing_and_is_removed(
-    directory: Path, damage: Callable[[bytes, Random], bytes]
-) -> None:
+def test_a_damaged_file_is_missing_and_is_removed(directory: Path, damage: Callable[[bytes, Random], bytes]) -> None:
     file = packed_file(directory)
     keep(file, weights())
     [path] = files(directory)

@@ -71,9 +71,7 @@ def test_blocks_are_fetched_by_name_up_to_the_first_that_is_missing(
     other.close()
 
 
-def test_a_load_takes_from_another_engine_what_its_tier_lacks(
-    rank: Rank, serve: Callable[..., PeerServer]
-) -> None:
+def test_a_load_takes_from_another_engine_what_its_tier_lacks(rank: Rank, serve: Callable[..., PeerServer]) -> None:
     rank.follow(1, 2, 3)
     server, client, other = serve(), PeerClient(LOCAL, IDENTITY), Rank()
     other.tier.put(name(1), memoryview(rank.content(1)))
@@ -104,12 +102,8 @@ def test_a_peer_that_is_not_there_or_answers_wrongly_costs_a_bounded_time(
     client.close()
 
 
-@pytest.mark.parametrize(
-    "answer", [FetchedBlocks(1, memoryview(b"short")), FetchedBlocks(9, memoryview(b""))]
-)
-def test_an_answer_of_another_size_is_dropped(
-    answer: FetchedBlocks, serve: Callable[..., PeerServer]
-) -> None:
+@pytest.mark.parametrize("answer", [FetchedBlocks(1, memoryview(b"short")), FetchedBlocks(9, memoryview(b""))])
+def test_an_answer_of_another_size_is_dropped(answer: FetchedBlocks, serve: Callable[..., PeerServer]) -> None:
     server = PeerServer(LOOPBACK, LOCAL, lambda identity, names: (answer.count, answer.data))
     client = PeerClient(LOCAL, IDENTITY)
     assert fetched(client, server.address, 1, 2) == []
@@ -127,9 +121,7 @@ def test_a_question_for_too_much_ends_the_connection(rank: Rank, serve: Callable
     assert len(encode(FetchBlocks(IDENTITY, bytes(32) * BLOCKS))) < 400
 
 
-def test_only_workers_with_known_keys_fetch(
-    rank: Rank, serve: Callable[..., PeerServer], tmp_path: Path
-) -> None:
+def test_only_workers_with_known_keys_fetch(rank: Rank, serve: Callable[..., PeerServer], tmp_path: Path) -> None:
     """Frontends, schedulers and workers of strangers may not, and nothing is fetched from a stranger."""
     make_keys(tmp_path / "ours")
     make_keys(tmp_path / "theirs")

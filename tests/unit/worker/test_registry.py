@@ -10,9 +10,7 @@ from services.worker.service import EXIT_MODEL, run
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
-def test_a_missing_vllm_ends_the_worker(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_vllm_ends_the_worker(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
     with caplog.at_level(logging.ERROR):
         assert run(WorkerConfig(backend="vllm", scheduler_endpoint="ipc:///nowhere")) == EXIT_MODEL

@@ -137,9 +137,7 @@ def late(connection: ResultConnection) -> Callable[[ModelRunnerOutput | Exceptio
     return end
 
 
-def test_a_late_result_is_neither_sent_nor_kept(
-    connection: ResultConnection, late: Callable[..., None]
-) -> None:
+def test_a_late_result_is_neither_sent_nor_kept(connection: ResultConnection, late: Callable[..., None]) -> None:
     late(result(1, 5))
     connection.results.put(done(2, 1, result(2, 1)))
     first = connection.next_message()
@@ -170,9 +168,7 @@ def test_the_failure_of_a_step_is_the_last_message(connection: ResultConnection)
     assert connection.results.lost is None
 
 
-def test_a_result_on_the_host_is_sent_by_the_thread_that_launched_its_step(
-    connection: ResultConnection,
-) -> None:
+def test_a_result_on_the_host_is_sent_by_the_thread_that_launched_its_step(connection: ResultConnection) -> None:
     outputs = [ResultOnHost(result(1, step_id)) for step_id in (1, 2)]
     for step_id, output in enumerate(outputs, start=1):
         connection.results.put(launched(1, step_id, output))
@@ -182,9 +178,7 @@ def test_a_result_on_the_host_is_sent_by_the_thread_that_launched_its_step(
     assert measured(connection.next_message()) == result(1, 2)
 
 
-def test_a_result_on_the_host_is_sent_after_a_step_whose_copy_is_on_its_way(
-    connection: ResultConnection,
-) -> None:
+def test_a_result_on_the_host_is_sent_after_a_step_whose_copy_is_on_its_way(connection: ResultConnection) -> None:
     copy, output = PendingCopy(result(1, 1)), ResultOnHost(result(1, 2))
     connection.results.put(launched(1, 1, copy))
     connection.results.put(launched(1, 2, output))
@@ -235,9 +229,7 @@ def test_a_step_that_another_rank_reports_counts_as_progress(connection: ResultC
         assert beat.last_step_id < 2
 
 
-def test_a_rank_without_results_reports_its_times_if_the_plan_requests_them(
-    connection: ResultConnection,
-) -> None:
+def test_a_rank_without_results_reports_its_times_if_the_plan_requests_them(connection: ResultConnection) -> None:
     connection.results.put(done(1, 1, TIMES))
     connection.results.put(done(1, 2, TIMES, report_times=True))
     report = connection.next_message(StepReport)
@@ -310,9 +302,7 @@ def test_a_scheduler_that_sends_a_shutdown_and_goes_is_not_lost(connection: Resu
         assert not connection.results.failed.is_set()
 
 
-def test_a_step_that_waits_for_ranks_on_another_thread_is_aborted_with_its_epoch(
-    connection: ResultConnection,
-) -> None:
+def test_a_step_that_waits_for_ranks_on_another_thread_is_aborted_with_its_epoch(connection: ResultConnection) -> None:
     copy = PendingCopy(RanksLost("aborted"))
     connection.results.begin_epoch(2, 3)
     connection.results.put(launched(2, 1, copy))
@@ -326,9 +316,7 @@ def test_a_step_that_waits_for_ranks_on_another_thread_is_aborted_with_its_epoch
     copy.ended.set()
 
 
-def waits(
-    connection: ResultConnection, *steps: tuple[float, float, float, float]
-) -> list[tuple[float, float]]:
+def waits(connection: ResultConnection, *steps: tuple[float, float, float, float]) -> list[tuple[float, float]]:
     """Send steps whose forward pass lasts a second. Return the gap and the wait for a prepared step of each.
 
     Args:

@@ -130,11 +130,7 @@ def test_tables_of_a_decode_step_end_at_the_same_column() -> None:
     rigid, plan, table = shapes([4, 3, 11])
     padded = rigid.pad(plan, table.apply(plan))
     assert padded.tables is not None
-    assert (padded.tables == DUMMY).tolist() == [
-        [True, False, False],
-        [True, True, False],
-        [False, False, False],
-    ]
+    assert (padded.tables == DUMMY).tolist() == [[True, False, False], [True, True, False], [False, False, False]]
     for row, own in zip(padded.tables, (2, 1, 3), strict=True):
         assert len(set(row[row != DUMMY].tolist())) == own
     assert padded.tkv == 12  # 4 + 5, 8 + 4 and 12: the second and third rows are the longest

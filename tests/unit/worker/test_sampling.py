@@ -118,9 +118,7 @@ def test_default_parameters_do_not_change_the_logits() -> None:
     assert row is not LOGITS
 
 
-def penalized(
-    logits: list[float], params: SamplingParams, prompt: list[int], output: list[int]
-) -> list[float]:
+def penalized(logits: list[float], params: SamplingParams, prompt: list[int], output: list[int]) -> list[float]:
     """Apply the penalties token by token, as the parameters are documented."""
     row = []
     for token, value in enumerate(map(np.float32, logits)):
@@ -167,19 +165,9 @@ def test_a_bias_does_not_allow_a_forbidden_token() -> None:
 
 @pytest.mark.parametrize(
     ("output", "forbidden"),
-    [
-        ([], [3]),
-        ([1], [3]),
-        ([1, 2], [0, 3]),
-        ([2, 1, 2], [0, 3]),
-        ([1, 2, 2], [3]),
-        ([0], [1, 3]),
-        ([2], [3]),
-    ],
+    [([], [3]), ([1], [3]), ([1, 2], [0, 3]), ([2, 1, 2], [0, 3]), ([1, 2, 2], [3]), ([0], [1, 3]), ([2], [3])],
 )
-def test_the_end_of_a_bad_word_is_forbidden_after_its_beginning(
-    output: list[int], forbidden: list[int]
-) -> None:
+def test_the_end_of_a_bad_word_is_forbidden_after_its_beginning(output: list[int], forbidden: list[int]) -> None:
     params = requested(bad_words=((3,), (1, 2, 0), (0, 1), (99,)))
     left = kept(adjusted(LOGITS, params, ids(1, 2), ids(*output)))
     assert left == [token for token in range(4) if token not in forbidden]
@@ -196,16 +184,12 @@ def test_a_grammar_wins_if_other_parameters_forbid_all_its_tokens() -> None:
     assert kept(adjusted(LOGITS, params, NOTHING, NOTHING, bits(1, 2))) == [1]
     for temperature in (0.0, 1.0):
         alone = requested(allowed_token_ids=pack([0, 1]), temperature=temperature)
-        assert sample(LOGITS, alone, NOTHING, NOTHING, bits(3, 2)) == 2, (
-            "the lowest id that the grammar allows"
-        )
+        assert sample(LOGITS, alone, NOTHING, NOTHING, bits(3, 2)) == 2, "the lowest id that the grammar allows"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
 def test_parameters_that_forbid_every_token_yield_id_0(temperature: float) -> None:
-    params = requested(
-        allowed_token_ids=pack([2]), bad_words=((2,),), temperature=temperature, top_p=0.5, min_p=0.1
-    )
+    params = requested(allowed_token_ids=pack([2]), bad_words=((2,),), temperature=temperature, top_p=0.5, min_p=0.1)
     assert sample(LOGITS, params, NOTHING, NOTHING) == 0
 
 

@@ -164,9 +164,7 @@ def test_the_end_of_an_earlier_epoch_is_ignored(session: Session) -> None:
 
 
 @pytest.mark.parametrize("message", [plan(1), grammar(1), ReleaseSlots(3, b""), INIT])
-def test_a_worker_that_lost_its_ranks_ignores_everything_but_the_end_of_the_epoch(
-    session: Session, message
-) -> None:  # type: ignore[no-untyped-def]
+def test_a_worker_that_lost_its_ranks_ignores_everything_but_the_end_of_the_epoch(session: Session, message) -> None:  # type: ignore[no-untyped-def]
     session.ranks_lost()
     assert session.on(message) is None
     assert session.phase is Phase.RANKS_LOST

@@ -102,12 +102,7 @@ def test_the_slot_may_have_another_owner_when_the_device_samples() -> None:
 def test_a_grammar_and_all_other_parameters(params: SamplingParams, shape: str) -> None:
     """The logits are computed for the allowed tokens alone, and give the reference tokens."""
     text, output = prompt(1, 9), []
-    allowed = {
-        "wide": range(1, VOCAB),
-        "narrow": range(0, VOCAB, 7),
-        "one": [41],
-        "only what is forbidden": [2],
-    }[shape]
+    allowed = {"wide": range(1, VOCAB), "narrow": range(0, VOCAB, 7), "one": [41], "only what is forbidden": [2]}[shape]
     bits = np.zeros(-(-VOCAB // 32) * 32, np.uint8)
     bits[list(allowed)] = 1
     mask = np.packbits(bits, bitorder="little").view(np.int32)

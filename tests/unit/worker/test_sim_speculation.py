@@ -90,9 +90,7 @@ class RunnerUnderTest:
         tokens, num_prompt = life.text + life.outputs, len(life.text)
         life.slot_request = self.plans.admit(tokens, life.params, num_prompt=num_prompt)
 
-    def launch(
-        self, *lives: RequestLife, propose: int, chunk: Callable[[SlotRequest], int] | None = None
-    ) -> None:
+    def launch(self, *lives: RequestLife, propose: int, chunk: Callable[[SlotRequest], int] | None = None) -> None:
         """Launch a step, and read the oldest result if `depth` steps are in flight.
 
         Args:
@@ -342,11 +340,7 @@ def test_a_step_with_a_grammar_reports_its_drafts() -> None:
     batch.runner.execute_model(plan)
     grammar = grammar_output(plan, [short.slot], bits(*range(VOCAB)))
     result = result_of(batch.runner.sample_tokens(grammar))
-    assert unpack(result.draft_token_ids).tolist() == [
-        *answer(prompt(1, 4), GREEDY, 3)[1:],
-        NO_DRAFT,
-        NO_DRAFT,
-    ]
+    assert unpack(result.draft_token_ids).tolist() == [*answer(prompt(1, 4), GREEDY, 3)[1:], NO_DRAFT, NO_DRAFT]
     assert result.drafted == b""
     batch.runner.execute_model(batch.plans.step(short, long_, propose=2))
     result = result_of(batch.runner.sample_tokens(None))
@@ -496,9 +490,7 @@ def test_starts_that_are_not_corrected_are_noticed(monkeypatch: pytest.MonkeyPat
 def test_starts_that_are_corrected_twice_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Settle once."""
     right = Oracle.starts
-    monkeypatch.setattr(
-        Oracle, "starts", lambda self, slots, planned: 2 * right(self, slots, planned) - planned
-    )
+    monkeypatch.setattr(Oracle, "starts", lambda self, slots, planned: 2 * right(self, slots, planned) - planned)
     with pytest.raises(OracleError):
         run_ahead_of_rejections()
 
@@ -510,9 +502,7 @@ def test_stale_kv_of_rejected_drafts_is_never_read() -> None:
         batch.launch(life, propose=MOST)
     stale = len(life.text + life.outputs) - 1 + BLOCK
     batch.launch(life, propose=0)
-    late = batch.plans.admit(
-        (life.text + life.outputs + prompt(5, 9))[: stale + 1], hit=stale, share=life.request
-    )
+    late = batch.plans.admit((life.text + life.outputs + prompt(5, 9))[: stale + 1], hit=stale, share=life.request)
     with pytest.raises(OracleError, match="expected"):
         batch.launch(RequestLife(late.prompt, GREEDY, late), propose=0)
 

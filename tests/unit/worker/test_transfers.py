@@ -51,9 +51,7 @@ class Rank:
     def __init__(self) -> None:
         self.memory, self.tier = KVMemory(), WatchedTier()
         self.memory.begin("model", BLOCK_SIZE, BLOCKS, LAYERS * SIZE + SIZE)
-        self.layers: NDArray[np.uint8] = np.frombuffer(
-            self.memory.take(LAYERS * BLOCKS * SIZE, LAYERS), np.uint8
-        )
+        self.layers: NDArray[np.uint8] = np.frombuffer(self.memory.take(LAYERS * BLOCKS * SIZE, LAYERS), np.uint8)
         self.rest: NDArray[np.uint8] = np.frombuffer(self.memory.take(BLOCKS * SIZE), np.uint8)
         self.layers[:] = np.arange(len(self.layers))
         self.rest[:] = np.arange(len(self.rest)) + 100
@@ -100,9 +98,7 @@ def test_blocks_are_written_and_loaded_to_other_places(rank: Rank) -> None:
     assert [rank.content(block) for block in untouched] == [before[block] for block in untouched]
 
 
-def test_a_block_that_changes_while_it_is_copied_is_not_written(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_that_changes_while_it_is_copied_is_not_written(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     assert rank.memory.names is not None
     names, read = rank.memory.names, rank.memory.read_block
 

@@ -39,9 +39,7 @@ class ChatOutput:
             return None
         if self.body.continue_final_message:
             return start_in_message(self.body.messages[-1].plain()["content"], self.formats.tags)
-        return start_in_prompt(
-            tokenizer.decode_all(prompt[-TAIL:]), self.formats.reasoning, self.formats.tags
-        )
+        return start_in_prompt(tokenizer.decode_all(prompt[-TAIL:]), self.formats.reasoning, self.formats.tags)
 
     def grammar(
         self, content: StructuredOutputParams | None, start: ReasoningStart | None

@@ -99,9 +99,7 @@ class Choice(RequestStream):
         self._echoes = options.echo
         """True until the prompt is shown."""
         self._generates = options.generates
-        self._is_text_only = (
-            options.generates and logprobs is None and not (options.echo or options.token_ids)
-        )
+        self._is_text_only = options.generates and logprobs is None and not (options.echo or options.token_ids)
         self._chunk = self._new_chunk()
         self._chunk.prompt_token_ids = prompt.token_ids if options.token_ids else None
         self._num_shown = 0

@@ -36,11 +36,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self,
-        stream: ResponseStream,
-        first: bytes,
-        encoder: StreamEncoder,
-        on_end: Callable[[APIError | None], None],
+        self, stream: ResponseStream, first: bytes, encoder: StreamEncoder, on_end: Callable[[APIError | None], None]
     ) -> None:
         """
         Args:

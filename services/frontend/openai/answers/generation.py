@@ -15,9 +15,7 @@ from services.frontend.text.assembler import TextAssembler
 from services.frontend.text.tokenizer import Tokenizer
 
 NOTHING = Delivered()
-OTHER_EVENTS = (
-    "its frontend is lost, and this one, with another release or other settings, cannot go on with it"
-)
+OTHER_EVENTS = "its frontend is lost, and this one, with another release or other settings, cannot go on with it"
 
 
 class Generation:
@@ -67,9 +65,7 @@ class Generation:
         context.usage.add_answer(assembler)
         logprobs = LogprobQueue(context.formatter, len(ids)) if params.logprobs is not None else None
         writer = self._writer.next_choice()
-        choice = Choice(
-            self.response, context, prompt, is_first, params.max_tokens, assembler, logprobs, writer
-        )
+        choice = Choice(self.response, context, prompt, is_first, params.max_tokens, assembler, logprobs, writer)
         if choice.replay(delivered.batches) != delivered.written:
             raise APIError(500, OTHER_EVENTS)
         context.engine.submit(choice, ids, params, self._request, delivered.identity)

@@ -121,9 +121,7 @@ def _top(position: ScoredPosition) -> dict[str, float] | None:
 
 
 def chat_json(positions: list[ScoredPosition]) -> ChatLogprobs:
-    content: list[PositionLogprobs] = [
-        {**_entry(p.token), "top_logprobs": [*map(_entry, p.top)]} for p in positions
-    ]
+    content: list[PositionLogprobs] = [{**_entry(p.token), "top_logprobs": [*map(_entry, p.top)]} for p in positions]
     return {"content": content, "refusal": None}
 
 

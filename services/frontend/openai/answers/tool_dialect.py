@@ -82,10 +82,7 @@ class ToolDialect(ChatDialect):
                 {
                     "id": call["id"],
                     "type": call["type"],
-                    "function": {
-                        "name": call["function"]["name"],
-                        "arguments": call["function"]["arguments"],
-                    },
+                    "function": {"name": call["function"]["name"], "arguments": call["function"]["arguments"]},
                 }
                 for call in calls
             ]
@@ -103,9 +100,7 @@ class ToolDialect(ChatDialect):
     def deltas(self, index: int, chunk: Chunk) -> list[ChatDelta]:
         parser = self._parsers.get(index)
         if parser is None:
-            parser = self._parsers[index] = AnswerParser(
-                self._start, self._tools, eager=True, tags=self._tags
-            )
+            parser = self._parsers[index] = AnswerParser(self._start, self._tools, eager=True, tags=self._tags)
         events = parser.push(chunk.text, is_last=chunk.finish is not None)
         if chunk.is_text_only and not events:
             return []

@@ -74,9 +74,7 @@ def _unknown(given: BaseModel, refuses: bool, within: str = "", prefix: str = ""
                     yield from _unknown(item, refuses, f"{within}{name}.{index}.", f"{prefix}{name}.")
 
 
-def _not_served(
-    extra: Mapping[str, Any], neutral: Neutral, within: str, prefix: str, refuses: bool
-) -> Iterator[str]:
+def _not_served(extra: Mapping[str, Any], neutral: Neutral, within: str, prefix: str, refuses: bool) -> Iterator[str]:
     """Yield `prefix` and name of the unknown fields. Raises: APIError, naming the first one that is refused
 
     Args:

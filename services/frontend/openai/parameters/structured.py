@@ -31,18 +31,14 @@ def structured_params(body: BaseGenerationRequest) -> StructuredOutputParams | N
     if body.structured_outputs is not None and by_format is not None:
         raise invalid("response_format and structured_outputs are both given; leave one out", name)
     if body.ignore_eos:
-        raise invalid(
-            f"ignore_eos cannot be combined with {name}: the answer ends where it is complete", name
-        )
+        raise invalid(f"ignore_eos cannot be combined with {name}: the answer ends where it is complete", name)
     if body.structured_outputs is not None:
         kind, text = _from_outputs(body.structured_outputs)
     else:
         assert by_format is not None
         kind, text = by_format
     if len(text) > MAX_GRAMMAR_CHARS:
-        raise invalid(
-            f"{name} has {len(text)} characters as text; at most {MAX_GRAMMAR_CHARS} are allowed", name
-        )
+        raise invalid(f"{name} has {len(text)} characters as text; at most {MAX_GRAMMAR_CHARS} are allowed", name)
     return StructuredOutputParams(kind, text)
 
 
@@ -57,10 +53,7 @@ def as_tag_format(params: StructuredOutputParams) -> dict[str, Any] | None:
             return {"type": "regex", "pattern": params.text}
         case GrammarKind.CHOICE:
             choices = msgspec.json.decode(params.text, type=list[str])
-            return {
-                "type": "or",
-                "elements": [{"type": "const_string", "value": choice} for choice in choices],
-            }
+            return {"type": "or", "elements": [{"type": "const_string", "value": choice} for choice in choices]}
     return None
 
 
@@ -69,14 +62,11 @@ def _from_format(format: ResponseFormat) -> tuple[GrammarKind, str] | None:
     fields = {"json_schema": {"json_schema"}, "structural_tag": {"structures", "triggers", "format"}}
     own = fields.get(format.type, set())
     given = {
-        field
-        for field in ("json_schema", "structures", "triggers", "format")
-        if getattr(format, field) is not None
+        field for field in ("json_schema", "structures", "triggers", "format") if getattr(format, field) is not None
     }
     if foreign := sorted(given - own):
         raise invalid(
-            f"response_format.{foreign[0]} does not belong to the type {format.type}; leave it out",
-            "response_format",
+            f"response_format.{foreign[0]} does not belong to the type {format.type}; leave it out", "response_format"
         )
     match format.type:
         case "text":
@@ -97,8 +87,7 @@ def _from_structural_tag(format: ResponseFormat, given: set[str]) -> tuple[Gramm
     """Return vLLM's structural tag, in its old form (structures and triggers) or its new form (format)."""
     if given not in ({"format"}, {"structures", "triggers"}):
         raise invalid(
-            "response_format of type structural_tag needs either format, or structures and triggers",
-            "response_format",
+            "response_format of type structural_tag needs either format, or structures and triggers", "response_format"
         )
     return GrammarKind.STRUCTURAL_TAG, json_text(
         {"type": "structural_tag"} | {field: getattr(format, field) for field in sorted(given)}
@@ -116,8 +105,7 @@ def _from_outputs(outputs: StructuredOutputs) -> tuple[GrammarKind, str]:
     spaces = _whitespace(outputs)
     if spaces and field not in ("json_", "json_object"):
         raise invalid(
-            f"{name}: disable_any_whitespace and whitespace_pattern are only allowed with json and json_object",
-            name,
+            f"{name}: disable_any_whitespace and whitespace_pattern are only allowed with json and json_object", name
         )
     value = getattr(outputs, field)
     match field:

@@ -39,9 +39,7 @@ class ToolChoice:
     """JSON schema of each tool's arguments, for the parser."""
 
     @classmethod
-    def from_body(
-        cls, body: ChatRequest, model_format: type[ToolParser] | None, auto_enabled: bool
-    ) -> "ToolChoice":
+    def from_body(cls, body: ChatRequest, model_format: type[ToolParser] | None, auto_enabled: bool) -> "ToolChoice":
         """
         Args:
             model_format: parser of the format that the model writes calls in, if one is configured.
@@ -73,17 +71,11 @@ class ToolChoice:
 
     @classmethod
     def _forced(
-        cls,
-        body: ChatRequest,
-        choice: str | NamedTool,
-        tools: dict[str, schema.JSON | None],
-        max_calls: int | None,
+        cls, body: ChatRequest, choice: str | NamedTool, tools: dict[str, schema.JSON | None], max_calls: int | None
     ) -> "ToolChoice":
         """Ignores `response_format`, which constrains content: the answer has none."""
         if body.structured_outputs is not None:
-            raise invalid(
-                "structured_outputs and a required call are two grammars; leave one out", "tool_choice"
-            )
+            raise invalid("structured_outputs and a required call are two grammars; leave one out", "tool_choice")
         if body.ignore_eos:
             raise invalid("ignore_eos cannot be combined with a required call", "ignore_eos")
         if isinstance(choice, NamedTool):
@@ -113,10 +105,7 @@ def _by_name(body: ChatRequest) -> dict[str, schema.JSON | None]:
 
 
 def _either(
-    body: ChatRequest,
-    model_format: type[ToolParser],
-    tools: Mapping[str, schema.JSON | None],
-    max_calls: int | None,
+    body: ChatRequest, model_format: type[ToolParser], tools: Mapping[str, schema.JSON | None], max_calls: int | None
 ) -> StructuredOutputParams | None:
     """Return the grammar of an answer that is either content in the body's form, or calls; None without such a form.
 
@@ -149,7 +138,6 @@ def _grammar(content: schema.JSON, kind: GrammarKind = GrammarKind.JSON) -> Stru
         raise invalid("tools: parameters are nested too deeply", "tools") from None
     if len(text) > MAX_GRAMMAR_CHARS:
         raise invalid(
-            f"tools: as a grammar they have {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are possible",
-            "tools",
+            f"tools: as a grammar they have {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are possible", "tools"
         )
     return StructuredOutputParams(kind, text)

@@ -37,9 +37,7 @@ class PromptEncoder:
         self._large = ThreadPoolExecutor(1, "tokenizer-large")
         self._media = MediaProcessing(model.directory, model.media_domains, model.max_media_bytes)
 
-    async def for_completion(
-        self, body: CompletionRequest, vocab_size: int, max_model_len: int
-    ) -> list[Prompt]:
+    async def for_completion(self, body: CompletionRequest, vocab_size: int, max_model_len: int) -> list[Prompt]:
         """Raises: APIError"""
         given_prompts = separate_prompts(body.prompt)
         if not given_prompts or not all(given_prompts):
@@ -77,18 +75,14 @@ class PromptEncoder:
         if files := media_files(body):
             if media is None:
                 raise invalid(
-                    "images and sounds are not served here: this model, backend or route has text only",
-                    "messages",
+                    "images and sounds are not served here: this model, backend or route has text only", "messages"
                 )
             if body.truncate_prompt_tokens is not None or body.prompt_logprobs is not None:
                 raise invalid(
-                    "truncate_prompt_tokens and prompt_logprobs are not served with images or sounds",
-                    "messages",
+                    "truncate_prompt_tokens and prompt_logprobs are not served with images or sounds", "messages"
                 )
             if body.continue_final_message or body.echo:
-                raise invalid(
-                    "continue_final_message and echo are not served with images or sounds", "messages"
-                )
+                raise invalid("continue_final_message and echo are not served with images or sounds", "messages")
             self._media.check(files)
         return await self.run(num_chars(body), lambda: self._model.template.render(conversation(body)))
 

@@ -5,15 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from protocol.media import MediaFile
-from services.frontend.openai.schemas.fields import (
-    JSON,
-    MAX_PARTS,
-    MAX_TOOLS,
-    MAX_URL,
-    GivenName,
-    Text,
-    ToolName,
-)
+from services.frontend.openai.schemas.fields import JSON, MAX_PARTS, MAX_TOOLS, MAX_URL, GivenName, Text, ToolName
 from services.frontend.openai.schemas.open_object import OpenObject
 from services.frontend.openai.schemas.unserved import NEUTRAL_IN_MESSAGE, Neutral
 
@@ -91,9 +83,7 @@ class InputAudioPart(FilePart):
         return MediaFile("audio", f"data:audio/{self.input_audio.format};base64,{self.input_audio.data}")
 
 
-ContentPart = Annotated[
-    TextPart | RefusalPart | ImagePart | AudioURLPart | InputAudioPart, Field(discriminator="type")
-]
+ContentPart = Annotated[TextPart | RefusalPart | ImagePart | AudioURLPart | InputAudioPart, Field(discriminator="type")]
 
 
 class FunctionCall(OpenObject):

@@ -43,14 +43,10 @@ class StructuredOutputs(BaseModel):
     """vLLM's parameter. Exactly one of the first six fields is set."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    json_: Annotated[str, Field(max_length=fields.MAX_SCHEMA_CHARS)] | fields.JSON | None = Field(
-        None, alias="json"
-    )
+    json_: Annotated[str, Field(max_length=fields.MAX_SCHEMA_CHARS)] | fields.JSON | None = Field(None, alias="json")
     regex: str | None = Field(None, max_length=fields.MAX_SCHEMA_CHARS)
     choice: (
-        Annotated[
-            list[Annotated[str, Field(max_length=4096)]], Field(min_length=1, max_length=1024, fail_fast=True)
-        ]
+        Annotated[list[Annotated[str, Field(max_length=4096)]], Field(min_length=1, max_length=1024, fail_fast=True)]
         | None
     ) = None
     grammar: str | None = Field(None, max_length=fields.MAX_SCHEMA_CHARS)
@@ -111,22 +107,15 @@ class SampledRequest(ScheduledRequest):
     min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
-    stop_token_ids: (
-        Annotated[list[fields.TokenId], Field(max_length=fields.MAX_STOP_IDS, fail_fast=True)] | None
-    ) = None
+    stop_token_ids: Annotated[list[fields.TokenId], Field(max_length=fields.MAX_STOP_IDS, fail_fast=True)] | None = None
     ignore_eos: bool | None = False
     presence_penalty: fields.Penalty | None = None
     frequency_penalty: fields.Penalty | None = None
     repetition_penalty: float | None = Field(None, gt=0, le=MAX_REPETITION_PENALTY, allow_inf_nan=False)
     logit_bias: fields.Biases | None = None
-    bad_words: (
-        Annotated[list[fields.Stop], Field(max_length=fields.MAX_BAD_WORD_TEXTS, fail_fast=True)] | None
-    ) = None
+    bad_words: Annotated[list[fields.Stop], Field(max_length=fields.MAX_BAD_WORD_TEXTS, fail_fast=True)] | None = None
     allowed_token_ids: (
-        Annotated[
-            list[fields.TokenId], Field(min_length=1, max_length=fields.MAX_ALLOWED_IDS, fail_fast=True)
-        ]
-        | None
+        Annotated[list[fields.TokenId], Field(min_length=1, max_length=fields.MAX_ALLOWED_IDS, fail_fast=True)] | None
     ) = None
     include_stop_str_in_output: bool | None = False
     skip_special_tokens: bool | None = True
@@ -178,9 +167,7 @@ class CompletionRequest(BaseGenerationRequest):
 
 
 class ChatRequest(BaseGenerationRequest):
-    messages: Annotated[
-        list[MessageParam], Field(min_length=1, max_length=fields.MAX_MESSAGES, fail_fast=True)
-    ]
+    messages: Annotated[list[MessageParam], Field(min_length=1, max_length=fields.MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = False
     top_logprobs: fields.Logprobs | None = None

@@ -56,9 +56,7 @@ def check_schema(schema: Any) -> dict[str, Any]:
         _check_keyword(key, value)
         _check_optional(value)
     if has_no_finite_match(schema):
-        raise GrammarError(
-            "the JSON schema requires a value of infinite size; make a property or item optional"
-        )
+        raise GrammarError("the JSON schema requires a value of infinite size; make a property or item optional")
     rest = {name: value for name, value in schema.items() if name != "x-guidance"}
     options = _whitespace_options(schema.get("x-guidance"))
     translated: dict[str, Any] = _with_ecma_patterns(rest)
@@ -107,9 +105,7 @@ def _check_keyword(key: str, value: Any) -> None:
     if key in ("$ref", "$dynamicRef", "$recursiveRef") and isinstance(value, str) and value[:1] != "#":
         raise GrammarError(f'the JSON schema refers to another document; {key} must begin with "#"')
     if key in _MINIMUM_SIZES and isinstance(value, int | float) and value > MAX_MINIMUM_SIZE:
-        raise GrammarError(
-            f"{key} in the JSON schema is {value!s:.20}; at most {MAX_MINIMUM_SIZE} can be served"
-        )
+        raise GrammarError(f"{key} in the JSON schema is {value!s:.20}; at most {MAX_MINIMUM_SIZE} can be served")
     if key == "pattern" and isinstance(value, str):
         check_regex(value, "pattern in the JSON schema")
     if key == "patternProperties" and isinstance(value, dict):

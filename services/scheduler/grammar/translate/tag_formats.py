@@ -55,9 +55,7 @@ class TagFormats:
                 return self._triggered(format, depth)
             case "tags_with_separator":
                 return self._separated(format, depth)
-        raise GrammarError(
-            f"a structural tag has formats of the types {', '.join(SERVED)}, not {str(kind)[:40]!r}"
-        )
+        raise GrammarError(f"a structural tag has formats of the types {', '.join(SERVED)}, not {str(kind)[:40]!r}")
 
     def _tag(self, format: Any, depth: int, skipped: int = 0) -> str:
         """`skipped`: characters of the tag's begin that were read before."""

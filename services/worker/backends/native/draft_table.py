@@ -102,11 +102,7 @@ class DraftTable:
         width = tokens.shape[1]
         if not width:
             return
-        if (
-            width > self._most
-            or tokens.min(initial=0) < NO_DRAFT
-            or tokens.max(initial=0) >= self._vocab_size
-        ):
+        if width > self._most or tokens.min(initial=0) < NO_DRAFT or tokens.max(initial=0) >= self._vocab_size:
             raise RuntimeError(
                 f"{width} drafts of up to {self._most} for slots {slots.tolist()}, or not of the vocabulary: "
                 f"{tokens.tolist()}"

@@ -60,9 +60,7 @@ class RowsToSample(NamedTuple):
         if not len(masked):
             return cls(None, None)
         taken = masks.take(pending.step.step_id, masked)
-        return cls(
-            joined(taken.parts), ~np.isin(pending.slots, [*taken.left_out]) if taken.left_out else None
-        )
+        return cls(joined(taken.parts), ~np.isin(pending.slots, [*taken.left_out]) if taken.left_out else None)
 
 
 _NO_DRAFTS = np.empty((0, 0), np.int32)
@@ -206,9 +204,7 @@ class NativeEpoch:
         for message in self._feedback.due(rows.slots):
             if self._ranks.tensor_parallel.is_first:
                 self._ranks.pipeline.receive_feedback(message.body)
-            outcome = Outcome.from_message(
-                self._ranks.tensor_parallel.broadcast(message.body), message.drafts
-            )
+            outcome = Outcome.from_message(self._ranks.tensor_parallel.broadcast(message.body), message.drafts)
             stays = self._feedback.wanted(message)
             self._keep(message.slots[stays], message.firsts[stays], outcome.select(stays))
 

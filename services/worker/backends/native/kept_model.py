@@ -121,8 +121,7 @@ class KeptModel:
         quantized = quantization != "none" and (quantization is not None or has_blocks(checkpoint, model))
         features = selection.device_features(self._device)
         choice = selection.choose(
-            *(c.kernels, self._device, _dtype(c, model), features),
-            *(quantized, c.batch_invariant, c.enforce_eager),
+            *(c.kernels, self._device, _dtype(c, model), features), *(quantized, c.batch_invariant, c.enforce_eager)
         )
         log.info("%s", choice.describe(features))
         return choice
@@ -140,9 +139,7 @@ class KeptModel:
         if self._drafter is None or self._drafter_for != wanted_for:
             self._drafter = None  # freed before the next one is read
             path = checkpoint_path(self._config)
-            target = TargetModel(
-                speculation, model, path, open_checkpoint(path), assignment.block_size, limit
-            )
+            target = TargetModel(speculation, model, path, open_checkpoint(path), assignment.block_size, limit)
             self._drafter, self._drafter_for = drafters.create(target), wanted_for
             self._drafter_contents = target.contents
         return self._drafter

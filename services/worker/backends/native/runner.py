@@ -101,9 +101,7 @@ class NativeRunner:
         return self._kept.identify()
 
     @torch.inference_mode()
-    def load(
-        self, assignment: Assignment, progress: Progress, listener: socket.socket | None = None
-    ) -> Loaded:
+    def load(self, assignment: Assignment, progress: Progress, listener: socket.socket | None = None) -> Loaded:
         """Join the other ranks and read the weights. The number of threads is the user's, or this process's cores
         divided by the ranks on this machine."""
         self.leave()
@@ -124,9 +122,7 @@ class NativeRunner:
         self._loaded.set(loaded)
         identity = self.identify()
         in_host = model.kernels.device.is_host
-        self.kv_memory.content = (
-            f"{identity.model_hash} {identity.dtype} {loaded.content_identity}" if in_host else ""
-        )
+        self.kv_memory.content = f"{identity.model_hash} {identity.dtype} {loaded.content_identity}" if in_host else ""
         return Loaded(
             model_hash=self.identify().model_hash,
             vocab_size=model.part.whole.vocab_size,
@@ -174,9 +170,7 @@ class NativeRunner:
             return 0
         reads = drafter.reads if drafter is not None else ()
         buffers = epoch_memory(model, assignment, limit, reads, num_groups)
-        plan = MemoryPlan(
-            memory, config.gpu_memory_utilization, model.num_bytes, buffers, config.kv_cache_memory_bytes
-        )
+        plan = MemoryPlan(memory, config.gpu_memory_utilization, model.num_bytes, buffers, config.kv_cache_memory_bytes)
         log.info("%s, KV cache %s", plan.describe(), size_text(plan.cache))
         return plan.cache
 
@@ -194,8 +188,7 @@ class NativeRunner:
             )
             allocate = memory_of(self.kv_memory.take)
         epoch = NativeEpoch(
-            *(loaded.model, ranks, loaded.drafter, assignment, init, num_blocks, self._poison, allocate),
-            loaded.groups,
+            *(loaded.model, ranks, loaded.drafter, assignment, init, num_blocks, self._poison, allocate), loaded.groups
         )
         table = SlotTable(
             *(assignment.num_slots, assignment.block_size, init.num_blocks, init.max_model_len),

@@ -29,9 +29,7 @@ class TokenHistory:
         tokens = np.frombuffer(request.token_ids, np.int32)
         if int(tokens.min()) < 0 or int(tokens.max()) >= self._vocab_size:
             bad = tokens[(tokens < 0) | (tokens >= self._vocab_size)][0]
-            raise PlanError(
-                f"slot {request.slot}: token {bad} is not among the {self._vocab_size} of the vocabulary"
-            )
+            raise PlanError(f"slot {request.slot}: token {bad} is not among the {self._vocab_size} of the vocabulary")
         self._rows.write_prompt(self.tokens, request.slot, tokens)
 
     def gather(self, slots: I32, positions: I32) -> torch.Tensor:

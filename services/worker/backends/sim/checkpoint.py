@@ -41,9 +41,7 @@ class SimCheckpoint:
         return cls._from_json(model, generation, config.sim_vocab_size)
 
     @classmethod
-    def _from_json(
-        cls, model: dict[str, Any], generation: dict[str, Any], vocab_size: int
-    ) -> "SimCheckpoint":
+    def _from_json(cls, model: dict[str, Any], generation: dict[str, Any], vocab_size: int) -> "SimCheckpoint":
         eos = generation.get("eos_token_id", model.get("eos_token_id"))
         ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
         return cls(

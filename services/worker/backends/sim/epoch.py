@@ -94,13 +94,7 @@ class SimEpoch:
     """
 
     def __init__(
-        self,
-        rank: LoadedRank,
-        init: InitializeCache,
-        device: SimDevice,
-        full_check: bool,
-        chunk_end: ChunkEnd,
-        kv: U64,
+        self, rank: LoadedRank, init: InitializeCache, device: SimDevice, full_check: bool, chunk_end: ChunkEnd, kv: U64
     ) -> None:
         self._rank, self.device = rank, device
         assignment, config, checkpoint = rank.assignment, rank.config, rank.checkpoint
@@ -116,9 +110,7 @@ class SimEpoch:
         self.columns = StepColumns(slots, max_blocks)
         """On the device."""
         vocab_size = checkpoint.vocab_size
-        self.oracle = Oracle(
-            slots, init.num_blocks, assignment.block_size, max_len, vocab_size, full_check, kv
-        )
+        self.oracle = Oracle(slots, init.num_blocks, assignment.block_size, max_len, vocab_size, full_check, kv)
         self._logits = Logits(vocab_size, checkpoint.eos_token_ids)
         self.sampler = SimSampler(self._logits, self.columns, self.oracle)
         speculation = assignment.speculation
@@ -294,9 +286,7 @@ class SimEpoch:
         """Sample the executed step, as `ModelRunner.sample_tokens`."""
         executed, rank, device = self._pending.take(), self._rank, self.device
         step, forward, acceptance = executed.step, executed.forward, executed.acceptance
-        output = StepOutput(
-            step, executed.rows, executed.prepared, forward, forward, rank.trace, executed.padded
-        )
+        output = StepOutput(step, executed.rows, executed.prepared, forward, forward, rank.trace, executed.padded)
         if not rank.is_last_stage:
             return output
         slots, vocab_size, masks = acceptance.slots, rank.checkpoint.vocab_size, StepMasks()
@@ -327,9 +317,7 @@ class SimEpoch:
         return replace(
             output,
             copied=copied,
-            exchanged=self._exchange(
-                lambda: rank.exchange.send_sampled(step, acceptance, proposed, drafted.ended)
-            ),
+            exchanged=self._exchange(lambda: rank.exchange.send_sampled(step, acceptance, proposed, drafted.ended)),
             sampled=tokens if rank.is_output else None,
             logprobs=logprobs,
             embeddings=embeddings,

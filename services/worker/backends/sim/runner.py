@@ -63,9 +63,7 @@ class SimRunner:
         leaves_rows_out = not self._config.sim_rigid
         return Identity(digest, "float32", (1, 2, 4, 8, 16, 32), 64, leaves_rows_out=leaves_rows_out)
 
-    def load(
-        self, assignment: Assignment, progress: Progress, listener: socket.socket | None = None
-    ) -> Loaded:
+    def load(self, assignment: Assignment, progress: Progress, listener: socket.socket | None = None) -> Loaded:
         config = self._config
         if assignment.speculation and config.sim_rigid:
             raise LoadError("a rigid device has no room for drafts: speculate without --sim-rigid")

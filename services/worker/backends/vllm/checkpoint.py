@@ -68,7 +68,5 @@ def _tensor_parallel_sizes(model: dict[str, Any]) -> tuple[int, ...]:
         return (1,)
     kv_heads = model.get("num_key_value_heads") or heads
     return tuple(
-        size
-        for size in range(1, heads + 1)
-        if heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+        size for size in range(1, heads + 1) if heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
     )

@@ -56,9 +56,7 @@ class DraftVerifier:
         logprobs: list[vllm_api.LogprobsTensors] = []
         open_rows = np.arange(len(drafts))
         for offset in range(width):
-            generators = {
-                row: sampling.generators[row] for row in open_rows.tolist() if row in sampling.generators
-            }
+            generators = {row: sampling.generators[row] for row in open_rows.tolist() if row in sampling.generators}
             sampled = self._sampler(
                 logits=logits[torch.from_numpy(firsts + np.minimum(offset, drafts))],
                 sampling_metadata=replace(sampling, generators=generators),
@@ -76,9 +74,7 @@ class DraftVerifier:
             del outputs[row][len(outputs[row]) - (count - 1) :]
         return vllm_api.SamplerOutput(ids, _stack_logprobs(logprobs, width))
 
-    def _expected(
-        self, drafts: NDArray[np.int64], metadata: vllm_api.SpecDecodeMetadata
-    ) -> NDArray[np.int32]:
+    def _expected(self, drafts: NDArray[np.int64], metadata: vllm_api.SpecDecodeMetadata) -> NDArray[np.int32]:
         """Return int32[rows, max drafts + 1]: the token that must be sampled at each position for the row to continue,
         or NO_TOKEN at the row's last position."""
         positions = np.arange(metadata.max_spec_len + 1)

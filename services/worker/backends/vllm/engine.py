@@ -129,9 +129,7 @@ class VllmEngine:
         # them comes near the end.
         runner.effective_drafter_max_model_len = self.max_model_len + speculation.num_speculative_tokens
         if speculation.method == "ngram":
-            runner.drafter.max_model_len = min(
-                speculation.max_model_len or self.max_model_len, self.max_model_len
-            )
+            runner.drafter.max_model_len = min(speculation.max_model_len or self.max_model_len, self.max_model_len)
         else:
             give_next_tokens_of_chunks(runner)
         kinds: list[Any] = vllm_api.BUILTIN_LOGITS_PROCESSORS
@@ -165,9 +163,7 @@ class VllmEngine:
 
     @property
     def hidden_size(self) -> int:
-        return (
-            int(self.config.model_config.get_hidden_size()) if self.pooler is None else self.pooler.model.size
-        )
+        return int(self.config.model_config.get_hidden_size()) if self.pooler is None else self.pooler.model.size
 
     @property
     def bytes_per_block(self) -> int:
@@ -179,9 +175,7 @@ class VllmEngine:
         """Create an empty cache and an empty batch."""
         cache = self.config.cache_config
         cache.num_gpu_blocks_override = cache.num_gpu_blocks = num_blocks
-        config = vllm_api.get_kv_cache_config(
-            self.config, self._cache_groups, num_blocks * self.bytes_per_block
-        )
+        config = vllm_api.get_kv_cache_config(self.config, self._cache_groups, num_blocks * self.bytes_per_block)
         config.kv_cache_layout = cache.kv_cache_layout
         self._wrapper.initialize_from_config([config] * self.config.parallel_config.world_size)
         layers = self.config.compilation_config.static_forward_context
@@ -232,9 +226,7 @@ class VllmEngine:
         self._pipeline.receive_activations(*(tensors[name] for name in sorted(tensors)))
         return vllm_api.IntermediateTensors(tensors)
 
-    def execute(
-        self, step: vllm_api.SchedulerOutput, activations: vllm_api.IntermediateTensors | None = None
-    ) -> Any:
+    def execute(self, step: vllm_api.SchedulerOutput, activations: vllm_api.IntermediateTensors | None = None) -> Any:
         """Execute the forward pass of a step, and send its activations to the next stage.
 
         vLLM's worker would send their names as pickles, and wait before the next step until they have left.
@@ -262,9 +254,7 @@ class VllmEngine:
             ids: request id of each of `rows`
         """
         batch = self.runner.input_batch
-        vllm_starts = self.runner.query_start_loc.np[
-            [batch.req_id_to_index[request_id] for request_id in ids]
-        ]
+        vllm_starts = self.runner.query_start_loc.np[[batch.req_id_to_index[request_id] for request_id in ids]]
         starts = np.cumsum(rows.counts) - rows.counts
         shift = np.repeat(vllm_starts - starts, rows.counts)
         states = self.runner.execute_model_state.hidden_states
@@ -297,9 +287,7 @@ class VllmEngine:
         return (drafts.req_ids, drafts.draft_token_ids) if drafts is not None else ([], [])
 
 
-def _numbers_of_threads(
-    options: EngineOptions, groups: ProcessGroups, platform: WorkerPlatform
-) -> Sequence[int]:
+def _numbers_of_threads(options: EngineOptions, groups: ProcessGroups, platform: WorkerPlatform) -> Sequence[int]:
     """Return the numbers of compute threads to choose from."""
     if options.threads:
         return (options.threads,)

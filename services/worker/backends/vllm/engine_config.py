@@ -44,9 +44,7 @@ class EngineOptions:
     max_lora_rank: int
 
     @classmethod
-    def from_config(
-        cls, directory: Path, dtype: str, config: WorkerConfig, assignment: Assignment
-    ) -> "EngineOptions":
+    def from_config(cls, directory: Path, dtype: str, config: WorkerConfig, assignment: Assignment) -> "EngineOptions":
         return cls(
             directory=directory,
             dtype=dtype,
@@ -68,9 +66,7 @@ class EngineOptions:
         )
 
 
-def create_engine_config(
-    options: EngineOptions, assignment: Assignment, device_arguments: Mapping[str, Any]
-) -> Any:
+def create_engine_config(options: EngineOptions, assignment: Assignment, device_arguments: Mapping[str, Any]) -> Any:
     """Return vLLM's `VllmConfig`.
 
     Args:

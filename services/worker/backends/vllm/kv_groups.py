@@ -19,9 +19,7 @@ def kv_groups(groups: Sequence[Any], block_size: int, most: int) -> tuple[KVGrou
     Raises: LoadError, for a group that the scheduler has no rules for.
     """
     found = [kind for group in groups if (kind := _kind(group.kv_cache_spec)) is not None]
-    sizes = {
-        g.kv_cache_spec.block_size for g in groups if not isinstance(g.kv_cache_spec, vllm_api.MambaSpec)
-    }
+    sizes = {g.kv_cache_spec.block_size for g in groups if not isinstance(g.kv_cache_spec, vllm_api.MambaSpec)}
     if len(found) < len(groups) or len(groups) > most or sizes != {block_size}:
         kinds = ", ".join(f"{type(g.kv_cache_spec).__name__} of {g.kv_cache_spec.block_size}" for g in groups)
         raise LoadError(

@@ -63,9 +63,7 @@ class FileRefused(Exception):
 
 class MediaProcessor:
     def __init__(self, settings: ProcessorSettings) -> None:
-        arguments = vllm_api.EngineArgs(
-            model=settings.model, dtype=settings.dtype, limit_mm_per_prompt=MODALITIES
-        )
+        arguments = vllm_api.EngineArgs(model=settings.model, dtype=settings.dtype, limit_mm_per_prompt=MODALITIES)
         self._processor = vllm_api.MULTIMODAL_REGISTRY.create_processor(arguments.create_model_config())
 
     def process(self, job: MediaJob) -> ProcessedMedia:
@@ -78,8 +76,7 @@ class MediaProcessor:
         try:
             items = info.parse_mm_data(files)
             found = self._processor.apply(
-                vllm_api.ProcessorInputs(unpack(job.token_ids).tolist(), items),
-                vllm_api.TimingContext(enabled=False),
+                vllm_api.ProcessorInputs(unpack(job.token_ids).tolist(), items), vllm_api.TimingContext(enabled=False)
             )
         except (ValueError, AssertionError, RuntimeError) as error:
             why = f"the model's processor refuses the files, or the chat template does not show them: {error}"
@@ -89,9 +86,7 @@ class MediaProcessor:
             places = found["mm_placeholders"][kind]
             if len(places) != len(given):
                 raise FileRefused(f"the chat template of this model does not show each {kind}")
-            for place, digest, data in zip(
-                places, found["mm_hashes"][kind], found["mm_kwargs"][kind], strict=True
-            ):
+            for place, digest, data in zip(places, found["mm_hashes"][kind], found["mm_kwargs"][kind], strict=True):
                 features.append(vllm_api.MultiModalFeatureSpec(data, kind, digest, place, digest))
         features.sort(key=lambda feature: feature.mm_position.offset)
         spans = [(feature.mm_position, feature.identifier) for feature in features]

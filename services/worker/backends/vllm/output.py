@@ -116,9 +116,7 @@ class VllmOutput:
         if lists.cu_num_generated_tokens is not None:  # rows of different lengths
             indices = np.array(lists.cu_num_generated_tokens)[indices]
         owners = np.repeat(np.flatnonzero(wanted), counts[wanted])
-        offsets = np.arange(len(owners)) - np.repeat(
-            np.cumsum(counts[wanted]) - counts[wanted], counts[wanted]
-        )
+        offsets = np.arange(len(owners)) - np.repeat(np.cumsum(counts[wanted]) - counts[wanted], counts[wanted])
         at, positions = indices[owners] + offsets, (rows.ends - rows.drafts)[owners] + offsets
         entries = lists.logprob_token_ids[at], lists.logprobs[at], lists.sampled_token_ranks[at]
         return [_logprob_rows(rows.slots[owners], positions, tops[owners], *entries)]

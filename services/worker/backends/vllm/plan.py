@@ -144,9 +144,7 @@ class PlanTranslator:
         acceptable, ids = rows.drafts.copy(), self.request_ids(masks.slots)
         acceptable[masks.rows] = np.maximum(masks.acceptable, 0)
         left_out = [
-            request_id
-            for request_id, limit in zip(ids, masks.acceptable.tolist(), strict=True)
-            if limit == LEFT_OUT
+            request_id for request_id, limit in zip(ids, masks.acceptable.tolist(), strict=True) if limit == LEFT_OUT
         ]
         return TranslatedMasks(vllm_api.GrammarOutput(ids, masks.bitmask), acceptable, left_out)
 
@@ -200,8 +198,7 @@ class PlanTranslator:
             keys = iter((by_group[:, known[row] : blocks[row]] + RESERVED_BLOCKS).tolist())
             states = iter((table.states[slots[row], :, None] + RESERVED_BLOCKS).tolist())
             new[row] = tuple(
-                next(keys) if not group.is_state else [] if known[row] else next(states)
-                for group in table.groups
+                next(keys) if not group.is_state else [] if known[row] else next(states) for group in table.groups
             )
         self._known_blocks[slots] = blocks
         return new

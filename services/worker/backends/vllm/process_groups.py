@@ -64,11 +64,7 @@ class ProcessGroups:
                 store = self._store()
                 self.ranks_on_machine = count_on_this_machine(store, assignment)
                 _c10d.init_process_group(
-                    "gloo",
-                    store=store,
-                    rank=assignment.rank,
-                    world_size=assignment.world_size,
-                    timeout=STEP_TIMEOUT,
+                    "gloo", store=store, rank=assignment.rank, world_size=assignment.world_size, timeout=STEP_TIMEOUT
                 )
                 shard, host = assignment.shard, assignment.rendezvous.rpartition(":")[0]
                 if (stages := shard.pipeline_parallel_size) > 1:
@@ -99,9 +95,7 @@ class ProcessGroups:
         if self._assignment.tensor_parallel_size > 1:
             coordinator = vllm_api.get_tp_group()
             with self.detect_lost_ranks():
-                _c10d.broadcast(
-                    torch.from_numpy(numbers), self._assignment.output_rank, coordinator.cpu_group
-                )
+                _c10d.broadcast(torch.from_numpy(numbers), self._assignment.output_rank, coordinator.cpu_group)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the value of each stage.
@@ -130,9 +124,7 @@ class ProcessGroups:
                 self._aborted or isinstance(error, _c10d.DistError) or "gloo" in str(error)
             ):
                 raise
-            raise RanksLost(
-                f"rank {self._assignment.rank} cannot reach the others: {one_line(error)}"
-            ) from error
+            raise RanksLost(f"rank {self._assignment.rank} cannot reach the others: {one_line(error)}") from error
 
     def abort(self) -> None:
         """End a wait for other ranks with RanksLost; on any thread. A wait in vLLM's shared memory does not end."""

@@ -46,9 +46,7 @@ class VllmRunner:
     """
 
     def __init__(
-        self,
-        config: WorkerConfig,
-        create_platform: Callable[[WorkerConfig], WorkerPlatform] = worker_platform,
+        self, config: WorkerConfig, create_platform: Callable[[WorkerConfig], WorkerPlatform] = worker_platform
     ) -> None:
         self._config, self._create_platform = config, create_platform
         self.kv_memory = KVMemory()  # vLLM allocates its own, for each epoch
@@ -78,9 +76,7 @@ class VllmRunner:
             serves_loras=not single,  # not run on a GPU yet
         )
 
-    def load(
-        self, assignment: Assignment, progress: Progress, listener: socket.socket | None = None
-    ) -> Loaded:
+    def load(self, assignment: Assignment, progress: Progress, listener: socket.socket | None = None) -> Loaded:
         """Load the weights. A single rank keeps them from epoch to epoch. Several ranks read them again, because vLLM's
         layers keep references to their process groups."""
         self._assignment.set(assignment)

@@ -31,9 +31,7 @@ class StageOutcomes:
         runner: vLLM's model runner
     """
 
-    def __init__(
-        self, pipeline: PipelineGroup, num_slots: int, runner: Any, translator: PlanTranslator
-    ) -> None:
+    def __init__(self, pipeline: PipelineGroup, num_slots: int, runner: Any, translator: PlanTranslator) -> None:
         self._pipeline, self._runner, self._translator = pipeline, runner, translator
         self._feedback = TokenFeedback(num_slots, most=max(MAX_STEPS_IN_FLIGHT, 2 * pipeline.size))
 
@@ -74,9 +72,7 @@ class StageOutcomes:
             slots, firsts = rows.slots[rows.samples], (rows.ends - rows.drafts)[rows.samples]
             self._feedback.expect(slots, firsts, step.num_speculative_tokens, _empty_message(step, rows))
 
-    def send(
-        self, step: SchedulerOutput, rows: Rows, ids: list[str], result: vllm_api.ModelRunnerOutput
-    ) -> None:
+    def send(self, step: SchedulerOutput, rows: Rows, ids: list[str], result: vllm_api.ModelRunnerOutput) -> None:
         """Send the outcome of a sampled step. On the last stage.
 
         Args:

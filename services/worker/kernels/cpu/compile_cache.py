@@ -27,9 +27,7 @@ def directory() -> Path:
     if chosen := os.environ.get("NUMBA_CACHE_DIR"):
         return Path(chosen)
     here = Path(__file__).parent
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(here.rglob("*.py")))).hexdigest()[
-        :16
-    ]
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(here.rglob("*.py")))).hexdigest()[:16]
     beside, cached = here / "__pycache__" / f"kernels-{digest}", user_cache() / f"kernels-{digest}"
     if is_writable(beside):
         return beside

@@ -103,8 +103,7 @@ class Helpers:
         for at, name in ((POST, "sem_post"), (WAIT, "sem_wait"), (YIELD, "sched_yield")):
             _word(self.state + at).value = ctypes.cast(getattr(libc, name), ctypes.c_void_p).value or 0
         threads = [
-            threading.Thread(target=_serve, args=(self.state,), name="kernels", daemon=True)
-            for _ in range(number)
+            threading.Thread(target=_serve, args=(self.state,), name="kernels", daemon=True) for _ in range(number)
         ]
         for thread in threads:
             thread.start()

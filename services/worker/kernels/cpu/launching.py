@@ -41,9 +41,7 @@ class Launcher:
             rows = len(counted)
             kernel.run(items * -(-rows // chunk), values, items * rows)
 
-    def call(
-        self, function: Function, x: torch.Tensor, out: torch.Tensor, in_place: bool = True
-    ) -> torch.Tensor:
+    def call(self, function: Function, x: torch.Tensor, out: torch.Tensor, in_place: bool = True) -> torch.Tensor:
         """Call a function of the host, now or in the recording.
 
         Args:

@@ -77,8 +77,7 @@ class CpuLogitRules:
         columns = (column.ctypes.data for column in (rows, sizes, slots, positions, self._rules))
         num_slots, limit = self._history.shape
         self._kernel.run(
-            len(rows),
-            (logits.data_ptr(), logits.shape[1], *columns, num_slots, self._history.data_ptr(), limit, 0),
+            len(rows), (logits.data_ptr(), logits.shape[1], *columns, num_slots, self._history.data_ptr(), limit, 0)
         )
         if missing := int(self._kernel.args["missing"]):
             raise RuntimeError(f"slot {missing - 1} is sampled, but not all positions before have a token")
@@ -95,11 +94,7 @@ class CpuLogitRules:
         self._columns[slot].clear()
 
     def _zeros(self) -> Counts:
-        return (
-            np.zeros(self._vocab, np.int32),
-            np.empty(self._vocab, np.int32),
-            np.empty(self._vocab, np.int32),
-        )
+        return (np.zeros(self._vocab, np.int32), np.empty(self._vocab, np.int32), np.empty(self._vocab, np.int32))
 
     def _put(self, slot: int, field: str, column: NDArray[np.generic], number: str = "") -> None:
         self._point(slot, field, column)

@@ -121,9 +121,7 @@ class CpuNetwork(NetworkKernels):
         values = allocate((layers, num_blocks, heads, size, padded(dim)), dtype)
         return KVCache(shape, num_blocks, keys, values)
 
-    def attention(
-        self, shape: AttentionShape, cache: KVCache, table: torch.Tensor, most_tokens: int
-    ) -> Attention:
+    def attention(self, shape: AttentionShape, cache: KVCache, table: torch.Tensor, most_tokens: int) -> Attention:
         return CpuAttention(self._launcher, self.activations, shape, cache, table, most_tokens)
 
     def gather(self, index: torch.Tensor, source: torch.Tensor, out: torch.Tensor) -> None:
@@ -136,13 +134,7 @@ class CpuNetwork(NetworkKernels):
         self._copied(source, source, 0, out, adds=True, factor=factor)
 
     def _copied(
-        self,
-        counted: torch.Tensor,
-        source: torch.Tensor,
-        index: int,
-        out: torch.Tensor,
-        adds: bool,
-        factor: float,
+        self, counted: torch.Tensor, source: torch.Tensor, index: int, out: torch.Tensor, adds: bool, factor: float
     ) -> None:
         sizes, kernel = (source.shape[1], out.stride(0)), self._copies[source.dtype]
         kernel.cost = -(-copying.WORTH // sizes[0])
@@ -161,9 +153,7 @@ class CpuNetwork(NetworkKernels):
         addresses = (0 if x is None else x.data_ptr() for x in (residual, delta, weight, out))
         self._launcher.launch(self._norm, out, (*addresses, out.shape[1], eps, factor))
 
-    def gate_and_multiply(
-        self, gate_up: torch.Tensor, out: torch.Tensor, activation: Activation = "silu"
-    ) -> None:
+    def gate_and_multiply(self, gate_up: torch.Tensor, out: torch.Tensor, activation: Activation = "silu") -> None:
         if activation not in self._gates:
             self._gates[activation] = gate_kernel(self.activations == torch.bfloat16, activation)
         values = gate_up.data_ptr(), out.data_ptr(), out.shape[1]
@@ -189,9 +179,7 @@ class CpuRouting(RoutingKernels):
         tokens, weights, ends = routing.route(logits.float().numpy(), per_token, normalised)
         return Routed(torch.from_numpy(tokens), torch.from_numpy(weights), ends.tolist())
 
-    def combine(
-        self, results: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor, rows: int
-    ) -> torch.Tensor:
+    def combine(self, results: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor, rows: int) -> torch.Tensor:
         out = torch.zeros(rows, results.shape[1])
         routing.combine(results.float().numpy(), tokens.numpy(), weights.numpy(), out.numpy())
         return out
@@ -210,17 +198,8 @@ class CpuAttention:
         most_tokens: int,
     ) -> None:
         kinds = activations == torch.bfloat16, cache.shape.dtype == torch.bfloat16
-        self._rotary, self._write, self._attend = (
-            rotary_kernel(),
-            write_kernel(*kinds),
-            attention_kernel(*kinds),
-        )
-        self._launcher, self._shape, self._cache, self._tables = (
-            launcher,
-            shape,
-            cache,
-            shape.tables_of(table),
-        )
+        self._rotary, self._write, self._attend = (rotary_kernel(), write_kernel(*kinds), attention_kernel(*kinds))
+        self._launcher, self._shape, self._cache, self._tables = (launcher, shape, cache, shape.tables_of(table))
         dim, block_size = cache.shape.head_dim, cache.shape.block_size
         self._queries = torch.empty(most_tokens, shape.heads, padded(dim))
         turns = len(shape.frequencies)
@@ -237,9 +216,7 @@ class CpuAttention:
             addresses = positions.data_ptr(), *(table.data_ptr() for table in tables)
             self._launcher.launch(self._rotary, positions, (*addresses, self._cos.shape[2]))
 
-    def write(
-        self, layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None = None
-    ) -> None:
+    def write(self, layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None = None) -> None:
         kind, dim = self._shape.rotation_of(layer), self._cache.shape.head_dim
         turns = self._cos[kind].data_ptr(), self._sin[kind].data_ptr()
         weights = tuple(weight.data_ptr() for weight in norms) if norms else (0, 0)
@@ -248,9 +225,7 @@ class CpuAttention:
         values = (*self._of(layer), qkv.data_ptr(), *self._where, *turns, *weights, *numbers)
         self._launcher.launch(self._write, qkv, values)
 
-    def attend(
-        self, layer: int, tiles: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None = None
-    ) -> None:
+    def attend(self, layer: int, tiles: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
         values = (*self._of(layer), out.data_ptr(), tiles.data_ptr(), self._shape.windows[layer])
         values = (*values, 0 if sinks is None else sinks.data_ptr())
         self._launcher.launch(self._attend, tiles, values, self._cache.shape.kv_heads)

@@ -10,13 +10,7 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from services.worker.kernels.cpu.compiled import (
-    coded_product,
-    pair_product,
-    product,
-    tile_product,
-    wide_product,
-)
+from services.worker.kernels.cpu.compiled import coded_product, pair_product, product, tile_product, wide_product
 from services.worker.kernels.cpu.compiled.product import BLOCK, PANEL
 from services.worker.kernels.cpu.launching import Launcher
 from services.worker.kernels.cpu.panels import OUTPUTS, PAIRED, format_address
@@ -132,9 +126,7 @@ class StackedProduct:
         return out
 
 
-def coded_panel_product(
-    launcher: Launcher, panels: PackedRows, bias: torch.Tensor | None, half: bool
-) -> PanelProduct:
+def coded_panel_product(launcher: Launcher, panels: PackedRows, bias: torch.Tensor | None, half: bool) -> PanelProduct:
     """A product with quantised weights. `half`: activations are bfloat16, and not float32."""
 
     kernel, sizes = coded_product.coded_product_kernel, (coded_product.BLOCK, coded_product.CHUNK)

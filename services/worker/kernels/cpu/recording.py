@@ -82,9 +82,7 @@ class Sequence:
         self._replay, self._beside_torch = replay.again(), beside_torch
         self._filled: tuple[int, ...] = ()
 
-    def add(
-        self, kernel: Kernel, values: tuple[Any, ...], rows: Cell, items: int, chunk: int, field: str
-    ) -> Kernel:
+    def add(self, kernel: Kernel, values: tuple[Any, ...], rows: Cell, items: int, chunk: int, field: str) -> Kernel:
         """Append `kernel` with `values` for its fields. Return a copy with an argument block of its own.
 
         Args:
@@ -94,9 +92,7 @@ class Sequence:
         own = kernel.again()
         own.fill(values)
         rows_field = own.address_of(field) if field else 0
-        call = np.array(
-            [(own.function, own.address, rows.ctypes.data, items, chunk, rows_field, own.cost)], _CALL
-        )
+        call = np.array([(own.function, own.address, rows.ctypes.data, items, chunk, rows_field, own.cost)], _CALL)
         self._kernels.append(own)
         self._calls = np.concatenate((self._calls, call))
         return own

@@ -108,20 +108,12 @@ class Kernel:
     """
 
     def __init__(
-        self,
-        body: Callable[[int], None],
-        fields: list[tuple[str, Any]],
-        cost: int,
-        beside_torch: bool = False,
+        self, body: Callable[[int], None], fields: list[tuple[str, Any]], cost: int, beside_torch: bool = False
     ) -> None:
         self._compiled = compiled(body)
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_int64)(self._compiled.address)
         self.function: int = self._compiled.address
-        self.cost, self._fields, self._beside_torch = (
-            cost,
-            np.dtype(HEADER + fields, align=True),
-            beside_torch,
-        )
+        self.cost, self._fields, self._beside_torch = (cost, np.dtype(HEADER + fields, align=True), beside_torch)
         self.renew_arguments()
 
     def renew_arguments(self) -> None:

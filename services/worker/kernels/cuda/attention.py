@@ -85,9 +85,7 @@ class PagedAttention:
             cosines.mul_(self._amplitudes[:, None])
             sines.mul_(self._amplitudes[:, None])
 
-    def write(
-        self, layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None = None
-    ) -> None:
+    def write(self, layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None = None) -> None:
         if not len(qkv):
             return
         b, keys, values, table = self._buffers, *self._of(layer)
@@ -107,9 +105,7 @@ class PagedAttention:
             at_once=_HEADS_AT_ONCE,
         )
 
-    def attend(
-        self, layer: int, tiles: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None = None
-    ) -> None:
+    def attend(self, layer: int, tiles: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
         if not len(tiles):
             return
         group, most = self._group, self._sizes.most_rows

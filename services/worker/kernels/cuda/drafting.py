@@ -39,9 +39,7 @@ class CudaDrafting(DraftingKernels):
         begun = history[:, : int(lengths.max())]
         rows = max(1, _SEARCHED // begun.shape[1])
         parts = zip(which.split(rows), ends.split(rows), strict=True)
-        drafts = [
-            _drafts(begun.index_select(0, some), until, sizes, k, min_acceptance) for some, until in parts
-        ]
+        drafts = [_drafts(begun.index_select(0, some), until, sizes, k, min_acceptance) for some, until in parts]
         return self._device.download(torch.cat(drafts)).get()[0]
 
     def lay_out(
@@ -67,9 +65,7 @@ def lookup_bytes(slots: int, max_model_len: int) -> int:
     return _SEARCHED_BYTES * min(slots * max_model_len, max(_SEARCHED, max_model_len))
 
 
-def _drafts(
-    tokens: torch.Tensor, ends: torch.Tensor, sizes: range, k: int, min_acceptance: float
-) -> torch.Tensor:
+def _drafts(tokens: torch.Tensor, ends: torch.Tensor, sizes: range, k: int, min_acceptance: float) -> torch.Tensor:
     """Return the drafts of some rows, int32[rows, k], padded with NO_DRAFT."""
     after, size = _longest_match(tokens, ends, sizes)
     copied = _continuation(tokens, after, ends, k)
@@ -77,9 +73,7 @@ def _drafts(
     return torch.where(number > torch.arange(k, device=tokens.device), copied, NO_DRAFT)
 
 
-def _longest_match(
-    tokens: torch.Tensor, ends: torch.Tensor, sizes: range
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _longest_match(tokens: torch.Tensor, ends: torch.Tensor, sizes: range) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the end and the size of the longest earlier occurrence of each row's last tokens, int64[rows, 1] each;
     among equally long ones the last. A size of 0: none."""
     at = torch.arange(tokens.shape[1], device=tokens.device)

@@ -106,18 +106,14 @@ class CudaLogitRules:
         ]
         if entries := sum(len(tokens) for _, tokens in lists):
             uploaded = self._device.upload(*_entries(lists))
-            forbid_kernel[(triton.cdiv(entries, _AT_ONCE),)](
-                logits, *uploaded, entries, self._vocab, at_once=_AT_ONCE
-            )
+            forbid_kernel[(triton.cdiv(entries, _AT_ONCE),)](logits, *uploaded, entries, self._vocab, at_once=_AT_ONCE)
 
     def _add_biases(self, logits: torch.Tensor, rows: list[_Row]) -> None:
         lists = [(row.number, row.rule.biased) for row in rows if row.rule.biased is not None]
         if entries := sum(len(tokens) for _, tokens in lists):
             biases = np.concatenate([row.rule.biases for row in rows if row.rule.biases is not None])
             uploaded = self._device.upload(*_entries(lists), biases)
-            bias_kernel[(triton.cdiv(entries, _AT_ONCE),)](
-                logits, *uploaded, entries, self._vocab, at_once=_AT_ONCE
-            )
+            bias_kernel[(triton.cdiv(entries, _AT_ONCE),)](logits, *uploaded, entries, self._vocab, at_once=_AT_ONCE)
 
     def _penalize(self, logits: torch.Tensor, rows: list[_Row]) -> None:
         most = max(row.position for row in rows)
@@ -135,8 +131,7 @@ class CudaLogitRules:
         grid = len(rows), triton.cdiv(most, _AT_ONCE)
         count_kernel[grid](slots, positions, prompts, self._history, self._counts, *limits, at_once=_AT_ONCE)
         penalize_kernel[grid](
-            *(logits, which, slots, positions, *penalties, self._history, self._counts, *limits),
-            at_once=_AT_ONCE,
+            *(logits, which, slots, positions, *penalties, self._history, self._counts, *limits), at_once=_AT_ONCE
         )
 
 

@@ -87,9 +87,7 @@ class CudaNetwork(NetworkKernels):
         keys, values = (torch.empty(sizes, dtype=shape.dtype, device=self._device.where) for _ in range(2))
         return KVCache(shape, num_blocks, keys, values)
 
-    def attention(
-        self, shape: AttentionShape, cache: KVCache, table: torch.Tensor, most_tokens: int
-    ) -> Attention:
+    def attention(self, shape: AttentionShape, cache: KVCache, table: torch.Tensor, most_tokens: int) -> Attention:
         return PagedAttention(shape, cache, table, most_tokens, self.activations)
 
     def gather(self, index: torch.Tensor, source: torch.Tensor, out: torch.Tensor) -> None:
@@ -130,9 +128,7 @@ class CudaNetwork(NetworkKernels):
             num_warps=warps,
         )
 
-    def gate_and_multiply(
-        self, gate_up: torch.Tensor, out: torch.Tensor, activation: Activation = "silu"
-    ) -> None:
+    def gate_and_multiply(self, gate_up: torch.Tensor, out: torch.Tensor, activation: Activation = "silu") -> None:
         rows, width = out.shape
         if rows:
             grid = rows, triton.cdiv(width, _COLUMNS)

@@ -104,9 +104,7 @@ def _parts(vocab: int) -> tuple[int, int]:
     return parts, triton.cdiv(triton.cdiv(vocab, parts), _AT_ONCE) * _AT_ONCE
 
 
-def _best_parts(
-    logits: torch.Tensor, draw: tuple[torch.Tensor, ...] | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _best_parts(logits: torch.Tensor, draw: tuple[torch.Tensor, ...] | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the best logit or draw of each part, float32[rows, parts], and its token, int32[rows, parts]."""
     rows, vocab = logits.shape
     parts, span = _parts(vocab)
@@ -124,10 +122,7 @@ def _best_parts(
 
 
 def _cutoff(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    log_min_p: torch.Tensor,
-    searches: list[tuple[torch.Tensor, bool]],
+    logits: torch.Tensor, temperature: torch.Tensor, log_min_p: torch.Tensor, searches: list[tuple[torch.Tensor, bool]]
 ) -> torch.Tensor:
     """Return the least scaled logit of each row that min-p, top-k and top-p keep, float32[rows].
 
@@ -150,18 +145,7 @@ def _cutoff(
         for number in range(ROUNDS):
             old, new = (number + 1) % 2, number % 2
             search_kernel[rows, parts](
-                *(
-                    logits,
-                    temperature,
-                    high,
-                    least,
-                    limit,
-                    bounds[old],
-                    sums[old],
-                    bounds[new],
-                    sums[new],
-                    best,
-                ),
+                *(logits, temperature, high, least, limit, bounds[old], sums[old], bounds[new], sums[new], best),
                 *(vocab, span, parts),
                 begins=number == 0,
                 weighs=bool(weighs),

@@ -55,9 +55,7 @@ class Attention(Protocol):
         """Prepare data that the layers of a step share, from the tokens' positions and slots, int32[tokens] each."""
         ...
 
-    def write(
-        self, layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None = None
-    ) -> None:
+    def write(self, layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None = None) -> None:
         """Rotate queries and keys; write keys and values to the cache, before any query reads (write before read).
 
         Args:
@@ -67,9 +65,7 @@ class Attention(Protocol):
         """
         ...
 
-    def attend(
-        self, layer: int, tiles: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None = None
-    ) -> None:
+    def attend(self, layer: int, tiles: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
         """Compute the attention of the queries that were written last.
 
         Args:
@@ -92,9 +88,7 @@ class PlainAttention:
         self._blocks = [table[slots.long(), positions.long() // size].long() for table in self._tables]
         self._offsets = positions.long() % size
 
-    def write(
-        self, layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None = None
-    ) -> None:
+    def write(self, layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None = None) -> None:
         shape, kv_heads = self._shape, self._cache.shape.kv_heads
         heads = qkv.float().unflatten(-1, (-1, self._cache.shape.head_dim))
         queries, keys, values = heads.split([shape.heads, kv_heads, kv_heads], 1)
@@ -116,9 +110,7 @@ class PlainAttention:
         first, second = heads.chunk(2, -1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
-    def attend(
-        self, layer: int, tiles: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None = None
-    ) -> None:
+    def attend(self, layer: int, tiles: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
         for slot, position, token, count in tiles.tolist():
             queries = self._queries[token : token + count]
             end, window = position + count, self._shape.windows[layer]
@@ -137,9 +129,7 @@ class PlainAttention:
         """float32[heads, end - low, head_dim]: positions of a slot, each KV head as often as it has query heads."""
         size = self._cache.shape.block_size
         first, number = low // size, -(-end // size)
-        heads = (
-            blocks[table[first:number].long()].flatten(0, 1)[low - first * size : end - first * size].float()
-        )
+        heads = blocks[table[first:number].long()].flatten(0, 1)[low - first * size : end - first * size].float()
         return heads.repeat_interleave(self._shape.heads // self._cache.shape.kv_heads, 1).transpose(0, 1)
 
     def _attended(

@@ -117,9 +117,7 @@ class DraftingKernels:
         """Write the places of a step's tokens without their hidden states, each with the token after it, and the rows
         that have room for drafts."""
         place = row = sampled = 0
-        columns = zip(
-            *(c.tolist() for c in (rows.slots, rows.starts, rows.counts, rows.samples)), strict=True
-        )
+        columns = zip(*(c.tolist() for c in (rows.slots, rows.starts, rows.counts, rows.samples)), strict=True)
         for slot, start, count, samples in columns:
             end = start + count
             for position in range(start, min(end, limits.position)):
@@ -189,7 +187,5 @@ def _continue(t: DraftTensors, going: torch.Tensor, ids: torch.Tensor, chance: t
     t.chance[:left], t.ids[:left], t.hidden[:left] = chance, ids, t.yielded[going]
     at = torch.arange(left, dtype=torch.int32)
     t.slots[:left], t.positions[:left], t.last[:left] = t.tiles[going, 0], t.tiles[going, 1] + 1, at
-    t.tiles[:left] = torch.stack(
-        (t.slots[:left], t.positions[:left], at, torch.ones(left, dtype=torch.int32)), 1
-    )
+    t.tiles[:left] = torch.stack((t.slots[:left], t.positions[:left], at, torch.ones(left, dtype=torch.int32)), 1)
     return left

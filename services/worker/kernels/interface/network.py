@@ -62,9 +62,7 @@ class NetworkKernels:
         keys, values = allocate(sizes, shape.dtype), allocate(sizes, shape.dtype)
         return KVCache(shape, num_blocks, keys, values)
 
-    def attention(
-        self, shape: AttentionShape, cache: KVCache, table: torch.Tensor, most_tokens: int
-    ) -> Attention:
+    def attention(self, shape: AttentionShape, cache: KVCache, table: torch.Tensor, most_tokens: int) -> Attention:
         """`table`: int32[slots, num_tables * blocks], the block tables of every slot; the scheduler's plans change them
         in place."""
         return PlainAttention(shape, cache, table)
@@ -106,9 +104,7 @@ class NetworkKernels:
             residual.add_(delta, alpha=factor)
         out.copy_(residual if weight is None else normalised(residual, weight, eps))
 
-    def gate_and_multiply(
-        self, gate_up: torch.Tensor, out: torch.Tensor, activation: Activation = "silu"
-    ) -> None:
+    def gate_and_multiply(self, gate_up: torch.Tensor, out: torch.Tensor, activation: Activation = "silu") -> None:
         """out = activation(gate) * up; activations[rows, 2 * width] to [rows, width].
 
         gelu_tanh(x) = x * sigmoid(1.5957691216 * (x + 0.044715 * x^3)). With clamped_silu, gates are at most 7 and

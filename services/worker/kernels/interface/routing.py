@@ -35,9 +35,7 @@ class RoutingKernels:
         ends = [0, *torch.bincount(chosen.flatten(), minlength=every).cumsum(0).tolist()]
         return Routed(order // per_token, weights.flatten()[order], ends)
 
-    def combine(
-        self, results: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor, rows: int
-    ) -> torch.Tensor:
+    def combine(self, results: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor, rows: int) -> torch.Tensor:
         """Return float32[rows, width]: the sum of weights[i] * results[i] of each token, in ascending order of i.
 
         Args:

@@ -39,9 +39,7 @@ async def test_scheduler_with_another_tokenizer_is_refused(tmp_path: Path, their
         assert client.ready
         running.cancel()
     else:
-        with pytest.raises(
-            HandshakeRefused, match=r"tokenizer mismatch: .* digest same, .* other; give both the same"
-        ):
+        with pytest.raises(HandshakeRefused, match=r"tokenizer mismatch: .* digest same, .* other; give both the same"):
             await running
     await asyncio.wait({running})
     server.close()
@@ -84,9 +82,7 @@ async def test_messages_behind_one_that_cannot_be_read_are_not_handled(tmp_path:
     server.close()
 
 
-async def test_a_message_that_the_scheduler_cannot_read_costs_its_request_and_not_the_frontend(
-    tmp_path: Path,
-) -> None:
+async def test_a_message_that_the_scheduler_cannot_read_costs_its_request_and_not_the_frontend(tmp_path: Path) -> None:
     """The scheduler expels the frontend at each submission of a request; the frontend connects again without it."""
     server, decoder = Server(f"ipc://{tmp_path}/c", {"frontend"}), Decoder(ClientMessage)
     client = EngineClient(numbered([server.endpoint]), 1, 10.0, 300.0, 600.0)

@@ -102,9 +102,7 @@ class Fleet:
 
     def __init__(self, directory: Path, identities: tuple[str, str] = (MODEL, MODEL)) -> None:
         self._endpoints = [f"ipc://{directory}/{name}" for name in "ab"]
-        self.engines = [
-            ScriptedEngine(endpoint, 10 + i, identities[i]) for i, endpoint in enumerate(self._endpoints)
-        ]
+        self.engines = [ScriptedEngine(endpoint, 10 + i, identities[i]) for i, endpoint in enumerate(self._endpoints)]
         self.client = EngineClient(numbered(self._endpoints), 8, 10.0, 300.0, 600.0)
 
     async def until(self, condition: Callable[[], object]) -> None:
@@ -118,9 +116,7 @@ class Fleet:
     async def serve(self) -> None:
         await self.until(lambda: all(engine.ready for engine in self.client.engines.values()))
 
-    async def submit(
-        self, prompt: list[int], salt: str = ""
-    ) -> tuple[RecordingStream, ScriptedEngine, ScriptedEngine]:
+    async def submit(self, prompt: list[int], salt: str = "") -> tuple[RecordingStream, ScriptedEngine, ScriptedEngine]:
         """Submit a request; return its stream, its engine and the other one, when the engine has it."""
         stream = RecordingStream(ResponseStream(FlushQueue()))
         before = [len(engine.requests) for engine in self.engines]
@@ -212,14 +208,10 @@ def the_last_token_is_not_sent(patch: pytest.MonkeyPatch) -> None:
 
 def a_drain_is_blamed_on_the_request(patch: pytest.MonkeyPatch) -> None:
     move = RequestLedger.move
-    patch.setattr(
-        RequestLedger, "move", lambda self, *arguments, is_fault: move(self, *arguments, is_fault=True)
-    )
+    patch.setattr(RequestLedger, "move", lambda self, *arguments, is_fault: move(self, *arguments, is_fault=True))
 
 
-@pytest.mark.parametrize(
-    "mutant", [the_number_is_kept, the_last_token_is_not_sent, a_drain_is_blamed_on_the_request]
-)
+@pytest.mark.parametrize("mutant", [the_number_is_kept, the_last_token_is_not_sent, a_drain_is_blamed_on_the_request])
 async def test_a_fault_of_the_move_is_noticed(
     tmp_path: Path, mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,9 +327,7 @@ async def test_blocks_that_an_engine_reports_attract_requests_of_their_salt_alon
 
 
 @pytest.mark.parametrize("knows", [True, False], ids=["this release", "an older one"])
-async def test_an_engine_loads_what_is_complete_of_a_prompt_that_will_go_on_there(
-    tmp_path: Path, knows: bool
-) -> None:
+async def test_an_engine_loads_what_is_complete_of_a_prompt_that_will_go_on_there(tmp_path: Path, knows: bool) -> None:
     prompt = [*range(600)]
     async with fleet(tmp_path) as engines:
         computing, decoding = engines.engines

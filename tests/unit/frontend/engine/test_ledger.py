@@ -33,9 +33,7 @@ class OpenRequests:
         stream = RecordingStream(ResponseStream(FlushQueue()))
         stream.number = number
         self.streams[number] = stream
-        request = GenerateRequest(
-            number, pack([number]), 1, SamplingParams(max_tokens=max_tokens, seed=number)
-        )
+        request = GenerateRequest(number, pack([number]), 1, SamplingParams(max_tokens=max_tokens, seed=number))
         self.ledger.assign(self.ledger.open(stream, request, self._now), ENGINE)
 
     def connect(self, incarnation: int) -> list[GenerateRequest]:
@@ -60,10 +58,7 @@ async def loop() -> None:
 async def test_a_request_is_sent_once_and_again_with_its_output_to_the_next_scheduler() -> None:
     requests = OpenRequests(1, 2)
     new = requests.connect(FIRST)
-    assert [(r.number, r.age, r.attempts, r.incarnation) for r in new] == [
-        (1, 0.0, 0, FIRST),
-        (2, 0.0, 0, FIRST),
-    ]
+    assert [(r.number, r.age, r.attempts, r.incarnation) for r in new] == [(1, 0.0, 0, FIRST), (2, 0.0, 0, FIRST)]
     assert requests.connect(FIRST) == []
     requests.deliver(2, 7, 8)
     again = requests.reconnect(SECOND)
@@ -101,10 +96,7 @@ async def test_a_request_that_arrives_without_a_scheduler_is_new_for_the_next_on
     requests.connect(FIRST)
     requests.ledger.disconnected(ENGINE)
     requests.open(2)
-    assert [(r.number, r.attempts, r.age > 0) for r in requests.connect(SECOND)] == [
-        (1, 1, True),
-        (2, 0, False),
-    ]
+    assert [(r.number, r.attempts, r.age > 0) for r in requests.connect(SECOND)] == [(1, 1, True), (2, 0, False)]
 
 
 async def test_a_request_that_lacks_only_its_end_ends_by_length() -> None:

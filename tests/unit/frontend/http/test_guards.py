@@ -174,9 +174,7 @@ async def test_only_allowed_hosts_are_answered_but_probes_always() -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"host": "localhost"}, {"host": "127.0.0.2"}, {"uds": "/tmp/x"}])
-async def test_local_server_without_a_key_answers_only_to_names_of_this_machine(
-    settings: dict[str, str],
-) -> None:
+async def test_local_server_without_a_key_answers_only_to_names_of_this_machine(settings: dict[str, str]) -> None:
     names = ["localhost", "LOCALHOST:8000", "llm.localhost:8000", "127.0.0.1:8000", "[::1]:8000"]
     async with guarded([], **settings) as client:
         for host in [*names, settings.get("host", "localhost")]:
@@ -200,12 +198,7 @@ async def test_other_servers_answer_to_every_name(keys: list[str], settings: dic
 
 async def test_root_path_may_be_given_or_removed_by_the_proxy() -> None:
     async with guarded(["right"], root_path="/llm") as client:
-        for path, status in {
-            "/livez": 200,
-            "/llm/livez": 200,
-            "/llm/llm/livez": 401,
-            "/llmlivez": 401,
-        }.items():
+        for path, status in {"/livez": 200, "/llm/livez": 200, "/llm/llm/livez": 401, "/llmlivez": 401}.items():
             assert (await client.get(path)).status_code == status, path
 
 

@@ -10,12 +10,7 @@ from services.frontend.anthropic.schemas import CountTokensRequest, MessagesRequ
 from services.frontend.errors import APIError
 from services.frontend.openai.parameters.extra_fields import MAX_NAMED, ExtraFields, UnknownFieldMode
 from services.frontend.openai.schemas.open_object import OpenObject
-from services.frontend.openai.schemas.requests import (
-    ChatRequest,
-    CompletionRequest,
-    EmbeddingRequest,
-    TextsRequest,
-)
+from services.frontend.openai.schemas.requests import ChatRequest, CompletionRequest, EmbeddingRequest, TextsRequest
 from services.frontend.openai.schemas.unserved import NEUTRAL
 from services.frontend.openai.scores import RerankRequest, ScoreRequest
 from services.frontend.responses_api.schemas import ResponsesRequest
@@ -32,9 +27,7 @@ def completion(**fields: Any) -> CompletionRequest:
 
 
 def chat(*messages: dict[str, Any], **fields: Any) -> ChatRequest:
-    return ChatRequest.model_validate(
-        {"messages": list(messages) or [{"role": "user", "content": "x"}], **fields}
-    )
+    return ChatRequest.model_validate({"messages": list(messages) or [{"role": "user", "content": "x"}], **fields})
 
 
 def ignored(body: OpenObject, mode: UnknownFieldMode = "warn") -> list[str]:
@@ -78,10 +71,7 @@ def test_names_within_some_items_of_a_list_are_listed() -> None:
 
 
 def test_unknown_field_of_a_constraint_is_refused() -> None:
-    for format in (
-        {"type": "json_object", "schema": {}},
-        {"type": "json_schema", "json_schema": {"rules": 1}},
-    ):
+    for format in ({"type": "json_object", "schema": {}}, {"type": "json_schema", "json_schema": {"rules": 1}}):
         with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
             chat(response_format=format)
 

@@ -116,11 +116,7 @@ def test_every_list_string_and_number_of_a_body_has_a_bound(doc: dict[str, Any])
             (kind == "string" and not keys & {"maxLength", "enum", "const", "pattern"})
             or (kind == "array" and "maxItems" not in keys)
             or (kind in ("integer", "number") and not (least and most))
-            or (
-                kind == "object"
-                and schema.get("additionalProperties", True) is True
-                and name not in FREE | OPEN
-            )
+            or (kind == "object" and schema.get("additionalProperties", True) is True and name not in FREE | OPEN)
             or (isinstance(schema.get("additionalProperties"), dict) and "maxProperties" not in keys)
         ):
             unbounded.append((name, schema))
@@ -137,9 +133,7 @@ def test_streams_and_errors_are_described(doc: dict[str, Any]) -> None:
             assert schema == {"$ref": "#/components/schemas/ErrorResponse"}
 
 
-def test_bodies_name_what_is_not_served_and_are_closed_if_unknown_fields_are_refused(
-    doc: dict[str, Any],
-) -> None:
+def test_bodies_name_what_is_not_served_and_are_closed_if_unknown_fields_are_refused(doc: dict[str, Any]) -> None:
     schemas = doc["components"]["schemas"]
     closed = with_routes(FrontendConfig(unknown_parameters="refuse")).openapi()["components"]["schemas"]
     for name in OPEN:

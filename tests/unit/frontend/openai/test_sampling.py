@@ -19,9 +19,7 @@ CHAT = {"messages": [{"role": "user", "content": "x"}]}
 
 
 def params(body: dict[str, object], defaults: SamplingDefaults = NONE, prompt: int = 10, context: int = 100):
-    return sampling_params(
-        CompletionRequest.model_validate({"prompt": "x", **body}), defaults, prompt, context, 1000
-    )
+    return sampling_params(CompletionRequest.model_validate({"prompt": "x", **body}), defaults, prompt, context, 1000)
 
 
 def test_body_takes_precedence_over_the_checkpoint_and_the_checkpoint_over_openai() -> None:
@@ -77,9 +75,7 @@ def test_missing_seed_is_drawn_at_random() -> None:
         ({"prompt_logprobs": 1, "stream": True}, 10, ["prompt_logprobs", "stream"]),
     ],
 )
-def test_value_out_of_range_is_refused_with_its_numbers(
-    body: dict[str, object], prompt: int, words: list[str]
-) -> None:
+def test_value_out_of_range_is_refused_with_its_numbers(body: dict[str, object], prompt: int, words: list[str]) -> None:
     with pytest.raises(APIError) as refused:
         params(body, prompt=prompt)
     assert refused.value.status == 400
@@ -107,23 +103,7 @@ def test_every_parameter_reaches_the_sampler() -> None:
     body = CompletionRequest.model_validate({"prompt": "x", **asked})
     given = sampling_params(body, NONE, 10, 100, 1000, words)
     assert given == SamplingParams(
-        7,
-        0.5,
-        0.25,
-        9,
-        0.125,
-        77,
-        3,
-        (2,),
-        (8, 9),
-        0.5,
-        -1.5,
-        1.25,
-        ((5, -100.0), (6, 2.5)),
-        words,
-        pack([4, 9]),
-        2,
-        3,
+        7, 0.5, 0.25, 9, 0.125, 77, 3, (2,), (8, 9), 0.5, -1.5, 1.25, ((5, -100.0), (6, 2.5)), words, pack([4, 9]), 2, 3
     )
     plain = SamplingParams(16)
     assert all(getattr(given, name) != getattr(plain, name) for name in plain.__struct_fields__)

@@ -11,9 +11,7 @@ from openai.types.chat import completion_create_params as chat
 from openai.types.chat.chat_completion_assistant_message_param import ContentArrayOfContentPart
 from openai.types.responses import ResponseInputContentParam, ResponseInputItemParam
 from openai.types.responses import response_create_params as response
-from openai.types.responses.response_function_call_output_item_param import (
-    ResponseFunctionCallOutputItemParam,
-)
+from openai.types.responses.response_function_call_output_item_param import ResponseFunctionCallOutputItemParam
 from openai.types.responses.response_output_message_param import Content as OutputContent
 from openai.types.responses.response_reasoning_item_param import Content as ReasoningContent
 from openai.types.responses.response_reasoning_item_param import Summary
@@ -56,10 +54,7 @@ def literals(kinds: Any, key: str) -> set[str]:
     ("model", "official"),
     [
         (ChatRequest, (chat.CompletionCreateParamsBase, chat.CompletionCreateParamsStreaming)),
-        (
-            CompletionRequest,
-            (completion.CompletionCreateParamsBase, completion.CompletionCreateParamsStreaming),
-        ),
+        (CompletionRequest, (completion.CompletionCreateParamsBase, completion.CompletionCreateParamsStreaming)),
         (EmbeddingRequest, (EmbeddingCreateParams,)),
         (ResponsesRequest, (response.ResponseCreateParamsBase, response.ResponseCreateParamsStreaming)),
     ],

@@ -41,27 +41,18 @@ def joined(choices: list[dict[str, Any]]) -> dict[str, Any]:
         for call in delta.get("tool_calls", []):
             if call["index"] == len(calls):
                 calls.append(
-                    {
-                        "id": call["id"],
-                        "type": call["type"],
-                        "name": call["function"]["name"],
-                        "arguments": "",
-                    }
+                    {"id": call["id"], "type": call["type"], "name": call["function"]["name"], "arguments": ""}
                 )
             calls[call["index"]]["arguments"] += call["function"]["arguments"]
     return {**message, "calls": [(call["name"], call["arguments"]) for call in calls]}
 
 
 def of_whole(message: dict[str, Any]) -> dict[str, Any]:
-    calls = [
-        (call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])
-    ]
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]
     return {"content": message["content"] or None, "reasoning": message.get("reasoning"), "calls": calls}
 
 
-TEXTS = st.lists(
-    st.sampled_from([CALL, "text", "\n", "<tool_call>oops", "</tool_call>", "<"]), max_size=6
-).map("".join)
+TEXTS = st.lists(st.sampled_from([CALL, "text", "\n", "<tool_call>oops", "</tool_call>", "<"]), max_size=6).map("".join)
 
 
 @given(
@@ -123,9 +114,7 @@ def test_finish_reason_of_an_answer_cut_off_after_a_call_is_length() -> None:
 
 
 def test_reasoning_can_be_hidden() -> None:
-    said = dialect(ReasoningStart.INSIDE, shown=False).choice(0, Chunk("hm</think>Hi", finish="stop"))[
-        "message"
-    ]
+    said = dialect(ReasoningStart.INSIDE, shown=False).choice(0, Chunk("hm</think>Hi", finish="stop"))["message"]
     assert said["content"] == "Hi"
     assert not {"reasoning", "reasoning_content"} & set(said)
 
@@ -159,15 +148,9 @@ def deep(levels: int) -> dict[str, Any]:
     ("more", "words"),
     [
         ({"tools": [TOOL, TOOL]}, "two tools are named 'f'"),
+        ({"tools": [{"function": {"name": "f", "parameters": deep(100)}}], "tool_choice": "required"}, "deeply"),
         (
-            {"tools": [{"function": {"name": "f", "parameters": deep(100)}}], "tool_choice": "required"},
-            "deeply",
-        ),
-        (
-            {
-                "tools": [{"function": {"name": "f", "parameters": {"enum": ["x" * 300_000]}}}],
-                "tool_choice": TOOL,
-            },
+            {"tools": [{"function": {"name": "f", "parameters": {"enum": ["x" * 300_000]}}}], "tool_choice": TOOL},
             "characters",
         ),
     ],

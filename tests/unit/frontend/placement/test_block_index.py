@@ -22,9 +22,7 @@ def held(index: BlockIndex, names: list[bytes]) -> dict[int, int]:
 
 
 @given(st.lists(st.tuples(st.sampled_from(("add", "remove", "clear")), ENGINES, RUNS)), RUNS)
-def test_a_large_index_has_what_engines_hold(
-    changes: list[tuple[str, int, list[bytes]]], names: list[bytes]
-) -> None:
+def test_a_large_index_has_what_engines_hold(changes: list[tuple[str, int, list[bytes]]], names: list[bytes]) -> None:
     index, model = BlockIndex(1000), defaultdict[int, set[bytes]](set)
     for change, engine, run in changes:
         if change == "add":

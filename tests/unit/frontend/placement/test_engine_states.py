@@ -13,9 +13,7 @@ def test_every_event_has_a_row_or_is_refused(condition: Condition, event: Condit
     if (condition, event) in CONDITIONS:
         assert condition_after(condition, event) is CONDITIONS[condition, event]
         return
-    with pytest.raises(
-        IllegalCondition, match=f"{event.name} has no place while an engine is {condition.name}"
-    ):
+    with pytest.raises(IllegalCondition, match=f"{event.name} has no place while an engine is {condition.name}"):
         condition_after(condition, event)
 
 

@@ -125,8 +125,7 @@ class PlacementMachine(RuleBasedStateMachine):
         fitting = {
             name: report
             for name, report in self.reports.items()
-            if not identity
-            or report.identity in (identity, "" if report.condition in MAY_SERVE else identity)
+            if not identity or report.identity in (identity, "" if report.condition in MAY_SERVE else identity)
         }
         ready = [name for name, report in fitting.items() if report.condition is Condition.READY]
         decision = self.core.place(key, tokens, "", identity)

@@ -18,15 +18,7 @@ from services.frontend.placement import (
 from services.frontend.placement.placement import REST
 from services.frontend.placement.policies import PrefixAwarePolicy
 from services.frontend.placement.slowness import SLOW_SECONDS
-from tests.unit.frontend.placement.world import (
-    BLOCK_SIZE,
-    TOKEN_SECONDS,
-    core,
-    engine_of,
-    names_of,
-    prompt,
-    report,
-)
+from tests.unit.frontend.placement.world import BLOCK_SIZE, TOKEN_SECONDS, core, engine_of, names_of, prompt, report
 
 LONG = prompt((7, 400))
 OTHER = prompt((8, 400))
@@ -94,9 +86,7 @@ def test_a_session_returns_to_the_engine_that_computed_its_prefix() -> None:
     for key in range(2, 20):  # others are busier now
         placement.place(key, prompt((100 + key, 40)))
     turn = LONG + prompt((9, 60))
-    assert placement.place(20, turn) == Place(
-        first, Reason.PREFIX, 384
-    )  # segments of 128 tokens are compared
+    assert placement.place(20, turn) == Place(first, Reason.PREFIX, 384)  # segments of 128 tokens are compared
 
 
 def test_the_blocks_of_events_are_found_and_those_removed_are_not() -> None:
@@ -190,9 +180,7 @@ def test_a_queue_above_the_limit_refuses_with_the_time_to_wait() -> None:
     placement = core(*"ab", limits=PlacementLimits(max_queue_seconds=2.0))
     for name, seconds in (("a", 5.0), ("b", 3.0)):
         placement.on_engine(name, report(queue_seconds=seconds))
-    assert placement.place(1, LONG) == RefuseRequest(
-        1.0, "a new request would wait about 3.0 s, and the limit is 2 s"
-    )
+    assert placement.place(1, LONG) == RefuseRequest(1.0, "a new request would wait about 3.0 s, and the limit is 2 s")
     placement.on_engine("a", report(queue_seconds=1.0))
     assert engine_of(placement.place(1, LONG)) == "a"
 

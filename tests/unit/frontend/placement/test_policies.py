@@ -5,14 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.frontend.placement import (
-    Place,
-    Placement,
-    PlacementPolicy,
-    PlacementView,
-    Reason,
-    find_placement_policy,
-)
+from services.frontend.placement import Place, Placement, PlacementPolicy, PlacementView, Reason, find_placement_policy
 from services.frontend.placement.policies import BUILT_IN
 from services.plugins import PluginError
 from tests.examples.install import register
@@ -51,15 +44,11 @@ def test_names_that_do_not_fit_are_refused_in_one_line(site: Path) -> None:
         PluginError, match="--placement-policy nearest: there is no such policy; choose one of prefix_aware"
     ):
         Placement("nearest")
-    with pytest.raises(
-        PluginError, match="json:dumps of my-placement is no placement policy: it must be a class with"
-    ):
+    with pytest.raises(PluginError, match="json:dumps of my-placement is no placement policy: it must be a class with"):
         find_placement_policy("none")
 
 
-def test_a_policy_that_fails_is_replaced_and_logged_once(
-    site: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_policy_that_fails_is_replaced_and_logged_once(site: Path, caplog: pytest.LogCaptureFixture) -> None:
     placement = core(*"abc", policy="broken")
     for name in "ab":
         placement.on_engine(name, report(num_streams=5))
@@ -93,9 +82,7 @@ def test_round_robin_takes_turns_over_ready_engines() -> None:
     placement = core(*"abc", policy="round_robin")
     placed = [engine_of(placement.place(key, prompt((1, 400)))) for key in range(6)]
     assert placed == [*"abc"] * 2
-    first = {
-        engine_of(core(*"abcdefgh", policy="round_robin", seed=seed).place(1, b"")) for seed in range(20)
-    }
+    first = {engine_of(core(*"abcdefgh", policy="round_robin", seed=seed).place(1, b"")) for seed in range(20)}
     assert len(first) > 4
 
 

@@ -34,9 +34,7 @@ def read(start: ReasoningStart, pieces: list[str], tags: ReasoningTags = THINK) 
         (ReasoningStart.OUTSIDE, "\n\n", "", "\n\n"),
     ],
 )
-def test_reasoning_is_separated_from_content(
-    start: ReasoningStart, text: str, reasoning: str, content: str
-) -> None:
+def test_reasoning_is_separated_from_content(start: ReasoningStart, text: str, reasoning: str, content: str) -> None:
     assert read(start, [text]) == read(start, list(text)) == (reasoning, content)
 
 
@@ -46,12 +44,7 @@ def test_reasoning_is_separated_from_content(
         ("mistral", "[THINK]so [x]\n[/THINK]\nHi", "so [x]", "Hi"),
         ("mistral", "Hi [THINK]", "", "Hi [THINK]"),
         ("glm45", "\n<think>so</think>\nHi", "so", "Hi"),
-        (
-            "granite",
-            "Here is my thought process: Hm, Here is it. Here is my response: Hi",
-            "Hm, Here is it.",
-            "Hi",
-        ),
+        ("granite", "Here is my thought process: Hm, Here is it. Here is my response: Hi", "Hm, Here is it.", "Hi"),
         ("granite", "Here's my thought process:\nHm\n\nHere's my response:\nHi\n", "Hm", "Hi\n"),
         ("granite", "Here is Rome.", "", "Here is Rome."),
         ("qwen3", "<think>so</think>Hi", "so", "Hi"),

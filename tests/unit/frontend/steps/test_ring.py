@@ -12,19 +12,10 @@ def test_entries_are_numbered_in_order_of_time() -> None:
     ring = StepRing(16)
     ended = RequestRecord(0, 1, outcome="STOP", times=RequestTimes(0.5, 1.0, 1.5, 2.95))
     events = [EngineEvent(EngineEventKind.EPOCH_ENDED, 2.0, EPOCH, "1 steps in flight are void")]
-    ring.add(
-        batch(step(1), step(2), events=events, dropped=7, requests=[RequestRecord(0, 1), ended]), now=5.0
-    )
+    ring.add(batch(step(1), step(2), events=events, dropped=7, requests=[RequestRecord(0, 1), ended]), now=5.0)
     entries, missed = ring.read(0, 10)
     found = [json.loads(entry_json(entry, with_rows=False)) for entry in entries]
-    assert [entry["kind"] for entry in found] == [
-        "dropped",
-        "request",
-        "step",
-        "epoch_ended",
-        "step",
-        "request",
-    ]
+    assert [entry["kind"] for entry in found] == ["dropped", "request", "step", "epoch_ended", "step", "request"]
     assert [entry["sequence"] for entry in found] == [1, 2, 3, 4, 5, 6]
     assert (missed, ring.last) == (0, 6)
 

@@ -93,15 +93,10 @@ TEMPLATES = {
 def test_prompt_is_the_one_that_transformers_renders(name: str) -> None:
     text = TEMPLATES[name]
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=str(DEMO_MODEL / "tokenizer.json"),
-        bos_token="<|bos|>",
-        eos_token="<|eos|>",
-        pad_token="<|pad|>",
+        tokenizer_file=str(DEMO_MODEL / "tokenizer.json"), bos_token="<|bos|>", eos_token="<|eos|>", pad_token="<|pad|>"
     )
     special = Tokenizer(DEMO_MODEL).special
-    expected = tokenizer.apply_chat_template(
-        MESSAGES, chat_template=text, tokenize=False, add_generation_prompt=True
-    )
+    expected = tokenizer.apply_chat_template(MESSAGES, chat_template=text, tokenize=False, add_generation_prompt=True)
     assert ChatTemplate(text, special).render(Conversation(MESSAGES)) == expected
 
 
@@ -127,9 +122,7 @@ def test_sandbox_denies_unsafe_access(text: str) -> None:
 
 def test_endless_output_is_cut_off() -> None:
     with pytest.raises(APIError, match="too long"):
-        ChatTemplate("{% for _ in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", {}).render(
-            Conversation(MESSAGES)
-        )
+        ChatTemplate("{% for _ in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", {}).render(Conversation(MESSAGES))
 
 
 def test_error_without_a_template_names_the_flag() -> None:
@@ -217,9 +210,7 @@ def test_expression_that_takes_memory_is_a_400_and_the_next_conversation_is_rend
 def test_expression_that_takes_memory_while_compiled_does_not_take_it_here() -> None:
     """jinja evaluates constant expressions when it compiles a template, also behind an `if`."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    template = ChatTemplate(
-        "{% if messages | length > 9 %}{{ '%1500000000d' | format(1) }}{% endif %}fine", {}
-    )
+    template = ChatTemplate("{% if messages | length > 9 %}{{ '%1500000000d' | format(1) }}{% endif %}fine", {})
     assert template.render(Conversation(MESSAGES)) == "fine"
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
 

@@ -22,17 +22,10 @@ TOOLS = [
         "function": {
             "name": "get_weather",
             "description": "Das Wetter <jetzt>",
-            "parameters": {
-                "type": "object",
-                "properties": {"city": {"type": "string"}},
-                "required": ["city"],
-            },
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
         },
     },
-    {
-        "type": "function",
-        "function": {"name": "now", "description": "The time.", "parameters": {"type": "object"}},
-    },
+    {"type": "function", "function": {"name": "now", "description": "The time.", "parameters": {"type": "object"}}},
 ]
 SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": " Rain in Köln? "}
 CALL = {"id": "abcdefghi", "type": "function",
@@ -148,9 +141,7 @@ def test_number_from_a_request_cannot_make_a_huge_value(text: str) -> None:
         render(text, {"messages": [USER], "chat_template_kwargs": {"v": 2**31}})
     assert refused.value.status == 400
     assert (
-        render(
-            "{{ 'ab' * 2 }}{{ 2 ** 3 }}{{ 1.5 * v }}", {"messages": [USER], "chat_template_kwargs": {"v": 2}}
-        )
+        render("{{ 'ab' * 2 }}{{ 2 ** 3 }}{{ 1.5 * v }}", {"messages": [USER], "chat_template_kwargs": {"v": 2}})
         == "abab83.0"
     )
 
@@ -195,9 +186,7 @@ def test_template_for_tools_is_found_and_used(tmp_path: Path) -> None:
         ({}, {}),
     ],
 )
-def test_reasoning_effort_is_a_variable_of_the_template(
-    fields: dict[str, Any], variables: dict[str, Any]
-) -> None:
+def test_reasoning_effort_is_a_variable_of_the_template(fields: dict[str, Any], variables: dict[str, Any]) -> None:
     body = ChatRequest.model_validate({"messages": [USER], **fields})
     assert conversation(body).variables == variables
     template = ChatTemplate("{{ reasoning_effort }} {{ enable_thinking }}", {})

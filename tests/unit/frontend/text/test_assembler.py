@@ -47,9 +47,7 @@ def test_incomplete_character_at_the_end_becomes_a_replacement_character() -> No
     st.lists(st.text(alphabet="ab ", min_size=1, max_size=4), min_size=1, max_size=3),
     st.randoms(use_true_random=False),
 )
-def test_text_ends_at_the_first_stop_string_however_it_is_cut_into_chunks(
-    text: str, stops: list[str], random
-) -> None:
+def test_text_ends_at_the_first_stop_string_however_it_is_cut_into_chunks(text: str, stops: list[str], random) -> None:
     cut = min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
     stop_filter, shown, rest = StopFilter(stops), "", text
     while rest:

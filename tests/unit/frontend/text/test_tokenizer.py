@@ -27,18 +27,7 @@ VOCAB = 4096
 
 def with_byte_fallback(directory: Path) -> Tokenizer:
     """A tokenizer like those of Llama 2 and Mistral: spaces are "▁", unknown characters are spelled in bytes."""
-    words = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "▁",
-        "a",
-        "b",
-        "▁a",
-        "ab",
-        "▁ab",
-    ]
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "ab", "▁ab"]
     model = models.BPE(
         {word: index for index, word in enumerate(words)}, [("▁", "a"), ("a", "b"), ("▁", "ab")],
         unk_token="<unk>", fuse_unk=True, byte_fallback=True,
@@ -116,9 +105,7 @@ def test_added_tokens_are_written_as_they_are(tmp_path: Path) -> None:
 
 
 @given(st.text(alphabet="ab é世😀", max_size=30), st.text(alphabet="ab é世😀", max_size=30))
-def test_text_with_byte_fallback_is_complete_after_any_prompt(
-    byte_fallback: Tokenizer, prompt: str, text: str
-) -> None:
+def test_text_with_byte_fallback_is_complete_after_any_prompt(byte_fallback: Tokenizer, prompt: str, text: str) -> None:
     before, ids = byte_fallback.encode_rendered("x " + prompt), byte_fallback.encode_rendered(text)
     shown = detokenize(byte_fallback, before, ids)
     assert "".join(shown) == byte_fallback.decode(before + ids)[len(byte_fallback.decode(before)) :]
@@ -137,9 +124,7 @@ WORDS = st.integers(258, 264)
     st.lists(st.integers(0, 264), max_size=12),
     st.lists(st.one_of(WORDS, WORDS, WORDS, st.integers(0, 264)), max_size=60),
 )
-def test_texts_of_words_equal_those_of_windows(
-    byte_fallback: Tokenizer, prompt: list[int], ids: list[int]
-) -> None:
+def test_texts_of_words_equal_those_of_windows(byte_fallback: Tokenizer, prompt: list[int], ids: list[int]) -> None:
     assert isinstance(byte_fallback.detokenizer(prompt), WordDetokenizer)
     assert detokenize(byte_fallback, prompt, ids) == in_windows(byte_fallback, prompt, ids)
 

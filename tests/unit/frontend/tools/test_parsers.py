@@ -251,9 +251,7 @@ def test_calls_beyond_max_calls_are_dropped(eager: bool) -> None:
 
 
 def test_ids_differ_and_those_of_mistral_have_the_form_that_its_templates_accept() -> None:
-    starts = [
-        e for e in events(FORMATS["mistral"], [f"[TOOL_CALLS][{ONE},{TWO}]"]) if isinstance(e, CallStart)
-    ]
+    starts = [e for e in events(FORMATS["mistral"], [f"[TOOL_CALLS][{ONE},{TWO}]"]) if isinstance(e, CallStart)]
     assert starts[0].id != starts[1].id
     assert all(len(start.id) == 9 and start.id.isalnum() for start in starts)
 
@@ -285,11 +283,7 @@ def test_result_does_not_depend_on_the_cuts(
 ) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8), "cuts"))
     chunks = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    assert (
-        joined(events(kind, chunks, eager))
-        == joined(events(kind, list(text), eager))
-        == read(kind, text, eager)
-    )
+    assert joined(events(kind, chunks, eager)) == joined(events(kind, list(text), eager)) == read(kind, text, eager)
 
 
 @pytest.mark.parametrize("eager", [False, True])
@@ -320,9 +314,7 @@ def test_python_literals_as_json(text: str, json_text: str) -> None:
     assert literal_json(text) == json_text
 
 
-@pytest.mark.parametrize(
-    "text", ["007", ".", "1 2", "{1: 2}", "[1", "'a\nb'", "print", "{'a' 1}", "[" * 1000]
-)
+@pytest.mark.parametrize("text", ["007", ".", "1 2", "{1: 2}", "[1", "'a\nb'", "print", "{'a' 1}", "[" * 1000])
 def test_text_that_is_no_python_literal(text: str) -> None:
     with pytest.raises(ParseError):
         literal_json(text)

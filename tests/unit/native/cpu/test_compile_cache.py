@@ -47,9 +47,7 @@ def test_another_worker_that_was_first_keeps_its_copy(installed: Path, tmp_path:
     assert [path.name for path in place.parent.iterdir()] == [place.name]
 
 
-def test_without_a_home_the_copy_is_private(
-    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_home_the_copy_is_private(installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "home").write_text("a file, so that nothing can be made in it")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     at_exit: list[Callable[[], None]] = []

@@ -64,9 +64,7 @@ def test_a_kernel_does_not_wait_for_absent_helpers(kernel: Kernel) -> None:
     nobody = Helpers(0)
     own, out, met = kernel.again(), np.zeros(9, np.int64), np.zeros(1, np.int64)
     own.fill((out.ctypes.data, met.ctypes.data, 0), items=9)
-    caller = Kernel(
-        share, [("function", np.int64), ("block", np.int64), ("among", np.int64), ("how", np.int64)], 1
-    )
+    caller = Kernel(share, [("function", np.int64), ("block", np.int64), ("among", np.int64), ("how", np.int64)], 1)
     caller.run(1, (own.function, own.address, nobody.state, SHARE))
     assert out.tolist() == [1] * 9
 

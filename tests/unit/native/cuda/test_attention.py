@@ -46,9 +46,7 @@ def both(
     ids=str,
     indirect=["dtype"],
 )
-def test_equals_the_reference(
-    make: KernelMaker, accuracy: Accuracy, case: AttentionCase, dtype: torch.dtype
-) -> None:
+def test_equals_the_reference(make: KernelMaker, accuracy: Accuracy, case: AttentionCase, dtype: torch.dtype) -> None:
     """Chunks of one and several tiles, decode rows among them, and decode rows alone."""
     ours, theirs = both(make, case, dtype)
     for step in MIXED:

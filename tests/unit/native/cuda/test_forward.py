@@ -69,9 +69,7 @@ def test_logits_of_other_architectures_equal_the_reference(tmp_path: Path, name:
 
 
 def test_mixtures_of_experts_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(
-        LoadError, match="mixtures of experts are not computed on this device; use --device cpu"
-    ):
+    with pytest.raises(LoadError, match="mixtures of experts are not computed on this device; use --device cpu"):
         TinyEngine(save(VARIANTS["qwen3-moe"](), tmp_path).path, interpreted_kernels())
 
 

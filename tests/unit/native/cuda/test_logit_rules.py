@@ -38,9 +38,7 @@ def apply_to_both(
     for rules in (make().sampling.logit_rules(SLOTS, VOCAB, history), PlainLogitRules(SLOTS, VOCAB, history)):
         for slot, rule in enumerate(RULES):
             rules.assign(slot, rule)
-        logits = torch.from_numpy(
-            np.random.default_rng(1).normal(0, 2, (len(slots), VOCAB)).astype(np.float32)
-        )
+        logits = torch.from_numpy(np.random.default_rng(1).normal(0, 2, (len(slots), VOCAB)).astype(np.float32))
         assert rules.changes(slots).tolist() == [RULES[slot] is not None for slot in slots]
         for _ in range(2):  # nothing of a step is left for the next one
             rules.apply(logits, slots, positions)

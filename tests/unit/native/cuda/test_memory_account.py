@@ -162,14 +162,7 @@ def test_every_kernel_of_sampling_is_compiled_before_the_first_step(
     monkeypatch.setattr(InterpretedFunction, "run", record)
     runner = CountedRunner(write_tiny_model(tmp_path))
     RunnerDriver(Path(), runner=runner, keeps_logits=False)
-    rules = {
-        "mask_kernel",
-        "forbid_kernel",
-        "forbid_words_kernel",
-        "bias_kernel",
-        "count_kernel",
-        "penalize_kernel",
-    }
+    rules = {"mask_kernel", "forbid_kernel", "forbid_words_kernel", "bias_kernel", "count_kernel", "penalize_kernel"}
     assert set(names) == rules | {
         "best_parts_kernel",
         "best_kernel",
@@ -180,9 +173,7 @@ def test_every_kernel_of_sampling_is_compiled_before_the_first_step(
     runner.shutdown()
 
 
-def test_the_account_has_everything_that_a_runner_allocates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_account_has_everything_that_a_runner_allocates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InterpretedFunction, "run", write_zeros)
     directory = write_tiny_model(tmp_path)
     runner = CountedRunner(directory)

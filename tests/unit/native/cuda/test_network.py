@@ -96,9 +96,7 @@ def test_linear_and_tied_head(make: KernelMaker, dtype: torch.dtype) -> None:
             out = torch.empty(rows, 96, dtype=dtype)
             result = wanted(x, out)
             assert result.data_ptr() == out.data_ptr()
-            torch.testing.assert_close(
-                result, expected, atol=1e-4 if dtype == torch.float32 else 0.1, rtol=1e-3
-            )
+            torch.testing.assert_close(result, expected, atol=1e-4 if dtype == torch.float32 else 0.1, rtol=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])

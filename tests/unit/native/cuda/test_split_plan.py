@@ -17,14 +17,4 @@ def test_parts_of_every_step_fit_in_their_buffer(kv_heads: int, processors: int)
 
 
 def test_fewer_tiles_have_more_parts() -> None:
-    assert [num_splits(tiles, 8, 132) for tiles in (1, 2, 4, 8, 16, 32, 33, 34, 64)] == [
-        32,
-        32,
-        16,
-        8,
-        4,
-        2,
-        1,
-        1,
-        1,
-    ]
+    assert [num_splits(tiles, 8, 132) for tiles in (1, 2, 4, 8, 16, 32, 33, 34, 64)] == [32, 32, 16, 8, 4, 2, 1, 1, 1]

@@ -66,9 +66,7 @@ class TinyEngine:
         self.history.assign(request)
         self.sampler.assign(slot)
 
-    def step(
-        self, rows: Sequence[tuple[int, int, int, bool]], grammar: GrammarOutput | None = None
-    ) -> SampledTokens:
+    def step(self, rows: Sequence[tuple[int, int, int, bool]], grammar: GrammarOutput | None = None) -> SampledTokens:
         """Compute and sample rows: slot, start, count, whether a token is sampled."""
         slots, starts, counts = (np.array([row[i] for row in rows], np.int32) for i in range(3))
         samples = np.array([row[3] for row in rows], np.bool_)

@@ -52,11 +52,7 @@ class CompilerClient:
         self._tickets = iter(range(1, 1 << 30))
 
     def submit(
-        self,
-        kind: GrammarKind,
-        text: str = "",
-        eos: tuple[int, ...] = (EOS,),
-        begins_after: tuple[int, ...] = (),
+        self, kind: GrammarKind, text: str = "", eos: tuple[int, ...] = (EOS,), begins_after: tuple[int, ...] = ()
     ) -> int:
         ticket = next(self._tickets)
         self.inner.submit(ticket, StructuredOutputParams(kind, text, begins_after), eos)

@@ -84,9 +84,7 @@ def test_bomb_is_refused_and_the_next_request_is_served(compiler: CompilerClient
 
 
 @pytest.mark.parametrize("number", [800, 2_000, MAX_OPTIONAL_PROPERTIES])
-def test_an_object_with_many_optional_properties_is_followed_to_its_end(
-    compiler: CompilerClient, number: int
-) -> None:
+def test_an_object_with_many_optional_properties_is_followed_to_its_end(compiler: CompilerClient, number: int) -> None:
     nested = {"type": "object", "properties": {"inner": json.loads(properties(number))}}
     text = f'{{"inner": {{"p1": "a", "p{number // 2}": "b", "p{number - 1}": "c"}}}}'
     assert matches(compiler.grammar(JSON, json.dumps(nested)), text)
@@ -97,25 +95,18 @@ def test_too_many_optional_properties_are_refused_with_the_limit(compiler: Compi
     limit = f"{MAX_OPTIONAL_PROPERTIES:,}"
     assert f"at most {limit} can be served" in compiler.refusal(JSON, properties(MAX_OPTIONAL_PROPERTIES + 1))
     objects = [
-        {"type": "object", "properties": {f"{letter}{i}": {"type": "string"} for i in range(2_000)}}
-        for letter in "ab"
+        {"type": "object", "properties": {f"{letter}{i}": {"type": "string"} for i in range(2_000)}} for letter in "ab"
     ]
-    assert f"at most {MAX_ROW_ITEMS:,} can be served" in compiler.refusal(
-        JSON, json.dumps({"anyOf": objects})
-    )
+    assert f"at most {MAX_ROW_ITEMS:,} can be served" in compiler.refusal(JSON, json.dumps({"anyOf": objects}))
 
 
 INFINITE = '{"type":"object","properties":{"a":{"$ref":"#"}},"required":["a"],"additionalProperties":false}'
 
 
 @pytest.mark.parametrize(
-    "text",
-    [doubled(14), properties(3_000, required=True), INFINITE],
-    ids=["doubling", "properties", "infinite"],
+    "text", [doubled(14), properties(3_000, required=True), INFINITE], ids=["doubling", "properties", "infinite"]
 )
-def test_large_harmless_grammar_ends_and_the_next_request_is_served(
-    compiler: CompilerClient, text: str
-) -> None:
+def test_large_harmless_grammar_ends_and_the_next_request_is_served(compiler: CompilerClient, text: str) -> None:
     """llguidance may accept or refuse it."""
     compiler.result(JSON, text)
     assert matches(compiler.grammar(REGEX, "served"), "served")
@@ -144,26 +135,7 @@ def test_bomb_on_one_thread_does_not_delay_the_other_thread(
 
 def test_random_regular_expressions_never_kill_the_trial_process(compiler: CompilerClient) -> None:
     rng = random.Random(11)
-    parts = [
-        "a",
-        "b",
-        ".",
-        r"\w",
-        "[^a]",
-        "(",
-        ")",
-        "|",
-        "*",
-        "+",
-        "?",
-        "{2}",
-        "{1,30}",
-        "{9,}",
-        "^",
-        "$",
-        "\\",
-        "[",
-    ]
+    parts = ["a", "b", ".", r"\w", "[^a]", "(", ")", "|", "*", "+", "?", "{2}", "{1,30}", "{9,}", "^", "$", "\\", "["]
     killed = compiler.inner.counters["killed"]
     for _ in range(150):
         compiler.result(REGEX, "".join(rng.choices(parts, k=rng.randint(1, 30))))

@@ -91,16 +91,8 @@ def test_one_call_at_most(compiler: CompilerClient) -> None:
 @pytest.mark.parametrize(
     ("name", "form", "words"),
     [
-        (
-            "glm45",
-            {"response_format": NUMBER},
-            "this format of calls cannot be combined with response_format",
-        ),
-        (
-            "hermes",
-            {"structured_outputs": {"grammar": 'start: "a"'}},
-            "this form of content cannot be combined",
-        ),
+        ("glm45", {"response_format": NUMBER}, "this format of calls cannot be combined with response_format"),
+        ("hermes", {"structured_outputs": {"grammar": 'start: "a"'}}, "this form of content cannot be combined"),
     ],
 )
 def test_what_has_no_grammar_is_refused(name: str, form: dict[str, object], words: str) -> None:

@@ -57,9 +57,7 @@ def test_a_class_has_exactly_its_members(compiler: CompilerClient, pattern: str,
         (r"[^\S]", DIGITS + LETTERS + FOREIGN_DIGITS + FOREIGN_LETTERS + NO_SPACES + SIGNS),
     ],
 )
-def test_a_negated_class_has_all_other_characters(
-    compiler: CompilerClient, pattern: str, others: str
-) -> None:
+def test_a_negated_class_has_all_other_characters(compiler: CompilerClient, pattern: str, others: str) -> None:
     everything = DIGITS + LETTERS + FOREIGN_DIGITS + FOREIGN_LETTERS + SPACES + NO_SPACES + SIGNS
     missed = [char for char in everything if not matches(compiler.grammar(GrammarKind.REGEX, pattern), char)]
     assert set(missed) == set(others)
@@ -77,15 +75,9 @@ def test_patterns_of_a_schema(compiler: CompilerClient, digit: str) -> None:
     schemas = {
         json.dumps(pattern): f'"{digit}"',
         json.dumps({"anyOf": [pattern, {"type": "null"}]}): f'"{digit}"',
+        json.dumps({"type": "object", "properties": {"enum": pattern}, "required": ["enum"]}): f'{{"enum":"{digit}"}}',
         json.dumps(
-            {"type": "object", "properties": {"enum": pattern}, "required": ["enum"]}
-        ): f'{{"enum":"{digit}"}}',
-        json.dumps(
-            {
-                "type": "object",
-                "patternProperties": {r"^\d$": {"type": "null"}},
-                "additionalProperties": False,
-            }
+            {"type": "object", "patternProperties": {r"^\d$": {"type": "null"}}, "additionalProperties": False}
         ): f'{{"{digit}":null}}',
     }
     for schema, text in schemas.items():

@@ -29,21 +29,13 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-TOOL = {
-    "type": "object",
-    "properties": {"x": {"type": "integer"}},
-    "required": ["x"],
-    "additionalProperties": False,
-}
+TOOL = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
 TAG = {
     "type": "structural_tag",
     "structures": [{"begin": "<tool=add>", "schema": TOOL, "end": "</tool>"}],
     "triggers": ["<tool="],
 }
-SPECIAL_TAG = {
-    "structures": [{"begin": "<|user|>", "schema": TOOL, "end": "<|assistant|>"}],
-    "triggers": ["<|user|>"],
-}
+SPECIAL_TAG = {"structures": [{"begin": "<|user|>", "schema": TOOL, "end": "<|assistant|>"}], "triggers": ["<|user|>"]}
 NUMBER = {"type": "json_schema", "json_schema": {"type": "integer"}}
 ADD = {"type": "tag", "begin": "<add>", "content": NUMBER, "end": "</add>"}
 SHOUT = {"type": "tag", "begin": "<say>", "content": {"type": "any_text"}, "end": "</say>"}
@@ -52,11 +44,7 @@ FORMATS: list[tuple[dict[str, object], list[str], list[str]]] = [
     ({"type": "const_string", "value": 'a"\n'}, ['a"\n'], ["", "a"]),
     ({"type": "regex", "pattern": "[a-c]+/\\d"}, ["ab/7", "c/0"], ["ab7", "d/7"]),
     ({"type": "or", "elements": [NUMBER, ADD]}, ["7", "<add>-3</add>"], ["", "<add></add>", "7<add>3</add>"]),
-    (
-        {"type": "sequence", "elements": [ADD, {"type": "any_text"}]},
-        ["<add>1</add>", "<add>1</add> so"],
-        ["so", ""],
-    ),
+    ({"type": "sequence", "elements": [ADD, {"type": "any_text"}]}, ["<add>1</add>", "<add>1</add> so"], ["so", ""]),
     (SHOUT, ["<say></say>", "<say>a < b</say>"], ["<say>", "<say>a</say> b", "say"]),
     ({**ADD, "end": ["</add>", "!"]}, ["<add>1</add>", "<add>1!"], ["<add>1", "<add>1?"]),
     (
@@ -196,10 +184,7 @@ def test_options_for_llguidance_in_a_schema_are_ignored(compiler: CompilerClient
     ("options", "text"),
     [
         ({"whitespace_flexible": False}, '{"name":"Bo","age":3}'),
-        (
-            {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
-            '{"name": "Bo", "age": 3}',
-        ),
+        ({"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}, '{"name": "Bo", "age": 3}'),
         ({"whitespace_pattern": " ?"}, '{ "name":"Bo" , "age": 3}'),
     ],
 )
@@ -255,9 +240,7 @@ def test_refusal_is_one_line_without_internal_state(
     refusal = compiler.refusal(kind, text)
     assert any(part in refusal for part in reasons.split("|")), refusal
     assert "\n" not in refusal
-    assert not any(
-        word in refusal for word in (str(Path.cwd()), "site-packages", "0x", "<state>", "Traceback", ".rs")
-    )
+    assert not any(word in refusal for word in (str(Path.cwd()), "site-packages", "0x", "<state>", "Traceback", ".rs"))
 
 
 def test_eos_is_allowed_exactly_where_the_output_may_end(compiler: CompilerClient) -> None:

@@ -41,10 +41,7 @@ FINITE: dict[str, dict[str, Any]] = {
     "alternatives found late": {
         # `b` and `c` are open at the same time; both become finite through the alternative of `b`
         **requires(b={"$ref": "#/$defs/b"}, c={"$ref": "#/$defs/c"}),
-        "$defs": {
-            "b": {"anyOf": [{"$ref": "#/$defs/c"}, {"type": "null"}]},
-            "c": requires(x={"$ref": "#/$defs/b"}),
-        },
+        "$defs": {"b": {"anyOf": [{"$ref": "#/$defs/c"}, {"type": "null"}]}, "c": requires(x={"$ref": "#/$defs/b"})},
     },
 }
 

@@ -9,14 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.worker.backends.native.drafters.base import (
-    I32,
-    Advance,
-    Drafter,
-    DrafterSlots,
-    Proposer,
-    States,
-)
+from services.worker.backends.native.drafters.base import I32, Advance, Drafter, DrafterSlots, Proposer, States
 from services.worker.batch.slots import BatchColumns
 
 MOST_TOKENS = 1024
@@ -82,14 +75,10 @@ class DeferredProposer(Proposer):
     def _keep(self, kept: list[Advance]) -> None:
         self._kept, self._tokens = kept, sum(len(advance.states[0]) for advance in kept)
 
-    def _joined(
-        self, advances: list[Advance], last: I32 = _NO_SLOTS, samples: BoolRows = _NO_ROWS
-    ) -> Advance:
+    def _joined(self, advances: list[Advance], last: I32 = _NO_SLOTS, samples: BoolRows = _NO_ROWS) -> Advance:
         """One row per request that still has its slot, from its first stored position on. The blocks of other requests
         may be reused already. The slots `last` come first, in their order and with `samples`, bool[rows]."""
-        slots, generations, starts, counts = map(
-            np.concatenate, zip(*(each[:4] for each in advances), strict=True)
-        )
+        slots, generations, starts, counts = map(np.concatenate, zip(*(each[:4] for each in advances), strict=True))
         generation = self._table.generation
         stays = generations == generation[slots]
         order = np.concatenate((last, np.setdiff1d(slots[stays], last)))

@@ -11,14 +11,7 @@ from numpy.typing import NDArray
 from protocol.membership import Assignment, Shard
 from protocol.steps import NO_DRAFT
 from services.checkpoint import WEIGHT_FILES, CheckpointError, resolve
-from services.worker.backends.native.drafters.base import (
-    I32,
-    Advance,
-    Drafter,
-    DrafterSlots,
-    Proposer,
-    TargetModel,
-)
+from services.worker.backends.native.drafters.base import I32, Advance, Drafter, DrafterSlots, Proposer, TargetModel
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.forward import ForwardPass
 from services.worker.backends.native.model.model import Model
@@ -49,9 +42,7 @@ class DraftModelDrafter(Drafter):
         part, checkpoint = ModelPart.from_shard(config, Shard()), target.drafter_checkpoint(path)
         self._model = Model(part, checkpoint, target.model.dtype, target.model.kernels, lambda *_: None)
         self._ranks = Ranks(Assignment(1, 0, 1, target.block_size, 1, 1)).join()
-        self._limit = min(
-            target.max_model_len, config.max_position, wanted.max_model_len or config.max_position
-        )
+        self._limit = min(target.max_model_len, config.max_position, wanted.max_model_len or config.max_position)
         self.bytes_per_block = self._model.bytes_per_block(target.block_size)
 
     def start(self, slots: DrafterSlots) -> Proposer:
@@ -66,9 +57,7 @@ class DraftModelDrafter(Drafter):
 class DraftModelProposer(Proposer):
     """`limit`: the longest sequence that the draft model computes."""
 
-    def __init__(
-        self, forward: ForwardPass, kernels: SamplingKernels, slots: DrafterSlots, limit: int
-    ) -> None:
+    def __init__(self, forward: ForwardPass, kernels: SamplingKernels, slots: DrafterSlots, limit: int) -> None:
         self._forward, self._kernels, self._slots, self._limit = forward, kernels, slots, limit
         self._computed = np.full(slots.table.num_slots, EMPTY, np.int32)
         """Number of computed positions, drafts included; EMPTY before the first row."""
@@ -97,9 +86,7 @@ class DraftModelProposer(Proposer):
             self._draft(drafts, at[wanted[at] > 0], ids, slots, ends, wanted)
         return drafts[advance.samples]
 
-    def _draft(
-        self, drafts: I32, at: NDArray[np.int64], ids: torch.Tensor, slots: I32, ends: I32, wanted: I32
-    ) -> None:
+    def _draft(self, drafts: I32, at: NDArray[np.int64], ids: torch.Tensor, slots: I32, ends: I32, wanted: I32) -> None:
         """Fill rows `at` with drafts: `ids` first, then the result of one forward pass after another."""
         number = 0
         while len(at):
@@ -109,9 +96,7 @@ class DraftModelProposer(Proposer):
             at = at[going]
             if len(at):
                 ones, position = np.ones(len(at), np.int32), ends[at] + np.int32(number - 1)
-                ids = self._most_likely(
-                    _rows(slots[at], position, ones, ones > 0), ids[torch.from_numpy(going)]
-                )
+                ids = self._most_likely(_rows(slots[at], position, ones, ones > 0), ids[torch.from_numpy(going)])
 
     def _most_likely(self, rows: Rows, ids: torch.Tensor | None = None) -> torch.Tensor:
         """int32[rows that sample]; `ids` are int32[tokens], those of the history unless given."""

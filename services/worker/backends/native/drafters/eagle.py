@@ -18,14 +18,7 @@ import torch
 
 from protocol.steps import NO_DRAFT
 from services.checkpoint import DEMO_MODEL, WEIGHT_FILES, CheckpointError, resolve
-from services.worker.backends.native.drafters.base import (
-    I32,
-    Advance,
-    Drafter,
-    DrafterSlots,
-    Proposer,
-    TargetModel,
-)
+from services.worker.backends.native.drafters.base import I32, Advance, Drafter, DrafterSlots, Proposer, TargetModel
 from services.worker.backends.native.drafters.eagle_model import EagleModel, load
 from services.worker.backends.native.model.model import cache_shape
 from services.worker.kernels.interface.drafting import DraftLayout, DraftLimits, DraftRows
@@ -110,10 +103,7 @@ class EagleProposer(Proposer):
         if not self._buffers.holds(places=tokens):
             self._make_room(1 << (tokens - 1).bit_length())
         layout = self._model.drafting.lay_out(
-            self._rows_of(advance),
-            self._slots.history.tokens,
-            DraftLimits(k, self._limit, ERROR),
-            self._buffers.draft,
+            self._rows_of(advance), self._slots.history.tokens, DraftLimits(k, self._limit, ERROR), self._buffers.draft
         )
         if not layout.places:
             return proposed
@@ -123,13 +113,7 @@ class EagleProposer(Proposer):
             states = [each[stays] for each in states]
         self._buffers.hidden[: layout.places] = self._model.fuse(states)
         self._model.drafting.draft(
-            self._places,
-            self._rows,
-            self._buffers.draft,
-            layout,
-            advance.min_acceptance,
-            self._model.tokens,
-            proposed,
+            self._places, self._rows, self._buffers.draft, layout, advance.min_acceptance, self._model.tokens, proposed
         )
         return proposed
 
@@ -166,9 +150,7 @@ class EagleProposer(Proposer):
     def _inside(self, advance: Advance) -> torch.Tensor:
         """int64[places]: indices of the tokens whose positions are inside the head's context."""
         owners = np.repeat(np.arange(len(advance.counts)), advance.counts)
-        offsets = np.arange(len(owners)) - np.repeat(
-            np.cumsum(advance.counts) - advance.counts, advance.counts
-        )
+        offsets = np.arange(len(owners)) - np.repeat(np.cumsum(advance.counts) - advance.counts, advance.counts)
         return torch.from_numpy(np.flatnonzero(advance.starts[owners] + offsets < self._limit))
 
 

@@ -38,9 +38,7 @@ class EagleConfig:
         raw = read_config(directory)
         config, nested = ConfigReader(raw), _object(raw, "eagle_config")
         _refuse(raw, nested)
-        layer = ModelConfig.from_checkpoint(
-            directory, dict.fromkeys(ARCHITECTURES[method], llama.ARCHITECTURE)
-        )
+        layer = ModelConfig.from_checkpoint(directory, dict.fromkeys(ARCHITECTURES[method], llama.ARCHITECTURE))
         if layer.num_layers != 1:
             raise LoadError(f"an EAGLE head has one layer, config.json says {layer.num_layers}")
         if layer.vocab_size != target.vocab_size:
@@ -48,9 +46,7 @@ class EagleConfig:
                 f"its vocabulary has {layer.vocab_size} tokens, that of the model {target.vocab_size}; "
                 "use the head that was made for this model"
             )
-        read = (
-            config.size("target_hidden_size", layer.hidden_size) if method == "eagle3" else layer.hidden_size
-        )
+        read = config.size("target_hidden_size", layer.hidden_size) if method == "eagle3" else layer.hidden_size
         if read != target.hidden_size:
             raise LoadError(
                 f"it reads hidden states of size {read}, those of the model have {target.hidden_size}; "
@@ -78,9 +74,7 @@ def _refuse(raw: dict[str, Any], nested: dict[str, Any]) -> None:
         if raw.get(key) or nested.get(key):
             raise LoadError(f"EAGLE heads with {key!r} are not supported")
     if nested.get("use_aux_hidden_state", True) is not True:
-        raise LoadError(
-            "EAGLE-3 heads without auxiliary hidden states are not supported; is it an EAGLE head?"
-        )
+        raise LoadError("EAGLE-3 heads without auxiliary hidden states are not supported; is it an EAGLE head?")
 
 
 def _layers(raw: dict[str, Any], nested: dict[str, Any], target: ModelConfig) -> tuple[int, ...]:
@@ -90,11 +84,7 @@ def _layers(raw: dict[str, Any], nested: dict[str, Any], target: ModelConfig) ->
     count = target.num_layers
     layers = named if named is not None else [2, count // 2, count - 3]
     if not isinstance(layers, list) or not all(type(n) is int and 0 <= n < count for n in layers):
-        raise LoadError(
-            f"config.json: {key!r} must be layers of the model, 0 to {count - 1}, they are {layers!r}"
-        )
+        raise LoadError(f"config.json: {key!r} must be layers of the model, 0 to {count - 1}, they are {layers!r}")
     if len(set(layers)) < len(layers):
-        raise LoadError(
-            f"config.json: {key!r} names a layer twice or is missing for a model of {count} layers"
-        )
+        raise LoadError(f"config.json: {key!r} names a layer twice or is missing for a model of {count} layers")
     return tuple(sorted(layers))

@@ -37,9 +37,7 @@ class EagleBuffers(Buffers):
         logits: number of ids that the head has logits for
     """
 
-    def __init__(
-        self, where: torch.device, layer: ModelConfig, inputs: int, logits: int, places: int
-    ) -> None:
+    def __init__(self, where: torch.device, layer: ModelConfig, inputs: int, logits: int, places: int) -> None:
         super().__init__(where, places=places, rows=places)
         hidden, heads = layer.hidden_size, layer.num_heads * layer.head_dim
         self.slots, self.positions, self.ids = (self._rows("places", dtype=torch.int32) for _ in range(3))
@@ -49,9 +47,7 @@ class EagleBuffers(Buffers):
         self.qkv = self._rows("places", heads + 2 * layer.num_kv_heads * layer.head_dim)
         self.attended = self._rows("places", heads)
 
-        self.last, self.room, self.owner, self.chosen = (
-            self._rows("rows", dtype=torch.int32) for _ in range(4)
-        )
+        self.last, self.room, self.owner, self.chosen = (self._rows("rows", dtype=torch.int32) for _ in range(4))
         self.sharpness, self.chance, self.sure = (self._rows("rows") for _ in range(3))
         self.tiles = self._rows("rows", 4, dtype=torch.int32)
         self.yielded = self._rows("rows", hidden)

@@ -39,9 +39,7 @@ class EagleLoader:
 
     def out(self) -> Linear:
         c = self._config.layer
-        return self._stacked(
-            {"layers.0.self_attn.o_proj": c.hidden_size}, c.num_heads * c.head_dim, c.out_bias
-        )
+        return self._stacked({"layers.0.self_attn.o_proj": c.hidden_size}, c.num_heads * c.head_dim, c.out_bias)
 
     def gate_up(self) -> Linear:
         c = self._config.layer
@@ -71,9 +69,7 @@ class EagleLoader:
             return None
         offsets = self._checkpoint.integers("d2t")
         if len(offsets) != size:
-            raise LoadError(
-                f"tensor d2t has {len(offsets)} entries, but config.json says {size} draft tokens"
-            )
+            raise LoadError(f"tensor d2t has {len(offsets)} entries, but config.json says {size} draft tokens")
         tokens = offsets + torch.arange(size)
         if int(tokens.min()) < 0 or int(tokens.max()) >= vocab:
             raise LoadError(f"tensor d2t names tokens outside of the vocabulary of {vocab}")
@@ -96,9 +92,7 @@ class EagleLoader:
 
     def _check_shared(self, name: str) -> None:
         if self._config.layer.hidden_size != self._whole.hidden_size:
-            raise LoadError(
-                f"the checkpoint has no tensor {name}, and that of the model has another hidden size"
-            )
+            raise LoadError(f"the checkpoint has no tensor {name}, and that of the model has another hidden size")
 
     def _stacked(self, sizes: dict[str, int], inputs: int, bias: bool) -> Linear:
         weights = [self._weight(f"{name}.weight", (size, inputs)) for name, size in sizes.items()]

@@ -7,14 +7,7 @@ Among equally long matches the last one is used, because nearby text is more sim
 import numpy as np
 
 from protocol.steps import NO_DRAFT
-from services.worker.backends.native.drafters.base import (
-    I32,
-    Advance,
-    Drafter,
-    DrafterSlots,
-    Proposer,
-    TargetModel,
-)
+from services.worker.backends.native.drafters.base import I32, Advance, Drafter, DrafterSlots, Proposer, TargetModel
 from services.worker.kernels.interface.drafting import DraftingKernels
 
 

@@ -100,9 +100,7 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
 
     @classmethod
-    def from_checkpoint(
-        cls, path: Path, architectures: "Mapping[str, Architecture] | None" = None
-    ) -> "ModelConfig":
+    def from_checkpoint(cls, path: Path, architectures: "Mapping[str, Architecture] | None" = None) -> "ModelConfig":
         """Read the configuration of a directory or of a GGUF file.
 
         Args:
@@ -118,9 +116,7 @@ class ModelConfig:
         _refuse_unsupported(raw)
         architecture = _architecture(raw, architectures)
         if (path / "adapter_config.json").is_file():
-            raise LoadError(
-                f"{path} holds a LoRA adapter; adapters are not served, merge it into its base model first"
-            )
+            raise LoadError(f"{path} holds a LoRA adapter; adapters are not served, merge it into its base model first")
         reader = ConfigReader({**architecture.defaults, **raw})
         return architecture.configure(reader, _plain(reader))
 
@@ -152,9 +148,7 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
     if raw.get("quantization_config") is not None:
         method = raw["quantization_config"]
         method = method.get("quant_method", "quantised") if isinstance(method, dict) else "quantised"
-        raise LoadError(
-            f"quantised weights ({method}) are not supported; use the checkpoint in bfloat16 or float32"
-        )
+        raise LoadError(f"quantised weights ({method}) are not supported; use the checkpoint in bfloat16 or float32")
     for key in ("vision_config", "audio_config"):
         if raw.get(key) is not None:
             raise LoadError(f"multimodal models ({key}) are not supported; use the text-only checkpoint")
@@ -170,9 +164,7 @@ def _activation(config: ConfigReader) -> Activation:
 
 def _plain(config: ConfigReader) -> ModelConfig:
     """Return the configuration of a Llama without biases whose layers read all keys."""
-    heads, hidden, layers = (
-        config.size(k) for k in ("num_attention_heads", "hidden_size", "num_hidden_layers")
-    )
+    heads, hidden, layers = (config.size(k) for k in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
     kv_heads = config.size("num_key_value_heads", heads)
     head_dim = config.size("head_dim", max(1, hidden // heads))
     if heads % kv_heads or head_dim % 2:

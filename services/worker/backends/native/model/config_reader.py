@@ -67,7 +67,5 @@ def read_config(path: Path) -> dict[str, Any]:
     if raw:
         return raw
     if (path / "adapter_config.json").is_file():
-        raise LoadError(
-            f"{path} is a LoRA adapter; adapters are not served, merge it into its base model first"
-        )
+        raise LoadError(f"{path} is a LoRA adapter; adapters are not served, merge it into its base model first")
     raise LoadError(f"{path / 'config.json'} is missing; give a model directory in Hugging Face format")

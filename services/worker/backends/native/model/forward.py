@@ -54,9 +54,7 @@ class ForwardBuffers(Buffers):
         """Output of attention or MLP after a norm of its own."""
         self.reduced = self._rows("tokens", hidden, dtype=kind)
         """Sums over ranks; not in place, because sent data must not change before the next exchange."""
-        self.taps = tuple(
-            self._rows("tokens", hidden, dtype=kind if tap == FINAL else torch.float32) for tap in taps
-        )
+        self.taps = tuple(self._rows("tokens", hidden, dtype=kind if tap == FINAL else torch.float32) for tap in taps)
         """Hidden states that a drafter reads."""
         self.final = self._rows("sampled", hidden)
         self.final_normed = self._rows("sampled", hidden, dtype=kind)
@@ -158,9 +156,7 @@ class ForwardPass:
         if not self._model.part.is_first:
             self._ranks.pipeline.receive_activations(self._buffers.residual[: self._counts.tokens])
 
-    def run(
-        self, pooled: PooledRows | None = None, prompts: PromptScores | None = None
-    ) -> torch.Tensor | None:
+    def run(self, pooled: PooledRows | None = None, prompts: PromptScores | None = None) -> torch.Tensor | None:
         """Compute every token of the step in this rank's layers and write its keys and values to the cache.
 
         On later stages, after `receive`.
@@ -281,9 +277,7 @@ class ForwardPass:
 
     def _head(self, states: torch.Tensor) -> torch.Tensor:
         width = self._model.part.vocabulary_width
-        return self._model.head(
-            states, torch.empty(len(states), width, dtype=states.dtype, device=states.device)
-        )
+        return self._model.head(states, torch.empty(len(states), width, dtype=states.dtype, device=states.device))
 
     def _whole_logits(self, own: torch.Tensor) -> torch.Tensor | None:
         """float32[rows, vocab] on the first rank of the last stage, gathered from the shares of all ranks."""
@@ -298,11 +292,7 @@ class ForwardPass:
 
 def most_rows(assignment: Assignment, tile: int) -> dict[str, int]:
     """Return the rows of buffers that hold every step. `tile`: tokens of a tile of queries."""
-    tokens, slots, speculation = (
-        assignment.max_num_batched_tokens,
-        assignment.num_slots,
-        assignment.speculation,
-    )
+    tokens, slots, speculation = (assignment.max_num_batched_tokens, assignment.num_slots, assignment.speculation)
     drafts = speculation.num_speculative_tokens if speculation is not None else 0
     sampled = max(slots, min(tokens, slots * (1 + drafts)))
     return {"tokens": tokens, "tiles": slots + tokens // tile, "sampled": sampled}

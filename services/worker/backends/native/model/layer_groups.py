@@ -56,11 +56,7 @@ class LayerGroups(NamedTuple):
         for window in windows:
             numbers.append(firsts[window] + seen[window] % -(-layers[window] // each))
             seen[window] += 1
-        own, places, used = (
-            numbers[part.layers.start : part.layers.stop],
-            list[int](),
-            defaultdict[int, int](int),
-        )
+        own, places, used = (numbers[part.layers.start : part.layers.stop], list[int](), defaultdict[int, int](int))
         for number in own:
             places.append(used[number])
             used[number] += 1

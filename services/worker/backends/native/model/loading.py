@@ -121,11 +121,7 @@ class ShardLoader:
         """The experts of this rank, and the whole router. Raises: LoadError, where experts are not supported."""
         c, whole = self._whole, slice(None)
         router = [_Part(c.names.router, experts.number, whole)]
-        read = (
-            self._stacked_expert
-            if at + c.names.stacked_experts + "gate_up_proj" in self._checkpoint
-            else None
-        )
+        read = self._stacked_expert if at + c.names.stacked_experts + "gate_up_proj" in self._checkpoint else None
         return Experts(
             self._network,
             experts,
@@ -171,9 +167,7 @@ class ShardLoader:
         c = self._whole
         unread = [f"{name}.bias" for name in c.names.qkv if not c.qkv_bias]
         unread += [] if c.out_bias else ["self_attn.o_proj.bias"]
-        unread += (
-            [] if c.mlp_bias or c.experts else [f"{name}.bias" for name in (*c.names.gate_up, c.names.down)]
-        )
+        unread += [] if c.mlp_bias or c.experts else [f"{name}.bias" for name in (*c.names.gate_up, c.names.down)]
         unread += [] if c.qk_norm else ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
         unread += [] if c.sinks else ["self_attn.sinks"]
         for name in unread:
@@ -210,17 +204,13 @@ class ShardLoader:
         kind, hidden = self._quantization if wanted == "default" else wanted, self._whole.hidden_size
 
         def read(x: _Part) -> Weight:
-            return _ordered(
-                self._weight(f"{at}{x.name}.weight", (x.outputs, hidden), (x.own,), kind), x.order
-            )
+            return _ordered(self._weight(f"{at}{x.name}.weight", (x.outputs, hidden), (x.own,), kind), x.order)
 
         name, biases = at + " ".join(x.name for x in parts), []
         for x in parts if bias else ():
             values = self._product(f"{at}{x.name}.bias", (x.outputs,), x.own)
             biases.append(values if x.order is None else values[_rows_in_order(len(values), x.order)])
-        return self._linear(
-            name, lambda: stacked(list(map(read, parts))), torch.cat(biases) if biases else None
-        )
+        return self._linear(name, lambda: stacked(list(map(read, parts))), torch.cat(biases) if biases else None)
 
     def _by_inputs(self, name: str, width: int, own: slice, bias: bool) -> Linear:
         """A product with this rank's share of the inputs. Its results are summed over the ranks."""

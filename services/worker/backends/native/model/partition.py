@@ -54,9 +54,7 @@ class ModelPart:
         size, stages = shard.tensor_parallel_size, shard.pipeline_parallel_size
         if problem := _problem(config, size, group):
             allowed = ", ".join(map(str, tensor_parallel_sizes(config, group)))
-            raise LoadError(
-                f"this model cannot be cut for {size} tensor-parallel ranks, only for {allowed}: {problem}"
-            )
+            raise LoadError(f"this model cannot be cut for {size} tensor-parallel ranks, only for {allowed}: {problem}")
         if stages > config.num_layers:
             raise LoadError(
                 f"{config.num_layers} layers cannot be cut into {stages} pipeline stages; use at most one per layer"

@@ -57,9 +57,7 @@ def read_rope(config: ConfigReader, head_dim: int, layer_type: str = "", theta: 
     kind = rope_kind(values)
     theta, rotated = rope.number("rope_theta", theta), rope.number("partial_rotary_factor", 1.0)
     if rotated > 1 or int(head_dim * rotated) % 2 or not int(head_dim * rotated):
-        raise LoadError(
-            f"config.json: partial_rotary_factor {rotated} of heads of {head_dim} is no even size"
-        )
+        raise LoadError(f"config.json: partial_rotary_factor {rotated} of heads of {head_dim} is no even size")
     plain = Rope(theta, kind, rotated=rotated, attention_factor=float(values.get("attention_factor") or 0.0))
     return _scaled(plain, rope, config, head_dim)
 
@@ -69,9 +67,7 @@ def rope_kind(values: dict[str, Any]) -> str:
     kind = values.get("rope_type", values.get("type", "default"))
     kind = "longrope" if kind == "su" else kind
     if kind not in KINDS:
-        raise LoadError(
-            f"rope type {kind!r:.80} is not supported; the native backend computes {', '.join(KINDS)}"
-        )
+        raise LoadError(f"rope type {kind!r:.80} is not supported; the native backend computes {', '.join(KINDS)}")
     return str(kind)
 
 
@@ -90,9 +86,7 @@ def _scaled(plain: Rope, rope: ConfigReader, config: ConfigReader, head_dim: int
                 f"{len(short)} and {len(long)}"
             )
         factor = rope.number("factor", longest / original)
-        return replace(
-            plain, factor=factor, original_max_position=original, short_factors=short, long_factors=long
-        )
+        return replace(plain, factor=factor, original_max_position=original, short_factors=short, long_factors=long)
     factor = rope.number("factor")
     match plain.kind:
         case "linear":

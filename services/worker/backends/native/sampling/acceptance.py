@@ -36,9 +36,7 @@ class SamplePositions(NamedTuple):
         owners, offsets = kernels.spread(drafts + np.int32(1))
         return cls(slots[owners], firsts[owners] + offsets, drafts, offsets)
 
-    def accept(
-        self, kernels: RowKernels, ids: torch.Tensor, history: torch.Tensor, acceptable: I32
-    ) -> Verified:
+    def accept(self, kernels: RowKernels, ids: torch.Tensor, history: torch.Tensor, acceptable: I32) -> Verified:
         """Compare int32[tokens] sampled ids with the drafts in int32[slots, limit] `history`; of each row at most
         int32[rows] `acceptable` drafts are accepted."""
         drafts = self.drafts

@@ -62,10 +62,7 @@ class ScoresOnTheirWay(NamedTuple):
 
     def get(self) -> LogprobRows | None:
         """Wait for the copies; None if there are none."""
-        rows = [
-            LogprobRows(part.slots, part.positions, part.tokens.counts, *copy.get())
-            for part, copy in self.parts
-        ]
+        rows = [LogprobRows(part.slots, part.positions, part.tokens.counts, *copy.get()) for part, copy in self.parts]
         return LogprobRows.concatenate(rows) if rows else None
 
 
@@ -76,9 +73,7 @@ class PromptScores:
     logits slice by slice, and the first of them takes those.
     """
 
-    def __init__(
-        self, rows: Rows, table: BatchColumns, kernels: SamplingKernels, history: TokenHistory
-    ) -> None:
+    def __init__(self, rows: Rows, table: BatchColumns, kernels: SamplingKernels, history: TokenHistory) -> None:
         self._kernels, self._history = kernels, history
         ends = np.minimum(rows.ends, table.num_prompt[rows.slots] - 1)
         wanted = np.where(table.prompt_logprobs[rows.slots] != NONE, ends - rows.starts, 0).clip(min=0)

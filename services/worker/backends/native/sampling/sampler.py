@@ -180,9 +180,7 @@ class Sampler:
         self._kernels.device.launch(lambda: torch.index_select(ids, 0, index, out=picked))
         return picked
 
-    def _raw(
-        self, logits: torch.Tensor, slots: I32, scored: I32, mask: GrammarMask | None
-    ) -> tuple[torch.Tensor, I32]:
+    def _raw(self, logits: torch.Tensor, slots: I32, scored: I32, mask: GrammarMask | None) -> tuple[torch.Tensor, I32]:
         """Return a tensor that still has the raw logits of `scored` rows after sampling, and the rows in it. Copies if
         sampling changes one of them."""
         if not len(scored):

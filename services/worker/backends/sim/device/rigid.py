@@ -68,13 +68,9 @@ class RigidShapes:
         chunk_end: where chunks really end, for tests.
     """
 
-    def __init__(
-        self, table: SlotTable, chunk: int, max_volume: int, chunk_end: ChunkEnd = planned_end
-    ) -> None:
+    def __init__(self, table: SlotTable, chunk: int, max_volume: int, chunk_end: ChunkEnd = planned_end) -> None:
         if chunk % table.block_size:
-            raise PlanError(
-                f"rigid: a chunk of {chunk} tokens is not a multiple of the block size {table.block_size}"
-            )
+            raise PlanError(f"rigid: a chunk of {chunk} tokens is not a multiple of the block size {table.block_size}")
         self._table, self._chunk, self._max_volume, self._chunk_end = table, chunk, max_volume, chunk_end
         self._entry = np.zeros(table.num_slots, np.int32)
         """Tokens with which the request entered: the end of its prefill."""
@@ -117,9 +113,7 @@ class RigidShapes:
         entry, samples = int(self._entry[slot]), bool(rows.samples[0])
         padding, begin, last = self._window(entry, start)
         if start != max(begin, 0) and not self._resumes[slot]:
-            raise PlanError(
-                f"rigid: slot {slot} begins at {start} inside the chunk of {max(begin, 0)} to {last}"
-            )
+            raise PlanError(f"rigid: slot {slot} begins at {start} inside the chunk of {max(begin, 0)} to {last}")
         if end != last:
             raise PlanError(f"rigid: slot {slot} computes {start} to {end}, but its chunk ends at {last}")
         most = end if samples else min(entry - 1, int(self._table.num_blocks[slot]) * self._table.block_size)
@@ -131,9 +125,7 @@ class RigidShapes:
             self._table.correct(slot, reached, samples)
             rows = replace(rows, counts=np.array([reached - start], np.int32), samples=np.zeros(1, np.bool_))
         # A whole window, at its place in the padded sequence.
-        padded = replace(
-            rows, starts=np.array([begin + padding], np.int32), counts=np.array([self._chunk], np.int32)
-        )
+        padded = replace(rows, starts=np.array([begin + padding], np.int32), counts=np.array([self._chunk], np.int32))
         return PaddedStep(step, rows, padded, {slot: reached})
 
     # -- decode --------------------------------------------------------------------------------------------------

@@ -147,13 +147,7 @@ class SimDevice:
         return event
 
     def _launch(
-        self,
-        event: SimEvent,
-        work: Callable[[], None],
-        seconds: float,
-        inputs: Inputs,
-        launched: float,
-        at_once: bool,
+        self, event: SimEvent, work: Callable[[], None], seconds: float, inputs: Inputs, launched: float, at_once: bool
     ) -> None:
         """
         Args:

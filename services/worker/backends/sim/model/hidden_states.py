@@ -32,9 +32,7 @@ class HiddenSums:
         if not start:
             self._sums[slot] = self._counts[slot] = 0
         if self._counts[slot] != start:
-            raise OracleError(
-                f"slot {slot}: a mean from {start} on, but {self._counts[slot]} positions are summed"
-            )
+            raise OracleError(f"slot {slot}: a mean from {start} on, but {self._counts[slot]} positions are summed")
         self._sums[slot] += hidden_states(hashes).sum(0, np.float64)
         self._counts[slot] += len(hashes)
 

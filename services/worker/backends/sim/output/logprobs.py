@@ -74,9 +74,7 @@ class CopiedLogprobs:
     def sampled(self) -> LogprobRows | None:
         """Return the entries whose token was sampled, or None without any."""
         layout, exist = self.layout, self.positions != NONE
-        every = LogprobRows(
-            layout.slots, self.positions, layout.counts, self.token_ranks, self.token_ids, self.values
-        )
+        every = LogprobRows(layout.slots, self.positions, layout.counts, self.token_ranks, self.token_ids, self.values)
         return every.select(exist) if exist.any() else None
 
 
@@ -103,14 +101,7 @@ class StepLogprobs:
     def compute(self, logits: Logits, oracle: Oracle, acceptance: DraftAcceptance) -> None:
         """Fill the entries of tokens that were sampled. Runs on the device, after the step was sampled."""
         layout, ends = self._layout, self._layout.ends
-        columns = (
-            layout.slots,
-            layout.positions,
-            layout.sampled_rows,
-            layout.offsets,
-            ends - layout.counts,
-            ends,
-        )
+        columns = (layout.slots, layout.positions, layout.sampled_rows, layout.offsets, ends - layout.counts, ends)
         for i, (slot, planned, row, offset, begin, end) in enumerate(
             zip(*(column.tolist() for column in columns), strict=True)
         ):

@@ -78,9 +78,7 @@ class RankExchange:
         """Receive the decision on another rank of the last stage."""
         raise RuntimeError("the only rank decides itself")
 
-    def send_sampled(
-        self, step: SchedulerOutput, sampled: DraftAcceptance, drafts: I32, ended: float
-    ) -> None:
+    def send_sampled(self, step: SchedulerOutput, sampled: DraftAcceptance, drafts: I32, ended: float) -> None:
         """Compare the tokens with the other ranks of the last stage, and send them with `drafts` to the first stage.
 
         Args:

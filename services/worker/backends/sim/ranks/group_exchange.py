@@ -65,14 +65,10 @@ class _ExpectedFeedback:
         drafts = rest[2 * rows :].reshape(rows, self.proposed)
         if (wrong := (counts < np.where(self.masked, 0, 1)) | (counts > self.room)).any():
             i = int(wrong.argmax())
-            raise OracleError(
-                f"slot {self.slots[i]}: {counts[i]} tokens came back, with room for {self.room[i]}"
-            )
+            raise OracleError(f"slot {self.slots[i]}: {counts[i]} tokens came back, with room for {self.room[i]}")
         begins = (np.cumsum(self.room) - self.room)[kept].astype(np.int32)
         _, at = spread(begins, counts[kept])
-        return StageFeedback(
-            self.step_id, self.slots[kept], firsts[kept], counts[kept], ids[at], drafts[kept]
-        )
+        return StageFeedback(self.step_id, self.slots[kept], firsts[kept], counts[kept], ids[at], drafts[kept])
 
 
 class GroupExchange(RankExchange):
@@ -134,9 +130,7 @@ class GroupExchange(RankExchange):
         if sampled.any():
             slots, room = rows.slots[sampled], 1 + rows.drafts[sampled]
             masked = np.isin(slots, unpack(step.masked))
-            self.expected.append(
-                _ExpectedFeedback(step.step_id, slots, room, masked, step.num_speculative_tokens)
-            )
+            self.expected.append(_ExpectedFeedback(step.step_id, slots, room, masked, step.num_speculative_tokens))
             self._sampled_in[slots] = step.step_id
         return ReceivedInputs(at, tuple(feedback))
 
@@ -162,9 +156,7 @@ class GroupExchange(RankExchange):
         at, flags = _receive(receive, "left-out rows", step.step_id, size)
         return LeftOut(flags.astype(np.bool_), at)
 
-    def send_sampled(
-        self, step: SchedulerOutput, sampled: DraftAcceptance, drafts: I32, ended: float
-    ) -> None:
+    def send_sampled(self, step: SchedulerOutput, sampled: DraftAcceptance, drafts: I32, ended: float) -> None:
         token_ids = sampled.token_ids
         if not len(token_ids):
             return
@@ -206,9 +198,7 @@ def _message(step_id: int, at: float, *body: NDArray[np.signedinteger]) -> torch
     return torch.from_numpy(np.concatenate((header, *body)))
 
 
-def _receive(
-    receive: Callable[[torch.Tensor], object], what: str, step_id: int, size: int
-) -> tuple[float, I64]:
+def _receive(receive: Callable[[torch.Tensor], object], what: str, step_id: int, size: int) -> tuple[float, I64]:
     """Return when the message arrives, and its body, int64[size].
 
     Raises: RanksLost; OracleError, for a message of another step.

@@ -120,9 +120,7 @@ class DraftAcceptance:
         kept = offsets < self.counts[sampled]
         self.token_ids[self.begins[sampled[kept]] + offsets[kept]] = ids[kept]
 
-    def _equal_drafts(
-        self, oracle: Oracle, points: SamplingPoints, offsets: I32, ids: I32
-    ) -> NDArray[np.bool_]:
+    def _equal_drafts(self, oracle: Oracle, points: SamplingPoints, offsets: I32, ids: I32) -> NDArray[np.bool_]:
         """Return bool[points]: True where a draft is at the point and equals the sampled token."""
         equal = offsets < self.drafted[points.sampled_rows]
         equal[equal] = oracle.tokens(points.slots[equal], points.positions[equal]) == ids[equal]

@@ -72,9 +72,7 @@ class SimDrafter:
             tokens[np.arange(requested) >= counts[:, None]] = NO_DRAFT
         self._drafts.put(proposal.step_id, acceptance.slots, firsts, tokens)
 
-    def _draft(
-        self, proposal: DraftProposal, sampled_rows: NDArray[np.int64], firsts: I32, requested: int
-    ) -> I32:
+    def _draft(self, proposal: DraftProposal, sampled_rows: NDArray[np.int64], firsts: I32, requested: int) -> I32:
         """Return int32[sampled_rows, requested] drafts from the positions `firsts` on."""
         oracle, acceptance = self._oracle, proposal.acceptance
         slots, rows = acceptance.slots[sampled_rows], acceptance.rows[sampled_rows]

@@ -61,11 +61,7 @@ class SimSampler:
             proposed: int32[points, tokens] that precede each point behind the history of its slot; None: no token.
         """
         ids, columns = self.logits.top(points.hashes), self.columns
-        ruled = (
-            {i: rules[row] for i, row in enumerate(points.sampled_rows.tolist()) if row in rules}
-            if rules
-            else {}
-        )
+        ruled = {i: rules[row] for i, row in enumerate(points.sampled_rows.tolist()) if row in rules} if rules else {}
         draws = columns.temperature[points.rows] >= GREEDY_BELOW
         special = draws.copy()
         special[[*ruled]] = True

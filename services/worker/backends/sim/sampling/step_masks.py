@@ -28,11 +28,7 @@ class StepMasks(NamedTuple):
 
     @classmethod
     def from_messages(
-        cls,
-        parts: Sequence[GrammarOutput],
-        slots: I32,
-        vocab_size: int,
-        left_out: frozenset[int] = frozenset(),
+        cls, parts: Sequence[GrammarOutput], slots: I32, vocab_size: int, left_out: frozenset[int] = frozenset()
     ) -> "StepMasks":
         """Read the masks of the step whose sampled rows have `slots`.
 

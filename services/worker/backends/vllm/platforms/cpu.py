@@ -37,9 +37,7 @@ class CpuPlatform:
             )
         compiler = os.environ.get("CXX", "g++")
         if not options.enforce_eager and shutil.which(compiler) is None:
-            raise LoadError(
-                f"vLLM compiles the model, but there is no {compiler}: install it or use --enforce-eager"
-            )
+            raise LoadError(f"vLLM compiles the model, but there is no {compiler}: install it or use --enforce-eager")
 
     def measure(self, wrapper: Any) -> int:
         wrapper.determine_available_memory()  # compiles the model; in eager mode it computes nothing

@@ -48,9 +48,7 @@ class GpuPlatform:
             )
         compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
         if not any(map(shutil.which, compilers)):
-            raise LoadError(
-                f"Triton needs a C compiler, but there is no {' or '.join(compilers)}: install one"
-            )
+            raise LoadError(f"Triton needs a C compiler, but there is no {' or '.join(compilers)}: install one")
 
     def measure(self, wrapper: Any) -> int:
         """vLLM computes the largest step and estimates the size of its CUDA graphs."""

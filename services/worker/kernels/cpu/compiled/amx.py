@@ -67,12 +67,8 @@ def _load_configuration(typing_context: Any, address: Any) -> Any:
 
 release = _on_tiles("release", "tilerelease")
 zero_0, zero_1, zero_2, zero_3 = (_on_tiles(f"zero_{n}", f"tilezero %tmm{n}") for n in range(4))
-load_4, load_5, load_6, load_7 = (
-    _on_memory(f"load_{n}", f"tileloadd ($0,$1,1), %tmm{n}") for n in range(4, 8)
-)
-store_0, store_1, store_2, store_3 = (
-    _on_memory(f"store_{n}", f"tilestored %tmm{n}, ($0,$1,1)") for n in range(4)
-)
+load_4, load_5, load_6, load_7 = (_on_memory(f"load_{n}", f"tileloadd ($0,$1,1), %tmm{n}") for n in range(4, 8))
+store_0, store_1, store_2, store_3 = (_on_memory(f"store_{n}", f"tilestored %tmm{n}, ($0,$1,1)") for n in range(4))
 multiply_0, multiply_1, multiply_2, multiply_3 = (
     _on_tiles(f"multiply_{n}", f"tdpbf16ps %tmm{6 + n % 2}, %tmm{4 + n // 2}, %tmm{n}") for n in range(4)
 )

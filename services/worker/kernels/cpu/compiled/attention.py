@@ -236,33 +236,13 @@ def _average_four(a, head, table, row, stride, last, high, d, sums, HALF):  # ty
             v0, v1 = simd.load16(v, HALF), simd.load16(v + 16 * SIZE, HALF)
             v2, v3 = simd.load16(v + 32 * SIZE, HALF), simd.load16(v + 48 * SIZE, HALF)
             p = simd.splat(simd.load_f32(weight))
-            a0, a1, a2, a3 = (
-                simd.fma(p, v0, a0),
-                simd.fma(p, v1, a1),
-                simd.fma(p, v2, a2),
-                simd.fma(p, v3, a3),
-            )
+            a0, a1, a2, a3 = (simd.fma(p, v0, a0), simd.fma(p, v1, a1), simd.fma(p, v2, a2), simd.fma(p, v3, a3))
             p = simd.splat(simd.load_f32(weight + second))
-            b0, b1, b2, b3 = (
-                simd.fma(p, v0, b0),
-                simd.fma(p, v1, b1),
-                simd.fma(p, v2, b2),
-                simd.fma(p, v3, b3),
-            )
+            b0, b1, b2, b3 = (simd.fma(p, v0, b0), simd.fma(p, v1, b1), simd.fma(p, v2, b2), simd.fma(p, v3, b3))
             p = simd.splat(simd.load_f32(weight + third))
-            c0, c1, c2, c3 = (
-                simd.fma(p, v0, c0),
-                simd.fma(p, v1, c1),
-                simd.fma(p, v2, c2),
-                simd.fma(p, v3, c3),
-            )
+            c0, c1, c2, c3 = (simd.fma(p, v0, c0), simd.fma(p, v1, c1), simd.fma(p, v2, c2), simd.fma(p, v3, c3))
             p = simd.splat(simd.load_f32(weight + fourth))
-            d0, d1, d2, d3 = (
-                simd.fma(p, v0, d0),
-                simd.fma(p, v1, d1),
-                simd.fma(p, v2, d2),
-                simd.fma(p, v3, d3),
-            )
+            d0, d1, d2, d3 = (simd.fma(p, v0, d0), simd.fma(p, v1, d1), simd.fma(p, v2, d2), simd.fma(p, v3, d3))
             v += a.dim * SIZE
             weight += 4
     _store_four(sums, a0, a1, a2, a3)
@@ -334,12 +314,9 @@ def attention_kernel(half: bool, half_cache: bool) -> Kernel:
             for b in range(begin, end):
                 block = a.keys + (table[b] * a.kv_heads + head) * a.dim * lanes * CSIZE
                 ahead = np.int64(table[min(b + AHEAD, end - 1)])
+                raw.prefetch(a.keys + (ahead * a.kv_heads + head) * a.dim * lanes * CSIZE, a.dim * lanes * CSIZE)
                 raw.prefetch(
-                    a.keys + (ahead * a.kv_heads + head) * a.dim * lanes * CSIZE, a.dim * lanes * CSIZE
-                )
-                raw.prefetch(
-                    a.values + (table[b] * a.kv_heads + head) * block_size * a.dim * CSIZE,
-                    block_size * a.dim * CSIZE,
+                    a.values + (table[b] * a.kv_heads + head) * block_size * a.dim * CSIZE, block_size * a.dim * CSIZE
                 )
                 r = max(0, b * block_size - first) * group  # earlier queries read no key of this block
                 while WIDE and r + 2 < rows:
@@ -362,15 +339,7 @@ def attention_kernel(half: bool, half_cache: bool) -> Kernel:
                     s = min(r + 1, rows - 1)
                     q0 = queries + (r // group * a.heads + r % group) * row_size
                     q1 = queries + (s // group * a.heads + s % group) * row_size
-                    _score(
-                        a,
-                        q0,
-                        q1,
-                        block,
-                        scores + r * stride + (b - begin) * lanes * 4,
-                        (s - r) * stride,
-                        CHALF,
-                    )
+                    _score(a, q0, q1, block, scores + r * stride + (b - begin) * lanes * 4, (s - r) * stride, CHALF)
                     r += 2
 
             r = 0
@@ -406,9 +375,7 @@ def attention_kernel(half: bool, half_cache: bool) -> Kernel:
                                 o0, o1 = simd.load_f32x16(at), simd.load_f32x16(at + 64)
                                 o2, o3 = simd.load_f32x16(at + 128), simd.load_f32x16(at + 192)
                                 low, row = shared, row + shared // block_size * lanes * 4
-                            o0, o1, o2, o3 = _average(
-                                a, head, table, row, low, high, d, True, o0, o1, o2, o3, CHALF
-                            )
+                            o0, o1, o2, o3 = _average(a, head, table, row, low, high, d, True, o0, o1, o2, o3, CHALF)
                             simd.store16(out, simd.mul(o0, inverse), HALF)
                             simd.store16(out + 16 * SIZE, simd.mul(o1, inverse), HALF)
                             simd.store16(out + 32 * SIZE, simd.mul(o2, inverse), HALF)

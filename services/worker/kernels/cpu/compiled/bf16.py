@@ -49,15 +49,7 @@ def _paired(builder: Any, even: Any, odd: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def dot_products(
-    typing_context: Any,
-    rows: Any,
-    panels: Any,
-    x: Any,
-    stride: Any,
-    weights: Any,
-    step: Any,
-    pairs: Any,
-    out: Any,
+    typing_context: Any, rows: Any, panels: Any, x: Any, stride: Any, weights: Any, step: Any, pairs: Any, out: Any
 ) -> Any:
     """Multiply rows with panels of bfloat16.
 
@@ -79,8 +71,7 @@ def dot_products(
         with cgutils.for_range(builder, pairs) as loop:
             offset = builder.mul(loop.index, ir.Constant(I64, WORDS))
             words = [
-                load(builder, _at(builder, weights, step, panel, offset), VI)
-                for panel in range(panels.literal_value)
+                load(builder, _at(builder, weights, step, panel, offset), VI) for panel in range(panels.literal_value)
             ]
             sums.add_products(words, x, stride, builder.mul(loop.index, ir.Constant(I64, 4)))
         sums.store(out)

@@ -167,9 +167,7 @@ def next_codes(builder: Any, kind: str, blocks: list[Any], end: Any, jump: Any) 
     return ahead
 
 
-def code_words(
-    builder: Any, kind: str, block: Any, unit: Any, index: Any, ahead: Any
-) -> list[tuple[int, int, Any]]:
+def code_words(builder: Any, kind: str, block: Any, unit: Any, index: Any, ahead: Any) -> list[tuple[int, int, Any]]:
     """Return some sixteen words of four codes, each with its step in the unit, and with its quad minus `index`.
 
     A quad is four inputs of a step. `unit` and `index` are variables: the codes of a unit are read in `Format.turns`.
@@ -218,9 +216,7 @@ def code_words(
         ones = ir.Constant(VI, [0x01010101] * LANES)
         for half, low in enumerate(lows):
             # Four bits that lie together go to four bytes: bit i moves by 7 i
-            together = bits(
-                word(ir.Constant(I64, QUADS // 2)), moved(builder, times(index, 4), 16 * half), 15
-            )
+            together = bits(word(ir.Constant(I64, QUADS // 2)), moved(builder, times(index, 4), 16 * half), 15)
             together = builder.and_(together, ir.Constant(VI, [15] * LANES))
             apart = builder.mul(together, ir.Constant(VI, [0x00204081] * LANES))
             lows[half] = with_high(low, builder.and_(apart, ones))
@@ -233,9 +229,7 @@ def _looked_up(builder: Any, codes: Any, table: tuple[int, ...]) -> Any:
     indices = builder.bitcast(codes, kind)
     if simd.compiles_for("avx512bw"):
         numbers = ir.Constant(kind, [number & 255 for number in table] * 4)
-        return builder.bitcast(
-            simd.call_llvm(builder, "llvm.x86.avx512.pshuf.b.512", kind, [numbers, indices]), VI
-        )
+        return builder.bitcast(simd.call_llvm(builder, "llvm.x86.avx512.pshuf.b.512", kind, [numbers, indices]), VI)
     if simd.compiles_for("avx2"):
         half, parts = ir.VectorType(I8, 2 * LANES), []
         numbers = ir.Constant(half, [number & 255 for number in table] * 2)
@@ -270,13 +264,8 @@ def code_pairs(
         if FORMATS[kind].is_signed:
             eight, halves = ir.Constant(_PAIRS, [8] * 2 * LANES), builder.bitcast(words, _PAIRS)
             return builder.ashr(builder.shl(halves, eight), eight), builder.ashr(halves, eight)
-        mask, shifted = (
-            ir.Constant(VI, [0x00FF00FF] * LANES),
-            builder.lshr(words, ir.Constant(VI, [8] * LANES)),
-        )
-        return builder.bitcast(builder.and_(words, mask), _PAIRS), builder.bitcast(
-            builder.and_(shifted, mask), _PAIRS
-        )
+        mask, shifted = (ir.Constant(VI, [0x00FF00FF] * LANES), builder.lshr(words, ir.Constant(VI, [8] * LANES)))
+        return builder.bitcast(builder.and_(words, mask), _PAIRS), builder.bitcast(builder.and_(shifted, mask), _PAIRS)
 
     found = code_words(builder, kind, block, unit, index, ahead)
     return [(step, quad, pairs(words)) for step, quad, words in found]

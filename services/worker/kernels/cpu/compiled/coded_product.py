@@ -127,9 +127,7 @@ class _Tile:
     A rounded row begins at an address of `x`; `steps` is its number of steps, and `first` the first one of the span.
     """
 
-    def __init__(
-        self, builder: Any, rows: int, panels: int, x: Any, row_bytes: Any, steps: Any, first: Any
-    ) -> None:
+    def __init__(self, builder: Any, rows: int, panels: int, x: Any, row_bytes: Any, steps: Any, first: Any) -> None:
         self._builder, self._panels, self._steps, self.first = builder, panels, steps, first
         self._x = [builder.add(x, builder.mul(row_bytes, ir.Constant(I64, row))) for row in range(rows)]
         self._parts = self.vectors(VF)
@@ -146,14 +144,10 @@ class _Tile:
                 none = ir.Constant(place.type.pointee, None)
                 self._builder.store(none if values is None else values[number], place)
 
-    def of_rows(
-        self, kind: ir.Type, index: Any, index_bytes: int, step_bytes: int = 0, more: int = 0
-    ) -> list[Any]:
+    def of_rows(self, kind: ir.Type, index: Any, index_bytes: int, step_bytes: int = 0, more: int = 0) -> list[Any]:
         """Load a number of each row into all lanes: that at `steps * step_bytes + index * index_bytes + more`."""
         builder, vector = self._builder, VF if kind == F32 else VI
-        at = builder.add(
-            self.times(self._steps, step_bytes), moved(builder, self.times(index, index_bytes), more)
-        )
+        at = builder.add(self.times(self._steps, step_bytes), moved(builder, self.times(index, index_bytes), more))
         return [spread(builder, load(builder, builder.add(x, at), kind, 4), vector) for x in self._x]
 
     def add_products(
@@ -225,9 +219,7 @@ def _multiply_codes(
     own, width = FORMATS[name], panels.literal_value
     are_bytes = BYTES and rows.literal_value == 1
     codes_of, add, zero_code = (
-        (code_bytes, _add_byte_products, own.zero_byte)
-        if are_bytes
-        else (code_pairs, _add_products, own.zero)
+        (code_bytes, _add_byte_products, own.zero_byte) if are_bytes else (code_pairs, _add_products, own.zero)
     )
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -250,17 +242,11 @@ def _multiply_codes(
                     if are_bytes:
                         tile.set(upper[number])
                     if zero_code:  # products with the code of zero are subtracted
-                        halves = (
-                            [outer.index] if own.groups == 2 else [ir.Constant(I64, half) for half in (0, 1)]
-                        )
+                        halves = [outer.index] if own.groups == 2 else [ir.Constant(I64, half) for half in (0, 1)]
                         zero = ir.Constant(VI, [-zero_code] * LANES)
                         place = tile.times(moved(builder, step, number), 2)
-                        totals = [
-                            tile.of_rows(I32, builder.add(place, half), 4, HALVES_AT) for half in halves
-                        ]
-                        starts = [
-                            builder.mul(reduce(builder.add, each), zero) for each in zip(*totals, strict=True)
-                        ]
+                        totals = [tile.of_rows(I32, builder.add(place, half), 4, HALVES_AT) for half in halves]
+                        starts = [builder.mul(reduce(builder.add, each), zero) for each in zip(*totals, strict=True)]
                     tile.set(some, starts)
                 with cgutils.for_range(builder, turns) as inner:
                     index = builder.add(builder.mul(outer.index, turns), inner.index)
@@ -281,9 +267,7 @@ def _multiply_codes(
                             scaled = builder.mul(builder.load(place), factor)
                             builder.store(builder.add(builder.load(to), scaled), to)
             for number in range(own.unit if own.has_minima else 0):
-                minima = [
-                    step_minima(builder, name, block, moved(builder, in_block, number)) for block in blocks
-                ]
+                minima = [step_minima(builder, name, block, moved(builder, in_block, number)) for block in blocks]
                 tile.add_minima(minima, moved(builder, step, number))
 
         with cgutils.for_range(builder, builder.udiv(number, ir.Constant(I64, own.scale_steps))) as loop:
@@ -317,10 +301,7 @@ def _multiply_decoded(
 
         def loaded(index: Any, kind: ir.VectorType, more: int) -> list[Any]:
             place = builder.add(decoded, tile.times(index, 64))
-            return [
-                load(builder, moved(builder, place, more + panel * SPAN_BYTES), kind, 4)
-                for panel in range(width)
-            ]
+            return [load(builder, moved(builder, place, more + panel * SPAN_BYTES), kind, 4) for panel in range(width)]
 
         with cgutils.for_range(builder, builder.udiv(number, scale_steps)) as outer:
             start = builder.mul(outer.index, scale_steps)
@@ -368,14 +349,7 @@ def _larger(typing_context: Any, address: Any, half: Any, most: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def _round_step(
-    typing_context: Any,
-    address: Any,
-    half: Any,
-    inverse: Any,
-    to: Any,
-    halves: Any,
-    total: Any,
-    are_bytes: Any,
+    typing_context: Any, address: Any, half: Any, inverse: Any, to: Any, halves: Any, total: Any, are_bytes: Any
 ) -> Any:
     """Round 32 inputs times `inverse`. `to`, `halves` and `total`: addresses of their parts of a rounded row.
     `are_bytes` is a constant."""
@@ -391,9 +365,7 @@ def _round_step(
         if are_bytes.literal_value:
             low, bits, round_up = (ir.Constant(VI, [number] * LANES) for number in (255, 8, 128))
             upper = [builder.lshr(builder.add(some, round_up), bits) for some in rounded]
-            kept = [
-                builder.or_(builder.and_(even, low), builder.shl(odd, bits)) for even, odd in (upper, rounded)
-            ]
+            kept = [builder.or_(builder.and_(even, low), builder.shl(odd, bits)) for even, odd in (upper, rounded)]
         for number, some in enumerate(kept):
             halves = builder.trunc(some, ir.VectorType(I16, LANES))
             store(builder, halves, moved(builder, args[3], STEP * number), 2)
@@ -437,9 +409,7 @@ def _round_row(x, steps, limit, to, HALF, ARE_BYTES):  # type: ignore[no-untyped
         simd.store_f32(scales + span * 4, scale)
         for step in range(first, end):
             target = to + step * 2 * STEP
-            _round_step(
-                x + step * size, HALF, inverse, target, halves + step * 8, totals + step * 4, ARE_BYTES
-            )
+            _round_step(x + step * size, HALF, inverse, target, halves + step * 8, totals + step * 4, ARE_BYTES)
 
 
 @njit(inline="always")

@@ -35,11 +35,7 @@ def most_likely_kernel() -> Kernel:
                 greatest = max(greatest, logits[i])
             while chosen < a.vocab - 1 and logits[chosen] != greatest:
                 chosen += 1
-            sharp, sums, rest = (
-                simd.load_f32(a.sharpness + item * 4),
-                simd.splat(np.float32(0)),
-                np.float32(0),
-            )
+            sharp, sums, rest = (simd.load_f32(a.sharpness + item * 4), simd.splat(np.float32(0)), np.float32(0))
             top, scale = simd.splat(-greatest * sharp), simd.splat(sharp)
             for i in range(0, whole, 16):
                 sums = simd.add(simd.exp(simd.fma(simd.load_f32x16(row + i * 4), scale, top)), sums)

@@ -31,10 +31,7 @@ def ngram_kernel() -> Kernel:
             item = take(address)
             if item >= a.items:
                 break
-            slot, length = (
-                np.int64(raw.i32_at(a.slots, a.items)[item]),
-                raw.i32_at(a.lengths, a.items)[item],
-            )
+            slot, length = (np.int64(raw.i32_at(a.slots, a.items)[item]), raw.i32_at(a.lengths, a.items)[item])
             tokens = raw.i32_at(a.history + slot * a.limit * 4, a.limit)
             best, after = a.shortest - 1, 0
             for end in range(length - 2, a.shortest - 2, -1):

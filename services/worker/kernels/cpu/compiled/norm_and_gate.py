@@ -58,11 +58,7 @@ def norm_kernel(half: bool) -> Kernel:
             row = take(address)
             if row >= a.items:
                 break
-            x, delta, out = (
-                a.residual + row * width * 4,
-                a.delta + row * width * SIZE,
-                a.out + row * width * SIZE,
-            )
+            x, delta, out = (a.residual + row * width * 4, a.delta + row * width * SIZE, a.out + row * width * SIZE)
             if a.residual == 0:
                 _rms_norm(delta, a.weight, out, width, a.eps, HALF, HALF)
                 continue

@@ -74,18 +74,14 @@ def rows_kernel(coded: bool) -> Kernel:
                     raw.call(own[0], place)
                     for i in range(task.steps * STEP):
                         step, pair = i // STEP, i % 2 * QUADS + i % STEP // 4
-                        number = raw.load_i16(
-                            decoded + ((step * STEP // 2 + pair) * PANEL + lane) * 4 + i % 4 // 2 * 2
-                        )
+                        number = raw.load_i16(decoded + ((step * STEP // 2 + pair) * PANEL + lane) * 4 + i % 4 // 2 * 2)
                         scale = simd.load_f32(decoded + SCALES_AT + (step // scale_steps * PANEL + lane) * 4)
                         minimum = simd.load_f32(decoded + MINIMA_AT + (step * PANEL + lane) * 4)
                         simd.store_f32(out + (first * STEP + i) * 4, np.float32(number) * scale + minimum)
             else:
                 panel = a.panels + row // PANEL * ((a.inputs + STEP - 1) // STEP) * SIZE
                 for i in range(a.inputs):
-                    simd.store_f32(
-                        out + i * 4, simd.load_bf16(panel + (i // 2 * PANEL + lane) * 4 + i % 2 * 2)
-                    )
+                    simd.store_f32(out + i * 4, simd.load_bf16(panel + (i // 2 * PANEL + lane) * 4 + i % 2 * 2))
         raw.release(place)
 
     return Kernel(rows, ROWS, cost=32)
@@ -94,17 +90,7 @@ def rows_kernel(coded: bool) -> Kernel:
 def pack_layout(kind: int) -> NDArray[np.int64]:
     """Return what `pack_kernel` must know of a format."""
     own = FORMATS[KINDS[kind]]
-    scales = (
-        0
-        if own.scales is None
-        else 1
-        if own.has_exponents
-        else 2
-        if own.has_minima
-        else 3
-        if own.table
-        else 4
-    )
+    scales = 0 if own.scales is None else 1 if own.has_exponents else 2 if own.has_minima else 3 if own.table else 4
     halves, words = (*own.halves, -1, -1)[:2], (*own.words, (0, 0))[:2]
     numbers = *halves, scales, own.scales or 0, *words[0], *words[1]
     return np.array([own.source_bytes, own.bytes, own.codes_at, *numbers], np.int64)

@@ -179,9 +179,7 @@ def _reduction(name: str, emit: Any) -> Any:
 
 
 reduce_add = _reduction("reduce_add", lambda builder, a, b: builder.fadd(a, b))
-reduce_max = _reduction(
-    "reduce_max", lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b)
-)
+reduce_max = _reduction("reduce_max", lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
 
 
 @intrinsic
@@ -199,9 +197,7 @@ def exp(typing_context: Any, a: Any) -> Any:
         x = builder.select(low, f(-87.0), args[0])
         x = builder.select(builder.fcmp_ordered(">", x, f(88.0)), f(88.0), x)
         # x = n ln 2 + r with |r| <= ln(2) / 2, then e**r as a polynomial and 2**n through the exponent bits
-        n = call_llvm(
-            builder, "llvm.floor.v16f32", VF, [mad(x, f(float(np.float32(1.4426950408889634))), f(0.5))]
-        )
+        n = call_llvm(builder, "llvm.floor.v16f32", VF, [mad(x, f(float(np.float32(1.4426950408889634))), f(0.5))])
         r = mad(n, f(-0.693359375), x)
         r = mad(n, f(float(np.float32(2.12194440e-4))), r)
         p = f(float(np.float32(1.9875691500e-4)))

@@ -44,9 +44,7 @@ def _decode(task, place, own, steps, weights, size):  # type: ignore[no-untyped-
             for step in range(task.steps):
                 scale = decoded + SCALES_AT + step // own[4] * PANEL * 4
                 minimum, to = decoded + MINIMA_AT + step * PANEL * 4, weights + panel * size
-                bf16.round_step(
-                    to + (first + step) * amx.TILE_BYTES, decoded + step * NUMBERS_BYTES, scale, minimum
-                )
+                bf16.round_step(to + (first + step) * amx.TILE_BYTES, decoded + step * NUMBERS_BYTES, scale, minimum)
 
 
 @njit(inline="always")

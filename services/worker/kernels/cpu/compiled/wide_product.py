@@ -75,9 +75,7 @@ def multiply_rows(
                 at = builder.add(start, builder.mul(loop.index, ir.Constant(I64, 4)))
                 some = spread(builder, load(builder, at, F32, 4), VF)
                 for place, vector in zip(row, vectors, strict=True):
-                    value = simd.call_llvm(
-                        builder, "llvm.fma.v16f32", VF, [some, vector, builder.load(place)]
-                    )
+                    value = simd.call_llvm(builder, "llvm.fma.v16f32", VF, [some, vector, builder.load(place)])
                     builder.store(value, place)
         for number, row in enumerate(sums):
             start = builder.add(out, builder.mul(out_stride, ir.Constant(I64, number)))

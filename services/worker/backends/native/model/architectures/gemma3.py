@@ -7,9 +7,7 @@ from services.worker.backends.native.model.config import Architecture, ModelConf
 from services.worker.backends.native.model.config_reader import ConfigReader
 
 NAMES = TensorNames(
-    attention_out="post_attention_layernorm",
-    mlp_in="pre_feedforward_layernorm",
-    mlp_out="post_feedforward_layernorm",
+    attention_out="post_attention_layernorm", mlp_in="pre_feedforward_layernorm", mlp_out="post_feedforward_layernorm"
 )
 
 

@@ -25,9 +25,7 @@ def dense_hybrid(config: ConfigReader, model: ModelConfig) -> ModelConfig:
     names = {"attention", "full_attention"}
     config.by_layer("layer_types", model.num_layers, ["attention"] * model.num_layers, names)
     config.refuse("position_embedding_type", "rope", "nope")
-    positions = (
-        model.ropes if config.raw.get("position_embedding_type") == "rope" else (None,) * model.num_layers
-    )
+    positions = model.ropes if config.raw.get("position_embedding_type") == "rope" else (None,) * model.num_layers
     return replace(
         configure(config, model),
         names=NAMES,

@@ -8,9 +8,7 @@ from services.worker.backends.native.model.config_reader import ConfigReader
 
 _EXPERT = "block_sparse_moe.experts.{}."
 NAMES = TensorNames(
-    router="block_sparse_moe.gate",
-    expert_gate_up=(_EXPERT + "w1", _EXPERT + "w3"),
-    expert_down=_EXPERT + "w2",
+    router="block_sparse_moe.gate", expert_gate_up=(_EXPERT + "w1", _EXPERT + "w3"), expert_down=_EXPERT + "w2"
 )
 
 
@@ -20,6 +18,4 @@ def configure(config: ConfigReader, model: ModelConfig) -> ModelConfig:
     return replace(mistral.windowed(config, model), experts=experts, names=NAMES)
 
 
-ARCHITECTURE = Architecture(
-    configure, {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
-)
+ARCHITECTURE = Architecture(configure, {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2})

@@ -13,9 +13,7 @@ NAMES = TensorNames(
 
 def olmo2(config: ConfigReader, model: ModelConfig) -> ModelConfig:
     biased = config.flag("attention_bias")
-    return replace(
-        model, names=NAMES, qk_norm=True, qk_norm_of_all_heads=True, qkv_bias=biased, out_bias=biased
-    )
+    return replace(model, names=NAMES, qk_norm=True, qk_norm_of_all_heads=True, qkv_bias=biased, out_bias=biased)
 
 
 def olmo3(config: ConfigReader, model: ModelConfig) -> ModelConfig:
