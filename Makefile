@@ -117,7 +117,7 @@ test-web: $(SERVING) $(WEB)/.installed
 setup-vllm: $(VLLM)/.installed
 
 test-vllm: $(VLLM)/.installed
-	$(VLLM)/bin/python -m pytest tests/vllm $(ARGS)
+	$(VLLM)/bin/python -m pytest --timeout=900 tests/vllm $(ARGS)
 
 # An environment with vLLM's CPU build that also finds the packages of $(VENV).
 $(VLLM)/.installed: $(STAMP) deploy/unfit.txt
