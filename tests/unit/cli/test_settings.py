@@ -169,7 +169,7 @@ def test_sizes_have_suffixes(given: str, size: int) -> None:
         ),
         (
             {"allowed_media_domains": ["images.example.com"]},
-            "--allowed-media-domains: only --backend vllm reads images; --backend native does not use it",
+            "--allowed-media-domains: only --backend vllm reads media; --backend native does not use it",
         ),
         (
             {"enforce_eager": True, "backend": "sim"},
