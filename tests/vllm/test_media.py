@@ -292,6 +292,12 @@ def test_adapters_beside_images(tmp_path: Path) -> None:
     assert found == dict.fromkeys(found, answers)
 
 
+@pytest.mark.parametrize(
+    "model",
+    ["paddleocr-vl", *(pytest.param(name, marks=pytest.mark.soak) for name in ("idefics3", "qwen2-audio"))],
+    indirect=True,
+    scope="module",
+)
 def test_two_ranks_with_drafts_answer_like_one(model: Path, kind: str, server: ServeProcess) -> None:
     both = list(zip(conversations(kind), PARAMS, strict=True))
     drafts = json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1})
