@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import re
+import secrets
 import socket
 import ssl
 import threading
@@ -25,6 +26,8 @@ EXPORTERS = {
     HTTP: ("opentelemetry.exporter.otlp.proto.http", "requests"),
 }
 """Modules that each protocol needs."""
+_PORTS, _TRIES = range(20_000, 32_768), 20
+"""Ports below those that the kernel gives outgoing connections, and how many are tried."""
 
 
 def check_model(model: str) -> None:
@@ -202,21 +205,31 @@ def check_responses(config: FrontendConfig) -> None:
 
 
 def free_port(host: str, port: int) -> int:
-    """Return `port` if it can be bound at `host`; for 0, return a free port.
+    """Return `port` if it can be bound at `host`; for 0, return a free port that no outgoing connection gets before the
+    frontend binds it.
 
     Raises:
         ConfigurationError: the port is in use, or the address does not belong to this machine.
     """
+    if port == 0:
+        for _ in range(_TRIES):
+            with contextlib.suppress(OSError):
+                return _bound(host, secrets.choice(_PORTS))
+    try:
+        return _bound(host, port)
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot listen on {host} port {port}: {(error.strerror or str(error)).lower()}; "
+            "choose another with --host or --port"
+        ) from None
+
+
+def _bound(host: str, port: int) -> int:
+    """Bind a port for a moment and return it. Raises: OSError"""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigurationError(
-                f"cannot listen on {host} port {port}: {(error.strerror or str(error)).lower()}; "
-                "choose another with --host or --port"
-            ) from None
+        probe.bind((host, port))
         return int(probe.getsockname()[1])
 
 
