@@ -300,7 +300,7 @@ def test_adapters_beside_images(tmp_path: Path) -> None:
 )
 def test_two_ranks_with_drafts_answer_like_one(model: Path, kind: str, server: ServeProcess) -> None:
     both = list(zip(conversations(kind), PARAMS, strict=True))
-    drafts = json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1})
+    drafts = json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False})
     with (
         serve(model, "--tensor-parallel-size", "2", "--speculative-config", drafts) as ranks,
         ThreadPoolExecutor(len(both)) as threads,
