@@ -44,17 +44,13 @@ class InputAudio(OpenObject):
     format: Literal["wav", "mp3"]
 
 
-class FilePart(OpenObject):
+class _PartWithoutText(OpenObject):
     @property
     def text(self) -> str:
         return ""
 
-    @property
-    def file(self) -> MediaFile:
-        raise NotImplementedError
 
-
-class ImagePart(FilePart):
+class ImagePart(_PartWithoutText):
     type: Literal["image_url"]
     image_url: ImageURL
 
@@ -63,7 +59,7 @@ class ImagePart(FilePart):
         return MediaFile("image", self.image_url.url)
 
 
-class AudioURLPart(FilePart):
+class AudioURLPart(_PartWithoutText):
     """vLLM's."""
 
     type: Literal["audio_url"]
@@ -74,7 +70,7 @@ class AudioURLPart(FilePart):
         return MediaFile("audio", self.audio_url.url)
 
 
-class InputAudioPart(FilePart):
+class InputAudioPart(_PartWithoutText):
     type: Literal["input_audio"]
     input_audio: InputAudio
 
@@ -83,7 +79,8 @@ class InputAudioPart(FilePart):
         return MediaFile("audio", f"data:audio/{self.input_audio.format};base64,{self.input_audio.data}")
 
 
-ContentPart = Annotated[TextPart | RefusalPart | ImagePart | AudioURLPart | InputAudioPart, Field(discriminator="type")]
+FilePart = ImagePart | AudioURLPart | InputAudioPart
+ContentPart = Annotated[TextPart | RefusalPart | FilePart, Field(discriminator="type")]
 
 
 class FunctionCall(OpenObject):
