@@ -300,7 +300,7 @@ class Service:
         self.group.on_result(result.epoch, result.step_id, now)
         if result.epoch == self.group.epoch:
             self._subscriptions.add_times(worker, result, self.workers.clock_offset(worker))
-            self._worker_seconds.add(result.times)
+            self._worker_seconds.add(result.times, self.workers.clock_offset(worker), now)
         try:
             self.engine.on_result(result)
         except UnknownResult as error:  # worker and scheduler disagree about the batch
@@ -325,6 +325,9 @@ class Service:
             for ticket, grammar in self.compiler.take():
                 self.engine.on_grammar(ticket, grammar)
         if self.mask_thread is not None and self.engine is not None:
+            needed = self.mask_thread.seconds_needed
+            if needed and not self._worker_seconds.arrives_in_time(time.monotonic() + needed):
+                self._send()  # they come too late for the step in flight, and the next plan need not
             most = max(MASK_PATIENCE, MASK_SHARE * self._worker_seconds.last_forward)
             self.mask_thread.wait(MASK_PATIENCE, most)
             for ticket, masks in self.mask_thread.take():

@@ -135,7 +135,7 @@ class Worker:
         if self._advance():
             return None
         began = time.monotonic()
-        frame = self._link.client.receive(FAILURE_CHECK_INTERVAL)
+        frame = self._link.client.receive(min(FAILURE_CHECK_INTERVAL, self._steps.seconds_left))
         self._received = time.monotonic()
         self._steps.on_wait(self._received - began)
         return frame

@@ -26,6 +26,11 @@ class StepExecution:
         self._request_ids: dict[int, str] = {}
         """Slot -> external id of the request that entered it last."""
 
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until `advance` is to be called although no message arrives."""
+        return self._queue.seconds_left
+
     def on_wait(self, seconds: float) -> None:
         """The executing thread has waited so long for a message."""
         if self._session.phase is Phase.SERVING and not self._queue.waits:

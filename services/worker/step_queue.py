@@ -5,12 +5,14 @@ until it holds back another request (left-out row, docs/invariants.md). Everythi
 behind it, in order.
 """
 
+import math
 from collections import deque
 from typing import NamedTuple
 
 from protocol.codec import unpack
 from protocol.steps import KeepPins, LoadBlocks, ReleaseSlots
-from services.worker.backends.mask_inbox import KEPT_STEPS, MaskInbox, joined
+from services.worker.backends.clock import MONOTONIC, Clock
+from services.worker.backends.mask_inbox import KEPT_STEPS, Forward, MaskInbox, joined
 from services.worker.session import AddMasks, ExecuteStep, ResendResult, SampleStep, StepAction
 
 
@@ -23,11 +25,21 @@ class QueuedAction(NamedTuple):
 class StepQueue:
     """The actions of one epoch, without I/O."""
 
-    def __init__(self) -> None:
-        self._masks = MaskInbox(KEPT_STEPS)  # the thread that reads masks waits for no step
+    def __init__(self, clock: Clock = MONOTONIC) -> None:
+        self._clock = clock
+        self._masks = MaskInbox(KEPT_STEPS, clock)  # the thread that reads masks waits for no step
         self._behind: deque[QueuedAction] = deque()
         self._executed: QueuedAction | None = None
         """The step that waits for its masks."""
+        self._began = 0.0
+        self._forward: Forward | None = None
+        """Of the step that waits, once its forward pass has ended; likewise the limit."""
+        self._limit = math.inf
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until `next` is to be called although no message arrives; inf: there is no such time."""
+        return math.inf if self._executed is None else max(0.0, self._limit - self._clock.monotonic())
 
     @property
     def waits(self) -> bool:
@@ -53,14 +65,17 @@ class StepQueue:
             return None
         queued = self._behind.popleft()
         if isinstance(queued.action, ExecuteStep) and queued.action.step.has_structured_output_requests:
-            self._executed = queued
+            self._executed, self._forward, self._limit = queued, None, math.inf
+            self._began = self._clock.monotonic()
         return queued
 
     def _sampling(self, executed: QueuedAction) -> QueuedAction | None:
         assert isinstance(executed.action, ExecuteStep)
         step = executed.action.step
-        taken = self._masks.poll(step.step_id, unpack(step.masked))
-        if taken is None:
+        self._forward = self._forward or Forward(self._began, self._clock.monotonic())
+        taken = self._masks.poll(step.step_id, unpack(step.masked), self._forward)
+        if isinstance(taken, float):
+            self._limit = taken
             return None
         self._executed = None
         return QueuedAction(SampleStep(joined(taken.parts), step), executed.received)

@@ -45,10 +45,11 @@ class DeferredMasks:
     def start(self) -> None:
         """Start to make the masks of all rows whose tokens before are known."""
         for unmasked, sampled_before in self.queue.unmasked_steps(self.epoch.slots):
-            used, late = self.used_rows(unmasked.step, sampled_before)
-            for row in unmasked.rows.values():
+            step = unmasked.step
+            used, late = self.used_rows(step, sampled_before)
+            for slot, row in unmasked.rows.items():
                 if used[row] and not late[row]:
-                    self.row_masks(unmasked.step, row, True)
+                    self.store.masks.get(self.epoch.slots.request(slot), step.drafts.item(row), self.num_words)
 
     def grammar_output(self, unmasked: UnmaskedStep, sampled_before: Mask) -> GrammarOutput | None:
         """Return the masks of a step that can be sent now, and remove their rows from `unmasked`. None: there are none.
@@ -68,7 +69,7 @@ class DeferredMasks:
             if late[row]:
                 if whole:
                     return None
-            elif (masks := self.row_masks(step, row, used[row])) is not None:
+            elif (masks := self.row_masks(slot, step.drafts.item(row), used[row])) is not None:
                 parts[slot] = masks
         if not parts or (whole and len(parts) < len(unmasked.rows)):
             return None
@@ -89,10 +90,9 @@ class DeferredMasks:
         used = self.epoch.ledger.current(step) & ((states == LIVE) | (states == DELIVER))
         return used.tolist(), (used & sampled_before.take(step.slots)).tolist()
 
-    def row_masks(self, step: InflightStep, row: int, used: bool) -> Masks | None:
+    def row_masks(self, slot: int, num_drafts: int, used: bool) -> Masks | None:
         """Return the masks of one row, or None while they are being made."""
         if not used:
             return np.full((1, self.num_words), -1, np.int32)
-        request, num_drafts = self.epoch.slots.request(step.slots.item(row)), step.drafts.item(row)
-        masks = self.store.masks.get(request, num_drafts, self.num_words)
+        masks = self.store.masks.get(self.epoch.slots.request(slot), num_drafts, self.num_words)
         return masks if masks is None or len(masks) <= 1 + num_drafts else masks[: 1 + num_drafts]

@@ -36,9 +36,9 @@ class RequestMasks:
 
         Raises: KeyError, if the request has no grammar.
         """
-        if request.grammar is None:
-            raise KeyError(f"request {request.frontend}/{request.number} has no grammar")
         if request.masks is None and not request.mask_ticket:
+            if request.grammar is None:
+                raise KeyError(f"request {request.frontend}/{request.number} has no grammar")
             self.last_ticket += 1
             drafts = request.draft_ids[:num_drafts].tolist() if num_drafts else []
             request.masks = self._maker.submit(self.last_ticket, request.grammar, drafts, num_words)

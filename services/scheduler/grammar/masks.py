@@ -54,9 +54,6 @@ class _Job(NamedTuple):
     grammar: Grammar
     draft_ids: list[int]
     num_words: int
-    submitted: float
-    quick: bool
-    """The grammar's last masks were quick."""
 
 
 class MaskThread:
@@ -65,7 +62,7 @@ class MaskThread:
     `wait` makes the masks of grammars whose last mask was quick: another thread would have to take turns with the loop
     for the interpreter's lock and for a core. All other masks are made by a thread, which starts with the first one.
     llguidance releases the lock while it computes. The public methods belong to the scheduler's thread. An error of a
-    mask is raised by `take`.
+    mask is raised by `wait` or `take`.
 
     Args:
         quick: seconds of a quick mask.
@@ -77,15 +74,19 @@ class MaskThread:
 
     def __init__(self, quick: float = QUICK) -> None:
         self._quick_seconds = quick
-        self._jobs: queue.SimpleQueue[list[_Job] | None] = queue.SimpleQueue()
-        """For the thread, in lists: each wakes it once."""
+        self._jobs: queue.SimpleQueue[tuple[list[_Job], float] | None] = queue.SimpleQueue()
+        """For the thread, in lists, each of which wakes it once, with the time of the last submission."""
         self._quick_jobs: deque[_Job] = deque()
         """For `wait`."""
+        self._pace = quick
+        """Seconds that each of the last quick masks took."""
         self._quick: WeakSet[Grammar] = WeakSet()
         """Grammars whose last masks were quick."""
         self._delay = float(os.environ.get(FAILPOINT) or 0)
         self._made: deque[tuple[_Job, Masks | Exception, float]] = deque()
-        """Each with the seconds that it took."""
+        """Made by the thread, each with the seconds that it took."""
+        self._ready: list[tuple[int, Masks]] = []
+        """Made by `wait`."""
         self._num_open = 0
         """Masks that were submitted and not taken."""
         self._submitted = 0.0
@@ -100,31 +101,37 @@ class MaskThread:
 
     def submit(self, ticket: int, grammar: Grammar, draft_ids: list[int], num_words: int) -> Masks | None:
         self._num_open += 1
-        self._submitted = time.monotonic()
-        job = _Job(ticket, grammar, draft_ids, num_words, self._submitted, grammar in self._quick)
-        if self._delay or not job.quick:
+        job = _Job(ticket, grammar, draft_ids, num_words)
+        if self._delay or grammar not in self._quick:
+            self._submitted = time.monotonic()
             self._hand_over([job])
-        else:
-            if not self._quick_jobs:
-                self._wakeup.set()  # the loop must not sleep before `wait`
-            self._quick_jobs.append(job)
+            return None
+        if not self._quick_jobs:
+            self._submitted = time.monotonic()
+            self._wakeup.set()  # the loop must not sleep before `wait`
+        self._quick_jobs.append(job)
         return None
 
     def _hand_over(self, jobs: list[_Job]) -> None:
         if self._thread is None:
             self._thread = start_thread(self._run, "masks")
-        self._jobs.put(jobs)
+        self._jobs.put((jobs, self._submitted))
+
+    @property
+    def seconds_needed(self) -> float:
+        """Seconds that `wait` needs for the quick masks."""
+        return len(self._quick_jobs) * self._pace
 
     def wait(self, patience: float, most: float) -> None:
         """Make quick masks until `most` seconds from the last submission on; the thread makes the rest. Then wait until
         no mask is being made: for `patience` seconds from the last submission on, and for up to `most` seconds while
         masks are made so fast that the missing ones take twice as long at most."""
-        while self._quick_jobs and time.monotonic() < self._submitted + most:
-            self._make(self._quick_jobs.popleft())
+        while self._quick_jobs and (left := self._submitted + most - time.monotonic()) > 0:
+            self._make_quick(1 + int(left / self._pace))
         if self._quick_jobs:
             self._hand_over([*self._quick_jobs])
             self._quick_jobs.clear()
-        while (missing := self._num_open - (made := len(self._made))) > 0:
+        while (missing := self._num_open - (made := len(self._made) + len(self._ready))) > 0:
             now = time.monotonic()
             fast = missing * (now - self._submitted) <= 2 * made * most
             if (left := self._submitted + (most if fast else patience) - now) <= 0:
@@ -132,16 +139,24 @@ class MaskThread:
             self._wakeup.wait(left)
             self._wakeup.clear()
 
+    def _make_quick(self, most: int) -> None:
+        """Make up to `most` quick masks. Each counts as taking the mean time of all."""
+        jobs = [self._quick_jobs.popleft() for _ in range(min(most, len(self._quick_jobs)))]
+        began = time.monotonic()
+        self._ready += [(ticket, make_masks(grammar, drafts, words)) for ticket, grammar, drafts, words in jobs]
+        self._pace = max(1e-6, (time.monotonic() - began) / len(jobs))
+        if self._pace > self._quick_seconds:
+            self._quick.difference_update(job.grammar for job in jobs)
+
     def take(self) -> list[tuple[int, Masks]]:
         """Return each result once: (ticket, masks)."""
         self._wakeup.clear()
-        taken = []
+        taken, self._ready = self._ready, []
         while self._made:
             job, made, seconds = self._made.popleft()
             if isinstance(made, Exception):
                 raise made
-            if job.quick != (seconds <= self._quick_seconds):
-                (self._quick.discard if job.quick else self._quick.add)(job.grammar)
+            (self._quick.add if seconds <= self._quick_seconds else self._quick.discard)(job.grammar)
             taken.append((job.ticket, made))
         self._num_open -= len(taken)
         return taken
@@ -157,24 +172,20 @@ class MaskThread:
     def _run(self) -> None:
         """Make masks. The scheduler's loop is woken when none is left to be made, and every `WAKE_INTERVAL`."""
         woken = 0.0
-        while (jobs := self._jobs.get()) is not None:
+        while (handed_over := self._jobs.get()) is not None:
+            jobs, submitted = handed_over
             for job in jobs:
                 if self._closed:
                     return
                 if self._delay:
-                    time.sleep(max(0.0, job.submitted + self._delay - time.monotonic()))
-                made = self._make(job)
-                if (job is jobs[-1] and self._jobs.empty()) or made - woken > WAKE_INTERVAL:
-                    woken = made
+                    time.sleep(max(0.0, submitted + self._delay - time.monotonic()))
+                started = time.monotonic()
+                try:
+                    masks: Masks | Exception = make_masks(job.grammar, job.draft_ids, job.num_words)
+                except Exception as error:  # the scheduler's thread raises it
+                    masks = error
+                ended = time.monotonic()
+                self._made.append((job, masks, ended - started))
+                if (job is jobs[-1] and self._jobs.empty()) or ended - woken > WAKE_INTERVAL:
+                    woken = ended
                     self._wakeup.set()
-
-    def _make(self, job: _Job) -> float:
-        """Make masks. Return the time at the end."""
-        started = time.monotonic()
-        try:
-            masks: Masks | Exception = make_masks(job.grammar, job.draft_ids, job.num_words)
-        except Exception as error:  # the scheduler's thread raises it
-            masks = error
-        ended = time.monotonic()
-        self._made.append((job, masks, ended - started))
-        return ended

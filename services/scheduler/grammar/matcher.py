@@ -75,13 +75,13 @@ class Matcher:
             raise ValueError("a mask must be contiguous")
         if not (self._failed or self._ended or self._waits):
             too_slow = self._compute(mask)
-            self._failed = too_slow or self._matcher.is_error()
-            if self._failed:
+            if too_slow or self._matcher.is_error():
+                self._failed = True
                 self._log_failure(f"a mask took more than {MAX_FILL_SECONDS:g} s" if too_slow else "no token matches")
             if self._translates_eos:
                 self._translate_eos(mask)
                 self._failed |= not mask.any()
-            if self._whitespace is not None and self._num_blank >= MAX_WHITESPACE:
+            if self._num_blank >= MAX_WHITESPACE and self._whitespace is not None:
                 self._whitespace.forbid(mask)
         if self._failed or self._ended or self._waits:
             mask[:] = -1

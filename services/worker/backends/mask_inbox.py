@@ -19,6 +19,19 @@ from services.worker.runner import RanksLost
 I32 = NDArray[np.int32]
 KEPT_STEPS = 16
 """Prepared steps whose rows are kept; more are never in flight behind one."""
+MOST_SKIPPED = 63
+"""Steps that do not wait after several waits in vain."""
+
+
+class Forward(NamedTuple):
+    """A forward pass: seconds on the clock."""
+
+    began: float
+    ended: float
+
+
+ENDLESS = Forward(0.0, math.inf)
+"""All masks are waited for."""
 
 
 class TakenMasks(NamedTuple):
@@ -47,6 +60,12 @@ class MaskInbox:
     forward pass has ended and a later step is prepared, if one of the two has a row of another request, or when so many
     are prepared that the main thread, which delivers masks, would wait for this step with the next one.
 
+    No later step can be prepared before the scheduler has the results of this one's rows of other requests. So a step
+    with such rows waits only as long as that costs fewer tokens than to leave rows out: the wait delays all rows, while
+    a row that is left out loses a forward pass. If that was in vain, 1, 3, 7 and at most `MOST_SKIPPED` such steps do
+    not wait, until masks come in time again. For a row that was left out before, they wait without this limit: its
+    masks may be sent directly behind each plan, and always come too late.
+
     Args:
         most_prepared: number of steps that wait for this one without holding back the main thread.
     """
@@ -62,6 +81,10 @@ class MaskInbox:
         """The latest prepared steps."""
         self._sampled = 0
         """The last step whose masks were taken."""
+        self._vain_waits = self._skipped = 0
+        """Waits in vain since the last one that was not; steps that do not wait any more."""
+        self._left_out: frozenset[int] = frozenset()
+        """Slots whose last row was left out."""
         self._closed = False
 
     def prepared(self, step_id: int, slots: I32) -> None:
@@ -84,33 +107,41 @@ class MaskInbox:
             self._closed = True
             self._changed.notify()
 
-    def take(self, step_id: int, slots: I32, forward_ended: float = 0.0) -> TakenMasks:
+    def take(self, step_id: int, slots: I32, forward: Forward) -> TakenMasks:
         """Return the masks that a step is sampled with; `slots` are those of its constrained rows.
-
-        Args:
-            forward_ended: when its forward pass ends, seconds on the clock; inf: all masks are waited for.
 
         Raises: RanksLost, if the epoch ends meanwhile
         """
         waiting = frozenset(slots.tolist())
         with self._changed:
-            while (decided := self._decided(step_id, waiting, forward_ended)) > (now := self._clock.monotonic()):
+            while (decided := self._decided(step_id, waiting, forward)) > (now := self._clock.monotonic()):
                 if self._closed:
                     raise RanksLost("the epoch has ended")
                 self._clock.wait(self._changed, decided - now if decided < math.inf else None)
-            return self._taken(step_id, waiting, decided)
+            return self._taken(step_id, waiting, forward, decided)
 
-    def poll(self, step_id: int, slots: I32) -> TakenMasks | None:
-        """`take` of a step whose forward pass has ended, without waiting; None: the step waits."""
+    def poll(self, step_id: int, slots: I32, forward: Forward) -> TakenMasks | float:
+        """`take` without waiting. If the step waits, return until when: seconds on the clock."""
         waiting = frozenset(slots.tolist())
         with self._changed:
-            decided = self._decided(step_id, waiting, 0.0)
-            return self._taken(step_id, waiting, decided) if decided <= self._clock.monotonic() else None
+            decided = self._decided(step_id, waiting, forward)
+            if decided > self._clock.monotonic():
+                return decided
+            return self._taken(step_id, waiting, forward, decided)
 
-    def _taken(self, step_id: int, waiting: frozenset[int], decided: float) -> TakenMasks:
+    def _taken(self, step_id: int, waiting: frozenset[int], forward: Forward, decided: float) -> TakenMasks:
         """Return the masks of a step, and drop those of steps before."""
         self._sampled = step_id
         left_out = self._missing(step_id, waiting)
+        self._left_out = self._left_out - waiting | left_out
+        if not left_out:
+            if decided > forward.ended:
+                self._vain_waits = 0
+        elif self._skipped:
+            self._skipped -= 1
+        else:
+            self._vain_waits += 1
+            self._skipped = min(2**self._vain_waits - 1, MOST_SKIPPED)
         taken = self._masks.pop(step_id, [])
         self._arrived.pop(step_id, None)
         for before in [known for known in self._masks if known < step_id]:
@@ -122,21 +153,21 @@ class MaskInbox:
         # Sets of so few numbers are much faster than NumPy's set operations
         return waiting.difference(*(unpack(part.slots).tolist() for part in self._masks.get(step_id, ())))
 
-    def _decided(self, step_id: int, waiting: frozenset[int], forward_ended: float) -> float:
+    def _decided(self, step_id: int, waiting: frozenset[int], forward: Forward) -> float:
         """Return the time from which the step is sampled with the masks that have arrived; inf: it waits.
 
         Args:
             waiting: slots of the step's constrained rows.
         """
         missing = self._missing(step_id, waiting)
-        held_back = max(forward_ended, self._held_back(step_id, missing or waiting))
+        held_back = max(forward.ended, self._held_back(step_id, missing or waiting, forward))
         # Complete masks that were read late, as the host was busy, cost no more than leaving their rows out
         return held_back if missing else min(self._arrived.get(step_id, 0.0), held_back)
 
-    def _held_back(self, step_id: int, waiting: frozenset[int]) -> float:
-        """Return since when a row of another request, in this step or in a later one that could begin, waits for the
-        masks of `waiting`; inf: none does."""
-        later, others = 0, False
+    def _held_back(self, step_id: int, waiting: frozenset[int], forward: Forward) -> float:
+        """Return since when rows of other requests, in this step or in a later one that could begin, wait too long for
+        the masks of `waiting`; inf: none does."""
+        later, others, limit = 0, False, math.inf
         for prepared in self._prepared:
             if prepared.step_id < step_id:
                 continue
@@ -144,8 +175,11 @@ class MaskInbox:
             if prepared.step_id > step_id:
                 later += 1
                 if others or later > self._most_prepared:
-                    return prepared.at
-        return math.inf
+                    return min(prepared.at, limit)
+            elif others and waiting.isdisjoint(self._left_out):
+                share = 0.0 if self._skipped else len(waiting) / len(prepared.slots)
+                limit = forward.ended + share * (forward.ended - forward.began)
+        return limit
 
 
 def joined(parts: list[GrammarOutput]) -> GrammarOutput | None:

@@ -77,30 +77,40 @@ def without_result(scheduler: ScriptedWorkerServer) -> bool:
 
 def test_a_step_waits_for_its_masks(scheduler: ScriptedWorkerServer, runner: CallingThreadRunner) -> None:
     plans = PlanBuilder()
-    a, b, c = (plans.admit(prompt(seed, 6)) for seed in (1, 2, 3))
-    first = plans.step(a, b, c, masked=[a, c])
-    scheduler.send(first, grammar_output(first, [c.slot], pack(ONLY_FIVE)))
+    a, b = plans.admit(prompt(1, 6)), plans.admit(prompt(2, 6))
+    first = plans.step(a, b, masked=[a, b])
+    scheduler.send(first)
     assert without_result(scheduler)
-    scheduler.send(grammar_output(first, [a.slot], pack(ONLY_FIVE)))
+    scheduler.send(grammar_output(first, [b.slot, a.slot], pack(ONLY_FIVE) * 2))
     (result,) = scheduler.results(1)
     assert isinstance(result, ModelRunnerOutput)
-    assert ragged(result) == {a.slot: [5], b.slot: alone(prompt(2, 6), GREEDY, 1), c.slot: [5]}
-    assert runner.calls == ["execute 1", f"sample with {[c.slot, a.slot]}"]
+    assert ragged(result) == {a.slot: [5], b.slot: [5]}
+    assert runner.calls == ["execute 1", f"sample with {[b.slot, a.slot]}"]
 
 
 def test_a_later_plan_ends_the_wait(scheduler: ScriptedWorkerServer, runner: CallingThreadRunner) -> None:
     plans = PlanBuilder()
     a, b = plans.admit(prompt(1, 6)), plans.admit(prompt(2, 6))
-    first = plans.step(a, b, masked=[a])
+    first = plans.step(a, masked=[a])
     scheduler.send(first)
     assert without_result(scheduler)
     scheduler.send(plans.step(b), grammar_output(first, [a.slot], pack(ONLY_FIVE)), plans.step(b))
     results = [ragged(result) for result in scheduler.results(3) if isinstance(result, ModelRunnerOutput)]
-    assert [result[b.slot][0] for result in results] == alone(prompt(2, 6), GREEDY, 3)
+    assert [result[b.slot][0] for result in results[1:]] == alone(prompt(2, 6), GREEDY, 2)
     # The masks may be readable with the plan before them
     used = [a.slot] if results[0].get(a.slot) else []
     assert runner.calls[:3] == ["execute 1", f"sample with {used}", "execute 2"]
     assert results[0].get(a.slot, []) == [5] * len(used)
+
+
+def test_rows_of_others_do_not_wait_for_a_message(scheduler: ScriptedWorkerServer, runner: CallingThreadRunner) -> None:
+    plans = PlanBuilder()
+    a, b = plans.admit(prompt(1, 6)), plans.admit(prompt(2, 6))
+    scheduler.send(plans.step(a, b, masked=[a]))
+    (result,) = scheduler.results(1)
+    assert isinstance(result, ModelRunnerOutput)
+    assert ragged(result) == {a.slot: [], b.slot: alone(prompt(2, 6), GREEDY, 1)}
+    assert runner.calls == ["execute 1", "sample with []"]
 
 
 def test_an_epoch_ends_while_a_step_waits(scheduler: ScriptedWorkerServer, runner: CallingThreadRunner) -> None:

@@ -112,6 +112,10 @@ class SimulatedMaskThread:
     def fileno(self) -> int:
         return self._wakeup.fileno()
 
+    @property
+    def seconds_needed(self) -> float:
+        return max(self._seconds) if self._masks.waiting else 0.0
+
     def wait(self, patience: float, most: float) -> None:
         hub = self._network.hub
         while missing := len(self._masks.waiting):

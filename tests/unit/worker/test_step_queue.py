@@ -1,12 +1,30 @@
 """The order of forward passes, samplings and masks for a runner that computes on the thread that reads messages."""
 
+import math
+
 import numpy as np
+import pytest
 
 from protocol.codec import pack
 from protocol.steps import GrammarOutput, ReleaseSlots, SchedulerOutput
 from services.worker.backends.mask_inbox import joined
 from services.worker.session import AddMasks, ExecuteStep, SampleStep
 from services.worker.step_queue import QueuedAction, StepQueue
+from tests.unit.worker.virtual_clock import VirtualClock
+
+
+class Queue(StepQueue):
+    """A queue on a VIRTUAL clock, whose forward passes take 10 s."""
+
+    def __init__(self) -> None:
+        self.clock = VirtualClock()
+        super().__init__(self.clock)
+
+    def next(self) -> QueuedAction | None:
+        queued = super().next()
+        if queued is not None and isinstance(queued.action, ExecuteStep):
+            self.clock.now += 10.0
+        return queued
 
 
 def plan(step_id: int, *slots: int, masked: tuple[int, ...] = ()) -> SchedulerOutput:
@@ -23,14 +41,14 @@ def masks(step_id: int, *slots: int) -> GrammarOutput:
     return GrammarOutput(1, step_id, pack(slots), memoryview(words.tobytes()))
 
 
-def queue_with(*messages: SchedulerOutput | GrammarOutput | ReleaseSlots) -> StepQueue:
+def queue_with(*messages: SchedulerOutput | GrammarOutput | ReleaseSlots) -> Queue:
     """Return a queue with messages that were read at 1.0, 2.0, and so on."""
-    queue = StepQueue()
+    queue = Queue()
     put(queue, *messages)
     return queue
 
 
-def put(queue: StepQueue, *messages: SchedulerOutput | GrammarOutput | ReleaseSlots) -> None:
+def put(queue: Queue, *messages: SchedulerOutput | GrammarOutput | ReleaseSlots) -> None:
     for number, message in enumerate(messages, start=1):
         match message:
             case SchedulerOutput():
@@ -41,7 +59,7 @@ def put(queue: StepQueue, *messages: SchedulerOutput | GrammarOutput | ReleaseSl
                 queue.put(message, float(number))
 
 
-def actions(queue: StepQueue) -> list[object]:
+def actions(queue: Queue) -> list[object]:
     """Return all actions that can be executed."""
     taken: list[object] = []
     while (queued := queue.next()) is not None:
@@ -70,6 +88,21 @@ def test_a_step_waits_for_all_of_its_masks() -> None:
     both = joined([masks(1, 6), masks(1, 4)])
     assert queue.next() == QueuedAction(SampleStep(both, step), 1.0)
     assert not queue.waits
+
+
+def test_a_step_with_rows_of_others_waits_for_a_limited_time() -> None:
+    """Two of three rows would lose a forward pass of 10 s."""
+    step = plan(1, 4, 5, 6, masked=(4, 6))
+    queue = queue_with(step)
+    assert queue.seconds_left == math.inf
+    assert actions(queue) == [ExecuteStep(step)]
+    assert queue.seconds_left == pytest.approx(20 / 3)
+    put(queue, masks(1, 6))
+    assert actions(queue) == []
+    assert queue.seconds_left == pytest.approx(10 / 3)
+    queue.clock.now += queue.seconds_left
+    assert actions(queue) == [SampleStep(masks(1, 6), step)]
+    assert queue.seconds_left == math.inf
 
 
 def test_a_later_step_of_another_request_ends_the_wait() -> None:

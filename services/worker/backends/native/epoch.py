@@ -19,7 +19,7 @@ from protocol.columns import has_all, has_any
 from protocol.kv_groups import ONE_GROUP
 from protocol.membership import Assignment, InitializeCache
 from protocol.steps import NO_DRAFT, GrammarOutput, SchedulerOutput
-from services.worker.backends.mask_inbox import MaskInbox, joined
+from services.worker.backends.mask_inbox import ENDLESS, Forward, MaskInbox, joined
 from services.worker.backends.native.draft_table import DraftTable, positions_message, rows_from_message
 from services.worker.backends.native.drafters.base import Advance, Drafter, DrafterSlots
 from services.worker.backends.native.model.forward import FEW, ForwardPass, most_rows
@@ -33,7 +33,7 @@ from services.worker.backends.native.token_history import TokenHistory
 from services.worker.backends.pooling import Pooler
 from services.worker.batch.slots import BatchColumns, PlanError, Rows
 from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT
-from services.worker.device.device_times import StepClock
+from services.worker.device.device_times import PastTime, StepClock
 from services.worker.distributed.feedback import TokenFeedback
 from services.worker.distributed.outcome import Outcome
 from services.worker.distributed.ranks import Ranks
@@ -59,7 +59,10 @@ class RowsToSample(NamedTuple):
         masked = unpack(pending.step.masked)
         if not len(masked):
             return cls(None, None)
-        taken = masks.take(pending.step.step_id, masked)
+        began, ended, forward = pending.clock.began, pending.clock.ended, ENDLESS
+        if isinstance(began, PastTime) and isinstance(ended, PastTime):  # on a GPU all masks are there
+            forward = Forward(began.at, ended.at)
+        taken = masks.take(pending.step.step_id, masked, forward)
         return cls(joined(taken.parts), ~np.isin(pending.slots, [*taken.left_out]) if taken.left_out else None)
 
 

@@ -11,7 +11,7 @@ from protocol.codec import unpack
 from protocol.membership import Assignment, InitializeCache
 from protocol.steps import NO_DRAFT, GrammarOutput, SchedulerOutput
 from services.config import WorkerConfig
-from services.worker.backends.mask_inbox import MaskInbox
+from services.worker.backends.mask_inbox import Forward, MaskInbox
 from services.worker.backends.pending_step import PendingStep, own_grammar
 from services.worker.backends.sim.checkpoint import SimCheckpoint
 from services.worker.backends.sim.cost import CostModel
@@ -293,7 +293,7 @@ class SimEpoch:
 
         def take_masks() -> float:
             nonlocal masks
-            masks, at = self._stage_masks.take(step, slots, forward.ended)
+            masks, at = self._stage_masks.take(step, slots, Forward(forward.began, forward.ended))
             return at
 
         if grammar is None and len(step.masked):

@@ -78,17 +78,13 @@ class DraftAcceptance:
 
     def run(self, sampler: SimSampler, oracle: Oracle, rules: RulesByRow, masks: StepMasks) -> None:
         """Sample and verify all rows. Runs on the device, when the positions of all drafts are computed."""
-        if len(masks.left_out):
-            self._verify(sampler, oracle, rules, masks)
-            sampled, left_out = np.flatnonzero(self.counts), masks.left_out
-            self._settle(oracle, sampled)
-            oracle.leave_out(self.slots[left_out], self.firsts[left_out])
-            return
+        left_out = masks.left_out
         if len(self.token_ids) == len(self.slots):
             self._sample(sampler, oracle, rules, masks)
         else:
             self._verify(sampler, oracle, rules, masks)
-        self._settle(oracle, slice(None))
+        self._settle(oracle, np.flatnonzero(self.counts) if len(left_out) else slice(None))
+        oracle.leave_out(self.slots[left_out], self.firsts[left_out])
 
     def _settle(self, oracle: Oracle, rows: slice | NDArray[np.int64]) -> None:
         last = self.token_ids[(self.begins + self.counts - 1)[rows]]
@@ -96,10 +92,13 @@ class DraftAcceptance:
 
     def _sample(self, sampler: SimSampler, oracle: Oracle, rules: RulesByRow, masks: StepMasks) -> None:
         """Sample one token per row: a faster `_verify` for a step without drafts."""
-        hashes = oracle.chain[self.slots, self.firsts]
-        points = SamplingPoints(np.arange(len(self.slots)), self.rows, self.slots, self.firsts, hashes)
-        self.token_ids[:] = sampler.sample(points, rules, masks.rows, masks.masks[masks.firsts])
         self.counts[:] = 1
+        self.counts[masks.left_out] = 0
+        kept = np.flatnonzero(self.counts)
+        slots, firsts = self.slots[kept], self.firsts[kept]
+        points = SamplingPoints(kept, self.rows[kept], slots, firsts, oracle.chain[slots, firsts])
+        masked = np.searchsorted(kept, masks.rows).astype(np.int32)
+        self.token_ids[kept] = sampler.sample(points, rules, masked, masks.masks[masks.firsts])
 
     def _verify(self, sampler: SimSampler, oracle: Oracle, rules: RulesByRow, masks: StepMasks) -> None:
         self.drafted[:] = masks.acceptable(self._drafts)
