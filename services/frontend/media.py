@@ -2,17 +2,11 @@
 
 import asyncio
 import logging
-import os
-import socket
-import subprocess
 import sys
-import threading
-import weakref
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +24,7 @@ from protocol.media import (
     named,
 )
 from services.frontend.errors import APIError, invalid
+from services.frontend.helper_process import HelperProcess
 
 if TYPE_CHECKING:
     from services.frontend.media_fetcher import MediaFetcher
@@ -47,41 +42,6 @@ MAX_WAITING = 32
 _OUTCOMES: Decoder[MediaOutcome] = Decoder(MediaOutcome)
 
 
-class _MediaProcess:
-    """One process. It ends with this object. All methods raise EOFError or OSError if the process has ended."""
-
-    def __init__(self, settings: ProcessorSettings) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-            )
-        self._connection = Connection(ours.detach())
-        self.settings = settings
-        self.close = weakref.finalize(self, _end, self._process, self._connection)
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    def start(self) -> MediaOutcome:
-        return self.exchange(encode(self.settings), START_SECONDS)
-
-    def exchange(self, message: bytes, seconds: float) -> MediaOutcome:
-        """Send a message and wait for the answer. A process that takes longer is killed."""
-        timer = threading.Timer(seconds, self._process.kill)
-        timer.start()
-        try:
-            self._connection.send_bytes(message)
-            return _OUTCOMES.decode(self._connection.recv_bytes())
-        finally:
-            timer.cancel()
-
-
 def _fetcher(domains: Sequence[str], max_bytes: int) -> "MediaFetcher":
     from services.frontend.media_fetcher import MediaFetcher  # its client for HTTP is slow to import
 
@@ -91,12 +51,6 @@ def _fetcher(domains: Sequence[str], max_bytes: int) -> "MediaFetcher":
 def _is_data(file: MediaFile) -> bool:
     head, separator, _ = file.url[:256].partition(",")
     return head.startswith(f"data:{file.kind}/") and head.endswith(";base64") and bool(separator)
-
-
-def _end(process: "subprocess.Popen[bytes]", connection: Connection) -> None:
-    connection.close()
-    process.kill()
-    process.wait()
 
 
 class MediaProcessing:
@@ -113,7 +67,9 @@ class MediaProcessing:
         self._directory = str(directory)
         self._fetcher = _fetcher(domains, max_bytes) if domains else None
         self._thread = ThreadPoolExecutor(1, "media")
-        self._process: _MediaProcess | None = None
+        self._process: HelperProcess | None = None
+        self._settings: ProcessorSettings | None = None
+        """Settings of the process."""
         self._waiting = 0
 
     @property
@@ -173,12 +129,12 @@ class MediaProcessing:
     def _run(self, settings: ProcessorSettings, job: MediaJob) -> MediaOutcome:
         """Raises: ValueError, if the job is too large"""
         message = encode(job)
-        if self._process is not None and (self._process.settings != settings or not self.is_alive):
+        if self._process is not None and (self._settings != settings or not self._process.is_alive):
             self._process = self._process.close()
         if self._process is None:
-            process = _MediaProcess(settings)
+            process, self._settings = HelperProcess(MODULE), settings
             try:
-                started = process.start()
+                started = _OUTCOMES.decode(process.exchange(encode(settings), START_SECONDS))
             except (EOFError, OSError):
                 started = MediaFailed(f"their process did not start; is vLLM installed beside {sys.executable}?")
             if not isinstance(started, ProcessedMedia):
@@ -186,7 +142,7 @@ class MediaProcessing:
                 return started
             self._process = process
         try:
-            return self._process.exchange(message, JOB_SECONDS)
+            return _OUTCOMES.decode(self._process.exchange(message, JOB_SECONDS))
         except (EOFError, OSError, ProtocolError):
             self._process = self._process.close()
             return MediaRefused(f"processing the files takes too much memory, or more than {JOB_SECONDS:g} s")

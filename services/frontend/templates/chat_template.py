@@ -2,26 +2,22 @@
 
 import re
 import secrets
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import msgspec
 
 from services.checkpoint import CheckpointError, read_json, read_text
 from services.frontend.errors import invalid
-from services.frontend.templates import trial as template_trial
 from services.frontend.templates.jobs import LimitReached, Rendered, RenderJob, TemplateRefused, TemplateSources
-from services.frontend.templates.renderer import Renderer
+from services.frontend.templates.renderer import Renderer, broken
 
 RENDER_SECONDS = 1.0
 """Time limit for rendering the messages of one request."""
-TRIAL_SECONDS = 60.0
-"""Time after which a trial has failed that its own limits did not end."""
+TRIAL_SECONDS = 2.0
+"""The same for each of the conversations that a template is tried with."""
 MAX_VALUES, MAX_VALUE_DEPTH, MAX_VALUE_CHARS = 1024, 8, 65_536
 """Limits of one of the `chat_template_kwargs`."""
 MAX_NUMBER = 2**31
@@ -36,6 +32,22 @@ _VARIABLE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _PROBE = "probe-of-a-content"
 _MARKER = f"END-OF-FINAL-MESSAGE-{secrets.token_hex(16)} "
 """A text that no message contains. Its last character shows whether a template strips messages."""
+_USER, _ASSISTANT = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}
+_CALL = {"id": "123456789", "type": "function", "function": {"name": "now", "arguments": {"zone": "UTC"}}}
+_TOOL = {"name": "now", "description": "The time.", "parameters": {"type": "object", "properties": {}}}
+_TRIALS: tuple[tuple[list[dict[str, Any]], list[dict[str, Any]] | None], ...] = (
+    ([_USER], None),
+    ([{"role": "system", "content": "Be brief."}, _USER, _ASSISTANT, _USER], None),
+    (
+        [
+            _USER,
+            {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+            {"role": "tool", "content": "noon", "tool_call_id": "123456789", "name": "now"},
+        ],
+        [{"type": "function", "function": _TOOL}],
+    ),
+)
+"""Conversations and tools."""
 
 
 def find_template(checkpoint: Path, override: str | None) -> str | None:
@@ -55,25 +67,6 @@ def find_template(checkpoint: Path, override: str | None) -> str | None:
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
     return template if isinstance(template, str) else None
-
-
-def try_out(text: str, special: dict[str, str]) -> None:
-    """Render a template in a separate process with limits.
-
-    Raises: CheckpointError, if the template is broken or does not end
-    """
-    command = [sys.executable, "-P", "-m", template_trial.__name__]
-    job = msgspec.json.encode({"template": text, "special": special})
-    try:
-        trial = subprocess.run(command, input=job, stdout=subprocess.PIPE, timeout=TRIAL_SECONDS, check=False)
-        ended, output = trial.returncode == 0, trial.stdout
-    except subprocess.TimeoutExpired:
-        ended, output = False, b""
-    if not ended:
-        reason = output.decode(errors="replace").strip() or (
-            f"it took more than {template_trial.SECONDS} s or {template_trial.MEGABYTES} MB for a short conversation"
-        )
-        raise CheckpointError(f"the chat template is broken: {reason}; give another with --chat-template")
 
 
 def find_tool_template(checkpoint: Path, override: str | None) -> str | None:
@@ -126,6 +119,13 @@ class ChatTemplate:
             self._renderer = Renderer(TemplateSources(text, tool_use, special))
         self._needs_parts = not self._shows(_PROBE) and self._shows(_as_parts(_PROBE))
         """The template shows a content only if it is a list of parts, as those of some models that read images."""
+
+    def try_out(self) -> None:
+        """Render short conversations, which the template may refuse. Raises: CheckpointError, if it reaches a limit"""
+        for messages, tools in _TRIALS:
+            job = RenderJob(messages, tools, True, {}, TRIAL_SECONDS)
+            if self._renderer and isinstance(outcome := self._renderer.render(job), LimitReached):
+                raise broken(f"with a short conversation, {outcome.reason}")
 
     def _shows(self, content: Any) -> bool:
         if self._renderer is None:

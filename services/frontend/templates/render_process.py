@@ -5,11 +5,12 @@ still take any amount of memory (`'%9000000000d' | format(1)`), even while the t
 are compiled and rendered here, under limits of the kernel, and never in the frontend.
 """
 
+import contextlib
 import gc
 import resource
 import signal
-import socket
 import sys
+from multiprocessing.connection import Connection
 from typing import Any
 
 import jinja2
@@ -18,15 +19,13 @@ from jinja2 import meta
 from services.frontend.templates.jobs import (
     LimitReached,
     Outcome,
-    PipeClosed,
     Rendered,
     RenderJob,
     TemplateRefused,
     TemplatesBroken,
     TemplateSources,
     decode,
-    receive,
-    send,
+    encode,
 )
 from services.frontend.templates.sandbox import Sandbox, TemplateException, TemplateLimit
 from services.process import die_with_parent
@@ -87,7 +86,7 @@ def _limit_seconds(seconds: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime + seconds) + 1, most))
 
 
-def _compile(data: bytearray) -> tuple[CompiledTemplates | None, Outcome]:
+def _compile(data: bytes) -> tuple[CompiledTemplates | None, Outcome]:
     _limit_seconds(COMPILE_SECONDS)
     try:
         return CompiledTemplates(decode(data, TemplateSources)), Rendered("")
@@ -95,7 +94,7 @@ def _compile(data: bytearray) -> tuple[CompiledTemplates | None, Outcome]:
         return None, TemplatesBroken(" ".join(str(error).split())[:1000] or type(error).__name__)
 
 
-def _outcome(templates: CompiledTemplates, data: bytearray) -> Outcome:
+def _outcome(templates: CompiledTemplates, data: bytes) -> Outcome:
     try:
         job: RenderJob = decode(data, RenderJob)
         _limit_seconds(job.seconds)
@@ -110,14 +109,11 @@ def main(descriptor: str, parent: str) -> int:
     die_with_parent(int(parent))
     resource.setrlimit(resource.RLIMIT_AS, (MEGABYTES << 20, MEGABYTES << 20))
     gc.freeze()
-    with socket.socket(fileno=int(descriptor)) as connection:
-        try:
-            templates, outcome = _compile(receive(connection))
-            send(connection, outcome)
-            while templates is not None:
-                send(connection, _outcome(templates, receive(connection)))
-        except PipeClosed:
-            pass
+    with Connection(int(descriptor)) as connection, contextlib.suppress(EOFError, OSError):  # the frontend has ended
+        templates, outcome = _compile(connection.recv_bytes())
+        connection.send_bytes(encode(outcome))
+        while templates is not None:
+            connection.send_bytes(encode(_outcome(templates, connection.recv_bytes())))
     return 0
 
 

@@ -268,19 +268,9 @@ def test_taken_port_is_one_line() -> None:
             frontend.close()
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        "{{ 'x' * 10 ** 10 }}",
-        "{% for a in range(99999) %}{{ 'xxxxxxxxxxxxxxxxxxxx' * 99999 }}{% endfor %}",
-        "{% for %}",
-    ],
-    ids=["endless", "huge", "endless output", "syntax"],
-)
-def test_evil_template_is_refused_at_start(tmp_path: Path, template: str) -> None:
+def test_evil_template_is_refused_at_start(tmp_path: Path) -> None:
     file = tmp_path / "evil.jinja"
-    file.write_text(template)
+    file.write_text("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
     with endpoint() as address:
         frontend = Frontend(
             FrontendConfig(model=str(DEMO_MODEL), scheduler_endpoint=address, port=0, chat_template=str(file))

@@ -8,7 +8,7 @@ from protocol.sampling import SamplingParams
 from services.checkpoint import DEMO_MODEL, default_dtype, default_model, model_name, resolve, special_tokens
 from services.checkpoint.gguf import read_header
 from services.frontend.openai.parameters.sampling import SamplingDefaults
-from services.frontend.templates.chat_template import ChatTemplate, Conversation, find_template, try_out
+from services.frontend.templates.chat_template import ChatTemplate, Conversation, find_template
 
 PACKAGED = default_model.packaged_model()
 installed = pytest.mark.skipif(PACKAGED is None, reason="deploy/model.txt is not installed")
@@ -46,8 +46,9 @@ def test_sampling_defaults_are_those_of_a_small_model() -> None:
 def rendered(path: Path, messages: list[dict[str, object]], **more: object) -> str:
     text, special = find_template(path, None), special_tokens(path)
     assert text is not None
-    try_out(text, special)
-    return ChatTemplate(text, special).render(Conversation(messages, **more))  # type: ignore[arg-type]
+    template = ChatTemplate(text, special)
+    template.try_out()
+    return template.render(Conversation(messages, **more))  # type: ignore[arg-type]
 
 
 @installed

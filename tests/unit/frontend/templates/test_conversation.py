@@ -12,7 +12,7 @@ from services.checkpoint import DEMO_MODEL, CheckpointError
 from services.frontend.errors import APIError
 from services.frontend.openai.prompts.conversation import conversation
 from services.frontend.openai.schemas.requests import ChatRequest
-from services.frontend.templates.chat_template import ChatTemplate, find_tool_template, try_out
+from services.frontend.templates.chat_template import ChatTemplate, find_tool_template
 
 FILES = {file.stem: file.read_text() for file in (Path(__file__).parent / "examples").glob("*.jinja")}
 SPECIAL = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
@@ -97,13 +97,13 @@ def test_each_part_of_a_conversation_is_rendered() -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_realistic_templates_pass_their_trial(name: str) -> None:
-    try_out(FILES[name], SPECIAL)
+    ChatTemplate(FILES[name], SPECIAL).try_out()
 
 
 def test_template_that_hangs_only_with_tools_fails_its_trial() -> None:
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(CheckpointError, match="broken"):
-        try_out("{% if tools %}" + endless + "{% endif %}", {})
+        ChatTemplate("{% if tools %}" + endless + "{% endif %}", {}).try_out()
 
 
 @pytest.mark.parametrize(
