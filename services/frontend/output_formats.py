@@ -8,41 +8,75 @@ from typing import NamedTuple
 from services.checkpoint import CheckpointError
 from services.config import FrontendConfig
 from services.config.frontend import ReasoningFormat, ToolCallFormat
-from services.frontend.reasoning import formats as reasoning_formats
 from services.frontend.reasoning.think import THINK, ReasoningStart, ReasoningTags
 from services.frontend.text.tokenizer import Tokenizer
-from services.frontend.tools import formats as tool_formats
+from services.frontend.tools.deepseek_v3 import DeepSeekV3Parser
+from services.frontend.tools.glm45 import Glm45Parser
+from services.frontend.tools.granite import GraniteParser
+from services.frontend.tools.harmony import HarmonyParser
+from services.frontend.tools.hermes import HermesParser
+from services.frontend.tools.llama3_json import Llama3JSONParser
+from services.frontend.tools.llama4_pythonic import Llama4PythonicParser
+from services.frontend.tools.mistral import MistralParser
 from services.frontend.tools.parser import ToolParser
+from services.frontend.tools.phi4_mini_json import Phi4MiniParser
+from services.frontend.tools.qwen3_xml import Qwen3XMLParser
 
 log = logging.getLogger("runahead.frontend")
 
 
-class _ToolSignature(NamedTuple):
-    format: ToolCallFormat
+class _ToolFormat(NamedTuple):
+    name: ToolCallFormat
+    """vLLM's."""
+    parser: type[ToolParser]
     marks: tuple[str, ...]
     """Texts that the template contains, all of them; backslashes are ignored."""
     architecture: str = ""
     """Beginning of the architecture's name, where models of others share the marks."""
 
 
-_TOOLS: tuple[_ToolSignature, ...] = (
-    _ToolSignature("openai", ("<|channel|>", "to=functions.")),
-    _ToolSignature("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),
-    _ToolSignature("mistral", ("[TOOL_CALLS]",)),
-    _ToolSignature("glm45", ("<tool_call>", "<arg_key>")),
-    _ToolSignature("qwen3_xml", ("<tool_call>", "<function=", "<parameter=")),
-    _ToolSignature("granite", ("<|tool_call|>",), "Granite"),
-    _ToolSignature("phi4_mini_json", ("functools[",)),
-    _ToolSignature("llama4_pythonic", ("<|header_start|>", "[func_name1(")),
-    _ToolSignature("llama3_json", ("<|start_header_id|>", '{"name": ', '"parameters": ')),
-    _ToolSignature("hermes", ("<tool_call>", '{"name": ', '"arguments": ')),
+_TOOLS: tuple[_ToolFormat, ...] = (
+    _ToolFormat("openai", HarmonyParser, ("<|channel|>", "to=functions.")),
+    _ToolFormat("deepseek_v3", DeepSeekV3Parser, ("<｜tool▁calls▁begin｜>", "```json")),
+    _ToolFormat("mistral", MistralParser, ("[TOOL_CALLS]",)),
+    _ToolFormat("glm45", Glm45Parser, ("<tool_call>", "<arg_key>")),
+    _ToolFormat("qwen3_xml", Qwen3XMLParser, ("<tool_call>", "<function=", "<parameter=")),
+    _ToolFormat("granite", GraniteParser, ("<|tool_call|>",), "Granite"),
+    _ToolFormat("phi4_mini_json", Phi4MiniParser, ("functools[",)),
+    _ToolFormat("llama4_pythonic", Llama4PythonicParser, ("<|header_start|>", "[func_name1(")),
+    _ToolFormat("llama3_json", Llama3JSONParser, ("<|start_header_id|>", '{"name": ', '"parameters": ')),
+    _ToolFormat("hermes", HermesParser, ("<tool_call>", '{"name": ', '"arguments": ')),
 )
 """The first one that matches counts."""
-_REASONING: tuple[tuple[ReasoningFormat, tuple[str, ...]], ...] = (
-    ("mistral", ("[THINK]",)),
-    ("qwen3", ("<think>",)),
-    ("granite", ("Here is my thought process:",)),
+TOOL_FORMATS: dict[str, type[ToolParser]] = dict(sorted((format.name, format.parser) for format in _TOOLS))
+"""`--tool-call-parser`."""
+
+
+class _ReasoningFormat(NamedTuple):
+    name: ReasoningFormat
+    """vLLM's."""
+    tags: ReasoningTags
+    start: ReasoningStart
+    """Start of an answer whose prompt does not determine it."""
+    marks: tuple[str, ...] = ()
+    """As in `_ToolFormat`; none: the format is not recognised."""
+
+
+_GRANITE = ReasoningTags(
+    ("Here's my thought process:", "Here is my thought process:"),
+    ("Here's my response:", "Here is my response:"),
+    " \n",
 )
+_BRACKETS = ReasoningTags(("[THINK]",), ("[/THINK]",))
+_REASONING: tuple[_ReasoningFormat, ...] = (
+    _ReasoningFormat("mistral", _BRACKETS, ReasoningStart.BY_TAG, ("[THINK]",)),
+    _ReasoningFormat("qwen3", THINK, ReasoningStart.BY_TAG, ("<think>",)),
+    _ReasoningFormat("granite", _GRANITE, ReasoningStart.BY_TAG, ("Here is my thought process:",)),
+    _ReasoningFormat("glm45", THINK, ReasoningStart.BY_TAG),
+    _ReasoningFormat("deepseek_r1", THINK, ReasoningStart.INSIDE),
+)
+REASONING_FORMATS: dict[str, _ReasoningFormat] = {format.name: format for format in _REASONING}
+"""`--reasoning-parser`."""
 
 
 def recognised_tools(template: str, architecture: str) -> ToolCallFormat | None:
@@ -50,14 +84,15 @@ def recognised_tools(template: str, architecture: str) -> ToolCallFormat | None:
     plain = template.replace("\\", "")
     if "tools" not in plain:
         return None
-    for name, marks, beginning in _TOOLS:
+    for name, _, marks, beginning in _TOOLS:
         if architecture.startswith(beginning) and all(mark in plain for mark in marks):
             return name
     return None
 
 
 def recognised_reasoning(template: str) -> ReasoningFormat | None:
-    return next((name for name, marks in _REASONING if all(mark in template for mark in marks)), None)
+    found = (format.name for format in _REASONING if format.marks and all(mark in template for mark in format.marks))
+    return next(found, None)
 
 
 @dataclass(frozen=True)
@@ -95,7 +130,7 @@ class OutputFormats:
             if tool_format == "none" and config.enable_auto_tool_choice:
                 raise CheckpointError(
                     "--enable-auto-tool-choice: the chat template does not show the format of tool calls; name it with "
-                    f"--tool-call-parser ({', '.join(tool_formats.FORMATS)})"
+                    f"--tool-call-parser ({', '.join(TOOL_FORMATS)})"
                 )
         if reasoning_format == "auto":
             reasoning_format = recognised_reasoning(template) or "none"
@@ -103,7 +138,7 @@ class OutputFormats:
             "tool calls: %s, reasoning: %s (--tool-call-parser %s, --reasoning-parser %s)",
             tool_format, reasoning_format, config.tool_call_parser, config.reasoning_parser,
         )  # fmt: skip
-        reasoning = reasoning_formats.FORMATS.get(reasoning_format)
+        reasoning = REASONING_FORMATS.get(reasoning_format)
         tags = reasoning.tags if reasoning is not None else THINK
         reasoning_end = tuple(tokenizer.encode_rendered(tags.closing[-1])) if reasoning is not None else ()
         if len(reasoning_end) > 1:
@@ -112,7 +147,7 @@ class OutputFormats:
                 tags.closing[-1],
                 len(reasoning_end),
             )
-        tools = tool_formats.FORMATS.get(tool_format)
+        tools = TOOL_FORMATS.get(tool_format)
         return cls(
             tools,
             tools is not None and config.enable_auto_tool_choice is not False,

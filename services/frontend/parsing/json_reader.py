@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from services.frontend.parsing.text_buffer import ParseError, Parsing, TextBuffer, read_whole
 
@@ -35,6 +35,28 @@ def read_one_of(buffer: TextBuffer, words: Sequence[str]) -> Parsing[str]:
         buffer.skip()
         found += char
     return found
+
+
+def pass_until(buffer: TextBuffer, words: Sequence[str], add: Callable[[str], None]) -> Parsing[str]:
+    """Pass the text before one of `words` to `add`; return the word, "" at the end of the text.
+
+    Args:
+        words: all begin with the same character, which does not occur again in them.
+    """
+    first = words[0][0]
+    while True:
+        if text := buffer.until(first):
+            add(text)
+        if not (char := (yield from buffer.peek())):
+            return ""
+        if char == first:
+            buffer.keep()
+            try:
+                return (yield from read_one_of(buffer, words))
+            except ParseError:
+                add(buffer.kept())
+            finally:
+                buffer.drop_kept()
 
 
 def read_string(buffer: TextBuffer, max_chars: int | None = None) -> Parsing[str]:
@@ -83,12 +105,7 @@ def decoded(string: str) -> str:
 
 
 def _read_number(buffer: TextBuffer) -> Parsing[None]:
-    text = ""
-    while (char := (yield from buffer.peek())) and char in "-+.0123456789eE":
-        text += buffer.run(_NUMERAL)
-        if len(text) > MAX_NUMBER:
-            raise ParseError
-    if _NUMBER.fullmatch(text) is None:
+    if _NUMBER.fullmatch((yield from buffer.whole_run(_NUMERAL, MAX_NUMBER))) is None:
         raise ParseError
 
 

@@ -69,6 +69,15 @@ class TextBuffer:
         self._advance(len(found))
         return found
 
+    def whole_run(self, allowed: re.Pattern[str], most: int) -> Parsing[str]:
+        """Read the longest run that matches `allowed`. Raises: ParseError, if it has more than `most` characters"""
+        text = ""
+        while (yield from self.peek()) and (more := self.run(allowed)):
+            text += more
+            if len(text) > most:
+                raise ParseError
+        return text
+
     def until(self, char: str) -> str:
         """Read the available text before `char`."""
         found = self._text.find(char, self._at)
@@ -113,6 +122,33 @@ class TextBuffer:
 
     def since(self, position: int) -> str:
         return self._text[position : self._at]
+
+
+class Trimmer:
+    """Text without the white space at its ends, while it grows."""
+
+    def __init__(self, space: str = " \t\n\r") -> None:
+        self._space = space
+        self._held: list[str] = []
+
+    def push(self, text: str, begun: bool) -> str:
+        """Return the text up to the last character that is not white space.
+
+        Args:
+            begun: text was shown before, so that white space before this text belongs to it.
+        """
+        stripped = text.rstrip(self._space)
+        if not stripped:
+            self._held.append(text)
+            return ""
+        shown = self.flush() + stripped if begun else stripped.lstrip(self._space)
+        self._held = [text[len(stripped) :]]
+        return shown
+
+    def flush(self) -> str:
+        """Return the white space that was held back."""
+        held, self._held = "".join(self._held), []
+        return held
 
 
 def read_whole(text: str, reader: Callable[[TextBuffer], Parsing[T]]) -> T:

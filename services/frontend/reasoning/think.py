@@ -5,9 +5,8 @@ from collections.abc import Generator
 from dataclasses import dataclass
 
 from services.frontend.parsing.events import Content, ParsedEvent, Reasoning
-from services.frontend.parsing.json_reader import read_one_of
-from services.frontend.parsing.text_buffer import ParseError, Parsing, TextBuffer
-from services.frontend.parsing.trimmer import Trimmer
+from services.frontend.parsing.json_reader import pass_until, read_one_of
+from services.frontend.parsing.text_buffer import ParseError, Parsing, TextBuffer, Trimmer
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,20 @@ class ReasoningStart(enum.Enum):
     """The prompt has closed the reasoning."""
     BY_TAG = "by tag"
     """Inside if the answer begins with the opening tag, else outside."""
+
+
+def start_in_prompt(text: str, default: ReasoningStart, tags: ReasoningTags = THINK) -> ReasoningStart:
+    """Return where an answer begins whose prompt ends with `text`."""
+    end = text.rstrip()
+    if end.endswith(tags.opening):
+        return ReasoningStart.INSIDE
+    return ReasoningStart.OUTSIDE if end.endswith(tags.closing) else default
+
+
+def start_in_message(message: str, tags: ReasoningTags = THINK) -> ReasoningStart:
+    """Return where an answer begins that continues `message`."""
+    opened, closed = (max(map(message.rfind, words)) for words in (tags.opening, tags.closing))
+    return ReasoningStart.INSIDE if opened > closed else ReasoningStart.OUTSIDE
 
 
 class ThinkParser:
@@ -86,29 +99,17 @@ class ThinkParser:
 
     def _inside(self, first: str) -> Parsing[None]:
         """Read up to and with the closing tag, or to the end of the text."""
-        buffer, trimmer, begun = self._buffer, Trimmer(self._tags.space), False
-        closing = self._tags.closing
-        text = first
-        while True:
-            shown = trimmer.push(text, begun) if text else ""
+        trimmer, begun = Trimmer(self._tags.space), False
+
+        def add(text: str) -> None:
+            nonlocal begun
+            shown = trimmer.push(text, begun)
             begun = begun or bool(shown)
             self._add(Reasoning(shown))
-            text = buffer.until(closing[0][0])
-            if text:
-                continue
-            char = yield from buffer.peek()
-            if char != closing[0][0]:
-                if not char:
-                    return
-                continue
-            buffer.keep()
-            try:
-                yield from read_one_of(buffer, closing)
-                return
-            except ParseError:
-                text = buffer.kept()
-            finally:
-                buffer.drop_kept()
+
+        if first:
+            add(first)
+        yield from pass_until(self._buffer, self._tags.closing, add)
 
     def _add(self, event: Content | Reasoning) -> None:
         if event.text:

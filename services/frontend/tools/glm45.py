@@ -2,8 +2,8 @@
 
 from services.frontend.parsing.json_reader import read_one_of, read_word
 from services.frontend.parsing.text_buffer import ParseError, Parsing
-from services.frontend.tools.names import MAX_NAME
 from services.frontend.tools.parser import ToolParser
+from services.frontend.tools.schema import MAX_NAME
 from services.frontend.tools.values import value_json
 
 _KEY, _END = "<arg_key>", "</tool_call>"

@@ -5,13 +5,12 @@ format: OpenAI's description of the Harmony response format.
 """
 
 import re
-from collections.abc import Callable
 
 from services.frontend.parsing.events import Reasoning
-from services.frontend.parsing.json_reader import read_one_of
+from services.frontend.parsing.json_reader import pass_until
 from services.frontend.parsing.text_buffer import ParseError, Parsing
-from services.frontend.tools.names import MAX_NAME
 from services.frontend.tools.parser import MAX_HELD, ToolParser
+from services.frontend.tools.schema import MAX_NAME
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _HEADS = (_START, _CHANNEL)
@@ -42,33 +41,14 @@ class HarmonyParser(ToolParser):
         if (recipient := _RECIPIENT.search(header)) is not None:
             buffer.keep(MAX_HELD)
             yield from self._attempt(self._function(recipient[1]))
-            return (yield from self._text(self._after_call))
+            return (yield from pass_until(buffer, _ENDS, self._after_call))
         buffer.drop_kept()
         is_reasoning = _CHANNEL in header and channel is not None and channel[1] == "analysis"
-        return (yield from self._text(self._reasoning if is_reasoning else self._content))
+        return (yield from pass_until(buffer, _ENDS, self._reasoning if is_reasoning else self._content))
 
     def _function(self, name: str) -> Parsing[None]:
         yield from self._object(name)
         self._end()
-
-    def _text(self, add: Callable[[str], None]) -> Parsing[str]:
-        """Read the text of a message up to and with its end."""
-        buffer = self._buffer
-        while True:
-            if text := buffer.until("<"):
-                add(text)
-            char = yield from buffer.peek()
-            if char != "<":
-                if not char:
-                    return ""
-                continue
-            buffer.keep()
-            try:
-                return (yield from read_one_of(buffer, _ENDS))
-            except ParseError:
-                add(buffer.kept())
-            finally:
-                buffer.drop_kept()
 
     def _reasoning(self, text: str) -> None:
         self._events.append(Reasoning(text))

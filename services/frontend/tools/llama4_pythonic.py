@@ -5,8 +5,8 @@ import re
 from services.frontend.parsing.json_reader import read_word
 from services.frontend.parsing.python_reader import read_literal
 from services.frontend.parsing.text_buffer import ParseError, Parsing
-from services.frontend.tools.names import MAX_NAME, NAME_CHAR
 from services.frontend.tools.parser import MAX_HELD, ToolParser
+from services.frontend.tools.schema import MAX_NAME, NAME_CHAR
 
 _WORD = re.compile(f"{NAME_CHAR}*")
 
@@ -49,11 +49,7 @@ class Llama4PythonicParser(ToolParser):
         buffer.skip()
 
     def _word(self) -> Parsing[str]:
-        text = ""
-        while (yield from self._buffer.peek()) and (more := self._buffer.run(_WORD)):
-            text += more
-            if len(text) > MAX_NAME:
-                raise ParseError
+        text = yield from self._buffer.whole_run(_WORD, MAX_NAME)
         if not text:
             raise ParseError
         return text

@@ -6,8 +6,8 @@ import string
 
 from services.frontend.parsing.json_reader import read_word
 from services.frontend.parsing.text_buffer import ParseError, Parsing
-from services.frontend.tools.names import NAME_CHAR
 from services.frontend.tools.parser import NAME, ToolParser
+from services.frontend.tools.schema import MAX_NAME, NAME_CHAR
 
 _WORD = re.compile(f"{NAME_CHAR}*")
 
@@ -31,21 +31,15 @@ class MistralParser(ToolParser):
             yield from self._named()
 
     def _named(self) -> Parsing[None]:
-        name = yield from self._word()
+        name = yield from self._buffer.whole_run(_WORD, MAX_NAME)
         if NAME.fullmatch(name) is None:
             raise ParseError
         while (yield from self._buffer.peek()) == "[":
             self._buffer.skip()
             if (yield from self._buffer.peek()) == "C":
                 yield from read_word(self._buffer, "CALL_ID]")
-                yield from self._word()
+                yield from self._buffer.whole_run(_WORD, MAX_NAME)
             else:
                 yield from read_word(self._buffer, "ARGS]")
         yield from self._object(name)
         self._end()
-
-    def _word(self) -> Parsing[str]:
-        text = ""
-        while (yield from self._buffer.peek()) and (more := self._buffer.run(_WORD)):
-            text += more
-        return text

@@ -13,10 +13,8 @@ from typing import Any, ClassVar
 
 from services.frontend.parsing.events import Arguments, CallStart, Content, ParsedEvent
 from services.frontend.parsing.json_reader import check_value, decoded, read_one_of, read_string, read_value, read_word
-from services.frontend.parsing.text_buffer import ParseError, Parsing, TextBuffer
-from services.frontend.parsing.trimmer import Trimmer
-from services.frontend.tools.names import MAX_NAME, NAME_PATTERN
-from services.frontend.tools.schema import list_format
+from services.frontend.parsing.text_buffer import ParseError, Parsing, TextBuffer, Trimmer
+from services.frontend.tools.schema import MAX_NAME, NAME_PATTERN, list_format
 
 MAX_HELD = 65_536
 """Maximum characters of a call before its arguments, or of arguments that precede the name."""

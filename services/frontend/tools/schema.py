@@ -1,10 +1,15 @@
-"""JSON schemas that make a model call a tool; vLLM's."""
+"""JSON schemas that make a model call a tool, vLLM's; and the form of tools' names, which is OpenAI's with dots and
+twice the length."""
 
 from collections.abc import Mapping
 from typing import Any
 
 JSON = dict[str, Any]
 MAX_DEPTH = 64
+MAX_NAME = 128
+"""Characters."""
+NAME_CHAR = "[a-zA-Z0-9_.-]"
+NAME_PATTERN = f"{NAME_CHAR}{{1,{MAX_NAME}}}"
 
 _NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 """Keywords whose values map names to schemas."""

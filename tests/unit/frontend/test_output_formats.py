@@ -11,10 +11,10 @@ from tokenizers import Tokenizer as HFTokenizer
 from services.checkpoint import DEMO_MODEL, CheckpointError
 from services.config import FrontendConfig, ServeConfig
 from services.frontend.model import ServedModel
+from services.frontend.output_formats import TOOL_FORMATS as FORMATS
 from services.frontend.output_formats import OutputFormats, recognised_tools
 from services.frontend.reasoning.think import ReasoningStart
 from services.frontend.text.tokenizer import Tokenizer
-from services.frontend.tools.formats import FORMATS
 
 
 def tokenizer(directory: Path, special: list[str], ordinary: list[str]) -> Tokenizer:

@@ -10,8 +10,7 @@ from services.frontend.openai.answers.tool_dialect import AnswerParser, ToolDial
 from services.frontend.openai.parameters.tool_choice import ToolChoice
 from services.frontend.openai.schemas.requests import ChatRequest
 from services.frontend.output_formats import OutputFormats
-from services.frontend.reasoning.formats import start_in_message, start_in_prompt
-from services.frontend.reasoning.think import ReasoningStart
+from services.frontend.reasoning.think import ReasoningStart, start_in_message, start_in_prompt
 from services.frontend.text.tokenizer import Tokenizer
 
 TAIL = 32

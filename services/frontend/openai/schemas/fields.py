@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticKnownError
 
 from protocol.sampling import MAX_BIAS, MAX_BIASED, MAX_LOGPROBS, MAX_PENALTY
-from services.frontend.tools.names import MAX_NAME, NAME_PATTERN
+from services.frontend.tools.schema import MAX_NAME, NAME_PATTERN
 
 MAX_TEMPERATURE = 2.0
 """OpenAI's bound."""

@@ -11,8 +11,8 @@ from services.frontend.openai.answers.chunk import Chunk
 from services.frontend.openai.answers.tool_dialect import ToolDialect
 from services.frontend.openai.parameters.tool_choice import Mode, ToolChoice
 from services.frontend.openai.schemas.requests import ChatRequest
+from services.frontend.output_formats import TOOL_FORMATS as FORMATS
 from services.frontend.reasoning.think import ReasoningStart
-from services.frontend.tools.formats import FORMATS
 from services.frontend.tools.hermes import HermesParser
 
 TOOL = {"type": "function", "function": {"name": "f"}}

@@ -4,9 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.frontend.output_formats import REASONING_FORMATS
 from services.frontend.parsing.events import Reasoning
-from services.frontend.reasoning.formats import FORMATS, start_in_message, start_in_prompt
-from services.frontend.reasoning.think import THINK, ReasoningStart, ReasoningTags, ThinkParser
+from services.frontend.reasoning.think import (
+    THINK,
+    ReasoningStart,
+    ReasoningTags,
+    ThinkParser,
+    start_in_message,
+    start_in_prompt,
+)
 
 
 def read(start: ReasoningStart, pieces: list[str], tags: ReasoningTags = THINK) -> tuple[str, str]:
@@ -52,7 +59,7 @@ def test_reasoning_is_separated_from_content(start: ReasoningStart, text: str, r
     ],
 )
 def test_reasoning_in_each_format(name: str, text: str, reasoning: str, content: str) -> None:
-    form = FORMATS[name]
+    form = REASONING_FORMATS[name]
     assert read(form.start, [text], form.tags) == (reasoning, content)
     for cut in range(1, len(text)):
         assert read(form.start, [text[:cut], text[cut:]], form.tags) == (reasoning, content)

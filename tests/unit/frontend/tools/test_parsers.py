@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.frontend.output_formats import TOOL_FORMATS as FORMATS
 from services.frontend.parsing.events import Arguments, CallStart, Content, ParsedEvent, Reasoning
 from services.frontend.parsing.python_reader import literal_json
 from services.frontend.parsing.text_buffer import ParseError
 from services.frontend.tools.forced import NamedParser, RequiredParser
-from services.frontend.tools.formats import FORMATS
 from services.frontend.tools.parser import MAX_HELD, ToolParser
 
 NAMES = frozenset({"f", "get_weather"})
@@ -303,7 +303,7 @@ def test_reasoning_of_gpt_oss_is_that_of_the_channel_analysis() -> None:
 @pytest.mark.parametrize(
     ("text", "json_text"),
     [
-        ("-.5e3", "-0.5e3"),
+        ("-.5e3", "-500.0"),
         ("+7", "7"),
         ("1.", "1.0"),
         ("'\\ud83d\\ude00\\x41\\q'", '"😀A\\\\q"'),

@@ -8,8 +8,8 @@ from protocol.sampling import GrammarKind
 from services.frontend.errors import APIError
 from services.frontend.openai.parameters.tool_choice import ToolChoice
 from services.frontend.openai.schemas.requests import ChatRequest
+from services.frontend.output_formats import TOOL_FORMATS as FORMATS
 from services.frontend.parsing.events import Arguments, CallStart
-from services.frontend.tools.formats import FORMATS
 from tests.unit.scheduler.grammar.support import CompilerClient, matches
 
 CITY = {
