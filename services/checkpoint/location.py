@@ -44,6 +44,15 @@ def model_name(path: Path) -> str:
     return path.stem if is_gguf(path) else path.resolve().name
 
 
+def default_dtype(model: str) -> str | None:
+    """Return the data type of `--dtype auto`, or None for that of the checkpoint.
+
+    The demo model is served in float32, so that equal requests get equal outputs in any batch.
+    """
+    is_demo = packaged_model() is None if not model else Path(model).expanduser().resolve() == DEMO_MODEL
+    return "float32" if is_demo else None
+
+
 def resolve(model: str, revision: str | None = None, patterns: Sequence[str] = CONFIG_FILES) -> Path:
     """Return the directory or the GGUF file of `model`, downloaded first if it is a name on the hub.
 

@@ -163,9 +163,10 @@ def _server(
 
 
 def _of_server(name: str, **settings: Any) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Add a command about a running server. Its function returns the exit status; `server` is made from the options of
-    `_server`, which the command has in its place. With `context`, the URL is the first of the arguments that it does
-    not know.
+    """Add a command about a running server. Its function returns the exit status; without an answer, it is 1.
+
+    The parameter `server` is made from the options of `_server`, which the command has in its place. With `context`,
+    the URL is the first of the arguments that it does not know.
     """
 
     def add(function: Callable[..., int]) -> Callable[..., int]:
@@ -178,7 +179,14 @@ def _of_server(name: str, **settings: Any) -> Callable[[Callable[..., int]], Cal
             if takes_rest:
                 rest = given["context"].args
                 values["argument"] = rest.pop(0) if rest and not rest[0].startswith("-") else None
-            raise typer.Exit(function(server=_server(**values), **given))
+            from services.cli.ask import NoAnswer
+
+            try:
+                status = function(server=_server(**values), **given)
+            except (NoAnswer, OSError) as error:
+                print(f"runahead: {error}", file=sys.stderr)
+                status = 1
+            raise typer.Exit(status)
 
         shown = [*own, *options]
         run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]

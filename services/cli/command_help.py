@@ -64,11 +64,12 @@ class GroupedCommand(TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Arguments", *ORDER)}
-        for parameter in self.get_params(ctx):
+        parameters: list[Any] = self.get_params(ctx)
+        for parameter in parameters:
             record = parameter.get_help_record(ctx)
             if record is not None:
                 is_argument = parameter.param_type_name == "argument"
-                groups["Arguments" if is_argument else _panel(parameter)].append(record)
+                groups["Arguments" if is_argument else parameter.rich_help_panel or "Options"].append(record)
         for title, records in groups.items():
             if records:
                 with formatter.section(title):
@@ -91,7 +92,3 @@ def _repeated(args: Iterable[str]) -> Iterator[str]:
                 yield flag
             values += 1
         yield argument
-
-
-def _panel(parameter: Any) -> str:
-    return parameter.rich_help_panel or "Options"

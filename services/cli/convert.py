@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from services.checkpoint import WEIGHT_FILES, CheckpointError, resolve
-from services.cli.settings import ConfigurationError
+from services.cli.settings import refusing
 from services.config import ConvertConfig
 from services.units import size_text
 
@@ -14,15 +14,13 @@ def convert(config: ConvertConfig) -> int:
 
     Raises: ConfigurationError, if the model cannot be converted.
     """
-    try:
+    with refusing(CheckpointError, OSError):
         path = resolve(config.model, config.revision, WEIGHT_FILES)
-    except (CheckpointError, OSError) as error:
-        raise ConfigurationError(str(error)) from None
     from services.worker.runner import LoadError
     from services.worker.weights import conversion  # loads torch
 
     is_new = True
-    try:
+    with refusing(CheckpointError, LoadError, OSError):
         if config.out:
             directory = Path(config.out).expanduser()
             conversion.convert(path, directory, config.dtype)
@@ -30,8 +28,6 @@ def convert(config: ConvertConfig) -> int:
             directory = conversion.cache_directory(path, config.dtype)
             if is_new := not directory.is_dir():
                 conversion.convert(path, directory, config.dtype)
-    except (CheckpointError, LoadError, OSError) as error:
-        raise ConfigurationError(str(error)) from None
     print(directory)
     files = sorted(file for file in directory.iterdir() if file.is_file())
     print(

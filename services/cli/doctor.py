@@ -4,13 +4,12 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 
 from services.checkpoint import DEMO_MODEL
 from services.checkpoint.default_model import packaged_model
 from services.cli.preflight import free_port
-from services.cli.serving_memory import CPU_BUILD, torch_version
+from services.cli.serving_memory import CPU_BUILD, installed
 from services.cli.settings import ConfigurationError
 from services.config import ServeConfig
 from services.units import size_text
@@ -22,32 +21,25 @@ LITTLE_MEMORY = 2 << 30
 
 def doctor() -> int:
     """Print facts and remarks. Return the exit status: 0, or 1 if the native backend cannot run here."""
-    versions = {name: _version(name) for name in PACKAGES}
+    versions = {name: installed(name) for name in PACKAGES}
     print(f"Python      {platform.python_version()}, {sys.platform}, {platform.machine()}")
     shown = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
     print(f"packages    {shown}")
-    if versions["torch"] is None:
+    if not versions["torch"]:
         print("The native backend needs the extra `native`: pip install 'runahead-engine[native]'.")
         return 1
     remarks = [*_gpus(), *_server()]
-    if versions["numba"] is None:
+    if not versions["numba"]:
         remarks.append(
             "numba is missing, which compiles kernels for processors: the native backend computes on a GPU alone."
         )
     else:
         remarks = [*_processor(), *_memory(), *remarks]
-    if versions["vllm"] is None:
+    if not versions["vllm"]:
         remarks.append("vLLM is not installed: --backend vllm is refused. docs/vllm.md has the installation.")
     for remark in remarks:
         print(f"- {remark}")
     return 0
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _processor() -> Iterator[str]:
@@ -91,7 +83,7 @@ def _gpus() -> Iterator[str]:
     """Print the GPUs; yield remarks."""
     from services.worker.gpus import gpus
 
-    found, version = gpus(), torch_version()
+    found, version = gpus(), installed("torch")
     for gpu in found:
         print(f"GPU         {gpu.name}: {size_text(gpu.free)} of {size_text(gpu.total)} free")
     if found and version.endswith(CPU_BUILD):

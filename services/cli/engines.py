@@ -37,7 +37,7 @@ def engines(server: ServerAddress, as_json: bool) -> int:
         else:
             Console(width=WIDE).print(_table(found))
     except NoAnswer as error:
-        return _fail(f"{error}; the server needs --enable-admin-routes")
+        raise NoAnswer(f"{error}; the server needs --enable-admin-routes") from None
     return 0 if any(engine["state"] == "ready" for engine in found) else 1
 
 
@@ -65,14 +65,11 @@ def _engines(server: ServerAddress) -> list[Any]:
 
 
 def drain(server: ServerAddress, engine: str, cancel: bool) -> int:
-    """Let the streams of an engine move, and wait until it has none. Return the exit status."""
-    try:
-        send(server, f"/engines/{quote(engine, safe='')}/drain?cancel={str(cancel).lower()}")
-        while not cancel and (left := _streams(server, engine)):
-            print(f"{left} streams left", file=sys.stderr)
-            time.sleep(POLL_INTERVAL)
-    except NoAnswer as error:
-        return _fail(error)
+    """Let the streams of an engine move, and wait until it has none. Return the exit status. Raises: NoAnswer"""
+    send(server, f"/engines/{quote(engine, safe='')}/drain?cancel={str(cancel).lower()}")
+    while not cancel and (left := _streams(server, engine)):
+        print(f"{left} streams left", file=sys.stderr)
+        time.sleep(POLL_INTERVAL)
     print(f"engine {engine} {'takes requests again' if cancel else 'has no streams'}")
     return 0
 
@@ -84,23 +81,22 @@ def _streams(server: ServerAddress, name: str) -> int:
 def replan(server: ServerAddress, timeout: float, drain_timeout: float, flags: Sequence[str]) -> int:
     """Replace the engines by one with other settings, and wait until they have ended. Return the exit status.
 
-    Raises: ConfigurationError, if a flag is not one of `serve`
+    Raises: NoAnswer; ConfigurationError, if a flag is not one of `serve`
     """
     settings = given(flags)
     query = f"timeout={timeout:g}&drain_timeout={drain_timeout:g}"
     shown = ""
-    try:
-        status = send(server, f"/engines/replan?{query}", settings)
-        while status["phase"] in ("starting", "moving"):
-            if status["phase"] != shown:
-                shown = status["phase"]
-                print(f"engine {status['engine']}: {shown}: {status['detail']}", file=sys.stderr)
-            time.sleep(POLL_INTERVAL)
-            status = ask_object(server, "/engines/replan", "phase", "engine", "detail")
-    except NoAnswer as error:
-        return _fail(error)
+    status = send(server, f"/engines/replan?{query}", settings)
+    while status["phase"] in ("starting", "moving"):
+        if status["phase"] != shown:
+            shown = status["phase"]
+            print(f"engine {status['engine']}: {shown}: {status['detail']}", file=sys.stderr)
+        time.sleep(POLL_INTERVAL)
+        status = ask_object(server, "/engines/replan", "phase", "engine", "detail")
     if status["phase"] == "failed":
-        return _fail(f"engine {status['engine']} cannot serve: {status['detail']}; the engines are those of before")
+        reason = f"engine {status['engine']} cannot serve: {status['detail']}; the engines are those of before"
+        print(f"runahead: {reason}", file=sys.stderr)
+        return 1
     print(f"engine {status['engine']} serves {status['detail']}")
     return 0
 
@@ -127,8 +123,3 @@ def given(flags: Sequence[str]) -> dict[str, Any]:
     if not found:
         raise ConfigurationError("no setting is given that would change, such as --tensor-parallel-size 2")
     return found
-
-
-def _fail(reason: object) -> int:
-    print(f"runahead: {reason}", file=sys.stderr)
-    return 1

@@ -9,7 +9,7 @@ from protocol.membership import Shard
 from services.checkpoint import CheckpointError, is_gguf, is_local, resolve, weight_shards
 from services.checkpoint.default_model import packaged_model
 from services.cli.serving_memory import ServingMemory, serving_memory
-from services.cli.settings import ConfigurationError
+from services.cli.settings import ConfigurationError, refusing
 from services.config import ServeConfig, flag
 from services.units import size_text
 from services.worker.backends.kv_blocks import affordable_blocks
@@ -45,13 +45,10 @@ def check_sizes(config: ServeConfig) -> None:
         _check_no_gpu_settings(config)
     if not is_local(config.model):
         return
-    try:
+    with refusing(CheckpointError, LoadError):
         path = resolve(config.model)
-        if path == packaged_model() and not config.model_fields_set & CHECKED:
-            return
-        check_native(config, path, serving)
-    except (CheckpointError, LoadError) as error:
-        raise ConfigurationError(str(error)) from None
+        if path != packaged_model() or config.model_fields_set & CHECKED:
+            check_native(config, path, serving)
 
 
 def _check_no_gpu_settings(config: ServeConfig) -> None:
@@ -95,10 +92,8 @@ def check_drafter(config: ServeConfig) -> None:
     speculation = config.speculative_config
     if speculation is None or not speculation.model or not is_local(speculation.model):
         return
-    try:
+    with refusing(CheckpointError, prefix="--speculative-config: "):
         resolve(speculation.model)
-    except CheckpointError as error:
-        raise ConfigurationError(f"--speculative-config: {error}") from None
 
 
 def check_tokenizer(config: ServeConfig) -> None:
@@ -106,10 +101,8 @@ def check_tokenizer(config: ServeConfig) -> None:
     source = config.tokenizer or config.model
     if not is_local(source):
         return
-    try:
+    with refusing(CheckpointError, prefix="--tokenizer: " if config.tokenizer else ""):
         path = resolve(source)
-    except CheckpointError as error:
-        raise ConfigurationError(f"--tokenizer: {error}" if config.tokenizer else str(error)) from None
     if not is_gguf(path) and not (path / "tokenizer.json").is_file():
         raise ConfigurationError(f"{path} has no tokenizer.json; name another tokenizer with --tokenizer")
 

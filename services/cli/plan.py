@@ -8,7 +8,7 @@ from protocol.kv_groups import ONE_GROUP
 from services.checkpoint import CheckpointError, is_gguf, model_name, resolve
 from services.cli.model_check import cache_bytes, context_length, parts, rank_memories, sequence_blocks
 from services.cli.serving_memory import ServingMemory, serving_memory
-from services.cli.settings import ConfigurationError
+from services.cli.settings import ConfigurationError, refusing
 from services.config import ServeConfig
 from services.scheduler.recording import EventRecording, RecordingError
 from services.scheduler.what_if import History
@@ -34,13 +34,11 @@ def plan(config: ServeConfig) -> int:
     """
     if config.backend != "native":
         raise ConfigurationError(f"plan computes sizes of --backend native, not of --backend {config.backend}")
-    try:
+    with refusing(CheckpointError, LoadError):
         path = resolve(config.model, config.revision)
         model = ModelConfig.from_checkpoint(path)
         serving = serving_memory(config)
         rows = [*_rows(config, path, model, serving)]
-    except (CheckpointError, LoadError) as error:
-        raise ConfigurationError(str(error)) from None
     context = context_length(config, model)
     print(
         f"{model_name(path)}: {model.num_layers} layers, {model.num_heads} heads, {model.num_kv_heads} KV heads, "

@@ -13,7 +13,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from services.checkpoint import CheckpointError, is_gguf, is_local, read_json, resolve
 from services.checkpoint.default_model import packaged_model
-from services.cli.settings import ConfigurationError
+from services.cli.settings import ConfigurationError, refusing
 from services.config import FrontendConfig, HttpConfig, SchedulerConfig, ServeConfig, flag
 from services.config.traces import GRPC, HTTP, TRACES_PROTOCOL, traces_protocol
 
@@ -45,12 +45,10 @@ def check_model(model: str) -> None:
     if not is_local(model):
         _check_hub(model.partition(":")[0])
     else:
-        try:
+        with refusing(CheckpointError):
             path = resolve(model)
             if is_gguf(path) and path != packaged_model():  # which has a fixed hash
                 read_json(path, "config.json")
-        except CheckpointError as error:
-            raise ConfigurationError(str(error)) from None
 
 
 def _check_hub(name: str) -> None:
@@ -121,10 +119,8 @@ def check_placement(config: FrontendConfig) -> None:
     from services.frontend.placement import find_placement_policy
     from services.plugins import PluginError
 
-    try:
+    with refusing(PluginError):
         find_placement_policy(config.placement_policy)
-    except PluginError as error:
-        raise ConfigurationError(str(error)) from None
     if config.record_placement is not None:
         from services.frontend.engine.placement_recording import PlacementRecording
 
@@ -140,10 +136,8 @@ def check_policy(config: SchedulerConfig) -> None:
     from services.plugins import PluginError
     from services.scheduler.policies import find_policy
 
-    try:
+    with refusing(PluginError):
         find_policy(config.policy)
-    except PluginError as error:
-        raise ConfigurationError(str(error)) from None
 
 
 def check_kv_keeper(config: ServeConfig) -> None:
@@ -170,11 +164,9 @@ def check_kv_events(config: SchedulerConfig) -> None:
         return
     from protocol.transport import check_publisher
 
-    try:
+    with refusing(ValueError, prefix="--kv-events-config: "):
         for endpoint in config.kv_events_config.endpoints:
             check_publisher(endpoint, config.security)
-    except ValueError as error:
-        raise ConfigurationError(f"--kv-events-config: {error}") from None
 
 
 def check_record(config: SchedulerConfig) -> None:
@@ -198,10 +190,8 @@ def check_responses(config: FrontendConfig) -> None:
         return
     from services.frontend.responses_api.files import prepare_directory
 
-    try:
+    with refusing(OSError):
         prepare_directory(Path(config.response_store_dir))
-    except OSError as error:
-        raise ConfigurationError(str(error)) from None
 
 
 def free_port(host: str, port: int) -> int:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from services.cli.settings import ConfigurationError
+from services.cli.settings import ConfigurationError, refusing
 from services.config import ReplayConfig
 from services.frontend.engine.placement_recording import read_recordings
 from services.frontend.placement import Move, records
@@ -28,7 +28,7 @@ def replay(config: ReplayConfig) -> int:
         if config.is_what_if:
             raise ConfigurationError("a recording of placement only replays: leave the other settings out")
         return _prove_placement(path)
-    try:
+    with refusing(RecordingError, ValueError):
         if config.chart and not config.is_what_if:
             raise ConfigurationError("--chart draws a prediction: name a setting to change, as --batch-queue-depth 1")
         recording = EventRecording(path, config.incarnation)
@@ -38,8 +38,6 @@ def replay(config: ReplayConfig) -> int:
 
             return print_prediction(config, recording)
         return _prove(recording)
-    except (RecordingError, ValueError) as error:
-        raise ConfigurationError(str(error)) from None
 
 
 def _title(recording: EventRecording) -> str:
@@ -67,15 +65,13 @@ def _prove(recording: EventRecording) -> int:
 def _prove_placement(path: Path) -> int:
     """Replay a file of --record-placement. Raises: ConfigurationError"""
     recording: list[records.Record] = []
-    try:
+    with refusing(OSError, ValueError, PluginError):
         for recording in read_recordings(path):
             if (difference := first_difference(recording)) is not None:
                 print(f"another decision: recorded {difference[0]}, now {difference[1]}")
                 return DIFFERS
             decisions = sum(isinstance(record, Decision | Move) for record in recording)
             print(f"equal: {decisions:,} decisions after {len(recording) - decisions:,} events")
-    except (OSError, ValueError, PluginError) as error:
-        raise ConfigurationError(str(error)) from None
     if not recording:
         raise ConfigurationError(f"{path} contains no recording of placement")
     return 0

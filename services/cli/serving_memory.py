@@ -34,7 +34,7 @@ def serving_memory(config: ServeConfig) -> ServingMemory:
 
     Raises: ConfigurationError, if a GPU is wanted, but torch is a build for CPUs.
     """
-    build = torch_version()
+    build = installed("torch")
     if config.device == "cuda" and build.endswith(CPU_BUILD):
         raise ConfigurationError(
             f"--device cuda: torch {build} is a build for CPUs; install a CUDA build of torch, or use --device cpu"
@@ -48,9 +48,9 @@ def serving_memory(config: ServeConfig) -> ServingMemory:
     return ServingMemory(max(0, limit), words, True)
 
 
-def torch_version() -> str:
-    """Return the version of the installed torch; empty without one."""
+def installed(package: str) -> str:
+    """Return the version of an installed package; "" if it is not."""
     try:
-        return version("torch")
+        return version(package)
     except PackageNotFoundError:
         return ""

@@ -7,7 +7,8 @@ import difflib
 import os
 import re
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
@@ -33,6 +34,15 @@ M = TypeVar("M", bound=BaseModel)
 
 class ConfigurationError(Exception):
     """A value or key cannot be used. The text is one line with its name, its origin and the allowed values."""
+
+
+@contextmanager
+def refusing(*kinds: type[Exception], prefix: str = "") -> Iterator[None]:
+    """Raise errors of these kinds within this context as a `ConfigurationError` with the same text behind `prefix`."""
+    try:
+        yield
+    except kinds as error:
+        raise ConfigurationError(f"{prefix}{error}") from None
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from services.checkpoint import CheckpointError
 from services.cli import logs
 from services.cli.keys import with_keys
 from services.cli.preflight import check_kv_events, check_policy, check_record
-from services.cli.settings import ConfigurationError
+from services.cli.settings import ConfigurationError, refusing
 from services.config import ENDPOINTS, FrontendConfig, SchedulerConfig, ServiceConfig, WorkerConfig, flag
 from services.process import collection_paused
 
@@ -66,10 +66,8 @@ def _entry_point(config: ServiceConfig) -> Callable[[], int]:
 
 def check_keys(config: ServiceConfig) -> None:
     """Raises: ConfigurationError, if a key for connections between services cannot be used."""
-    try:
+    with refusing(OSError, prefix="--transport-keys: "):
         config.security.check(is_server=isinstance(config, SchedulerConfig))
-    except OSError as error:
-        raise ConfigurationError(f"--transport-keys: {error}") from None
 
 
 def check_endpoints(config: ServiceConfig) -> None:
@@ -79,10 +77,8 @@ def check_endpoints(config: ServiceConfig) -> None:
             continue  # checked line by line
         given = getattr(config, name)
         for endpoint in given if isinstance(given, list) else [given]:
-            try:
+            with refusing(ValueError, prefix=f"{flag(name)}: "):
                 check_endpoint(endpoint, config.security)
-            except ValueError as error:
-                raise ConfigurationError(f"{flag(name)}: {error}") from None
     if isinstance(config, SchedulerConfig):
         check_kv_events(config)
         check_record(config)

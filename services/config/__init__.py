@@ -5,14 +5,18 @@ file (`max-num-seqs`). Its description is the help text of the flag.
 """
 
 from services.config.base import BaseConfig, ServiceConfig, flag
-from services.config.bench import BenchConfig
-from services.config.convert import ConvertConfig
+from services.config.commands import (
+    WITHOUT_SERVER,
+    BenchConfig,
+    ConvertConfig,
+    ReplayConfig,
+    RunBatchConfig,
+    WhatIfConfig,
+)
 from services.config.frontend import FrontendConfig
 from services.config.http import HttpConfig
 from services.config.kv_events import KVEventsConfig
 from services.config.ray import OF_RAY, RayCommandConfig, RayConfig
-from services.config.replay import ReplayConfig, WhatIfConfig
-from services.config.run_batch import WITHOUT_SERVER, RunBatchConfig
 from services.config.scheduler import SchedulerConfig
 from services.config.serve import ENDPOINTS, OMITTED, SERVICES, ServeConfig
 from services.config.simulator import SimulatorConfig

@@ -8,7 +8,7 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 
-from services.cli.settings import ConfigurationError
+from services.cli.settings import ConfigurationError, refusing
 from services.config import RayCommandConfig
 from services.ray.application import application
 from services.ray.cluster import await_application
@@ -34,21 +34,18 @@ def run(config: RayCommandConfig) -> int:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    try:
+    with refusing(RuntimeError):
         app = application(config)
-    except RuntimeError as error:
-        raise ConfigurationError(str(error)) from None
     target = serve.RunTarget(app, config.name, config.route_prefix)
     try:
-        serve.run_many([target], wait_for_applications_running=False)
-        await_application(config.name, stop)
+        with refusing(RuntimeError):
+            serve.run_many([target], wait_for_applications_running=False)
+            await_application(config.name, stop)
         if not stop.is_set():
             print(
                 f"Serving behind Ray Serve, and at port {config.port} of each frontend. Ctrl-C removes it.", flush=True
             )
         stop.wait()
-    except RuntimeError as error:
-        raise ConfigurationError(str(error)) from None
     finally:
         serve.delete(config.name)
     return 0

@@ -1,10 +1,10 @@
 """tokenizer.json and tokenizer_config.json from the metadata of a GGUF file."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.checkpoint.errors import CheckpointError
-from services.checkpoint.gguf import pre_tokenizers, sentencepiece
+from services.checkpoint.gguf import pre_tokenizers
 from services.checkpoint.gguf.header import GgufHeader
 from services.checkpoint.gguf.special_tokens import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, token_id
 
@@ -116,12 +116,29 @@ def _sentencepiece(header: GgufHeader, tokens: list[str], types: list[int]) -> d
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": _bpe(
             ids,
-            sentencepiece.merges(made, ids),
+            _merges(made, ids),
             unk_token=None if unknown is None else tokens[unknown],
             fuse_unk=True,
             byte_fallback=BYTE in types,
         ),
     }
+
+
+def _merges(scores: Mapping[str, float], ids: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Return all pairs of pieces that make a piece, best first, as the converter of `transformers` orders them.
+
+    Args:
+        scores: of the pieces that a merge may make.
+        ids: of all pieces.
+    """
+    found: list[tuple[float, int, int, str, str]] = []
+    for piece, score in scores.items():
+        pairs = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
+        pairs = [(left, right) for left, right in pairs if left in ids and right in ids]
+        pairs.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+        found.extend((score, len(left), len(right), left, right) for left, right in pairs)
+    found.sort(key=lambda each: each[:3], reverse=True)
+    return [(left, right) for *_, left, right in found]
 
 
 def _bpe(ids: dict[str, int], merges: Sequence[tuple[str, ...]], **options: Any) -> dict[str, Any]:

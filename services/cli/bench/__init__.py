@@ -6,8 +6,9 @@ import sys
 import time
 from pathlib import Path
 
+from services.cli.ask import NoAnswer
 from services.cli.bench.metrics import summarize
-from services.cli.settings import ConfigurationError
+from services.cli.settings import ConfigurationError, refusing
 from services.config import BenchConfig
 
 
@@ -18,17 +19,15 @@ def bench(config: BenchConfig) -> int:
         ConfigurationError: the server cannot be reached, the file cannot be written, or aiohttp is not installed.
     """
     try:
-        from services.cli.bench.load import ServerError, run_load
+        from services.cli.bench.load import run_load
         from services.cli.bench.report import charts, report
     except ModuleNotFoundError as error:
         raise ConfigurationError(
             f"bench needs {error.name}; install it from a checkout: pip install -e '.[bench]'"
         ) from None
     file = _result_file(config)
-    try:
+    with refusing(NoAnswer):
         load = run_load(config)
-    except ServerError as error:
-        raise ConfigurationError(str(error)) from None
     result = summarize(config, load)
     print(f"{result['model_id']} at {result['base_url']}")
     print("\n".join([*report(result), *(charts(load) if config.draw else ())]))

@@ -14,10 +14,6 @@ from services.cli.ask import NoAnswer, ServerAddress, base_url, reason_of
 from services.config import BenchConfig
 
 
-class ServerError(Exception):
-    """The server cannot be used. The text is one line."""
-
-
 @dataclass
 class SentRequest:
     """A request and its response. Times are seconds on the monotonic clock."""
@@ -43,7 +39,7 @@ class LoadResult:
 
 
 def run_load(config: BenchConfig) -> LoadResult:
-    """Raises: ServerError, if the server does not answer or names no model."""
+    """Raises: NoAnswer, if the server does not answer or names no model."""
     return uvloop.run(_run(config))
 
 
@@ -58,10 +54,7 @@ def prompts(config: BenchConfig, count: int, seed: int) -> list[list[int]]:
 
 async def _run(config: BenchConfig) -> LoadResult:
     headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
-    try:
-        tls = ServerAddress(config.base_url, "", config.insecure, config.cacert).tls()
-    except NoAnswer as error:
-        raise ServerError(str(error)) from None
+    tls = ServerAddress(config.base_url, "", config.insecure, config.cacert).tls()
     async with aiohttp.ClientSession(
         base_url(config.base_url),
         headers=headers,
@@ -98,12 +91,12 @@ async def _first_model(session: aiohttp.ClientSession, url: str) -> str:
     try:
         async with session.get("/v1/models") as response:
             if response.status != 200:
-                raise ServerError(f"/v1/models answered {response.status}: {(await response.text())[:200]}")
+                raise NoAnswer(f"/v1/models answered {response.status}: {(await response.text())[:200]}")
             return str((await response.json())["data"][0]["id"])
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise ServerError(f"no server answers at {url}: {reason_of(error)}") from None
+        raise NoAnswer(f"no server answers at {url}: {reason_of(error)}") from None
     except (KeyError, IndexError, TypeError, ValueError):
-        raise ServerError("/v1/models names no model; give one with --model") from None
+        raise NoAnswer("/v1/models names no model; give one with --model") from None
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

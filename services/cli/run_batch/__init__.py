@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from services.cli.ask import ServerAddress
 from services.cli.keys import with_keys
@@ -19,19 +18,14 @@ from services.private import private_directory, short_base
 DIRECTORY_PREFIX = "runahead-batch-"
 
 
-class _Files(NamedTuple):
-    source: Path
-    target: Path
-
-
 def run_batch(config: RunBatchConfig) -> int:
     """Answer the batch and print its counts. Return the exit status: 1 if a line has no answer or an error.
 
     Raises:
         ConfigurationError: a file or the server cannot be used.
     """
-    files = _files(config)
-    batch = Batch(files.source, files.target, config.max_concurrency or config.max_num_seqs)
+    source, output = _files(config)
+    batch = Batch(source, output, config.max_concurrency or config.max_num_seqs)
     started = time.monotonic()
     if config.url:
         keys = with_keys(config).api_key
@@ -41,14 +35,14 @@ def run_batch(config: RunBatchConfig) -> int:
         status = 0
     else:
         status = _run_with_services(config, batch)
-    _print(batch.counts, time.monotonic() - started, files.target)
+    _print(batch.counts, time.monotonic() - started, output)
     if batch.error:
         raise ConfigurationError(batch.error)
     return status or (0 if batch.counts.complete else 1)
 
 
-def _files(config: RunBatchConfig) -> _Files:
-    """Raises: ConfigurationError, if a file is missing or is not a local one that can be used"""
+def _files(config: RunBatchConfig) -> tuple[Path, Path]:
+    """Return input and output. Raises: ConfigurationError, if one is missing or is not a local file that can be used"""
     for name in ("input_file", "output_file"):
         value = getattr(config, name)
         if not value:
@@ -62,7 +56,7 @@ def _files(config: RunBatchConfig) -> _Files:
         raise ConfigurationError(f"--output-file: {target} is no path of a file in an existing directory")
     if target.exists() and target.samefile(source):
         raise ConfigurationError(f"--output-file: {target} is the input file")
-    return _Files(source, target)
+    return source, target
 
 
 def _run_with_services(config: RunBatchConfig, batch: Batch) -> int:

@@ -12,7 +12,7 @@ import httpx
 
 from services.cli.ask import NoAnswer, ServerAddress, base_url
 from services.cli.run_batch.lines import BatchRequest
-from services.cli.settings import ConfigurationError
+from services.cli.settings import ConfigurationError, refusing
 
 ANSWER_SECONDS = 3600.0
 """Seconds to wait for a whole answer; the server ends requests without progress much earlier."""
@@ -58,10 +58,8 @@ class Target:
 
     def client(self, concurrency: int = 1) -> httpx.AsyncClient:
         """Return a client with up to `concurrency` connections, which stay open. Raises: ConfigurationError"""
-        try:
+        with refusing(NoAnswer):
             tls = self.server.tls()
-        except NoAnswer as error:
-            raise ConfigurationError(str(error)) from None
         limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
         key = self.server.api_key
         return httpx.AsyncClient(

@@ -1,12 +1,11 @@
 """`runahead trace`: the last steps of a running server as a file for Perfetto."""
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from services.cli.ask import NoAnswer, ServerAddress, ask_object
+from services.cli.ask import ServerAddress, ask_object
 from services.cli.trace.events import TraceWriter
 
 ENTRIES = 512
@@ -15,14 +14,9 @@ POLL_SECONDS = 0.5
 
 
 def trace(server: ServerAddress, output: Path, seconds: float) -> int:
-    """Write the file and print what it has. Return the exit status: 1 without an answer or a file."""
-    try:
-        found = collect(server, seconds)
-        writer = TraceWriter(found)
-        output.write_text(json.dumps(writer.document()))
-    except (NoAnswer, OSError) as error:
-        print(f"runahead: {error}", file=sys.stderr)
-        return 1
+    """Write the file and print what it has. Return the exit status. Raises: NoAnswer, OSError"""
+    writer = TraceWriter(collect(server, seconds))
+    output.write_text(json.dumps(writer.document()))
     hint = "open it in Perfetto" if writer.num_steps else "no request was served in this time"
     print(f"{writer.num_steps} steps (ranks: {writer.num_ranks}) written to {output}; {hint}")
     return 0

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from services.cli.ask import NoAnswer
 from services.cli.bench import bench
-from services.cli.bench.load import LoadResult, SentRequest, ServerError, run_load
+from services.cli.bench.load import LoadResult, SentRequest, run_load
 from services.cli.bench.metrics import summarize
 from services.cli.bench.report import CHART_HEIGHT, charts, report
 from services.cli.settings import ConfigurationError
@@ -222,5 +223,5 @@ def test_file_that_cannot_be_written_is_refused_before_the_load(server: StubServ
 
 
 def test_missing_server_is_a_server_error() -> None:
-    with pytest.raises(ServerError, match=r"^no server answers at http://127\.0\.0\.1:9: connection refused$"):
+    with pytest.raises(NoAnswer, match=r"^no server answers at http://127\.0\.0\.1:9: connection refused$"):
         run_load(BenchConfig(base_url="http://127.0.0.1:9"))

@@ -36,14 +36,14 @@ def test_a_poor_machine_gets_a_remark_for_each_lack(capsys: Capture, monkeypatch
 
 
 def test_without_the_native_extra_the_hint_has_its_name(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "torch" else "1.0")
+    monkeypatch.setattr(doctor, "installed", lambda name: "" if name == "torch" else "1.0")
     done = run_command(capsys, "doctor")
     assert done.status == 1
     assert "runahead-engine[native]" in done.stdout
 
 
 def test_without_numba_no_kernels_of_processors_are_shown(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "numba" else "1.0")
+    monkeypatch.setattr(doctor, "installed", lambda name: "" if name == "numba" else "1.0")
     done = run_command(capsys, "doctor")
     assert done.status == 0
     assert "computes on a GPU alone" in done.stdout

@@ -167,7 +167,7 @@ def test_the_native_backend_needs_numba_on_processors_alone(
     """A CUDA build of torch and what nvidia-smi lists are pretended."""
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "numba" else find(name))
-    monkeypatch.setattr(serving_memory, "torch_version", lambda: "2.13.0+cu130")
+    monkeypatch.setattr(serving_memory, "installed", lambda _: "2.13.0+cu130")
     monkeypatch.setattr(gpus, "gpus", lambda: [gpus.Gpu("NVIDIA H100", 80 << 30, 79 << 30)] * found)
     with pytest.raises(ConfigurationError, match="needs numba") if needed else nullcontext():
         check_sizes(ServeConfig(model=DEMO, device=device))

@@ -61,7 +61,7 @@ def test_the_speed_of_each_quantisation_is_bounded_by_the_bandwidth(
 def test_a_gpu_is_planned_with_its_own_memory(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = gpus.Gpu("NVIDIA Example", total=100 << 20, free=95 << 20)
     monkeypatch.setattr(gpus, "gpus", lambda: [gpu])
-    monkeypatch.setattr(serving_memory, "torch_version", lambda: "2.13.0+cu130")
+    monkeypatch.setattr(serving_memory, "installed", lambda _: "2.13.0+cu130")
     done, rows = plan(capsys, "--max-model-len", "1K")
     assert "85.0 MiB of NVIDIA Example (100.0 MiB) may be used" in done.stdout
     assert list(rows) == [1]
