@@ -1,12 +1,14 @@
 """The HTTP application: routers, what their handlers share, and the bodies of errors."""
 
 import logging
+from collections.abc import Mapping
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
+from starlette.routing import Route
 
 from services.config import FrontendConfig
 from services.frontend.anthropic import endpoints as anthropic
@@ -18,16 +20,14 @@ from services.frontend.metrics import Metrics
 from services.frontend.model import ServedModel
 from services.frontend.openai import endpoints as openai
 from services.frontend.openai import scores
-from services.frontend.openai.answering import Answering
+from services.frontend.openai.answering import Answering, TraceExport
 from services.frontend.openai.parameters.body import BodyParser
 from services.frontend.openapi import DocumentedApp
-from services.frontend.page.files import PageFiles
 from services.frontend.request_log import EndedRequestLog
 from services.frontend.responses_api import endpoints as responses_api
 from services.frontend.responses_api.files import ResponseFiles
 from services.frontend.routes import admin, cache, information, models, probes
 from services.frontend.steps import endpoints as steps
-from services.frontend.traces import TraceExporter
 
 log = logging.getLogger("runahead.frontend")
 
@@ -37,11 +37,13 @@ MAX_QUOTED = 100
 """Characters of a path that an error quotes."""
 
 
-def with_routes(config: FrontendConfig) -> FastAPI:
+def with_routes(config: FrontendConfig, page: Mapping[str, Response] | None = None) -> FastAPI:
     """Return the application without the objects that its handlers use."""
     app = DocumentedApp(closed=config.unknown_parameters == "refuse")
     for module in (*MODULES, admin, cache) if config.enable_admin_routes else MODULES:
         app.include_router(module.router)
+    for path, file in (page or {}).items():
+        app.router.routes.append(Route(path, file, methods=["GET"], include_in_schema=False))
     _add_errors(app)
     return app
 
@@ -53,21 +55,19 @@ def build(
     metrics: Metrics,
     request_log: EndedRequestLog,
     responses: ResponseFiles | None = None,
-    traces: TraceExporter | None = None,
-    page: PageFiles | None = None,
+    export_trace: TraceExport | None = None,
+    page: Mapping[str, Response] | None = None,
 ) -> FastAPI:
-    app = with_routes(config)
+    app = with_routes(config, page)
     app.state.context = AppContext(
         engine,
         model,
         metrics,
-        Answering(engine, model, metrics, request_log, traces),
+        Answering(engine, model, metrics, request_log, export_trace),
         BodyParser(config.unknown_parameters),
         Replans(engine, config.control_socket),
         responses,
     )
-    if page is not None:
-        page.add_to(app)
     return app
 
 

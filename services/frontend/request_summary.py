@@ -9,17 +9,24 @@ from protocol.requests import Finish
 from protocol.sampling import SamplingParams
 
 
-class ChoiceTimes(NamedTuple):
-    """Times and counts of one choice that has ended; monotonic seconds."""
+class EndedChoice(NamedTuple):
+    """Times and counts of one choice that has ended by itself; monotonic seconds."""
 
     submitted: float
     first_token: float | None
     ended: float
     reason: str
     """OpenAI's `finish_reason`."""
-    output_tokens: int
-    end: Finish | None
+    output_tokens: int = 0
+    end: Finish | None = None
     """None if a stop string ended the choice before the engine did."""
+    last_token: float | None = None
+    prompt_tokens: int = 0
+    max_tokens: int = 1
+    num_choices: int = 1
+    """Choices of the same prompt."""
+    duplicates: int = 0
+    """Tokens that were dropped because they had arrived before."""
 
 
 @dataclass(slots=True)
@@ -37,7 +44,7 @@ class RequestSummary:
     """Names of the engines that it was placed on, if there are several."""
     params: SamplingParams | None = None
     """Parameters of the first choice."""
-    choices: list[ChoiceTimes] | None = None
+    choices: list[EndedChoice] | None = None
     """None, if no traces are exported."""
     is_detached: bool = False
     """True if the request goes on after its response."""
@@ -46,7 +53,7 @@ class RequestSummary:
         if self.first_token is None:
             self.first_token = now - self.started
 
-    def on_choice(self, choice: ChoiceTimes) -> None:
+    def on_choice(self, choice: EndedChoice) -> None:
         """Add a choice that has ended."""
         self.output_tokens += choice.output_tokens
         end = choice.end

@@ -17,7 +17,7 @@ from protocol.transport import HandshakeRefused
 from services.checkpoint import CheckpointError
 from services.config import FrontendConfig
 from services.frontend.app import build
-from services.frontend.engine.addresses import follow, numbered
+from services.frontend.engine.addresses import numbered
 from services.frontend.engine.client import EngineClient
 from services.frontend.engine.placement_recording import PlacementRecording
 from services.frontend.errors import APIError
@@ -27,12 +27,11 @@ from services.frontend.http.listener import listen, tls_options
 from services.frontend.load_log import log_load
 from services.frontend.metrics import Metrics
 from services.frontend.model import ServedModel
-from services.frontend.page.files import PageFiles
+from services.frontend.page.files import load_page
 from services.frontend.placement import Placement
 from services.frontend.request_log import EndedRequestLog
 from services.frontend.responses_api.files import response_files
 from services.frontend.steps.ring import StepRing
-from services.frontend.traces import TraceExporter
 from services.process import HANG_FACTOR, STARTED, HangAlarm, start_log
 
 log = logging.getLogger("runahead.frontend")
@@ -73,7 +72,8 @@ class FrontendService:
     def __init__(self, config: FrontendConfig, model: ServedModel, listener: socket.socket, alarm: HangAlarm) -> None:
         self._config, self._listener, self._alarm = config, listener, alarm
         path = config.record_placement
-        self._recording = None if path is None else PlacementRecording(path)
+        self._open = contextlib.ExitStack()
+        recording = None if path is None else self._open.enter_context(contextlib.closing(PlacementRecording(path)))
         self.engine = EngineClient(
             [] if config.engines else numbered(config.scheduler_endpoint),
             config.max_open_requests,
@@ -83,20 +83,23 @@ class FrontendService:
             config.security,
             model.tokenizer.digest,
             StepRing(config.step_ring) if config.step_ring else None,
-            Placement(config.placement_policy, seed=os.getpid(), record=self._recording),
+            Placement(config.placement_policy, seed=os.getpid(), record=recording),
         )
         self._metrics = Metrics(self.engine, model.names[0])
-        endpoint, name = config.otlp_traces_endpoint, model.names[0]
-        self._traces = TraceExporter(endpoint, name, self.engine) if endpoint else None
-        page = PageFiles.load() if config.ui else None
+        export_trace = None
+        if config.otlp_traces_endpoint is not None:
+            from services.frontend.traces import TraceExporter
+
+            traces = TraceExporter(config.otlp_traces_endpoint, model.names[0], self.engine)
+            self._open.callback(traces.close)
+            export_trace = traces.export
+        page = load_page() if config.ui else {}
         self._request_log = EndedRequestLog()
-        self._open = contextlib.ExitStack()
         self._responses = self._open.enter_context(response_files(config))
-        parts = (self.engine, self._metrics, self._request_log, self._responses, self._traces, page)
+        parts = (self.engine, self._metrics, self._request_log, self._responses, export_trace, page)
         app = build(config, model, *parts)
-        public = frozenset[str]() if page is None else page.paths
         shed = app.state.context.answering.shed
-        self.app = with_cors(Guards(app, config, config.max_body_bytes, public, shed), config)
+        self.app = with_cors(Guards(app, config, config.max_body_bytes, frozenset(page), shed), config)
         """The application behind the checks of every request."""
         self.server = _Server(
             uvicorn.Config(
@@ -120,7 +123,7 @@ class FrontendService:
     async def run(self) -> int:
         """Serve until stopped. Return the exit status."""
         others = {asyncio.create_task(self._responses.keep_bounds())} if self._responses else set()
-        connection = asyncio.create_task(self._run_engines())
+        connection = asyncio.create_task(self.engine.run(self._config.engines))
         load = asyncio.create_task(log_load(self.engine, self._metrics))
         alarm = asyncio.create_task(self._set_alarm())
         serving = asyncio.create_task(self.server.serve([self._listener]))
@@ -139,29 +142,9 @@ class FrontendService:
             for task in others:
                 task.cancel()
             await asyncio.wait(others)
-            self._open.close()
             self._request_log.flush()
-            if self._traces is not None:
-                self._traces.close()
-            if self._recording is not None:
-                self._recording.close()
+            self._open.close()
         return 0
-
-    async def _run_engines(self) -> None:
-        """Raises: HandshakeRefused"""
-        running = asyncio.create_task(self.engine.run())
-        tasks = {running}
-        if self._config.engines is not None:
-            security, listener = self._config.security, self.engine.engines.set_addresses
-            tasks.add(asyncio.create_task(follow(self._config.engines, security, listener)))
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
 
     async def _set_alarm(self) -> None:
         try:

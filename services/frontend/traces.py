@@ -4,23 +4,30 @@ Spans: the request (kind SERVER) and below it, for each choice, `queue`, `prefil
 scheduler's times are data of the request's `Finish`, so a token costs nothing, and no other service sends spans. Losses
 of workers or of the scheduler are events of the requests that were open. No text of a request is exported.
 
-The OpenTelemetry packages (extra `otel`) are imported only if traces are exported.
+Imports the OpenTelemetry packages (extra `otel`); this module is imported only if traces are exported.
 """
 
+import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
+from opentelemetry.context import Context
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.trace import Span, SpanKind, StatusCode
+from opentelemetry.trace.propagation import set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.requests import Request as HTTPRequest
 
+from services.config.traces import GRPC, TRACES_PROTOCOL, traces_protocol
 from services.frontend.engine.availability import Recovery
 from services.frontend.engine.client import EngineClient
-from services.frontend.request_summary import ChoiceTimes, RequestSummary
+from services.frontend.request_summary import EndedChoice, RequestSummary
 
-if TYPE_CHECKING:
-    from opentelemetry.context import Context
-    from opentelemetry.trace import Span
+log = logging.getLogger("runahead.frontend")
 
 _OPERATIONS = {
     "/v1/completions": "text_completion",
@@ -29,6 +36,9 @@ _OPERATIONS = {
     "/v1/messages": "chat",
 }
 """GenAI operations by route; other routes compute embeddings."""
+
+EXPORT_SECONDS = 5
+"""Time limit of an export. Spans that cannot be exported are dropped."""
 
 Attributes = Mapping[str, str | int | float | list[str]]
 
@@ -41,7 +51,7 @@ class ChoicePhase(NamedTuple):
     ended: float
 
 
-def phases(choice: ChoiceTimes, recovered: bool) -> list[ChoicePhase]:
+def phases(choice: EndedChoice, recovered: bool) -> list[ChoicePhase]:
     """Return the phases of a choice that are known.
 
     The scheduler's clock is another one. With the offset between the clocks, the request was queued after it was
@@ -71,22 +81,10 @@ class TraceExporter:
     """Sends the traces of requests that have ended, in batches, from a thread of its own."""
 
     def __init__(self, endpoint: str, model: str, engine: EngineClient) -> None:
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        from opentelemetry.trace import SpanKind, StatusCode
-        from opentelemetry.trace.propagation import set_span_in_context
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        from services.frontend.span_export import CollectorExporter
-
         resource = Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME", "runahead")})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(CollectorExporter(endpoint)))
         self._tracer = self._provider.get_tracer("runahead.frontend")
-        self._kinds = SpanKind
-        self._statuses = StatusCode
-        self._below = set_span_in_context
         self._propagator = TraceContextTextMapPropagator()
         self._model = model
         self._engine = engine
@@ -104,7 +102,7 @@ class TraceExporter:
         span = self._tracer.start_span(
             f"{operation} {self._model}",
             context=self._parent(http),
-            kind=self._kinds.SERVER,
+            kind=SpanKind.SERVER,
             start_time=clock.at(summary.started),
             attributes={
                 "gen_ai.operation.name": operation,
@@ -116,15 +114,15 @@ class TraceExporter:
         )
         if status >= 500:
             span.set_attribute("error.type", str(status))
-            span.set_status(self._statuses.ERROR, error)
+            span.set_status(StatusCode.ERROR, error)
         recoveries = [event for event in self._engine.recoveries if summary.started <= event.at <= now]
         _add_events(span, recoveries, clock)
-        below = self._below(span)
+        below = set_span_in_context(span)
         for index, choice in enumerate(summary.choices or ()):
             self._add_phases(below, index, choice, bool(recoveries), clock)
         span.end(clock.at(now))
 
-    def _parent(self, http: HTTPRequest) -> "Context | None":
+    def _parent(self, http: HTTPRequest) -> Context | None:
         names = ("traceparent", "tracestate")
         carrier = {name: value for name in names if (value := http.headers.get(name)) is not None}
         return self._propagator.extract(carrier) if carrier else None
@@ -156,7 +154,7 @@ class TraceExporter:
         return found
 
     def _add_phases(
-        self, below: "Context", index: int, choice: ChoiceTimes, recovered: bool, clock: "_WallClock"
+        self, below: Context, index: int, choice: EndedChoice, recovered: bool, clock: "_WallClock"
     ) -> None:
         for phase in phases(choice, recovered):
             attributes: dict[str, int] = {"runahead.choice": index}
@@ -183,6 +181,57 @@ class _WallClock:
         return int((moment + self._offset) * 1e9)
 
 
-def _add_events(span: "Span", recoveries: Iterable[Recovery], clock: _WallClock) -> None:
+def _add_events(span: Span, recoveries: Iterable[Recovery], clock: _WallClock) -> None:
     for event in recoveries:
         span.add_event(event.name, {"runahead.reason": event.reason}, clock.at(event.at))
+
+
+class CollectorExporter(SpanExporter):
+    """Exports spans and logs the changes between success and failure. The exporters of OpenTelemetry log each failure;
+    their lines give the reason."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint, self._exporter = endpoint, _exporter(endpoint)
+        self._fails = False
+        self._reasons = _FirstLine()
+        exporters = logging.getLogger("opentelemetry.exporter")
+        exporters.addHandler(self._reasons)
+        exporters.propagate = False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self._reasons.text = ""
+        result = self._exporter.export(spans)
+        fails = result is not SpanExportResult.SUCCESS
+        if fails and not self._fails:
+            log.warning(
+                "traces are dropped: %s; check that a collector at --otlp-traces-endpoint %s accepts %s (%s); the next "
+                "line about traces follows when they are exported again",
+                *(self._reasons.text or "the export failed", self._endpoint, traces_protocol(), TRACES_PROTOCOL),
+            )
+        elif self._fails and not fails:
+            log.info("traces are exported to %s again", self._endpoint)
+        self._fails = fails
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+
+class _FirstLine(logging.Handler):
+    """Keeps the text of the first warning since `text` was cleared: the later ones report only that retries ended."""
+
+    text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.WARNING:
+            self.text = self.text or " ".join(record.getMessage().split()).rstrip(".")
+
+
+def _exporter(endpoint: str) -> SpanExporter:
+    if traces_protocol() == GRPC:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
+
+        return GrpcExporter(endpoint, insecure=not endpoint.startswith("https:"), timeout=EXPORT_SECONDS)
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
+
+    return HttpExporter(endpoint, timeout=EXPORT_SECONDS)

@@ -15,7 +15,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from protocol.requests import EnginePhase
 from services.config import RayConfig
-from services.frontend.engine.addresses import follow
 from services.frontend.engine.client import EngineClient
 from services.ray.actors import RankActor, SchedulerActor, check_version
 from services.ray.discovery import Discovery, prefix
@@ -47,11 +46,8 @@ class EngineReplica:
         self._client = EngineClient(
             [], 1, config.scheduler_timeout_seconds, config.recovery_timeout_seconds, 1.0, keys.security
         )
-        engines = str(Discovery(context.app_name, keys, only=context.replica_tag).file)
-        self._watching = [
-            asyncio.create_task(self._client.run()),
-            asyncio.create_task(follow(engines, keys.security, self._client.engines.set_addresses)),
-        ]
+        engines = Discovery(context.app_name, keys, only=context.replica_tag).file
+        self._watching = asyncio.create_task(self._client.run(str(engines)))
         while not self._client.ready:
             await self._check()
             await asyncio.sleep(POLL_INTERVAL)
@@ -61,9 +57,8 @@ class EngineReplica:
         failures = [failure for failure in await self._failures() if failure]
         if failures:
             raise RuntimeError(failures[0])
-        for task in self._watching:
-            if task.done():
-                task.result()
+        if self._watching.done():
+            self._watching.result()
         if self._client.state.phase is EnginePhase.FAILED:
             raise RuntimeError(self._client.state.detail)
 
@@ -100,8 +95,8 @@ class EngineReplica:
         scheduler = self._actors[0]
         with contextlib.suppress(RayError):
             await scheduler.drain.remote()
-        for task in getattr(self, "_watching", ()):
-            task.cancel()
+        if hasattr(self, "_watching"):
+            self._watching.cancel()
         self._stack.close()
 
 

@@ -5,13 +5,7 @@ from typing import Any
 
 import msgspec
 
-from services.frontend.anthropic.responses import (
-    AnthropicUsage,
-    MessageEnding,
-    MessageHead,
-    MessageResponse,
-    StopReason,
-)
+from services.frontend.anthropic.schemas import AnthropicUsage, MessageEnding, MessageHead, MessageResponse, StopReason
 from services.frontend.errors import APIError, anthropic_body
 from services.frontend.openai.answers.chunk import Chunk
 from services.frontend.openai.answers.events import one_line

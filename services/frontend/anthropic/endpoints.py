@@ -9,8 +9,14 @@ from starlette.responses import Response
 
 from services.frontend.anthropic.answers import MessageEvents, message_json
 from services.frontend.anthropic.conversation import chat_request
-from services.frontend.anthropic.responses import CountTokensResponse, MessageEvent, MessageHead, MessageResponse
-from services.frontend.anthropic.schemas import CountTokensRequest, MessagesRequest
+from services.frontend.anthropic.schemas import (
+    CountTokensRequest,
+    CountTokensResponse,
+    MessageEvent,
+    MessageHead,
+    MessageResponse,
+    MessagesRequest,
+)
 from services.frontend.context import Context, recorded
 from services.frontend.errors import ANTHROPIC_PREFIX, AnthropicErrorResponse
 from services.frontend.openai.answering import AnswerRequest

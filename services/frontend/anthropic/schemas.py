@@ -1,12 +1,14 @@
-"""Request bodies of Anthropic's Messages API. Every field has a bound; unserved fields are refused by name."""
+"""Bodies of Anthropic's Messages API. Every field of a request has a bound; unserved ones are refused by name."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+from typing_extensions import TypedDict
 
 from services.frontend.openai.schemas import fields
 from services.frontend.openai.schemas.open_object import OpenObject
 from services.frontend.openai.schemas.requests import BaseRequest, SampledRequest, unserved_by
+from services.frontend.openai.schemas.responses import Natural
 from services.frontend.openai.schemas.unserved import Neutral
 
 
@@ -118,3 +120,45 @@ class CountTokensRequest(BaseRequest):
 class MessagesRequest(CountTokensRequest, SampledRequest):
     max_tokens: int = Field(ge=1, lt=2**31)
     stop_sequences: fields.Stops | None = None
+
+
+# Answers: types of what is sent and of what /openapi.json describes.
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class AnthropicUsage(TypedDict):
+    input_tokens: Natural
+    """Tokens of the prompt that the prefix cache did not hold."""
+    output_tokens: Natural
+    cache_creation_input_tokens: Natural
+    cache_read_input_tokens: Natural
+
+
+class MessageHead(TypedDict):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+
+
+class MessageEnding(TypedDict):
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+class MessageResponse(MessageHead, MessageEnding):
+    content: list[dict[str, Any]]
+    """Blocks of the types text, thinking and tool_use."""
+    usage: AnthropicUsage
+
+
+class MessageEvent(TypedDict):
+    type: Literal[
+        "message_start", "content_block_start", "content_block_delta", "content_block_stop", "message_delta",
+        "message_stop",
+    ]  # fmt: skip
+
+
+class CountTokensResponse(TypedDict):
+    input_tokens: Natural

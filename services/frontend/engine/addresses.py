@@ -71,63 +71,64 @@ def parse(text: str, security: Security) -> tuple[list[EngineAddress], list[str]
 
 async def follow(source: str, security: Security, listener: Listener) -> None:
     """Pass the engines of a file, or those that dns://NAME:PORT resolves to, and again when they change, until
-    cancelled."""
-    await (_follow_name if source.startswith(DNS) else _follow_file)(source, security, listener)
-
-
-async def _follow_file(source: str, security: Security, listener: Listener) -> None:
-    file = EngineFile(Path(source), security)
+    cancelled. A file that cannot be read, or a name that does not resolve, changes nothing."""
+    is_name = source.startswith(DNS)
+    engines = EngineName(source, security) if is_name else EngineFile(Path(source), security)
+    complaint = ""
     while True:
-        if (addresses := file.read()) is not None:
+        addresses, problem = None, ""
+        try:
+            addresses = await engines.read()
+        except (OSError, ValueError) as error:
+            problem = str(error)
+        if problem not in ("", complaint):
+            use = "used" if is_name else "read"
+            log.error("the engines are those of before, as %s cannot be %s: %s", source, use, problem)
+        complaint = problem
+        if addresses is not None:
             listener(addresses)
-        await asyncio.sleep(FILE_INTERVAL)
+        await asyncio.sleep(DNS_INTERVAL if is_name else FILE_INTERVAL)
 
 
 class EngineFile:
-    """A file that lists engines, and what is wrong with it in the log, once for each change."""
+    """A file that lists engines. What is wrong with its lines is logged, once for each change."""
 
     def __init__(self, path: Path, security: Security) -> None:
         self._path, self._security = path, security
         self._seen: tuple[int, ...] = ()
-        self._complaint = ""
 
-    def read(self) -> list[EngineAddress] | None:
-        """Return its engines if it has changed since the last call, else None."""
-        try:
-            status = self._path.stat()
-            now = (status.st_mtime_ns, status.st_size, status.st_ino)
-            if now == self._seen:
-                return None
-            addresses, problems = parse(self._path.read_text(), self._security)
-        except (OSError, UnicodeDecodeError) as error:
-            if str(error) != self._complaint:
-                log.error("the engines are those of before, as %s cannot be read: %s", self._path, error)
-            self._complaint = str(error)
+    async def read(self) -> list[EngineAddress] | None:
+        """Return its engines if it has changed since the last call, else None. Raises: OSError, ValueError"""
+        status = self._path.stat()
+        now = (status.st_mtime_ns, status.st_size, status.st_ino)
+        if now == self._seen:
             return None
-        self._seen, self._complaint = now, ""
+        addresses, problems = parse(self._path.read_text(), self._security)
+        self._seen = now
         for problem in problems:
             log.error("%s, %s; the other engines are used", self._path, problem)
         return addresses
 
 
-async def _follow_name(source: str, security: Security, listener: Listener) -> None:
-    """A name that does not resolve changes nothing."""
-    parts, seen, complaint = urlsplit(source), list[EngineAddress](), ""
-    loop = asyncio.get_running_loop()
-    while True:
-        try:
-            found = await loop.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
-            hosts = sorted({f"[{a[4][0]}]" if ":" in str(a[4][0]) else str(a[4][0]) for a in found})
-            endpoints = [f"tcp://{host}:{parts.port}" for host in hosts]
-            for endpoint in endpoints:
-                check_endpoint(endpoint, security)
-            addresses = [EngineAddress(endpoint.removeprefix("tcp://"), endpoint) for endpoint in endpoints]
-            if addresses != seen:
-                log.info("%s is now %s", source, ", ".join(hosts))
-                seen, complaint = addresses, ""
-                listener(addresses)
-        except (OSError, ValueError) as error:
-            if str(error) != complaint:
-                log.error("the engines are those of before, as %s cannot be used: %s", source, error)
-            complaint = str(error)
-        await asyncio.sleep(DNS_INTERVAL)
+class EngineName:
+    """A name whose addresses are those of engines."""
+
+    def __init__(self, source: str, security: Security) -> None:
+        self._source, self._security = source, security
+        self._seen: list[EngineAddress] = []
+
+    async def read(self) -> list[EngineAddress] | None:
+        """Return its engines if they have changed since the last call, else None. Raises: OSError, ValueError"""
+        parts = urlsplit(self._source)
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
+        hosts = sorted({f"[{a[4][0]}]" if ":" in str(a[4][0]) else str(a[4][0]) for a in found})
+        places = [f"{host}:{parts.port}" for host in hosts]
+        addresses = [EngineAddress(place, f"tcp://{place}") for place in places]
+        for address in addresses:
+            check_endpoint(address.endpoint, self._security)
+        if addresses == self._seen:
+            return None
+        log.info("%s is now %s", self._source, ", ".join(hosts))
+        self._seen = addresses
+        return addresses

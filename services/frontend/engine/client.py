@@ -16,7 +16,10 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any
+
+import msgspec
+from typing_extensions import TypedDict
 
 from protocol.block_names import TOKEN_BYTES, extend_names
 from protocol.codec import Decoder, ProtocolError, encode, pack
@@ -31,10 +34,11 @@ from protocol.requests import (
     Finish,
     FinishReason,
     GenerateRequest,
+    ResetPrefixCache,
 )
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from protocol.security import LOCAL, Security
-from services.frontend.engine.addresses import EngineAddress
+from services.frontend.engine.addresses import EngineAddress, follow
 from services.frontend.engine.availability import NOT_CONNECTED, Recovery
 from services.frontend.engine.engine import ConnectedEngine
 from services.frontend.engine.engines import Engines
@@ -91,15 +95,16 @@ class RequestContext:
         return salt_of(self.lora, self.cache_salt)
 
 
-class StreamMove(NamedTuple):
+class MoveEntry(TypedDict):
     at: float
     """Seconds since 1970."""
     request_id: str
     source: str
     target: str
-    reason: Reason
+    reason: str
+    """lost, draining, slow or prefilled."""
     output_tokens: int
-    """Tokens that were delivered before."""
+    """Tokens that the former engine had delivered."""
 
 
 def _computes_only_prompt(reason: Reason, request: GenerateRequest) -> bool:
@@ -135,6 +140,7 @@ class EngineClient:
         self.steps = steps
         self._max_open = max_open_requests
         self._request_timeout = request_timeout
+        self._security = security
         self.placement = placement or Placement(seed=os.getpid())
         self.ledger = RequestLedger(self.placement.on_ended)
         self._numbers = itertools.count(1)
@@ -144,7 +150,7 @@ class EngineClient:
         """Requests that were refused for load before they were read."""
         self.decisions = Counter[tuple[str, str, str]]()
         """Decisions over all time: what was decided, the engine that it is about ("": none), and the reason."""
-        self.latest_moves: deque[StreamMove] = deque(maxlen=MAX_MOVES)
+        self.latest_moves: deque[MoveEntry] = deque(maxlen=MAX_MOVES)
         self.flush_queue = FlushQueue()
         self.draining = False
         settings = silence, patience, security, tokenizer
@@ -194,13 +200,24 @@ class EngineClient:
             self.num_shed += 1
             raise APIError(429, "the server is overloaded; try again later", retry_after=left)
 
-    async def run(self) -> None:
+    async def run(self, source: str | None = None) -> None:
         """Connect to the engines and read until cancelled. The open requests of one that is lost go on at another one,
         or at its next scheduler, from the tokens that were delivered.
 
+        Args:
+            source: file that lists the engines, or dns://NAME:PORT; None: they stay those of `addresses`.
+
         Raises: HandshakeRefused, if the only engine, or this frontend, refuses the connection
         """
-        await self.engines.run(self._check)
+        running = [asyncio.create_task(self.engines.run(self._check))]
+        if source is not None:
+            running.append(asyncio.create_task(follow(source, self._security, self.engines.set_addresses)))
+        try:
+            await asyncio.gather(*running)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running)
 
     def _check(self, now: float) -> None:
         """Notice engines that do not come back and requests without progress. `now`: monotonic seconds."""
@@ -314,9 +331,14 @@ class EngineClient:
         self.ledger.move(number, self._next_number(), move.target, is_fault=move.reason is Reason.LOST)
         self.decisions["move", move.source, move.reason] += 1
         self.latest_moves.append(
-            StreamMove(
-                time.time(), entry.request.request_id, move.source, move.target, move.reason, len(entry.stream.output)
-            )
+            {
+                "at": time.time(),
+                "request_id": entry.request.request_id,
+                "source": move.source,
+                "target": move.target,
+                "reason": move.reason,
+                "output_tokens": len(entry.stream.output),
+            }
         )
         log.debug(
             "request moved: request_id=%s number=%d tokens=%d from=%s to=%s: %s",
@@ -400,10 +422,8 @@ class EngineClient:
 
         Raises: APIError, if a scheduler does not answer
         """
-        self.check_ready()
-        engines = [engine for engine in self.engines.values() if engine.connection.is_open]
-        done = [engine.questions.reset(reset_running, engine.connection.send_quietly) for engine in engines]
-        return all(await asyncio.gather(*done))
+        answers = await self._ask_engines(lambda _, number: ResetPrefixCache(number, reset_running))
+        return all(done.complete for done in answers.values())
 
     async def control_cache(self, make: Callable[[EngineState, int], ControlCache]) -> dict[str, CacheControlled]:
         """Send a request of an administrator to all engines. Return the answers by the engines' names.
@@ -414,11 +434,13 @@ class EngineClient:
         Raises: APIError, if a scheduler does not answer
         """
         self.check_ready()
-        engines = [engine for engine in self.engines.values() if engine.connection.is_open]
-        if old := [engine.name for engine in engines if not engine.state.controls_cache]:
+        if old := [e.name for e in self.engines.values() if e.connection.is_open and not e.state.controls_cache]:
             raise APIError(503, f"engine {old[0]} is of an older version, which knows no pins and drops")
-        answers = [
-            engine.questions.control(partial(make, engine.state), engine.connection.send_quietly) for engine in engines
-        ]
-        names = (engine.name for engine in engines)
-        return dict(zip(names, await asyncio.gather(*answers), strict=True))
+        return await self._ask_engines(make)
+
+    async def _ask_engines(self, make: Callable[[EngineState, int], msgspec.Struct]) -> dict[str, Any]:
+        """Raises: APIError"""
+        self.check_ready()
+        engines = [engine for engine in self.engines.values() if engine.connection.is_open]
+        asked = (engine.connection.ask(partial(make, engine.state)) for engine in engines)
+        return dict(zip((engine.name for engine in engines), await asyncio.gather(*asked), strict=True))

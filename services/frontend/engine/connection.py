@@ -1,23 +1,28 @@
 """The frontend's connection to the scheduler. When it is lost, it is made again."""
 
 import asyncio
+import itertools
 import logging
 import os
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 from protocol.codec import ProtocolError
-from protocol.requests import EngineState
+from protocol.requests import CacheControlled, EngineState, ResetDone
 from protocol.security import Security
 from protocol.transport import Expelled, HandshakeTimeout, PeerGone, PeerSlow
 from protocol.transport.aio import AsyncClient
 from services.frontend.engine.signs_of_life import SignsOfLife
+from services.frontend.errors import APIError
 
 log = logging.getLogger("runahead.frontend")
 
 HANDSHAKE_TIMEOUT = 5.0
 """Seconds to wait for the scheduler's answer before connecting again."""
+ANSWER_TIMEOUT = 10.0
+"""Seconds to wait for the answer to a question."""
 RECONNECT_INTERVAL = 0.2
 """Seconds between the loss of a connection and the next attempt."""
 
@@ -48,6 +53,9 @@ class SchedulerConnection:
         self._client: AsyncClient | None = None
         """None: not connected."""
         self._signs = SignsOfLife(silence)
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        """By number: of the questions that wait."""
+        self._numbers = itertools.count(1)
         self._lease = 0
         """Lease that the scheduler has given this connection; 0: unknown."""
 
@@ -135,3 +143,19 @@ class SchedulerConnection:
             self._client.send(message)
         except (PeerGone, PeerSlow) as error:
             log.warning("a message to the scheduler was not sent: %s", error)
+
+    async def ask(self, make: Callable[[int], msgspec.Struct]) -> Any:
+        """Send a question, which is made with a number, and return the answer. Raises: APIError, if there is none"""
+        number = next(self._numbers) & 0xFFFFFFFF
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        try:
+            self.send_quietly(make(number))
+            return await asyncio.wait_for(answer, ANSWER_TIMEOUT)
+        except TimeoutError:
+            raise APIError(503, "the scheduler did not answer; try again later") from None
+        finally:
+            del self._answers[number]
+
+    def on_answer(self, done: ResetDone | CacheControlled) -> None:
+        if (answer := self._answers.get(done.number)) is not None and not answer.done():
+            answer.set_result(done)

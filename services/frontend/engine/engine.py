@@ -21,7 +21,6 @@ from services.frontend.engine.availability import Availability, Recovery, checke
 from services.frontend.engine.connection import SchedulerConnection
 from services.frontend.engine.ledger import RequestLedger
 from services.frontend.engine.output_pace import OutputPace
-from services.frontend.engine.questions import Questions
 from services.frontend.engine.streams import RawLogprobs
 from services.frontend.placement import Condition, ConditionEvent, EngineReport, Role, condition_after
 from services.frontend.steps.ring import StepRing
@@ -80,7 +79,6 @@ class ConnectedEngine:
         """Reason why it, or this frontend, has refused the connection; "": it has not."""
         self.overloaded_until = 0.0
         """Until then the scheduler refuses new requests for load; monotonic seconds."""
-        self.questions = Questions()
         self._pace = OutputPace()
         self._steps: StepRing | None = None
         self._follows_blocks = False
@@ -283,7 +281,7 @@ class ConnectedEngine:
                 self._on_cached_blocks(message)
                 return
             if isinstance(message, ResetDone | CacheControlled):
-                self.questions.on_answer(message)
+                self.connection.on_answer(message)
                 return
             if message.incarnation != self.state.incarnation:
                 log.warning("a message of another scheduler was dropped")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from services.frontend.placement.records import Advanced, PlacementStarted, Record, decode_lines, encode_line
+from services.frontend.placement.records import Advanced, PlacementStarted, Record, decode_record, encode_record
 
 log = logging.getLogger("runahead.frontend")
 
@@ -39,7 +39,7 @@ class PlacementRecording:
     def __call__(self, record: Record) -> None:
         if self._file.closed:
             return
-        self._lines.append(encode_line(record))
+        self._lines.append(encode_record(record) + b"\n")
         if isinstance(record, Advanced) and record.now - self._written > WRITE_SECONDS:
             self._written = record.now
             self._write()
@@ -73,7 +73,7 @@ def read_recordings(path: Path) -> Iterator[list[Record]]:
             if not line.strip():
                 continue
             try:
-                (record,) = decode_lines([line])
+                record = decode_record(line)
             except msgspec.MsgspecError as error:
                 torn = torn or f"{path}, line {number}: {error}"
                 continue

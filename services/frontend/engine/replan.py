@@ -9,6 +9,8 @@ import logging
 import time
 from typing import Any
 
+from typing_extensions import TypedDict
+
 from services.frontend.engine.client import EngineClient
 from services.frontend.errors import APIError
 
@@ -18,9 +20,15 @@ POLL_INTERVAL = 0.1
 """Seconds between two looks at the new engine."""
 CONTROL_TIMEOUT = 60.0
 """Seconds until the supervisor answers: it checks files and memory first."""
-
-
 OTHER_WEIGHTS = "the engine of this request ends, and its successor has other weights; send the request again"
+
+
+class ReplanStatus(TypedDict):
+    phase: str
+    """none, starting, moving, done or failed."""
+    engine: str
+    """Name of the new engine."""
+    detail: str
 
 
 class ReplanFailed(Exception):
@@ -37,8 +45,8 @@ class Replans:
     def __init__(self, client: EngineClient, control: str | None) -> None:
         self._client, self._control = client, control
         self._running: asyncio.Task[None] | None = None
-        self.status: dict[str, str] = {"phase": "none", "engine": "", "detail": ""}
-        """Phase of the last change: none, starting, moving, done or failed."""
+        self.status: ReplanStatus = {"phase": "none", "engine": "", "detail": ""}
+        """The last change."""
 
     async def begin(self, settings: dict[str, str], start_timeout: float, drain_timeout: float) -> str:
         """Start an engine with other settings, which replaces those that there are. Return its name.

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
@@ -13,6 +12,7 @@ from services.frontend.errors import GONE
 from services.frontend.metrics.collectors import OURS, Count, Total, ValueHistogram
 from services.frontend.metrics.engine_statistics import EngineStatistics
 from services.frontend.metrics.vllm_names import with_vllm_name
+from services.frontend.request_summary import EndedChoice
 
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
          2560)  # fmt: skip
@@ -30,24 +30,6 @@ def outcome_of(status: int) -> str:
     """Return in one word how an HTTP request for an answer ended."""
     outcomes = {200: "completed", GONE: "aborted", 429: "rejected", 503: "rejected"}
     return outcomes.get(status, "failed" if status >= 500 else "invalid")
-
-
-class AnswerRecord(NamedTuple):
-    """Numbers of one choice that ended by itself."""
-
-    finish: str
-    """OpenAI's `finish_reason`."""
-    seconds: float
-    """From the HTTP request to the end."""
-    duplicates: int = 0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    num_choices: int = 1
-    max_tokens: int = 1
-    first_to_last: float = 0.0
-    """Seconds from the first token to the last one."""
-    end: Finish | None = None
-    """None if a stop string ended the choice before the engine did."""
 
 
 class Metrics:
@@ -107,20 +89,22 @@ class Metrics:
         self._preemptions = histogram("request_num_preemptions", "preemptions of a request", _PREEMPTIONS)
         self._computed = histogram("request_prefill_kv_computed_tokens", "prompt tokens that were computed", _TOKENS)
 
-    def on_answer(self, record: AnswerRecord) -> None:
+    def on_answer(self, choice: EndedChoice) -> None:
         """Count a choice that ended by itself."""
-        self._finished[record.finish].value += 1
-        self._e2e.observe(record.seconds)
-        self._duplicates.value += record.duplicates
-        self._prompt.observe(record.prompt_tokens)
-        self._output.observe(record.output_tokens)
-        self._most.observe(record.output_tokens)
-        self._n.observe(record.num_choices)
-        self._max_tokens.observe(record.max_tokens)
-        if record.output_tokens > 1:
-            self._per_token.observe(record.first_to_last / (record.output_tokens - 1))
-        if record.end is not None:
-            self._on_finish(record.end, record.prompt_tokens)
+        self._finished[choice.reason].value += 1
+        self._e2e.observe(choice.ended - choice.submitted)
+        self._duplicates.value += choice.duplicates
+        self._prompt.observe(choice.prompt_tokens)
+        self._output.observe(choice.output_tokens)
+        self._most.observe(choice.output_tokens)
+        self._n.observe(choice.num_choices)
+        self._max_tokens.observe(choice.max_tokens)
+        first, last, tokens = choice.first_token, choice.last_token, choice.output_tokens
+        if tokens > 1:
+            seconds = 0.0 if first is None or last is None else last - first
+            self._per_token.observe(seconds / (tokens - 1))
+        if choice.end is not None:
+            self._on_finish(choice.end, choice.prompt_tokens)
 
     def _on_finish(self, end: Finish, prompt_tokens: int) -> None:
         """Count what only the engine knows."""

@@ -3,7 +3,7 @@
 import contextlib
 import time
 import uuid
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +19,11 @@ from services.frontend.errors import APIError
 from services.frontend.http.disconnect import watch_disconnect
 from services.frontend.metrics import Metrics
 from services.frontend.model import ServedModel
-from services.frontend.openai.answers.choice import ChoiceContext, Delivered
+from services.frontend.openai.answers.choice import AnswerOptions, ChoiceContext, Delivered
 from services.frontend.openai.answers.chunk import Chunk
 from services.frontend.openai.answers.event_stream import EventStream, StreamEncoder
 from services.frontend.openai.answers.generation import NOTHING, Generation
 from services.frontend.openai.answers.logprobs import LogprobFormatter
-from services.frontend.openai.answers.options import AnswerOptions
 from services.frontend.openai.answers.usage import UsageCounter
 from services.frontend.openai.answers.writers import AnswerCollector, AnswerWriter
 from services.frontend.openai.parameters.sampling import sampling_params
@@ -36,7 +35,6 @@ from services.frontend.openai.tasks import GENERATE, check_task
 from services.frontend.request_log import EndedRequest, EndedRequestLog
 from services.frontend.request_summary import RequestSummary
 from services.frontend.text.token_texts import TokenTexts
-from services.frontend.traces import TraceExporter
 
 ANSWER_PATHS = frozenset(
     {
@@ -58,6 +56,8 @@ ANSWER_PATHS = frozenset(
 
 Submission = tuple[Prompt, SamplingParams]
 Body = CompletionRequest | ChatRequest
+TraceExport = Callable[[HTTPRequest, int, str, float], None]
+"""Takes a request that has ended, its status, the message of its error, and its end in monotonic seconds."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,12 @@ class Answering:
         model: ServedModel,
         metrics: Metrics,
         request_log: EndedRequestLog,
-        traces: TraceExporter | None = None,
+        export_trace: TraceExport | None = None,
     ) -> None:
         self.engine = engine
         self.model = model
         self.metrics = metrics
-        self._traces = traces
+        self._export_trace = export_trace
         self._log = request_log
         self.prompts = PromptEncoder(model)
         self._texts = TokenTexts(model.tokenizer)
@@ -136,7 +136,7 @@ class Answering:
 
     def begin_record(self, http: HTTPRequest) -> None:
         """Start the numbers that `record_end` writes."""
-        http.state.summary = RequestSummary(choices=None if self._traces is None else [])
+        http.state.summary = RequestSummary(choices=None if self._export_trace is None else [])
 
     def _record_failure(self, http: HTTPRequest, error: Exception) -> None:
         """Record the end of a request without an answer."""
@@ -154,8 +154,8 @@ class Answering:
         self._log.add(
             EndedRequest(state.request_id, http.scope["path"], status, reason, state.summary, time.time(), ended)
         )
-        if self._traces is not None:
-            self._traces.export(http, status, reason, ended)
+        if self._export_trace is not None:
+            self._export_trace(http, status, reason, ended)
 
     def head(self, body: BaseRequest, prefix: str) -> AnswerHead:
         return {

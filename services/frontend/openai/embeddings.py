@@ -20,11 +20,12 @@ from services.frontend.engine.client import EngineClient, RequestContext, failur
 from services.frontend.engine.streams import RawLogprobs, RequestStream, ResponseStream
 from services.frontend.errors import APIError, invalid
 from services.frontend.http.disconnect import watch_disconnect
-from services.frontend.metrics import AnswerRecord, Metrics
+from services.frontend.metrics import Metrics
 from services.frontend.openai.parameters.sampling import too_long
 from services.frontend.openai.prompts.encoder import checked_ids, least_tokens, separate_prompts
 from services.frontend.openai.schemas.requests import EmbeddingRequest, ScheduledRequest, TextsRequest
 from services.frontend.openai.schemas.responses import AnswerHead, EmbeddingEntry, EmbeddingUsage
+from services.frontend.request_summary import EndedChoice
 
 MAX_OPEN = 64
 """Inputs of one body that are open in the engine at once, so that a long list does not delay other requests."""
@@ -248,7 +249,7 @@ class Embedder:
         if self._entries[stream.index] is None:
             raise APIError(500, "the engine returned no embedding")
         prompt = self._prompts[stream.index].token_ids
-        self._metrics.on_answer(AnswerRecord("stop", now - self._started, prompt_tokens=len(prompt), end=end))
+        self._metrics.on_answer(EndedChoice(self._started, None, now, "stop", end=end, prompt_tokens=len(prompt)))
         if self._num_submitted < len(self._prompts):
             self._submit_next()
 

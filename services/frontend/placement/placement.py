@@ -4,8 +4,10 @@ docs/placement.md describes it; its rules are in docs/invariants.md, section "Pl
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +43,13 @@ REST = 30.0
 """Seconds that a stream stays on an engine at least, before it leaves it for being slow."""
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+_Input = Callable[Concatenate["Placement", P], R]
+INPUTS: dict[Any, Callable[..., Any]] = {}
+"""Method of `Placement` for each event of a recording."""
+
+
 @dataclass(slots=True)
 class PlacedStream:
     key: int
@@ -56,6 +65,26 @@ class PlacedStream:
     """Engines that it left because they were slow. It does not return to them for that reason."""
     next_row: int = -1
     """The engine that fetches the blocks of its prompt while they are computed; -1: none does."""
+
+
+def _recorded(event: Callable[..., records.Event]) -> Callable[[_Input[P, R]], _Input[P, R]]:
+    """Decorate an input of the core, whose arguments are the fields of an event. Event and decisions are recorded."""
+
+    def decorate(method: _Input[P, R]) -> _Input[P, R]:
+        @wraps(method)
+        def record(core: "Placement", /, *args: P.args, **kwargs: P.kwargs) -> R:
+            if core.record is None:
+                return method(core, *args, **kwargs)
+            core.record(event(*args, **kwargs))
+            found: Any = method(core, *args, **kwargs)
+            for decision in found if isinstance(found, list) else [found] if found is not None else []:
+                core.record(decision)
+            return cast(R, found)
+
+        INPUTS[event] = record
+        return record
+
+    return decorate
 
 
 class Placement:
@@ -76,7 +105,7 @@ class Placement:
         self._policy = GuardedPlacementPolicy(find_placement_policy(policy))
         self.uses_prefixes = self._policy.uses_prefixes
         """False: what engines hold plays no role."""
-        self._record = record
+        self.record = record
         self._now = 0.0
         self._fleet = EngineColumns()
         self._index = BlockIndex(self._limits.max_blocks)
@@ -100,29 +129,26 @@ class Placement:
 
     # -- events --------------------------------------------------------------------------------------------------------
 
+    @_recorded(records.Advanced)
     def advance(self, now: float) -> None:
         """Set the time. Call it regularly, and before other events. A time before the last one is ignored.
 
         Args:
             now: monotonic seconds.
         """
-        if self._record is not None:
-            self._record(records.Advanced(now))
         self._now = max(now, self._now)
 
+    @_recorded(records.EngineReported)
     def on_engine(self, name: str, report: EngineReport) -> None:
         """An engine is new, or there is a later report. Call it about every second for each engine."""
-        if self._record is not None:
-            self._record(records.EngineReported(name, report))
         if (row := self._fleet.report(name, report)) >= 0:
             self._set_leaving(row, report.condition)
         if self._removed:
             self._removed.discard(self._fleet.row_of[name])
 
+    @_recorded(records.EngineRemoved)
     def on_engine_removed(self, name: str) -> None:
         """An engine is listed no longer. Its streams move. Unknown names are ignored."""
-        if self._record is not None:
-            self._record(records.EngineRemoved(name))
         if (row := self._fleet.row_of.get(name)) is not None:
             gone = EngineReport(Condition.GONE)
             self._fleet.report(name, gone)
@@ -130,38 +156,30 @@ class Placement:
             self._set_leaving(row, gone.condition)
             self._drop(row)
 
+    @_recorded(records.BlocksStored)
     def on_blocks_stored(self, name: str, block_names: Sequence[bytes]) -> list[LoadAhead]:
         """An engine's prefix cache has these blocks, named as by `protocol.block_names`. Return which of them are of
         prompts that it computes for other engines."""
-        if self._record is not None:
-            self._record(records.BlocksStored(name, list(block_names)))
         if (row := self._fleet.row_of.get(name)) is None:
             return []
         self._index.add(row, block_names)
-        found = [*self._loads_ahead(row, block_names)]
-        if self._record is not None:
-            for ahead in found:
-                self._record(ahead)
-        return found
+        return [*self._loads_ahead(row, block_names)]
 
+    @_recorded(records.BlocksRemoved)
     def on_blocks_removed(self, name: str, block_names: Sequence[bytes]) -> None:
         """An engine's prefix cache has these blocks no longer."""
-        if self._record is not None:
-            self._record(records.BlocksRemoved(name, list(block_names)))
         if (row := self._fleet.row_of.get(name)) is not None:
             self._index.remove(row, block_names)
 
+    @_recorded(records.BlocksCleared)
     def on_blocks_cleared(self, name: str) -> None:
         """An engine's prefix cache is empty: it has started again, or its events were missed."""
-        if self._record is not None:
-            self._record(records.BlocksCleared(name))
         if (row := self._fleet.row_of.get(name)) is not None:
             self._index.clear(row)
 
+    @_recorded(records.RequestEnded)
     def on_ended(self, key: int) -> None:
         """A request has ended. Unknown keys are ignored."""
-        if self._record is not None:
-            self._record(records.RequestEnded(key))
         self._end(key)
 
     # -- decisions -----------------------------------------------------------------------------------------------------
@@ -180,24 +198,18 @@ class Placement:
                 names[size] = self._prefix_names(size).of(token_bytes, salt)
         return self.place_named(key, len(token_bytes) // TOKEN_BYTES, names, identity_required)
 
+    @_recorded(records.PlacementRequested)
     def place_named(
         self, key: int, num_tokens: int, names: Mapping[int, Sequence[bytes]], identity_required: str
     ) -> Decision:
         """`place` for a prompt of which only the names of prefixes are known, by block size; see `PrefixNames.of`."""
-        if self._record is not None:
-            own = {size: list(prefixes) for size, prefixes in names.items()}
-            self._record(records.PlacementRequested(key, num_tokens, own, identity_required))
         self._end(key)
         rows = self._fleet.candidates(identity_required).rows
-        decision = self._place(key, num_tokens, names, rows) if len(rows) else self._no_engine(identity_required)
-        if self._record is not None:
-            self._record(decision)
-        return decision
+        return self._place(key, num_tokens, names, rows) if len(rows) else self._no_engine(identity_required)
 
+    @_recorded(records.MovesRequested)
     def moves(self) -> list[Move]:
         """Return the streams that move now. Call it regularly, and when the condition of an engine has changed."""
-        if self._record is not None:
-            self._record(records.MovesRequested())
         if self._now - self._slow_checked >= SLOW_CHECK:
             self._slow_checked = self._now
             mark_slow(self._fleet, self._now)
@@ -207,16 +219,12 @@ class Placement:
             for row, why in leaving:
                 if why is reason:
                     self._move_from(row, reason, found)
-        if self._record is not None:
-            for move in found:
-                self._record(move)
         return found
 
+    @_recorded(records.Prefilled)
     def prefilled(self, key: int) -> Move | None:
         """The engine of a request has computed its prompt, and does no more than that. Return where it goes on: at an
         engine that decodes, or at the same one if none does. None: the key is unknown."""
-        if self._record is not None:
-            self._record(records.Prefilled(key))
         if (stream := self._streams.get(key)) is None:
             return None
         source, rows = stream.row, self._fleet.candidates(stream.identity).rows
@@ -224,10 +232,7 @@ class Placement:
         if len(computing):
             self._take_from(stream)
             self._put(stream, self._next_row(stream, targets), stream.num_tokens)
-        move = Move(key, self._fleet.names[source], self._fleet.names[stream.row], Reason.PREFILLED)
-        if self._record is not None:
-            self._record(move)
-        return move
+        return Move(key, self._fleet.names[source], self._fleet.names[stream.row], Reason.PREFILLED)
 
     def _loads_ahead(self, row: int, block_names: Sequence[bytes]) -> Iterator[LoadAhead]:
         report = self._fleet.reports[row]

@@ -4,7 +4,7 @@ A recording has names of blocks instead of tokens: it does not contain a text, b
 `replay` (services.frontend.placement.replay) passes the events to a new core.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -40,12 +40,12 @@ class EngineRemoved(msgspec.Struct, frozen=True, tag="engine_removed"):
 
 class BlocksStored(msgspec.Struct, frozen=True, tag="blocks_stored"):
     name: str
-    block_names: list[bytes]
+    block_names: Sequence[bytes]
 
 
 class BlocksRemoved(msgspec.Struct, frozen=True, tag="blocks_removed"):
     name: str
-    block_names: list[bytes]
+    block_names: Sequence[bytes]
 
 
 class BlocksCleared(msgspec.Struct, frozen=True, tag="blocks_cleared"):
@@ -57,7 +57,7 @@ class PlacementRequested(msgspec.Struct, frozen=True, tag="request"):
 
     key: int
     num_tokens: int
-    names: dict[int, list[bytes]]
+    names: Mapping[int, Sequence[bytes]]
     """Names of the prompt's prefixes by block size; empty if they were not needed."""
     identity_required: str
 
@@ -83,15 +83,6 @@ Event = (
 Record = Event | Place | Hold | RefuseRequest | Move | LoadAhead
 Recorder = Callable[[Record], None]
 
-_encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(Record)
-
-
-def encode_line(record: Record) -> bytes:
-    """Return a record as a line of JSON."""
-    return _encoder.encode(record) + b"\n"
-
-
-def decode_lines(lines: Iterable[bytes]) -> Iterator[Record]:
-    """Raises: msgspec.MsgspecError, if a line is no record"""
-    return map(_decoder.decode, lines)
+encode_record: Callable[[Record], bytes] = msgspec.json.Encoder().encode
+decode_record: Callable[[bytes], Record] = msgspec.json.Decoder(Record).decode
+"""Raises: msgspec.MsgspecError, if a line is no record"""

@@ -3,8 +3,10 @@
 from collections.abc import Iterable
 from itertools import zip_longest
 
+from msgspec.structs import astuple
+
 from services.frontend.placement import records
-from services.frontend.placement.placement import Placement
+from services.frontend.placement.placement import INPUTS, Placement
 
 
 def replay(recording: Iterable[records.Record]) -> list[records.Record]:
@@ -19,27 +21,8 @@ def replay(recording: Iterable[records.Record]) -> list[records.Record]:
         raise ValueError("the recording does not begin with the start of a core")
     core = Placement(started.policy, started.limits, started.seed, found.append)
     for event in events:
-        match event:
-            case records.Advanced(now=now):
-                core.advance(now)
-            case records.EngineReported(name=name, report=report):
-                core.on_engine(name, report)
-            case records.EngineRemoved(name=name):
-                core.on_engine_removed(name)
-            case records.BlocksStored(name=name, block_names=names):
-                core.on_blocks_stored(name, names)
-            case records.BlocksRemoved(name=name, block_names=names):
-                core.on_blocks_removed(name, names)
-            case records.BlocksCleared(name=name):
-                core.on_blocks_cleared(name)
-            case records.PlacementRequested():
-                core.place_named(event.key, event.num_tokens, event.names, event.identity_required)
-            case records.RequestEnded(key=key):
-                core.on_ended(key)
-            case records.Prefilled(key=key):
-                core.prefilled(key)
-            case records.MovesRequested():
-                core.moves()
+        if (method := INPUTS.get(type(event))) is not None:
+            method(core, *astuple(event))
     return found
 
 

@@ -212,8 +212,8 @@ def _start(
     answer, engine_context = _answer(http, context, turn, head, prompt.token_ids)
     run = BackgroundRun(answer, events)
     opening = run.encoder.opening()
-    delivered = NOTHING if orphan is None else orphan.delivered
-    if orphan is not None and orphan.opening != opening:
+    delivered = NOTHING if orphan is None else orphan.content.delivered
+    if orphan is not None and orphan.content.opening != opening:
         raise APIError(500, OTHER_EVENTS)
     http.state.summary.is_detached = True
     request = AnswerRequest(http, turn.body, engine_context, [(prompt, params)], answer.usage)
@@ -238,7 +238,7 @@ def _go_on(http: HTTPRequest, context: AppContext, orphan: Orphan) -> None:
         context.answering.check(None)
         context.answering.begin_record(http)
         given = validated(decoded(orphan.origin.body.encode()), ResponsesRequest)
-        turn = _Turn.make(given, orphan.history, context.model)
+        turn = _Turn.make(given, orphan.content.history, context.model)
         _start(http, context, turn, orphan.id, orphan.origin, orphan.log, orphan)
     except Exception as error:
         if isinstance(error, APIError) and error.status in (429, 503):

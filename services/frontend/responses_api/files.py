@@ -19,7 +19,7 @@ import shutil
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,17 +27,13 @@ import msgspec
 
 from services.config import FrontendConfig
 from services.frontend.errors import APIError
-from services.frontend.openai.answers.choice import Delivered
 from services.frontend.responses_api.answers import failed_event, joined
-from services.frontend.responses_api.background import BackgroundRun, Run
+from services.frontend.responses_api.background import BackgroundRun, OthersRun, Run
 from services.frontend.responses_api.response_file import (
-    CANCEL,
-    ITEM_LIST,
     FileContent,
     FileLog,
     Origin,
     StoredLine,
-    follow_file,
     make_head,
     not_written,
     write_all,
@@ -62,8 +58,6 @@ GROWTH_PER_CHECK = 1 / 16
 """Share of the space after whose growth the bounds are checked at once."""
 BLOCK = 4096
 """Disk space of the smallest file, bytes."""
-POLL_INTERVAL = 0.05
-"""Seconds between two looks at a file that another frontend writes."""
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  only a directory inside it is used, which is private
 PREFIX = "runahead-responses-"
 _ID = re.compile(r"resp_[0-9a-f]{32}")
@@ -76,67 +70,16 @@ class Orphan:
     id: str
     origin: Origin
     log: FileLog
-    _content: FileContent
-
-    @property
-    def history(self) -> list[Item]:
-        """Items of the earlier turns."""
-        head = self._content.head
-        return ITEM_LIST.validate_json(bytes(head.conversation))[: -head.num_given]
-
-    @property
-    def delivered(self) -> Delivered:
-        return self._content.delivered
-
-    @property
-    def opening(self) -> bytes:
-        """The events before any token."""
-        return self._content.lines[0].events.encode()
+    content: FileContent
 
     def fail(self, error: APIError) -> None:
         """End the response, which cannot go on."""
-        events = self._content.events
+        events = self.content.events
         self.log.write(*failed_event(joined(events), error, len(events)))
 
 
 GoOn = Callable[[Orphan], None]
 """Starts the run of a response from its orphan, or ends it. Raises: APIError, if neither can be done now"""
-
-
-@dataclass(frozen=True)
-class _OthersRun(Run):
-    """A response that another frontend generates, or generated."""
-
-    path: Path
-    content: FileContent
-    take_up: Callable[[], bool]
-    """Goes on with the response if its frontend is lost; returns False if not. Raises: APIError"""
-
-    @property
-    def response(self) -> bytes:
-        return FileContent(self.path.read_bytes()).response
-
-    async def behind(self, number: int) -> AsyncIterator[bytes]:
-        with self.path.open("rb") as file:
-            async for events in follow_file(file, number, self._more):
-                yield events
-
-    async def _more(self) -> bool:
-        """Return False if the response was deleted or cannot be taken up now: its client asks again."""
-        await asyncio.sleep(POLL_INTERVAL)
-        with contextlib.suppress(APIError):
-            self.take_up()
-            return True
-        return False
-
-    async def cancel(self) -> None:
-        if not self.content.last:
-            try:
-                self.path.with_suffix(CANCEL).touch(mode=0o600)
-            except OSError as error:
-                raise not_written(self.path, error) from None
-            async for _ in self.behind(2**63):
-                pass
 
 
 def prepare_directory(directory: Path) -> None:
@@ -266,7 +209,7 @@ class ResponseFiles:
             if head.origin is not None:
                 if not content.last:
                     take_up()
-                written = self._runs.get(path) or _OthersRun(path, content, take_up)
+                written = self._runs.get(path) or OthersRun(path, content, take_up)
         return StoredResponse(id, written, bytes(head.conversation), head.num_given)
 
     def _read(self, path: Path, id: str, param: str | None) -> FileContent:

@@ -107,6 +107,16 @@ class FileContent:
         return self.last or json_text(joined(self.events)).encode()
 
     @property
+    def history(self) -> list[Item]:
+        """Items of the earlier turns."""
+        return ITEM_LIST.validate_json(bytes(self.head.conversation))[: -self.head.num_given]
+
+    @property
+    def opening(self) -> bytes:
+        """The events before any token."""
+        return self.lines[0].events.encode()
+
+    @property
     def delivered(self) -> Delivered:
         batches = [batch for line in self.lines for batch in line.batches]
         identity = next((line.identity for line in reversed(self.lines) if line.identity), "")

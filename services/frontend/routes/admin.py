@@ -11,6 +11,8 @@ from typing_extensions import TypedDict
 
 from services.checkpoint import CheckpointError
 from services.frontend.context import Context
+from services.frontend.engine.client import MoveEntry
+from services.frontend.engine.replan import ReplanStatus
 from services.frontend.errors import APIError
 from services.frontend.openapi import GUARDED, errors
 
@@ -66,18 +68,6 @@ class StreamEntry(TypedDict):
     output_tokens: int
 
 
-class MoveEntry(TypedDict):
-    at: float
-    """Seconds since 1970."""
-    request_id: str
-    source: str
-    target: str
-    reason: str
-    """lost, draining, slow or prefilled."""
-    output_tokens: int
-    """Tokens that the former engine had delivered."""
-
-
 class StreamList(TypedDict):
     open: int
     """Open streams; `streams` has the oldest ones."""
@@ -90,14 +80,6 @@ class DrainResponse(TypedDict):
     name: str
     streams: int
     """Requests that it still owns."""
-
-
-class ReplanStatus(TypedDict):
-    phase: str
-    """none, starting, moving, done or failed."""
-    engine: str
-    """Name of the new engine."""
-    detail: str
 
 
 @router.post("/v1/load_lora_adapter", summary="Serves a LoRA adapter", response_class=PlainTextResponse)
@@ -178,17 +160,7 @@ async def streams(context: Context, limit: Annotated[int, Query(ge=0, le=10000)]
             }
             for entry in client.ledger.oldest(limit)
         ],
-        "moves": [
-            {
-                "at": move.at,
-                "request_id": move.request_id,
-                "source": move.source,
-                "target": move.target,
-                "reason": move.reason,
-                "output_tokens": move.output_tokens,
-            }
-            for move in client.latest_moves
-        ],
+        "moves": [*client.latest_moves],
     }
 
 
@@ -218,8 +190,7 @@ async def replan(
 
 @router.get("/engines/replan", summary="Phase of the last replan", operation_id="get_engines_replan")
 async def replan_status(context: Context) -> ReplanStatus:
-    phase, engine, detail = (context.replans.status[name] for name in ("phase", "engine", "detail"))
-    return {"phase": phase, "engine": engine, "detail": detail}
+    return context.replans.status
 
 
 @router.post("/engines/{name:path}/drain", summary="Moves the streams of an engine", responses=errors(404, 409))

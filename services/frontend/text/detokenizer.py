@@ -2,22 +2,10 @@
 
 import codecs
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 Decode = Callable[[list[int]], str]
 """Returns the text of tokens; bytes that are no character are U+FFFD."""
-
-
-class Detokenizer(Protocol):
-    """The state of one answer."""
-
-    def push(self, token_id: int) -> str:
-        """Return the text that became certain with this token; "" while a character is incomplete."""
-        ...
-
-    def flush(self) -> str:
-        """Return the rest, when no more tokens follow: an incomplete character becomes U+FFFD."""
-        ...
 
 
 class WindowDetokenizer:
@@ -49,6 +37,7 @@ class WindowDetokenizer:
         self._num_context = len(self._window)
 
     def push(self, token_id: int) -> str:
+        """Return the text that became certain with this token; "" while a character is incomplete."""
         self._window.append(token_id)
         text = self._decode(self._window)
         if text.endswith("\ufffd"):
@@ -76,6 +65,7 @@ class WindowDetokenizer:
         return new
 
     def flush(self) -> str:
+        """Return the rest, when no more tokens follow: an incomplete character becomes U+FFFD."""
         new = self._decode(self._window)[len(self._shown) :]
         self._shown += new
         return new
@@ -91,7 +81,12 @@ def _byte_letters() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-BYTE_OF_LETTER = _byte_letters()
+_BYTE_OF_LETTER = _byte_letters()
+
+
+def byte_level_bytes(name: str) -> bytes:
+    """Return the bytes of a token of such a vocabulary; b"" if its name is not written in these letters."""
+    return bytes(map(_BYTE_OF_LETTER.__getitem__, name)) if _BYTE_OF_LETTER.keys() >= {*name} else b""
 
 
 class ByteLevelVocabulary(dict[int, str | bytes]):
@@ -113,9 +108,7 @@ class ByteLevelVocabulary(dict[int, str | bytes]):
 
     @staticmethod
     def _read(name: str) -> str | bytes:
-        letters = [BYTE_OF_LETTER.get(letter) for letter in name]
-        known = bytes(letter for letter in letters if letter is not None)
-        raw = known if len(known) == len(letters) else name.encode()  # an added token is written as its text
+        raw = byte_level_bytes(name) or name.encode()  # an added token is written as its text
         try:
             return raw.decode()
         except UnicodeDecodeError:
@@ -195,6 +188,8 @@ class WordDetokenizer(WindowDetokenizer):
         return super().flush() if self._last is None else ""
 
 
+Detokenizer = ByteLevelDetokenizer | WindowDetokenizer
+"""The state of one answer."""
 _WORDS: list[dict[str, Any]] = [
     {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
     {"type": "ByteFallback"},

@@ -3,7 +3,7 @@
 import re
 from typing import NamedTuple
 
-from services.frontend.text.detokenizer import BYTE_OF_LETTER
+from services.frontend.text.detokenizer import byte_level_bytes
 from services.frontend.text.tokenizer import Tokenizer
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -41,6 +41,4 @@ class TokenTexts:
         name = self._tokenizer.name(token_id)
         if single := _BYTE.fullmatch(name):
             return bytes.fromhex(single[1])
-        letters = [BYTE_OF_LETTER.get(letter) for letter in name]
-        known = bytes(letter for letter in letters if letter is not None)
-        return known if len(known) == len(letters) else "\ufffd".encode()
+        return byte_level_bytes(name) or "\ufffd".encode()

@@ -10,7 +10,7 @@ import pytest
 from protocol.codec import unpack
 from protocol.requests import FinishReason, GenerateRequest
 from protocol.sampling import GrammarKind
-from services.frontend.anthropic.responses import MessageResponse
+from services.frontend.anthropic.schemas import MessageResponse
 from tests.integration.frontend.declared import strict
 from tests.integration.frontend.scripted import (
     PATIENCE,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.frontend.page.files import HEADERS, PageFiles
+from services.frontend.page.files import HEADERS, load_page
 
 STATIC = Path(__file__).parents[3] / "services" / "frontend" / "page" / "static"
 OWN = sorted(path for path in STATIC.iterdir() if path.suffix in (".html", ".css", ".js", ".svg"))
@@ -14,7 +14,7 @@ VENDORED = {"marked.esm.js": "MIT", "purify.es.mjs": "Apache License"}
 
 
 def test_every_file_that_the_page_loads_is_served() -> None:
-    paths = PageFiles.load().paths
+    paths = load_page().keys()
     index = (STATIC / "index.html").read_text()
     loaded = {f"/{name}" for name in re.findall(r'(?:src|href)="([^"]+)"', index)}
     for script in STATIC.glob("*.js"):
@@ -42,7 +42,7 @@ def test_a_vendored_library_has_its_version_and_licence(name: str, licence: str)
     vendor = STATIC / "vendor"
     assert re.search(r"v?\d+\.\d+\.\d+", (vendor / name).read_text()[:600])
     assert licence in (vendor / f"{name.partition('.')[0]}.LICENSE").read_text()
-    assert f"{name.partition('.')[0]}.LICENSE" not in PageFiles.load().paths
+    assert f"{name.partition('.')[0]}.LICENSE" not in load_page()
 
 
 def test_the_policy_allows_only_this_host() -> None:

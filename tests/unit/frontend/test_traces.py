@@ -3,15 +3,15 @@
 import pytest
 
 from protocol.requests import Finish, FinishReason, RequestTimes
-from services.frontend.request_summary import ChoiceTimes
+from services.frontend.request_summary import EndedChoice
 from services.frontend.traces import phases
 
 TIMES = RequestTimes(queued=10.0, scheduled=11.0, first_token=13.0, ended=17.0)
 
 
-def choice(times: RequestTimes | None, submitted: float = 100.0, ended: float = 110.0) -> ChoiceTimes:
+def choice(times: RequestTimes | None, submitted: float = 100.0, ended: float = 110.0) -> EndedChoice:
     end = None if times is None else Finish(1, FinishReason.STOP, times=times)
-    return ChoiceTimes(submitted, 103.5, ended, "stop", 5, end)
+    return EndedChoice(submitted, 103.5, ended, "stop", 5, end)
 
 
 def test_phases_follow_one_another_from_the_submission_on() -> None:

@@ -7,18 +7,50 @@ from protocol.requests import Finish, FinishReason
 from services.frontend.engine.client import EngineClient, failure
 from services.frontend.engine.streams import RawLogprobs, RequestStream, ResponseStream
 from services.frontend.errors import APIError
-from services.frontend.metrics import AnswerRecord, Metrics
+from services.frontend.metrics import Metrics
 from services.frontend.openai.answers.chunk import Chunk
 from services.frontend.openai.answers.logprobs import LogprobFormatter, LogprobQueue
-from services.frontend.openai.answers.options import AnswerOptions
 from services.frontend.openai.answers.usage import UsageCounter
 from services.frontend.openai.answers.writers import ChoiceWriter
+from services.frontend.openai.parameters.structured import constraint_field
 from services.frontend.openai.prompts.prompt import Prompt
+from services.frontend.openai.schemas.requests import ChatRequest, CompletionRequest
 from services.frontend.openai.schemas.responses import FinishName
-from services.frontend.request_summary import ChoiceTimes, RequestSummary
+from services.frontend.request_summary import EndedChoice, RequestSummary
 from services.frontend.text.assembler import TextAssembler
 
 _REASONS: dict[FinishReason, FinishName] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerOptions:
+    """Fields of a body that shape its answers."""
+
+    stops: list[str]
+    num_samples: int = 1
+    """Choices per prompt."""
+    constraint: str | None = None
+    """The body's field that constrains the output, for error messages."""
+    echo: bool = False
+    generates: bool = True
+    """False if only the prompt is wanted."""
+    token_ids: bool = False
+    include_stop: bool = False
+    show_special: bool = False
+
+    @classmethod
+    def from_body(cls, body: CompletionRequest | ChatRequest) -> "AnswerOptions":
+        is_completion = isinstance(body, CompletionRequest)
+        return cls(
+            stops=body.stops(),
+            num_samples=body.n or 1,
+            constraint=constraint_field(body),
+            echo=is_completion and bool(body.echo),
+            generates=not is_completion or body.max_tokens != 0,
+            token_ids=bool(body.return_token_ids),
+            include_stop=bool(body.include_stop_str_in_output),
+            show_special=body.skip_special_tokens is False,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +210,7 @@ class Choice(RequestStream):
         if (error := failure(end, options.constraint)) is not None:
             raise error
         if self.is_first:
-            self._context.usage.add_cached(end.num_cached_tokens)
+            self._context.usage.cached.append(end.num_cached_tokens)
         if not options.generates:
             self._on_finish("length", None, now, end)
             return ""
@@ -196,23 +228,21 @@ class Choice(RequestStream):
             reason = "stop"
         self._finish = self._chunk.finish = reason
         self._chunk.stop = stop if stop_string is None else stop_string
-        first, last = self._first_token, self._last_token
-        self._context.summary.on_choice(
-            ChoiceTimes(self._context.started, first, now, reason, self._assembler.num_tokens, end)
+        ended = EndedChoice(
+            self._context.started,
+            self._first_token,
+            now,
+            reason,
+            self._assembler.num_tokens,
+            end,
+            self._last_token,
+            len(self.prompt.token_ids),
+            self._max_tokens,
+            self._context.options.num_samples,
+            self.duplicates,
         )
-        self._metrics.on_answer(
-            AnswerRecord(
-                reason,
-                now - self._context.started,
-                self.duplicates,
-                len(self.prompt.token_ids),
-                self._assembler.num_tokens,
-                self._context.options.num_samples,
-                self._max_tokens,
-                0.0 if first is None or last is None else last - first,
-                end,
-            )
-        )
+        self._context.summary.on_choice(ended)
+        self._metrics.on_answer(ended)
 
     def _write(self, text: str) -> bytes:
         chunk, logprobs = self._chunk, self._logprobs

@@ -1,7 +1,5 @@
 """The JSON of completions and of chat, whole and streamed."""
 
-from typing import Protocol
-
 from services.frontend.openai.answers.chunk import Chunk
 from services.frontend.openai.answers.logprobs import chat_json, completion_json
 from services.frontend.openai.schemas.responses import (
@@ -18,52 +16,33 @@ from services.frontend.openai.schemas.responses import (
 )
 
 
-class Dialect(Protocol):
-    """The JSON of one HTTP response."""
-
-    prefix: str
+class CompletionDialect:
+    prefix = "cmpl"
     """Prefix of the response's id."""
-    chunk_object: str
+    chunk_object = "text_completion"
     """Field `object` of a stream's events."""
-    has_constant_frame: bool
+    has_constant_frame = True
     """True if a chunk that is only text always becomes one event, and such events differ only in the text."""
 
     def answer(
         self, head: AnswerHead, whole: list[Chunk], usage: Usage, prompts: list[PromptLogprobs] | None
-    ) -> CompletionResponse | ChatResponse:
+    ) -> CompletionResponse:
         """Return the body of a response that is not streamed.
 
         Args:
             whole: the choices, one chunk each.
             prompts: log-probabilities of the prompt of each choice, if the body requests them.
         """
-        ...
-
-    def opening(self, index: int) -> ChatDelta | None:
-        """Return the choice of a stream's event before any text."""
-        ...
-
-    def deltas(self, index: int, chunk: Chunk) -> list[CompletionChoice] | list[ChatDelta]:
-        """Return the choices of a stream's events for a chunk, in order; none while its text is held back."""
-        ...
-
-
-class CompletionDialect:
-    prefix, chunk_object = "cmpl", "text_completion"
-    has_constant_frame = True
-
-    def answer(
-        self, head: AnswerHead, whole: list[Chunk], usage: Usage, prompts: list[PromptLogprobs] | None
-    ) -> CompletionResponse:
         choices = [self.choice(index, chunk) for index, chunk in enumerate(whole)]
         for choice, scored in zip(choices, prompts or (), strict=False):
             choice["prompt_logprobs"] = scored
         return {"object": "text_completion", **head, "choices": choices, "usage": usage}
 
     def opening(self, index: int) -> None:
-        return None
+        """Return the choice of a stream's event before any text."""
 
     def deltas(self, index: int, chunk: Chunk) -> list[CompletionChoice]:
+        """Return the choices of a stream's events for a chunk, in order; none while its text is held back."""
         return [self.choice(index, chunk)]
 
     @staticmethod
@@ -145,3 +124,7 @@ class ChatDialect:
         if chunk.finish is not None:
             choice["stop_reason"] = chunk.stop
         return choice
+
+
+Dialect = CompletionDialect | ChatDialect
+"""The JSON of one HTTP response."""

@@ -43,7 +43,7 @@ class Generation:
 
         Raises: APIError
         """
-        self._context.usage.add_prompt(len(prompt.token_ids))
+        self._context.usage.prompt_lengths.append(len(prompt.token_ids))
         summary = self._context.summary
         summary.prompt_tokens += len(prompt.token_ids)
         summary.params = summary.params or params
@@ -62,7 +62,7 @@ class Generation:
             params.eos_token_ids + params.stop_token_ids,
             options.include_stop,
         )
-        context.usage.add_answer(assembler)
+        context.usage.answers.append(assembler)
         logprobs = LogprobQueue(context.formatter, len(ids)) if params.logprobs is not None else None
         writer = self._writer.next_choice()
         choice = Choice(self.response, context, prompt, is_first, params.max_tokens, assembler, logprobs, writer)

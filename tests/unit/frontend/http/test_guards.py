@@ -16,7 +16,7 @@ from services.frontend.app import with_routes
 from services.frontend.errors import APIError
 from services.frontend.http.guards import Guards, with_cors
 from services.frontend.openai.answering import ANSWER_PATHS, Answering
-from services.frontend.page.files import PageFiles
+from services.frontend.page.files import load_page
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
@@ -52,12 +52,12 @@ async def test_every_path_but_the_probes_needs_a_key(path: str) -> None:
 
 async def test_every_route_of_the_application_needs_a_key_but_those_listed_here() -> None:
     """The administration and the page included. A new route is protected unless this list and the guards name it."""
-    app, page = with_routes(FrontendConfig(enable_admin_routes=True)), PageFiles.load()
-    page.add_to(app)
+    page = load_page()
+    app = with_routes(FrontendConfig(enable_admin_routes=True), page)
     routes = [route for route in app.routes if isinstance(route, Route)]
     assert len(routes) == len(app.routes) > 40
     config = HttpConfig(api_key=["right"])
-    transport = httpx.ASGITransport(app=with_cors(Guards(echo, config, 1000, page.paths), config))
+    transport = httpx.ASGITransport(app=with_cors(Guards(echo, config, 1000, frozenset(page)), config))
     answered = set()
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         for route in routes:
@@ -66,9 +66,8 @@ async def test_every_route_of_the_application_needs_a_key_but_those_listed_here(
                 response = await client.request(method, path)
                 if response.status_code != 401:
                     answered.add(path)
-    files = {path for path in page.paths if path == "/" or path.startswith("/page/")}
-    assert answered == {"/livez", "/readyz", "/health", "/ping"} | files
-    assert files == page.paths
+    assert answered == {"/livez", "/readyz", "/health", "/ping"} | page.keys()
+    assert all(path == "/" or path.startswith("/page/") for path in page)
 
 
 async def test_request_that_is_refused_for_load_is_not_read() -> None:

@@ -29,7 +29,7 @@ from services.frontend.placement import (
 from services.frontend.placement.engine_states import MAY_SERVE
 from services.frontend.placement.fleet import EngineColumns
 from services.frontend.placement.policies import BUILT_IN
-from services.frontend.placement.records import Record, decode_lines, encode_line
+from services.frontend.placement.records import Record, decode_record, encode_record
 from services.frontend.placement.replay import first_difference
 from tests.unit.frontend.placement.world import BLOCK_SIZE, names_of, prompt
 
@@ -204,7 +204,7 @@ class PlacementMachine(RuleBasedStateMachine):
         assert self.records == [] or len(self.core._index) <= 2 * (16 + longest)  # noqa: SLF001
 
     def teardown(self) -> None:
-        recording = [*decode_lines(map(encode_line, self.records))]
+        recording = [*map(decode_record, map(encode_record, self.records))]
         assert recording == self.records
         assert first_difference(recording) is None
 
