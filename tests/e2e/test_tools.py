@@ -83,20 +83,6 @@ def test_required_call_is_valid_and_equals_its_stream(client: OpenAI, model: str
         assert len([delta for delta in deltas if delta.tool_calls]) > 1, "the arguments came in one chunk"
 
 
-def test_every_choice_has_a_call(client: OpenAI, model: str) -> None:
-    answer = client.chat.completions.create(**request_of(NAMED, 3, model=model, n=3))
-    assert len(answer.choices) == 3
-    for choice in answer.choices:
-        assert_calls_are_valid(choice, NAMED)
-    assert len({choice.message.tool_calls[0].id for choice in answer.choices if choice.message.tool_calls}) == 3
-
-
-def test_call_cut_off_by_max_tokens_is_content(client: OpenAI, model: str) -> None:
-    choice = client.chat.completions.create(**request_of(NAMED, 0, model=model, max_tokens=3)).choices[0]
-    assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
-    assert (choice.message.content or "").startswith("{")
-
-
 def test_tools_do_not_change_a_template_without_tools(client: OpenAI, model: str) -> None:
     body = request_of("none", 0, model=model, max_tokens=24)
     with_tools = client.chat.completions.create(**body)
@@ -104,13 +90,6 @@ def test_tools_do_not_change_a_template_without_tools(client: OpenAI, model: str
     assert with_tools.choices[0].message.content == without.choices[0].message.content
     with pytest.raises(openai.BadRequestError, match="--tool-call-parser"):
         client.chat.completions.create(**request_of("auto", 0, model=model))
-
-
-def test_schema_with_an_external_reference_is_400(client: OpenAI, model: str) -> None:
-    parameters = {"type": "object", "properties": {"x": {"$ref": "http://example.com/schema"}}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    with pytest.raises(openai.BadRequestError, match="refers to another document"):
-        client.chat.completions.create(model=model, messages=MESSAGES, tools=[tool], tool_choice="required")
 
 
 def test_grammar_begins_after_the_reasoning(reasoning_client: OpenAI) -> None:
@@ -140,13 +119,3 @@ def test_grammar_begins_after_the_model_ends_its_reasoning(reasoning_client: Ope
     choice = reasoning_client.chat.completions.create(**body, extra_body={"repetition_penalty": 10.0}).choices[0]
     assert_calls_are_valid(choice, NAMED)
     assert choice.message.reasoning is None
-
-
-def test_auto_without_a_call_is_content(reasoning_client: OpenAI) -> None:
-    model = reasoning_client.models.list().data[0].id
-    continued = [*MESSAGES, {"role": "assistant", "content": "</think>Well"}]
-    body = request_of("auto", 0, model=model, max_tokens=16) | {"messages": continued}
-    more = {"continue_final_message": True, "add_generation_prompt": False}
-    choice = reasoning_client.chat.completions.create(**body, extra_body=more).choices[0]
-    assert choice.message.content
-    assert choice.message.tool_calls is None

@@ -63,6 +63,7 @@ def test_fields_of_a_body_reach_the_scheduler(frontend: Frontend, scheduler: Scr
     asked = {
         "prompt": [5, 6, 7], "max_tokens": 33, "temperature": 0.5, "top_p": 0.25, "top_k": 9, "min_p": 0.125,
         "seed": 77, "min_tokens": 3, "stop_token_ids": [8, 9, 8], "priority": -2, "cache_salt": "pepper", "user": "me",
+        "bad_words": ["the"],
     }  # fmt: skip
     response = frontend.post("/v1/completions", asked, headers={"x-request-id": "id-1"})
     assert response.status_code == 200
@@ -76,6 +77,7 @@ def test_fields_of_a_body_reach_the_scheduler(frontend: Frontend, scheduler: Scr
     assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (33, 0.5, 0.25, 9)
     assert (params.min_p, params.seed, params.min_tokens) == (0.125, 77, 3)
     assert (params.stop_token_ids, params.eos_token_ids) == ((8, 9), (2,))
+    assert params.bad_words == (tuple(ids_of("the")), tuple(ids_of(" the")))
     frontend.post("/v1/completions", {**asked, "ignore_eos": True, "seed": None})
     assert scheduler.request(1).params.eos_token_ids == ()
     assert scheduler.request(1).params.seed != 77

@@ -7,7 +7,7 @@ import pytest
 
 from protocol.codec import unpack
 from protocol.requests import FinishReason, GenerateRequest, RequestOutputs
-from protocol.sampling import GrammarKind, SamplingParams, StructuredOutputParams
+from protocol.sampling import GrammarKind, StructuredOutputParams
 from tests.integration.frontend.scripted import (
     CONTEXT,
     TOKENIZER,
@@ -29,22 +29,6 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 
 def prompt_of(request: GenerateRequest) -> str:
     return TOKENIZER.decode_all(unpack(request.token_ids).tolist())
-
-
-def test_every_sampling_parameter_reaches_the_engine(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
-    scheduler.script(answering("x"))
-    body = {
-        "prompt": [5, 6], "presence_penalty": 0.5, "frequency_penalty": -1.5, "repetition_penalty": 1.25,
-        "logit_bias": {"5": -100, "6": 2.5}, "bad_words": ["the"], "allowed_token_ids": [9, 4, 9], "seed": 1,
-    }  # fmt: skip
-    assert frontend.post(COMPLETIONS, body).status_code == 200
-    params = scheduler.request().params
-    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.5, -1.5, 1.25)
-    assert params.logit_bias == ((5, -100.0), (6, 2.5))
-    assert params.bad_words == (tuple(ids_of("the")), tuple(ids_of(" the")))
-    assert unpack(params.allowed_token_ids).tolist() == [4, 9]
-    frontend.post(COMPLETIONS, {"prompt": [5, 6], "seed": 1})
-    assert scheduler.request(1).params == SamplingParams(16, seed=1, eos_token_ids=(2,))
 
 
 def test_choices_of_n_are_in_order_with_distinct_seeds_and_each_prompt_counts_once(
