@@ -1,4 +1,8 @@
-"""Invalid and hostile requests: each gets an error of the 4xx class quickly, and the next request is served."""
+"""Hostile requests: each gets an error of the 4xx class quickly, and the next request is served.
+
+Small invalid values are in tests/integration/frontend/test_refusals.py, more grammars in
+tests/unit/scheduler/grammar/test_bombs.py.
+"""
 
 import json
 import socket
@@ -18,11 +22,8 @@ WRONG: list[Any] = [True, -1, 1.5, "x", [], {}, [[]], [None], {"x": {}}, 2**70, 
 
 def body_of(path: str) -> dict[str, Any]:
     """Return a minimal body for the path."""
-    return {
-        COMPLETIONS: {"prompt": "x", "max_tokens": 2},
-        CHAT: {"messages": MESSAGES, "max_tokens": 2},
-        EMBEDDINGS: {"input": "x"},
-    }[path]
+    prompt = {COMPLETIONS: {"prompt": "x"}, CHAT: {"messages": MESSAGES}, EMBEDDINGS: {"input": "x"}}[path]
+    return prompt if path == EMBEDDINGS else {**prompt, "max_tokens": 2}
 
 
 def send(server: ServeProcess, path: str, body: bytes | dict[str, Any]) -> httpx.Response:
@@ -94,24 +95,11 @@ RAW = {
     "two bodies": b'{"prompt": "x"}{"prompt": "x"}',
     "no bytes": b"",
     "an open brace": b"{",
-    "an open bracket": b"[" * 100_000,
     "a list": b"[]",
     "null": b"null",
     "a text": b'"text"',
     "an empty object": b"{}",
-    "no UTF-8": b"\xff",
-    "a number as model": b'{"model": 1}',
     "a field twice": b'{"prompt": "x", "prompt": 5}',
-    "an empty prompt": b'{"prompt": []}',
-    "an empty text as prompt": b'{"prompt": [""]}',
-    "an empty list as prompt": b'{"prompt": [[]]}',
-    "a fraction as token": b'{"prompt": [1.5]}',
-    "true as token": b'{"prompt": [true]}',
-    "a text as seed": b'{"prompt": "x", "seed": "1"}',
-    "a number as stop": b'{"prompt": "x", "stop": [1]}',
-    "an integer of 5,000 digits": b'{"prompt": "x", "max_tokens": 1' + b"0" * 5000 + b"}",
-    "1e999": prompt_with("temperature", "1e999"),
-    "stream options without a stream": b'{"prompt": "x", "stream_options": {"include_usage": true}}',
     "NUL": b"\x00" * 1000,
     "a hundred thousand unknown fields": b"{" + b",".join(b'"f%d":1' % i for i in range(100_000)) + b"}",
 }  # fmt: skip
@@ -128,46 +116,25 @@ def test_invalid_body_is_refused(sim: ServeProcess, path: str) -> None:
 
 OUT_OF_RANGE: list[tuple[str, dict[str, Any], str | None]] = [
     (COMPLETIONS, {"n": 2**31}, "n"),
-    (COMPLETIONS, {"n": 17}, "n"),
     (CHAT, {"n": 10**9}, "n"),
-    (COMPLETIONS, {"best_of": 10**9}, "best_of"),
-    (COMPLETIONS, {"logprobs": 2**31}, "logprobs"),
-    (COMPLETIONS, {"logprobs": 21}, "logprobs"),
-    (CHAT, {"logprobs": True, "top_logprobs": 10**6}, "top_logprobs"),
-    (COMPLETIONS, {"prompt_logprobs": 10**6}, "prompt_logprobs"),
-    (COMPLETIONS, {"max_tokens": 2**62}, "max_tokens"),
-    (COMPLETIONS, {"min_tokens": 10**6}, "min_tokens"),
     (COMPLETIONS, {"prompt": [1] * 1_000_000}, "prompt"),
     (COMPLETIONS, {"prompt": "x" * 3_900_000}, "prompt"),
     (COMPLETIONS, {"prompt": [[1]] * 10_000}, "prompt"),
-    (COMPLETIONS, {"prompt": ["x"] * 65}, "prompt"),
     (COMPLETIONS, {"prompt": [None] * 1_000_000}, "prompt"),
     (COMPLETIONS, {"prompt": [[-1]] * 1_000_000}, "prompt"),
     (CHAT, {"messages": [{}] * 1_000_000}, "messages"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}] * 1000}] * 150}, "messages"),
     (COMPLETIONS, {"logit_bias": {str(i): "x" for i in range(300_000)}}, "logit_bias"),
     (COMPLETIONS, {"logit_bias": {str(i): 1.0 for i in range(100_000)}}, "logit_bias"),
-    (COMPLETIONS, {"logit_bias": {"99999999": 1}}, "logit_bias"),
-    (COMPLETIONS, {"logit_bias": {"1": 1e30}}, "logit_bias"),
-    (COMPLETIONS, {"logit_bias": {"-1": 1}}, "logit_bias"),
     (COMPLETIONS, {"logit_bias": {"9" * 10_000: 1}}, "logit_bias"),
-    (COMPLETIONS, {"logit_bias": {"one": 1}}, "logit_bias"),
     (COMPLETIONS, {"stop": ["x"] * 100_000}, "stop"),
     (COMPLETIONS, {"stop": "x" * 1_000_000}, "stop"),
     (COMPLETIONS, {"stop_token_ids": [1] * 1_000_000}, "stop_token_ids"),
-    (COMPLETIONS, {"stop_token_ids": [2**31 - 1]}, "stop_token_ids"),
     (COMPLETIONS, {"bad_words": ["x"] * 100_000}, "bad_words"),
     (COMPLETIONS, {"bad_words": ["x" * 1_000_000]}, "bad_words"),
-    (COMPLETIONS, {"allowed_token_ids": [2**31 - 1]}, "allowed_token_ids"),
-    (COMPLETIONS, {"allowed_token_ids": []}, "allowed_token_ids"),
     (COMPLETIONS, {"allowed_token_ids": [1] * 1_000_000}, "allowed_token_ids"),
-    (COMPLETIONS, {"truncate_prompt_tokens": 2**31}, "truncate_prompt_tokens"),
-    (COMPLETIONS, {"priority": 2**63}, "priority"),
     (COMPLETIONS, {"cache_salt": "x" * 1_000_000}, "cache_salt"),
     (COMPLETIONS, {"user": "x" * 1_000_000}, "user"),
-    (COMPLETIONS, {"temperature": -0.1}, "temperature"),
-    (COMPLETIONS, {"repetition_penalty": 0}, "repetition_penalty"),
-    (COMPLETIONS, {"logits_processors": ["os.system"]}, "logits_processors"),
     (CHAT, {"messages": MESSAGES * 5000}, "messages"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 2000}]}, "messages"),
     (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}] * 1000}, "tools"),
@@ -282,14 +249,10 @@ for _ in range(200):
     DEEP = {"type": "array", "items": DEEP}
 GRAMMARS: dict[str, dict[str, Any]] = {
     "counted repetition of counted repetition": {"regex": "((a{1,1000}){1,1000}){1,1000}"},
-    "30,000 parentheses": {"regex": "(" * 30_000 + "a" + ")" * 30_000},
-    "30,000 open parentheses": {"regex": "(" * 30_000},
     "a long regex": {"regex": "(ab?c*|d+){1,30}" * 15_000},
     "look-behind": {"regex": "(?<=a)b"},
     "back reference": {"regex": r"(a)\1"},
     "an invalid regex": {"regex": "[z-a"},
-    "parentheses in a grammar": {"grammar": "start: " + "(" * 30_000 + '"a"' + ")" * 30_000},
-    "a grammar that is only recursive": {"grammar": "start: start"},
     "an undefined rule": {"grammar": "start: nothing"},
     "control characters as grammar": {"grammar": "\x00\x01"},
     "a million repetitions": {"grammar": 'start: "a"~1000000'},
@@ -297,24 +260,15 @@ GRAMMARS: dict[str, dict[str, Any]] = {
     "a schema without a finite match": {
         "json": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
     },
-    "schemas that refer to each other": {
-        "json": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
-    },
     "a deep schema": {"json": DEEP},
-    "a deep schema as text": {"json": '{"items":' * 20_000 + "{}" + "}" * 20_000},
     "a reference to a file": {"json": {"$ref": "file:///etc/passwd"}},
     "a reference to an address": {"json": {"$ref": "http://127.0.0.1:9/schema.json"}},
     "a regex bomb in a schema": {"json": {"type": "string", "pattern": "^((a{1,1000}){1,1000}){1,1000}$"}},
     "a billion items": {"json": {"type": "array", "items": {"type": "string"}, "minItems": 10**9}},
     "a billion characters": {"json": {"type": "string", "minLength": 10**9}},
-    "a hundred thousand values": {"json": {"enum": list(range(30_000))}},
     "invalid JSON": {"json": "{"},
     "an unknown type": {"json": {"type": "wizard"}},
-    "too many choices": {"choice": ["x"] * 5000},
     "a long choice": {"choice": ["x" * 100_000]},
-    "an empty choice": {"choice": []},
-    "two kinds at once": {"regex": "a", "json": {}},
-    "no kind": {},
     "a structural tag with invalid JSON": {"structural_tag": "{"},
 }  # fmt: skip
 
