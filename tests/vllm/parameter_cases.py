@@ -9,6 +9,8 @@ from tests.simulation.grammar import structured
 from tests.vllm.driver import VllmStream
 
 DEPTHS = (1, 2, 3)
+each_depth = pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.soak), 3])
+"""The tests of all cells run at depth two per change, too."""
 FEW_BLOCKS = 14
 """Number of blocks that four of the longer requests fill."""
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)

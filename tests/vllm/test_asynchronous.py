@@ -20,12 +20,12 @@ from services.worker.backends.vllm.engine_config import EngineOptions
 from services.worker.backends.vllm.platforms.cpu import CpuPlatform
 from tests.vllm.driver import MAX_SEQS, VllmRun, VllmStream, VllmWorker
 from tests.vllm.parameter_cases import (
-    DEPTHS,
     FEW_BLOCKS,
     PARAMETER_CASES,
     SAMPLED,
     all_streams,
     assert_equal,
+    each_depth,
     prompt_of,
 )
 
@@ -96,7 +96,7 @@ def assert_answers(run: VllmRun, expected: dict[str, VllmStream]) -> None:
         assert_equal(got, wanted)
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
+@each_depth
 def test_answers_equal_those_of_the_synchronous_runner(
     depth: int, worker: VllmWorker, expected: dict[str, VllmStream]
 ) -> None:
@@ -105,7 +105,7 @@ def test_answers_equal_those_of_the_synchronous_runner(
         assert worker.runner.engine.runner.use_async_scheduling
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
+@each_depth
 def test_preemption_storm_changes_no_answer(depth: int, worker: VllmWorker, expected: dict[str, VllmStream]) -> None:
     """A resumed request enters vLLM's batch with its tokens."""
     with VllmRun(worker, depth, num_blocks=FEW_BLOCKS) as run:

@@ -1,7 +1,8 @@
-"""vLLM's drafters with a model: the same tokens (docs/invariants.md) as without drafts, at any depth."""
+"""vLLM's drafters under the scheduler: the same tokens (docs/invariants.md) as without drafts, at any depth."""
 
 import json
 from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 
 import msgspec
@@ -24,17 +25,17 @@ from tests.vllm.parameter_cases import (
     assert_equal,
     prompt_of,
 )
-from tests.vllm.test_speculation import K, Varying, accepted
+from tests.vllm.test_speculation import DRAFTS, REPEATED, K, accepted
 
 
 def streams() -> list[VllmStream]:
-    """Return a request for each parameter, and requests that fill the context."""
+    """Return a request for each parameter, one that repeats itself, and two that fill the context."""
     length, few = CONTEXT - 16, {"max_tokens": 16}
     near = [
         VllmStream(prompt_of(number, length), msgspec.structs.replace(params, **few))
         for number, params in enumerate((GREEDY, SAMPLED))
     ]
-    return [*all_streams(), *near]
+    return [*all_streams(), VllmStream(REPEATED, GREEDY), *near]
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +48,14 @@ def plain() -> list[VllmStream]:
     return answers
 
 
-@pytest.fixture(scope="module", params=["eagle", "draft_model"])
+@pytest.fixture(scope="module", params=["ngram", "eagle", "draft_model"])
 def worker(
     request: pytest.FixtureRequest, plain: list[VllmStream], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[VllmWorker]:
-    """A worker with the demo model's own head, or with the demo model as its own draft model."""
+    """A worker with n-gram drafts, with the demo model's own head, or with the demo model as its own draft model."""
     eagle = request.param == "eagle"
     path = checkpoints.make_eagle(tmp_path_factory.mktemp("drafter") / "eagle") if eagle else DEMO_MODEL
-    worker = VllmWorker(Speculation(request.param, K, str(path)))
+    worker = VllmWorker(DRAFTS if request.param == "ngram" else Speculation(request.param, K, str(path)))
     yield worker
     worker.runner.shutdown()
 
@@ -73,7 +74,7 @@ def test_answers_and_accepted_drafts_are_equal_at_any_depth(worker: VllmWorker, 
             assert accepted(run) > 0
         assert_all_equal(got, plain)
         # The context cuts drafts of the last two, and a constrained row that follows a left-out one has none.
-        rows.append([s.rows for s in got[: len(PARAMETER_CASES)] if s.structured is None])
+        rows.append([s.rows for s in got[:-2] if s.structured is None])
     assert rows[0] == rows[1] == rows[2]
     assert max(map(max, rows[0])) == K + 1
 
@@ -85,6 +86,22 @@ def test_preemptions_and_late_masks_change_no_answer(worker: VllmWorker, plain: 
         assert run.core.stats()["num_preemptions"] >= 3
         assert run.core.stats()["left_out_rows_total"] > 3
         assert accepted(run) > 0
+
+
+class Varying:
+    """A `Drafting`: another number of drafts in each step, and none now and then."""
+
+    min_acceptance = 0.0
+    is_trial = rests = False
+
+    def __init__(self) -> None:
+        self._numbers = cycle((K, 0, 1, 2))
+
+    def length(self, num_rows: int) -> int:
+        return next(self._numbers)
+
+    def observe(self, *step: object) -> None:
+        """Observations are ignored."""
 
 
 def test_number_of_drafts_may_change_in_every_step(worker: VllmWorker, plain: list[VllmStream]) -> None:

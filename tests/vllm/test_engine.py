@@ -20,6 +20,7 @@ from services.worker.backends.vllm import VllmRunner
 from services.worker.runner import LoadError
 from services.worker.weights import layer_contents
 from services.worker.weights.safetensors_checkpoint import SafetensorsCheckpoint
+from tests.matrix import covering
 from tests.simulation.grammar import Automaton
 from tests.vllm.driver import BLOCK, CHUNK, CONTEXT, MAX_SEQS, VOCAB, VllmRun, VllmStream, VllmWorker
 from tests.vllm.parameter_cases import (
@@ -31,6 +32,7 @@ from tests.vllm.parameter_cases import (
     SAMPLED,
     all_streams,
     assert_equal,
+    each_depth,
     prompt_of,
 )
 
@@ -52,8 +54,7 @@ def alone(worker: VllmWorker) -> dict[str, VllmStream]:
     return streams
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize(("depth", "prefix_caching"), covering(DEPTHS, [False, True], strength=1))
 def test_answers_equal_those_of_requests_alone(
     depth: int, prefix_caching: bool, worker: VllmWorker, alone: dict[str, VllmStream]
 ) -> None:
@@ -63,7 +64,7 @@ def test_answers_equal_those_of_requests_alone(
         assert run.core.stats()["num_preemptions"] == 0
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
+@each_depth
 def test_preemption_storm_changes_no_answer(depth: int, worker: VllmWorker, alone: dict[str, VllmStream]) -> None:
     """The tokens of a preempted request stay output: penalties, random numbers and log-probabilities continue."""
     with VllmRun(worker, depth, num_blocks=FEW_BLOCKS) as run:
@@ -129,29 +130,18 @@ def test_answers_obey_their_parameters(alone: dict[str, VllmStream]) -> None:
         assert all(map(automaton.accept, alone[name].tokens)), name
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "min_tokens",
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-    ],
-)
-def test_parameter_alone_changes_the_answer(name: str, worker: VllmWorker) -> None:
-    params, _ = PARAMETER_CASES[name]
-    base = SAMPLED if params.temperature else GREEDY
-    if name in ("top_k", "top_p", "min_p"):
-        base = PARAMETER_CASES["temperature"][0]
-    if name == "min_tokens":
-        base = msgspec.structs.replace(params, min_tokens=0)
+def test_each_parameter_alone_changes_the_answer(worker: VllmWorker) -> None:
+    bases = {
+        "min_tokens": msgspec.structs.replace(PARAMETER_CASES["min_tokens"][0], min_tokens=0),
+        "temperature": SAMPLED,
+        **dict.fromkeys(("top_k", "top_p", "min_p"), PARAMETER_CASES["temperature"][0]),
+        **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), GREEDY),
+    }
+    pairs = [(base, PARAMETER_CASES[name][0]) for name, base in bases.items()]
     with VllmRun(worker, 2) as run:
-        plain, changed = run.serve(VllmStream(prompt_of(6), base), VllmStream(prompt_of(6), params))
-    assert plain.tokens != changed.tokens
+        served = run.serve(*(VllmStream(prompt_of(6), params) for pair in pairs for params in pair))
+    for name, plain, changed in zip(bases, served[::2], served[1::2], strict=True):
+        assert plain.tokens != changed.tokens, name
 
 
 def test_logprobs_are_of_the_likeliest_tokens(alone: dict[str, VllmStream]) -> None:
@@ -192,7 +182,7 @@ def test_embedding_is_the_state_that_the_next_token_is_computed_from(worker: Vll
     assert logits.argmax(-1).tolist() == tokens
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
+@each_depth
 def test_mean_is_that_of_all_states_in_chunks_and_with_generation_in_the_batch(depth: int, worker: VllmWorker) -> None:
     prompt = prompt_of(3, 6)
     long = prompt_of(1, 200)
@@ -212,7 +202,7 @@ def test_mean_is_that_of_all_states_in_chunks_and_with_generation_in_the_batch(d
     assert short.finish.reason is FinishReason.LENGTH or short.tokens == []
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
+@each_depth
 def test_abort_in_the_middle_of_a_prompt(depth: int, worker: VllmWorker, alone: dict[str, VllmStream]) -> None:
     names = ("greedy", "sampled", "another seed")
     with VllmRun(worker, depth, prefix_caching=False) as run:
@@ -228,7 +218,7 @@ def test_abort_in_the_middle_of_a_prompt(depth: int, worker: VllmWorker, alone: 
             assert_equal(stream, alone[name])
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
+@each_depth
 def test_number_reused_while_steps_of_the_first_request_are_in_flight(
     depth: int, worker: VllmWorker, alone: dict[str, VllmStream]
 ) -> None:

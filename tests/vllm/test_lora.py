@@ -51,7 +51,7 @@ def answer(model: str, adapters: list[LoRAAdapter]) -> LoRAAnswers:
         return [stream.tokens for stream in run.serve(*streams)]
 
     worker = VllmWorker(model=model, dtype="float32", max_loras=2)
-    for depth in (1, 2, 3):
+    for depth in (1, 3):
         with VllmRun(worker, depth) as run:
             together[f"two, depth {depth}"] = serve(run)
             together[f"two, depth {depth}, cached prompts"] = serve(run)

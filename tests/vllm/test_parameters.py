@@ -94,13 +94,6 @@ def both() -> Comparison:
     return Comparison(plain, drafting, reference, reference_drafting)
 
 
-def test_parameters_change_the_answer(both: Comparison) -> None:
-    """Otherwise the comparisons below prove nothing."""
-    answers = {name: tuple(tokens) for name, tokens in zip(NAMES, both.reference.tokens[0], strict=True)}
-    alike = {"logprobs", "prompt_logprobs"}
-    assert len({answers[name] for name in NAMES if name not in alike}) == len(NAMES) - len(alike)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_equal_vllms(name: str, both: Comparison) -> None:
     expected = both.reference.tokens[0][NAMES.index(name)]

@@ -1,8 +1,8 @@
-"""vLLM's drafts under the scheduler: the same tokens (docs/invariants.md) as without drafts, at any depth."""
+"""vLLM's n-gram drafts under the scheduler: all cells, and where rows of several tokens end. What holds for every
+drafter is in test_drafters.py."""
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import cycle
 from typing import NamedTuple
 
 import msgspec
@@ -15,13 +15,12 @@ from protocol.requests import FinishReason
 from services.scheduler.capabilities import Combination, refusal, table
 from tests.vllm.driver import CONTEXT, MAX_SEQS, VllmRun, VllmStream, VllmWorker
 from tests.vllm.parameter_cases import (
-    DEPTHS,
-    FEW_BLOCKS,
     GREEDY,
     PARAMETER_CASES,
     SAMPLED,
     all_streams,
     assert_equal,
+    each_depth,
     prompt_of,
 )
 
@@ -106,17 +105,7 @@ def test_phases_are_refused_in_every_cell() -> None:
         assert (reason is not None) == (cell.batching_policy == "phased"), str(cell)
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_preemption_storm_changes_no_answer(depth: int, worker: VllmWorker, plain: Plain) -> None:
-    """A resumed request has no drafts of before (latest drafts), and its random numbers match its tokens."""
-    with VllmRun(worker, depth, num_blocks=FEW_BLOCKS) as run:
-        for got, expected in zip(run.serve(*all_streams()), plain.everything.values(), strict=True):
-            assert_equal(got, expected)
-        assert run.core.stats()["num_preemptions"] >= 3
-        assert accepted(run) > 0
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
+@each_depth
 def test_drafts_that_are_right_save_steps_and_end_with_max_tokens(depth: int, worker: VllmWorker) -> None:
     """The row cut: tokens after the end are cut at any place of a row."""
     lengths = range(1, 2 * K + 4)
@@ -133,7 +122,7 @@ def test_drafts_that_are_right_save_steps_and_end_with_max_tokens(depth: int, wo
     assert sum(counts) > sum(lengths), "some rows went beyond the end"
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
+@each_depth
 def test_stop_in_the_middle_of_a_row(depth: int, worker: VllmWorker, plain: Plain) -> None:
     with VllmRun(worker, depth) as run:
         for got, expected in zip(run.serve(*stopping()), plain.stopping, strict=True):
@@ -144,7 +133,7 @@ def test_stop_in_the_middle_of_a_row(depth: int, worker: VllmWorker, plain: Plai
     assert all(s.finish is not None and s.finish.reason is FinishReason.STOP for s in plain.stopping)
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
+@each_depth
 def test_drafts_end_with_the_context(depth: int, worker: VllmWorker, plain: Plain) -> None:
     """The position bound. Requests that are far from the end keep their drafts."""
     with VllmRun(worker, depth) as run:
@@ -154,7 +143,7 @@ def test_drafts_end_with_the_context(depth: int, worker: VllmWorker, plain: Plai
     assert len(plain.filling[1].prompt) + len(plain.filling[1].tokens) == CONTEXT
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
+@each_depth
 def test_number_reused_while_drafts_of_the_first_request_are_in_flight(
     depth: int, worker: VllmWorker, plain: Plain
 ) -> None:
@@ -181,50 +170,6 @@ def test_more_requests_than_slots(worker: VllmWorker) -> None:
         expected = [stream.tokens for stream in run.serve(*streams())]
     with VllmRun(worker, 3) as run:
         assert [stream.tokens for stream in run.serve(*streams())] == expected
-        assert accepted(run) > 0
-
-
-@pytest.mark.parametrize("name", ["sampled", "repetition_penalty", "min_tokens", "grammar, sampled, penalties"])
-def test_request_continues_in_the_next_epoch(name: str, worker: VllmWorker, plain: Plain) -> None:
-    """Another worker receives its tokens, and not how many of them were drafts."""
-    stream, expected = all_streams()[list(PARAMETER_CASES).index(name)], plain.everything[name]
-    stream.tokens = expected.tokens[:10]
-    with VllmRun(worker, 2) as run:
-        assert run.serve_one(0, stream).tokens == expected.tokens
-
-
-def test_rows_are_as_long_at_any_depth(worker: VllmWorker) -> None:
-    """Equal acceptance, step by step."""
-    rows = []
-    for depth in DEPTHS:
-        with VllmRun(worker, depth) as run:
-            streams = run.serve(*all_streams(), VllmStream(REPEATED, GREEDY))
-        rows.append([stream.rows for stream in streams])
-    assert rows[0] == rows[1] == rows[2]
-    assert max(map(max, rows[0])) == K + 1
-
-
-class Varying:
-    """A `Drafting`: another number of drafts in each step, and none now and then."""
-
-    min_acceptance = 0.0
-    is_trial = rests = False
-
-    def __init__(self) -> None:
-        self._numbers = cycle((K, 0, 1, 2))
-
-    def length(self, num_rows: int) -> int:
-        return next(self._numbers)
-
-    def observe(self, *step: object) -> None:
-        """Observations are ignored."""
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_number_of_drafts_may_change_in_every_step(depth: int, worker: VllmWorker, plain: Plain) -> None:
-    with VllmRun(worker, depth, drafting=Varying()) as run:
-        for got, expected in zip(run.serve(*all_streams()), plain.everything.values(), strict=True):
-            assert_equal(got, expected)
         assert accepted(run) > 0
 
 
