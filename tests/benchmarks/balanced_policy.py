@@ -15,14 +15,13 @@ matrices. The costs of the simulation are fitted to the steps of `chunked`; thos
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
 from services.scheduler.core.limits import Limits
 from services.scheduler.policies import BalancedPolicy, BatchingPolicy, ChunkedPolicy
 from tests.benchmarks.support.random_llama import SHAPES, random_llama
-from tests.benchmarks.support.report import DIRECTORY, report
+from tests.benchmarks.support.report import report
 from tests.benchmarks.support.stages import StagesRun, TimedRequest, run_native_stages, run_stages
 from tests.simulation.pipeline import Costs, PipelineJob, PipelineRun, cards, simulate, spread
 
@@ -294,43 +293,8 @@ def compare_native(model: str, requests: int) -> dict[str, object]:
     }
 
 
-# -- plot --------------------------------------------------------------------------------------------------------
-
-
-def plot(runs: Mapping[str, PipelineRun], file: Path) -> str:
-    """Plot the steps of each stage in the published setting. Return a line about the file."""
-    try:
-        from matplotlib import colormaps
-        from matplotlib.cm import ScalarMappable
-        from matplotlib.colors import LogNorm
-        from matplotlib.figure import Figure
-    except ImportError:
-        return "no plot: matplotlib is not installed; install it from a checkout: pip install -e '.[bench]'"
-    norm, colours = LogNorm(1, 16_384), colormaps["viridis_r"]
-    decoding = {"chunked": 22.0, "balanced": 12.0}
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
-    axes = figure.subplots(len(runs), 2, sharey=True)
-    for line, (name, run) in zip(axes, runs.items(), strict=True):
-        for ax, (left, right) in zip(line, ((0.0, 24.0), (decoding[name], decoding[name] + 1)), strict=True):
-            for step in run.steps:
-                for stage, (began, ended) in enumerate(zip(step.began, step.ended, strict=True)):
-                    if began < right and ended > left:
-                        ax.barh(stage, ended - began, 0.9, began, color=colours(norm(step.tokens)))
-            ax.set(xlim=(left, right), yticks=range(STAGES), ylim=(STAGES - 0.5, -0.5))
-        line[0].set_ylabel(f"{name}, {run.total:.0f} s\nstage")
-    for ax in axes[-1]:
-        ax.set_xlabel("seconds")
-    axes[0][0].set_title("the beginning")
-    axes[0][1].set_title("one second of decoding")
-    figure.colorbar(ScalarMappable(norm, colours), ax=axes, label="tokens in the microbatch")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=80)
-    return f"plot written to {file}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--plot", type=Path, default=DIRECTORY / "balanced_policy.png", help="PNG file")
     parser.add_argument("--arrivals", type=int, default=200, help="requests per load of the Poisson part")
     parser.add_argument("--no-processes", action="store_true", help="skip the measurements with processes")
     parser.add_argument("--native-model", default="m155", choices=SHAPES)
@@ -352,7 +316,6 @@ def main() -> None:
     one = [simulate(p(), alone, 2, SETTINGS[PUBLISHED].costs, jobs, keep_plans=True) for p in POLICIES.values()]
     measured, predicted = ({}, {}) if args.no_processes else compare()
     native = {} if args.no_processes else compare_native(args.native_model, args.native_requests)
-    print("\n" + plot(published, args.plot))
     report(
         "balanced_policy",
         title=f"{REQUESTS} requests, {LENGTH} tokens in and out, {STAGES} stages, {DEPTHS[0]} steps in flight; seconds",

@@ -1,35 +1,18 @@
 """Cost of serving: tokens/s through HTTP relative to the same kernels on a static batch without an engine.
 
 Also relative to bare torch (decode only), from the same run. A second table has the processor time of each process
-while it served. `vllm_served` compares with vLLM.
+while it served. `peers` compares with vLLM.
 """
 
 import argparse
-import json
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.support.processor_time import processor_times, usage_rows
 from tests.benchmarks.support.random_llama import SHAPES, random_llama
 from tests.benchmarks.support.report import print_table, report
-from tests.benchmarks.support.servers import ServerProcess, runahead_process, served
-
-SUPPORT = Path(__file__).parent / "support"
-
-
-def without_engine(script: str, model: Path, args: argparse.Namespace) -> dict[str, float]:
-    """Run a script of tests/benchmarks/support in a process of its own and return the metrics of its static batch."""
-    command = [
-        sys.executable, str(SUPPORT / script), f"--model={model}", f"--threads={args.threads}", f"--dtype={args.dtype}",
-        f"--batch={args.concurrency}", f"--prompt={args.input_len}", f"--output={args.output_len}",
-        f"--waves={args.waves}",
-    ]  # fmt: skip
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return result
+from tests.benchmarks.support.servers import ServerProcess, runahead_process, served, without_engine
 
 
 def measured(server: ServerProcess, args: argparse.Namespace) -> dict[str, object]:
@@ -65,13 +48,14 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     model = random_llama(args.model) if args.model in SHAPES else Path(args.model)
-    flags = [f"--threads={args.threads}", f"--dtype={args.dtype}"]
+    common = {"threads": args.threads, "dtype": args.dtype}
+    batch = {"batch": args.concurrency, "prompt": args.input_len, "output": args.output_len, "waves": args.waves}
     repeats: dict[str, list[dict[str, object]]] = {"runahead": [], "static batch": [], "bare torch": []}
     for _ in range(args.repeats):  # alternate, so that noise of the machine affects all
-        with runahead_process(model, *flags) as server:
+        with runahead_process(model, *(f"--{name}={value}" for name, value in common.items())) as server:
             repeats["runahead"].append(measured(server, args))
-        repeats["static batch"].append(dict(without_engine("static_batch.py", model, args)))
-        repeats["bare torch"].append(dict(without_engine("bare_torch.py", model, args)))
+        for name, script in (("static batch", "static_batch.py"), ("bare torch", "bare_torch.py")):
+            repeats[name].append(dict(without_engine(script, model=model, **common, **batch)))
     rates = {
         name: statistics.median(float(str(run.get("output_throughput", run.get("tokens_per_s")))) for run in runs)
         for name, runs in repeats.items()

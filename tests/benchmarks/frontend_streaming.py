@@ -2,11 +2,12 @@
 
 A scripted engine sends one message per step with a token of each of 256 streams. A separate process reads all responses
 as HTTP/1.1 with server-sent events and checks that each has exactly the expected text. Steps are sent at a fixed pace,
-or as fast as the frontend reads them. Every case runs twice: unchanged, and with a write for every single token.
+or as fast as the frontend reads them. Under load the frontend joins tokens in one write, so it also runs with a write
+for every token. With `--vllm`, vLLM's API server runs beside it, which writes every token; it gets equal tokens at the
+same pace from a FAKE engine in its process (support/vllm_paced.py). The servers of a case take turns.
 
-`per_core_s` is tokens per second of the frontend process's CPU time, from the first token of the last stream until all
-have ended; `whole` includes the cost of the requests: HTTP and tokenisation. `of_vllm` compares with the figure for
-vLLM's API server given below; the report has the load of the machine. `vllm_streaming` measures that server too.
+`per_core_s` is tokens per second of the server process's CPU time, from the first token of the last stream until all
+have ended; `whole` includes the cost of the requests: HTTP and tokenisation. The report has the load of the machine.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import selectors
+import signal
 import socket
 import statistics
 import sys
@@ -21,7 +23,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -48,10 +50,10 @@ from services.checkpoint import DEMO_MODEL
 from services.config import FrontendConfig
 from services.frontend.text.tokenizer import Tokenizer
 from tests.benchmarks.support.report import report
+from tests.benchmarks.support.servers import vllm_process
 
-VLLM = 6_800 / 0.42
-"""Tokens per core-second of vLLM 0.32's API server: 256 streams of 128 tokens, 6,800 tokens/s for 0.42 core (its CPU
-build with the model m4, on a machine of this kind; not measured again here)."""
+PACED = Path(__file__).parent / "support" / "vllm_paced.py"
+OURS, PER_TOKEN, PEER = "runahead", "runahead, a write per token", "vLLM, fake engine"
 TEXT = (
     "The scheduler plans step N+1 while the worker computes step N. Tokens come out of order? Never: "
     "each has its index.\n\n* It costs 3.5 ms, or 12 % of a core; “quoted”, naïve, 世界 and 😀 take several tokens.\n"
@@ -260,25 +262,19 @@ class UniformEngine:
 
 @contextmanager
 def frontend(
-    patch: str,
-    profile: str | None = None,
-    make_engine: Callable[[str], UniformEngine] = UniformEngine,
-    step_ring: int = 0,
+    patch: str, make_engine: Callable[[str], UniformEngine] = UniformEngine, step_ring: int = 0
 ) -> Iterator[tuple[psutil.Process, str, UniformEngine]]:
     """Yield the process, its address and its engine. Raises: RuntimeError, if it does not start"""
     code = (
         "import sys\nfrom services.cli.start import start\nfrom services.config import FrontendConfig\n"
-        f"{patch}\nconfig = FrontendConfig.model_validate_json(sys.argv[1])\n"
+        f"{patch}\nsys.exit(start(FrontendConfig.model_validate_json(sys.argv[1])))\n"
     )
-    run = "sys.exit(start(config))"
-    if profile:
-        run = f"import cProfile\ncProfile.run('start(config)', {profile!r})"
     with tempfile.TemporaryDirectory(prefix="ra-") as directory:
         endpoint, log = f"ipc://{directory}/clients", Path(directory) / "log"
         engine = make_engine(endpoint)
         config = FrontendConfig(model=str(DEMO_MODEL), scheduler_endpoint=endpoint, port=0, step_ring=step_ring)
         with log.open("w") as stderr:
-            process = psutil.Popen([sys.executable, "-c", code + run, config.model_dump_json()], stderr=stderr)
+            process = psutil.Popen([sys.executable, "-c", code, config.model_dump_json()], stderr=stderr)
         try:
             while "listening on " not in (text := log.read_text()):
                 if process.poll() is not None:
@@ -315,13 +311,6 @@ def client_process() -> Iterator[multiprocessing.connection.Connection]:
         clients.join()
 
 
-def run(case: StreamingCase, patch: str, profile: str | None = None) -> dict[str, float]:
-    """Run one warm-up and one measured round of a case in a new frontend."""
-    with client_process() as clients, frontend(patch, profile) as server:
-        round_of(StreamingCase("warm-up", 32, case.choices, 32, 0.0), *server, clients)
-        return round_of(case, *server, clients)
-
-
 def round_of(
     case: StreamingCase,
     process: psutil.Process,
@@ -348,10 +337,49 @@ def round_of(
     }
 
 
-def row(case: StreamingCase, how: str, found: list[dict[str, float]]) -> dict[str, object]:
-    """Return the row of the report, with medians."""
-    median = {name: statistics.median(one[name] for one in found) for name in found[0]}
-    return {"streams": case.name, "writes": how, **median, "of_vllm": median["per_core_s"] / VLLM}
+class _FakeEngine:
+    """Control of the fake engine in vLLM's process, which sends the first tokens without a signal."""
+
+    def __init__(self, process: psutil.Process) -> None:
+        self._process = process
+
+    def begin(self, case: StreamingCase) -> None:
+        pass
+
+    def go_on(self, case: StreamingCase) -> None:
+        self._process.send_signal(signal.SIGUSR1)
+
+
+@contextmanager
+def vllm(case: StreamingCase) -> Iterator[tuple[psutil.Process, str, _FakeEngine]]:
+    """Start vLLM's server for one case. Yield its process, its URL and its engine."""
+    token_ids = output_ids(Tokenizer(DEMO_MODEL), case.tokens)
+    paced = {"streams": case.streams, "pace": case.pace, "token_ids": token_ids}
+    started = vllm_process(
+        DEMO_MODEL, "--disable-uvicorn-access-log", run=(str(PACED),), variables={"RUNAHEAD_PACED": json.dumps(paced)}
+    )
+    with started as server:
+        process = psutil.Process(server.session)
+        yield process, server.url, _FakeEngine(process)
+
+
+def rounds(case: StreamingCase, repeats: int, with_vllm: bool) -> dict[str, list[dict[str, float]]]:
+    """Run `round_of` on each server in turn and return the metrics by server."""
+    warm_up = StreamingCase("warm-up", case.streams, case.choices, min(32, case.tokens), case.pace)
+    with ExitStack() as stack:
+        clients = stack.enter_context(client_process())
+        servers: dict[str, tuple[psutil.Process, str, Player]] = {
+            OURS: stack.enter_context(frontend("")), PER_TOKEN: stack.enter_context(frontend(WRITE_PER_TOKEN)),
+        }  # fmt: skip
+        if with_vllm:
+            servers[PEER] = stack.enter_context(vllm(case))
+        for server in servers.values():
+            round_of(warm_up, *server, clients)
+        found: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
+        for _ in range(repeats):
+            for name, server in servers.items():
+                found[name].append(round_of(case, *server, clients))
+    return found
 
 
 def main() -> None:
@@ -359,35 +387,37 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", help="cases whose name contains this")
-    parser.add_argument("--profile", help="write a cProfile profile of the frontend into this file")
-    arguments = parser.parse_args()
-    streams, tokens = arguments.streams, arguments.tokens
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--vllm", action="store_true", help="vLLM's API server too")
+    args = parser.parse_args()
+    streams, tokens = args.streams, args.tokens
     cases = [
         StreamingCase("1 a connection, step 37.6 ms", streams, 1, tokens, streams / 6_800),
+        StreamingCase("4 a connection, step 37.6 ms", streams, 4, tokens, streams / 6_800),
         StreamingCase("1 a connection, step 15 ms", streams, 1, tokens, 0.015),
         StreamingCase("4 a connection, step 15 ms", streams, 4, tokens, 0.015),
         StreamingCase("1 a connection, unpaced", streams, 1, 4 * tokens, 0.0),
     ]
     rows: list[dict[str, object]] = []
     repeats: dict[str, list[dict[str, float]]] = {}
-    over_write_per_token: dict[str, float] = {}
-    for case in cases:
-        if arguments.only and arguments.only not in case.name:
-            continue
-        per_core_s = []
-        for how, patch in (("coalesced", ""), ("per token", WRITE_PER_TOKEN)):
-            found = [run(case, patch, arguments.profile) for _ in range(arguments.repeats)]
-            repeats[f"{case.name}, {how}"] = found
-            per_core_s.append(statistics.median(one["per_core_s"] for one in found))
-            rows.append(row(case, how, found))
-        over_write_per_token[case.name] = per_core_s[0] / per_core_s[1]
+    over: dict[str, dict[str, dict[str, float]]] = {"over_a_write_per_token": {}, "over_vllm": {}}
+    for case in (each for each in cases if args.only in each.name):
+        per_core_s: dict[str, float] = {}
+        for name, found in rounds(case, args.repeats, args.vllm).items():
+            repeats[f"{case.name}, {name}"] = found
+            median = {figure: statistics.median(one[figure] for one in found) for figure in found[0]}
+            per_core_s[name] = median["per_core_s"]
+            rows.append({"streams": case.name, "server": name, **median})
+        for figure, base in zip(over, (PER_TOKEN, PEER), strict=True):
+            over[figure][case.name] = {
+                name: value / per_core_s[base] for name, value in per_core_s.items() if base in per_core_s
+            }
     report(
         "frontend_streaming",
-        title=f"{streams} streams of {tokens} tokens: what the frontend spends",
+        title=f"{streams} streams of {tokens} tokens: what a frontend spends",
         rows=rows,
-        figures={"over_a_write_per_token": over_write_per_token, "vllm_tokens_per_core_second": VLLM},
-        settings={"streams": streams, "tokens": tokens, "repeats": arguments.repeats},
+        figures=over,
+        settings=vars(args),
         repeats=repeats,
     )
 

@@ -2,12 +2,13 @@
 
 Models are GGUF files, or random ones of `random_gguf`, such as llama-1b.Q4_K_M. llama.cpp and the native backend read
 them; vLLM has no loader for them, so `vllm serve` and the vllm backend read what `runahead convert` writes, in
-bfloat16. One client measures all servers: a closed loop of streams over HTTP with `ignore_eos`. Each server in turn has
-the machine to itself, and each repeat runs all servers. No server has the prompts in its cache.
+bfloat16. Models may be checkpoints too, or random ones of `random_llama`, such as m4, which llama.cpp does not read.
+One client measures all servers: a closed loop of streams over HTTP with `ignore_eos`. Each server in turn has the
+machine to itself, and each repeat runs all servers. No server has the prompts in its cache. By default vLLM leaves one
+core to its engine, which spins there, and Runahead computes on all cores.
 """
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -20,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.support import llama_cpp
-from tests.benchmarks.support.peers_chart import draw
+from tests.benchmarks.support.processor_time import total_seconds
 from tests.benchmarks.support.random_gguf import KINDS, SHAPES, random_gguf
-from tests.benchmarks.support.report import DIRECTORY, report
+from tests.benchmarks.support.random_llama import SHAPES as LLAMAS
+from tests.benchmarks.support.random_llama import random_llama
+from tests.benchmarks.support.report import report
 from tests.benchmarks.support.servers import (
     VLLM_ENVIRONMENT,
     ServerProcess,
@@ -33,11 +36,10 @@ from tests.benchmarks.support.servers import (
 )
 
 GIB = 1 << 30
-BLOCK = 128
-"""Tokens per block of vLLM's kernels on the CPU."""
+VLLM_FLAGS = "--dtype=bfloat16", "--block-size=128"
+"""Also of our vllm backend. Blocks are those of vLLM's kernels on the CPU."""
 ONES = 4
 """Requests of a load of one stream; others have `--waves` for each stream."""
-KEPT = DIRECTORY / "peers.repeats.json"
 Repeats = dict[str, dict[tuple[str, int], list[Any]]]
 """Metrics of each repeat, by file, and by server and number of streams."""
 Runs = Mapping[tuple[str, int], Sequence[Mapping[str, Any]]]
@@ -47,7 +49,8 @@ Runs = Mapping[tuple[str, int], Sequence[Mapping[str, Any]]]
 @dataclass(frozen=True)
 class PeerSetting:
     args: argparse.Namespace
-    gguf: Path
+    file: Path
+    """GGUF file or checkpoint."""
     converted: Path | None
     """The same model as a Hugging Face checkpoint."""
 
@@ -80,71 +83,81 @@ class ComparedServer:
         return [[number] for number in streams] if self.has_slots else [streams]
 
 
-def _native(*flags: str) -> Serve:
+def _runahead(backend: str, *flags: str, threads: int | None = None) -> Serve:
+    """`threads`: None: as many as the benchmark's."""
+
     def serve(setting: PeerSetting, streams: int) -> AbstractContextManager[ServerProcess]:
-        return runahead_process(setting.gguf, *_common(setting), "--backend=native", *flags)
+        common = f"--backend={backend}", f"--threads={threads or setting.args.threads}", *_common(setting), *flags
+        if backend == "native":
+            return runahead_process(setting.file, *common)
+        return runahead_process(setting.checkpoint(), *common, *VLLM_FLAGS, python=vllm_python())
 
     return serve
 
 
-def _vllm_backend(setting: PeerSetting, streams: int) -> AbstractContextManager[ServerProcess]:
-    flags = *_common(setting), "--backend=vllm", "--dtype=bfloat16", f"--block-size={BLOCK}"
-    return runahead_process(setting.checkpoint(), *flags, python=vllm_python())
+def _vllm(*flags: str, threads: int | None = None) -> Serve:
+    def serve(setting: PeerSetting, streams: int) -> AbstractContextManager[ServerProcess]:
+        return vllm_process(setting.checkpoint(), *_common(setting), *VLLM_FLAGS, *flags, threads=threads)
+
+    return serve
 
 
 def _common(setting: PeerSetting) -> tuple[str, ...]:
     return (
-        f"--threads={setting.args.threads}",
         f"--max-model-len={setting.args.max_model_len}",
         f"--kv-cache-memory-bytes={setting.args.kv_gib * GIB}",
         "--no-enable-prefix-caching",
     )
 
 
-def _vllm(*flags: str, threads: int | None = None) -> Serve:
-    def serve(setting: PeerSetting, streams: int) -> AbstractContextManager[ServerProcess]:
-        arguments = (
-            "--dtype=bfloat16", f"--max-model-len={setting.args.max_model_len}", f"--block-size={BLOCK}",
-            f"--kv-cache-memory-bytes={setting.args.kv_gib * GIB}", "--no-enable-prefix-caching", *flags,
-        )  # fmt: skip
-        return vllm_process(setting.checkpoint(), *arguments, threads=threads)
-
-    return serve
-
-
 def _llama_cpp(setting: PeerSetting, streams: int) -> AbstractContextManager[ServerProcess]:
-    return llama_cpp.llama_cpp(setting.gguf, streams, setting.context, setting.args.threads)
+    return llama_cpp.llama_cpp(setting.file, streams, setting.context, setting.args.threads)
 
 
 CORES = len(os.sched_getaffinity(0))
-SERVERS: Mapping[str, ComparedServer] = {
+FEWER = max(1, CORES - 1)
+SERVERS: dict[str, ComparedServer] = {
     "llama.cpp": ComparedServer("llama_cpp", "blocks of the file", _llama_cpp, has_slots=True),
     "vllm serve": ComparedServer("vllm", "bfloat16", _vllm(), needs_vllm=True),
     "vllm serve, all cores": ComparedServer("vllm", "bfloat16", _vllm(threads=CORES), needs_vllm=True),
     "vllm serve, not compiled": ComparedServer("vllm", "bfloat16", _vllm("--enforce-eager"), needs_vllm=True),
-    "runahead native": ComparedServer("runahead", "blocks of the file", _native()),
-    "runahead native, batch-invariant": ComparedServer("runahead", "blocks of the file", _native("--batch-invariant")),
-    "runahead native, bfloat16": ComparedServer("runahead", "bfloat16", _native("--quantization=none")),
-    "runahead vllm": ComparedServer("runahead", "bfloat16", _vllm_backend, needs_vllm=True),
+    "runahead native": ComparedServer("runahead", "as stored", _runahead("native")),
+    "runahead native, batch-invariant": ComparedServer(
+        "runahead", "as stored", _runahead("native", "--batch-invariant")
+    ),
+    "runahead native, bfloat16": ComparedServer("runahead", "bfloat16", _runahead("native", "--quantization=none")),
+    "runahead vllm": ComparedServer("runahead", "bfloat16", _runahead("vllm"), needs_vllm=True),
 }
+DEFAULT = [*SERVERS]
+"""The others run only if they are named."""
+SERVERS |= {
+    "runahead native, a core less": ComparedServer("runahead", "as stored", _runahead("native", threads=FEWER)),
+    "runahead vllm, a core less": ComparedServer(
+        "runahead", "bfloat16", _runahead("vllm", threads=FEWER), needs_vllm=True
+    ),
+    **{
+        f"two stages, {policy}": ComparedServer(
+            "runahead", "bfloat16",
+            _runahead("vllm", "--pipeline-parallel-size=2", f"--batching-policy={policy}"), needs_vllm=True,
+        )
+        for policy in ("balanced", "chunked")
+    },
+}  # fmt: skip
 
 
 def main() -> None:
     args = _arguments()
-    files = [_gguf(name) for name in args.model] or [packaged_gguf()]
-    absent = {name: reason for name in args.servers if (reason := _absent(SERVERS[name]))}
+    files = [_model(name) for name in args.model] or [packaged_gguf()]
+    absent = {name: reason for name in args.servers if (reason := _absent(SERVERS[name], files))}
     names = [name for name in args.servers if name not in absent]
-    repeats = _kept() if args.keep else {}
+    repeats: Repeats = {}
     for _ in range(args.repeats):
-        for gguf in files:
-            _run(PeerSetting(args, gguf, _converted(gguf, names)), names, repeats)
-    for file, runs in repeats.items():
-        chart = Path(args.chart) if args.chart else DIRECTORY / f"peers.{file}.png"
-        print(draw(runs, f"{file}, {args.input_len} tokens in, {args.output_len} out", chart))
+        for file in files:
+            _run(PeerSetting(args, file, _converted(file, names)), names, repeats)
     report(
         "peers",
         title=f"{args.input_len} tokens in, {args.output_len} out: medians",
-        rows=[{"file": file, **row} for file, runs in repeats.items() for row in _rows(runs)],
+        rows=[{"model": model, **row} for model, runs in repeats.items() for row in _rows(runs)],
         figures={**_figures(repeats), "absent": absent or "none"},
         settings={
             **vars(args),
@@ -152,21 +165,20 @@ def main() -> None:
             "llama.cpp": "absent" if llama_cpp.absent() else llama_cpp.features(),
         },
         repeats={
-            f"{file}: {name} at {streams}": each
-            for file, runs in repeats.items()
+            f"{model}: {name} at {streams}": each
+            for model, runs in repeats.items()
             for (name, streams), each in runs.items()
         },
     )
 
 
 def _run(setting: PeerSetting, names: list[str], repeats: Repeats) -> None:
-    runs = repeats.setdefault(setting.gguf.stem, {})
+    runs = repeats.setdefault(setting.file.name.removesuffix(".gguf"), {})
     for name in names:
         for numbers in SERVERS[name].loads(setting.args.streams):
             with SERVERS[name].serve(setting, max(numbers)) as server:
                 for streams in numbers:
                     runs.setdefault((name, streams), []).append(_measured(server, setting.args, streams))
-                    _keep(repeats)
 
 
 def _arguments() -> argparse.Namespace:
@@ -176,12 +188,11 @@ def _arguments() -> argparse.Namespace:
         nargs="*",
         default=[],
         metavar="FILE",
-        help=f"GGUF files, or one of {', '.join(SHAPES)} with .{', .'.join(KINDS)}; default: the packaged SmolLM2",
+        help=f"GGUF files or checkpoints, or one of {', '.join(SHAPES)} with .{', .'.join(KINDS)}, or one of "
+        f"{', '.join(LLAMAS)}; default: the packaged SmolLM2",
     )
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--servers", nargs="+", default=list(SERVERS), choices=SERVERS, metavar="NAME")
-    parser.add_argument("--keep", action="store_true", help=f"add to the repeats in {KEPT}")
-    parser.add_argument("--chart", default="", help="file to write; default: build/bench/peers.png")
+    parser.add_argument("--servers", nargs="+", default=DEFAULT, choices=SERVERS, metavar="NAME")
     for name, default in (
         ("threads", CORES), ("input-len", 128), ("output-len", 128), ("waves", 2), ("repeats", 3),
         ("max-model-len", 1024), ("kv-gib", 1),
@@ -190,8 +201,10 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _gguf(name: str) -> Path:
+def _model(name: str) -> Path:
     shape, _, kind = name.partition(".")
+    if name in LLAMAS:
+        return random_llama(name)
     return random_gguf(shape, kind) if shape in SHAPES and kind in KINDS else Path(name)
 
 
@@ -205,43 +218,32 @@ def packaged_gguf() -> Path:
     return path
 
 
-def _converted(gguf: Path, names: list[str]) -> Path | None:
+def _converted(file: Path, names: list[str]) -> Path | None:
     """Return the directory with the model in Hugging Face format, if a server needs it. Raises: CalledProcessError"""
-    if not any(SERVERS[name].needs_vllm for name in names):
-        return None
-    command = [sys.executable, "-m", "services.cli", "convert", str(gguf)]
+    if file.is_dir() or not any(SERVERS[name].needs_vllm for name in names):
+        return file if file.is_dir() else None
+    command = [sys.executable, "-m", "services.cli", "convert", str(file)]
     answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return Path(answer.stdout.splitlines()[-1])
 
 
-def _absent(server: ComparedServer) -> str:
+def _absent(server: ComparedServer, files: Sequence[Path]) -> str:
     """Return why a server cannot be measured here; empty: it can."""
     if server.owner == "llama_cpp":
-        return llama_cpp.absent()
+        return "llama.cpp reads no checkpoints" if any(file.is_dir() for file in files) else llama_cpp.absent()
     if server.needs_vllm and not (VLLM_ENVIRONMENT / "bin" / "python").exists():
         return "vLLM is not installed; install it with: make setup-vllm"
     return ""
 
 
-def _keep(repeats: Repeats) -> None:
-    """Write the repeats, so that a run can be continued."""
-    KEPT.parent.mkdir(parents=True, exist_ok=True)
-    rows = [[file, *key, each] for file, runs in repeats.items() for key, each in runs.items()]
-    KEPT.write_text(json.dumps(rows))
-
-
-def _kept() -> Repeats:
-    """Return the repeats of an earlier run, which may have been interrupted."""
-    repeats: Repeats = {}
-    for file, name, streams, each in json.loads(KEPT.read_text()) if KEPT.is_file() else []:
-        repeats.setdefault(file, {})[name, streams] = each
-    return repeats
-
-
 def _measured(server: ServerProcess, args: argparse.Namespace, streams: int) -> dict[str, Any]:
-    waves = max(args.waves, -(-ONES // streams))
-    metrics = served(server.url, streams, args.input_len, args.output_len, waves)
-    return {**metrics, "resident_bytes": server.resident_bytes()}
+    """Return the metrics of a load, and how many cores the server's processes kept busy."""
+    lengths, waves = (args.input_len, args.output_len), max(args.waves, -(-ONES // streams))
+    served(server.url, 2, *lengths, waves=1, warmups=0, seed=1)
+    before = total_seconds(server)
+    load = served(server.url, streams, *lengths, waves, warmups=0)
+    busy = (total_seconds(server) - before) / load["duration"]
+    return {**load, "busy_cores": busy, "resident_bytes": server.resident_bytes()}
 
 
 def _median(runs: Sequence[Mapping[str, Any]], figure: str) -> float:
@@ -262,17 +264,19 @@ def _rows(repeats: Runs) -> list[dict[str, object]]:
             "TTFT ms": _median(runs, "median_ttft_ms"),
             "ITL p50 ms": _median(runs, "median_itl_ms"),
             "ITL p99 ms": _median(runs, "p99_itl_ms"),
+            "busy cores": _median(runs, "busy_cores"),
             "resident MiB": _median(runs, "resident_bytes") / (1 << 20),
         })  # fmt: skip
     return rows
 
 
-def _figures(repeats: Repeats) -> dict[str, dict[str, dict[str, float]]]:
+def _figures(repeats: Repeats) -> dict[str, dict[str, Any]]:
     """Return tokens/s of the better backend over the best setting of each peer, the first token's time and resident
-    memory in the same way: figure -> file -> number of streams -> ratio."""
-    return {
+    memory in the same way: figure -> model -> number of streams -> ratio. Then each of our servers over the fastest
+    `vllm serve`."""
+    figures: dict[str, dict[str, Any]] = {
         f"{prefix}over_{peer}": {
-            file: found for file, runs in repeats.items() if (found := _ratios(runs, peer, figure, best))
+            model: found for model, runs in repeats.items() if (found := _ratios(runs, peer, figure, best))
         }
         for peer in ("vllm", "llama_cpp")
         for prefix, figure, best in (
@@ -281,6 +285,21 @@ def _figures(repeats: Repeats) -> dict[str, dict[str, dict[str, float]]]:
             ("resident_", "resident_bytes", min),
         )
     }
+    return figures | {"each_over_vllm": {model: _each_over_vllm(runs) for model, runs in repeats.items()}}
+
+
+def _each_over_vllm(runs: Runs) -> dict[str, dict[str, float]]:
+    ratios = {}
+    for name, streams in runs:
+        at = {other: each for (other, number), each in runs.items() if number == streams}
+        peers = [each for other, each in at.items() if SERVERS[other].owner == "vllm"]
+        if SERVERS[name].owner == "runahead" and peers:
+            best = max(peers, key=lambda each: _median(each, "output_throughput"))
+            ratios[f"{name} at {streams}"] = {
+                what: _median(at[name], figure) / _median(best, figure)
+                for what, figure in (("tokens/s", "output_throughput"), ("p99 ITL", "p99_itl_ms"))
+            }
+    return ratios
 
 
 def _ratios(runs: Runs, peer: str, figure: str, best: Callable[[list[float]], float]) -> dict[str, float]:

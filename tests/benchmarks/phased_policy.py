@@ -1,10 +1,9 @@
 """Effect of run-ahead on a rigid device: its idle share at depth 1 and 2, with 1, 2 and 4 tensor-parallel ranks.
 
-A new request replaces each finished one, so prefill chunks and decode batches alternate all the time. The window is
-between the first and the last report of the engine with the maximum number of running requests. Ranks are processes on
-this machine, and each compares its results with all others in every step; the times of the device are those of the cost
-model. *Idle* is the time in which the device has no work and its rank waits for a plan; *not busy* is all time between
-steps, including the time in which ranks wait for one another.
+A new request replaces each finished one, so prefill chunks and decode batches alternate all the time. Ranks are
+processes on this machine, and each compares its results with all others in every step; the times of the device are
+those of the cost model. *Idle* is the time in which the device has no work and its rank waits for a plan; *not busy* is
+all time between steps, including the time in which ranks wait for one another.
 """
 
 import argparse
@@ -51,18 +50,8 @@ def measure(ranks: int, depth: int, args: argparse.Namespace) -> dict[str, float
             client.generate(tokens, number, int(rng.integers(args.output // 2, args.output)))
         while client.finished < args.total:
             client.receive()
-        full = [sample for sample in client.samples if sample.running == args.requests and sample.tokens]
-    if len(full) < 3:
-        raise SystemExit(f"{len(full)} reports with all requests running; the run is too short")
-    first, last = full[0], full[-1]
-    wall, steps = last.at - first.at, last.steps - first.steps
-    return {
-        "idle": (last.idle - first.idle) / wall,
-        "not_busy": 1 - (last.busy - first.busy) / wall,
-        "tokens_per_s": (last.tokens - first.tokens) / wall,
-        "step_ms": 1e3 * wall / steps,
-        "seconds": wall,
-    }
+        found = client.window(args.requests)
+    return {**found, "not_busy": 1 - found["busy_fraction"]}
 
 
 def main() -> None:
@@ -89,7 +78,8 @@ def main() -> None:
         title=f"phased on a rigid device (simulated): medians of {args.repeats}",
         rows=[{"TP": ranks, "depth": depth, **median(ranks, depth)} for ranks in SIZES for depth in DEPTHS],
         figures={
-            f"idle_depth{depth}": {str(ranks): median(ranks, depth)["idle"] for ranks in SIZES} for depth in DEPTHS
+            f"idle_depth{depth}": {str(ranks): median(ranks, depth)["idle_fraction"] for ranks in SIZES}
+            for depth in DEPTHS
         }
         | {"not_busy_depth2": {str(ranks): median(ranks, 2)["not_busy"] for ranks in SIZES}},
         settings={"block": BLOCK, "chunk": CHUNK, **vars(args)},

@@ -3,8 +3,7 @@ throughput at depth two with a subscriber of the step records, and with `--recor
 
 `sim` (5 ms per step, 256 requests decoding) stands for a device; `native` runs a small model with one thread and
 shares the CPU with the scheduler. The load comes over the scheduler's socket for frontends, without HTTP;
-`step_viewer` measures a frontend's ring and a viewer. The window is between the first and the last report of the engine
-with all requests running. "2 again" shows the noise.
+`step_viewer` measures a frontend's ring and a viewer. "2 again" shows the noise.
 """
 
 import argparse
@@ -78,19 +77,7 @@ def measure(
             client.receive()
         if subscribes and not client.records:
             raise SystemExit("the engine sent no step records")
-        full = [sample for sample in client.samples if sample.running == requests and sample.tokens]
-    if len(full) < 3:
-        raise SystemExit(f"{len(full)} reports with all requests running; the run is too short")
-    first, last = full[0], full[-1]
-    wall = last.at - first.at
-    steps = last.steps - first.steps
-    return {
-        "idle_fraction": (last.idle - first.idle) / wall,
-        "busy_fraction": (last.busy - first.busy) / wall,
-        "tokens_per_s": (last.tokens - first.tokens) / wall,
-        "step_ms": 1e3 * wall / steps,
-        "seconds": wall,
-    }
+        return client.window(requests)
 
 
 def main() -> None:

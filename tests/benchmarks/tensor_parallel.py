@@ -5,29 +5,13 @@ repeat are measured one after the other, so that noise of the machine affects al
 """
 
 import argparse
-import json
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 from services.checkpoint import DEMO_MODEL
 from tests.benchmarks.support.random_llama import SHAPES, random_llama
 from tests.benchmarks.support.report import report
-
-SUPPORT = Path(__file__).parent / "support"
-
-
-def measure(model: str, size: int, args: argparse.Namespace) -> dict[str, float]:
-    """Return the metrics of the first rank: tokens_per_s, prefill_s and decode_step_ms of the measured waves."""
-    command = [
-        sys.executable, str(SUPPORT / "static_batch.py"), f"--model={model}", "--threads=1", f"--dtype={args.dtype}",
-        f"--batch={args.batch}", f"--prompt={args.prompt}", f"--output={args.output}", f"--waves={args.waves}",
-        f"--ranks={size}",
-    ]  # fmt: skip
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return result
+from tests.benchmarks.support.servers import without_engine
 
 
 def main() -> None:
@@ -45,11 +29,13 @@ def main() -> None:
         name: str(DEMO_MODEL) if name == "demo" else str(random_llama(name) if name in SHAPES else Path(name))
         for name in args.models
     }
+    batch = {"threads": 1, "dtype": args.dtype, "batch": args.batch, "prompt": args.prompt, "output": args.output}
+    batch["waves"] = args.waves
     repeats: dict[str, dict[int, list[dict[str, float]]]] = {name: {size: [] for size in args.sizes} for name in paths}
     for _ in range(args.repeats):
         for name, path in paths.items():
             for size in args.sizes:
-                repeats[name][size].append(measure(path, size, args))
+                repeats[name][size].append(without_engine("static_batch.py", model=path, ranks=size, **batch))
     rows, ratios = [], {}
     for name, sizes in repeats.items():
         medians = {

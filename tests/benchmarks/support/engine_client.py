@@ -156,5 +156,23 @@ class BenchmarkClient:
             )
         return None
 
+    def window(self, running: int) -> dict[str, float]:
+        """Return the metrics between the first and the last report with so many requests running.
+
+        Raises: SystemExit, if there are too few of them.
+        """
+        full = [sample for sample in self.samples if sample.running == running and sample.tokens]
+        if len(full) < 3:
+            raise SystemExit(f"{len(full)} reports with all requests running; the run is too short")
+        first, last = full[0], full[-1]
+        wall = last.at - first.at
+        return {
+            "idle_fraction": (last.idle - first.idle) / wall,
+            "busy_fraction": (last.busy - first.busy) / wall,
+            "tokens_per_s": (last.tokens - first.tokens) / wall,
+            "step_ms": 1e3 * wall / (last.steps - first.steps),
+            "seconds": wall,
+        }
+
     def close(self) -> None:
         self._client.close()

@@ -1,6 +1,7 @@
 """Runahead and vLLM as server processes, and the metrics of one load on a server."""
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -172,6 +173,14 @@ def started(command: list[str], **options: Any) -> Iterator["subprocess.Popen[st
             finally:  # also when a signal ends the wait
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
+
+
+def without_engine(script: str, **flags: object) -> dict[str, float]:
+    """Run a script of this folder in a process of its own and return the metrics of its static batch."""
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+    command = [sys.executable, str(Path(__file__).parent / script), *given]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
 def forward_seconds(url: str) -> tuple[float, float]:

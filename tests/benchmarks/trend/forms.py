@@ -120,7 +120,7 @@ FORMS = (
         "--repeats 1 --total 64",
         [
             Shown(f"idle at depth {depth}, TP {ranks}", f"idle_depth{depth} > {ranks}",
-                   f"repeats > {ranks} > {depth} > * > idle")
+                   f"repeats > {ranks} > {depth} > * > idle_fraction")
             for ranks in (1, 4) for depth in (1, 2)
         ],
     ),
@@ -148,15 +148,15 @@ FORMS = (
         "--repeats 1 --only '1 a connection, step 15 ms'",
         [
             Shown(f"tokens per second of its processor time, {what}",
-                   f"rows > streams=1 a connection, step 15 ms; writes={writes} > per_core_s",
-                   f"repeats > 1 a connection, step 15 ms, {writes} > * > per_core_s")
-            for what, writes in (("coalesced", "coalesced"), ("a write per token", "per token"))
+                   f"rows > streams=1 a connection, step 15 ms; server=runahead{suffix} > per_core_s",
+                   f"repeats > 1 a connection, step 15 ms, runahead{suffix} > * > per_core_s")
+            for what, suffix in (("coalesced", ""), ("a write per token", ", a write per token"))
         ],
     ),
     ShortForm(
-        "vllm_streaming", "vllm_streaming",
+        "vllm_streaming", "frontend_streaming",
         "What does a streamed token cost vLLM's API server, compared with this frontend? (`make setup-vllm` first)",
-        "--repeats 1 --only '1 a connection'",
+        "--vllm --repeats 1 --only '1 a connection, step 37.6 ms'",
         [Shown(f"tokens per core-second over vLLM's, {name}",
                 f"over_vllm > 1 a connection, step 37.6 ms > runahead{suffix}")
          for name, suffix in (("as it is", ""), ("a write per token", ", a write per token"))],
@@ -255,11 +255,12 @@ FORMS = (
         ],
     ),
     ShortForm(
-        "vllm_served", "vllm_served", "How much faster is vLLM under this scheduler? (`make setup-vllm` first)",
-        "--dtype bfloat16 --repeats 1 --waves 1 --concurrency 64 "
+        "vllm_served", "peers", "How much faster is vLLM under this scheduler? (`make setup-vllm` first)",
+        "--model m4 --repeats 1 --waves 1 --streams 64 --input-len 64 --kv-gib 2 "
         "--servers 'vllm serve' 'runahead vllm' 'runahead native'",
         [
-            Shown(f"m4 at {n}: {name} over the best `vllm serve`, {what}", f"runahead {name} at {n} > {what}")
+            Shown(f"m4 at {n}: {name} over the best `vllm serve`, {what}",
+                   f"each_over_vllm > m4 > runahead {name} at {n} > {what}")
             for what, numbers in (("tokens/s", (1, 64, 256)), ("p99 ITL", (64,))) for n in numbers
             for name in ("native", "vllm")
         ],
