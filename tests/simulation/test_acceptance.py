@@ -12,14 +12,10 @@ from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import RequestStatus
 from tests.matrix import covering
 from tests.simulation.reference import ExpectedAnswer, reference
-from tests.simulation.world import EOS, SimulatedStream, World, params
+from tests.simulation.world import EOS, SimulatedStream, World, params, prompt_of
 
 DEPTHS = [1, 2, 3, 5]
 ROOMY = Limits(max_num_seqs=16, max_num_batched_tokens=512, max_model_len=512, num_blocks=256, block_size=16)
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return [Random(f"{seed}/{i}").randrange(64) for i in range(length)]
 
 
 def prompt_whose_answer(sampling: SamplingParams, fits: Callable[[ExpectedAnswer], bool]) -> list[int]:

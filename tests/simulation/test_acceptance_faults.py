@@ -12,8 +12,8 @@ from services.scheduler.core.results import UnknownResult
 from services.scheduler.core.slots import SlotIds
 from services.scheduler.policies import ChunkedPolicy, SchedulerView
 from tests.event_recorder import EventRecorder
-from tests.simulation.test_acceptance import DEPTHS, ROOMY, entered, prompt_of
-from tests.simulation.world import _RESULTS, World, params
+from tests.simulation.test_acceptance import DEPTHS, ROOMY, entered
+from tests.simulation.world import _RESULTS, World, params, prompt_of
 
 
 def num_aborted(recorder: EventRecorder) -> int:

@@ -21,8 +21,8 @@ from tests.simulation.drafts import Speculating
 from tests.simulation.faults import Fault, FaultList, assert_caught, parameters, unchanged
 from tests.simulation.grammar import structured
 from tests.simulation.reference import reference
-from tests.simulation.test_speculation import ROOMY, prompt_of
-from tests.simulation.world import World, params
+from tests.simulation.test_speculation import ROOMY
+from tests.simulation.world import World, params, prompt_of
 
 FAULTS = FaultList()
 

@@ -8,8 +8,8 @@ from protocol.requests import FinishReason
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import RequestStatus
 from services.scheduler.policies import ChunkedPolicy
-from tests.simulation.test_acceptance import DEPTHS, ROOMY, entered, prompt_of
-from tests.simulation.world import World, params
+from tests.simulation.test_acceptance import DEPTHS, ROOMY, entered
+from tests.simulation.world import World, params, prompt_of
 
 
 def change_workers(world: World, limits: Limits | None = None, keeps: bool = False) -> None:

@@ -14,8 +14,8 @@ from services.scheduler.core.request import Request
 from services.scheduler.policies import BalancedPolicy, ChunkedPolicy, SchedulerView
 from tests.simulation.faults import Fault, FaultList, assert_caught, parameters
 from tests.simulation.invariants import Checker
-from tests.simulation.test_acceptance import DEPTHS, prompt_of
-from tests.simulation.world import World, params
+from tests.simulation.test_acceptance import DEPTHS
+from tests.simulation.world import World, params, prompt_of
 
 FULL, WINDOW = KVGroup(), KVGroup("sliding_window", 10)
 LIMITS = Limits(4, 8, 128, 96, 4, groups=(FULL, WINDOW, WINDOW))

@@ -1,7 +1,6 @@
 """Rows that are left out of a step because their masks are late, and what may happen to their requests meanwhile."""
 
 from dataclasses import replace
-from random import Random
 from typing import Any
 
 import msgspec
@@ -18,15 +17,11 @@ from services.scheduler.core.slots import DELIVER, DROP
 from services.scheduler.policies import ChunkedPolicy
 from tests.simulation.faults import Fault, FaultList, assert_caught, parameters
 from tests.simulation.grammar import structured
-from tests.simulation.world import SimulatedStream, World, params
+from tests.simulation.world import SimulatedStream, World, params, prompt_of
 
 ROOMY = Limits(
     max_num_seqs=8, max_num_batched_tokens=256, max_model_len=256, num_blocks=128, block_size=16, leaves_rows_out=True
 )
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return [Random(f"{seed}/{i}").randrange(64) for i in range(length)]
 
 
 def late(depth: int = 2) -> tuple[World, SimulatedStream, SimulatedStream]:

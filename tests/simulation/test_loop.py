@@ -8,8 +8,8 @@ from services.scheduler.core.engine import StallError
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.slots import SlotIds
 from services.scheduler.policies import ChunkedPolicy, SchedulerView
-from tests.simulation.test_acceptance import ROOMY, prompt_of
-from tests.simulation.world import World, params
+from tests.simulation.test_acceptance import ROOMY
+from tests.simulation.world import World, params, prompt_of
 
 
 def test_a_plan_does_not_change_after_it_was_formed() -> None:

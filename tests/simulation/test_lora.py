@@ -3,9 +3,9 @@
 import pytest
 
 from services.scheduler.core.limits import Limits
-from tests.simulation.test_acceptance import DEPTHS, prompt_of
+from tests.simulation.test_acceptance import DEPTHS
 from tests.simulation.workload import ADAPTERS
-from tests.simulation.world import World, params
+from tests.simulation.world import World, params, prompt_of
 
 A, B, C = ADAPTERS
 LIMITS = Limits(4, 64, 128, 96, 4, max_loras=2)

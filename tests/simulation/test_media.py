@@ -5,8 +5,8 @@ import pytest
 from protocol.codec import unpack
 from protocol.media import Media, MediaItem
 from services.scheduler.core.limits import Limits
-from tests.simulation.test_acceptance import DEPTHS, prompt_of
-from tests.simulation.world import DeliveryError, World, params
+from tests.simulation.test_acceptance import DEPTHS
+from tests.simulation.world import DeliveryError, World, params, prompt_of
 
 LIMITS = Limits(4, 64, 128, 96, 4, encoder_budget=10)
 

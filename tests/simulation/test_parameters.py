@@ -15,14 +15,10 @@ from tests.matrix import covering
 from tests.simulation.drafts import Speculating
 from tests.simulation.parameters import MATRIX, OTHERS, STRUCTURED, with_parameters
 from tests.simulation.reference import reference
-from tests.simulation.world import SimulatedStream, World, params
+from tests.simulation.world import SimulatedStream, World, params, prompt_of
 
 VOCAB = 64
 STORM = Limits(max_num_seqs=8, max_num_batched_tokens=24, max_model_len=96, num_blocks=12, block_size=16)
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return [Random(f"{seed}/{i}").randrange(VOCAB) for i in range(length)]
 
 
 def plain(stream: SimulatedStream) -> list[int]:

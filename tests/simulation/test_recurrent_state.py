@@ -18,8 +18,8 @@ from tests.simulation.faults import Fault, FaultList, assert_caught, parameters
 from tests.simulation.grammar import structured
 from tests.simulation.invariants import Checker
 from tests.simulation.oracle import OracleViolation, OracleWorker
-from tests.simulation.test_acceptance import DEPTHS, prompt_of
-from tests.simulation.world import World, params
+from tests.simulation.test_acceptance import DEPTHS
+from tests.simulation.world import World, params, prompt_of
 
 STATE = KVGroup("recurrent_state")
 LIMITS = Limits(4, 16, 128, 64, 4, leaves_rows_out=True, groups=(STATE, KVGroup(), STATE))

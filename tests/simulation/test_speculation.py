@@ -23,15 +23,11 @@ from tests.simulation.grammar import structured
 from tests.simulation.parameters import MATRIX, STRUCTURED
 from tests.simulation.reference import reference
 from tests.simulation.test_parameters import STORM, assert_it_shows, storm
-from tests.simulation.world import SimulatedStream, World, params
+from tests.simulation.world import SimulatedStream, World, params, prompt_of
 
 VOCAB = 64
 ROOMY = Limits(max_num_seqs=16, max_num_batched_tokens=512, max_model_len=512, num_blocks=256, block_size=16)
 LENGTHS = (1, 2, 3, 5)
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return [Random(f"{seed}/{i}").randrange(VOCAB) for i in range(length)]
 
 
 def plain(stream: SimulatedStream) -> list[int]:

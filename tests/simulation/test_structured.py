@@ -21,13 +21,9 @@ from tests.simulation import rigid
 from tests.simulation.grammar import REFUSED, structured
 from tests.simulation.oracle import MESSAGES, OracleViolation
 from tests.simulation.parameters import MATRIX, OTHERS, with_parameters
-from tests.simulation.world import SimulatedStream, World, params
+from tests.simulation.world import SimulatedStream, World, params, prompt_of
 
 ROOMY = Limits(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=256, num_blocks=128, block_size=16)
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return [Random(f"{seed}/{i}").randrange(64) for i in range(length)]
 
 
 class Recorded(World):

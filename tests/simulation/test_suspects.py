@@ -6,8 +6,8 @@ from protocol.requests import FinishReason
 from protocol.suspects import PROGRESS, SUSPECT_AFTER
 from services.scheduler.core.suspects import GUILTY
 from services.scheduler.policies import ChunkedPolicy
-from tests.simulation.test_acceptance import DEPTHS, ROOMY, prompt_of
-from tests.simulation.world import SimulatedStream, World, params
+from tests.simulation.test_acceptance import DEPTHS, ROOMY
+from tests.simulation.world import SimulatedStream, World, params, prompt_of
 
 
 def lose_workers(world: World) -> None:

@@ -12,8 +12,8 @@ from services.config import SchedulerConfig
 from services.scheduler.core.limits import Limits
 from services.scheduler.membership.sizes import GroupError, fit
 from services.scheduler.policies import ChunkedPolicy
-from tests.simulation.test_acceptance import DEPTHS, prompt_of
-from tests.simulation.world import World, params
+from tests.simulation.test_acceptance import DEPTHS
+from tests.simulation.world import World, params, prompt_of
 
 LIMITS = Limits(8, 16, 17, 64, 4, enable_prefix_caching=False, pools_only=True, whole_prompts=True)
 ONE = params(1, eos=False)

@@ -8,6 +8,7 @@ core: after every transition the checker recomputes the rules. Every delivered t
 from collections import Counter, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from random import Random
 
 import msgspec
 
@@ -75,6 +76,10 @@ def params(
         eos_token_ids=(EOS,) if eos else (),
         stop_token_ids=stop,
     )
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return [Random(f"{seed}/{i}").randrange(64) for i in range(length)]
 
 
 @dataclass(eq=False)

@@ -20,7 +20,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from protocol.codec import Decoder, pack
+from protocol.codec import Decoder, pack, unpack
 from protocol.handshake import Hello
 from protocol.records import Subscribe
 from protocol.requests import (
@@ -73,6 +73,10 @@ def wait_until(condition: Callable[[], object], what: str) -> None:
 
 def ids_of(text: str) -> list[int]:
     return TOKENIZER.encode_rendered(text)
+
+
+def prompt_of(request: GenerateRequest) -> str:
+    return TOKENIZER.decode_all(unpack(request.token_ids).tolist())
 
 
 def tokens(number: int, ids: list[int], first: int = 0) -> RequestOutputs:

@@ -8,18 +8,18 @@ import httpx
 import pytest
 
 from protocol.codec import unpack
-from protocol.requests import FinishReason, GenerateRequest
+from protocol.requests import FinishReason
 from protocol.sampling import GrammarKind
 from services.frontend.anthropic.schemas import MessageResponse
 from tests.integration.frontend.declared import strict
 from tests.integration.frontend.scripted import (
     PATIENCE,
-    TOKENIZER,
     Frontend,
     ScriptedScheduler,
     answering,
     ended,
     ids_of,
+    prompt_of,
     scripted,
     tokens,
 )
@@ -87,10 +87,6 @@ def answer_of(frontend: Frontend, stream: bool, **fields: object) -> dict[str, A
     answer = joined(events_of(response)) if stream else response.json()
     strict(MessageResponse).validate(answer)
     return answer
-
-
-def prompt_of(request: GenerateRequest) -> str:
-    return TOKENIZER.decode_all(unpack(request.token_ids).tolist())
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -18,6 +18,7 @@ from tests.integration.frontend.scripted import (
     ended,
     ids_of,
     one_by_one,
+    prompt_of,
     tokens,
 )
 from tests.integration.frontend.streams import events
@@ -25,10 +26,6 @@ from tests.integration.frontend.streams import events
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = {"role": "user", "content": "Hi"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-
-
-def prompt_of(request: GenerateRequest) -> str:
-    return TOKENIZER.decode_all(unpack(request.token_ids).tolist())
 
 
 def test_choices_of_n_are_in_order_with_distinct_seeds_and_each_prompt_counts_once(

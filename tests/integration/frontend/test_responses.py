@@ -8,18 +8,18 @@ import pytest
 from openai.types.responses import Response
 
 from protocol.codec import unpack
-from protocol.requests import FinishReason, GenerateRequest
+from protocol.requests import FinishReason
 from protocol.sampling import GrammarKind
 from services.frontend.responses_api.responses import InputItemList, ResponseObject
 from tests.integration.frontend.declared import strict
 from tests.integration.frontend.scripted import (
     PATIENCE,
-    TOKENIZER,
     Frontend,
     ScriptedScheduler,
     answering,
     ended,
     ids_of,
+    prompt_of,
     scripted,
     tokens,
 )
@@ -68,10 +68,6 @@ def answer_of(frontend: Frontend, stream: bool, **fields: Any) -> Response:
 
 def text_of(item: Any) -> str:
     return item.arguments if item.type == "function_call" else "".join(part.text for part in item.content)
-
-
-def prompt_of(request: GenerateRequest) -> str:
-    return TOKENIZER.decode_all(unpack(request.token_ids).tolist())
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -10,7 +10,6 @@ import openai
 import pytest
 from tokenizers import Tokenizer as HFTokenizer
 
-from protocol.codec import unpack
 from protocol.requests import FinishReason, GenerateRequest, RequestOutputs
 from protocol.sampling import GrammarKind, StructuredOutputParams
 from services.checkpoint import DEMO_MODEL
@@ -23,6 +22,7 @@ from tests.integration.frontend.scripted import (
     ended,
     ids_of,
     one_by_one,
+    prompt_of,
     scripted,
     silent,
     tokens,
@@ -83,10 +83,6 @@ def whole(frontend: Frontend, **asked: Any) -> Any:
 
 def calls_of(choice: Any) -> list[tuple[str, str]]:
     return [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]
-
-
-def prompt_of(request: GenerateRequest) -> str:
-    return TOKENIZER.decode_all(unpack(request.token_ids).tolist())
 
 
 def test_calls_whole_and_streamed_with_reasoning_before_and_results_after(spoken: Any) -> None:
