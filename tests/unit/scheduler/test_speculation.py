@@ -4,15 +4,14 @@ import numpy as np
 import pytest
 
 from protocol.codec import pack, unpack
-from protocol.requests import Finish, FinishReason, GenerateRequest
+from protocol.requests import Finish, GenerateRequest
 from protocol.sampling import SamplingParams
 from protocol.steps import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.drafting import FixedDrafting
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.results import UnknownResult
-from services.scheduler.core.slots import SlotIds
-from services.scheduler.policies import BatchingPolicy, ChunkedPolicy, SchedulerView
+from services.scheduler.policies import BatchingPolicy, ChunkedPolicy
 
 K, EOS = 3, 49
 LIMITS = Limits(
@@ -87,79 +86,6 @@ def test_ahead_the_start_is_an_upper_bound() -> None:
     assert starts_and_counts(driver.dispatch()) == [(9, 4, 3)]
     s = driver.core.epoch.slots
     assert int(s.computed[0]) == int(s.tokens[0] + s.placeholders[0]) - 1
-
-
-@pytest.mark.parametrize("at", range(K + 1))
-def test_what_follows_a_stop_token_in_its_row_is_cut(at: int) -> None:
-    """Row cut: a stop at each position of a row."""
-    driver = ScriptedCore(depth=2)
-    driver.generate()
-    driver.plans += driver.core.dispatch()  # type: ignore[arg-type]
-    driver.answer([5])
-    driver.dispatch()
-    row = [6, 7, 8, 9]
-    row[at] = EOS
-    driver.answer(row)
-    assert driver.tokens[0] == [5, *row[: at + 1]]
-    assert driver.finished[0].reason is FinishReason.STOP
-    driver.answer([1, 2, 3, 4])  # in flight at the stop: ignored
-    assert driver.tokens[0] == [5, *row[: at + 1]]
-    assert not driver.core.has_requests
-    assert driver.core.epoch.kv.usage == 0, "blocks are held behind the fence"
-
-
-@pytest.mark.parametrize("max_tokens", range(2, 6))
-def test_max_tokens_inside_a_row(max_tokens: int) -> None:
-    driver = ScriptedCore()
-    driver.generate(max_tokens=max_tokens)
-    driver.dispatch()
-    driver.answer([5])
-    driver.dispatch()
-    driver.answer([6, 7, 8, 9])
-    assert driver.tokens[0] == [5, 6, 7, 8, 9][:max_tokens]
-    assert (driver.finished[0].reason is FinishReason.LENGTH) == (max_tokens < 6)
-
-
-def test_drafts_end_at_the_context_limit() -> None:
-    """The number of drafts is limited by the rest of the context; no position reaches its end."""
-    driver = ScriptedCore()
-    driver.generate(prompt=28, max_tokens=100)
-    driver.dispatch()
-    driver.answer()
-    driver.dispatch()
-    driver.answer([5])
-    for _ in range(3):
-        ((start, count, _drafts),) = starts_and_counts(driver.dispatch())
-        assert start + count <= LIMITS.max_model_len
-        driver.answer([6])
-    assert len(driver.tokens[0]) == 4
-    assert driver.finished[0].reason is FinishReason.LENGTH
-
-
-class LeavesOutTheFirst(ChunkedPolicy):
-    """While `active`, the running request with the lowest order key is left out of every step."""
-
-    active = False
-
-    def order(self, view: SchedulerView) -> SlotIds:
-        return view.running[1:] if self.active else view.running
-
-
-def test_drafts_wait_for_a_row_that_is_left_out() -> None:
-    """They are those of its latest sampling step, however many steps ago that was."""
-    policy = LeavesOutTheFirst()
-    driver = ScriptedCore(policy=policy)
-    driver.generate(0)
-    driver.generate(1)
-    driver.dispatch()
-    driver.answer([5], [5])
-    policy.active = True
-    assert unpack(driver.dispatch().slots).tolist() == [1]
-    driver.answer([6, 7])
-    policy.active = False
-    plan = driver.dispatch()
-    assert unpack(plan.slots).tolist() == [0, 1]
-    assert starts_and_counts(plan) == [(4, 1 + K, K), (6, 1 + K, K)]
 
 
 @pytest.mark.parametrize("row", [[], [5, 6, 7, 8, 9]])

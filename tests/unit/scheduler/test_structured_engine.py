@@ -117,15 +117,6 @@ def test_its_order_is_that_of_its_arrival() -> None:
     assert [request.number for request in core.store.waiting] == [0, 1]
 
 
-def test_what_cannot_be_compiled_is_invalid() -> None:
-    core = engine()
-    core.add(0, generate(structured=COUNTING))
-    core.on_grammar(1, "the schema is recursive")
-    (finish,) = finishes(core)
-    assert (finish.reason, finish.message) == (FinishReason.INVALID, "the schema is recursive")
-    assert not core.requests
-
-
 def test_replayed_tokens_advance_the_grammar_or_end_the_request() -> None:
     core = engine(1)
     core.add(0, generate([1, 2, 5, 6], number=0, prompt=2, structured=COUNTING))
@@ -177,26 +168,6 @@ def test_requests_whose_grammar_is_compiled_count_in_the_limits_of_the_queue() -
     core.add(0, generate([1] * 8, number=0, structured=COUNTING))
     core.add(0, generate([1] * 3, number=1))
     assert [(f.number, f.reason) for f in finishes(core)] == [(1, FinishReason.REJECTED)]
-
-
-def test_requests_whose_grammar_is_compiled_fail_with_the_workers() -> None:
-    core = engine()
-    core.add(0, generate(structured=COUNTING))
-    core.fail_all("gone")
-    assert [(f.reason, f.message) for f in finishes(core)] == [(FinishReason.ERROR, "gone")]
-    core.on_grammar(1, Counting())
-    assert not core.has_requests
-
-
-def test_a_request_whose_grammar_is_compiled_ends_if_smaller_workers_cannot_hold_it() -> None:
-    core = engine()
-    core.add(0, generate([1] * 20, structured=COUNTING))
-    core.end_epoch()
-    smaller = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=16, num_blocks=4, block_size=4)
-    core.start_epoch(smaller, ChunkedPolicy(), 2)
-    assert [f.reason for f in finishes(core)] == [FinishReason.ERROR]
-    core.on_grammar(1, Counting())
-    assert list(core.dispatch()) == []
 
 
 # -- features that are not served --------------------------------------------------------------------------------
