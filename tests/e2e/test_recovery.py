@@ -89,26 +89,29 @@ def recomputed(server: ServeProcess) -> float:
 
 
 @pytest.mark.parametrize(
-    ("layout", "service"),
+    ("layout", "services"),
     [
-        pytest.param(SIM, "worker", marks=pytest.mark.soak),
-        ((*SIM, "--tensor-parallel-size", "2"), "worker-1"),
-        ((*SIM, "--pipeline-parallel-size", "2"), "worker-0"),
-        (NATIVE, "scheduler"),
-        (NATIVE, "worker"),
+        pytest.param(SIM, ["worker"], marks=pytest.mark.soak),
+        ((*SIM, "--tensor-parallel-size", "2"), ["worker-1"]),
+        ((*SIM, "--pipeline-parallel-size", "2"), ["worker-0"]),
+        (NATIVE, ["worker", "scheduler"]),
     ],
 )
-async def test_the_next_process_finds_the_blocks_of_the_one_before(layout: tuple[str, ...], service: str) -> None:
+async def test_the_next_process_finds_the_blocks_of_the_one_before(
+    layout: tuple[str, ...], services: list[str]
+) -> None:
     """Only the last block and the steps in flight are computed again."""
     with serving(*layout) as server:
         undisturbed = await stream_with_a_kill(server, None)
-        before = recomputed(server)
-        assert await stream_with_a_kill(server, service) == undisturbed
-        if service == "scheduler":
-            before = 0  # its counters begin anew
-        in_flight = 3 * (1 + json.loads(DRAFTS)["num_speculative_tokens"])
-        assert recomputed(server) - before <= 300 % 16 + 16 + in_flight
-        assert "KV blocks are adopted" in server.log.read_text()
+        for number, service in enumerate(services, 1):
+            before = recomputed(server)
+            assert await stream_with_a_kill(server, service) == undisturbed
+            if service == "scheduler":
+                before = 0  # its counters begin anew
+            in_flight = 3 * (1 + json.loads(DRAFTS)["num_speculative_tokens"])
+            assert recomputed(server) - before <= 300 % 16 + 16 + in_flight
+            assert server.log.read_text().count("KV blocks are adopted") == number
+            server.find_services()
 
 
 @pytest.mark.soak
@@ -180,7 +183,7 @@ async def test_tool_calls_and_embeddings_continue_with_the_next_scheduler() -> N
             assert server.metric("requests_resubmitted_total") >= 4
 
 
-@pytest.mark.parametrize("service", ["scheduler", "worker"])
+@pytest.mark.parametrize("service", ["scheduler", pytest.param("worker", marks=pytest.mark.soak)])
 async def test_streams_end_with_an_error_when_the_server_gives_up(service: str) -> None:
     """The fourth death of a service within a minute is the last."""
     with serving(*SIM) as server:

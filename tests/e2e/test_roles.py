@@ -3,6 +3,7 @@
 import asyncio
 import re
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import httpx
 import pytest
@@ -18,16 +19,20 @@ LONG = [f"{name} " + "word " * 600 for name in ("undisturbed", PREFILL, DECODE)]
 LENGTH = 600
 
 
-def moved(server: ServeProcess, reason: str) -> int:
-    """Return how many streams have moved for this reason."""
-    pattern = rf'^runahead:stream_moves_total{{.*reason="{reason}".*}} (\S+)$'
-    found = re.findall(pattern, server.get("/metrics")[1], re.MULTILINE)
-    return round(sum(map(float, found)))
+def counted(server: ServeProcess, name: str, labels: str = "") -> int:
+    """Return the sum of a counter that may not exist yet. `labels`: part of those that count."""
+    pattern = rf"^runahead:{name}(?:{{.*{labels}.*}})? (\S+)$"
+    return round(sum(map(float, re.findall(pattern, server.get("/metrics")[1], re.MULTILINE))))
+
+
+def moved(server: ServeProcess) -> int:
+    """Return how many streams have moved because their prompt was computed."""
+    return counted(server, "stream_moves_total", 'reason="prefilled"')
 
 
 async def kill_at_first_move(server: ServeProcess, victim: str, count: int) -> None:
     """One prompt is computed, and others are not. `count`: moves of before."""
-    await asyncio.to_thread(wait_until, lambda: moved(server, "prefilled") > count, "a stream has moved")
+    await asyncio.to_thread(wait_until, lambda: moved(server) > count, "a stream has moved")
     await kill_engine(server, victim)
 
 
@@ -40,15 +45,15 @@ async def test_long_prompts_are_computed_by_one_engine_and_decoded_by_another(de
         server.wait_engines(2)
         assert [engine["role"] for engine in engines_of(server).values()] == ["prefill", "decode"]
         assert await answers_of(server) == expected[0]
-        assert moved(server, "prefilled") == 0, "short prompts stay with the engine that decodes"
+        assert moved(server) == 0, "short prompts stay with the engine that decodes"
         assert await answers_of(server, prefix=LONG[0]) == expected[1]
-        count = moved(server, "prefilled")
+        count = moved(server)
         assert count > 0
         asked, loaded = (server.metric(f"external_prefix_cache_{name}_total") for name in ("queries", "hits"))
         assert loaded == asked >= LENGTH // 16 * 16, "all blocks are there when they are asked for"
 
         for victim, prefix, answers in ((PREFILL, LONG[1], expected[2]), (DECODE, LONG[2], expected[3])):
-            count = moved(server, "prefilled")
+            count = moved(server)
             found, _ = await asyncio.gather(
                 answers_of(server, prefix=prefix), kill_at_first_move(server, victim, count)
             )
@@ -69,44 +74,37 @@ def test_blocks_are_there_while_the_next_prompt_is_computed() -> None:
         assert server.metric("external_prefix_cache_hits_total") == 4 * (LENGTH // 16 * 16)
 
 
+HITS = "external_prefix_cache_hits_total"
 PROMPT = 2000
 """Tokens, of several seconds."""
 
 
-async def text_of(server: ServeProcess) -> str:
-    body = {"prompt": [7] * PROMPT, "max_tokens": 20, "ignore_eos": True, "temperature": 0}
+async def text_of(server: ServeProcess, token: int) -> str:
+    body = {"prompt": [token] * PROMPT, "max_tokens": 20, "ignore_eos": True, "temperature": 0}
     async with httpx.AsyncClient(timeout=300) as client:
         answer = await client.post(f"{server.url}/v1/completions", json=body)
     return str(answer.json()["choices"][0]["text"])
 
 
-@pytest.fixture(scope="module")
-def whole_text() -> str:
-    """The answer of one engine, which does not depend on its delays."""
-    with serving("--backend", "sim") as single:
-        return asyncio.run(text_of(single))
-
-
-@pytest.mark.parametrize("victim", ["", PREFILL, DECODE], ids=["undisturbed", "prefill", "decode"])
-async def test_blocks_are_fetched_while_the_prompt_is_computed(whole_text: str, victim: str) -> None:
+async def test_blocks_are_fetched_while_the_prompt_is_computed() -> None:
     """An engine may die when the other one has fetched some of its blocks."""
+    cases = {7: "", 8: PREFILL, 9: DECODE}
+    with serving("--backend", "sim") as single:
+        expected = {token: await text_of(single, token) for token in cases}
     device = ("--backend", "sim", "--sim-prefill-token-us", "3000", "--max-num-batched-tokens", "128")
-
-    def fetched(server: ServeProcess) -> bool:
-        metrics = server.get("/metrics")[1]
-        hits = re.findall(r"^runahead:external_prefix_cache_hits_total(?:{.*})? (\S+)$", metrics, re.MULTILINE)
-        return sum(map(float, hits)) > 0 and 'reason="prefilled"' not in metrics
-
     with serving(*device, *ROLES) as server:
-        server.wait_engines(2)
-        answer = asyncio.create_task(text_of(server))
-        what = "blocks are fetched before the stream moves"
-        await asyncio.to_thread(wait_until, lambda: fetched(server), what)
-        if victim:
-            await kill_engine(server, victim)
-        assert await answer == whole_text
-        if not victim:
-            found = [server.metric(f"external_prefix_cache_{name}_total") for name in ("queries", "hits")]
-            assert found == [PROMPT, PROMPT], "each block is fetched once"
+        for token, victim in cases.items():
+            server.wait_engines(2)
+            before, count = counted(server, HITS), moved(server)
+            answer = asyncio.create_task(text_of(server, token))
+            fetched = partial(lambda before: counted(server, HITS) > before, before)
+            await asyncio.to_thread(wait_until, fetched, "blocks are fetched")
+            assert moved(server) == count, "they are fetched before the stream moves"
+            if victim:
+                await kill_engine(server, victim)
+            assert await answer == expected[token]
+            if not victim:
+                found = [server.metric(f"external_prefix_cache_{name}_total") for name in ("queries", "hits")]
+                assert found == [PROMPT, PROMPT], "each block is fetched once"
         server.wait_engines(2)
         assert_nothing_is_kept(server)
