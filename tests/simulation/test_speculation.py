@@ -58,8 +58,7 @@ def counted(world: World) -> list[tuple[int, int]]:
     return [(finish.num_draft_tokens, finish.num_accepted_tokens) for finish in finishes if finish]
 
 
-@pytest.mark.parametrize("k", LENGTHS)
-@pytest.mark.parametrize("acceptance", ACCEPTANCES)
+@pytest.mark.parametrize(("acceptance", "k"), covering(ACCEPTANCES, LENGTHS, strength=1))
 def test_drafted_and_accepted_are_equal_per_request_at_any_depth(acceptance: str, k: int) -> None:
     """Same tokens, equal acceptance, and accepted drafts save steps."""
     synchronous, *ahead = (together(acceptance, k, depth) for depth in (1, 2, 3))
@@ -174,9 +173,9 @@ def test_max_tokens_at_each_place_of_a_row(most: int, depth: int) -> None:
     assert all(stream.finish and stream.finish.reason is FinishReason.LENGTH for stream in streams)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("acceptance", ["always", "never", "every third"])
-@pytest.mark.parametrize("room", range(1, 9))
+@pytest.mark.parametrize(
+    ("room", "acceptance", "depth"), covering(range(1, 9), ["always", "never", "every third"], [1, 2, 3])
+)
 def test_the_context_ends_with_less_room_than_drafts(room: int, acceptance: str, depth: int) -> None:
     """No position beyond the context is computed, and every token that fits is delivered."""
     limits = replace(ROOMY, max_model_len=32, num_blocks=16)
@@ -269,10 +268,10 @@ def test_the_permutation_matrix_through_stages(policy: type[BatchingPolicy], sha
         assert_it_shows(world, name)
 
 
-@pytest.mark.parametrize("k", LENGTHS)
-@pytest.mark.parametrize(("stages", "depth"), [(2, 2), (2, 3), (4, 5)])
-def test_drafted_and_accepted_are_those_of_one_stage(stages: int, depth: int, k: int) -> None:
+@pytest.mark.parametrize(("shape", "k"), covering([(2, 2), (2, 3), (4, 5)], LENGTHS, strength=1))
+def test_drafted_and_accepted_are_those_of_one_stage(shape: tuple[int, int], k: int) -> None:
     """Drafts stay valid on their way through the stages, however many requests share it."""
+    stages, depth = shape
     expected, world = together("every third", k, 1), together("every third", k, depth, stages)
     assert counted(world) == counted(expected)
     assert [stream.tokens for stream in world.streams] == [stream.tokens for stream in expected.streams]

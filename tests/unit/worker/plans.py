@@ -195,6 +195,13 @@ class PlanBuilder:
         )  # fmt: skip
 
 
+def bits(*allowed: int) -> bytes:
+    """Return a mask of these tokens."""
+    row = np.zeros(-(-VOCAB // 32) * 32, np.uint8)
+    row[list(allowed)] = 1
+    return np.packbits(row, bitorder="little").tobytes()
+
+
 def grammar_output(
     plan: SchedulerOutput, slots: list[int], bitmask: bytes = b"", counts: list[int] | None = None
 ) -> GrammarOutput:

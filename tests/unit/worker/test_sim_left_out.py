@@ -11,12 +11,14 @@ from protocol.membership import Speculation
 from protocol.steps import NO_DRAFT, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from services.worker.backends.sim.device.simulated import SimDevice
 from services.worker.runner import Output, RanksLost
+from tests.matrix import covering
 from tests.unit.worker.fake_device import FakeDevice
 from tests.unit.worker.plans import (
     GREEDY,
     VOCAB,
     PlanBuilder,
     SlotRequest,
+    bits,
     grammar_output,
     planned_drafts,
     prompt,
@@ -30,12 +32,6 @@ from tests.unit.worker.virtual_clock import VirtualClock
 STEP = 0.010
 """Seconds."""
 PATIENCE = 60.0
-
-
-def bits(*allowed: int) -> bytes:
-    row = np.zeros(-(-VOCAB // 32) * 32, np.uint8)
-    row[list(allowed)] = 1
-    return np.packbits(row, bitorder="little").tobytes()
 
 
 EVEN = bits(*range(0, VOCAB, 2))
@@ -151,14 +147,10 @@ def test_time_in_which_the_host_is_busy_is_no_time_of_the_device() -> None:
     both.assert_answered()
 
 
-@pytest.mark.parametrize("length", [1, 6])
-@pytest.mark.parametrize("drafts", [0, 3])
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("make_device", [lambda: None, lambda: FakeDevice(Random(3))], ids=["sim", "fake"])
-def test_tokens_are_those_of_masks_in_time(make_device: object, depth: int, drafts: int, length: int) -> None:
+@pytest.mark.parametrize(("fake", "depth", "drafts", "length"), covering([False, True], [1, 2, 3], [0, 3], [1, 6]))
+def test_tokens_are_those_of_masks_in_time(fake: bool, depth: int, drafts: int, length: int) -> None:
     """Masks are late at random, also of several steps in a row and for the prompt."""
-    assert callable(make_device)
-    device, rng = make_device(), Random(depth)
+    device, rng = FakeDevice(Random(3)) if fake else None, Random(depth)
     both = Neighbours(device, drafts, length)
     in_flight: list[tuple[SchedulerOutput, Output]] = []
     delivered = set()

@@ -26,6 +26,7 @@ from services.worker.batch.slots import PlanError, Rows
 from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT, HostRing
 from services.worker.runner import LoadError, Output
 from services.worker.sampling.reference import TokenLogprobs
+from tests.matrix import covering
 from tests.unit.worker.fake_device import FakeDevice
 from tests.unit.worker.plans import (
     BLOCK,
@@ -35,6 +36,7 @@ from tests.unit.worker.plans import (
     VOCAB,
     PlanBuilder,
     SlotRequest,
+    bits,
     grammar_output,
     planned_drafts,
     prompt,
@@ -217,8 +219,7 @@ def expected_accepted(acceptance: str, first: int, drafted: int) -> int:
     return accepted
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, MOST])
-@pytest.mark.parametrize("acceptance", ACCEPTANCES)
+@pytest.mark.parametrize(("acceptance", "k"), covering(ACCEPTANCES, [1, 2, 3, MOST], strength=1))
 def test_drafted_and_accepted_are_the_same_at_any_depth(acceptance: str, k: int) -> None:
     """Equal acceptance, and as the configured pattern predicts."""
 
@@ -286,12 +287,6 @@ def test_a_row_without_drafts_uses_none() -> None:
 
 
 # -- grammars ----------------------------------------------------------------------------------------------------
-
-
-def bits(*allowed: int) -> bytes:
-    row = np.zeros(-(-VOCAB // 32) * 32, np.uint8)
-    row[list(allowed)] = 1
-    return np.packbits(row, bitorder="little").tobytes()
 
 
 @pytest.mark.parametrize("masks", [1, 2, 3, 4])
