@@ -22,8 +22,9 @@ WRONG: list[Any] = [True, -1, 1.5, "x", [], {}, [[]], [None], {"x": {}}, 2**70, 
 
 def body_of(path: str) -> dict[str, Any]:
     """Return a minimal body for the path."""
-    prompt = {COMPLETIONS: {"prompt": "x"}, CHAT: {"messages": MESSAGES}, EMBEDDINGS: {"input": "x"}}[path]
-    return prompt if path == EMBEDDINGS else {**prompt, "max_tokens": 2}
+    if path == EMBEDDINGS:
+        return {"input": "x"}
+    return {"max_tokens": 2} | ({"prompt": "x"} if path == COMPLETIONS else {"messages": MESSAGES})
 
 
 def send(server: ServeProcess, path: str, body: bytes | dict[str, Any]) -> httpx.Response:
