@@ -9,8 +9,9 @@ import weakref
 from multiprocessing.connection import Connection
 
 MAX_ANSWER_BYTES = 256 << 20
-SEND_SECONDS = 30
-"""Time limit for the process to read a message, once the buffers of the sockets are full."""
+TRANSFER_SECONDS = 30
+"""Time limit for the process to read a message, once the buffers of the sockets are full, or to go on with an answer
+that it has begun."""
 
 
 class HelperProcess:
@@ -22,7 +23,8 @@ class HelperProcess:
 
     def __init__(self, module: str) -> None:
         ours, theirs = socket.socketpair()
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_SECONDS, 0))
+        for limit in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", TRANSFER_SECONDS, 0))
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())],
