@@ -33,7 +33,7 @@ class StepQueue:
         """The step that waits for its masks."""
         self._began = 0.0
         self._forward: Forward | None = None
-        """Of the step that waits, once its forward pass has ended; likewise the limit."""
+        """That of the step that waits, once it has ended."""
         self._limit = math.inf
 
     @property
