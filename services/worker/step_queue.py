@@ -33,7 +33,7 @@ class StepQueue:
         """The step that waits for its masks."""
         self._began = 0.0
         self._forward: Forward | None = None
-        """That of the step that waits, once it has ended."""
+        """The forward pass of the step that waits, once it has ended."""
         self._limit = math.inf
 
     @property
