@@ -16,7 +16,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec.structs
 
@@ -54,8 +54,7 @@ RESULTS_KEPT = 16
 """Number of latest results that are kept to be sent again."""
 
 
-@dataclass(frozen=True)
-class LaunchedStep:
+class LaunchedStep(NamedTuple):
     """A step whose result is on its way to the host."""
 
     step: SchedulerOutput
