@@ -1,5 +1,6 @@
 """Messages that leave a worker from epoch to epoch, over a real connection."""
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -189,13 +190,13 @@ def test_a_result_on_the_host_is_sent_after_a_step_whose_copy_is_on_its_way(conn
 
 def test_blocks_of_a_step_can_be_read_before_its_result_is_sent(connection: ResultConnection) -> None:
     names, copy = BlockNames.empty(1, 16), PendingCopy(result(1, 1))
-    connection.results.put(launched(1, 1, copy)._replace(names=names))
+    connection.results.put(dataclasses.replace(launched(1, 1, copy), names=names))
     assert copy.begun.wait(PATIENCE)
     assert names.executed == 0
     copy.ended.set()
     connection.next_message()
     assert names.executed == 1
-    connection.results.put(done(1, 2, OSError("a kernel failed"))._replace(names=names))
+    connection.results.put(dataclasses.replace(done(1, 2, OSError("a kernel failed")), names=names))
     connection.next_message()
     assert names.executed == 1
 
@@ -330,7 +331,7 @@ def waits(connection: ResultConnection, *steps: tuple[float, float, float, float
             prepared=prepared, forward_began=began, forward_ended=ended, sampled=ended, prepared_wait=wait
         )
         step = done(1, step_id, replace(result(1, step_id), times=times))
-        connection.results.put(step._replace(received=received, waited=waited))
+        connection.results.put(dataclasses.replace(step, received=received, waited=waited))
         message = connection.next_message()
         assert isinstance(message, ModelRunnerOutput)
         found.append((message.times.forward_gap, message.times.prepared_wait))
