@@ -14,6 +14,7 @@ from protocol.transport.endpoint import check_endpoint, configure, ipc_path
 from protocol.transport.errors import HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow
 from protocol.transport.monitor import FAILURES, FINAL, Monitor
 
+_NOWAIT = int(zmq.DONTWAIT)
 SEND_TIMEOUT_MS = 10_000
 """Maximum time that `send` waits for room in the queue."""
 
@@ -81,7 +82,7 @@ class Client:
         if self._gone:
             raise PeerGone(f"{self.endpoint} closed the connection")
         try:
-            self.socket.send(encode(message), 0 if wait else zmq.DONTWAIT)
+            self.socket.send(encode(message), 0 if wait else _NOWAIT)
         except zmq.Again:
             raise PeerSlow(f"{self.endpoint} does not read") from None
 
@@ -107,13 +108,13 @@ class Client:
         if self._broken or self._rejected:
             milliseconds = 0
         while ready := self._poller.poll(milliseconds):  # the socket is the first in it
-            if ready[0][0] == self._monitor.fd:
+            if ready[0][0] is not self.socket:
                 self._read_events()
-            elif frame := self.socket.recv(zmq.DONTWAIT):  # an empty one is a check of the connection
+                milliseconds = 0  # frames that arrived before a loss are readable at the next look
+            elif frame := self.socket.recv(_NOWAIT):  # an empty one is a check of the connection
                 if frame.startswith(_REFUSED):
                     self.check_welcome(frame)
                 return frame
-            milliseconds = 0  # frames that arrived before a loss are readable at the next look
         if self._broken:
             self._gone = True
             raise PeerGone(f"{self.endpoint} closed the connection")

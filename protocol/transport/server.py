@@ -106,7 +106,7 @@ class Server:
     def receive(self) -> tuple[bytes, Hello | bytes] | None:
         """Return the next peer and its accepted `Hello` or frame, or None if nothing has arrived."""
         while ready := self._poller.poll(0):  # the socket is the first in it
-            if ready[0][0] == self._monitor.fd:
+            if ready[0][0] is not self.socket:
                 self._read_events()
                 continue
             peer, frames, key = self._read()

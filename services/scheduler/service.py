@@ -449,14 +449,14 @@ class Service:
 
     def _report(self) -> None:
         """Send what is due, and end the requests of frontends that were found to be gone."""
-        self._next_chores = time.monotonic() + CHORE_INTERVAL
-        self._send_records()
-        self._send_state()
+        now = time.monotonic()
+        self._next_chores = now + CHORE_INTERVAL
+        self._send_records(now)
+        self._send_state(now)
         for frontend in self.frontends.take_gone():
             self._drop_frontend(frontend)
 
-    def _send_records(self) -> None:
-        now = time.monotonic()
+    def _send_records(self, now: float) -> None:
         if (taken := self._subscriptions.take(now)) is not None:
             records, frontends = taken
             for frontend in frontends:
@@ -465,10 +465,10 @@ class Service:
             for frontend, changes in self._cached_blocks.take(now, self.engine.epoch.kv):
                 self.frontends.send_if_connected(frontend, changes)
 
-    def _send_state(self) -> None:
+    def _send_state(self, now: float) -> None:
         """Give the signs of life that are due, and report the engine's state if it has changed, and its gauges every
         `GAUGE_INTERVAL` while there are requests."""
-        busy, now = self._is_busy, time.monotonic()
+        busy = self._is_busy
         due = now >= self._next_sign
         if due:  # of its own time: reports of states that change do not put it off
             self._check_leadership(now)  # the process may have been stopped in the middle of this turn
