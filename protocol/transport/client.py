@@ -14,7 +14,6 @@ from protocol.transport.endpoint import check_endpoint, configure, ipc_path
 from protocol.transport.errors import HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow
 from protocol.transport.monitor import FAILURES, FINAL, Monitor
 
-_NOWAIT = int(zmq.DONTWAIT)
 SEND_TIMEOUT_MS = 10_000
 """Maximum time that `send` waits for room in the queue."""
 
@@ -53,7 +52,7 @@ class Client:
         """libzmq has given up the connection."""
         self._failure = ""
         self._poller = zmq.Poller()
-        for source in (self.socket, self._monitor.fd):
+        for source in (self.socket, self._monitor.socket):
             self._poller.register(source, zmq.POLLIN)
 
     def handshake(self, role: str, name: str, timeout: float) -> None:
@@ -82,7 +81,7 @@ class Client:
         if self._gone:
             raise PeerGone(f"{self.endpoint} closed the connection")
         try:
-            self.socket.send(encode(message), 0 if wait else _NOWAIT)
+            self.socket.send(encode(message), 0 if wait else zmq.DONTWAIT)
         except zmq.Again:
             raise PeerSlow(f"{self.endpoint} does not read") from None
 
@@ -92,26 +91,20 @@ class Client:
         Raises: PeerGone, if the server has left and all its frames were read; HandshakeRefused, if it refuses the
             connection or has another protocol.
         """
-        deadline, left = None if timeout is None else time.monotonic() + timeout, None
-        while left != 0:
-            left = None if deadline is None else max(0, math.ceil(1000 * (deadline - time.monotonic())))
-            if (frame := self._next(left)) is not None:
-                return frame
-        return None
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (frame := self.receive_now()) is None:
+            left = None if deadline is None else math.ceil(1000 * (deadline - time.monotonic()))
+            if left is not None and left <= 0:
+                return None
+            self._poller.poll(left)
+        return frame
 
     def receive_now(self) -> bytes | None:
         """`receive` without waiting."""
-        return self._next(0)
-
-    def _next(self, milliseconds: int | None) -> bytes | None:
-        """Return the next frame; None: none came in time, or an event came."""
-        if self._broken or self._rejected:
-            milliseconds = 0
-        while ready := self._poller.poll(milliseconds):  # the socket is the first in it
-            if ready[0][0] is not self.socket:
-                self._read_events()
-                milliseconds = 0  # frames that arrived before a loss are readable at the next look
-            elif frame := self.socket.recv(_NOWAIT):  # an empty one is a check of the connection
+        while ready := self._poller.poll(0):  # the socket is the first in it
+            if ready[0][0] is self._monitor.socket:
+                self._read_events()  # frames that arrived before a loss are readable at the next look
+            elif frame := self.socket.recv(zmq.DONTWAIT):  # an empty one is a check of the connection
                 if frame.startswith(_REFUSED):
                     self.check_welcome(frame)
                 return frame
@@ -151,7 +144,7 @@ class Client:
     @property
     def fds(self) -> tuple[int, int]:
         """File descriptors for an event loop. Call `receive_now` when one is readable, and after each `send`."""
-        return int(self.socket.fd), self._monitor.fd
+        return int(self.socket.fd), int(self._monitor.socket.fd)
 
     def close(self) -> None:
         if self.socket.closed:

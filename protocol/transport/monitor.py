@@ -22,10 +22,8 @@ class Monitor:
             events |= failure
         self._watched = socket
         self.socket: zmq.Socket[bytes] = socket.get_monitor_socket(events)
+        """Readable when `read` has events."""
         self.socket.linger = 0
-        self.fd = int(self.socket.fd)
-        """Readable when `read` has events: a poller looks at it with fewer system calls than at a socket."""
-        self.socket.getsockopt(zmq.EVENTS)  # an event that comes after a look in vain makes it readable
 
     def read(self) -> Iterator[zmq.Event]:
         """Yield the events since the last call, oldest first."""

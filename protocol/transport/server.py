@@ -68,7 +68,7 @@ class Server:
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self._monitor = Monitor(self.socket)
         self._poller = zmq.Poller()
-        for source in (self.socket, self._monitor.fd):
+        for source in (self.socket, self._monitor.socket):
             self._poller.register(source, zmq.POLLIN)
         self._disconnected = False
         self.endpoint = ""
@@ -106,7 +106,7 @@ class Server:
     def receive(self) -> tuple[bytes, Hello | bytes] | None:
         """Return the next peer and its accepted `Hello` or frame, or None if nothing has arrived."""
         while ready := self._poller.poll(0):  # the socket is the first in it
-            if ready[0][0] is not self.socket:
+            if ready[0][0] is self._monitor.socket:
                 self._read_events()
                 continue
             peer, frames, key = self._read()
@@ -121,12 +121,12 @@ class Server:
 
     def _read(self) -> tuple[bytes, list[bytes], str | None]:
         """Return the next peer, its frames, and the role of its key; None: the socket has no keys."""
-        peer = self.socket.recv(_NOWAIT)
         frames = [self.socket.recv(_NOWAIT, copy=False)]
         while frames[-1].more:  # `recv_multipart` asks the socket, which takes twice as long
             frames.append(self.socket.recv(_NOWAIT, copy=False))
-        key = None if self._secure is None else str(frames[0].get("User-Id"))
-        return peer, [frame.bytes for frame in frames], key
+        identity, *found = frames
+        key = None if self._secure is None else str(identity.get("User-Id"))
+        return identity.bytes, [frame.bytes for frame in found], key
 
     def messages(self, decoder: Decoder[T]) -> Iterator[tuple[bytes, Hello | T]]:
         """Yield all messages that have arrived. The sender of an invalid one is expelled."""
@@ -224,9 +224,9 @@ class Server:
             self._disconnected |= event == zmq.EVENT_DISCONNECTED
 
     @property
-    def events(self) -> int:
-        """File descriptor that is readable when a connection was made or lost. `receive` reads the events."""
-        return self._monitor.fd
+    def events(self) -> zmq.Socket[bytes]:
+        """Socket that is readable when a connection was made or lost. `receive` reads it."""
+        return self._monitor.socket
 
     @property
     def replaced(self) -> bool:

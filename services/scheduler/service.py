@@ -1,11 +1,10 @@
 """The scheduler process: sockets, signals and the clock around `EngineCore` and `WorkerGroup`. It holds no rules.
 
 One thread, one poll: client messages first (an abort that arrived with a result is applied before it), then worker
-messages, then the actions of the group, then everything there is to send. What is due at times, and follows from no
-result of a step, is done in few of the turns in which results arrive: after a step, everything that a turn reads has
-to come from memory again.
+messages, then the actions of the group, then everything there is to send.
 """
 
+import contextlib
 import gc
 import logging
 import math
@@ -80,9 +79,8 @@ LINGER_MS = 1000
 """Milliseconds that the last messages to frontends and workers have to leave."""
 PROBE_MS = 50
 """Milliseconds between two checks of the connections while one is known to be broken."""
-CHORE_INTERVAL = 0.02
-"""Seconds between two looks at what is due (timeouts of workers, states, records) while nothing arrives but requests
-and results of steps."""
+CHECK_INTERVAL = 0.02
+"""Seconds between two looks at the timeouts of workers, if nothing but results arrives from them."""
 GAUGE_INTERVAL = 0.1
 """Seconds between two reports of the gauges while there are requests."""
 MASK_PATIENCE = 5e-4
@@ -133,7 +131,7 @@ class Service:
         self._stop_now = False
         self._reports = StateReports(config, incarnation, tokenizer)
         self._reported: GroupStatus | None = None
-        self._next_sign = self._next_gauges = self._next_chores = 0.0
+        self._next_sign = self._next_gauges = self._next_check = 0.0
         self._was_busy = False
         self._subscriptions = Subscriptions(config.step_trace)
         self._cached_blocks = CachedBlockReports()
@@ -149,7 +147,7 @@ class Service:
         """
         try:
             poller = zmq.Poller()
-            clients, workers = self.frontends.sources, self.workers.sources
+            clients, workers = self.frontends.sockets, self.workers.sockets
             for source in (*clients, *workers, wakeup):
                 poller.register(source, zmq.POLLIN)
             if self.compiler is not None:
@@ -172,8 +170,6 @@ class Service:
                 self._watch_workers()
                 self._read_grammars()
                 self._send()
-                if self._has_chores(began):
-                    self._report()
                 worked = time.monotonic() - began
             if self.group.failed:
                 log.error("%s", self.group.status.detail)
@@ -214,15 +210,7 @@ class Service:
         idle = self.engine is None or not (self.engine.requests or self.engine.queue)
         return self._stop_now or self.group.failed or (self._draining and idle)
 
-    @property
-    def _is_busy(self) -> bool:
-        return self.engine is not None and (self.engine.has_requests or len(self.engine.queue) > 0)
-
-    def _has_chores(self, now: float) -> bool:
-        return now >= self._next_chores or not self._ranks or not self._is_busy
-
     def _on_signal(self, wakeup: socket.socket) -> None:
-        self._next_chores = 0.0
         wakeup.recv(64)
         self._stop_now, self._draining = self._draining, True
         log.info("stopping now" if self._stop_now else "draining: open requests finish, new ones are refused")
@@ -278,7 +266,7 @@ class Service:
         now = time.monotonic()
         for worker, message in self.workers.receive():
             if not isinstance(message, StepResult):
-                self._next_chores = 0.0
+                self._next_check = now
             self._on_worker_message(worker, message, now)
             self._act()
 
@@ -350,15 +338,16 @@ class Service:
         now = time.monotonic()
         for worker in self.workers.take_gone():
             self.group.on_gone(worker, "is gone: its connection broke", now)
-            self._act()
-        if self._has_chores(now):
+            self._next_check = now
+        self._act()
+        if now >= self._next_check or not self._ranks:
+            self._next_check = now + CHECK_INTERVAL
             self.group.check(now)
             self._act()
 
     def _act(self) -> None:
         """Carry out the group's actions."""
         for action in self.group.take_actions():
-            self._next_chores = 0.0  # its status may have changed
             match action:
                 case Send(peer, message, everywhere):
                     self.workers.send(peer, message, everywhere)
@@ -446,17 +435,13 @@ class Service:
             if self._ranks:
                 for listener in self._listeners:
                     listener.on_turn(self.engine)
-
-    def _report(self) -> None:
-        """Send what is due, and end the requests of frontends that were found to be gone."""
-        now = time.monotonic()
-        self._next_chores = now + CHORE_INTERVAL
-        self._send_records(now)
-        self._send_state(now)
+        self._send_records()
+        self._send_state()
         for frontend in self.frontends.take_gone():
             self._drop_frontend(frontend)
 
-    def _send_records(self, now: float) -> None:
+    def _send_records(self) -> None:
+        now = time.monotonic()
         if (taken := self._subscriptions.take(now)) is not None:
             records, frontends = taken
             for frontend in frontends:
@@ -465,10 +450,11 @@ class Service:
             for frontend, changes in self._cached_blocks.take(now, self.engine.epoch.kv):
                 self.frontends.send_if_connected(frontend, changes)
 
-    def _send_state(self, now: float) -> None:
+    def _send_state(self) -> None:
         """Give the signs of life that are due, and report the engine's state if it has changed, and its gauges every
         `GAUGE_INTERVAL` while there are requests."""
-        busy = self._is_busy
+        busy = self.engine is not None and (self.engine.has_requests or len(self.engine.queue) > 0)
+        now = time.monotonic()
         due = now >= self._next_sign
         if due:  # of its own time: reports of states that change do not put it off
             self._check_leadership(now)  # the process may have been stopped in the middle of this turn
@@ -496,13 +482,15 @@ class Service:
         self._cached_blocks.set(frontend, subscribed=False)
 
     def _dispatch(self, engine: EngineCore) -> None:
-        messages = engine.dispatch()
-        for message in messages:
-            if not self.workers.broadcast(self._ranks, message):
-                messages.close()
-                self._watch_workers()
-            elif isinstance(message, SchedulerOutput):
-                self.group.on_dispatch(message.step_id, time.monotonic(), StepSize.from_plan(message))
+        with contextlib.closing(engine.dispatch()) as messages:
+            for message in messages:
+                if isinstance(message, SchedulerOutput):
+                    self.group.on_dispatch(message.step_id, time.monotonic(), StepSize.from_plan(message))
+                if not self.workers.broadcast(self._ranks, message):
+                    break
+            else:
+                return
+        self._watch_workers()
 
     def _publish(self) -> None:
         if self.engine is None:

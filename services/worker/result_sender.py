@@ -16,7 +16,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import msgspec.structs
 
@@ -54,7 +54,8 @@ RESULTS_KEPT = 16
 """Number of latest results that are kept to be sent again."""
 
 
-class LaunchedStep(NamedTuple):
+@dataclass(frozen=True)
+class LaunchedStep:
     """A step whose result is on its way to the host."""
 
     step: SchedulerOutput

@@ -5,6 +5,8 @@ import logging
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import zmq
@@ -99,7 +101,9 @@ class Worker:
         try:
             self._start_up.register()
             while self._session.phase not in (Phase.LEAVING, Phase.FAILED) and not self._link.is_closing:
-                self._turn()
+                frame = self._receive()
+                if frame is not None:
+                    self._handle(frame)
                 if self._link.results.failed.is_set():
                     self._session.failed()
         except (PeerGone, PeerSlow) as error:
@@ -122,12 +126,42 @@ class Worker:
         except (HandshakeTimeout, PeerGone, PeerSlow):
             raise loss from None
 
-    def _turn(self) -> None:
-        """Handle the next message, or continue steps that wait for masks. Losses are sent to the scheduler: this worker
-        ignores everything up to the epoch's end."""
+    def _receive(self) -> bytes | None:
+        """Return the next frame. None: none came in time, or a step that waited was sampled instead of waiting."""
+        frame = self._link.client.receive_now()
+        if frame is not None:
+            self._received = time.monotonic()
+            return frame
+        if self._advance():
+            return None
+        began = time.monotonic()
+        frame = self._link.client.receive(min(FAILURE_CHECK_INTERVAL, self._steps.seconds_left))
+        self._received = time.monotonic()
+        self._steps.on_wait(self._received - began)
+        return frame
+
+    def _handle(self, frame: bytes) -> None:
         try:
-            if (frame := self._receive()) is not None:
-                self._act(self._action_of(frame))
+            action = self._session.on(self._decoder.decode(frame))
+        except ProtocolError as error:
+            log.warning("bad message from the scheduler: %s", error)
+            return
+        with self._reporting_losses():
+            self._act(action)
+
+    def _advance(self) -> bool:
+        """Continue steps that wait for masks, when all messages that have arrived were read. Return False if nothing
+        was to do."""
+        with self._reporting_losses():
+            if not self._steps.advance():
+                return False
+        return True
+
+    @contextmanager
+    def _reporting_losses(self) -> Iterator[None]:
+        """Send losses of the enclosed code to the scheduler: this worker ignores everything up to the epoch's end."""
+        try:
+            yield
         except RanksLost as error:  # this worker is healthy; the scheduler ends the epoch
             log.warning("other ranks are lost: %s", error)
             self._session.ranks_lost()
@@ -136,27 +170,6 @@ class Worker:
             log.warning("%s", error)
             self._session.ranks_lost()
             self._link.client.send(error.message(self._session.epoch))
-
-    def _receive(self) -> bytes | None:
-        """Return the next frame. None: none came in time, or a step that waited was sampled instead of waiting."""
-        client, frame = self._link.client, None
-        if self._steps.waits:
-            frame = client.receive_now()
-            if frame is None and self._steps.advance():  # all messages that have arrived were read
-                return None
-        if frame is None:
-            began = time.monotonic()
-            frame = client.receive(min(FAILURE_CHECK_INTERVAL, self._steps.seconds_left))
-            self._steps.on_wait(time.monotonic() - began)
-        self._received = time.monotonic()
-        return frame
-
-    def _action_of(self, frame: bytes) -> Action | None:
-        try:
-            return self._session.on(self._decoder.decode(frame))
-        except ProtocolError as error:
-            log.warning("bad message from the scheduler: %s", error)
-            return None
 
     def _act(self, action: Action | None) -> None:
         """Raises: RanksLost; OutOfMemory; LoadError, after it was sent to the scheduler."""

@@ -31,14 +31,9 @@ class StepExecution:
         """Seconds until `advance` is to be called although no message arrives."""
         return self._queue.seconds_left
 
-    @property
-    def waits(self) -> bool:
-        """True: a step waits for its masks."""
-        return self._queue.waits
-
     def on_wait(self, seconds: float) -> None:
         """The executing thread has waited so long for a message."""
-        if self._session.phase is Phase.SERVING and not self.waits:
+        if self._session.phase is Phase.SERVING and not self._queue.waits:
             self._waited += seconds
 
     def act(self, action: StepAction, received: float) -> None:
@@ -61,7 +56,7 @@ class StepExecution:
 
         Raises: as `act`
         """
-        if not self.waits or (sampling := self._queue.next()) is None:
+        if not self._queue.waits or (sampling := self._queue.next()) is None:
             return False
         self._execute(*sampling)
         self._execute_queued()
@@ -101,7 +96,7 @@ class StepExecution:
                 self._follow(step)
                 self._request_ids |= {request.slot: request.request_id for request in step.new}
                 self._runner.execute_model(step)
-                if self._session.phase is not Phase.SAMPLING and not self.waits:
+                if self._session.phase is not Phase.SAMPLING and not self._queue.waits:
                     self._sample(step, None)
             case SampleStep(grammar, step):
                 self._sample(step, grammar)

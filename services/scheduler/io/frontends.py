@@ -47,8 +47,8 @@ class FrontendConnections:
         self._sweep_at: float | None = None
 
     @property
-    def sources(self) -> tuple[zmq.Socket[bytes], int]:
-        """Socket and file descriptor; `receive` is to be called when one of them is readable."""
+    def sockets(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """`receive` is to be called when one of them is readable."""
         return self._server.socket, self._server.events
 
     @property

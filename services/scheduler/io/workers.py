@@ -31,15 +31,17 @@ class ClockOffset:
     def __init__(self) -> None:
         self._exchanges: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         """(round trip, offset), seconds"""
-        self.seconds = 0.0
-        """Seconds to subtract from the peer's clock to get ours; 0.0 before the first exchange."""
 
     def add(self, sent: float, received_there: float, sent_there: float, received: float) -> None:
         """One exchange, in order of time: seconds on our clock, twice on the peer's, and on ours again."""
         round_trip = (received - sent) - (sent_there - received_there)
         offset = ((received_there - sent) + (sent_there - received)) / 2
         self._exchanges.append((max(0.0, round_trip), offset))
-        self.seconds = min(self._exchanges)[1]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds to subtract from the peer's clock to get ours; 0.0 before the first exchange."""
+        return min(self._exchanges)[1] if self._exchanges else 0.0
 
 
 RESULTS = "worker-results"
@@ -76,8 +78,8 @@ class WorkerConnections:
         return len(self._by_name)
 
     @property
-    def sources(self) -> tuple[zmq.Socket[bytes], int]:
-        """Socket and file descriptor; `receive` is to be called when one of them is readable."""
+    def sockets(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """`receive` is to be called when one of them is readable."""
         return self._server.socket, self._server.events
 
     @property

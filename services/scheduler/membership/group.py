@@ -197,7 +197,7 @@ class WorkerGroup:
             self.on_gone(peer, f"sent an impossible result: {error}", now)
 
     def on_dispatch(self, step_id: int, now: float, size: StepSize = SMALLEST) -> None:
-        """A step of the epoch in effect was sent to its ranks."""
+        """A step of the epoch in effect is being sent to its ranks."""
         self._watch.on_dispatch(step_id, size, now)
 
     def on_result(self, epoch: int, step_id: int, now: float) -> None:

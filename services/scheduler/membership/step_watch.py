@@ -37,9 +37,8 @@ class StepSize(NamedTuple):
 
     @classmethod
     def from_plan(cls, plan: SchedulerOutput) -> "StepSize":
-        counts = unpack(plan.counts)
-        ends = counts + unpack(plan.starts)
-        attended = int(counts.astype(np.int64).dot(ends.astype(np.int64)))  # a product of two types takes longer
+        counts = unpack(plan.counts).astype(np.int64)
+        attended = int(counts @ (counts + unpack(plan.starts)))
         return cls(total(counts), attended, len(counts), greatest(counts, 0))
 
     @property

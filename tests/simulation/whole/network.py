@@ -397,10 +397,9 @@ class RouterSocket(SimulatedSocket):
         forget = partial(self.connections.pop, connection.identity, None)
         self.network.hub.after(self.network.rng.uniform(0.0, FORGET), forget)
 
-    def recv(self, flags: int, copy: bool = True) -> SimulatedFrame | bytes:
+    def recv(self, flags: int, copy: bool) -> SimulatedFrame:
         self._unread = self._unread or self.recv_multipart(flags)
-        part = self._unread.pop(0)
-        return part if copy else SimulatedFrame(part, more=bool(self._unread))
+        return SimulatedFrame(self._unread.pop(0), more=bool(self._unread))
 
     def send(self, part: bytes, flags: int) -> None:
         """The first part is the identity of a connection."""
@@ -457,20 +456,22 @@ Source = SimulatedSocket | Wakeup
 class SimulatedPoller:
     def __init__(self, network: SimulatedNetwork) -> None:
         self._network = network
-        self._sources: list[tuple[Source, SimulatedSocket | int]] = []
-        """Each with what `poll` returns for it."""
+        self._sources: list[Source] = []
 
     def register(self, source: Source | int, flags: int) -> None:
         assert flags == zmq.POLLIN
-        found = self._network.sockets[source] if isinstance(source, int) else source
-        self._sources.append((found, source if isinstance(source, SimulatedSocket) else found.fd))
+        self._sources.append(self._network.sockets[source] if isinstance(source, int) else source)
 
-    def poll(self, milliseconds: float | None = None) -> list[tuple[SimulatedSocket | int, int]]:
+    def poll(self, milliseconds: float | None = None) -> list[tuple[Source | int, int]]:
         if not (ready := self._ready()) and milliseconds != 0:
             seconds = None if milliseconds is None else milliseconds / 1000
-            self._network.hub.wait([source.waiters for source, _ in self._sources], seconds)
+            self._network.hub.wait([source.waiters for source in self._sources], seconds)
             ready = self._ready()
         return ready
 
-    def _ready(self) -> list[tuple[SimulatedSocket | int, int]]:
-        return [(key, zmq.POLLIN) for source, key in self._sources if source.inbox]
+    def _ready(self) -> list[tuple[Source | int, int]]:
+        return [
+            (source.fd if isinstance(source, Wakeup) else source, zmq.POLLIN)
+            for source in self._sources
+            if source.inbox
+        ]
