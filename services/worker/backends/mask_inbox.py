@@ -64,7 +64,8 @@ class MaskInbox:
     with such rows waits only as long as that costs fewer tokens than to leave rows out: the wait delays all rows, while
     a row that is left out loses a forward pass. If that was in vain, 1, 3, 7 and at most `MOST_SKIPPED` such steps do
     not wait, until masks come in time again. For a row that was left out before, they wait without this limit: its
-    masks may be sent directly behind each plan, and always come too late.
+    masks may be sent directly behind each plan, and always come too late. All this begins when a plan came before the
+    masks of an earlier step: other schedulers (at depth one, or with the policy `phased`) expect all rows.
 
     Args:
         most_prepared: number of steps that wait for this one without holding back the main thread.
@@ -85,6 +86,9 @@ class MaskInbox:
         """Waits in vain since the last one that was not; steps that do not wait any more."""
         self._left_out: frozenset[int] = frozenset()
         """Slots whose last row was left out."""
+        self._runs_ahead = False
+        """A plan came before the masks of an earlier step, which only a scheduler sends that allows rows to be left out
+        (deferred sampling)."""
         self._closed = False
 
     def prepared(self, step_id: int, slots: I32) -> None:
@@ -160,6 +164,7 @@ class MaskInbox:
             waiting: slots of the step's constrained rows.
         """
         missing = self._missing(step_id, waiting)
+        self._runs_ahead |= bool(missing and self._prepared and self._prepared[-1].step_id > step_id)
         held_back = max(forward.ended, self._held_back(step_id, missing or waiting, forward))
         # Complete masks that were read late, as the host was busy, cost no more than leaving their rows out
         return held_back if missing else min(self._arrived.get(step_id, 0.0), held_back)
@@ -176,7 +181,7 @@ class MaskInbox:
                 later += 1
                 if others or later > self._most_prepared:
                     return min(prepared.at, limit)
-            elif others and waiting.isdisjoint(self._left_out):
+            elif others and self._runs_ahead and waiting.isdisjoint(self._left_out):
                 share = 0.0 if self._skipped else len(waiting) / len(prepared.slots)
                 limit = forward.ended + share * (forward.ended - forward.began)
         return limit

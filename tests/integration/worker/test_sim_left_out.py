@@ -74,6 +74,6 @@ def test_answers_are_those_of_depth_one(speculation: Speculation | None, num_blo
         served = serve(depth, late, speculation, num_blocks)
         assert served.answers == wanted.answers
         assert served.scores == wanted.scores
-        assert served.counters["left_out_rows_total"] > 3
+        assert (served.counters["left_out_rows_total"] > 3) == (depth > 1)
         assert num_blocks > 22 or served.counters["num_preemptions"] > 0
         assert speculation is None or served.counters["spec_decode_num_accepted_tokens"] > 0

@@ -9,7 +9,7 @@ import pytest
 
 from protocol.codec import pack
 from protocol.steps import GrammarOutput
-from services.worker.backends.mask_inbox import Forward, MaskInbox, joined
+from services.worker.backends.mask_inbox import ENDLESS, Forward, MaskInbox, joined
 from services.worker.runner import RanksLost
 from tests.unit.worker.virtual_clock import VirtualClock
 
@@ -170,18 +170,34 @@ def test_masks_that_are_taken_late_cost_no_more_than_leaving_their_rows_out() ->
     assert inbox.take(1, rows(4), Forward(100.0, 110.0)) == ([grammar(1, 4)], frozenset(), 110.0)
 
 
+def run_ahead(inbox: MaskInbox) -> None:
+    """Let a plan come before the masks of an earlier step."""
+    inbox.prepared(1, rows(4))
+    inbox.prepared(2, rows(9))
+    assert inbox.poll(1, rows(4), ENDLESS) == math.inf
+
+
+def test_rows_of_others_wait_for_all_masks_if_no_plan_comes_before_them() -> None:
+    """The scheduler may expect a token of each row."""
+    inbox = MaskInbox(2, VirtualClock())
+    inbox.prepared(1, rows(4, 7))
+    assert inbox.poll(1, rows(4), OVER) == math.inf
+
+
 @pytest.mark.parametrize(("arrives", "decided", "taken"), [(112.0, 112.0, 1), (113.0, 112.5, 0)])
 def test_rows_of_others_wait_while_that_costs_fewer_tokens(arrives: float, decided: float, taken: int) -> None:
     """One of four rows would lose a forward pass of 10 s, so all wait for a quarter of it at most."""
-    clock = MasksOnTheWay(arrives, grammar(1, 4))
-    clock.inbox.prepared(1, rows(4, 7, 8, 9))
-    masks = clock.inbox.take(1, rows(4), Forward(100.0, 110.0))
+    clock = MasksOnTheWay(arrives, grammar(3, 4))
+    run_ahead(clock.inbox)
+    clock.inbox.prepared(3, rows(4, 7, 8, 9))
+    masks = clock.inbox.take(3, rows(4), Forward(100.0, 110.0))
     assert (masks.at, clock.now, len(masks.parts)) == (decided, decided, taken)
 
 
 def test_waits_in_vain_become_rare() -> None:
     clock = VirtualClock()
-    inbox, step_ids = MaskInbox(2, clock), count(1)
+    inbox, step_ids = MaskInbox(2, clock), count(3)
+    run_ahead(inbox)
 
     def waited(masks_after: float = math.inf) -> float:
         """Return the seconds that the next step waits behind its forward pass of 10 s."""
@@ -204,14 +220,15 @@ def test_a_row_that_was_left_out_is_waited_for() -> None:
     """Otherwise it would be left out for ever, if its masks always follow the plan a little too late."""
     clock = VirtualClock()
     inbox = MaskInbox(2, clock)
-    for step_id in (1, 2):
+    run_ahead(inbox)
+    for step_id in (3, 4):
         inbox.prepared(step_id, rows(4, 7))
         began, clock.now = clock.now, clock.now + 10.0
         taken = inbox.poll(step_id, rows(4), Forward(began, clock.now))
-        if step_id == 1:
+        if step_id == 3:
             assert taken == clock.now + 5.0
             clock.now += 5.0
             assert inbox.poll(step_id, rows(4), Forward(began, began + 10.0)) == ([], {4}, clock.now)
     assert taken == math.inf
-    inbox.prepared(3, rows(7))
-    assert inbox.poll(2, rows(4), Forward(began, clock.now)) == ([], {4}, clock.now)
+    inbox.prepared(5, rows(7))
+    assert inbox.poll(4, rows(4), Forward(began, clock.now)) == ([], {4}, clock.now)

@@ -91,17 +91,23 @@ def test_a_step_waits_for_all_of_its_masks() -> None:
 
 
 def test_a_step_with_rows_of_others_waits_for_a_limited_time() -> None:
-    """Two of three rows would lose a forward pass of 10 s."""
-    step = plan(1, 4, 5, 6, masked=(4, 6))
-    queue = queue_with(step)
+    """Two of three rows would lose a forward pass of 10 s. The second plan came before the masks of the first step; a
+    row was left out in it, so the third one does not wait."""
+    first, second, third, step = plan(1, 9, masked=(9,)), plan(2, 5), *(plan(i, 4, 5, 6, masked=(4, 6)) for i in (3, 4))
+    queue = queue_with(first, second, third)
+    assert actions(queue)[-2:] == [ExecuteStep(third), SampleStep(None, third)]
+    put(queue, step, masks(4, 4, 6))
+    assert actions(queue) == [ExecuteStep(step), SampleStep(masks(4, 4, 6), step)]
+    step = plan(5, 4, 5, 6, masked=(4, 6))
     assert queue.seconds_left == math.inf
+    put(queue, step)
     assert actions(queue) == [ExecuteStep(step)]
     assert queue.seconds_left == pytest.approx(20 / 3)
-    put(queue, masks(1, 6))
+    put(queue, masks(5, 6))
     assert actions(queue) == []
     assert queue.seconds_left == pytest.approx(10 / 3)
     queue.clock.now += queue.seconds_left
-    assert actions(queue) == [SampleStep(masks(1, 6), step)]
+    assert actions(queue) == [SampleStep(masks(5, 6), step)]
     assert queue.seconds_left == math.inf
 
 
