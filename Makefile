@@ -166,7 +166,7 @@ $(ROUTERS)/.installed: tests/benchmarks/support/routers.txt $(STAMP)
 	@touch $@
 
 # Prints a table and writes build/bench/NAME.json.
-bench: $(STAMP) $(if $(filter engines_served,$(NAME)),$(ROUTERS)/.installed) $(if $(filter vllm_% peers,$(NAME)),$(VLLM)/.installed) $(if $(filter peers,$(NAME)),$(LLAMA_CPP)) $(if $(filter ray_served,$(NAME)),$(RAY)/.installed)
+bench: $(STAMP) $(if $(filter engines_served,$(NAME)),$(ROUTERS)/.installed) $(if $(filter peers,$(NAME)),$(VLLM)/.installed) $(if $(filter peers,$(NAME)),$(LLAMA_CPP)) $(if $(filter ray_served,$(NAME)),$(RAY)/.installed)
 	$(if $(NAME),,$(error NAME is missing: make bench NAME=..., one of: $(notdir $(basename $(wildcard tests/benchmarks/*.py)))))
 	@mkdir -p build/bench
 	PYTHONPATH=. $(BIN)/python tests/benchmarks/$(NAME).py $(ARGS)

@@ -79,7 +79,7 @@ class MaskThread:
         self._quick_jobs: deque[_Job] = deque()
         """For `wait`."""
         self._pace = quick
-        """Seconds that each of the last quick masks took."""
+        """Mean seconds of the last quick masks."""
         self._quick: WeakSet[Grammar] = WeakSet()
         """Grammars whose last masks were quick."""
         self._delay = float(os.environ.get(FAILPOINT) or 0)
@@ -90,7 +90,7 @@ class MaskThread:
         self._num_open = 0
         """Masks that were submitted and not taken."""
         self._submitted = 0.0
-        """Time of the last submission."""
+        """Time of the last submission, or of the first one of quick masks that follow one another."""
         self._closed = False
         self._thread: threading.Thread | None = None
         self._wakeup = LoopWakeup()
@@ -126,8 +126,7 @@ class MaskThread:
         """Make quick masks until `most` seconds from the last submission on; the thread makes the rest. Then wait until
         no mask is being made: for `patience` seconds from the last submission on, and for up to `most` seconds while
         masks are made so fast that the missing ones take twice as long at most."""
-        while self._quick_jobs and (left := self._submitted + most - time.monotonic()) > 0:
-            self._make_quick(1 + int(left / self._pace))
+        self._make_quick(self._submitted + most)
         if self._quick_jobs:
             self._hand_over([*self._quick_jobs])
             self._quick_jobs.clear()
@@ -139,14 +138,19 @@ class MaskThread:
             self._wakeup.wait(left)
             self._wakeup.clear()
 
-    def _make_quick(self, most: int) -> None:
-        """Make up to `most` quick masks. Each counts as taking the mean time of all."""
-        jobs = [self._quick_jobs.popleft() for _ in range(min(most, len(self._quick_jobs)))]
-        began = time.monotonic()
-        self._ready += [(ticket, make_masks(grammar, drafts, words)) for ticket, grammar, drafts, words in jobs]
-        self._pace = max(1e-6, (time.monotonic() - began) / len(jobs))
-        if self._pace > self._quick_seconds:
-            self._quick.difference_update(job.grammar for job in jobs)
+    def _make_quick(self, deadline: float) -> None:
+        """Make quick masks, and begin none after `deadline`."""
+        began = ended = time.monotonic()
+        before = len(self._ready)
+        while self._quick_jobs and ended < deadline:
+            ticket, grammar, draft_ids, num_words = self._quick_jobs.popleft()
+            started = ended
+            self._ready.append((ticket, make_masks(grammar, draft_ids, num_words)))
+            ended = time.monotonic()
+            if ended - started > self._quick_seconds:
+                self._quick.discard(grammar)
+        if made := len(self._ready) - before:
+            self._pace = (ended - began) / made
 
     def take(self) -> list[tuple[int, Masks]]:
         """Return each result once: (ticket, masks)."""

@@ -2,6 +2,7 @@
 
 import select
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -66,6 +67,14 @@ class WatchedGrammar(Automaton):
         super().fill(mask)
 
 
+class SlowGrammar(WatchedGrammar):
+    seconds = 0.0
+
+    def fill(self, mask: np.ndarray) -> None:
+        time.sleep(self.seconds)
+        super().fill(mask)
+
+
 @pytest.mark.parametrize(("quick", "beside"), [(60.0, [True, False, False]), (0.0, [True, True, True])])
 def test_masks_of_a_quick_grammar_are_made_by_the_thread_that_waits(quick: float, beside: list[bool]) -> None:
     """The first one is made beside it, as nobody knows how long it takes."""
@@ -94,6 +103,23 @@ def test_quick_masks_hold_the_loop_up_for_a_bounded_time() -> None:
     thread.wait(10.0, 10.0)
     assert [ticket for ticket, _ in thread.take()] == [2, 3]
     thread.close()
+
+
+def test_quick_masks_that_become_slow_are_left_to_the_thread() -> None:
+    """The first one takes longer than the loop may be held up, and was begun."""
+    makers = list[threading.Thread]()
+    thread, grammars = MaskThread(60.0), [SlowGrammar(makers) for _ in range(3)]
+    for seconds in (0.0, 0.05):
+        for ticket, grammar in enumerate(grammars, 1):
+            grammar.seconds = seconds
+            thread.submit(ticket, grammar, [], WORDS)
+        thread.wait(10.0, 10.0 if seconds == 0.0 else 0.01)
+        while len(makers) < 3 * (1 + bool(seconds)):
+            assert select.select([thread.fileno()], [], [], 10)[0]
+            thread.take()
+        thread.take()
+    thread.close()
+    assert [maker is threading.current_thread() for maker in makers[3:]] == [True, False, False]
 
 
 class HeldGrammar(Automaton):

@@ -78,13 +78,15 @@ class DraftAcceptance:
 
     def run(self, sampler: SimSampler, oracle: Oracle, rules: RulesByRow, masks: StepMasks) -> None:
         """Sample and verify all rows. Runs on the device, when the positions of all drafts are computed."""
-        left_out = masks.left_out
         if len(self.token_ids) == len(self.slots):
             self._sample(sampler, oracle, rules, masks)
         else:
             self._verify(sampler, oracle, rules, masks)
-        self._settle(oracle, np.flatnonzero(self.counts) if len(left_out) else slice(None))
-        oracle.leave_out(self.slots[left_out], self.firsts[left_out])
+        if len(left_out := masks.left_out):
+            self._settle(oracle, np.flatnonzero(self.counts))
+            oracle.leave_out(self.slots[left_out], self.firsts[left_out])
+        else:
+            self._settle(oracle, slice(None))
 
     def _settle(self, oracle: Oracle, rows: slice | NDArray[np.int64]) -> None:
         last = self.token_ids[(self.begins + self.counts - 1)[rows]]
