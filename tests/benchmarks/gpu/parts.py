@@ -6,12 +6,14 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
+from torch import profiler
 
 from protocol.sampling import SamplingParams
 from protocol.steps import ModelRunnerOutput
@@ -21,7 +23,7 @@ from services.worker.backends.native.runner import NativeRunner
 from services.worker.sampling.noise import gumbel
 from services.worker.sampling.reference import GREEDY_BELOW
 from tests.benchmarks.gpu.engine import Params, StageEngine, greedy
-from tests.benchmarks.gpu.saved import SavedRows
+from tests.benchmarks.gpu.saved import Row, SavedRows
 from tests.benchmarks.gpu.served import served
 from tests.benchmarks.gpu.shapes import SHAPES, head_parameters, kv_bytes_per_token, product_parameters
 from tests.benchmarks.gpu.target import MeasuredDevice
@@ -66,6 +68,8 @@ def runner(target: MeasuredDevice) -> Result:
 def _tested(name: str) -> Result:
     command = [sys.executable, "-m", "pytest", "-c", "tests/benchmarks/gpu/pytest.ini", "--rootdir", "."]
     command += ["-p", "no:cacheprovider", "-rs", "-v", "--durations=10", f"tests/gpu/test_{name}.py"]
+    if find_spec("xdist"):  # compilation of the kernels takes most of the time
+        command += ["-p", "xdist.plugin", "-n", str(min(8, os.cpu_count() or 1))]
     output: list[str] = []
     # Plugins of other packages on the machine are not loaded: nothing here needs one.
     variables = os.environ | {"TRITON_INTERPRET": "0", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
@@ -284,6 +288,47 @@ def prefill(target: MeasuredDevice) -> Result:
     return {"operations_per_second": rate, "rows": rows}
 
 
+def profile(target: MeasuredDevice) -> Result:
+    """The kernels that take the longest, of ten decode steps at depth two and of one step with a whole prompt."""
+    rows = []
+    for name in target.shapes:
+        shape, length = SHAPES[name], target.prefill
+        for batch in target.batches[:2]:
+            context, budget = target.prompt + target.warm + PROFILED + 1, target.prompt * min(batch, 64)
+            with StageEngine(shape, target.make(target.dtype), target.dtype, batch, context, budget) as engine:
+                engine.prefill(target.prompt)
+                engine.decode(target.warm, 2)
+                longest = _longest(lambda: engine.decode(PROFILED, 2))
+            rows.append({"model": name, "batch": batch, "steps": PROFILED, "kernels": longest})
+        with StageEngine(shape, target.make(target.dtype), target.dtype, 1, length + 8, length) as engine:
+            engine.prefill(length)  # compiles
+            rows.append({"model": name, "prefill": length, "kernels": _longest(lambda: engine.prefill(length))})  # noqa: B023
+    return {"rows": rows}
+
+
+PROFILED = 10
+"""Decode steps whose kernels are listed."""
+
+
+def _longest(work: Callable[[], object]) -> list[Row]:
+    """Return the fifteen kernels with the most time, in microseconds; without a GPU, the operations."""
+    activity = profiler.ProfilerActivity
+    on_gpu = torch.cuda.is_available()
+    with profiler.profile(activities=[activity.CUDA if on_gpu else activity.CPU]) as measured:
+        work()
+        if on_gpu:
+            torch.cuda.synchronize()
+    times = [
+        {
+            "name": each.key[:100],
+            "times": each.count,
+            "us": each.self_device_time_total if on_gpu else each.self_cpu_time_total,
+        }
+        for each in measured.key_averages()
+    ]
+    return sorted(times, key=lambda each: -float(each["us"]))[:15]
+
+
 def syncs(target: MeasuredDevice) -> Result:
     """Number of times that the compute thread waits for the device, in decode steps with and without drafts."""
     rows = []
@@ -345,6 +390,7 @@ PARTS = {
     "gap": MeasuredPart(300, gap),
     "floor": MeasuredPart(60, _in_one_go(floor)),
     "prefill": MeasuredPart(60, _in_one_go(prefill)),
+    "profile": MeasuredPart(60, _in_one_go(profile)),
     "served": MeasuredPart(300, _in_one_go(served)),
     "transformers": MeasuredPart(60, _in_one_go(transformers)),
 }
