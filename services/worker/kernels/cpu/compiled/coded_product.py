@@ -122,7 +122,7 @@ def _add_products(builder: Any, sums: Any, numbers: Any, pair: Any) -> Any:
 
 
 class _Tile:
-    """Sums of some rows and panels in a span. LLVM keeps them in registers.
+    """Sums of some rows and panels in a span.
 
     A rounded row begins at an address of `x`; `steps` is its number of steps, and `first` the first one of the span.
     """
@@ -130,12 +130,17 @@ class _Tile:
     def __init__(self, builder: Any, rows: int, panels: int, x: Any, row_bytes: Any, steps: Any, first: Any) -> None:
         self._builder, self._panels, self._steps, self.first = builder, panels, steps, first
         self._x = [builder.add(x, builder.mul(row_bytes, ir.Constant(I64, row))) for row in range(rows)]
-        self._parts = self.vectors(VF)
-        self.set(self._parts)
+        self._sums = [cgutils.alloca_once(builder, ir.ArrayType(VF, panels)) for _ in range(rows)]
+        self.set(self._parts(ir.Constant(I64, 0), panels))
 
-    def vectors(self, kind: ir.VectorType) -> list[list[Any]]:
-        """Return places of a vector for each panel of each row."""
-        return [[cgutils.alloca_once(self._builder, kind) for _ in range(self._panels)] for _ in self._x]
+    def vectors(self, kind: ir.VectorType, panels: int) -> list[list[Any]]:
+        """Return places of a vector for each of some panels of each row. LLVM keeps them in registers."""
+        return [[cgutils.alloca_once(self._builder, kind) for _ in range(panels)] for _ in self._x]
+
+    def _parts(self, first: Any, panels: int) -> list[list[Any]]:
+        """Return places of the sums of each row and of `panels` panels from `first` on."""
+        numbers = [moved(self._builder, first, number) for number in range(panels)]
+        return [[self._builder.gep(row, [ir.Constant(I64, 0), number]) for number in numbers] for row in self._sums]
 
     def set(self, vectors: list[list[Any]], values: list[Any] | None = None) -> None:
         """Set the vectors of each row to a value, or to 0."""
@@ -167,15 +172,16 @@ class _Tile:
                 shifted = builder.shl(builder.load(place), ir.Constant(VI, [8] * LANES))
                 builder.store(builder.add(builder.load(to), shifted), to)
 
-    def add_scaled(self, sums: list[list[Any]], scales: list[Any]) -> None:
-        """Add sums, times the scales of their panels."""
-        for mine, theirs in zip(self._parts, sums, strict=True):
+    def add_scaled(self, sums: list[list[Any]], scales: list[Any], panel: Any) -> None:
+        """Add sums of panels from `panel` on, times the scales of these."""
+        for mine, theirs in zip(self._parts(panel, len(scales)), sums, strict=True):
             for place, sum_of, scale in zip(mine, theirs, scales, strict=True):
                 self._add_product(place, self._builder.sitofp(self._builder.load(sum_of), VF), scale)
 
-    def add_minima(self, minima: list[Any], step: Any) -> None:
+    def add_minima(self, minima: list[Any], step: Any, panel: Any) -> None:
+        """Add the minima of panels from `panel` on, times the sum of the inputs of a step."""
         totals = self.of_rows(F32, step, 4, TOTALS_AT)
-        for row, total in zip(self._parts, totals, strict=True):
+        for row, total in zip(self._parts(panel, len(minima)), totals, strict=True):
             for place, minimum in zip(row, minima, strict=True):
                 self._add_product(place, minimum, total)
 
@@ -184,7 +190,8 @@ class _Tile:
         builder = self._builder
         span = builder.udiv(self.first, ir.Constant(I64, SPAN))
         scales = self.of_rows(F32, span, 4, SCALES_OF_ROWS_AT)
-        for number, (row, scale) in enumerate(zip(self._parts, scales, strict=True)):
+        parts = self._parts(ir.Constant(I64, 0), self._panels)
+        for number, (row, scale) in enumerate(zip(parts, scales, strict=True)):
             for panel, place in enumerate(row):
                 at = moved(builder, out, 64 * (number * PANELS + panel))
                 operands = [builder.load(place), scale, load(builder, at, VF, 4)]
@@ -200,10 +207,11 @@ class _Tile:
 
 @intrinsic(prefer_literal=True)
 def _multiply_codes(
-    typing_context: Any, kind: Any, rows: Any, panels: Any, x: Any, row_bytes: Any, steps: Any, first: Any, number: Any,
-    codes: Any, out: Any, end: Any, jump: Any
+    typing_context: Any, kind: Any, rows: Any, x: Any, row_bytes: Any, steps: Any, first: Any, number: Any, codes: Any,
+    out: Any, end: Any, jump: Any
 ) -> Any:  # fmt: skip
-    """Multiply a span of rows with panels that are decoded in registers. `kind`, `rows` and `panels` are constants.
+    """Multiply a span of rows with the panels of an item, which are decoded in registers: `_width` at once, in the
+    order of the memory. `kind` and `rows` are constants.
 
     Args:
         x: address of the first rounded row
@@ -212,11 +220,12 @@ def _multiply_codes(
         first: step of the span
         number: of steps of the span
         codes: address of the first panel
-        out: float32[rows, PANELS, 16] from the first panel on; products are added
+        out: float32[rows, PANELS, 16]; products are added
         end, jump: see `next_codes`
     """
     name = KINDS[kind.literal_value]
-    own, width = FORMATS[name], panels.literal_value
+    own = FORMATS[name]
+    width = _width(own, rows.literal_value)
     are_bytes = BYTES and rows.literal_value == 1
     codes_of, add, zero_code = (
         (code_bytes, _add_byte_products, own.zero_byte) if are_bytes else (code_pairs, _add_products, own.zero)
@@ -225,15 +234,15 @@ def _multiply_codes(
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if rows.literal_value > _few_rows(own):
             return context.get_dummy_value()  # is never called
-        x, row_bytes, steps, first, number, codes, out, end, jump = args[3:]
-        tile = _Tile(builder, rows.literal_value, width, x, row_bytes, steps, first)
-        sums = [tile.vectors(VI) for _ in range(own.unit)]
-        upper = [tile.vectors(VI) for _ in range(own.unit)] if are_bytes else sums
-        whole = tile.vectors(VI) if own.multiplies else sums[0]
+        x, row_bytes, steps, first, number, codes, out, end, jump = args[2:]
+        tile = _Tile(builder, rows.literal_value, PANELS, x, row_bytes, steps, first)
+        sums = [tile.vectors(VI, width) for _ in range(own.unit)]
+        upper = [tile.vectors(VI, width) for _ in range(own.unit)] if are_bytes else sums
+        whole = tile.vectors(VI, width) if own.multiplies else sums[0]
         groups, turns = (ir.Constant(I64, size) for size in (own.groups, own.turns // own.groups))
         block_steps, units = ir.Constant(I64, own.steps), ir.Constant(I64, own.scale_steps // own.unit)
 
-        def add_unit(step: Any) -> None:
+        def add_unit(step: Any, panel: Any, blocks: list[Any], ahead: Any) -> None:
             in_block = builder.urem(step, block_steps)
             unit = builder.udiv(in_block, ir.Constant(I64, own.unit))
             with cgutils.for_range(builder, groups) as outer:
@@ -268,22 +277,30 @@ def _multiply_codes(
                             builder.store(builder.add(builder.load(to), scaled), to)
             for number in range(own.unit if own.has_minima else 0):
                 minima = [step_minima(builder, name, block, moved(builder, in_block, number)) for block in blocks]
-                tile.add_minima(minima, moved(builder, step, number))
+                tile.add_minima(minima, moved(builder, step, number), panel)
 
-        with cgutils.for_range(builder, builder.udiv(number, ir.Constant(I64, own.scale_steps))) as loop:
-            start = builder.add(first, tile.times(loop.index, own.scale_steps))
-            place = builder.add(codes, tile.times(builder.udiv(start, block_steps), PANELS * own.bytes))
-            blocks = [moved(builder, place, panel * own.bytes) for panel in range(width)]
+        def add_blocks(start: Any, panel: Any) -> None:
+            number = builder.add(tile.times(builder.udiv(start, block_steps), PANELS), panel)
+            place = builder.add(codes, tile.times(number, own.bytes))
+            blocks = [moved(builder, place, number * own.bytes) for number in range(width)]
             ahead = next_codes(builder, name, blocks, end, jump)
             if own.multiplies:
                 tile.set(whole)
-            with cgutils.for_range(builder, units) as inner:
-                add_unit(builder.add(start, tile.times(inner.index, own.unit)))
-            tile.add_scaled(whole, [block_scale(builder, name, block) for block in blocks])
+            with cgutils.for_range(builder, units) as loop:
+                add_unit(builder.add(start, tile.times(loop.index, own.unit)), panel, blocks, ahead)
+            tile.add_scaled(whole, [block_scale(builder, name, block) for block in blocks], panel)
+
+        with cgutils.for_range(builder, builder.udiv(number, ir.Constant(I64, own.scale_steps))) as loop:
+            start = builder.add(first, tile.times(loop.index, own.scale_steps))
+            if width == PANELS:
+                add_blocks(start, ir.Constant(I64, 0))  # sums are in registers
+            else:
+                with cgutils.for_range(builder, ir.Constant(I64, PANELS // width)) as some:
+                    add_blocks(start, tile.times(some.index, width))
         tile.add_to(out)
         return context.get_dummy_value()
 
-    return types.void(kind, rows, panels, *[types.int64] * 9), code
+    return types.void(kind, rows, *[types.int64] * 9), code
 
 
 @intrinsic(prefer_literal=True)
@@ -297,7 +314,7 @@ def _multiply_decoded(
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x, row_bytes, steps, first, number, decoded, scale_steps, has_minima, out = args[2:]
         tile = _Tile(builder, rows.literal_value, width, x, row_bytes, steps, first)
-        sums = tile.vectors(VI)
+        sums, none = tile.vectors(VI, width), ir.Constant(I64, 0)
 
         def loaded(index: Any, kind: ir.VectorType, more: int) -> list[Any]:
             place = builder.add(decoded, tile.times(index, 64))
@@ -314,8 +331,8 @@ def _multiply_decoded(
                     tile.add_products(sums, numbers, tile.of_rows(I32, here, 4, 0, 4 * some))
             with cgutils.for_range(builder, builder.mul(scale_steps, has_minima)) as loop:
                 step = builder.add(start, loop.index)
-                tile.add_minima(loaded(step, VF, MINIMA_AT), builder.add(first, step))
-            tile.add_scaled(sums, loaded(outer.index, VF, SCALES_AT))
+                tile.add_minima(loaded(step, VF, MINIMA_AT), builder.add(first, step), none)
+            tile.add_scaled(sums, loaded(outer.index, VF, SCALES_AT), none)
         tile.add_to(out)
         return context.get_dummy_value()
 
@@ -515,7 +532,6 @@ def _coder(kind: int) -> Any:
     """Return the coder of a format: a C function with the address of a `TASK`."""
     own = FORMATS[KINDS[kind]]
     KIND, STEPS, SIZE, UNIT, SCALE_STEPS = kind, own.steps, own.bytes, own.unit, own.scale_steps
-    WIDTH1, WIDTH2, WIDTH3, WIDTH4, WIDTH6, WIDTH8 = (_width(own, rows) for rows in (1, 2, 3, 4, 6, 8))
 
     def coder(address):  # type: ignore[no-untyped-def]
         a = carray(raw.pointer(address), 1, TASK)[0]
@@ -528,28 +544,20 @@ def _coder(kind: int) -> Any:
         while done < a.rows:
             rows = PARTS[a.rows - done]
             if rows == 1:
-                _multiply_panels(KIND, 1, WIDTH1, SIZE, x, size, steps, first, number, codes, out, end, jump)
+                _multiply_codes(KIND, 1, x, size, steps, first, number, codes, out, end, jump)
             elif rows == 2:
-                _multiply_panels(KIND, 2, WIDTH2, SIZE, x, size, steps, first, number, codes, out, end, jump)
+                _multiply_codes(KIND, 2, x, size, steps, first, number, codes, out, end, jump)
             elif rows == 3:
-                _multiply_panels(KIND, 3, WIDTH3, SIZE, x, size, steps, first, number, codes, out, end, jump)
+                _multiply_codes(KIND, 3, x, size, steps, first, number, codes, out, end, jump)
             elif rows == 4:
-                _multiply_panels(KIND, 4, WIDTH4, SIZE, x, size, steps, first, number, codes, out, end, jump)
+                _multiply_codes(KIND, 4, x, size, steps, first, number, codes, out, end, jump)
             elif rows == 6:
-                _multiply_panels(KIND, 6, WIDTH6, SIZE, x, size, steps, first, number, codes, out, end, jump)
+                _multiply_codes(KIND, 6, x, size, steps, first, number, codes, out, end, jump)
             else:
-                _multiply_panels(KIND, 8, WIDTH8, SIZE, x, size, steps, first, number, codes, out, end, jump)
+                _multiply_codes(KIND, 8, x, size, steps, first, number, codes, out, end, jump)
             x, out, done = x + rows * size, out + rows * BLOCK * 4, done + rows
 
     return compiled(coder)
-
-
-@njit(inline="always")
-def _multiply_panels(KIND, ROWS, WIDTH, SIZE, x, row_bytes, steps, first, number, codes, out, end, jump):  # type: ignore[no-untyped-def]
-    """Multiply rows with all panels of an item, `WIDTH` at once. `SIZE`: bytes of a block. The others: see above."""
-    for panel in range(0, PANELS, WIDTH):
-        at, to = codes + panel * SIZE, out + panel * PANEL * 4
-        _multiply_codes(KIND, ROWS, WIDTH, x, row_bytes, steps, first, number, at, to, end, jump)
 
 
 def _few_rows(own: Format) -> int:
@@ -558,9 +566,14 @@ def _few_rows(own: Format) -> int:
 
 
 def _width(own: Format, rows: int) -> int:
-    """Return the number of panels that are multiplied together with few rows."""
+    """Return the number of panels that are multiplied together with few rows.
+
+    With more than one, AVX2 has too few registers for sums and codes, and memory is read at several places by turns.
+    """
+    if not simd.WIDE:
+        return 1
     sums = rows * own.unit * (2 if BYTES and rows == 1 else 1)
-    return max(1, min(4, (16 if simd.WIDE else 4) // sums) // 2 * 2)
+    return max(1, min(4, 16 // sums) // 2 * 2)
 
 
 @cache
