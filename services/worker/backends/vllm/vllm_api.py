@@ -3,7 +3,7 @@
 The rest of the backend imports vLLM only from here, so that a new version has to be compared with one file.
 """
 
-# ruff: noqa: E402  the imports may fail with versions that are not supported, so the version is checked first
+# ruff: noqa: E402, F401  names for the rest of the backend, imported once the version is known to be supported
 
 import logging
 import os
@@ -109,7 +109,7 @@ from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 
 # Steps and their results.
-from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -186,57 +186,3 @@ _bgmv_shrink = lora_ops.bgmv_shrink
 lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = _shrink_adapters_only
 parallel_state.init_model_parallel_group = _without_message_queue
 parallel_state.in_the_same_node_as = _on_the_same_machine
-
-__all__ = [
-    "BUILTIN_LOGITS_PROCESSORS",
-    "MULTIMODAL_REGISTRY",
-    "AsyncModelRunnerOutput",
-    "BreakableCUDAGraphWrapper",
-    "CUDAGraphWrapper",
-    "CachedRequestData",
-    "CachedRequestState",
-    "ChunkedLocalAttentionSpec",
-    "DraftTokenIds",
-    "EngineArgs",
-    "FullAttentionSpec",
-    "GrammarOutput",
-    "ImageMediaIO",
-    "IntermediateTensors",
-    "LoRARequest",
-    "LogitsProcessors",
-    "LogprobsTensors",
-    "MambaSpec",
-    "ModelRunnerOutput",
-    "MsgpackDecoder",
-    "MsgpackEncoder",
-    "MultiModalFeatureSpec",
-    "NewRequestData",
-    "PoolerConfig",
-    "PoolingParams",
-    "ProcessorInputs",
-    "SamplerOutput",
-    "SamplingMetadata",
-    "SamplingParams",
-    "SchedulerOutput",
-    "SlidingWindowSpec",
-    "SpecDecodeMetadata",
-    "StructuredOutputsParams",
-    "TimingContext",
-    "UniformTypeKVCacheSpecs",
-    "WorkerWrapperBase",
-    "current_platform",
-    "destroy_distributed_environment",
-    "destroy_model_parallel",
-    "enable_envs_cache",
-    "freeze_gc_heap",
-    "get_kv_cache_config",
-    "get_kv_cache_groups",
-    "get_pp_group",
-    "get_tp_group",
-    "group_name_counter",
-    "load_audio_soundfile",
-    "pool_bytes_per_block",
-    "project_kv_cache_groups",
-    "resolve_kv_cache_layout",
-    "set_kv_cache_layout",
-]
