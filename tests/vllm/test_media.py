@@ -266,9 +266,9 @@ def test_other_combinations_are_refused_by_name(
         assigned = {"speculation": msgspec.structs.replace(drafts, model=str(model))}
     assignment = Assignment(**sizes | assigned)
     settings = WorkerConfig.model_validate({"model": str(model), "backend": "vllm", **config})
-    options = EngineOptions.from_config(model, "float32", settings, assignment)
+    options = EngineOptions(model, "float32", settings, assignment)
     with pytest.raises(LoadError, match=why):
-        create_engine_config(options, assignment, {"kv_cache_memory_bytes": 1})
+        create_engine_config(options, {"kv_cache_memory_bytes": 1})
 
 
 def test_adapters_beside_images(tmp_path: Path) -> None:

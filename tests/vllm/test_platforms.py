@@ -24,7 +24,7 @@ def config(**settings: Any) -> WorkerConfig:
 
 def options(speculation: Speculation | None = None) -> EngineOptions:
     assignment = Assignment(1, 0, 1, 16, 8, 64, speculation=speculation)
-    return EngineOptions.from_config(Path(), "bfloat16", config(device="cuda"), assignment)
+    return EngineOptions(Path(), "bfloat16", config(device="cuda"), assignment)
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:

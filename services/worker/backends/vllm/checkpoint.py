@@ -1,13 +1,12 @@
 """Properties of a checkpoint that can be read before vLLM loads it."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from services.checkpoint import CheckpointError, default_dtype, read_json
 from services.config import WorkerConfig
-from services.worker.runner import LoadError
+from services.worker.runner import SINGLE_GPU, Identity, LoadError
 from services.worker.weights import model_digest, open_checkpoint, tokenizer_digest
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -16,34 +15,34 @@ DTYPE_CHOICES = DTYPES[:2]
 """Values of --dtype, beside `auto`."""
 
 
-@dataclass(frozen=True)
-class CheckpointInfo:
-    """Identity of the model, for the registration."""
+def read_identity(directory: Path, worker: WorkerConfig) -> Identity:
+    """Return the properties of the checkpoint. `Identity.model_hash` is the digest of config.json, of every tensor's
+    name, shape and dtype, and of the settings that change the model.
 
-    digest: str
-    """Digest of config.json, of every tensor's name, shape and dtype, and of the settings that change the model."""
-    dtype: str
-    tensor_parallel_sizes: tuple[int, ...]
-    num_layers: int
-    tokenizer: str
-    """Digest of tokenizer.json; "": there is none."""
-
-    @classmethod
-    def read(cls, directory: Path, worker: WorkerConfig) -> "CheckpointInfo":
-        """Raises: LoadError, if config.json or a header of the weights cannot be read, or its dtype is unknown."""
-        try:
-            config = read_json(directory, "config.json")
-        except CheckpointError as error:
-            raise LoadError(f"{error}; download the model again") from error
-        model = config.get("text_config", config)
-        settings = [] if worker.quantization is None else [worker.quantization]
-        if worker.runner != "auto":
-            settings.append(worker.runner)
-        settings += [json.dumps(x, sort_keys=True) for x in (worker.pooler_config, worker.hf_overrides) if x]
-        digest = model_digest(directory, open_checkpoint(directory), settings)
-        layers = model.get("num_hidden_layers") or model.get("n_layer") or 1
-        sizes = _tensor_parallel_sizes(model)
-        return cls(digest, _dtype(worker, model), sizes, int(layers), tokenizer_digest(directory))
+    Raises: LoadError, if config.json or a header of the weights cannot be read, or its dtype is unknown.
+    """
+    try:
+        config = read_json(directory, "config.json")
+    except CheckpointError as error:
+        raise LoadError(f"{error}; download the model again") from error
+    model = config.get("text_config", config)
+    settings = [] if worker.quantization is None else [worker.quantization]
+    if worker.runner != "auto":
+        settings.append(worker.runner)
+    settings += [json.dumps(x, sort_keys=True) for x in (worker.pooler_config, worker.hf_overrides) if x]
+    single = SINGLE_GPU if worker.device == "cuda" else ""
+    layers = model.get("num_hidden_layers") or model.get("n_layer") or 1
+    return Identity(
+        model_hash=model_digest(directory, open_checkpoint(directory), settings),
+        dtype=_dtype(worker, model),
+        tensor_parallel_sizes=(1,) if single else _tensor_parallel_sizes(model),
+        max_pipeline_parallel_size=1 if single else int(layers),
+        tokenizer=tokenizer_digest(directory),
+        leaves_rows_out=not single,  # the end of a forward pass on a GPU is not observed
+        waits_for_masks=False,
+        single_rank=single,
+        serves_loras=not single,  # not run on a GPU yet
+    )
 
 
 def _dtype(worker: WorkerConfig, model: dict[str, Any]) -> str:

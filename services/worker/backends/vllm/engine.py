@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from protocol.kv_groups import ONE_GROUP
-from protocol.membership import Assignment, Speculation
+from protocol.membership import Speculation
 from services.worker import machine
 from services.worker.backends.pooling import PooledRows
 from services.worker.backends.vllm import vllm_api
@@ -45,17 +45,16 @@ class VllmEngine:
         RanksLost: the other ranks cannot be reached.
     """
 
-    def __init__(
-        self, options: EngineOptions, assignment: Assignment, groups: ProcessGroups, platform: WorkerPlatform
-    ) -> None:
+    def __init__(self, options: EngineOptions, groups: ProcessGroups, platform: WorkerPlatform) -> None:
         self.options, self.platform = options, platform
-        self.config = create_engine_config(options, assignment, platform.arguments())
+        assignment, speculation = options.assignment, options.assignment.speculation
+        self.config = create_engine_config(options, platform.arguments())
         platform.check(self.config, options)
         if self.reads_media and not platform.computes_here:
             raise LoadError("models that read images or sounds are served with --device cpu only")
-        if options.enforce_eager:
+        if options.config.enforce_eager:
             torch.compiler.set_stance("force_eager")  # vLLM compiles parts of its sampler in any case
-        if options.speculation is not None:
+        if speculation is not None:
             # vLLM warns of parameters that DraftVerifier supports.
             logging.getLogger("vllm.v1.sample.logits_processor").setLevel(logging.ERROR)
         self._wrapper = vllm_api.WorkerWrapperBase(rpc_rank=assignment.rank)
@@ -67,7 +66,7 @@ class VllmEngine:
             "is_driver_worker": assignment.rank == 0,
         }
         self._pipeline = groups.pipeline
-        self.threads = ThreadChoice(_numbers_of_threads(options, groups, platform))
+        self.threads = ThreadChoice(_numbers_of_threads(options.config.threads, groups, platform))
         _set_num_threads(self.threads.choose(0))
         self._wrapper.init_worker([arguments] * assignment.world_size)
         with _refusals_of_vllm():
@@ -76,11 +75,11 @@ class VllmEngine:
             self._wrapper.load_model()
         if self.config.model_config.is_hybrid:  # a block of attention holds a recurrent state
             vllm_api.current_platform.update_block_size_for_backend(self.config)
-            check_block_size(self.config, options)
+            check_block_size(self.config, assignment.block_size)
         self._verifier: DraftVerifier | None = None
-        if options.speculation is not None and self._pipeline.is_last:
-            self._verifier = self._set_up_drafts(options.speculation)
-        elif options.speculation is not None:
+        if speculation is not None and self._pipeline.is_last:
+            self._verifier = self._set_up_drafts(speculation)
+        elif speculation is not None:
             self.runner.drafter = None  # only the last stage has one, but vLLM reads it on every stage
         specs = self._wrapper.get_kv_cache_spec()
         layout = vllm_api.resolve_kv_cache_layout(
@@ -91,7 +90,7 @@ class VllmEngine:
         self._cache_groups = vllm_api.project_kv_cache_groups(whole, specs)
         self.pooler = None if self.generates else ModelPooler(self.config, self.runner, specs.values())
         if self._cache_groups or self.generates:
-            self.groups = kv_groups(whole, options.block_size, assignment.max_kv_groups)
+            self.groups = kv_groups(whole, assignment.block_size, assignment.max_kv_groups)
         else:
             self.groups = ONE_GROUP  # of blocks without memory: the layers attend in both directions
         with self._check_kernels(groups):
@@ -183,7 +182,7 @@ class VllmEngine:
         self._wrapper.compile_or_warm_up_model()
         if self.generates:
             self._warm_up_logprobs()
-        speculation = self.options.speculation
+        speculation = self.options.assignment.speculation
         if speculation is not None and speculation.method == "ngram" and self._pipeline.is_last:
             self._warm_up_drafts(speculation.num_speculative_tokens)
 
@@ -287,10 +286,11 @@ class VllmEngine:
         return (drafts.req_ids, drafts.draft_token_ids) if drafts is not None else ([], [])
 
 
-def _numbers_of_threads(options: EngineOptions, groups: ProcessGroups, platform: WorkerPlatform) -> Sequence[int]:
-    """Return the numbers of compute threads to choose from."""
-    if options.threads:
-        return (options.threads,)
+def _numbers_of_threads(wanted: int, groups: ProcessGroups, platform: WorkerPlatform) -> Sequence[int]:
+    """Return the numbers of compute threads to choose from. `wanted`: 0: this machine's cores, divided among the
+    group's ranks on it."""
+    if wanted:
+        return (wanted,)
     cores = max(1, machine.cores() // groups.ranks_on_machine)
     # A rank's time has the waits for other ranks in it, and a GPU's steps are only enqueued here.
     return numbers_to_try(cores) if platform.computes_here and not groups.has_several_ranks else (cores,)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from protocol.kv_groups import ONE_GROUP
@@ -21,7 +22,7 @@ from services.config import WorkerConfig
 from services.worker import machine
 from services.worker.backends.epoch_value import EpochValue
 from services.worker.backends.kv_blocks import num_kv_blocks
-from services.worker.backends.vllm.checkpoint import CheckpointInfo
+from services.worker.backends.vllm.checkpoint import read_identity
 from services.worker.backends.vllm.drafters import drafter_directory
 from services.worker.backends.vllm.engine import VllmEngine
 from services.worker.backends.vllm.engine_config import EngineOptions
@@ -32,7 +33,7 @@ from services.worker.backends.vllm.platforms.interface import WorkerPlatform
 from services.worker.backends.vllm.process_groups import ProcessGroups
 from services.worker.batch.slots import SlotTable
 from services.worker.kv_memory import KVMemory
-from services.worker.runner import SINGLE_GPU, Identity, LoadError, Output, Progress
+from services.worker.runner import Identity, LoadError, Output, Progress
 from services.worker.weights import checkpoint_path, layer_contents
 from services.worker.weights.conversion import cached_conversion
 from services.worker.weights.safetensors_checkpoint import SafetensorsCheckpoint
@@ -50,7 +51,7 @@ class VllmRunner:
     ) -> None:
         self._config, self._create_platform = config, create_platform
         self.kv_memory = KVMemory()  # vLLM allocates its own, for each epoch
-        self._checkpoint: CheckpointInfo | None = None
+        self._identity: Identity | None = None
         self._engine: VllmEngine | None = None
         self._groups: ProcessGroups | None = None
         self._assignment = EpochValue[Assignment]("load")
@@ -62,19 +63,9 @@ class VllmRunner:
 
     def identify(self) -> Identity:
         """Return the properties of the checkpoint, read at the first call: those of the weights in memory."""
-        if self._checkpoint is None:
-            self._checkpoint = CheckpointInfo.read(_directory(self._config), self._config)
-        found = self._checkpoint
-        single = SINGLE_GPU if self._config.device == "cuda" else ""
-        sizes = (1,) if single else found.tensor_parallel_sizes
-        return Identity(
-            *(found.digest, found.dtype, sizes, 1 if single else found.num_layers),
-            tokenizer=found.tokenizer,
-            leaves_rows_out=not single,  # the end of a forward pass on a GPU is not observed
-            waits_for_masks=False,
-            single_rank=single,
-            serves_loras=not single,  # not run on a GPU yet
-        )
+        if self._identity is None:
+            self._identity = read_identity(_directory(self._config), self._config)
+        return self._identity
 
     def load(self, assignment: Assignment, progress: Progress, listener: socket.socket | None = None) -> Loaded:
         """Load the weights. A single rank keeps them from epoch to epoch. Several ranks read them again, because vLLM's
@@ -89,7 +80,7 @@ class VllmRunner:
             self._contents = self._hash(options)
             self._groups = ProcessGroups(assignment, listener)
             with self._groups.detect_lost_ranks():
-                self._engine = VllmEngine(options, assignment, self._groups, platform)
+                self._engine = VllmEngine(options, self._groups, platform)
         elif listener is not None:
             listener.close()
         progress("weights", 1.0)
@@ -122,16 +113,16 @@ class VllmRunner:
             return {}
         threads = self._config.threads or machine.cores()
         contents = layer_contents(SafetensorsCheckpoint(options.directory), threads)
-        if (drafter := drafter_directory(options.speculation)) is not None:
+        if (drafter := drafter_directory(options.assignment.speculation)) is not None:
             digests = layer_contents(SafetensorsCheckpoint(drafter), threads)
             contents |= {f"drafter/{layer}": digest for layer, digest in digests.items()}
         return contents
 
     def _options(self, assignment: Assignment) -> EngineOptions:
         directory = _directory(self._config)
-        if CheckpointInfo.read(directory, self._config) != self._checkpoint:
+        if read_identity(directory, self._config) != self.identify():
             raise LoadError(f"the files in {directory} have changed; start this worker again")
-        return EngineOptions.from_config(directory, self.identify().dtype, self._config, assignment)
+        return EngineOptions(directory, self.identify().dtype, self._config, replace(assignment, epoch=0))
 
     def init_kv_cache(self, init: InitializeCache) -> None:
         engine, groups = self._parts()

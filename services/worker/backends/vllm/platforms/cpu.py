@@ -29,14 +29,14 @@ class CpuPlatform:
         return {"kv_cache_memory_bytes": 1}
 
     def check(self, config: Any, options: EngineOptions) -> None:
-        block_size = options.block_size
+        block_size = options.assignment.block_size
         if block_size % CPU_BLOCK and not config.model_config.use_mla:
             raise LoadError(
                 f"--block-size {block_size} is not a multiple of {CPU_BLOCK}, which vLLM's attention on the CPU "
                 f"requires; start the scheduler with --block-size {-(-block_size // CPU_BLOCK) * CPU_BLOCK}"
             )
         compiler = os.environ.get("CXX", "g++")
-        if not options.enforce_eager and shutil.which(compiler) is None:
+        if not options.config.enforce_eager and shutil.which(compiler) is None:
             raise LoadError(f"vLLM compiles the model, but there is no {compiler}: install it or use --enforce-eager")
 
     def measure(self, wrapper: Any) -> int:

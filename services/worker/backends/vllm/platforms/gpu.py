@@ -42,7 +42,7 @@ class GpuPlatform:
         }
 
     def check(self, config: Any, options: EngineOptions) -> None:
-        if options.speculation is not None:
+        if options.assignment.speculation is not None:
             raise LoadError(
                 "--speculative-config: --backend vllm computes no drafts on a GPU; remove it, or use --backend native"
             )
