@@ -67,7 +67,8 @@ def adjusted(logits: F32, params: SamplingParams, prompt: I32, output: I32, mask
         forbid(row, params.eos_token_ids + params.stop_token_ids)
     add_bias(row, params.logit_bias)
     if params.penalizes:
-        penalize(row, params, prompt, output)
+        penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+        penalize(row, prompt, output, *penalties)
     if mask is not None:
         apply_bitmask(row, mask)
     return row
@@ -98,14 +99,14 @@ def add_bias(logits: F32, biases: tuple[tuple[int, float], ...]) -> None:
             logits[token] += np.float32(bias)
 
 
-def penalize(logits: F32, params: SamplingParams, prompt: I32, output: I32) -> None:
+def penalize(logits: F32, prompt: I32, output: I32, repetition: float, frequency: float, presence: float) -> None:
     """Apply, in place, the repetition penalty to tokens of prompt and output, then frequency and presence penalties to
     tokens of the output."""
     emitted, counts = np.unique(output, return_counts=True)
-    seen, repetition = np.union1d(prompt, emitted), np.float32(params.repetition_penalty)
-    logits[seen] = np.where(logits[seen] > 0, logits[seen] / repetition, logits[seen] * repetition)
-    logits[emitted] -= np.float32(params.frequency_penalty) * counts.astype(np.float32)
-    logits[emitted] -= np.float32(params.presence_penalty)
+    seen, factor = np.union1d(prompt, emitted), np.float32(repetition)
+    logits[seen] = np.where(logits[seen] > 0, logits[seen] / factor, logits[seen] * factor)
+    logits[emitted] -= np.float32(frequency) * counts.astype(np.float32)
+    logits[emitted] -= np.float32(presence)
 
 
 def apply_bitmask(logits: F32, mask: I32) -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from protocol.steps import NO_DRAFT
 from services.worker.batch.slots import Rows
 from services.worker.kernels.interface.attention import Attention, AttentionShape
 from services.worker.kernels.interface.buffers import Buffers
@@ -21,7 +20,7 @@ from services.worker.kernels.interface.logit_rules import LogitRule, LogitRules
 from services.worker.kernels.interface.network import NetworkKernels
 from services.worker.kernels.interface.products import EmbeddingTable, Linear
 from services.worker.kernels.interface.recording import Captured, Recording
-from services.worker.kernels.interface.rows import BatchTensors, RowKernels, SettledRows, SlotDrafts, Verified
+from services.worker.kernels.interface.rows import BatchTensors, RowKernels, Verified
 from services.worker.kernels.interface.sampling import DrawColumns, SamplingKernels, ScoredTokens
 from services.worker.kernels.packed_weight import Packed
 from tests.unit.native.lazy_device import LazyDevice, poisoned
@@ -164,13 +163,8 @@ class LazyRows(RowKernels):
         self._device.launch(lambda: ids.copy_(self._inner.read_tokens(history, *(each.numpy() for each in uploaded))))
         return ids
 
-    def settle(self, rows: Rows, drafts: SlotDrafts, history: torch.Tensor) -> tuple[SettledRows | None, int]:
-        written = torch.full_like(history, NO_DRAFT)
-        settled = self._inner.settle(rows, drafts, written)
-        slots, positions = (each.astype(np.int32) for each in np.nonzero(written.numpy() != NO_DRAFT))
-        (ids,) = self._device.upload(written.numpy()[slots, positions])
-        self.write_tokens(history, slots, positions, ids)
-        return settled
+    def upload(self, ids: I32) -> torch.Tensor:
+        return self._device.upload(ids)[0]
 
     def lay_out(
         self, rows: Rows, history: torch.Tensor | None, vocab_size: int, batch: BatchTensors

@@ -6,24 +6,16 @@ import torch
 from protocol.steps import NO_DRAFT
 from services.worker.device.interface import ComputeDevice
 from services.worker.kernels.interface.arrays import I32
-from services.worker.kernels.interface.drafting import (
-    DraftingKernels,
-    DraftLayout,
-    DraftLimits,
-    DraftRows,
-    DraftTensors,
-)
-from services.worker.kernels.interface.recording import Recording
+from services.worker.kernels.interface.drafting import DraftingKernels
 
 _SEARCHED = 1 << 22
 """Tokens of the history that are searched at once, which bounds the memory that this takes."""
 _SEARCHED_BYTES = 16
 """Most memory for one token of them."""
-_NO_HEADS = "a GPU has no draft heads: they are refused when the drafter is loaded"
 
 
 class CudaDrafting(DraftingKernels):
-    """Without draft heads."""
+    """Lookups. A draft head is refused when it is loaded."""
 
     def __init__(self, device: ComputeDevice) -> None:
         self._device = device
@@ -41,23 +33,6 @@ class CudaDrafting(DraftingKernels):
         parts = zip(which.split(rows), ends.split(rows), strict=True)
         drafts = [_drafts(begun.index_select(0, some), until, sizes, k, min_acceptance) for some, until in parts]
         return self._device.download(torch.cat(drafts)).get()[0]
-
-    def lay_out(
-        self, rows: DraftRows, history: torch.Tensor, limits: DraftLimits, tensors: DraftTensors
-    ) -> DraftLayout:
-        raise AssertionError(_NO_HEADS)
-
-    def draft(
-        self,
-        places: Recording[None],
-        rows: Recording[None],
-        tensors: DraftTensors,
-        layout: DraftLayout,
-        min_acceptance: float,
-        tokens: torch.Tensor | None,
-        proposed: I32,
-    ) -> None:
-        raise AssertionError(_NO_HEADS)
 
 
 def lookup_bytes(slots: int, max_model_len: int) -> int:

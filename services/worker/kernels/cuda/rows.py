@@ -11,7 +11,7 @@ from services.worker.kernels.cuda.attention import TILE
 from services.worker.kernels.cuda.compiled.layout import layout_kernel
 from services.worker.kernels.cuda.graph_plan import padded_rows
 from services.worker.kernels.interface.arrays import I32
-from services.worker.kernels.interface.rows import BatchTensors, RowKernels, SettledRows, SlotDrafts, Verified
+from services.worker.kernels.interface.rows import BatchTensors, RowKernels, Verified
 
 _AT_ONCE = 256
 
@@ -27,8 +27,7 @@ class CudaRows(RowKernels):
     # -- the token history -----------------------------------------------------------------------------------------
 
     def write_prompt(self, history: torch.Tensor, slot: int, tokens: I32) -> None:
-        (ids,) = self._device.upload(tokens)
-        history[slot, : len(tokens)].copy_(ids)
+        history[slot, : len(tokens)].copy_(self.upload(tokens))
 
     def write_tokens(self, history: torch.Tensor, slots: I32, positions: I32, ids: torch.Tensor) -> None:
         limit, inside = history.shape[1], np.flatnonzero(positions < history.shape[1])
@@ -39,6 +38,9 @@ class CudaRows(RowKernels):
             columns.append(inside)
         places, *kept = self._device.upload(*columns)
         history.view(-1).scatter_(0, places, ids.index_select(0, kept[0]) if kept else ids)
+
+    def upload(self, ids: I32) -> torch.Tensor:
+        return self._device.upload(ids)[0]
 
     def read_tokens(self, history: torch.Tensor, slots: I32, positions: I32) -> torch.Tensor:
         (places,) = self._device.upload(_places(slots, positions, history.shape[1]))
@@ -66,24 +68,6 @@ class CudaRows(RowKernels):
             at_once=_AT_ONCE,
         )
         return counts[1], counts[2]
-
-    def settle(self, rows: Rows, drafts: SlotDrafts, history: torch.Tensor) -> tuple[SettledRows | None, int]:
-        frontier, proposed, tokens = (tensor.numpy() for tensor in drafts)
-        here = frontier[rows.slots]
-        early = np.flatnonzero(here > rows.starts)
-        if len(early):
-            return None, int(early[0])
-        starts = np.where(here >= 0, here, rows.starts)
-        number = np.minimum(rows.drafts, proposed[rows.slots])
-        counts = rows.counts - rows.drafts + number
-        ends = starts + counts
-        owners, offsets = self.spread(number)
-        if len(owners):
-            slots, positions = rows.slots[owners], ends[owners] - number[owners] + offsets
-            (ids,) = self._device.upload(tokens[slots, offsets])
-            self.write_tokens(history, slots, positions, ids)
-        frontier[rows.slots], proposed[rows.slots] = ends, 0
-        return SettledRows(starts, counts, number), -1
 
     def verify(
         self, slots: I32, firsts: I32, drafts: I32, acceptable: I32, ids: torch.Tensor, history: torch.Tensor

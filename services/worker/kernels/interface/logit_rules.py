@@ -85,13 +85,4 @@ def _change(row: NDArray[np.float32], rule: LogitRule, tokens: I32, position: in
     if rule.biased is not None and rule.biases is not None:
         reference.add_bias(row, tuple(zip(rule.biased.tolist(), rule.biases.tolist(), strict=True)))
     if rule.penalizes:
-        _penalize(row, rule, prompt, output)
-
-
-def _penalize(row: NDArray[np.float32], rule: LogitRule, prompt: I32, output: I32) -> None:
-    """Repetition for the tokens of prompt and output, then frequency and presence for those of the output."""
-    emitted, counts = np.unique(output, return_counts=True)
-    seen, repetition = np.union1d(prompt, emitted), np.float32(rule.repetition)
-    row[seen] = np.where(row[seen] > 0, row[seen] / repetition, row[seen] * repetition)
-    row[emitted] -= np.float32(rule.frequency) * counts.astype(np.float32)
-    row[emitted] -= np.float32(rule.presence)
+        reference.penalize(row, prompt, output, rule.repetition, rule.frequency, rule.presence)

@@ -100,19 +100,26 @@ class RowKernels:
 
         Returns: the rows and -1; or None and the first row that is planned before its frontier, with nothing changed.
         """
-        frontiers = drafts.frontier.numpy()[rows.slots]
-        early = np.flatnonzero(frontiers > rows.starts)
+        frontier, proposed, tokens = (tensor.numpy() for tensor in drafts)
+        here = frontier[rows.slots]
+        early = np.flatnonzero(here > rows.starts)
         if len(early):
             return None, int(early[0])
-        starts = np.where(frontiers >= 0, frontiers, rows.starts)
-        number = np.minimum(rows.drafts, drafts.proposed.numpy()[rows.slots])
+        starts = np.where(here >= 0, here, rows.starts)
+        number = np.minimum(rows.drafts, proposed[rows.slots])
         counts = rows.counts - rows.drafts + number
         ends = starts + counts
-        for slot, end, proposed in zip(rows.slots.tolist(), ends.tolist(), number.tolist(), strict=True):
-            inside = history[slot, end - proposed : end]  # what is beyond the history is no step's input
-            inside.copy_(drafts.tokens[slot, : len(inside)])
-            drafts.frontier[slot], drafts.proposed[slot] = end, 0
+        owners, offsets = self.spread(number)
+        if len(owners):
+            slots = rows.slots[owners]
+            ids = self.upload(tokens[slots, offsets])
+            self.write_tokens(history, slots, (ends - number)[owners] + offsets, ids)
+        frontier[rows.slots], proposed[rows.slots] = ends, 0
         return SettledRows(starts, counts, number), -1
+
+    def upload(self, ids: I32) -> torch.Tensor:
+        """Return int32[tokens] ids on the device."""
+        return torch.from_numpy(ids)
 
     def lay_out(
         self, rows: Rows, history: torch.Tensor | None, vocab_size: int, batch: BatchTensors

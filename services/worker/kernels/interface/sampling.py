@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from services.worker.kernels.interface.arrays import F32, I32
 from services.worker.kernels.interface.logit_rules import LogitRules, PlainLogitRules
 from services.worker.sampling import reference
-from services.worker.sampling.noise import gumbel
 
 
 class DrawColumns(NamedTuple):
@@ -61,16 +60,10 @@ class SamplingKernels:
         """Return a token of each row, int32[rows]: the greatest logit, or a draw by the row's noise after temperature,
         min-p, top-k and top-p. Tokens that tie with the last one kept are kept; among equal maxima the lowest id wins.
         The logits do not change."""
-        ids = torch.zeros(len(logits), dtype=torch.int32)
+        ids = torch.empty(len(logits), dtype=torch.int32)
         for row, (temperature, min_p, top_k, top_p, seed, position) in enumerate(zip(*columns, strict=True)):
-            values = logits[row].numpy()
-            if temperature < reference.GREEDY_BELOW:
-                ids[row] = int(values.argmax())
-                continue
-            kept = reference.restrict(values / temperature, int(top_k), float(top_p), float(min_p))
-            left = np.flatnonzero(kept > reference.NEVER)
-            if len(left):
-                ids[row] = int(left[(kept[left] + _noise(seed, position, left)).argmax()])
+            params = float(temperature), float(top_p), int(top_k), float(min_p), int(seed), int(position)
+            ids[row] = reference.sample_row(logits[row].numpy(), reference.RowParams(*params))
         return ids
 
     def logprobs(self, logits: torch.Tensor, rows: I32, tokens: torch.Tensor, tops: I32) -> ScoredTokens:
@@ -92,8 +85,3 @@ class SamplingKernels:
             torch.from_numpy(np.concatenate([each.values for each in scored])),
             torch.tensor([each.token_rank for each in scored], dtype=torch.int32),
         )
-
-
-def _noise(seed: np.uint64, position: np.int32, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
-    """float32[tokens]"""
-    return gumbel(np.array([seed]), np.array([position]), tokens)[0]
