@@ -473,7 +473,7 @@ class EngineCore:
             self.observers.emit(events.ResultArrived(message))
         if message.epoch != self.epoch.number or not self.queue.deliver(message):
             self.store.counters["stale_messages_total"] += 1
-            self.observers.emit(events.StaleResultDropped(message))
+            self.observers.emit(events.StaleResultDropped(message.epoch, message.step_id))
             return
         while (ready := self.queue.pop()) is not None:
             try:

@@ -23,7 +23,7 @@ from services.scheduler.core.request import RequestKey
 from services.scheduler.core.slots import Column
 
 
-class _Recordable(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Recordable(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """An event that a recording contains as it is (services.scheduler.recording): a message with its name as tag."""
 
 
@@ -37,29 +37,29 @@ class ObserverAttached(msgspec.Struct, frozen=True):
 # -- inbound events ----------------------------------------------------------------------------------------------
 
 
-class TimeAdvanced(_Recordable, frozen=True):
+class TimeAdvanced(Recordable, frozen=True):
     now: float
     """The scheduler's monotonic clock, in seconds. It holds until the next `TimeAdvanced`."""
     worked: float = 0.0
     """Seconds that the shell worked since the `TimeAdvanced` before; 0.0: not measured."""
 
 
-class RequestArrived(_Recordable, frozen=True):
+class RequestArrived(Recordable, frozen=True):
     frontend: int
     message: GenerateRequest
 
 
-class RequestsAborted(_Recordable, frozen=True):
+class RequestsAborted(Recordable, frozen=True):
     frontend: int
     numbers: tuple[int, ...]
     """As received; unknown and finished numbers are included."""
 
 
-class FrontendLeft(_Recordable, frozen=True):
+class FrontendLeft(Recordable, frozen=True):
     frontend: int
 
 
-class GrammarReady(_Recordable, frozen=True):
+class GrammarReady(Recordable, frozen=True):
     ticket: int
     request: RequestKey | None
     """None: the request ended while its grammar was being compiled."""
@@ -67,61 +67,61 @@ class GrammarReady(_Recordable, frozen=True):
     """Empty if the grammar was compiled."""
 
 
-class MasksReady(_Recordable, frozen=True):
+class MasksReady(Recordable, frozen=True):
     ticket: int
     num_masks: int
 
 
-class ResultArrived(_Recordable, frozen=True):
+class ResultArrived(Recordable, frozen=True):
     result: ModelRunnerOutput
 
 
-class DispatchStarted(_Recordable, frozen=True):
+class DispatchStarted(Recordable, frozen=True):
     """The shell called `dispatch`. The steps and messages that it yields follow as decisions."""
 
 
-class DispatchInterrupted(_Recordable, frozen=True):
+class DispatchInterrupted(Recordable, frozen=True):
     """The shell stopped `dispatch` behind the last message, because a worker is gone."""
 
 
-class PrefixCacheReset(_Recordable, frozen=True):
+class PrefixCacheReset(Recordable, frozen=True):
     reset_running: bool
 
 
-class PrefixPinned(_Recordable, frozen=True):
+class PrefixPinned(Recordable, frozen=True):
     pin: str
     owner: str
     names: tuple[bytes, ...]
 
 
-class PrefixUnpinned(_Recordable, frozen=True):
+class PrefixUnpinned(Recordable, frozen=True):
     pin: str
 
 
-class BlocksDropped(_Recordable, frozen=True):
+class BlocksDropped(Recordable, frozen=True):
     """Nobody may find the blocks with these names any more."""
 
     names: tuple[bytes, ...]
 
 
-class EpochEnded(_Recordable, frozen=True):
+class EpochEnded(Recordable, frozen=True):
     epoch: int
     is_fault: bool = False
     """The workers were lost, perhaps because of a request in flight."""
 
 
-class EpochStarted(_Recordable, frozen=True):
+class EpochStarted(Recordable, frozen=True):
     epoch: int
     limits: Limits
 
 
-class BlocksAdopted(_Recordable, frozen=True):
+class BlocksAdopted(Recordable, frozen=True):
     """The prefix cache of the epoch that has just begun starts with the whole blocks that its workers hold."""
 
     held: NamedBlocks
 
 
-class BlocksFilled(_Recordable, frozen=True):
+class BlocksFilled(Recordable, frozen=True):
     """All ranks have filled the first `count` blocks of a load."""
 
     epoch: int
@@ -129,13 +129,13 @@ class BlocksFilled(_Recordable, frozen=True):
     count: int
 
 
-class AllRequestsFailed(_Recordable, frozen=True):
+class AllRequestsFailed(Recordable, frozen=True):
     """The epoch ended and every open request ends with `error`."""
 
     error: str
 
 
-class CoreRestarted(_Recordable, frozen=True):
+class CoreRestarted(Recordable, frozen=True):
     """While no request was open, the core dropped all that earlier requests left. A new core decides the same from here
     on if it is restarted from these values."""
 
@@ -155,7 +155,7 @@ class CoreRestarted(_Recordable, frozen=True):
 # -- decisions ---------------------------------------------------------------------------------------------------
 
 
-class RequestRefused(_Recordable, frozen=True):
+class RequestRefused(Recordable, frozen=True):
     """The answer to a `RequestArrived` that is not admitted."""
 
     frontend: int
@@ -181,11 +181,11 @@ class GrammarSent(msgspec.Struct, frozen=True):
     message: GrammarOutput
 
 
-class LoadSent(_Recordable, frozen=True):
+class LoadSent(Recordable, frozen=True):
     message: LoadBlocks
 
 
-class SlotsReleased(_Recordable, frozen=True):
+class SlotsReleased(Recordable, frozen=True):
     """Slots that are released without a step; other releases are in `StepDispatched.plan.released`."""
 
     message: ReleaseSlots
@@ -231,7 +231,7 @@ class PreemptionCause(enum.Enum):
     """Another request that may be the cause of the workers' deaths runs alone next."""
 
 
-class RequestPreempted(_Recordable, frozen=True):
+class RequestPreempted(Recordable, frozen=True):
     request: RequestKey
     slot: int
     """The slot that the request leaves."""
@@ -251,20 +251,21 @@ class ResultApplied(msgspec.Struct, frozen=True):
     """Requests that ended with this result, in order; a `RequestFinished` was emitted for each."""
 
 
-class StaleResultDropped(msgspec.Struct, frozen=True):
+class StaleResultDropped(Recordable, frozen=True, tag="StaleRecord"):
     """The result belongs to no step in flight: another epoch, or a repetition."""
 
-    result: ModelRunnerOutput
+    epoch: int
+    step_id: int
 
 
-class ResultRefused(_Recordable, frozen=True):
+class ResultRefused(Recordable, frozen=True):
     """The rows of a result are not those of its plan; the shell ends the epoch."""
 
     epoch: int
     step_id: int
 
 
-class RequestFinished(_Recordable, frozen=True):
+class RequestFinished(Recordable, frozen=True):
     frontend: int
     request_id: str
     finish: Finish

@@ -7,36 +7,25 @@ Demand is all work of a round, in flight or not: a budget from the remaining wor
 after a large cohort was sent. The policy has no state; the number of the step is the position in the round.
 """
 
-from typing import Self
-
 import numpy as np
 
-from services.config import SchedulerConfig
-from services.scheduler.core.limits import Limits
-from services.scheduler.core.request import Request
 from services.scheduler.core.slots import SlotIds
 from services.scheduler.policies.base import SchedulerView, StepBudget
+from services.scheduler.policies.chunked import ChunkedPolicy
 
 MIN_CHUNK = 64
 """Minimum of prefill tokens in a step, if that many wait: with fewer, the cost of a step hardly changes."""
 
 
-class BalancedPolicy:
-    """Decodes and prefills have separate budgets, so that neither displaces the other."""
-
-    def __init__(self, long_prefill_token_threshold: int = 0) -> None:
-        """`long_prefill_token_threshold`: largest chunk, 0: no limit."""
-        self._threshold = long_prefill_token_threshold
-
-    @classmethod
-    def from_config(cls, config: SchedulerConfig, limits: Limits) -> Self:
-        return cls(config.long_prefill_token_threshold)
+class BalancedPolicy(ChunkedPolicy):
+    """Decodes and prefills have separate budgets, so that neither displaces the other. With one stage it is the default
+    policy (one-stage identity)."""
 
     def begin(self, view: SchedulerView) -> StepBudget:
-        most, stages = view.limits.max_num_batched_tokens, view.limits.stages
-        chunk = self._threshold or most
+        budget = super().begin(view)
+        most, chunk, stages = budget.tokens, budget.chunk, view.limits.stages
         if stages == 1:
-            return StepBudget(most, chunk)
+            return budget
         demand, left, in_flight = _running_demand(view)
         decodes = max(1, _share(demand, view.next_step, stages))
         left += _waiting_demand(view, stages * most - left)
@@ -47,13 +36,10 @@ class BalancedPolicy:
 
     def order(self, view: SchedulerView) -> SlotIds:
         """The slot that was not scheduled for the longest time comes first, so that cohorts take turns."""
-        rows = view.running
+        rows = super().order(view)
         if view.limits.stages == 1:
             return rows
         return rows[np.argsort(view.slots.last_step.take(rows), kind="stable")]
-
-    def admit(self, view: SchedulerView, request: Request, hit: int, count: int) -> tuple[int, int]:
-        return hit, count
 
 
 def _share(demand: int, step: int, stages: int) -> int:

@@ -34,7 +34,6 @@ from services.scheduler.recording.records import (
     OutcomeRecord,
     PlanRecord,
     Record,
-    StaleRecord,
 )
 
 NOT_RECORDED = (events.ObserverAttached, events.BlocksCached, events.BlocksEvicted, events.TierChanged)
@@ -55,7 +54,6 @@ class Converter:
             events.SlotsReleased: self.release,
             events.ResultArrived: self.result,
             events.ResultApplied: _applied,
-            events.StaleResultDropped: _stale,
         }
         """Events that are not recorded as they are."""
 
@@ -222,7 +220,3 @@ def _masks(event: events.GrammarSent) -> MaskRecord:
 def _applied(event: events.ResultApplied) -> AppliedRecord:
     step, result = event.step, event.result
     return AppliedRecord(result.epoch, step.step_id, pack(event.states), pack(event.counts), event.ended)
-
-
-def _stale(event: events.StaleResultDropped) -> StaleRecord:
-    return StaleRecord(event.result.epoch, event.result.step_id)

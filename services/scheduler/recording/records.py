@@ -7,22 +7,17 @@ conversion). A change that old files cannot be read with needs another `VERSION`
 defaults, as in protocol.codec.
 """
 
-import msgspec
-
 from protocol.requests import GenerateRequest
 from protocol.steps import SchedulerOutput
 from services.scheduler.core import observer as events
 from services.scheduler.core.limits import Limits
+from services.scheduler.core.observer import Recordable
 from services.scheduler.core.request import RequestKey
 
 VERSION = 1
 
 
-class _Record(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    pass
-
-
-class RecordingHeader(_Record, frozen=True):
+class RecordingHeader(Recordable, frozen=True):
     """First message of every segment: the settings that make the core."""
 
     version: int
@@ -51,7 +46,7 @@ class RecordingHeader(_Record, frozen=True):
     """Backend of the workers, as in services.scheduler.capabilities; "": not recorded."""
 
 
-class ArrivalRecord(_Record, frozen=True):
+class ArrivalRecord(Recordable, frozen=True):
     """`RequestArrived` without tokens."""
 
     frontend: int
@@ -64,7 +59,7 @@ class ArrivalRecord(_Record, frozen=True):
     """uint64[full blocks]: ids of the blocks of these tokens; equal ids mean equal prefixes"""
 
 
-class PlanRecord(_Record, frozen=True):
+class PlanRecord(Recordable, frozen=True):
     """`StepDispatched`."""
 
     plan: SchedulerOutput
@@ -78,7 +73,7 @@ class PlanRecord(_Record, frozen=True):
     num_waiting: int
 
 
-class MaskRecord(_Record, frozen=True):
+class MaskRecord(Recordable, frozen=True):
     """`GrammarSent` without the masks."""
 
     epoch: int
@@ -88,7 +83,7 @@ class MaskRecord(_Record, frozen=True):
     """As in `GrammarOutput`: the number of masks of each row is a decision of the grammar."""
 
 
-class AppliedRecord(_Record, frozen=True):
+class AppliedRecord(Recordable, frozen=True):
     """`ResultApplied`; columns with a row per sampling row of the step."""
 
     epoch: int
@@ -100,7 +95,7 @@ class AppliedRecord(_Record, frozen=True):
     ended: tuple[RequestKey, ...]
 
 
-class OutcomeRecord(_Record, frozen=True):
+class OutcomeRecord(Recordable, frozen=True):
     """Substitutes for the tokens of the `AppliedRecord` before it."""
 
     slots: bytes
@@ -119,13 +114,6 @@ class OutcomeRecord(_Record, frozen=True):
     """uint64[blocks]: ids of these blocks"""
 
 
-class StaleRecord(_Record, frozen=True):
-    """`StaleResultDropped`."""
-
-    epoch: int
-    step_id: int
-
-
 InboundRecord = events.InboundEvent | ArrivalRecord
 DecisionRecord = (
     events.RequestRefused
@@ -135,7 +123,7 @@ DecisionRecord = (
     | events.SlotsReleased
     | events.RequestPreempted
     | AppliedRecord
-    | StaleRecord
+    | events.StaleResultDropped
     | events.ResultRefused
     | events.RequestFinished
 )

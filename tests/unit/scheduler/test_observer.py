@@ -232,7 +232,7 @@ def test_epochs_and_results_that_come_too_late() -> None:
     engine.answer()
     assert engine.of(events.EpochEnded, events.EpochStarted) == [events.EpochEnded(1), events.EpochStarted(2, limits)]
     (arrived,), (dropped,) = engine.of(events.ResultArrived), engine.of(events.StaleResultDropped)
-    assert dropped.result is arrived.result
+    assert dropped == events.StaleResultDropped(arrived.result.epoch, arrived.result.step_id)
     assert not engine.of(events.RequestPreempted, events.RequestFinished, events.ResultApplied)
     engine.dispatch()
     assert [event.requests for event in engine.of(events.StepDispatched)][2:] == [((0, 0),), ()]
