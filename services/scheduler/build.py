@@ -6,7 +6,6 @@ from services.config import SchedulerConfig
 from services.scheduler.core.drafting import drafting_from_config
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.parts import DEFAULT_PARTS, Parts
 from services.scheduler.grammar import INLINE_MASKS, Compiler, MaskMaker
 from services.scheduler.policies import BatchingPolicy, make_policy
 
@@ -27,9 +26,7 @@ class CoreStart(NamedTuple):
     """Backend of the workers, as in services.scheduler.capabilities; the core does not depend on it."""
 
 
-def build_core(
-    config: SchedulerConfig, start: CoreStart, policy: BatchingPolicy, parts: Parts = DEFAULT_PARTS
-) -> EngineCore:
+def build_core(config: SchedulerConfig, start: CoreStart, policy: BatchingPolicy) -> EngineCore:
     """Return a core for the workers of its first epoch.
 
     Args:
@@ -49,7 +46,6 @@ def build_core(
         compiler=start.compiler,
         mask_maker=start.mask_maker,
         hidden_size=start.hidden_size,
-        parts=parts,
     )
 
 

@@ -26,11 +26,13 @@ from protocol.sampling import SamplingParams
 from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepTimes
 from services.scheduler.core.apply import ResultApplier
 from services.scheduler.core.engine import EngineCore
+from services.scheduler.core.epoch import EpochState
+from services.scheduler.core.lifecycle import Lifecycle
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.observer import Observer
-from services.scheduler.core.parts import DEFAULT_PARTS
 from services.scheduler.core.plan import StepPlanner
 from services.scheduler.core.request import Request
+from services.scheduler.core.store import RequestStore
 from services.scheduler.policies import ChunkedPolicy
 from services.scheduler.recording import FlightRecorder, RecordingHeader, SegmentWriter
 from services.scheduler.recording.records import VERSION
@@ -63,9 +65,9 @@ PARAMS = SamplingParams(max_tokens=OUTPUT, temperature=0.0)
 
 
 def build(running: int) -> tuple[StepPlanner, ResultApplier]:
-    store = DEFAULT_PARTS.build_store(None)
-    epoch = DEFAULT_PARTS.build_epoch(1, limits_of(running), ChunkedPolicy())
-    lifecycle = DEFAULT_PARTS.lifecycle(store, epoch)
+    store = RequestStore()
+    epoch = EpochState(1, limits_of(running), ChunkedPolicy())
+    lifecycle = Lifecycle(store, epoch)
     for number in range(running):
         tokens = prompt(number)
         store.waiting.add(Request(0, number, tokens, len(tokens), PARAMS, number))

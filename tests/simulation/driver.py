@@ -8,10 +8,8 @@ from random import Random
 
 import msgspec
 
-from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.loading import LoadTimes
 from services.scheduler.core.observer import Observer
-from services.scheduler.core.parts import DEFAULT_PARTS, Parts
 from tests.simulation.policies import build, conserves_work
 from tests.simulation.tier import SimulatedTier
 from tests.simulation.workload import Arrival, Workload, draw
@@ -29,8 +27,6 @@ def play(
     trace: Callable[[str], None] | None = None,
     speculates: bool = False,
     observer: Observer | None = None,
-    parts: Parts = DEFAULT_PARTS,
-    engine: type[EngineCore] = EngineCore,
     restarts: bool = False,
     adopts: bool = True,
     tier: bool = False,
@@ -44,19 +40,13 @@ def play(
 
     Raises: AssertionError, with the name of the broken rule.
     """
-    player = _player(draw(seed, speculates, tier), seed, depth, trace, observer, parts, engine, restarts, adopts)
+    player = _player(draw(seed, speculates, tier), seed, depth, trace, observer, restarts, adopts)
     for _ in player.rounds():
         pass
     return player.world
 
 
-def play_peers(
-    seed: int,
-    depth: int,
-    trace: Callable[[str], None] | None = None,
-    parts: Parts = DEFAULT_PARTS,
-    engine: type[EngineCore] = EngineCore,
-) -> tuple[World, World]:
+def play_peers(seed: int, depth: int, trace: Callable[[str], None] | None = None) -> tuple[World, World]:
     """Run the seed's workload on two engines that fetch blocks from one another. In some runs the first one computes
     only prompts, and the other one gets each request when the first one has begun it, or ended it.
 
@@ -72,9 +62,7 @@ def play_peers(
     only_prompts = [replace(a, params=msgspec.structs.replace(a.params, max_tokens=1)) for a in load.arrivals]
     has_roles = rng.random() < 0.7
     loads = (replace(load, arrivals=only_prompts) if has_roles else load), load
-    first, second = (
-        _player(each, seed + number, depth, trace, parts=parts, engine=engine) for number, each in enumerate(loads)
-    )
+    first, second = (_player(each, seed + number, depth, trace) for number, each in enumerate(loads))
     first.peer, second.peer = second, first
     second.follows = has_roles
     runs = {player: player.rounds() for player in (first, second)}
@@ -91,8 +79,6 @@ def _player(
     depth: int,
     trace: Callable[[str], None] | None = None,
     observer: Observer | None = None,
-    parts: Parts = DEFAULT_PARTS,
-    engine: type[EngineCore] = EngineCore,
     restarts: bool = False,
     adopts: bool = True,
 ) -> "_Player":
@@ -109,8 +95,6 @@ def _player(
         seed=seed,
         observer=observer,
         late_masks=load.mask_speed < 1,
-        parts=parts,
-        engine=engine,
         tier=SimulatedTier() if load.limits.loads_blocks else None,
     )
     world.coverage[f"policies: {load.policy}"] += 1

@@ -1,18 +1,16 @@
 """Faults that are put into the core on purpose: each replaces one public method of one of its parts.
 
-A fault is a faulty method, with the production method as its first argument. It acts in a subclass of the part's class,
-which the core is composed of (`services.scheduler.core.parts`); production classes stay as they are.
+A fault is a faulty method, with the production method as its first argument.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 from _pytest.mark import ParameterSet
 
-from services.scheduler.core.engine import EngineCore
-from services.scheduler.core.parts import DEFAULT_PARTS, Parts
 from tests.simulation.driver import play
 from tests.simulation.workload import draw
 
@@ -21,8 +19,7 @@ SEEDS = 150
 
 
 class Fault(NamedTuple):
-    part: str
-    """A field of `Parts`, or "engine"."""
+    part: type[Any]
     method: str
     broken: Callable[..., Any]
 
@@ -30,27 +27,18 @@ class Fault(NamedTuple):
     def name(self) -> str:
         return self.broken.__name__
 
-    @property
-    def parts(self) -> Parts:
-        if self.part == "engine":
-            return DEFAULT_PARTS
-        return replace(DEFAULT_PARTS, **{self.part: self._subclass(getattr(DEFAULT_PARTS, self.part))})
-
-    @property
-    def engine(self) -> type[EngineCore]:
-        return self._subclass(EngineCore) if self.part == "engine" else EngineCore
-
-    def _subclass(self, base: type[Any]) -> type[Any]:
-        original = getattr(base, self.method)
+    def injected(self) -> AbstractContextManager[Any]:
+        """Return a context in which the core has the fault."""
+        original = getattr(self.part, self.method)
 
         def method(*arguments: Any, **named: Any) -> Any:
             return self.broken(original, *arguments, **named)
 
-        return type(self.name, (base,), {self.method: method})
+        return patch.object(self.part, self.method, method)
 
 
 class FaultList(list[Fault]):
-    def add(self, part: str, method: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def add(self, part: type[Any], method: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Decorate the faulty method of a fault in this list."""
 
         def add(broken: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,10 +62,11 @@ def parameters(faults: Sequence[Fault]) -> list[ParameterSet]:
 
 
 def assert_caught(fault: Fault, speculates: bool = False, tier: bool = False) -> None:
-    for seed in range(SEEDS):
-        for depth in draw(seed, speculates).depths[1:3]:
-            try:
-                play(seed, depth, speculates=speculates, parts=fault.parts, engine=fault.engine, tier=tier)
-            except Exception:
-                return
+    with fault.injected():
+        for seed in range(SEEDS):
+            for depth in draw(seed, speculates).depths[1:3]:
+                try:
+                    play(seed, depth, speculates=speculates, tier=tier)
+                except Exception:
+                    return
     pytest.fail(f"{SEEDS} seeds did not notice: {fault.name}")

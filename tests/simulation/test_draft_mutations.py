@@ -18,7 +18,7 @@ from services.scheduler.core.plan import StepPlanner
 from services.scheduler.core.request import Request
 from services.scheduler.core.slots import DELIVER, LIVE, Column, SlotColumns
 from tests.simulation.drafts import Speculating
-from tests.simulation.faults import Fault, FaultList, assert_caught, parameters, unchanged
+from tests.simulation.faults import Fault, FaultList, assert_caught, parameters
 from tests.simulation.grammar import structured
 from tests.simulation.reference import reference
 from tests.simulation.test_speculation import ROOMY
@@ -27,7 +27,7 @@ from tests.simulation.world import World, params, prompt_of
 FAULTS = FaultList()
 
 
-@FAULTS.add("applier", "settle")
+@FAULTS.add(ResultApplier, "settle")
 def rejected_drafts_stay_computed(
     settle: Any, self: ResultApplier, rows: Any, drafts: Any, sampled: Any, live: Any
 ) -> None:
@@ -37,7 +37,7 @@ def rejected_drafts_stay_computed(
     self.epoch.slots.computed[:] = before
 
 
-@FAULTS.add("applier", "settle")
+@FAULTS.add(ResultApplier, "settle")
 def rejected_drafts_are_settled_twice(
     settle: Any, self: ResultApplier, rows: Any, drafts: Any, sampled: Any, live: Any
 ) -> None:
@@ -46,7 +46,7 @@ def rejected_drafts_are_settled_twice(
     self.epoch.slots.computed -= before - self.epoch.slots.computed
 
 
-@FAULTS.add("applier", "settle")
+@FAULTS.add(ResultApplier, "settle")
 def one_rejected_draft_too_few(
     settle: Any, self: ResultApplier, rows: Any, drafts: Any, sampled: Any, live: Any
 ) -> None:
@@ -55,7 +55,7 @@ def one_rejected_draft_too_few(
     self.epoch.slots.computed[rows[mine]] += 1
 
 
-@FAULTS.add("ledger", "add")
+@FAULTS.add(Ledger, "add")
 def drafts_survive_the_row_that_had_them(add: Any, self: Ledger, step: Any) -> None:
     """If a step proposes none or fewer, those of an earlier step are planned again."""
     slots = step.slots[step.samples]
@@ -64,13 +64,13 @@ def drafts_survive_the_row_that_had_them(add: Any, self: Ledger, step: Any) -> N
     self._slots.proposed[slots] = np.maximum(before, step.proposes)
 
 
-@FAULTS.add("slots", "wanted")
+@FAULTS.add(SlotColumns, "wanted")
 def a_row_follows_before_its_drafts_can_be_there(wanted: Any, self: Any, rows: Any, next_step: Any, stages: Any) -> Any:
     """The first stage has neither the token nor the drafts yet."""
     return wanted(self, rows, next_step, stages - 1)
 
 
-@FAULTS.add("slots", "wanted")
+@FAULTS.add(SlotColumns, "wanted")
 def one_draft_more_than_was_requested(wanted: Any, self: SlotColumns, rows: Any, next_step: int, stages: int) -> Any:
     self.proposed[rows] += self.proposed[rows] > 0
     try:
@@ -79,7 +79,7 @@ def one_draft_more_than_was_requested(wanted: Any, self: SlotColumns, rows: Any,
         self.proposed[rows] -= self.proposed[rows] > 0
 
 
-@FAULTS.add("slots", "wanted")
+@FAULTS.add(SlotColumns, "wanted")
 def more_drafts_than_the_context_has_room_for(
     wanted: Any, self: SlotColumns, rows: Any, next_step: int, stages: int
 ) -> Any:
@@ -90,7 +90,7 @@ def more_drafts_than_the_context_has_room_for(
         self.history = history
 
 
-@FAULTS.add("slots", "wanted")
+@FAULTS.add(SlotColumns, "wanted")
 def drafts_count_as_certain_tokens(wanted: Any, self: SlotColumns, rows: Any, next_step: int, stages: int) -> Any:
     """A request counts as certainly finished when its drafts might finish it."""
     sampling, self.sampling = self.sampling, self.placeholders
@@ -100,20 +100,20 @@ def drafts_count_as_certain_tokens(wanted: Any, self: SlotColumns, rows: Any, ne
         self.sampling = sampling
 
 
-@FAULTS.add("ledger", "add")
+@FAULTS.add(Ledger, "add")
 def drafts_are_not_reserved(add: Any, self: Ledger, step: Any) -> None:
     """Placeholders count one token for each row."""
     add(self, step)
     self._slots.placeholders[step.slots] -= step.drafts
 
 
-@FAULTS.add("planner", "commit")
+@FAULTS.add(StepPlanner, "commit")
 def a_step_of_a_rest_proposes_drafts(commit: Any, self: StepPlanner, choice: Any) -> Any:
     planned = commit(self, choice)
     return planned._replace(plan=msgspec.structs.replace(planned.plan, speculation_rests=True))
 
 
-@FAULTS.add("applier", "cut")
+@FAULTS.add(ResultApplier, "cut")
 def tokens_after_a_stop_are_delivered(
     until: Any, self: ResultApplier, rows: Any, token_ids: Any, first: Any, counts: Any
 ) -> Any:
@@ -121,7 +121,7 @@ def tokens_after_a_stop_are_delivered(
     return until(self, rows, token_ids, first, counts)._replace(counts=counts)
 
 
-@FAULTS.add("applier", "cut")
+@FAULTS.add(ResultApplier, "cut")
 def a_stop_counts_at_the_end_of_a_row_only(
     until: Any, self: ResultApplier, rows: Any, token_ids: Any, first: Any, counts: Any
 ) -> Any:
@@ -135,7 +135,7 @@ RARE_FAULTS = FaultList()
 stop."""
 
 
-@RARE_FAULTS.add("applier", "cut")
+@RARE_FAULTS.add(ResultApplier, "cut")
 def min_tokens_hold_for_rows_of_one_token(
     until: Any, self: ResultApplier, rows: Any, token_ids: Any, first: Any, counts: Any
 ) -> Any:
@@ -147,25 +147,25 @@ def min_tokens_hold_for_rows_of_one_token(
         self.epoch.slots.stops_from[:] = before
 
 
-@FAULTS.add("planner", "register_known")
+@FAULTS.add(StepPlanner, "register_known")
 def drafts_enter_the_prefix_cache_at_dispatch(register: Any, self: StepPlanner, rows: Any, counts: Any) -> None:
     """Eager registration is for known tokens only."""
     register(self, rows, counts)
     self.epoch.kv.register(rows, self.epoch.slots.computed[rows] + counts)
 
 
-@FAULTS.add("kv", "commit")
+@FAULTS.add(KVCacheManager, "commit")
 def drafts_enter_the_prefix_cache_with_their_result(commit: Any, self: KVCacheManager, rows: Any) -> None:
     """Everything up to the optimistic position is registered."""
     self.register(rows, self._slots.computed[rows])
 
 
-@RARE_FAULTS.add("kv", "commit")
+@RARE_FAULTS.add(KVCacheManager, "commit")
 def tokens_behind_a_stop_enter_the_prefix_cache(commit: Any, self: KVCacheManager, rows: Any) -> None:
     self.register(rows, self._slots.committed(rows))
 
 
-@RARE_FAULTS.add("applier", "cut")
+@RARE_FAULTS.add(ResultApplier, "cut")
 def a_stale_row_delivers_behind_its_stop(
     until: Any, self: ResultApplier, rows: Any, token_ids: Any, first: Any, counts: Any
 ) -> Any:
@@ -174,7 +174,7 @@ def a_stale_row_delivers_behind_its_stop(
     return tokens._replace(counts=np.where(stale, counts, tokens.counts))
 
 
-@FAULTS.add("lifecycle", "preempt")
+@FAULTS.add(Lifecycle, "preempt")
 def a_preempted_request_waits_for_its_drafts(
     preempt: Any, self: Lifecycle, slot: int, cause: Any, stale: int = DELIVER
 ) -> None:
@@ -185,7 +185,7 @@ def a_preempted_request_waits_for_its_drafts(
     self.epoch.slots.sampling[slot] = sampling
 
 
-@RARE_FAULTS.add("applier", "keep_drafts")
+@RARE_FAULTS.add(ResultApplier, "keep_drafts")
 def a_grammar_looks_at_drafts_of_a_step_before(remember: Any, self: ResultApplier, rows: Any, draft_ids: Any) -> None:
     """Masks of drafts that another step proposed."""
     owners = [self.epoch.slots.request(int(row)) for row in rows]
@@ -196,7 +196,7 @@ def a_grammar_looks_at_drafts_of_a_step_before(remember: Any, self: ResultApplie
             owner.draft_ids = ids
 
 
-@RARE_FAULTS.add("deferred_masks", "grammar_output")
+@RARE_FAULTS.add(DeferredMasks, "grammar_output")
 def every_position_has_its_rows_first_mask(output: Any, self: DeferredMasks, *arguments: Any) -> Any:
     grammar = output(self, *arguments)
     if grammar is None or not grammar.counts:
@@ -207,25 +207,25 @@ def every_position_has_its_rows_first_mask(output: Any, self: DeferredMasks, *ar
     return msgspec.structs.replace(grammar, bitmask=first.tobytes())
 
 
-@RARE_FAULTS.add("request", "matching")
+@RARE_FAULTS.add(Request, "matching")
 def a_grammar_takes_the_rows_last_token_only(matching: Any, self: Request, token_ids: list[int]) -> int:
     return len(token_ids) if matching(self, token_ids[-1:]) else 0
 
 
-@RARE_FAULTS.add("applier", "publish_logprobs")
+@RARE_FAULTS.add(ResultApplier, "publish_logprobs")
 def logprobs_of_tokens_behind_a_stop(publish: Any, self: ResultApplier, logprobs: Any) -> None:
     tokens, self.epoch.slots.tokens = (self.epoch.slots.tokens, np.full_like(self.epoch.slots.tokens, 1 << 20))
     publish(self, logprobs)
     self.epoch.slots.tokens = tokens
 
 
-@FAULTS.add("applier", "settle")
+@FAULTS.add(ResultApplier, "settle")
 def drafts_are_counted_twice(settle: Any, self: ResultApplier, rows: Any, drafts: Any, sampled: Any, live: Any) -> None:
     settle(self, rows, drafts, sampled, live)
     self.epoch.slots.drafted[rows] += sampled.drafted
 
 
-@FAULTS.add("slots", "give_draft_counts")
+@FAULTS.add(SlotColumns, "give_draft_counts")
 def a_preempted_request_loses_its_draft_counts(give: Any, self: SlotColumns, slot: int) -> None:
     if self.state[slot] != LIVE:
         self.drafted[slot] = self.accepted[slot] = 0
@@ -239,7 +239,7 @@ class NoLookahead(Limits):
         return ends
 
 
-@FAULTS.add("epoch", "__init__")
+@FAULTS.add(EpochState, "__init__")
 def no_blocks_for_the_lookahead(init: Any, self: EpochState, number: int, limits: Limits, *owned: Any) -> None:
     init(self, number, NoLookahead(**asdict(limits)), *owned)
 
@@ -249,12 +249,9 @@ def test_fault_is_caught(fault: Fault) -> None:
     assert_caught(fault, speculates=True)
 
 
-NO_FAULT = Fault("waiting", "head", unchanged)
-
-
-def many_stops_and_grammars(fault: Fault) -> None:
+def many_stops_and_grammars() -> None:
     limits, drafts = replace(ROOMY, block_size=4), Speculating("by request", (5,))
-    world = World(limits, 2, speculating=drafts, parts=fault.parts, engine=fault.engine)
+    world = World(limits, 2, speculating=drafts)
     for i in range(18):
         stops = range(i, 64, 9 if i % 3 else 4)
         sampling = params(14, *stops, eos=False, min_tokens=4)
@@ -263,10 +260,10 @@ def many_stops_and_grammars(fault: Fault) -> None:
     world.drain()
 
 
-def displaced_within_a_row_that_stops(fault: Fault) -> None:
+def displaced_within_a_row_that_stops() -> None:
     answer = reference(prompt_of(9), params(9, eos=False), 512, 64).tokens
     limits, drafts = replace(ROOMY, max_num_seqs=1), Speculating("always", (5,))
-    world = World(limits, 3, use_priority=True, speculating=drafts, parts=fault.parts, engine=fault.engine)
+    world = World(limits, 3, use_priority=True, speculating=drafts)
     world.add(prompt_of(9), params(9, answer[3], eos=False), priority=1)
     world.dispatch()
     world.add(prompt_of(5, 1), params(3, eos=False))
@@ -274,16 +271,16 @@ def displaced_within_a_row_that_stops(fault: Fault) -> None:
     assert world.coverage["stops while preempted"]
 
 
-def play_rare_scenarios(fault: Fault) -> None:
-    many_stops_and_grammars(fault)
-    displaced_within_a_row_that_stops(fault)
+def play_rare_scenarios() -> None:
+    many_stops_and_grammars()
+    displaced_within_a_row_that_stops()
 
 
 def test_without_a_fault_nothing_is_caught() -> None:
-    play_rare_scenarios(NO_FAULT)
+    play_rare_scenarios()
 
 
 @pytest.mark.parametrize("fault", parameters(RARE_FAULTS))
 def test_rare_fault_is_caught(fault: Fault) -> None:
-    with pytest.raises(Exception, match=r"."):
-        play_rare_scenarios(fault)
+    with fault.injected(), pytest.raises(Exception, match=r"."):
+        play_rare_scenarios()

@@ -137,23 +137,23 @@ def test_a_window_as_long_as_the_context_decides_as_full_attention() -> None:
 FAULTS = FaultList()
 
 
-@FAULTS.add("kv", "free_unread")
+@FAULTS.add(KVCacheManager, "free_unread")
 def freed_one_step_too_early(free: Any, self: KVCacheManager, rows: Any, committed: Any) -> None:
     """The positions of steps in flight count as committed."""
     free(self, rows, self._slots.computed[rows])
 
 
-@FAULTS.add("kv", "free_unread")
+@FAULTS.add(KVCacheManager, "free_unread")
 def freed_one_block_too_early(free: Any, self: Any, rows: Any, committed: Any) -> Any:
     return free(self, rows, committed + self.block_size)
 
 
-@FAULTS.add("kv", "free_unread")
+@FAULTS.add(KVCacheManager, "free_unread")
 def never_freed(free: Any, self: Any, rows: Any, committed: Any) -> Any:
     return None
 
 
-@FAULTS.add("kv", "num_missing")
+@FAULTS.add(KVCacheManager, "num_missing")
 def absent_blocks_count_as_missing(missing: Any, self: KVCacheManager, prefix: list[int], num_tokens: int) -> int:
     return int(missing(self, prefix, num_tokens)) - prefix.count(NO_BLOCK)
 

@@ -9,6 +9,7 @@ import pytest
 from protocol.codec import pack
 from protocol.steps import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.apply import ResultApplier
+from services.scheduler.core.deferred_masks import DeferredMasks
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import Request
@@ -283,7 +284,7 @@ def test_plans_name_their_masked_rows() -> None:
 FAULTS = FaultList()
 
 
-@FAULTS.add("applier", "settle")
+@FAULTS.add(ResultApplier, "settle")
 def a_left_out_row_stays_computed(
     settle: Any, self: ResultApplier, rows: Any, drafts: Any, result: Any, live: Any
 ) -> None:
@@ -291,7 +292,7 @@ def a_left_out_row_stays_computed(
     settle(self, rows, drafts, result, live & (result.counts > 0))
 
 
-@FAULTS.add("applier", "settle")
+@FAULTS.add(ResultApplier, "settle")
 def a_left_out_row_is_settled_twice(
     settle: Any, self: ResultApplier, rows: Any, drafts: Any, result: Any, live: Any
 ) -> None:
@@ -299,7 +300,7 @@ def a_left_out_row_is_settled_twice(
     self.epoch.slots.computed[rows[live & (result.counts == 0)]] -= 1
 
 
-@FAULTS.add("applier", "settle")
+@FAULTS.add(ResultApplier, "settle")
 def a_left_out_row_stays_promised(
     settle: Any, self: ResultApplier, rows: Any, drafts: Any, result: Any, live: Any
 ) -> None:
@@ -308,20 +309,20 @@ def a_left_out_row_stays_promised(
     self.epoch.slots.sampling[rows[live & (result.counts == 0)]] += 1
 
 
-@FAULTS.add("request", "matching")
+@FAULTS.add(Request, "matching")
 def masks_outlive_their_token(matching: Any, self: Request, token_ids: list[int]) -> int:
     masks, matched = self.masks, int(matching(self, token_ids))
     self.masks = masks
     return matched
 
 
-@FAULTS.add("deferred_masks", "row_masks")
+@FAULTS.add(DeferredMasks, "row_masks")
 def masks_of_ended_requests_are_not_sent(row_masks: Any, self: Any, step: Any, row: int, *arguments: Any) -> Any:
     masks = row_masks(self, step, row, *arguments)
     return None if self.epoch.slots.state[step.slots[row]] == DROP else masks
 
 
-@FAULTS.add("engine", "on_masks")
+@FAULTS.add(EngineCore, "on_masks")
 def masks_that_were_made_are_lost(on_masks: Any, self: EngineCore, ticket: int, masks: Any) -> None:
     on_masks(self, ticket, masks)
     for request in self.requests.values():
@@ -337,7 +338,7 @@ def test_fault_is_caught(fault: Fault) -> None:
 DRAFT_FAULTS = FaultList()
 
 
-@DRAFT_FAULTS.add("applier", "settle")
+@DRAFT_FAULTS.add(ResultApplier, "settle")
 def drafts_of_a_left_out_row_stay_computed(
     settle: Any, self: ResultApplier, rows: Any, drafts: Any, result: Any, live: Any
 ) -> None:

@@ -36,12 +36,12 @@ from tests.simulation.workload import draw
 FAULTS = FaultList()
 
 
-@FAULTS.add("ledger", "names")
+@FAULTS.add(Ledger, "names")
 def no_fence(names: Any, ledger: Any, slot: Any) -> Any:
     return False
 
 
-@FAULTS.add("epoch", "leave")
+@FAULTS.add(EpochState, "leave")
 def released_when_the_oldest_step_returns(names: Any, self: EpochState, slot: int, state: int) -> None:
     self.running = self.running[self.running != slot]
     self.slots.retire(slot, state)
@@ -51,37 +51,37 @@ def released_when_the_oldest_step_returns(names: Any, self: EpochState, slot: in
         self.free(slot)
 
 
-@FAULTS.add("applier", "deliver_stale")
+@FAULTS.add(ResultApplier, "deliver_stale")
 def stale_tokens_lost(deliver: Any, self: ResultApplier, retired: Any) -> None:
     for slot in retired.tolist():
         self.epoch.slots.request(slot).stale_rows -= 1
 
 
-@FAULTS.add("lifecycle", "preempt")
+@FAULTS.add(Lifecycle, "preempt")
 def no_resume_gate(preempt: Any, self: Lifecycle, slot: int, *args: Any, **named: Any) -> None:
     request = self.epoch.slots.request(slot)
     preempt(self, slot, *args, **named)
     request.stale_rows = 0
 
 
-@FAULTS.add("lifecycle", "drop_stale")
+@FAULTS.add(Lifecycle, "drop_stale")
 def stale_rows_survive_an_abort(drop: Any, self: Lifecycle, request: Any) -> None:
     request.stale_rows = 0
 
 
-@FAULTS.add("lifecycle", "preempt")
+@FAULTS.add(Lifecycle, "preempt")
 def dropped_rows_are_delivered(preempt: Any, self: Lifecycle, slot: int, cause: Any, stale: int = DELIVER) -> None:
     preempt(self, slot, cause, stale)
     if self.epoch.slots.state[slot] == DROP:
         self.epoch.slots.state[slot] = DELIVER
 
 
-@FAULTS.add("kv", "register")
+@FAULTS.add(KVCacheManager, "register")
 def next_block_is_registered_too(register: Any, self: KVCacheManager, rows: Any, frontiers: Any) -> None:
     register(self, rows, np.minimum(frontiers + self.block_size, self._slots.capacity[rows]))
 
 
-@FAULTS.add("kv", "find_prefix")
+@FAULTS.add(KVCacheManager, "find_prefix")
 def registered_when_looked_up(find: Any, self: KVCacheManager, request: Any) -> Any:
     """A block is registered before the choice is final, so the cache refers to a block that no step writes."""
     blocks = find(self, request)
@@ -94,46 +94,46 @@ def registered_when_looked_up(find: Any, self: KVCacheManager, request: Any) -> 
     return blocks
 
 
-@FAULTS.add("kv", "extend_hashes")
+@FAULTS.add(KVCacheManager, "extend_hashes")
 def hashes_without_salt(extend: Any, self: KVCacheManager, request: Any, tokens: Any, num_blocks: int) -> None:
     salt, request.cache_salt = request.cache_salt, ""
     extend(self, request, tokens, num_blocks)
     request.cache_salt = salt
 
 
-@FAULTS.add("planner", "has_adapter_seat")
+@FAULTS.add(StepPlanner, "has_adapter_seat")
 def every_adapter_has_a_seat(has_seat: Any, planner: Any, request: Any) -> Any:
     return True
 
 
-@FAULTS.add("planner", "has_adapter_seat")
+@FAULTS.add(StepPlanner, "has_adapter_seat")
 def one_adapter_holds_back_another(has_seat: Any, self: StepPlanner, request: Request) -> bool:
     """Work conservation: a free seat is not given away."""
     running = (self.epoch.slots.request(slot).lora for slot in self.epoch.running.tolist())
     return request.lora is None or not {*running} - {None, request.lora}
 
 
-@FAULTS.add("planner", "encode")
+@FAULTS.add(StepPlanner, "encode")
 def running_rows_encode_everything(encode: Any, self: StepPlanner, rows: Any, counts: Any) -> int:
     encode(self, rows, counts.copy())
     return int(self.epoch.limits.encoder_budget)
 
 
-@FAULTS.add("planner", "encode")
+@FAULTS.add(StepPlanner, "encode")
 def budget_is_that_of_each_row(encode: Any, self: StepPlanner, rows: Any, counts: Any) -> int:
     for row in range(len(rows)):
         encode(self, rows[row : row + 1], counts[row : row + 1])
     return int(self.epoch.limits.encoder_budget)
 
 
-@FAULTS.add("kv", "extend_hashes")
+@FAULTS.add(KVCacheManager, "extend_hashes")
 def names_without_contents(extend: Any, self: KVCacheManager, request: Any, tokens: Any, num_blocks: int) -> None:
     media, request.media = request.media, None
     extend(self, request, tokens, num_blocks)
     request.media = media
 
 
-@FAULTS.add("planner", "admit_waiting")
+@FAULTS.add(StepPlanner, "admit_waiting")
 def prompts_are_cut(admit: Any, self: StepPlanner, *args: Any) -> None:
     limits = self.epoch.limits
     self.epoch.limits = dataclasses.replace(limits, whole_prompts=False)
@@ -141,21 +141,21 @@ def prompts_are_cut(admit: Any, self: StepPlanner, *args: Any) -> None:
     self.epoch.limits = limits
 
 
-@FAULTS.add("planner", "admit_waiting")
+@FAULTS.add(StepPlanner, "admit_waiting")
 def whole_prompts_must_fit_a_chunk(admit: Any, self: StepPlanner, choice: Any, budget: Any, alone: Any) -> None:
     head = self.store.waiting.head()
     if not (self.epoch.limits.whole_prompts and head and len(head.token_ids) > budget.chunk):
         admit(self, choice, budget, alone)
 
 
-@FAULTS.add("request", "__init__")
+@FAULTS.add(Request, "__init__")
 def salt_without_the_adapter(init: Any, self: Request, *args: Any, **named: Any) -> None:
     init(self, *args, **named)
     if self.lora is not None:
         self.cache_salt = self.cache_salt.removeprefix(f"\0{self.lora.digest}:")
 
 
-@FAULTS.add("kv", "find_prefix")
+@FAULTS.add(KVCacheManager, "find_prefix")
 def whole_prompt_is_a_hit(find: Any, self: KVCacheManager, request: Any) -> Any:
     blocks = find(self, request)
     tokens = request.token_ids
@@ -167,13 +167,13 @@ def whole_prompt_is_a_hit(find: Any, self: KVCacheManager, request: Any) -> Any:
     return blocks
 
 
-@FAULTS.add("ledger", "add")
+@FAULTS.add(Ledger, "add")
 def no_placeholders(add: Any, self: Ledger, step: Any) -> None:
     add(self, step)
     self._slots.placeholders[step.slots] -= step.samples
 
 
-@FAULTS.add("planner", "slices")
+@FAULTS.add(StepPlanner, "slices")
 def one_step_too_many(slices: Any, self: StepPlanner, rows: Any, budget: Any) -> Any:
     self.epoch.slots.limit += 1
     try:
@@ -182,7 +182,7 @@ def one_step_too_many(slices: Any, self: StepPlanner, rows: Any, budget: Any) ->
         self.epoch.slots.limit -= 1
 
 
-@FAULTS.add("planner", "slices")
+@FAULTS.add(StepPlanner, "slices")
 def certain_finish_one_early(slices: Any, self: StepPlanner, rows: Any, budget: Any) -> Any:
     self.epoch.slots.limit -= 1
     try:
@@ -191,7 +191,7 @@ def certain_finish_one_early(slices: Any, self: StepPlanner, rows: Any, budget: 
         self.epoch.slots.limit += 1
 
 
-@FAULTS.add("queue", "deliver")
+@FAULTS.add(BatchQueue, "deliver")
 def results_matched_by_arrival(deliver: Any, self: BatchQueue, result: Any) -> bool:
     waiting = [step for step in self.steps if step.step_id not in self.results]
     if waiting:
@@ -199,62 +199,62 @@ def results_matched_by_arrival(deliver: Any, self: BatchQueue, result: Any) -> b
     return bool(waiting)
 
 
-@FAULTS.add("pool", "forget")
+@FAULTS.add(BlockPool, "forget")
 def evicted_blocks_keep_their_hash(forget: Any, self: Any, block: Any) -> Any:
     return None
 
 
-@FAULTS.add("pool", "hold")
+@FAULTS.add(BlockPool, "hold")
 def hit_on_a_free_block_leaves_it_free(hold: Any, self: BlockPool, blocks: Any) -> None:
     for block in blocks:
         self.refs[block] += 1
 
 
-@FAULTS.add("slots", "set_stop_ids")
+@FAULTS.add(SlotColumns, "set_stop_ids")
 def stop_ids_leak_to_the_next_owner(set_ids: Any, self: SlotColumns, slot: int, ids: Any) -> None:
     if ids:
         set_ids(self, slot, ids)
 
 
-@FAULTS.add("slots", "assign")
+@FAULTS.add(SlotColumns, "assign")
 def min_tokens_ignored(assign: Any, self: SlotColumns, request: Any, max_model_len: int) -> int:
     slot = int(assign(self, request, max_model_len))
     self.stops_from[slot] = 0
     return slot
 
 
-@FAULTS.add("waiting", "add")
+@FAULTS.add(WaitingQueue, "add")
 def a_preempted_request_loses_its_last_token(add: Any, self: WaitingQueue, request: Any) -> None:
     if request.num_preemptions and len(request.token_ids) > request.num_prompt_tokens:
         request.token_ids = request.token_ids[:-1]
     add(self, request)
 
 
-@FAULTS.add("epoch", "free")
+@FAULTS.add(EpochState, "free")
 def workers_are_not_notified_of_released_slots(free: Any, self: EpochState, slot: int) -> None:
     free(self, slot)
     self.released.clear()
 
 
-@FAULTS.add("ledger", "add")
+@FAULTS.add(Ledger, "add")
 def every_chunk_samples(add: Any, self: Ledger, step: Any) -> None:
     step.samples[:] = True
     add(self, step)
 
 
-@FAULTS.add("kv", "missing")
+@FAULTS.add(KVCacheManager, "missing")
 def one_block_too_few(missing: Any, self: KVCacheManager, slots: Any, num_tokens: Any) -> Any:
     return missing(self, slots, num_tokens - 1)
 
 
-@FAULTS.add("lifecycle", "finish")
+@FAULTS.add(Lifecycle, "finish")
 def finished_twice(finish: Any, self: Lifecycle, request: Request, message: Any) -> None:
     finish(self, request, message)
     if message is not None and message.reason in (FinishReason.STOP, FinishReason.LENGTH):
         self.store.outputs.finish(request.frontend, request.finish_message(FinishReason.LENGTH))
 
 
-@FAULTS.add("epoch", "void")
+@FAULTS.add(EpochState, "void")
 def a_void_leaves_a_fence(void: Any, self: EpochState) -> None:
     kept = dict(list(self.fences.items())[:1])
     for step_id in kept:
@@ -263,7 +263,7 @@ def a_void_leaves_a_fence(void: Any, self: EpochState) -> None:
     self.fences.update(kept)
 
 
-@FAULTS.add("epoch", "void")
+@FAULTS.add(EpochState, "void")
 def a_void_keeps_a_cached_block(void: Any, self: EpochState) -> None:
     pool = self.kv.pool
     kept = list(pool.by_hash.items())[:1]
@@ -274,7 +274,7 @@ def a_void_keeps_a_cached_block(void: Any, self: EpochState) -> None:
         pool.give_back(range(pool.num_blocks))
 
 
-@FAULTS.add("lifecycle", "void")
+@FAULTS.add(Lifecycle, "void")
 def a_void_leaves_requests_gated(void: Any, self: Lifecycle) -> None:
     gates = {request: request.stale_rows for request in self.store.waiting}
     void(self)
@@ -282,7 +282,7 @@ def a_void_leaves_requests_gated(void: Any, self: Lifecycle) -> None:
         request.stale_rows = stale_rows
 
 
-@FAULTS.add("lifecycle", "void")
+@FAULTS.add(Lifecycle, "void")
 def a_void_counts_promised_tokens_as_known(void: Any, self: Lifecycle) -> None:
     for slot in self.epoch.running.tolist():
         if self.epoch.slots.placeholders[slot]:
@@ -290,51 +290,51 @@ def a_void_counts_promised_tokens_as_known(void: Any, self: Lifecycle) -> None:
     void(self)
 
 
-@FAULTS.add("epoch", "void")
+@FAULTS.add(EpochState, "void")
 def a_void_leaves_a_release_notice(void: Any, self: EpochState) -> None:
     void(self)
     self.released.append(0)
 
 
-@FAULTS.add("engine", "start_epoch")
+@FAULTS.add(EngineCore, "start_epoch")
 def an_epoch_without_its_number(start: Any, self: Any, limits: Any, policy: Any, number: Any) -> Any:
     return start(self, limits, policy, self.epoch.number)
 
 
-@FAULTS.add("engine", "on_result")
+@FAULTS.add(EngineCore, "on_result")
 def results_of_any_epoch_are_applied(on_result: Any, self: EngineCore, result: Any) -> None:
     on_result(self, msgspec.structs.replace(result, epoch=self.epoch.number))
 
 
-@FAULTS.add("queue", "clear")
+@FAULTS.add(BatchQueue, "clear")
 def the_queue_outlives_its_epoch(clear: Any, self: Any) -> Any:
     return None
 
 
-@FAULTS.add("lifecycle", "finish")
+@FAULTS.add(Lifecycle, "finish")
 def requests_that_do_not_fit_stay(finish: Any, self: Lifecycle, request: Request, message: Any) -> None:
     if message is None or "in which it does not fit" not in message.message:
         finish(self, request, message)
 
 
-@FAULTS.add("engine", "start_epoch")
+@FAULTS.add(EngineCore, "start_epoch")
 def a_new_epoch_loses_a_request(start: Any, self: EngineCore, limits: Any, policy: Any, number: int) -> None:
     for request in list(self.store.waiting)[-1:]:
         self.store.waiting.remove(request)
     start(self, limits, policy, number)
 
 
-@FAULTS.add("slots", "wanted")
+@FAULTS.add(SlotColumns, "wanted")
 def stage_spacing_one_step_short(wanted: Any, self: Any, rows: Any, next_step: Any, stages: Any) -> Any:
     return wanted(self, rows, next_step, max(1, stages - 1))
 
 
-@FAULTS.add("slots", "wanted")
+@FAULTS.add(SlotColumns, "wanted")
 def stage_spacing_one_step_long(wanted: Any, self: SlotColumns, rows: Any, next_step: int, stages: int) -> Any:
     return wanted(self, rows, next_step, stages + (stages > 1))
 
 
-@FAULTS.add("slots", "wanted")
+@FAULTS.add(SlotColumns, "wanted")
 def stage_spacing_of_confirmed_tokens(wanted: Any, self: SlotColumns, rows: Any, next_step: int, stages: int) -> Any:
     want = wanted(self, rows, next_step, stages)
     if stages > 1:
@@ -342,7 +342,7 @@ def stage_spacing_of_confirmed_tokens(wanted: Any, self: SlotColumns, rows: Any,
     return want
 
 
-@FAULTS.add("slots", "assign")
+@FAULTS.add(SlotColumns, "assign")
 def stage_spacing_of_the_last_owner(assign: Any, self: SlotColumns, request: Any, max_model_len: int) -> int:
     before = int(self.sampled_step[self.free[0]])
     slot = int(assign(self, request, max_model_len))
@@ -351,33 +351,33 @@ def stage_spacing_of_the_last_owner(assign: Any, self: SlotColumns, request: Any
     return slot
 
 
-@FAULTS.add("planner", "admit_waiting")
+@FAULTS.add(StepPlanner, "admit_waiting")
 def admission_beyond_the_prefill_budget(admit: Any, self: StepPlanner, choice: Any, budget: Any) -> None:
     choice.prefill_left = choice.tokens_left
     admit(self, choice, budget)
 
 
-@FAULTS.add("planner", "slices")
+@FAULTS.add(StepPlanner, "slices")
 def slices_beyond_the_budget_of_decodes(slices: Any, self: Any, rows: Any, budget: Any) -> Any:
     return slices(self, rows, dataclasses.replace(budget, decodes=None))
 
 
-@FAULTS.add("planner", "slices")
+@FAULTS.add(StepPlanner, "slices")
 def slices_beyond_the_chunk(slices: Any, self: Any, rows: Any, budget: Any) -> Any:
     return slices(self, rows, dataclasses.replace(budget, chunk=budget.tokens))
 
 
-@FAULTS.add("planner", "admit_waiting")
+@FAULTS.add(StepPlanner, "admit_waiting")
 def more_admissions_than_allowed(admit: Any, self: Any, choice: Any, budget: Any) -> Any:
     return admit(self, choice, dataclasses.replace(budget, admissions=None))
 
 
-@FAULTS.add("deferred_masks", "grammar_output")
+@FAULTS.add(DeferredMasks, "grammar_output")
 def masks_before_the_token_before_is_known(output: Any, self: Any, step: Any, sampled_before: Any) -> Any:
     return output(self, step, np.zeros_like(sampled_before))
 
 
-@FAULTS.add("deferred_masks", "grammar_output")
+@FAULTS.add(DeferredMasks, "grammar_output")
 def masks_of_other_rows(output: Any, self: DeferredMasks, *arguments: Any) -> Any:
     grammar = output(self, *arguments)
     if grammar is None or len(grammar.slots) < 8:
@@ -386,7 +386,7 @@ def masks_of_other_rows(output: Any, self: DeferredMasks, *arguments: Any) -> An
     return msgspec.structs.replace(grammar, bitmask=masks[::-1].tobytes())
 
 
-@FAULTS.add("engine", "on_grammar")
+@FAULTS.add(EngineCore, "on_grammar")
 def a_grammar_ignores_replayed_tokens(on_grammar: Any, self: EngineCore, ticket: int, grammar: Any) -> None:
     fresh = copy(grammar)
     on_grammar(self, ticket, grammar)
@@ -395,13 +395,13 @@ def a_grammar_ignores_replayed_tokens(on_grammar: Any, self: EngineCore, ticket:
             request.grammar = fresh
 
 
-@FAULTS.add("request", "matching")
+@FAULTS.add(Request, "matching")
 def a_failed_grammar_is_overlooked(matches: Any, self: Request, token_ids: list[int]) -> int:
     matches(self, token_ids)
     return len(token_ids)
 
 
-@FAULTS.add("compiling", "cancel")
+@FAULTS.add(CompilingRequests, "cancel")
 def a_ticket_outlives_its_aborted_request(cancel: Any, self: CompilingRequests, request: Request) -> bool:
     """The ticket of the grammar stays when its request ends."""
     before = dict(self._by_ticket)
@@ -410,19 +410,19 @@ def a_ticket_outlives_its_aborted_request(cancel: Any, self: CompilingRequests, 
     return cancelled
 
 
-@FAULTS.add("queue", "clear")
+@FAULTS.add(BatchQueue, "clear")
 def a_deferred_sampling_outlives_its_epoch(clear: Any, self: BatchQueue) -> None:
     held = self.unmasked.copy()
     clear(self)
     self.unmasked = held
 
 
-@FAULTS.add("applier", "wanted_logprobs")
+@FAULTS.add(ResultApplier, "wanted_logprobs")
 def logprobs_of_requests_that_left(wanted: Any, self: ResultApplier, logprobs: Any) -> Any:
     return logprobs
 
 
-@FAULTS.add("kv", "find_prefix")
+@FAULTS.add(KVCacheManager, "find_prefix")
 def every_request_reads_the_prefix_cache(find: Any, self: KVCacheManager, request: Request) -> Any:
     params, pooling = request.params, request.pooling
     request.params = msgspec.structs.replace(params, prompt_logprobs=None)
@@ -433,13 +433,13 @@ def every_request_reads_the_prefix_cache(find: Any, self: KVCacheManager, reques
         request.params, request.pooling = params, pooling
 
 
-@FAULTS.add("kv", "register")
+@FAULTS.add(KVCacheManager, "register")
 def whole_when_dispatched(register: Any, self: KVCacheManager, rows: Any, frontiers: Any) -> None:
     register(self, rows, frontiers)
     self.note_whole(rows, frontiers)
 
 
-@FAULTS.add("kv", "note_whole")
+@FAULTS.add(KVCacheManager, "note_whole")
 def whole_one_step_too_early(note: Any, self: KVCacheManager, rows: Any, confirmed: Any) -> None:
     """Positions of the steps in flight count as written."""
     note(self, rows, np.minimum(self._slots.computed[rows], self._slots.tokens[rows]))
@@ -450,7 +450,7 @@ SELDOM = {"pins_that_do_not_fit_stay"}
 """Faults that take many seeds to show."""
 
 
-@TIER_FAULTS.add("planner", "load")
+@TIER_FAULTS.add(StepPlanner, "load")
 def found_before_it_is_loaded(load: Any, self: StepPlanner, request: Any, prefix: Any) -> bool:
     """The blocks of a load count when it is sent."""
     waits = bool(load(self, request, prefix))
@@ -460,20 +460,20 @@ def found_before_it_is_loaded(load: Any, self: StepPlanner, request: Any, prefix
     return waits
 
 
-@TIER_FAULTS.add("engine", "on_loaded")
+@TIER_FAULTS.add(EngineCore, "on_loaded")
 def a_load_fills_all_it_asked_for(on_loaded: Any, self: EngineCore, epoch: int, ticket: int, count: int) -> None:
     load = self.store.loading.get(ticket)
     on_loaded(self, epoch, ticket, len(load.blocks) if load is not None else count)
 
 
-@TIER_FAULTS.add("kv", "reserve")
+@TIER_FAULTS.add(KVCacheManager, "reserve")
 def blocks_before_a_load_may_be_evicted(reserve: Any, self: KVCacheManager, prefix: Any, count: int) -> Any:
     blocks = reserve(self, prefix, count)
     self.pool.give_back(reversed(prefix))
     return blocks
 
 
-@TIER_FAULTS.add("lifecycle", "finish")
+@TIER_FAULTS.add(Lifecycle, "finish")
 def a_load_outlives_its_aborted_request(finish: Any, self: Lifecycle, request: Request, message: Any) -> None:
     load = self.store.loading.of(request)
     finish(self, request, message)
@@ -482,7 +482,7 @@ def a_load_outlives_its_aborted_request(finish: Any, self: Lifecycle, request: R
         self.store.waiting.add(request)
 
 
-@TIER_FAULTS.add("pins", "hold")
+@TIER_FAULTS.add(Pins, "hold")
 def pins_hold_no_blocks(hold: Any, self: Pins, kv: Any) -> None:
     before = [pin.blocks for pin in self]
     hold(self, kv)
@@ -490,27 +490,27 @@ def pins_hold_no_blocks(hold: Any, self: Pins, kv: Any) -> None:
         kv.pool.give_back(block for block in pin.blocks if block not in held)
 
 
-@TIER_FAULTS.add("pins", "add")
+@TIER_FAULTS.add(Pins, "add")
 def pins_may_take_all_blocks(add: Any, self: Pins, pin: Any, kv: Any, limits: Any) -> None:
     add(self, pin, kv, dataclasses.replace(limits, max_model_len=1))
 
 
-@TIER_FAULTS.add("pins", "release")
+@TIER_FAULTS.add(Pins, "release")
 def pins_keep_the_blocks_of_a_lost_epoch(release: Any, self: Pins, kv: Any) -> None:
     """The next epoch gives these blocks to others."""
 
 
-@TIER_FAULTS.add("pins", "fit")
+@TIER_FAULTS.add(Pins, "fit")
 def pins_that_do_not_fit_stay(fit: Any, self: Pins, limits: Any) -> None:
     """The next epoch's cache may be smaller."""
 
 
-@TIER_FAULTS.add("lifecycle", "drop_blocks")
+@TIER_FAULTS.add(Lifecycle, "drop_blocks")
 def a_load_outlives_a_drop(drop: Any, self: Any, names: Any) -> Any:
     return self.epoch.kv.drop(names)
 
 
-@TIER_FAULTS.add("kv", "drop")
+@TIER_FAULTS.add(KVCacheManager, "drop")
 def the_last_dropped_block_stays(drop: Any, self: Any, names: Any) -> Any:
     return drop(self, names[:-1])
 
@@ -533,12 +533,12 @@ def _fill_blindly(names: BlockNames, block: int, ticket: int, write: Any) -> boo
 
 def test_a_worker_that_fills_blocks_that_were_given_away_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockNames, "fill", _fill_blindly)
-    assert_caught(Fault("kv", "take_whole", unchanged), tier=True)
+    assert_caught(Fault(KVCacheManager, "take_whole", unchanged), tier=True)
 
 
 def test_a_worker_that_keeps_dropped_names_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockNames, "forget", lambda names, dropped: None)
-    assert_caught(Fault("kv", "take_whole", unchanged), tier=True)
+    assert_caught(Fault(KVCacheManager, "take_whole", unchanged), tier=True)
 
 
 def _ended(names: BlockNames) -> int:
@@ -573,4 +573,4 @@ def test_fault_is_caught(fault: Fault) -> None:
 
 def test_a_worker_that_keeps_the_names_of_rewritten_blocks_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockNames, "drop", lambda names, blocks: None)
-    assert_caught(Fault("kv", "take_whole", unchanged))
+    assert_caught(Fault(KVCacheManager, "take_whole", unchanged))

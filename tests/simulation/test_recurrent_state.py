@@ -118,25 +118,25 @@ def test_rows_are_left_out_only_where_one_stage_takes_their_states_back(stages: 
 FAULTS = FaultList()
 
 
-@FAULTS.add("planner", "offered")
+@FAULTS.add(StepPlanner, "offered")
 def a_whole_prompt_may_be_taken_back(offered: Any, self: StepPlanner, request: Request, hit: int, most: int) -> int:
     return min(len(request.token_ids) - hit, most)
 
 
-@FAULTS.add("kv", "__init__")
+@FAULTS.add(KVCacheManager, "__init__")
 def prefixes_are_hits(init: Any, self: KVCacheManager, *arguments: Any, **named: Any) -> None:
     init(self, *arguments, **named)
     self.enable_prefix_caching = True
 
 
-@FAULTS.add("epoch", "leave")
+@FAULTS.add(EpochState, "leave")
 def a_state_is_given_away_in_flight(leave: Any, self: EpochState, slot: int, state: int) -> None:
     blocks, self.kv.states[slot] = self.kv.states[slot], []
     self.kv.pool.give_back(blocks)
     leave(self, slot, state)
 
 
-@FAULTS.add("kv", "num_missing")
+@FAULTS.add(KVCacheManager, "num_missing")
 def states_need_no_block(missing: Any, self: KVCacheManager, prefix: list[int], num_tokens: int) -> int:
     return int(missing(self, prefix, num_tokens)) - self.num_states
 

@@ -34,7 +34,6 @@ from services.scheduler.core.observer import (
     ResultApplied,
     StepDispatched,
 )
-from services.scheduler.core.parts import DEFAULT_PARTS, Parts
 from services.scheduler.core.pins import PinRefused
 from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.slots import DELIVER, DROP, LIVE
@@ -160,8 +159,6 @@ class World:
         seed: int = 0,
         observer: Observer | None = None,
         late_masks: bool = False,
-        parts: Parts = DEFAULT_PARTS,
-        engine: type[EngineCore] = EngineCore,
         tier: SimulatedTier | None = None,
     ) -> None:
         """A world with one epoch of workers.
@@ -171,7 +168,6 @@ class World:
             conserves_work: the policy leaves no step empty in which a request could be computed (work conservation).
             seed: of the lengths that `speculating` draws.
             observer: receives every event of the core before the world does.
-            parts, engine: other classes than the production ones, to inject faults.
             tier: None: the workers have none.
         """
         limits = limits if speculating is None else speculating.limits(limits, depth)
@@ -181,7 +177,7 @@ class World:
         self.policy = WatchedPolicy(policy or ChunkedPolicy())
         self.compilation = Compilation(vocab)
         self.masks = LateMasks()
-        self.engine = engine(
+        self.engine = EngineCore(
             limits,
             self.policy,
             depth,
@@ -193,7 +189,6 @@ class World:
             mask_maker=self.masks if late_masks else INLINE_MASKS,
             hidden_size=HIDDEN_SIZE,
             observer=observer,
-            parts=parts,
         )
         self.engine.observers.add(self)
         self.worker = OracleWorker(limits, vocab, epoch, speculating, self._future)

@@ -19,17 +19,22 @@ from protocol.requests import ITERATION_TOKENS, Finish, FinishReason, GenerateRe
 from protocol.steps import KeepPins, LoadBlocks, ModelRunnerOutput, ReleaseSlots, SchedulerOutput, StepMessage
 from services.scheduler.core import observer as events
 from services.scheduler.core.admission import Admission, Refusal
+from services.scheduler.core.apply import ResultApplier
 from services.scheduler.core.arrivals import Arrivals
+from services.scheduler.core.batch_queue import BatchQueue
+from services.scheduler.core.deferred_masks import DeferredMasks
 from services.scheduler.core.drafting import Drafting
+from services.scheduler.core.epoch import EpochState
 from services.scheduler.core.ledger import InflightStep
+from services.scheduler.core.lifecycle import Lifecycle
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.loading import BlockLoad
-from services.scheduler.core.parts import DEFAULT_PARTS, Parts
 from services.scheduler.core.pins import Pin
-from services.scheduler.core.plan import PlannedStep
+from services.scheduler.core.plan import PlannedStep, StepPlanner
 from services.scheduler.core.queue_time import QueueTime
 from services.scheduler.core.request import Request, RequestKey, arrival_of, make_order_key
 from services.scheduler.core.results import UnknownResult, decode_result
+from services.scheduler.core.store import RequestStore
 from services.scheduler.core.suspects import GUILTY
 from services.scheduler.grammar import INLINE_MASKS, Compiler, Grammar, MaskMaker, Masks
 from services.scheduler.policies import BatchingPolicy
@@ -59,7 +64,6 @@ class EngineCore:
         mask_maker: MaskMaker = INLINE_MASKS,
         hidden_size: int = 0,
         observer: events.Observer | None = None,
-        parts: Parts = DEFAULT_PARTS,
     ) -> None:
         """Start with the group of workers of an epoch.
 
@@ -70,9 +74,8 @@ class EngineCore:
             hidden_size: length of an embedding; 0: embeddings are refused.
             observer: receives every event from the first one on; others may be added to `observers` at any time.
         """
-        self.parts = parts
-        self.store = parts.build_store(compiler, mask_maker)
-        self.queue = parts.queue(depth)
+        self.store = RequestStore(compiler, mask_maker)
+        self.queue = BatchQueue(depth)
         self._mask_words = -(-vocab_size // 32)
         self.drafting = drafting
         self._admission = Admission(
@@ -88,11 +91,11 @@ class EngineCore:
         self._build_epoch(epoch, limits, policy)
 
     def _build_epoch(self, number: int, limits: Limits, policy: BatchingPolicy) -> None:
-        self.epoch = self.parts.build_epoch(number, limits, policy, self.observers, self.store.pins)
-        self.lifecycle = self.parts.lifecycle(self.store, self.epoch)
-        self.planner = self.parts.planner(self.store, self.epoch, self.lifecycle, self.drafting)
-        self.applier = self.parts.applier(self.store, self.epoch, self.lifecycle, self.drafting)
-        self.deferred_masks = self.parts.deferred_masks(self.store, self.epoch, self.queue, self._mask_words)
+        self.epoch = EpochState(number, limits, policy, self.observers, self.store.pins)
+        self.lifecycle = Lifecycle(self.store, self.epoch)
+        self.planner = StepPlanner(self.store, self.epoch, self.lifecycle, self.drafting)
+        self.applier = ResultApplier(self.store, self.epoch, self.lifecycle, self.drafting)
+        self.deferred_masks = DeferredMasks(self.store, self.epoch, self.queue, self._mask_words)
 
     @property
     def observers(self) -> events.Observers:
@@ -152,7 +155,7 @@ class EngineCore:
             self._refuse(frontend, message, refusal)
             return
         self._admitted += 1
-        request = store.requests[key] = self.parts.request(
+        request = store.requests[key] = Request(
             frontend,
             message.number,
             unpack(message.token_ids),

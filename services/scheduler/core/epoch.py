@@ -11,34 +11,48 @@ Rules (docs/invariants.md):
   another epoch.
 """
 
-from dataclasses import dataclass, field
-
 import numpy as np
 
+from services.scheduler.core.block_pool import BlockPool
 from services.scheduler.core.kv_cache import KVCacheManager
 from services.scheduler.core.ledger import InflightStep, Ledger
 from services.scheduler.core.limits import Limits
+from services.scheduler.core.observer import Observers
+from services.scheduler.core.pins import Pins
 from services.scheduler.core.request import Request
 from services.scheduler.core.slots import Column, SlotColumns, SlotIds
 from services.scheduler.core.waiting import WaitingQueue
 from services.scheduler.policies import BatchingPolicy, SchedulerView
 
 
-@dataclass(eq=False)
 class EpochState:
-    number: int
-    limits: Limits
-    policy: BatchingPolicy
-    slots: SlotColumns
-    ledger: Ledger
-    kv: KVCacheManager
-    running: SlotIds = field(default_factory=lambda: np.empty(0, np.int64))
-    """Live slots by order key."""
-    fences: dict[int, list[int]] = field(default_factory=dict)
-    """step_id -> retired slots that become free when that step was processed."""
-    released: list[int] = field(default_factory=list)
-    """Free slots that the workers have not been notified of."""
-    next_step: int = 1
+    def __init__(
+        self,
+        number: int,
+        limits: Limits,
+        policy: BatchingPolicy,
+        observers: Observers | None = None,
+        pins: Pins | None = None,
+    ) -> None:
+        self.number, self.limits, self.policy = number, limits, policy
+        self.slots = SlotColumns(limits.num_slots, limits.max_model_len)
+        self.ledger = Ledger(self.slots)
+        self.kv = KVCacheManager(
+            self.slots,
+            BlockPool(limits.num_blocks),
+            limits.block_size,
+            limits.enable_prefix_caching,
+            observers,
+            limits.groups,
+            pins,
+        )
+        self.running: SlotIds = np.empty(0, np.int64)
+        """Live slots by order key."""
+        self.fences: dict[int, list[int]] = {}
+        """step_id -> retired slots that become free when that step was processed."""
+        self.released: list[int] = []
+        """Free slots that the workers have not been notified of."""
+        self.next_step = 1
 
     def continue_from(self, next_step: int, generations: Column) -> None:
         """Number steps and generations as the workers expect them. No step is in flight."""

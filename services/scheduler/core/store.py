@@ -23,6 +23,7 @@ from services.scheduler.core.pins import Pins
 from services.scheduler.core.request import Request, RequestKey, RequestStatus
 from services.scheduler.core.suspects import Suspects
 from services.scheduler.core.waiting import WaitingQueue
+from services.scheduler.grammar import INLINE_MASKS, Compiler, MaskMaker
 
 TOTALS = (
     "num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "prompt_tokens", "generation_tokens",
@@ -37,23 +38,15 @@ TOTALS = (
 
 
 class RequestStore:
-    def __init__(
-        self,
-        compiling: CompilingRequests,
-        masks: RequestMasks,
-        waiting: WaitingQueue,
-        loading: LoadingRequests,
-        outputs: OutputBuffer,
-        pins: Pins,
-    ) -> None:
+    def __init__(self, compiler: Compiler | None = None, mask_maker: MaskMaker = INLINE_MASKS) -> None:
         self.requests: dict[RequestKey, Request] = {}
         """Open requests."""
-        self.compiling = compiling
-        self.masks = masks
-        self.waiting = waiting
-        self.loading = loading
-        self.outputs = outputs
-        self.pins = pins
+        self.compiling = CompilingRequests(compiler)
+        self.masks = RequestMasks(mask_maker)
+        self.waiting = WaitingQueue()
+        self.loading = LoadingRequests()
+        self.outputs = OutputBuffer()
+        self.pins = Pins()
         self.suspects = Suspects()
         self.counters: Counter[str] = Counter(dict.fromkeys(TOTALS, 0))
         """Totals by metric name."""

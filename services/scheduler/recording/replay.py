@@ -19,7 +19,6 @@ from services.scheduler.core.drafting import Drafting, drafting_from_config
 from services.scheduler.core.engine import EngineCore, StallError
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.parts import DEFAULT_PARTS, Parts
 from services.scheduler.core.pins import PinRefused
 from services.scheduler.core.request import RequestKey
 from services.scheduler.core.results import UnknownResult
@@ -49,7 +48,6 @@ class ProductionCore:
     """Makes the core of a replay, for the settings of a header."""
 
     header: RecordingHeader
-    parts: Parts = DEFAULT_PARTS
 
     @property
     def config(self) -> SchedulerConfig:
@@ -66,7 +64,7 @@ class ProductionCore:
     def core(self, compiler: Compiler | None, mask_maker: MaskMaker) -> EngineCore:
         h = self.header
         start = CoreStart(h.limits, h.epoch, h.vocab_size, h.hidden_size, compiler, mask_maker)
-        return build_core(self.config, start, self.policy(h.limits), self.parts)
+        return build_core(self.config, start, self.policy(h.limits))
 
 
 @dataclass

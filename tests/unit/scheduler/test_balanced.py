@@ -2,17 +2,20 @@
 
 from collections import deque
 from random import Random
-from typing import ClassVar
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 from protocol.sampling import SamplingParams
-from services.scheduler.core.kv_cache import KVCacheManager
+from services.scheduler.core.apply import ResultApplier
+from services.scheduler.core.epoch import EpochState
 from services.scheduler.core.ledger import InflightStep
+from services.scheduler.core.lifecycle import Lifecycle
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.parts import DEFAULT_PARTS, Parts
+from services.scheduler.core.plan import StepPlanner
 from services.scheduler.core.request import Request
+from services.scheduler.core.store import RequestStore
 from services.scheduler.policies import BalancedPolicy, ChunkedPolicy, StepBudget
 from services.scheduler.policies.balanced import MIN_CHUNK
 from tests.simulation.results import one_token_each
@@ -21,12 +24,12 @@ from tests.simulation.results import one_token_each
 class Pipeline:
     """A planner and an applier with `depth` steps in flight."""
 
-    def __init__(self, limits: Limits, depth: int | None = None, parts: Parts = DEFAULT_PARTS) -> None:
-        self.store = parts.build_store(None)
-        self.epoch = parts.build_epoch(1, limits, BalancedPolicy())
-        lifecycle = parts.lifecycle(self.store, self.epoch)
-        self.planner = parts.planner(self.store, self.epoch, lifecycle, None)
-        self.applier = parts.applier(self.store, self.epoch, lifecycle, None)
+    def __init__(self, limits: Limits, depth: int | None = None) -> None:
+        self.store = RequestStore()
+        self.epoch = EpochState(1, limits, BalancedPolicy())
+        lifecycle = Lifecycle(self.store, self.epoch)
+        self.planner = StepPlanner(self.store, self.epoch, lifecycle, None)
+        self.applier = ResultApplier(self.store, self.epoch, lifecycle, None)
         self.depth = depth or limits.stages + 1
         self.inflight: deque[InflightStep] = deque()
         self._requests = 0
@@ -274,20 +277,14 @@ def test_calling_the_policy_changes_nothing() -> None:
 def test_the_walk_over_waiting_requests_ends_with_seats_blocks_and_budget() -> None:
     """The cost of a step depends on what it may admit, not on the number of waiting requests."""
 
-    class Watched(KVCacheManager):
-        seen: ClassVar[list[Request]] = []
-
-        def find_prefix(self, request: Request) -> list[int]:
-            self.seen.append(request)
-            return super().find_prefix(request)
-
     def examined(**changes: int) -> int:
-        pipeline, seen = Pipeline(limits(**changes), parts=Parts(kv=Watched)), Watched.seen
+        pipeline = Pipeline(limits(**changes))
         for _ in range(400):
             pipeline.add(128)
-        seen.clear()
-        pipeline.budget()
-        return len(seen)
+        kv = pipeline.epoch.kv
+        with patch.object(kv, "find_prefix", wraps=kv.find_prefix) as find_prefix:
+            pipeline.budget()
+        return int(find_prefix.call_count)
 
     assert examined() == 400
     assert examined(max_num_seqs=10) <= 11
