@@ -89,7 +89,7 @@ class ModelRunner(Protocol):
         """Read the checkpoint's configuration, but not its weights.
 
         Raises:
-            LoadError: the model cannot be served.
+            LoadError or CheckpointError: the model cannot be served.
         """
         ...
 
@@ -101,7 +101,7 @@ class ModelRunner(Protocol):
                 (services.worker.distributed.ranks).
 
         Raises:
-            LoadError: the model cannot be served.
+            LoadError or CheckpointError: the model cannot be served.
             RanksLost: the other ranks cannot be reached.
         """
         ...

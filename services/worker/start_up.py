@@ -17,6 +17,7 @@ from protocol.membership import Assignment, InitializeCache, LoadFailed, LoadPro
 from protocol.sampling import SamplingParams
 from protocol.steps import NewRequest, SchedulerOutput
 from protocol.transport import PeerGone, PeerSlow
+from services.checkpoint import CheckpointError
 from services.config import WorkerConfig
 from services.process import STARTED, start_log
 from services.units import size_text
@@ -144,6 +145,10 @@ class StartUp:
         except LoadError as error:
             self._send_load_failed(error)
             raise
+        except CheckpointError as error:
+            failure = LoadError(str(error))
+            self._send_load_failed(failure)
+            raise failure from error
         except Exception as error:
             log.exception("the model cannot be served")
             failure = LoadError(f"{type(error).__name__}: {error}")

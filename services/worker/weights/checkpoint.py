@@ -1,23 +1,15 @@
 """The tensors of a checkpoint in any file format. Names and shapes are those of Hugging Face checkpoints."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
+from services.worker.kernels.quantized_weight import BlockRows
 from services.worker.runner import LoadError
 
 Cut = tuple[slice, ...]
 """Rows (and columns) of a tensor; `()` is all of it."""
-
-
-class QuantizedRows(NamedTuple):
-    """Rows of a quantised tensor as the file stores them."""
-
-    kind: str
-    """Type in ggml, such as "Q4_1"; the size of its blocks is in `services.checkpoint.gguf.tensor_types`."""
-    rows: torch.Tensor
-    """uint8[rows, bytes of a row]. Mapped if the file has the rows in this order; must not be written."""
 
 
 class Checkpoint(Protocol):
@@ -29,7 +21,7 @@ class Checkpoint(Protocol):
         Raises: LoadError, if it is missing, has another shape, or has no floating-point numbers.
         """
 
-    def blocks(self, name: str, shape: tuple[int, ...], cut: Cut = ()) -> QuantizedRows | None:
+    def blocks(self, name: str, shape: tuple[int, ...], cut: Cut = ()) -> BlockRows | None:
         """Return the part `cut` of a quantised tensor in its blocks, with the rows in the order of `take`.
 
         None: the tensor is not quantised, or `cut` divides a block.

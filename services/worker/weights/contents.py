@@ -8,7 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from services.worker.weights.checkpoint import Checkpoint, Cut, QuantizedRows, raw_bytes
+from services.worker.kernels.quantized_weight import BlockRows
+from services.worker.weights.checkpoint import Checkpoint, Cut, raw_bytes
 from services.worker.weights.safetensors_checkpoint import SafetensorsCheckpoint
 
 _WAITING = 4
@@ -42,7 +43,7 @@ class HashedCheckpoint:
         self._add(_part(name, shape, cut), str(dtype), values)
         return values
 
-    def blocks(self, name: str, shape: tuple[int, ...], cut: Cut = ()) -> QuantizedRows | None:
+    def blocks(self, name: str, shape: tuple[int, ...], cut: Cut = ()) -> BlockRows | None:
         stored = self._checkpoint.blocks(name, shape, cut)
         if stored is not None:
             self._add(_part(name, shape, cut), stored.kind, stored.rows)

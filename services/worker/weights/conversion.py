@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from services.checkpoint import CheckpointError, is_gguf, read_text
+from services.checkpoint import is_gguf, read_text
 from services.checkpoint.gguf import FILES, read_header, tensors_by_name
 from services.private import user_cache
 from services.worker.runner import LoadError
@@ -63,7 +63,7 @@ def convert(path: Path, directory: Path, dtype: str = "auto") -> None:
         dtype: one of `DTYPES`, or "auto" for that of the file's config.json (bfloat16 for quantised weights).
 
     Raises:
-        LoadError: the file cannot be read or is not supported, or the directory is not empty.
+        LoadError or CheckpointError: the file cannot be read or is not supported, or the directory is not empty.
         OSError: the directory cannot be written.
     """
     if not is_gguf(path):
@@ -89,10 +89,7 @@ def _move(scratch: Path, directory: Path) -> None:
 
 
 def _write(path: Path, directory: Path, dtype: str) -> None:
-    try:
-        texts = {name: text for name in _NAMES if (text := read_text(path, name)) is not None}
-    except CheckpointError as error:
-        raise LoadError(str(error)) from error
+    texts = {name: text for name in _NAMES if (text := read_text(path, name)) is not None}
     config = json.loads(texts["config.json"])
     if dtype != "auto":
         config["dtype"] = dtype

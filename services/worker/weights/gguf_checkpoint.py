@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.checkpoint import CheckpointError
 from services.checkpoint.gguf import GgufHeader, GgufTensor, architecture, read_header, tensors_by_name
+from services.worker.kernels.quantized_weight import BlockRows
 from services.worker.runner import LoadError
-from services.worker.weights.checkpoint import Cut, QuantizedRows, check_shape, missing_tensor, sampled_rows
+from services.worker.weights.checkpoint import Cut, check_shape, missing_tensor, sampled_rows
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types without blocks."""
@@ -26,14 +26,11 @@ _CHUNK_ELEMENTS = 1 << 18
 
 
 class GgufCheckpoint:
-    """A `Checkpoint`. Raises: LoadError, when the file is broken or has tensors that are not supported."""
+    """A `Checkpoint`. Raises: CheckpointError, when the file is broken or has tensors that are not supported."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            self._header: GgufHeader = read_header(path)
-            self._tensors = tensors_by_name(self._header)
-        except CheckpointError as error:
-            raise LoadError(str(error)) from error
+        self._header: GgufHeader = read_header(path)
+        self._tensors = tensors_by_name(self._header)
         # Copy on write: torch accepts the array without a warning, and nothing reaches the file.
         self._data: NDArray[np.uint8] = np.memmap(path, np.uint8, "c")
 
@@ -50,7 +47,7 @@ class GgufCheckpoint:
         offset = architecture(self._header).norm_offset if name.endswith("norm.weight") else 0.0
         return values.reshape(-1) - offset if offset else values.reshape(-1)
 
-    def blocks(self, name: str, shape: tuple[int, ...], cut: Cut = ()) -> QuantizedRows | None:
+    def blocks(self, name: str, shape: tuple[int, ...], cut: Cut = ()) -> BlockRows | None:
         tensor = self._tensor(name, shape)
         rows, columns = _slices(tensor, cut)
         elements, size = tensor.type.block_elements, tensor.type.block_bytes
@@ -58,7 +55,7 @@ class GgufCheckpoint:
             return None
         stored = torch.from_numpy(self._rows(name, tensor, rows))
         part = slice(columns.start // elements * size, columns.stop // elements * size)
-        return QuantizedRows(tensor.type.name, stored[:, part])
+        return BlockRows(tensor.type.name, stored[:, part])
 
     def integers(self, name: str) -> torch.Tensor:
         if name not in self:

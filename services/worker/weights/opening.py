@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from protocol.membership import Speculation
 from services.checkpoint import WEIGHT_FILES, CheckpointError, is_gguf, read_text, resolve, text_digest
 from services.config import WorkerConfig
 from services.worker.runner import LoadError
@@ -13,15 +14,20 @@ from services.worker.weights.safetensors_checkpoint import SafetensorsCheckpoint
 
 
 def checkpoint_path(config: WorkerConfig) -> Path:
-    """Return the directory or the GGUF file of the worker's model. Raises: LoadError"""
+    """Return the directory or the GGUF file of the worker's model. Raises: CheckpointError"""
+    return resolve(config.model, config.revision, WEIGHT_FILES)
+
+
+def drafter_path(speculation: Speculation) -> Path:
+    """Return the directory of the drafter's checkpoint. Raises: LoadError"""
     try:
-        return resolve(config.model, config.revision, WEIGHT_FILES)
+        return resolve(speculation.model, speculation.revision or None, WEIGHT_FILES)
     except CheckpointError as error:
-        raise LoadError(str(error)) from error
+        raise LoadError(f"the drafter: {error}") from error
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Raises: LoadError, when the files are missing, broken or not supported."""
+    """Raises: LoadError or CheckpointError, when the files are missing, broken or not supported."""
     return GgufCheckpoint(path) if is_gguf(path) else SafetensorsCheckpoint(path)
 
 
@@ -31,20 +37,13 @@ def model_digest(path: Path, checkpoint: Checkpoint, settings: Sequence[str] = (
     Args:
         settings: what else changes the values that are computed.
 
-    Raises: LoadError
+    Raises: CheckpointError
     """
-    try:
-        text = read_text(path, "config.json")
-    except CheckpointError as error:
-        raise LoadError(str(error)) from error
-    digest = checkpoint.digest((text or "").encode())
+    digest = checkpoint.digest((read_text(path, "config.json") or "").encode())
     return hashlib.sha256(" ".join([digest, *settings]).encode()).hexdigest() if settings else digest
 
 
 def tokenizer_digest(path: Path) -> str:
-    """Return the digest of tokenizer.json beside the weights, "" without one. Raises: LoadError"""
-    try:
-        text = read_text(path, "tokenizer.json")
-    except CheckpointError as error:
-        raise LoadError(str(error)) from error
+    """Return the digest of tokenizer.json beside the weights, "" without one. Raises: CheckpointError"""
+    text = read_text(path, "tokenizer.json")
     return "" if text is None else text_digest(text)

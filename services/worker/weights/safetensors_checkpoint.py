@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from services.checkpoint import CheckpointError, weight_shards
+from services.checkpoint import weight_shards
+from services.worker.kernels.quantized_weight import BlockRows
 from services.worker.runner import LoadError
-from services.worker.weights.checkpoint import Cut, QuantizedRows, check_shape, missing_tensor, raw_bytes, sampled_rows
+from services.worker.weights.checkpoint import Cut, check_shape, missing_tensor, raw_bytes, sampled_rows
 
 DTYPES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
 """Dtypes of safetensors that can be read, and their bytes."""
@@ -18,11 +19,11 @@ DTYPES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
 class SafetensorsCheckpoint:
     """A `Checkpoint`: the tensors of a directory. Files are mapped; a tensor is read when it is requested.
 
-    Raises: LoadError, when there are no safetensors files, or one is missing or broken.
+    Raises: LoadError or CheckpointError, when there are no safetensors files, or one is missing or broken.
     """
 
     def __init__(self, directory: Path) -> None:
-        opened = [_open(path) for path in _shards(directory)]
+        opened = [_open(path) for path in weight_shards(directory)]
         self.files = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
         """The open file of each tensor, by the tensor's name."""
 
@@ -51,7 +52,7 @@ class SafetensorsCheckpoint:
             raise LoadError(f"tensor {name} must be a list of whole numbers; download the model again")
         return values.long()
 
-    def blocks(self, name: str, shape: tuple[int, ...], cut: Cut = ()) -> QuantizedRows | None:
+    def blocks(self, name: str, shape: tuple[int, ...], cut: Cut = ()) -> BlockRows | None:
         """Return None: the files have no quantised tensors."""
         return None
 
@@ -69,14 +70,6 @@ class SafetensorsCheckpoint:
             for rows in sampled_rows(shape):
                 digest.update(raw_bytes(view[rows]))
         return digest.hexdigest()
-
-
-def _shards(directory: Path) -> list[Path]:
-    """Raises: LoadError"""
-    try:
-        return weight_shards(directory)
-    except CheckpointError as error:
-        raise LoadError(str(error)) from error
 
 
 def _open(path: Path):  # type: ignore[no-untyped-def]

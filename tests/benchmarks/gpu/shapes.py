@@ -7,7 +7,8 @@ import torch
 
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.rope_config import Rope
-from services.worker.weights.checkpoint import Cut, QuantizedRows
+from services.worker.kernels.quantized_weight import BlockRows
+from services.worker.weights.checkpoint import Cut
 
 TINY, TINY_SERVED = "tiny", "tiny-served"
 
@@ -73,7 +74,7 @@ class RandomCheckpoint:
             return torch.ones(sizes, dtype=dtype, device=self.where)
         return torch.randn(sizes, dtype=dtype, device=self.where).mul_(0.02)
 
-    def blocks(self, name: str, shape: tuple[int, ...], cut: Cut = ()) -> QuantizedRows | None:
+    def blocks(self, name: str, shape: tuple[int, ...], cut: Cut = ()) -> BlockRows | None:
         return None
 
     def integers(self, name: str) -> torch.Tensor:

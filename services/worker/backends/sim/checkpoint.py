@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from services.checkpoint import CheckpointError, read_json, resolve
+from services.checkpoint import read_json, resolve
 from services.config import WorkerConfig
 from services.worker.runner import LoadError
 
@@ -27,15 +27,12 @@ class SimCheckpoint:
     def from_config(cls, config: WorkerConfig) -> "SimCheckpoint":
         """Read the checkpoint of `config.model`, or make one without files if only `sim_vocab_size` is set.
 
-        Raises: LoadError, if the files cannot be read.
+        Raises: LoadError or CheckpointError, if the files cannot be read.
         """
         if config.sim_vocab_size and not config.model:
             return cls._from_json({}, {}, config.sim_vocab_size)
-        try:
-            path = resolve(config.model, config.revision)
-            model, generation = (read_json(path, f"{name}.json") for name in ("config", "generation_config"))
-        except CheckpointError as error:
-            raise LoadError(str(error)) from error
+        path = resolve(config.model, config.revision)
+        model, generation = (read_json(path, f"{name}.json") for name in ("config", "generation_config"))
         if not model:
             raise LoadError(f"{path} has no config.json; give a directory in Hugging Face format")
         return cls._from_json(model, generation, config.sim_vocab_size)

@@ -1,28 +1,14 @@
 """vLLM's drafters: their configuration, checks of those with a model, and the tokens that these read."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from protocol.membership import Speculation
-from services.checkpoint import WEIGHT_FILES, CheckpointError, resolve
 from services.worker.runner import LoadError
-
-
-def drafter_directory(speculation: Speculation | None) -> Path | None:
-    """Return the directory of the drafter's checkpoint; None: there is none.
-
-    Raises: LoadError
-    """
-    if speculation is None or not speculation.model:
-        return None
-    try:
-        return resolve(speculation.model, speculation.revision or None, WEIGHT_FILES)
-    except CheckpointError as error:
-        raise LoadError(f"the drafter: {error}") from error
+from services.worker.weights import drafter_path
 
 
 def drafter_config(speculation: Speculation | None) -> dict[str, Any] | None:
@@ -37,10 +23,9 @@ def drafter_config(speculation: Speculation | None) -> dict[str, Any] | None:
     if method == "ngram":
         shortest, longest = speculation.prompt_lookup_min, speculation.prompt_lookup_max
         return config | {"prompt_lookup_min": shortest, "prompt_lookup_max": longest}
-    directory = drafter_directory(speculation)
-    if directory is None:
+    if not speculation.model:
         raise LoadError(f'"method": "{method}" needs a "model" with --backend vllm')
-    return config | {"model": str(directory)}
+    return config | {"model": str(drafter_path(speculation))}
 
 
 def check_drafter(config: Any, speculation: Speculation | None) -> None:

@@ -23,7 +23,6 @@ from services.worker import machine
 from services.worker.backends.epoch_value import EpochValue
 from services.worker.backends.kv_blocks import num_kv_blocks
 from services.worker.backends.vllm.checkpoint import read_identity
-from services.worker.backends.vllm.drafters import drafter_directory
 from services.worker.backends.vllm.engine import VllmEngine
 from services.worker.backends.vllm.engine_config import EngineOptions
 from services.worker.backends.vllm.epoch import VllmEpoch
@@ -34,7 +33,7 @@ from services.worker.backends.vllm.process_groups import ProcessGroups
 from services.worker.batch.slots import SlotTable
 from services.worker.kv_memory import KVMemory
 from services.worker.runner import Identity, LoadError, Output, Progress
-from services.worker.weights import checkpoint_path, layer_contents
+from services.worker.weights import checkpoint_path, drafter_path, layer_contents
 from services.worker.weights.conversion import cached_conversion
 from services.worker.weights.safetensors_checkpoint import SafetensorsCheckpoint
 
@@ -113,8 +112,8 @@ class VllmRunner:
             return {}
         threads = self._config.threads or machine.cores()
         contents = layer_contents(SafetensorsCheckpoint(options.directory), threads)
-        if (drafter := drafter_directory(options.assignment.speculation)) is not None:
-            digests = layer_contents(SafetensorsCheckpoint(drafter), threads)
+        if (speculation := options.assignment.speculation) and speculation.model:
+            digests = layer_contents(SafetensorsCheckpoint(drafter_path(speculation)), threads)
             contents |= {f"drafter/{layer}": digest for layer, digest in digests.items()}
         return contents
 

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from protocol.membership import Assignment, Shard
 from protocol.steps import NO_DRAFT
-from services.checkpoint import WEIGHT_FILES, CheckpointError, resolve
 from services.worker.backends.native.drafters.base import I32, Advance, Drafter, DrafterSlots, Proposer, TargetModel
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.forward import ForwardPass
@@ -20,6 +19,7 @@ from services.worker.batch.slots import EMPTY, Rows
 from services.worker.distributed.ranks import Ranks
 from services.worker.kernels.interface.sampling import SamplingKernels
 from services.worker.runner import LoadError
+from services.worker.weights import drafter_path
 
 BEHIND = 16
 """Maximum number of missing positions of a request while no drafts are proposed."""
@@ -29,10 +29,7 @@ class DraftModelDrafter(Drafter):
     def __init__(self, target: TargetModel) -> None:
         """Raises: LoadError, also for a checkpoint with another vocabulary."""
         wanted = target.speculation
-        try:
-            path = resolve(wanted.model, wanted.revision or None, WEIGHT_FILES)
-        except CheckpointError as error:
-            raise LoadError(f"the draft model: {error}") from error
+        path = drafter_path(wanted)
         config, whole = ModelConfig.from_checkpoint(path), target.model.part.whole
         if config.vocab_size != whole.vocab_size:
             raise LoadError(

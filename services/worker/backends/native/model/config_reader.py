@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from services.checkpoint import CheckpointError, read_json
+from services.checkpoint import read_json
 from services.worker.runner import LoadError
 
 
@@ -59,12 +59,8 @@ class ConfigReader:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the content of config.json. Raises: LoadError"""
-    try:
-        raw = read_json(path, "config.json")
-    except CheckpointError as error:
-        raise LoadError(str(error)) from error
-    if raw:
+    """Return the content of config.json. Raises: LoadError, CheckpointError"""
+    if raw := read_json(path, "config.json"):
         return raw
     if (path / "adapter_config.json").is_file():
         raise LoadError(f"{path} is a LoRA adapter; adapters are not served, merge it into its base model first")

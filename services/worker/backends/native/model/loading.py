@@ -236,7 +236,7 @@ class ShardLoader:
             return self._product(name, shape, *cut)
         blocks = self._checkpoint.blocks(name, shape, cut)
         if blocks is not None and (wanted != "int4" or "4" in blocks.kind):
-            return QuantizedWeight.from_rows(*blocks)
+            return QuantizedWeight((blocks,))
         if wanted is None:
             return self._product(name, shape, *cut)
         return quantized(self._checkpoint.take(name, shape, torch.float32, cut), wanted)
