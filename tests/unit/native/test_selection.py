@@ -116,4 +116,4 @@ def test_compiled_kernels_inherit_only_plain_copies() -> None:
         for name, operation in vars(type(getattr(plain, group))).items()
         if callable(operation) and getattr(type(getattr(compiled, group)), name) is operation
     }
-    assert inherited == {"write_prompt", "read_tokens"}
+    assert inherited == {"write_prompt", "read_tokens", "upload"}
