@@ -123,10 +123,10 @@ class MaskThread:
         return len(self._quick_jobs) * self._pace
 
     def wait(self, patience: float, most: float) -> None:
-        """Make quick masks until `most` seconds from the last submission on; the thread makes the rest. Then wait until
-        no mask is being made: for `patience` seconds from the last submission on, and for up to `most` seconds while
-        masks are made so fast that the missing ones take twice as long at most."""
-        self._make_quick(self._submitted + most)
+        """Make quick masks for `most` seconds; the thread makes the rest. Then wait until no mask is being made: for
+        `patience` seconds from the last submission on, and for up to `most` seconds while masks are made so fast that
+        the missing ones take twice as long at most."""
+        self._make_quick(time.monotonic() + most)  # a plan may have been sent since they were submitted
         if self._quick_jobs:
             self._hand_over([*self._quick_jobs])
             self._quick_jobs.clear()
