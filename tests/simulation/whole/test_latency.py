@@ -63,7 +63,8 @@ def test_the_next_plan_is_sent_before_masks_that_may_come_too_late() -> None:
     with system.libraries():
         system.start()
         assert system.hub.run(30.0, lambda: system.serving)
-        assert system.service is not None and system.service.engine is not None
+        assert system.service is not None
+        assert system.service.engine is not None
         system.service.engine.observers.add(masks)
         for grammar in (structured(1), None):
             system.send_later(request(system, system.hub.now, grammar))
