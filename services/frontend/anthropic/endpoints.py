@@ -53,8 +53,8 @@ async def messages(http: HTTPRequest, context: Context) -> Response:
     output = ChatOutput.from_body(body, model.formats)
     prompt = await answering.prompts.for_chat(body, state.vocab_size, state.max_model_len)
     start = output.reasoning_start(prompt.token_ids, model.tokenizer)
-    engine_context = answering.context(http, body, output.grammar(structured_params(body), start))
-    request = AnswerRequest(http, body, engine_context, await answering.submissions(body, [prompt]))
+    shared = answering.shared(http, body, structured=output.grammar(structured_params(body), start))
+    request = AnswerRequest(http, body, shared, await answering.submissions(body, [prompt]))
     head: MessageHead = {
         "id": f"msg_{uuid.uuid4().hex}",
         "type": "message",

@@ -14,18 +14,15 @@ import os
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 from typing_extensions import TypedDict
 
 from protocol.block_names import TOKEN_BYTES, extend_names
 from protocol.codec import Decoder, ProtocolError, encode, pack
-from protocol.lora import LoRAAdapter, salt_of
-from protocol.media import Media
-from protocol.pooling import PoolingParams
 from protocol.requests import (
     CacheAction,
     CacheControlled,
@@ -36,7 +33,7 @@ from protocol.requests import (
     GenerateRequest,
     ResetPrefixCache,
 )
-from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
+from protocol.sampling import Pooling, SamplingParams
 from protocol.security import LOCAL, Security
 from services.frontend.engine.addresses import EngineAddress, follow
 from services.frontend.engine.availability import NOT_CONNECTED, Recovery
@@ -75,24 +72,8 @@ def failure(finish: Finish, param: str | None = None) -> APIError | None:
     return invalid(message, param, logged=f"{param}: the engine refused the request")
 
 
-@dataclass(frozen=True)
-class RequestContext:
-    """Fields that all engine requests of one HTTP request share."""
-
-    request_id: str = ""
-    """The HTTP request's id, for logs."""
-    priority: int = 0
-    cache_salt: str = ""
-    structured: StructuredOutputParams | None = None
-    pooling: Pooling = Pooling.NONE
-    lora: LoRAAdapter | None = None
-    pooling_params: PoolingParams | None = None
-    media: Media | None = None
-
-    @property
-    def salt(self) -> str:
-        """Return the beginning of the names of its KV blocks."""
-        return salt_of(self.lora, self.cache_salt)
+NO_PROMPT = GenerateRequest(0, b"", 0, SamplingParams(1))
+"""The fields that all engine requests of one HTTP request share are set in a copy of it; `submit` sets the others."""
 
 
 class MoveEntry(TypedDict):
@@ -242,14 +223,16 @@ class EngineClient:
     def submit(
         self,
         stream: RequestStream,
-        prompt: list[int],
+        token_ids: list[int],
         params: SamplingParams,
-        context: RequestContext,
+        shared: GenerateRequest,
         identity: str = "",
     ) -> None:
         """Send a request; its outputs arrive in `stream`. If it has output already, the request goes on from there.
 
         Args:
+            token_ids: the prompt.
+            shared: the request without number, prompt and parameters.
             identity: identity of the engines that made the output which `stream` has.
 
         Raises: APIError, when no engine can take a request now
@@ -258,20 +241,8 @@ class EngineClient:
         if len(self.ledger) >= self._max_open:
             raise APIError(429, f"{self._max_open} requests are open already; try again later")
         stream.number = self._next_number()
-        message = GenerateRequest(
-            stream.number,
-            pack(prompt),
-            len(prompt),
-            params,
-            context.priority,
-            context.cache_salt,
-            context.request_id,
-            context.structured,
-            context.pooling,
-            lora=context.lora,
-            pooling_params=context.pooling_params,
-            media=context.media,
-        )
+        prompt = {"token_ids": pack(token_ids), "num_prompt_tokens": len(token_ids)}
+        message = replace(shared, number=stream.number, params=params, **prompt)
         try:  # the scheduler would expel this frontend, with all its streams
             _requests.decode(encode(message))
         except (ProtocolError, ValueError) as error:
@@ -284,7 +255,7 @@ class EngineClient:
             self.decisions["hold", NOBODY, "not_ready"] += 1
         log.debug(
             "request accepted: request_id=%s number=%d prompt_tokens=%d engine=%s",
-            context.request_id, stream.number, len(prompt), entry.engine,
+            shared.request_id, stream.number, len(token_ids), entry.engine,
         )  # fmt: skip
 
     def _place(self, entry: LedgerEntry) -> None:

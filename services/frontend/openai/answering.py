@@ -7,14 +7,14 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from starlette.types import Scope
 
-from protocol.media import Media
-from protocol.pooling import PoolingParams
-from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
-from services.frontend.engine.client import EngineClient, RequestContext
+from protocol.requests import GenerateRequest
+from protocol.sampling import SamplingParams
+from services.frontend.engine.client import NO_PROMPT, EngineClient
 from services.frontend.errors import APIError
 from services.frontend.http.disconnect import watch_disconnect
 from services.frontend.metrics import Metrics
@@ -66,7 +66,8 @@ class AnswerRequest:
 
     http: HTTPRequest
     body: Body
-    context: RequestContext
+    shared: GenerateRequest
+    """Fields of all engine requests."""
     submissions: list[Submission]
     usage: UsageCounter = field(default_factory=UsageCounter)
 
@@ -164,21 +165,15 @@ class Answering:
             "model": body.model or self.model.names[0],
         }
 
-    def context(
-        self,
-        http: HTTPRequest,
-        body: ScheduledRequest,
-        structured: StructuredOutputParams | None = None,
-        pooling: Pooling = Pooling.NONE,
-        pooling_params: PoolingParams | None = None,
-        media: Media | None = None,
-    ) -> RequestContext:
-        """Raises: APIError, if the model is not served any more"""
+    def shared(self, http: HTTPRequest, body: ScheduledRequest, **fields: Any) -> GenerateRequest:
+        """Return what all engine requests of an HTTP request share, with some more fields.
+
+        Raises: APIError, if the model is not served any more
+        """
         tenant, salt = http.state.tenant, body.cache_salt or ""
         salt = f"{tenant}/{salt}" if tenant else salt  # cache hits reveal nothing to holders of another key
-        lora = self.model.adapter(body.model)
-        priority = body.priority or 0
-        return RequestContext(http.state.request_id, priority, salt, structured, pooling, lora, pooling_params, media)
+        own = {"request_id": http.state.request_id, "priority": body.priority or 0, "cache_salt": salt}
+        return replace(NO_PROMPT, lora=self.model.adapter(body.model), **own, **fields)
 
     async def submissions(self, body: Body, prompts: list[Prompt]) -> list[Submission]:
         """Return each prompt with the parameters of its first answer. Raises: APIError"""
@@ -204,7 +199,7 @@ class Answering:
         formatter = LogprobFormatter(self._texts, bool(request.body.return_tokens_as_token_ids))
         shared = request.usage, formatter, options, time.monotonic(), summary
         context = ChoiceContext(self.engine, self.metrics, *shared)
-        generation = Generation(context, self.model.tokenizer, request.context, writer)
+        generation = Generation(context, self.model.tokenizer, request.shared, writer)
         receive, fail = request.http.receive, generation.response.fail
         watch = contextlib.nullcontext() if summary.is_detached else watch_disconnect(receive, fail)
         with contextlib.closing(generation), watch:

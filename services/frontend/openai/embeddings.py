@@ -4,19 +4,20 @@ import base64
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from starlette.requests import Request as HTTPRequest
 
 from protocol.pooling import PoolingParams
-from protocol.requests import EngineState, Finish
+from protocol.requests import EngineState, Finish, GenerateRequest
 from protocol.sampling import Pooling, SamplingParams
 from services.frontend.context import AppContext
-from services.frontend.engine.client import EngineClient, RequestContext, failure
+from services.frontend.engine.client import EngineClient, failure
 from services.frontend.engine.streams import RawLogprobs, RequestStream, ResponseStream
 from services.frontend.errors import APIError, invalid
 from services.frontend.http.disconnect import watch_disconnect
@@ -201,14 +202,14 @@ class Embedder:
         engine: EngineClient,
         metrics: Metrics,
         encode: Encode,
-        request: RequestContext,
+        shared: GenerateRequest,
         prompts: list[PooledPrompt],
     ) -> None:
-        self.response = ResponseStream(engine.flush_queue, request.request_id)
+        self.response = ResponseStream(engine.flush_queue, shared.request_id)
         self._engine = engine
         self._metrics = metrics
         self._encode = encode
-        self._request = request
+        self._shared = shared
         self._prompts = prompts
         self._entries: list[bytes | None] = [None] * len(prompts)
         """Each encoded entry; None until it has arrived."""
@@ -230,12 +231,11 @@ class Embedder:
     def _submit_next(self) -> None:
         """Raises: APIError"""
         index = self._num_submitted
-        stream, request = EmbeddingStream(self.response, self, index), self._request
+        stream, shared = EmbeddingStream(self.response, self, index), self._shared
         ids, second = self._prompts[index]
-        if request.pooling_params is not None and second is not None:
-            params = msgspec.structs.replace(request.pooling_params, second_text=second)
-            request = replace(request, pooling_params=params)
-        self._engine.submit(stream, ids, _ONE_TOKEN, request)
+        if shared.pooling_params is not None and second is not None:
+            shared = replace(shared, pooling_params=replace(shared.pooling_params, second_text=second))
+        self._engine.submit(stream, ids, _ONE_TOKEN, shared)
         self._open[index] = stream
         self._num_submitted += 1
 
@@ -266,9 +266,9 @@ async def pooled(
     own. Raises: APIError"""
     _vector_size(context.engine.state)
     kind = (context.model.pooling, None) if context.engine.state.pooling is None else (Pooling.MODEL, params)
-    request = context.answering.context(http, body, None, *kind)
+    shared = context.answering.shared(http, body, pooling=kind[0], pooling_params=kind[1])
     http.state.summary.prompt_tokens = count = sum(len(prompt.token_ids) for prompt in prompts)
-    embedder = Embedder(context.engine, context.metrics, encode, request, prompts)
+    embedder = Embedder(context.engine, context.metrics, encode, shared, prompts)
     with contextlib.closing(embedder), watch_disconnect(http.receive, embedder.response.fail):
         return await embedder.run(), count
 

@@ -135,8 +135,8 @@ async def _answer(
     """Return the response; that of a stream when the first outputs have decided its status. Raises: APIError"""
     answering = context.answering
     submissions = await answering.submissions(body, prompts)
-    engine_context = answering.context(http, body, structured, media=prompts[0].media)
-    request, head = (AnswerRequest(http, body, engine_context, submissions), answering.head(body, dialect.prefix))
+    shared = answering.shared(http, body, structured=structured, media=prompts[0].media)
+    request, head = AnswerRequest(http, body, shared, submissions), answering.head(body, dialect.prefix)
     if body.stream:
         first_fields = {"prompt_token_ids": prompts[0].token_ids} if body.return_token_ids else {}
         options = body.stream_options or StreamOptions()

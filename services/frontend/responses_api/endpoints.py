@@ -15,9 +15,9 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response, StreamingResponse
 
 from protocol.codec import pack, unpack
+from protocol.requests import GenerateRequest
 from protocol.sampling import SamplingParams
 from services.frontend.context import AppContext, Context, recorded
-from services.frontend.engine.client import RequestContext
 from services.frontend.errors import GONE, APIError, invalid
 from services.frontend.model import ServedModel
 from services.frontend.openai.answering import Answering, AnswerRequest
@@ -166,8 +166,8 @@ async def create(http: HTTPRequest, context: Context) -> Response:
         run = _start(http, context, turn, id, origin, events)
         return _events(run, -1) if given.stream else Response(run.response, media_type="application/json")
     head = head_json(given, id, name, store is not None, created)
-    answer, engine_context = _answer(http, context, turn, head, prompt.token_ids)
-    request = AnswerRequest(http, turn.body, engine_context, submissions, answer.usage)
+    answer, shared = _answer(http, context, turn, head, prompt.token_ids)
+    request = AnswerRequest(http, turn.body, shared, submissions, answer.usage)
     keep = _keeper(store, tenant, turn.history, turn.items)
     if given.stream:
         return await answering.streamed(request, ResponseEvents(answer, keep))
@@ -180,13 +180,13 @@ async def create(http: HTTPRequest, context: Context) -> Response:
 
 def _answer(
     http: HTTPRequest, context: AppContext, turn: _Turn, head: ResponseHead, prompt: list[int]
-) -> tuple[ResponseInProgress, RequestContext]:
+) -> tuple[ResponseInProgress, GenerateRequest]:
     tokenizer, given, output = context.model.tokenizer, turn.given, turn.output
     start = output.reasoning_start(prompt, tokenizer)
     grammar = output.grammar(structured_params(turn.body), start)
     parser = output.parser(start, eager=bool(given.stream or given.background))
     answer = ResponseInProgress(head, parser, UsageCounter(), lambda text: len(tokenizer.encode_rendered(text)))
-    return answer, context.answering.context(http, turn.body, grammar)
+    return answer, context.answering.shared(http, turn.body, structured=grammar)
 
 
 def _start(
@@ -209,14 +209,14 @@ def _start(
     prompt = Prompt(unpack(origin.prompt).tolist())
     params = msgspec.msgpack.decode(origin.params, type=SamplingParams)
     head = head_json(turn.given, id, origin.model, True, origin.created)
-    answer, engine_context = _answer(http, context, turn, head, prompt.token_ids)
+    answer, shared = _answer(http, context, turn, head, prompt.token_ids)
     run = BackgroundRun(answer, events)
     opening = run.encoder.opening()
     delivered = NOTHING if orphan is None else orphan.content.delivered
     if orphan is not None and orphan.content.opening != opening:
         raise APIError(500, OTHER_EVENTS)
     http.state.summary.is_detached = True
-    request = AnswerRequest(http, turn.body, engine_context, [(prompt, params)], answer.usage)
+    request = AnswerRequest(http, turn.body, shared, [(prompt, params)], answer.usage)
     generating = answering.generation(request, run.encoder, delivered)
     with contextlib.ExitStack() as stack:
         generation = stack.enter_context(generating)

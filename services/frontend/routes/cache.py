@@ -86,7 +86,7 @@ async def control_cache(http: HTTPRequest, context: Context) -> Response:
     elif action is not CacheAction.LIST and bool(pin) == (tokens is not None and action is CacheAction.DROP):
         what = "the id of a pin" + (", or a prompt or messages" if action is CacheAction.DROP else "")
         raise invalid(f"{body.action} needs {what}", "pin")
-    salt = context.answering.context(http, body).salt
+    salt = context.answering.shared(http, body).salt
 
     def make(state: EngineState, number: int) -> ControlCache:
         names: list[bytes] = []

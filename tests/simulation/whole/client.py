@@ -3,11 +3,13 @@
 import asyncio
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from protocol.requests import Finish, FinishReason
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from protocol.transport import HandshakeRefused
 from services.frontend.engine.addresses import numbered
-from services.frontend.engine.client import EngineClient, RequestContext, failure
+from services.frontend.engine.client import NO_PROMPT, EngineClient, failure
 from services.frontend.engine.streams import RawLogprobs, RequestStream, ResponseStream
 from services.frontend.errors import APIError
 from tests.simulation.grammar import Automaton
@@ -152,11 +154,9 @@ class SimulatedFrontend:
         try:
             while len(streams) < len(request.choices):
                 stream = ChoiceStream(response, request.choices[len(streams)])
-                context = RequestContext(
-                    request.name, cache_salt="", structured=request.structured, pooling=request.pooling
-                )
+                fields = {"request_id": request.name, "structured": request.structured, "pooling": request.pooling}
                 try:
-                    self.engine.submit(stream, request.prompt, stream.choice.params, context)
+                    self.engine.submit(stream, request.prompt, stream.choice.params, replace(NO_PROMPT, **fields))
                 except APIError as error:
                     response.num_open -= 1
                     if error.status not in REFUSED_FOR_NOW or streams:

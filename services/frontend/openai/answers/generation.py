@@ -2,8 +2,8 @@
 
 import msgspec
 
+from protocol.requests import GenerateRequest
 from protocol.sampling import SamplingParams
-from services.frontend.engine.client import RequestContext
 from services.frontend.engine.streams import ResponseStream
 from services.frontend.errors import APIError
 from services.frontend.openai.answers.choice import Choice, ChoiceContext, Delivered
@@ -22,11 +22,11 @@ class Generation:
     """Submits one engine request per choice. The caller must close it."""
 
     def __init__(
-        self, context: ChoiceContext, tokenizer: Tokenizer, request: RequestContext, writer: AnswerWriter
+        self, context: ChoiceContext, tokenizer: Tokenizer, shared: GenerateRequest, writer: AnswerWriter
     ) -> None:
         self.choices: list[Choice] = []
-        self.response = ResponseStream(context.engine.flush_queue, request.request_id)
-        self._context, self._tokenizer, self._request, self._writer = context, tokenizer, request, writer
+        self.response = ResponseStream(context.engine.flush_queue, shared.request_id)
+        self._context, self._tokenizer, self._shared, self._writer = context, tokenizer, shared, writer
 
     def close(self) -> None:
         """Abort the requests that are still open, and count the tokens that they have brought."""
@@ -68,7 +68,7 @@ class Generation:
         choice = Choice(self.response, context, prompt, is_first, params.max_tokens, assembler, logprobs, writer)
         if choice.replay(delivered.batches) != delivered.written:
             raise APIError(500, OTHER_EVENTS)
-        context.engine.submit(choice, ids, params, self._request, delivered.identity)
+        context.engine.submit(choice, ids, params, self._shared, delivered.identity)
         self.choices.append(choice)
 
     def prompt_logprobs(self) -> list[PromptLogprobs]:

@@ -21,7 +21,7 @@ from protocol.sampling import SamplingParams
 from protocol.transport import HandshakeRefused, Server
 from services.frontend.engine import engines as engines_module
 from services.frontend.engine.addresses import numbered
-from services.frontend.engine.client import EngineClient, RequestContext
+from services.frontend.engine.client import NO_PROMPT, EngineClient
 from services.frontend.engine.streams import FlushQueue, ResponseStream
 from tests.unit.frontend.engine.test_streams import RecordingStream
 
@@ -98,7 +98,7 @@ async def test_a_message_that_the_scheduler_cannot_read_costs_its_request_and_no
                 submissions += 1
                 server.expel(peer, ProtocolError("a byte is wrong"))
         if client.ready and not submissions and not client.num_open:
-            client.submit(stream, [1, 2], SamplingParams(8, seed=1), RequestContext())
+            client.submit(stream, [1, 2], SamplingParams(8, seed=1), NO_PROMPT)
         await asyncio.sleep(0.01)
     assert submissions == 3
     assert isinstance(stream.end, Finish)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from protocol.block_names import extend_names
 from protocol.codec import Decoder, pack, unpack
@@ -30,7 +31,7 @@ from protocol.sampling import SamplingParams
 from protocol.suspects import SUSPECT_AFTER
 from protocol.transport import PeerGone, Server
 from services.frontend.engine.addresses import numbered
-from services.frontend.engine.client import EngineClient, RequestContext
+from services.frontend.engine.client import NO_PROMPT, EngineClient
 from services.frontend.engine.ledger import GUILTY, LedgerEntry, RequestLedger
 from services.frontend.engine.streams import FlushQueue, ResponseStream
 from services.frontend.placement import Reason
@@ -120,7 +121,7 @@ class Fleet:
         """Submit a request; return its stream, its engine and the other one, when the engine has it."""
         stream = RecordingStream(ResponseStream(FlushQueue()))
         before = [len(engine.requests) for engine in self.engines]
-        self.client.submit(stream, prompt, SamplingParams(20, seed=5), RequestContext(cache_salt=salt))
+        self.client.submit(stream, prompt, SamplingParams(20, seed=5), replace(NO_PROMPT, cache_salt=salt))
         await self.until(lambda: before != [len(engine.requests) for engine in self.engines])
         owner = self.engines[int(self.client.ledger.entry(stream.number).engine)]  # type: ignore[union-attr]
         return stream, owner, self.engines[1 - self.engines.index(owner)]
