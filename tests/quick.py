@@ -31,6 +31,8 @@ _IMPORT = re.compile(
     r"^\s*(?:from ((?:protocol|services|tests)[\w.]*) import ([^#\n]+)|import ((?:protocol|services|tests)[\w.]*))",
     re.M,
 )
+_LATER = re.compile(r'"(services(?:\.\w+)+)"')
+"""The name of a module that a command imports when it runs."""
 _PARENTHESES = re.compile(r"\(([^)]*)\)")
 
 
@@ -47,7 +49,7 @@ def changed_files(commit: str) -> list[str]:
 def imports_of(path: Path) -> set[str]:
     """Return the paths of our own modules that a file imports."""
     text = _PARENTHESES.sub(lambda match: match.group(1).replace("\n", " "), path.read_text(encoding="utf-8"))
-    names = set[str]()
+    names = set(_LATER.findall(text))
     for package, members, module in _IMPORT.findall(text):
         names.add(module or package)
         names |= {f"{package}.{member.split()[0]}" for member in members.split(",") if member.split()}

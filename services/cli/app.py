@@ -1,8 +1,9 @@
 """The commands of `runahead`. Their options come from services.config; their code is in the modules of this package."""
 
+import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,19 +19,28 @@ from services.config import (
     OMITTED,
     SERVICES,
     WITHOUT_SERVER,
+    BaseConfig,
     BenchConfig,
     ConvertConfig,
     RayCommandConfig,
     ReplayConfig,
     RunBatchConfig,
     ServeConfig,
-    ServiceConfig,
 )
 
 if TYPE_CHECKING:
     from services.cli.ask import ServerAddress
 
 USAGE_ERROR = 2
+HELP = {
+    "serve": "Serve MODEL with all services on this machine.",
+    "ray": "Serve MODEL on a Ray cluster, which places the services.",
+    "run-batch": "Answer a batch file in OpenAI's format with MODEL.",
+    "convert": "Write the GGUF file MODEL as a checkpoint in Hugging Face format.",
+    "replay": "Replay the recording in DIR and compare every decision of the scheduler.",
+    "bench": "Measure the speed of an OpenAI-compatible API.",
+    "plan": "Print memory, KV blocks and sequences for each number of ranks.",
+}
 
 app = typer.Typer(
     help="Serve large language models with a scheduler that runs ahead of its workers.",
@@ -60,10 +70,25 @@ def _options(
     pass
 
 
-def _serve(settings: Settings[ServeConfig]) -> int:
-    from services.cli.serve import serve
+def _add(
+    name: str,
+    model: type[BaseConfig],
+    run: str | Callable[[Settings[Any]], int],
+    positional: str | None = None,
+    omitted: Collection[str] = (),
+) -> None:
+    """Add a command whose options are the fields of a configuration.
 
-    return serve(settings.config)
+    Args:
+        run: a module; its function of the same name is called with the configuration.
+    """
+
+    def imported(settings: Settings[Any]) -> int:
+        function: Callable[[Any], int] = getattr(importlib.import_module(str(run)), str(run).rpartition(".")[2])
+        return function(settings.config)
+
+    invoke = command(model, imported if isinstance(run, str) else run, omitted, positional)
+    app.command(name, cls=GroupedCommand, help=HELP.get(name, f"Run one {name} service."))(invoke)
 
 
 def _ray(settings: Settings[RayCommandConfig]) -> int:
@@ -78,62 +103,14 @@ def _ray(settings: Settings[RayCommandConfig]) -> int:
     return run(settings.config)
 
 
-def _start(settings: Settings[ServiceConfig]) -> int:
-    from services.cli.start import start
-
-    return start(settings.config)
-
-
-def _bench(settings: Settings[BenchConfig]) -> int:
-    from services.cli.bench import bench
-
-    return bench(settings.config)
-
-
-def _run_batch(settings: Settings[RunBatchConfig]) -> int:
-    from services.cli.run_batch import run_batch
-
-    return run_batch(settings.config)
-
-
-def _plan(settings: Settings[ServeConfig]) -> int:
-    from services.cli.plan import plan
-
-    return plan(settings.config)
-
-
-def _convert(settings: Settings[ConvertConfig]) -> int:
-    from services.cli.convert import convert
-
-    return convert(settings.config)
-
-
-def _replay(settings: Settings[ReplayConfig]) -> int:
-    from services.cli.replay import replay
-
-    return replay(settings.config)
-
-
-app.command("serve", cls=GroupedCommand, help="Serve MODEL with all services on this machine.")(
-    command(ServeConfig, _serve, omitted=OMITTED, positional="model")
-)
-app.command("ray", cls=GroupedCommand, help="Serve MODEL on a Ray cluster, which places the services.")(
-    command(RayCommandConfig, _ray, omitted=OF_RAY, positional="model")
-)
+_add("serve", ServeConfig, "services.cli.serve", "model", OMITTED)
+_add("ray", RayCommandConfig, _ray, "model", OF_RAY)
 for _name, _model in SERVICES.items():
-    app.command(_name, cls=GroupedCommand, help=f"Run one {_name} service.")(command(_model, _start))
-app.command("run-batch", cls=GroupedCommand, help="Answer a batch file in OpenAI's format with MODEL.")(
-    command(RunBatchConfig, _run_batch, omitted=WITHOUT_SERVER, positional="model")
-)
-app.command("convert", cls=GroupedCommand, help="Write the GGUF file MODEL as a checkpoint in Hugging Face format.")(
-    command(ConvertConfig, _convert, positional="model")
-)
-app.command(
-    "replay", cls=GroupedCommand, help="Replay the recording in DIR and compare every decision of the scheduler."
-)(command(ReplayConfig, _replay, positional="recording"))
-app.command("bench", cls=GroupedCommand, help="Measure the speed of an OpenAI-compatible API.")(
-    command(BenchConfig, _bench, positional="base_url")
-)
+    _add(_name, _model, "services.cli.start")
+_add("run-batch", RunBatchConfig, "services.cli.run_batch", "model", WITHOUT_SERVER)
+_add("convert", ConvertConfig, "services.cli.convert", "model")
+_add("replay", ReplayConfig, "services.cli.replay", "recording")
+_add("bench", BenchConfig, "services.cli.bench", "base_url")
 
 
 @app.command(
@@ -317,9 +294,7 @@ def _doctor() -> None:
     raise typer.Exit(doctor())
 
 
-app.command("plan", cls=GroupedCommand, help="Print memory, KV blocks and sequences for each number of ranks.")(
-    command(ServeConfig, _plan, omitted=OMITTED, positional="model")
-)
+_add("plan", ServeConfig, "services.cli.plan", "model", OMITTED)
 
 
 @app.command("capabilities")
@@ -335,7 +310,7 @@ def _capabilities() -> None:
 
 config_app.command(
     "show", cls=GroupedCommand, help="Print the settings that `serve` would use, and the origin of each value."
-)(command(ServeConfig, show, omitted=OMITTED, positional="model"))
+)(command(ServeConfig, show, OMITTED, "model"))
 
 
 def run(arguments: list[str] | None = None) -> int:
