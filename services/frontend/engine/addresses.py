@@ -71,64 +71,40 @@ def parse(text: str, security: Security) -> tuple[list[EngineAddress], list[str]
 
 async def follow(source: str, security: Security, listener: Listener) -> None:
     """Pass the engines of a file, or those that dns://NAME:PORT resolves to, and again when they change, until
-    cancelled. A file that cannot be read, or a name that does not resolve, changes nothing."""
-    is_name = source.startswith(DNS)
-    engines = EngineName(source, security) if is_name else EngineFile(Path(source), security)
-    complaint = ""
+    cancelled. A file that cannot be read, or a name that does not resolve, changes nothing. What is wrong with lines of
+    a file is logged, once for each change."""
+    is_name, seen, complaint = source.startswith(DNS), None, ""
     while True:
-        addresses, problem = None, ""
+        problem = ""
         try:
-            addresses = await engines.read()
+            found = (await _resolved(source, security), []) if is_name else _listed(source, security)
         except (OSError, ValueError) as error:
             problem = str(error)
-        if problem not in ("", complaint):
-            use = "used" if is_name else "read"
-            log.error("the engines are those of before, as %s cannot be %s: %s", source, use, problem)
+            if problem != complaint:
+                use = "used" if is_name else "read"
+                log.error("the engines are those of before, as %s cannot be %s: %s", source, use, problem)
+        else:
+            if found != seen:
+                seen = found
+                if is_name:
+                    log.info("%s is now %s", source, ", ".join(address.name for address in found[0]))
+                for wrong in found[1]:
+                    log.error("%s, %s; the other engines are used", source, wrong)
+                listener(found[0])
         complaint = problem
-        if addresses is not None:
-            listener(addresses)
         await asyncio.sleep(DNS_INTERVAL if is_name else FILE_INTERVAL)
 
 
-class EngineFile:
-    """A file that lists engines. What is wrong with its lines is logged, once for each change."""
-
-    def __init__(self, path: Path, security: Security) -> None:
-        self._path, self._security = path, security
-        self._seen: tuple[int, ...] = ()
-
-    async def read(self) -> list[EngineAddress] | None:
-        """Return its engines if it has changed since the last call, else None. Raises: OSError, ValueError"""
-        status = self._path.stat()
-        now = (status.st_mtime_ns, status.st_size, status.st_ino)
-        if now == self._seen:
-            return None
-        addresses, problems = parse(self._path.read_text(), self._security)
-        self._seen = now
-        for problem in problems:
-            log.error("%s, %s; the other engines are used", self._path, problem)
-        return addresses
+def _listed(file: str, security: Security) -> tuple[list[EngineAddress], list[str]]:
+    """`parse` for a file. Raises: OSError, ValueError"""
+    return parse(Path(file).read_text(), security)
 
 
-class EngineName:
-    """A name whose addresses are those of engines."""
-
-    def __init__(self, source: str, security: Security) -> None:
-        self._source, self._security = source, security
-        self._seen: list[EngineAddress] = []
-
-    async def read(self) -> list[EngineAddress] | None:
-        """Return its engines if they have changed since the last call, else None. Raises: OSError, ValueError"""
-        parts = urlsplit(self._source)
-        loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
-        hosts = sorted({f"[{a[4][0]}]" if ":" in str(a[4][0]) else str(a[4][0]) for a in found})
-        places = [f"{host}:{parts.port}" for host in hosts]
-        addresses = [EngineAddress(place, f"tcp://{place}") for place in places]
-        for address in addresses:
-            check_endpoint(address.endpoint, self._security)
-        if addresses == self._seen:
-            return None
-        log.info("%s is now %s", self._source, ", ".join(hosts))
-        self._seen = addresses
-        return addresses
+async def _resolved(source: str, security: Security) -> list[EngineAddress]:
+    """Return the engines at the addresses of a name. Raises: OSError, ValueError"""
+    parts = urlsplit(source)
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
+    hosts = sorted({f"[{a[4][0]}]" if ":" in str(a[4][0]) else str(a[4][0]) for a in found})
+    places = [f"{host}:{parts.port}" for host in hosts]
+    return [EngineAddress(place, check_endpoint(f"tcp://{place}", security)) for place in places]

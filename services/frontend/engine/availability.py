@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from protocol.requests import EnginePhase, EngineState
 from services.frontend.errors import APIError
+from services.frontend.placement import Condition
 
 NOT_CONNECTED = EngineState(EnginePhase.WAITING_FOR_WORKERS, "connecting to the scheduler")
 SERVING = (EnginePhase.READY, EnginePhase.RECOVERING)
@@ -54,16 +55,25 @@ class Availability:
         self._recoveries = recoveries
         self._lost_at: float | None = None
         """When an engine that served was lost, until another one serves; monotonic seconds."""
+        self.draining = False
+        """An administrator wants its streams to move to other engines; it gets no new ones."""
+        self._is_lost = self._is_silent = False
+        """No state has arrived since the connection was lost, or since the scheduler gave no sign of life."""
+
+    @property
+    def condition(self) -> Condition:
+        if self._is_lost:
+            return Condition.GONE
+        if self.draining or self.state.phase is EnginePhase.DRAINING:
+            return Condition.DRAINING
+        if self._is_silent:
+            return Condition.SILENT
+        return Condition.READY if self.ready else Condition.CONNECTING
 
     @property
     def accepts(self) -> bool:
         """New requests are taken. They may have to wait until the engine is back."""
-        return self.state.phase in SERVING
-
-    @property
-    def drains(self) -> bool:
-        """The scheduler stops: it executes what it has, and takes no new requests."""
-        return self.state.phase is EnginePhase.DRAINING
+        return self.state.phase in SERVING and not self.draining
 
     @property
     def ready(self) -> bool:
@@ -72,12 +82,13 @@ class Availability:
 
     def check(self) -> None:
         """Raises: APIError, with the reason why no request is taken"""
-        if not self.accepts:
+        if self.state.phase not in SERVING:
             reason = self.state.detail or self.state.phase.name.lower().replace("_", " ")
             raise APIError(503, f"the engine is not ready: {reason}")
 
     def on_state(self, state: EngineState, now: float) -> None:
         """The scheduler that is connected has sent its state."""
+        self._is_lost = self._is_silent = False
         self.executes = state.phase in SERVING
         if self.executes:
             self._lost_at = None
@@ -89,13 +100,14 @@ class Availability:
 
     def on_doubt(self, now: float) -> None:
         """The scheduler that is connected gives no sign of life. Its next state ends the doubt."""
+        self._is_silent = True
         if self.state.phase is EnginePhase.READY:
             detail = "the scheduler gives no sign of life"
             self._set(replace(self.state, phase=EnginePhase.RECOVERING, detail=detail), now)
 
     def on_lost(self, now: float) -> None:
         """The connection is lost. An engine that served is expected back."""
-        self.executes = False
+        self.executes, self._is_lost = False, True
         if self.state.phase is EnginePhase.FAILED:
             return
         if self.state.phase in (*SERVING, EnginePhase.DRAINING):

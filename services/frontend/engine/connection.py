@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 
 from protocol.codec import ProtocolError
-from protocol.requests import CacheControlled, EngineState, ResetDone
+from protocol.requests import CacheControlled, EngineState, FrontendAlive, ResetDone
 from protocol.security import Security
+from protocol.silence import SilenceWatch, unanswered
 from protocol.transport import Expelled, HandshakeTimeout, PeerGone, PeerSlow
 from protocol.transport.aio import AsyncClient
-from services.frontend.engine.signs_of_life import SignsOfLife
 from services.frontend.errors import APIError
 
 log = logging.getLogger("runahead.frontend")
@@ -25,6 +25,11 @@ ANSWER_TIMEOUT = 10.0
 """Seconds to wait for the answer to a question."""
 RECONNECT_INTERVAL = 0.2
 """Seconds between the loss of a connection and the next attempt."""
+CHECK_INTERVAL = 0.25
+"""Seconds between two checks for silence."""
+DOUBT_SECONDS = 2.0
+"""Seconds without a sign of life, beyond the delays of the machine, after which the scheduler is not ready. It is lost,
+and another one is connected to, much later."""
 
 
 class SchedulerConnection:
@@ -52,12 +57,21 @@ class SchedulerConnection:
         self._on_lost = on_lost
         self._client: AsyncClient | None = None
         """None: not connected."""
-        self._signs = SignsOfLife(silence)
         self._answers: dict[int, asyncio.Future[Any]] = {}
         """By number: of the questions that wait."""
         self._numbers = itertools.count(1)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Set what is known of a new connection."""
         self._lease = 0
         """Lease that the scheduler has given this connection; 0: unknown."""
+        self._watch = SilenceWatch(self._silence, CHECK_INTERVAL)
+        self._watch.heard()  # the answer to the handshake
+        self._sent = self._answered = 0
+        """Numbers of signs of life: the last one that was sent, and the last one that was answered."""
+        self._exchanges_signs = True
+        """The scheduler sends signs of life. One without an incarnation does not."""
 
     @property
     def is_open(self) -> bool:
@@ -72,7 +86,8 @@ class SchedulerConnection:
             client = AsyncClient(self._endpoint, self._security)
             try:
                 await client.handshake("frontend", f"pid {os.getpid()}", HANDSHAKE_TIMEOUT)
-                self._client, self._lease, self._signs = client, 0, SignsOfLife(self._silence)
+                self._client = client
+                self._begin()
                 await client.read(self._handle)
             except HandshakeTimeout:
                 continue
@@ -88,7 +103,7 @@ class SchedulerConnection:
             await asyncio.sleep(RECONNECT_INTERVAL)
 
     def _handle(self, frame: bytes) -> None:
-        self._signs.heard()
+        self._watch.heard()
         self._on_frame(frame)
 
     def on_state(self, state: EngineState) -> None:
@@ -97,25 +112,29 @@ class SchedulerConnection:
             self.drop("the scheduler has ended the requests of this frontend; connecting again")
             return
         self._lease = state.lease
-        self._signs.on_state(state)
+        self._exchanges_signs = state.incarnation > 0
+        self._answered = self._sent if state.round_trips is None else state.round_trips.number
 
     def send_sign(self) -> None:
         """Send a sign of life. Call it every `SIGN_INTERVAL`."""
-        if self._client is not None and (sign := self._signs.next()) is not None:
-            self.send_quietly(sign)
+        if self._client is not None and self._exchanges_signs:
+            self._sent += 1
+            self.send_quietly(FrontendAlive(self._sent))
 
     @property
     def in_doubt(self) -> bool:
         """The scheduler that is connected has been silent for too long to be ready, and not for long enough to be lost,
         at the last `check`."""
-        return self._client is not None and self._signs.in_doubt
+        return self._client is not None and self._exchanges_signs and self._watch.exceeds(DOUBT_SECONDS)
 
     def check(self, now: float) -> None:
         """Drop a connection without an answer. Call it every `CHECK_INTERVAL`; `now`: monotonic seconds."""
-        if self._client is None:
+        if self._client is None or not self._exchanges_signs:
             return
-        if (loss := self._signs.loss(now)) is not None:
-            self.drop(f"{loss}; connecting again")
+        if self._watch.check(now) is not None:
+            self.drop("the scheduler is silent; connecting again")
+        elif unanswered(self._sent, self._answered) > self._silence:
+            self.drop("the scheduler does not answer; connecting again")
 
     def drop(self, why: str, is_expelled: bool = False) -> None:
         log.warning("%s", why)

@@ -22,7 +22,7 @@ from services.frontend.engine.connection import SchedulerConnection
 from services.frontend.engine.ledger import RequestLedger
 from services.frontend.engine.output_pace import OutputPace
 from services.frontend.engine.streams import RawLogprobs
-from services.frontend.placement import Condition, ConditionEvent, EngineReport, Role, condition_after
+from services.frontend.placement import Condition, EngineReport, Role
 from services.frontend.steps.ring import StepRing
 
 log = logging.getLogger("runahead.frontend")
@@ -70,11 +70,9 @@ class ConnectedEngine:
         self._max_silence = silence
         self._on_change, self._on_finish, self._on_blocks = on_change, on_finish, on_blocks
         self.availability = Availability(patience, recoveries)
-        self.condition = Condition.CONNECTING
+        self._logged_condition = self.condition
         self.is_listed = True
         """False: it is kept until it owns no request."""
-        self.draining = False
-        """Its streams move to other engines, and it gets no new ones."""
         self.refusal = ""
         """Reason why it, or this frontend, has refused the connection; "": it has not."""
         self.overloaded_until = 0.0
@@ -94,14 +92,23 @@ class ConnectedEngine:
         return self.availability.state
 
     @property
+    def condition(self) -> Condition:
+        return self.availability.condition
+
+    @property
+    def draining(self) -> bool:
+        """Its streams move to other engines, and it gets no new ones."""
+        return self.availability.draining
+
+    @property
     def accepts(self) -> bool:
         """New requests may be sent to it, perhaps a little later."""
-        return self.availability.accepts and not self.draining
+        return self.availability.accepts
 
     @property
     def ready(self) -> bool:
         """True if it executes new requests now."""
-        return self.availability.ready and not self.draining
+        return self.availability.ready
 
     @property
     def identity(self) -> str:
@@ -142,27 +149,22 @@ class ConnectedEngine:
             self.role,
         )
 
-    def _change(self, event: ConditionEvent) -> None:
-        before, self.condition = self.condition, condition_after(self.condition, event)
+    def _log_condition(self) -> None:
+        before, self._logged_condition = self._logged_condition, self.condition
         if before is not self.condition:
             log.info("engine %s: %s -> %s", self.name, before, self.condition)
 
     def drain(self, draining: bool) -> None:
         """Let the streams of this engine move to others, and send it no new ones; or take that back."""
-        self.draining = draining
-        if self.condition is not Condition.GONE:
-            if draining:
-                self._change(ConditionEvent.DRAIN)
-            elif self.condition is Condition.DRAINING:
-                self._change(ConditionEvent.RESUME)
-                self._on_serving()
+        self.availability.draining = draining
+        self._log_condition()
 
     def watch(self, now: float) -> bool:
         """Notice silence. Return True if the engine is no longer expected back. `now`: monotonic seconds."""
         self.connection.check(now)
         if self.connection.in_doubt and self.condition is not Condition.GONE:
             self.availability.on_doubt(now)
-            self._change(ConditionEvent.SILENCE)
+            self._log_condition()
         return self.availability.gives_up(now, is_connected=self.connection.is_open)
 
     def follow_steps(self, steps: StepRing | None) -> None:
@@ -207,7 +209,7 @@ class ConnectedEngine:
             self._ledger.expelled(self.name)
         self._ledger.disconnected(self.name)
         self.availability.on_lost(time.monotonic())
-        self._change(ConditionEvent.LOSE)
+        self._log_condition()
         self._on_change(self)
 
     def _on_state(self, state: EngineState) -> None:
@@ -221,26 +223,15 @@ class ConnectedEngine:
         self.connection.on_state(state)
         if not self.connection.is_open:
             return
-        if self.condition is Condition.GONE:
-            self._change(ConditionEvent.CONNECT)
-            if state.incarnation and state.incarnation == self._lost_incarnation:
-                self._ledger.returned((self.name, state.incarnation))
-            if self.draining:
-                self._change(ConditionEvent.DRAIN)
+        if self.condition is Condition.GONE and state.incarnation and state.incarnation == self._lost_incarnation:
+            self._ledger.returned((self.name, state.incarnation))
         self.refusal, now = "", time.monotonic()
         self._pace.on_stats(state.stats, now)
         self.availability.on_state(checked(state, self._max_silence), now)
-        self._on_serving()
+        self._log_condition()
         self._subscribe()
         self.submit_open()
         self._on_change(self)
-
-    def _on_serving(self) -> None:
-        if self.availability.drains:
-            event = ConditionEvent.DRAIN
-        else:
-            event = ConditionEvent.SERVE if self.availability.ready else ConditionEvent.PAUSE
-        self._change(event)
 
     def _subscribe(self) -> None:
         """Send what is subscribed to, if that has changed, or the connection is new."""

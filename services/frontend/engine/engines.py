@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from protocol.silence import SIGN_INTERVAL
 from protocol.transport import HandshakeRefused
 from services.frontend.engine.addresses import EngineAddress
+from services.frontend.engine.connection import CHECK_INTERVAL
 from services.frontend.engine.engine import ConnectedEngine
 from services.frontend.engine.ledger import RequestLedger
-from services.frontend.engine.signs_of_life import CHECK_INTERVAL
 from services.frontend.errors import APIError
 from services.frontend.placement import LoadAhead, Placement
 from services.frontend.steps.ring import StepRing

@@ -12,6 +12,6 @@ from services.frontend.placement.decisions import (
     RefuseRequest,
     Role,
 )
-from services.frontend.placement.engine_states import Condition, ConditionEvent, IllegalCondition, condition_after
+from services.frontend.placement.engine_states import Condition
 from services.frontend.placement.placement import Placement
 from services.frontend.placement.policies import PlacementPolicy, PlacementView, find_placement_policy

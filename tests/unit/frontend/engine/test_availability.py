@@ -1,0 +1,45 @@
+"""The condition of an engine follows from what its scheduler has sent last."""
+
+from collections import deque
+
+from protocol.requests import EnginePhase, EngineState
+from services.frontend.engine.availability import Availability
+from services.frontend.placement import Condition
+from services.frontend.placement.engine_states import MAY_SERVE, MOVES_STREAMS
+
+READY, DRAINING, LOADING = map(EngineState, (EnginePhase.READY, EnginePhase.DRAINING, EnginePhase.LOADING))
+
+
+def test_condition_through_doubt_drains_and_losses() -> None:
+    engine, seen = Availability(10.0, deque()), list[Condition]()
+
+    def drain(draining: bool) -> None:
+        engine.draining = draining
+
+    seen.append(engine.condition)
+    for event in (
+        lambda: engine.on_state(READY, 1.0),
+        lambda: engine.on_doubt(2.0),
+        lambda: drain(True),
+        lambda: drain(False),  # still in doubt
+        lambda: engine.on_state(READY, 3.0),
+        lambda: engine.on_state(DRAINING, 4.0),
+        lambda: engine.on_doubt(5.0),
+        lambda: engine.on_lost(6.0),
+        lambda: drain(True),
+        lambda: engine.on_state(LOADING, 7.0),
+        lambda: drain(False),
+        lambda: engine.on_state(READY, 8.0),
+    ):
+        event()
+        seen.append(engine.condition)
+    assert [str(condition) for condition in seen] == [
+        "connecting", "ready", "silent", "draining", "silent", "ready", "draining", "draining", "gone", "gone",
+        "draining", "connecting", "ready",
+    ]  # fmt: skip
+
+
+def test_streams_move_from_engines_that_get_no_requests() -> None:
+    assert Condition.READY not in (*MOVES_STREAMS, *MAY_SERVE)
+    assert Condition.SILENT not in MOVES_STREAMS
+    assert Condition.DRAINING not in MAY_SERVE
