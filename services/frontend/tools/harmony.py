@@ -40,14 +40,15 @@ class HarmonyParser(ToolParser):
         channel = _NAME_OF_CHANNEL.match(header.rpartition(_CHANNEL)[2])
         if (recipient := _RECIPIENT.search(header)) is not None:
             buffer.keep(MAX_HELD)
-            yield from self._attempt(self._function(recipient[1]))
+            yield from self._attempt(self._calls(recipient[1]))
             return (yield from pass_until(buffer, _ENDS, self._after_call))
         buffer.drop_kept()
         is_reasoning = _CHANNEL in header and channel is not None and channel[1] == "analysis"
         return (yield from pass_until(buffer, _ENDS, self._reasoning if is_reasoning else self._content))
 
-    def _function(self, name: str) -> Parsing[None]:
-        yield from self._object(name)
+    def _calls(self, marker: str) -> Parsing[None]:
+        """`marker`: the name of the function, which the header of the message has."""
+        yield from self._object(marker)
         self._end()
 
     def _reasoning(self, text: str) -> None:

@@ -8,6 +8,7 @@ rest is content. White space around calls is dropped.
 import json
 import re
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
 from typing import Any, ClassVar
 
@@ -24,13 +25,13 @@ _ARGUMENTS = ("arguments", "parameters")
 _BESIDE_NAME = ("type", "id")
 
 
-class ToolParser:
+class ToolParser(ABC):
     """Finds the calls in one answer."""
 
     markers: ClassVar[tuple[str, ...]] = ()
     """Texts that the format writes around calls. They may be special tokens, which the text lacks by default."""
     openings: ClassVar[tuple[str, ...]] = ()
-    """Texts before a call, or before several."""
+    """Texts before a call, or before several; (): nothing marks any."""
     closings: ClassVar[tuple[str, ...]] = ()
     """Texts behind a call that the reader of calls leaves to the content. All of both begin with the same character,
     which does not occur again in them."""
@@ -118,6 +119,9 @@ class ToolParser:
         if self.may_be_bare:
             self._buffer.keep(MAX_HELD)
             yield from self._attempt(self._calls(""))
+        if not self.openings:
+            yield from self._rest()
+            return
         while marker := (yield from self._content_until(*self.openings, *self.closings)):
             if marker in self.openings:
                 yield from self._attempt(self._calls(marker))
@@ -127,9 +131,9 @@ class ToolParser:
             else:
                 self._break()
 
+    @abstractmethod
     def _calls(self, marker: str) -> Parsing[None]:
         """Read what follows an opening; "": calls that nothing marks. Raises: ParseError"""
-        raise NotImplementedError
 
     def _id(self) -> str:
         """Return a unique id for a call."""
