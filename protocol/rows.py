@@ -152,14 +152,9 @@ class LogprobRows(NamedTuple):
     def from_message(cls, logprobs: Logprobs) -> Self:
         """Raises: ProtocolError"""
         what = "the log-probabilities"
-        rows = cls(
-            unpack(logprobs.owners),
-            unpack(logprobs.positions),
-            unpack(logprobs.counts),
-            unpack(logprobs.token_ranks),
-            unpack(logprobs.token_ids),
-            unpack(logprobs.values, np.float32),
-        )
+        columns = logprobs.owners, logprobs.positions, logprobs.counts, logprobs.token_ranks, logprobs.token_ids
+        owners, positions, counts, ranks, token_ids = map(unpack, columns)
+        rows = cls(owners, positions, counts, ranks, token_ids, unpack(logprobs.values, np.float32))
         _same_length(
             what, owners=rows.owners, positions=rows.positions, counts=rows.counts, token_ranks=rows.token_ranks
         )

@@ -19,7 +19,7 @@ from services.frontend.errors import APIError, error_response, invalid
 from services.frontend.metrics import Metrics
 from services.frontend.model import ServedModel
 from services.frontend.openai import endpoints as openai
-from services.frontend.openai import scores
+from services.frontend.openai import scores, tokenize
 from services.frontend.openai.answering import Answering, TraceExport
 from services.frontend.openai.parameters.body import BodyParser
 from services.frontend.openapi import DocumentedApp
@@ -31,7 +31,7 @@ from services.frontend.steps import endpoints as steps
 
 log = logging.getLogger("runahead.frontend")
 
-MODULES = (openai, anthropic, responses_api, scores, probes, models, information, steps)
+MODULES = (openai, anthropic, responses_api, scores, tokenize, probes, models, information, steps)
 """Modules with a router. Routes are searched in this order, so those under load come first."""
 MAX_QUOTED = 100
 """Characters of a path that an error quotes."""

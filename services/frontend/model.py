@@ -12,7 +12,7 @@ from services.frontend.adapters import Adapters
 from services.frontend.errors import no_such_model
 from services.frontend.openai.parameters.sampling import SamplingDefaults
 from services.frontend.output_formats import OutputFormats
-from services.frontend.templates.chat_template import ChatTemplate, find_template, find_tool_template
+from services.frontend.templates.chat_template import ChatTemplate, find_template
 from services.frontend.text.tokenizer import Tokenizer
 
 log = logging.getLogger("runahead.frontend")
@@ -64,7 +64,7 @@ class ServedModel:
         tokenizer = Tokenizer(source)
         text = find_template(source, config.chat_template)
         defaults = SamplingDefaults.read(directory, tokenizer.eos_token_id, config.generation_config == "auto")
-        tool_use = find_tool_template(source, config.chat_template)
+        tool_use = find_template(source, config.chat_template, "tool_use")
         template = ChatTemplate(text, tokenizer.special, tool_use)
         template.try_out()
         name = config.model if config.model and not is_local(config.model) else model_name(directory)

@@ -11,6 +11,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from services.checkpoint.errors import BrokenFileError, CheckpointError
 from services.checkpoint.gguf.cursor import Cursor, Value
 from services.checkpoint.gguf.tensor_types import OTHER_TYPES, SUPPORTED, TENSOR_TYPES, TensorType
@@ -56,44 +58,34 @@ class GgufHeader:
     def architecture(self) -> str:
         return self.text("general.architecture")
 
+    # Values of one kind. They raise CheckpointError, if the value is missing without a default, or of another kind.
+
     def text(self, key: str, default: str | None = None) -> str:
-        """Raises: CheckpointError, if the value is missing without a default, or is no text."""
-        value = self.metadata.get(key, default)
-        return value if isinstance(value, str) else self._wrong(key, "text", value)
+        return str(self._checked(key, default, str, "text"))
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Raises: CheckpointError, if the value is missing without a default, or is no whole number."""
-        value = self.metadata.get(key, default)
-        is_integer = isinstance(value, int) and not isinstance(value, bool)
-        return value if is_integer else self._wrong(key, "a whole number", value)  # type: ignore[return-value]  # an int
+        return int(self._checked(key, default, int, "a whole number"))
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Raises: CheckpointError, if the value is missing without a default, or is no number."""
-        value = self.metadata.get(key, default)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return float(value) if is_number else self._wrong(key, "a number", value)  # type: ignore[arg-type]  # a number
+        return float(self._checked(key, default, (int, float), "a number"))
 
     def flag(self, key: str, default: bool) -> bool:
-        """Raises: CheckpointError, if the value is neither true nor false."""
-        value = self.metadata.get(key, default)
-        return value if isinstance(value, bool) else self._wrong(key, "true or false", value)
+        return bool(self._checked(key, default, bool, "true or false"))
 
     def texts(self, key: str) -> list[str]:
-        """Return an array of texts, [] if it is missing. Raises: CheckpointError, if it is something else."""
-        value = self.metadata.get(key, [])
-        return value if isinstance(value, list) else self._wrong(key, "an array of texts", value)
-
-    def numbers(self, key: str) -> list[Any]:
-        """Return an array of numbers, [] if it is missing. Raises: CheckpointError, if it is something else."""
-        value = self.metadata.get(key)
-        if value is None:
-            return []
-        if isinstance(value, int | float | str | list):
-            value = self._wrong(key, "an array of numbers", value)
-        found: list[Any] = value.tolist()
+        """Return an array, [] if it is missing."""
+        found: list[str] = self._checked(key, [], list, "an array of texts")  # as it is: vocabularies are large
         return found
 
-    def _wrong(self, key: str, wanted: str, value: object) -> Any:
+    def numbers(self, key: str) -> list[Any]:
+        """Return an array, [] if it is missing."""
+        found: list[Any] = self._checked(key, np.zeros(0), np.ndarray, "an array of numbers").tolist()
+        return found
+
+    def _checked(self, key: str, default: object, kind: type | tuple[type, ...], wanted: str) -> Any:
+        value = self.metadata.get(key, default)
+        if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+            return value
         found = "is missing" if value is None else f"must be {wanted}, it is {value!r:.80}"
         raise CheckpointError(f"{self.path}: {key} {found}; convert the model again")
 

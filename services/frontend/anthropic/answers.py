@@ -7,10 +7,11 @@ import msgspec
 
 from services.frontend.anthropic.schemas import AnthropicUsage, MessageEnding, MessageHead, MessageResponse, StopReason
 from services.frontend.errors import APIError, anthropic_body
+from services.frontend.openai.answers.chat_output import AnswerParser
 from services.frontend.openai.answers.chunk import Chunk
 from services.frontend.openai.answers.events import one_line
-from services.frontend.openai.answers.tool_dialect import AnswerParser
 from services.frontend.openai.answers.usage import UsageCounter
+from services.frontend.openai.answers.writers import ChoiceWriter
 from services.frontend.parsing.events import Arguments, CallStart, Content, ParsedEvent, Reasoning
 
 JSON = dict[str, Any]
@@ -35,25 +36,6 @@ def usage_json(usage: UsageCounter) -> AnthropicUsage:
     }
 
 
-def message_json(head: MessageHead, whole: Chunk, parser: AnswerParser, usage: UsageCounter) -> MessageResponse:
-    blocks: list[JSON] = []
-    for event in parser.push(whole.text, is_last=True):
-        match event:
-            case Content(text) | Reasoning(text):
-                kind, field = ("text", "text") if isinstance(event, Content) else ("thinking", "thinking")
-                if not blocks or blocks[-1]["type"] != kind:
-                    blocks.append({"type": kind, field: "", **({"signature": ""} if kind == "thinking" else {})})
-                blocks[-1][field] += text
-            case CallStart(_, id, name):
-                blocks.append({"type": "tool_use", "id": id, "name": name, "input": ""})
-            case Arguments(_, text):
-                blocks[-1]["input"] += text
-    for block in blocks:
-        if block["type"] == "tool_use":
-            block["input"] = _arguments(block["input"])
-    return {**head, "content": blocks, **stop_reason(whole, parser.num_calls), "usage": usage_json(usage)}
-
-
 def _arguments(text: str) -> JSON:
     """Return the arguments of a call; those that the length limit cut off are not an object."""
     try:
@@ -66,18 +48,18 @@ def event(content: Mapping[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (content["type"].encode(), one_line(msgspec.json.encode(content)))
 
 
-class MessageEvents:
-    """Writes the events of one streamed message, which has one choice."""
+class MessageEvents(ChoiceWriter):
+    """Builds one message, and writes its events, if it is streamed. It has one choice."""
 
     def __init__(self, head: MessageHead, parser: AnswerParser, usage: UsageCounter, request_id: str) -> None:
         self._head = head
         self._parser = parser
         self._usage = usage
         self._request_id = request_id
-        self._index = -1
-        """Index of the open content block."""
-        self._open: str | None = None
-        """Type of the open content block."""
+        self._blocks: list[JSON] = []
+        """Content blocks; `input` of a tool's is the text of its arguments."""
+        self._is_open = False
+        """True if the last block may grow."""
         self._ending: MessageEnding = {"stop_reason": "end_turn", "stop_sequence": None}
 
     def next_choice(self) -> "MessageEvents":
@@ -93,14 +75,19 @@ class MessageEvents:
         }
         return event({"type": "message_start", "message": message})
 
-    def text(self, text: str) -> bytes:
-        return self._events(self._parser.push(text, is_last=False))
-
     def chunk(self, chunk: Chunk) -> bytes:
         written = self._events(self._parser.push(chunk.text, is_last=chunk.finish is not None))
         if chunk.finish is not None:
             self._ending = stop_reason(chunk, self._parser.num_calls)
         return written
+
+    def whole(self, chunk: Chunk) -> MessageResponse:
+        """Return the message that this chunk is."""
+        self.chunk(chunk)
+        calls = (block for block in self._blocks if block["type"] == "tool_use")
+        for block in calls:
+            block["input"] = _arguments(block["input"])
+        return {**self._head, "content": self._blocks, **self._ending, "usage": usage_json(self._usage)}
 
     def closing(self) -> bytes:
         delta = {"type": "message_delta", "delta": self._ending, "usage": usage_json(self._usage)}
@@ -114,32 +101,36 @@ class MessageEvents:
         for found in parsed:
             match found:
                 case Content(text) if text:
-                    parts.append(self._in("text", {"type": "text", "text": ""}))
-                    parts.append(self._delta({"type": "text_delta", "text": text}))
+                    parts.append(self._add("text", text))
                 case Reasoning(text) if text:
-                    parts.append(self._in("thinking", {"type": "thinking", "thinking": "", "signature": ""}))
-                    parts.append(self._delta({"type": "thinking_delta", "thinking": text}))
+                    parts.append(self._add("thinking", text, signature=""))
                 case CallStart(_, id, name):
-                    block = {"type": "tool_use", "id": id, "name": name, "input": {}}
-                    parts += [self._close(), self._in("tool_use", block)]
+                    parts.append(self._begin({"type": "tool_use", "id": id, "name": name, "input": {}}))
+                    self._blocks[-1]["input"] = ""
                 case Arguments(_, text) if text:
+                    self._blocks[-1]["input"] += text
                     parts.append(self._delta({"type": "input_json_delta", "partial_json": text}))
         return b"".join(parts)
 
-    def _in(self, kind: str, block: JSON) -> bytes:
-        """Open a block, unless one of this type is open."""
-        if self._open == kind:
-            return b""
+    def _add(self, kind: str, text: str, **fields: str) -> bytes:
+        """Add text to the block of this type that is open, or to a new one."""
+        begun = b""
+        if not self._is_open or self._blocks[-1]["type"] != kind:
+            begun = self._begin({"type": kind, kind: "", **fields})
+        self._blocks[-1][kind] += text
+        return begun + self._delta({"type": f"{kind}_delta", kind: text})
+
+    def _begin(self, block: JSON) -> bytes:
         closed = self._close()
-        self._index += 1
-        self._open = kind
-        return closed + event({"type": "content_block_start", "index": self._index, "content_block": block})
+        self._blocks.append(block)
+        self._is_open = True
+        return closed + event({"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": block})
 
     def _delta(self, delta: JSON) -> bytes:
-        return event({"type": "content_block_delta", "index": self._index, "delta": delta})
+        return event({"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta})
 
     def _close(self) -> bytes:
-        if self._open is None:
+        if not self._is_open:
             return b""
-        self._open = None
-        return event({"type": "content_block_stop", "index": self._index})
+        self._is_open = False
+        return event({"type": "content_block_stop", "index": len(self._blocks) - 1})

@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
-from services.frontend.anthropic.answers import MessageEvents, message_json
+from services.frontend.anthropic.answers import MessageEvents
 from services.frontend.anthropic.conversation import chat_request
 from services.frontend.anthropic.schemas import (
     CountTokensRequest,
@@ -20,8 +20,7 @@ from services.frontend.anthropic.schemas import (
 from services.frontend.context import Context, recorded
 from services.frontend.errors import ANTHROPIC_PREFIX, AnthropicErrorResponse
 from services.frontend.openai.answering import AnswerRequest
-from services.frontend.openai.answers.chat_output import ChatOutput
-from services.frontend.openai.parameters.structured import structured_params
+from services.frontend.openai.answers.chat_output import AnswerParser, ChatOutput
 from services.frontend.openapi import WITH_BODY, errors, read_by_handler
 
 router = APIRouter(prefix=ANTHROPIC_PREFIX, responses=errors(*WITH_BODY, body=AnthropicErrorResponse))
@@ -33,9 +32,7 @@ router = APIRouter(prefix=ANTHROPIC_PREFIX, responses=errors(*WITH_BODY, body=An
 async def count_tokens(http: HTTPRequest, context: Context) -> CountTokensResponse:
     given = await context.bodies.parse(http, CountTokensRequest)
     context.answering.check_model(given.model)
-    prompts = context.answering.prompts
-    ids = await prompts.encode(await prompts.rendered(chat_request(given)), add_special_tokens=False)
-    return {"input_tokens": len(ids)}
+    return {"input_tokens": len(await context.answering.prompts.encode_chat(chat_request(given)))}
 
 
 @router.post(
@@ -52,8 +49,8 @@ async def messages(http: HTTPRequest, context: Context) -> Response:
     body = chat_request(given)
     output = ChatOutput.from_body(body, model.formats)
     prompt = await answering.prompts.for_chat(body, state.vocab_size, state.max_model_len)
-    start = output.reasoning_start(prompt.token_ids, model.tokenizer)
-    shared = answering.shared(http, body, structured=output.grammar(structured_params(body), start))
+    output = output.after(prompt.token_ids, model.tokenizer)
+    shared = answering.shared(http, body, structured=output.grammar())
     request = AnswerRequest(http, body, shared, await answering.submissions(body, [prompt]))
     head: MessageHead = {
         "id": f"msg_{uuid.uuid4().hex}",
@@ -61,10 +58,9 @@ async def messages(http: HTTPRequest, context: Context) -> Response:
         "role": "assistant",
         "model": given.model or model.names[0],
     }
-    parser = output.parser(start, eager=bool(given.stream))
+    parser = AnswerParser(output, eager=bool(given.stream))
+    message = MessageEvents(head, parser, request.usage, http.state.request_id)
     if given.stream:
-        encoder = MessageEvents(head, parser, request.usage, http.state.request_id)
-        return await answering.streamed(request, encoder)
+        return await answering.streamed(request, message)
     (whole,), _ = await answering.whole(request)
-    content = msgspec.json.encode(message_json(head, whole, parser, request.usage))
-    return Response(content, media_type="application/json")
+    return Response(msgspec.json.encode(message.whole(whole)), media_type="application/json")

@@ -47,9 +47,11 @@ class EngineStatistics(Collector):
             labels = (self._labels[0], engine.name)
             self._about_steps(families, labels, engine.state.stats)
             self._about_an_engine(families, dict(zip(LABELS, labels, strict=True)), engine)
+        text, known = "names of KV blocks that engines are known to hold", self._engine.placement.num_block_names
+        families.gauge("placement_block_names", text, self._named, float(known))
+        self._always_the_same(families)
         yield from families.values()
         yield from self._about_this_frontend()
-        yield from self._always_the_same()
 
     @staticmethod
     def _about_steps(families: "_Families", labels: tuple[str, str], reported: Mapping[str, float]) -> None:
@@ -105,9 +107,6 @@ class EngineStatistics(Collector):
             family = CounterMetricFamily(f"{OURS}{name}", text, labels=LABELS)
             family.add_metric(self._labels, value)
             yield family
-        text = "names of KV blocks that engines are known to hold"
-        known = self._engine.placement.num_block_names
-        yield _gauge("placement_block_names", text, self._named, float(known))
         families = {
             decision: CounterMetricFamily(f"{OURS}{name}", text, labels=(*LABELS, "reason"))
             for decision, name, text in DECISIONS
@@ -116,16 +115,14 @@ class EngineStatistics(Collector):
             families[decision].add_metric((self._labels[0], engine, reason), count)
         yield from families.values()
 
-    def _always_the_same(self) -> Iterator[Metric]:
-        """Yield families that routers expect of vLLM, for features that this engine does not have."""
+    def _always_the_same(self, families: "_Families") -> None:
+        """Add families that routers expect of vLLM, for features that this engine does not have."""
         adapters = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
         text = "adapters in use: none are served; the value is a time"
-        yield _gauge("lora_requests_info", text, adapters, time.time())
-        awake = self._named | {"sleep_state": "awake"}
-        sleep = _gauge("engine_sleep_state", "the engine never sleeps", awake, 1.0)
-        for other in ("weights_offloaded", "discard_all"):
-            sleep.add_sample(sleep.name, self._named | {"sleep_state": other}, 0.0)
-        yield sleep
+        families.gauge("lora_requests_info", text, adapters, time.time())
+        for state, value in (("awake", 1.0), ("weights_offloaded", 0.0), ("discard_all", 0.0)):
+            labels = self._named | {"sleep_state": state}
+            families.gauge("engine_sleep_state", "the engine never sleeps", labels, value)
 
 
 class _Families(dict[str, Metric]):
@@ -135,9 +132,3 @@ class _Families(dict[str, Metric]):
         """Add a sample."""
         full = f"{OURS}{name}"
         self.setdefault(full, GaugeMetricFamily(full, text)).add_sample(full, labels, value)
-
-
-def _gauge(name: str, text: str, labels: dict[str, str], value: float) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(f"{OURS}{name}", text)
-    family.add_sample(family.name, labels, value)
-    return family

@@ -198,8 +198,8 @@ class Answering:
         options = AnswerOptions.from_body(request.body)
         formatter = LogprobFormatter(self._texts, bool(request.body.return_tokens_as_token_ids))
         shared = request.usage, formatter, options, time.monotonic(), summary
-        context = ChoiceContext(self.engine, self.metrics, *shared)
-        generation = Generation(context, self.model.tokenizer, request.shared, writer)
+        context = ChoiceContext(self.engine, self.model.tokenizer, self.metrics, *shared)
+        generation = Generation(context, request.shared, writer)
         receive, fail = request.http.receive, generation.response.fail
         watch = contextlib.nullcontext() if summary.is_detached else watch_disconnect(receive, fail)
         with contextlib.closing(generation), watch:

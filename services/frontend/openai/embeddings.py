@@ -1,7 +1,7 @@
 """Vectors of texts, for /v1/embeddings and others: each text is an engine request that ends with a vector."""
 
+import asyncio
 import base64
-import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,20 +12,20 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 from starlette.requests import Request as HTTPRequest
+from starlette.responses import Response
 
 from protocol.pooling import PoolingParams
 from protocol.requests import EngineState, Finish, GenerateRequest
 from protocol.sampling import Pooling, SamplingParams
 from services.frontend.context import AppContext
-from services.frontend.engine.client import EngineClient, failure
+from services.frontend.engine.client import failure
 from services.frontend.engine.streams import RawLogprobs, RequestStream, ResponseStream
 from services.frontend.errors import APIError, invalid
-from services.frontend.http.disconnect import watch_disconnect
-from services.frontend.metrics import Metrics
+from services.frontend.http.disconnect import until_left
 from services.frontend.openai.parameters.sampling import too_long
 from services.frontend.openai.prompts.encoder import checked_ids, least_tokens, separate_prompts
 from services.frontend.openai.schemas.requests import EmbeddingRequest, ScheduledRequest, TextsRequest
-from services.frontend.openai.schemas.responses import AnswerHead, EmbeddingEntry, EmbeddingUsage
+from services.frontend.openai.schemas.responses import EmbeddingEntry, EmbeddingUsage
 from services.frontend.request_summary import EndedChoice
 
 MAX_OPEN = 64
@@ -41,6 +41,8 @@ class EmbeddingFormat:
     as_base64: bool
     normalises: bool
     """False: the model's own pooler does, if the client wants it."""
+    params: PoolingParams
+    """For a model with a pooler of its own."""
 
     @classmethod
     def from_body(cls, body: EmbeddingRequest, state: EngineState) -> "EmbeddingFormat":
@@ -53,7 +55,8 @@ class EmbeddingFormat:
             lengths = " or ".join(map(str, model.dimensions or [size]))
             raise invalid(f"dimensions is {dimensions}, but this model's vectors have {lengths}", "dimensions")
         normalises = model is None and body.use_activation is not False
-        return cls(dimensions, body.encoding_format == "base64", normalises)
+        params = PoolingParams(body.use_activation, body.dimensions or 0)
+        return cls(dimensions, body.encoding_format == "base64", normalises, params)
 
     def encode(self, index: int, values: NDArray[np.float32]) -> bytes:
         """Return the JSON of one entry of `data`.
@@ -166,12 +169,10 @@ async def inputs_of(body: TextsRequest, context: AppContext) -> list[PooledPromp
 
 
 class EmbeddingStream(RequestStream):
-    __slots__ = ("_embedder", "index", "values")
+    __slots__ = ("values",)
 
-    def __init__(self, response: ResponseStream, embedder: "Embedder", index: int) -> None:
+    def __init__(self, response: ResponseStream) -> None:
         super().__init__(response)
-        self._embedder = embedder
-        self.index = index
         self.values: bytes | None = None
         """float32[hidden size]"""
 
@@ -180,78 +181,33 @@ class EmbeddingStream(RequestStream):
 
     def add_embedding(self, values: bytes) -> None:
         self.values = values
-        self.response.mark_due(self)
 
     def feed(self, tokens: list[int], end: Finish | None, now: float) -> bytes:
-        if self.values is not None:
-            self._embedder.add(self.index, self.values)
-            self.values = None
         if end is not None:
             if (error := failure(end)) is not None:
                 raise error
-            self._embedder.on_end(self, end, now)
             self.has_ended = True
         return b""
 
 
-class Embedder:
-    """Submits the inputs of one HTTP request, at most `MAX_OPEN` at once. The caller must close it."""
-
-    def __init__(
-        self,
-        engine: EngineClient,
-        metrics: Metrics,
-        encode: Encode,
-        shared: GenerateRequest,
-        prompts: list[PooledPrompt],
-    ) -> None:
-        self.response = ResponseStream(engine.flush_queue, shared.request_id)
-        self._engine = engine
-        self._metrics = metrics
-        self._encode = encode
-        self._shared = shared
-        self._prompts = prompts
-        self._entries: list[bytes | None] = [None] * len(prompts)
-        """Each encoded entry; None until it has arrived."""
-        self._open: dict[int, EmbeddingStream] = {}
-        self._num_submitted = 0
-        self._started = time.monotonic()
-
-    def close(self) -> None:
-        """Abort the requests that are still open."""
-        self._engine.abort(self._open.values())
-
-    async def run(self) -> list[bytes]:
-        """Return each prompt's encoded entry, in order. Raises: APIError"""
-        for _ in self._prompts[:MAX_OPEN]:
-            self._submit_next()
-        await self.response.last()
-        return [entry for entry in self._entries if entry is not None]
-
-    def _submit_next(self) -> None:
-        """Raises: APIError"""
-        index = self._num_submitted
-        stream, shared = EmbeddingStream(self.response, self, index), self._shared
-        ids, second = self._prompts[index]
-        if shared.pooling_params is not None and second is not None:
-            shared = replace(shared, pooling_params=replace(shared.pooling_params, second_text=second))
-        self._engine.submit(stream, ids, _ONE_TOKEN, shared)
-        self._open[index] = stream
-        self._num_submitted += 1
-
-    def add(self, index: int, values: bytes) -> None:
-        """Raises: APIError"""
-        self._entries[index] = self._encode(index, np.frombuffer(values, np.float32))
-
-    def on_end(self, stream: EmbeddingStream, end: Finish, now: float) -> None:
-        """Raises: APIError"""
-        del self._open[stream.index]
-        if self._entries[stream.index] is None:
-            raise APIError(500, "the engine returned no embedding")
-        prompt = self._prompts[stream.index].token_ids
-        self._metrics.on_answer(EndedChoice(self._started, None, now, "stop", end=end, prompt_tokens=len(prompt)))
-        if self._num_submitted < len(self._prompts):
-            self._submit_next()
+async def _vector(
+    context: AppContext, prompt: PooledPrompt, shared: GenerateRequest, started: float
+) -> NDArray[np.float32]:
+    """Return the vector, or vectors, of one prompt. `started`: see `EndedChoice.submitted`. Raises: APIError"""
+    stream = EmbeddingStream(ResponseStream(context.engine.flush_queue, shared.request_id))
+    ids, second = prompt
+    if shared.pooling_params is not None and second is not None:
+        shared = replace(shared, pooling_params=replace(shared.pooling_params, second_text=second))
+    context.engine.submit(stream, ids, _ONE_TOKEN, shared)
+    try:
+        await stream.response.last()
+    finally:
+        context.engine.abort([stream])
+    if stream.values is None or not isinstance(stream.end, Finish):
+        raise APIError(500, "the engine returned no embedding")
+    ended = EndedChoice(started, None, time.monotonic(), "stop", end=stream.end, prompt_tokens=len(ids))
+    context.metrics.on_answer(ended)
+    return np.frombuffer(stream.values, np.float32)
 
 
 async def pooled(
@@ -262,30 +218,44 @@ async def pooled(
     encode: Encode,
     params: PoolingParams,
 ) -> tuple[list[bytes], int]:
-    """Return the encoded vector of each prompt, and the number of tokens. `params`: for a model with a pooler of its
-    own. Raises: APIError"""
+    """Return the encoded vector of each prompt, and the number of tokens. At most `MAX_OPEN` are open at once.
+
+    Args:
+        params: for a model with a pooler of its own.
+
+    Raises: APIError
+    """
     _vector_size(context.engine.state)
     kind = (context.model.pooling, None) if context.engine.state.pooling is None else (Pooling.MODEL, params)
     shared = context.answering.shared(http, body, pooling=kind[0], pooling_params=kind[1])
     http.state.summary.prompt_tokens = count = sum(len(prompt.token_ids) for prompt in prompts)
-    embedder = Embedder(context.engine, context.metrics, encode, shared, prompts)
-    with contextlib.closing(embedder), watch_disconnect(http.receive, embedder.response.fail):
-        return await embedder.run(), count
+    entries, waiting, started = [b""] * len(prompts), enumerate(prompts), time.monotonic()
+
+    async def work() -> None:
+        for index, prompt in waiting:
+            entries[index] = encode(index, await _vector(context, prompt, shared, started))
+
+    async def run() -> None:
+        try:
+            async with asyncio.TaskGroup() as workers:
+                for _ in prompts[:MAX_OPEN]:
+                    workers.create_task(work())
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    await until_left(http.receive, run())
+    return entries, count
 
 
 async def embed(
-    http: HTTPRequest, context: AppContext, body: EmbeddingRequest, encode: Encode
-) -> tuple[list[bytes], int]:
-    """Return the encoded vector of each input, and the number of tokens. Raises: APIError"""
-    params = PoolingParams(body.use_activation, body.dimensions or 0)
-    return await pooled(http, context, body, await inputs_of(body, context), encode, params)
+    http: HTTPRequest, context: AppContext, body: TextsRequest, prefix: str, encode: Encode, params: PoolingParams
+) -> Response:
+    """Return the answer with the encoded vector of each input. `prefix`: of its id. Raises: APIError"""
+    entries, count = await pooled(http, context, body, await inputs_of(body, context), encode, params)
+    head, data = context.answering.head(body, prefix), [*map(msgspec.Raw, entries)]
+    answer = {"object": "list", **head, "data": data, "usage": embedding_usage(count)}
+    return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
 def embedding_usage(num_tokens: int) -> EmbeddingUsage:
     return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-
-
-def embeddings_json(head: AnswerHead, entries: list[bytes], num_tokens: int) -> bytes:
-    """Return the JSON of an answer whose entries are encoded."""
-    data = [*map(msgspec.Raw, entries)]
-    return msgspec.json.encode({"object": "list", **head, "data": data, "usage": embedding_usage(num_tokens)})

@@ -1,4 +1,4 @@
-"""Routes that generate, embed or tokenize, in OpenAI's and vLLM's form."""
+"""Routes that generate or embed, in OpenAI's and vLLM's form."""
 
 import asyncio
 
@@ -14,8 +14,8 @@ from services.frontend.openai.answering import AnswerRequest
 from services.frontend.openai.answers.chat_output import ChatOutput
 from services.frontend.openai.answers.dialects import CompletionDialect, Dialect
 from services.frontend.openai.answers.events import EventEncoder
-from services.frontend.openai.embeddings import EmbeddingFormat, embed, embeddings_json
-from services.frontend.openai.parameters.body import parse_object
+from services.frontend.openai.answers.tool_dialect import chat_dialect
+from services.frontend.openai.embeddings import EmbeddingFormat, embed
 from services.frontend.openai.parameters.structured import structured_params
 from services.frontend.openai.prompts.encoder import answer_role
 from services.frontend.openai.prompts.prompt import Prompt
@@ -28,48 +28,9 @@ from services.frontend.openai.schemas.responses import (
     EmbeddingResponse,
 )
 from services.frontend.openai.tasks import GENERATE, check_task
-from services.frontend.openai.tokenize import (
-    DetokenizeRequest,
-    DetokenizeResponse,
-    TokenizeChatRequest,
-    TokenizeCompletionRequest,
-    TokenizeResponse,
-    detokenize,
-    tokenize,
-)
 from services.frontend.openapi import WITH_BODY, errors, read_by_handler
 
 router = APIRouter(responses=errors(*WITH_BODY))
-
-
-@router.post(
-    "/tokenize",
-    summary="Text or a conversation to token ids",
-    response_model=TokenizeResponse,
-    openapi_extra=read_by_handler(TokenizeCompletionRequest, TokenizeChatRequest),
-)
-async def to_tokens(http: HTTPRequest, context: Context) -> Response:
-    given = await parse_object(http)
-    kind: type[TokenizeCompletionRequest] | type[TokenizeChatRequest]
-    kind = TokenizeChatRequest if "messages" in given else TokenizeCompletionRequest
-    body = context.bodies.checked(http, given, kind)
-    context.answering.check_model(body.model)
-    length = context.engine.state.max_model_len
-    content = await tokenize(body, context.answering.prompts, context.model.tokenizer, length)
-    return Response(content, media_type="application/json")
-
-
-@router.post(
-    "/detokenize",
-    summary="Token ids to text",
-    response_model=DetokenizeResponse,
-    openapi_extra=read_by_handler(DetokenizeRequest),
-)
-async def to_text(http: HTTPRequest, context: Context) -> Response:
-    body = await context.bodies.parse(http, DetokenizeRequest)
-    context.answering.check_model(body.model)
-    content = await detokenize(body, context.answering.prompts, context.engine.state.vocab_size)
-    return Response(content, media_type="application/json")
 
 
 @router.post(
@@ -101,10 +62,9 @@ async def chat(http: HTTPRequest, context: Context) -> Response:
     output = ChatOutput.from_body(body, model.formats)
     encoding = answering.prompts.for_chat(body, state.vocab_size, state.max_model_len, state.media)
     prompt = await (encoding if state.media is None else until_left(http.receive, encoding))
-    start = output.reasoning_start(prompt.token_ids, model.tokenizer)
-    dialect = output.dialect(start, *answer_role(body))
-    grammar = output.grammar(structured_params(body), start)
-    return await _answer(http, context, body, [prompt], dialect, grammar)
+    output = output.after(prompt.token_ids, model.tokenizer)
+    dialect = chat_dialect(output, *answer_role(body))
+    return await _answer(http, context, body, [prompt], dialect, output.grammar())
 
 
 @router.post(
@@ -119,9 +79,7 @@ async def embeddings(http: HTTPRequest, context: Context) -> Response:
     context.answering.check(body.model, generates=False)
     check_task(context.engine.state.pooling, GENERATE, "embed")
     format = EmbeddingFormat.from_body(body, context.engine.state)
-    entries, count = await embed(http, context, body, format.encode)
-    content = embeddings_json(context.answering.head(body, "embd"), entries, count)
-    return Response(content, media_type="application/json")
+    return await embed(http, context, body, "embd", format.encode, format.params)
 
 
 async def _answer(

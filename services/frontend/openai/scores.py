@@ -21,9 +21,7 @@ from services.frontend.openai.embeddings import (
     PromptReader,
     embed,
     embedding_usage,
-    embeddings_json,
     finite,
-    inputs_of,
     normalised,
     pooled,
 )
@@ -150,10 +148,8 @@ async def classify(http: HTTPRequest, context: Context) -> Response:
     context.answering.check(body.model, generates=False)
     check_task(model, "classify")
     assert model is not None, "check_task refuses a model that generates text"
-    prompts, params = await inputs_of(body, context), PoolingParams(body.use_activation)
-    entries, count = await pooled(http, context, body, prompts, partial(_class_entry, model.labels), params)
-    content = embeddings_json(context.answering.head(body, "classify"), entries, count)
-    return Response(content, media_type="application/json")
+    encode, params = partial(_class_entry, model.labels), PoolingParams(body.use_activation)
+    return await embed(http, context, body, "classify", encode, params)
 
 
 @router.post("/score", **_SCORED)
@@ -208,9 +204,8 @@ async def pooling(http: HTTPRequest, context: Context) -> Response:
     if body.task not in (None, served):
         raise invalid(f"task is {body.task}, but this model is served for {served}", "task")
     format = EmbeddingFormat.from_body(body, state)
-    entries, count = await embed(http, context, body, partial(_pooling_entry, format, served.startswith("token_")))
-    content = embeddings_json(context.answering.head(body, "pool"), entries, count)
-    return Response(content, media_type="application/json")
+    encode = partial(_pooling_entry, format, served.startswith("token_"))
+    return await embed(http, context, body, "pool", encode, format.params)
 
 
 async def _scores(

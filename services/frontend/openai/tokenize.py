@@ -1,16 +1,20 @@
-"""/tokenize and /detokenize: vLLM's request and response bodies. They work without the engine."""
+"""/tokenize and /detokenize: vLLM's routes. They work without the engine."""
 
 from typing import Annotated
 
 import msgspec
+from fastapi import APIRouter
 from pydantic import Field
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from services.frontend.openai.prompts.encoder import PromptEncoder, answer_role, checked_ids
+from services.frontend.context import Context
+from services.frontend.openai.prompts.encoder import checked_ids
 from services.frontend.openai.schemas.fields import Text, TokenId
 from services.frontend.openai.schemas.requests import BaseRequest, ChatRequest
 from services.frontend.openai.schemas.responses import Natural
-from services.frontend.text.tokenizer import Tokenizer
+from services.frontend.openapi import WITH_BODY, errors, read_by_handler
 
 MAX_IDS = 262_144
 """Token ids of one /detokenize. The event loop checks them, which takes milliseconds."""
@@ -46,47 +50,48 @@ class DetokenizeResponse(TypedDict):
     prompt: str
 
 
-async def tokenize(
-    body: TokenizeCompletionRequest | TokenizeChatRequest,
-    encoder: PromptEncoder,
-    tokenizer: Tokenizer,
-    max_model_len: int,
-) -> bytes:
-    """Return the JSON of the answer.
+router = APIRouter(responses=errors(*WITH_BODY))
 
-    Args:
-        max_model_len: 0 if the engine has not reported it.
 
-    Raises: APIError
-    """
+@router.post(
+    "/tokenize",
+    summary="Text or a conversation to token ids",
+    response_model=TokenizeResponse,
+    openapi_extra=read_by_handler(TokenizeCompletionRequest, TokenizeChatRequest),
+)
+async def tokenize(http: HTTPRequest, context: Context) -> Response:
+    body = await context.bodies.parse_prompt(http, TokenizeChatRequest, TokenizeCompletionRequest)
+    context.answering.check_model(body.model)
+    encoder, length = context.answering.prompts, context.engine.state.max_model_len
     if isinstance(body, TokenizeChatRequest):
-        answer_role(body)  # refuses contradictory fields
-        ids = await encoder.encode(await encoder.rendered(body), bool(body.add_special_tokens))
+        ids = await encoder.encode_chat(body)
     else:
         ids = await encoder.encode(body.prompt, body.add_special_tokens is not False)
 
     def content() -> bytes:
-        names = [tokenizer.name(token) for token in ids] if body.return_token_strs else None
+        names = [context.model.tokenizer.name(token) for token in ids] if body.return_token_strs else None
         answer: TokenizeResponse = {
             "count": len(ids),
-            "max_model_len": max_model_len or None,
+            "max_model_len": length or None,  # 0: the engine has not reported it
             "tokens": ids,
             "token_strs": names,
         }
         return msgspec.json.encode(answer)
 
-    return await encoder.run(len(ids), content)
+    return Response(await encoder.run(len(ids), content), media_type="application/json")
 
 
-async def detokenize(body: DetokenizeRequest, encoder: PromptEncoder, vocab_size: int) -> bytes:
-    """Return the JSON of the answer. Special tokens are shown.
-
-    Args:
-        vocab_size: 0 if the engine has not reported it.
-
-    Raises: APIError
-    """
-    if vocab_size:
-        checked_ids(body.tokens, vocab_size, "tokens")
-    answer: DetokenizeResponse = {"prompt": await encoder.decode(body.tokens, show_special=True)}
-    return msgspec.json.encode(answer)
+@router.post(
+    "/detokenize",
+    summary="Token ids to text",
+    response_model=DetokenizeResponse,
+    openapi_extra=read_by_handler(DetokenizeRequest),
+)
+async def detokenize(http: HTTPRequest, context: Context) -> Response:
+    """Special tokens are shown."""
+    body = await context.bodies.parse(http, DetokenizeRequest)
+    context.answering.check_model(body.model)
+    if size := context.engine.state.vocab_size:  # 0: the engine has not reported it
+        checked_ids(body.tokens, size, "tokens")
+    answer: DetokenizeResponse = {"prompt": await context.answering.prompts.decode(body.tokens, show_special=True)}
+    return Response(msgspec.json.encode(answer), media_type="application/json")

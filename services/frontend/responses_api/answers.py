@@ -9,10 +9,11 @@ import msgspec
 
 from services.frontend.errors import GONE, APIError, invalid
 from services.frontend.json_text import json_text
+from services.frontend.openai.answers.chat_output import AnswerParser
 from services.frontend.openai.answers.chunk import Chunk
 from services.frontend.openai.answers.events import one_line
-from services.frontend.openai.answers.tool_dialect import AnswerParser
 from services.frontend.openai.answers.usage import UsageCounter
+from services.frontend.openai.answers.writers import ChoiceWriter
 from services.frontend.responses_api.items import OutputItems
 from services.frontend.responses_api.responses import (
     ResponseFailure,
@@ -135,7 +136,7 @@ class ResponseInProgress:
         }
 
 
-class ResponseEvents:
+class ResponseEvents(ChoiceWriter):
     """Writes the events of one streamed response, which has one choice.
 
     Args:
@@ -161,9 +162,6 @@ class ResponseEvents:
         responses = zip(_OPENING, (self._initial, running), strict=True)
         events = [{"type": kind, "response": response} for kind, response in responses]
         return b"".join(_event(event, number) for number, event in enumerate(events))
-
-    def text(self, text: str) -> bytes:
-        return self.chunk(Chunk(text))
 
     def chunk(self, chunk: Chunk) -> bytes:
         self._on_chunk()

@@ -21,11 +21,10 @@ from services.frontend.context import AppContext, Context, recorded
 from services.frontend.errors import GONE, APIError, invalid
 from services.frontend.model import ServedModel
 from services.frontend.openai.answering import Answering, AnswerRequest
-from services.frontend.openai.answers.chat_output import ChatOutput
+from services.frontend.openai.answers.chat_output import AnswerParser, ChatOutput
 from services.frontend.openai.answers.generation import NOTHING, OTHER_EVENTS
 from services.frontend.openai.answers.usage import UsageCounter
 from services.frontend.openai.parameters.body import decoded, validated
-from services.frontend.openai.parameters.structured import structured_params
 from services.frontend.openai.prompts.prompt import Prompt
 from services.frontend.openai.schemas.requests import ChatRequest
 from services.frontend.openapi import GUARDED, WITH_BODY, errors, read_by_handler
@@ -34,7 +33,7 @@ from services.frontend.responses_api.background import BackgroundRun, Run
 from services.frontend.responses_api.conversation import chat_request, input_items
 from services.frontend.responses_api.files import Orphan, ResponseFiles
 from services.frontend.responses_api.items import new_id
-from services.frontend.responses_api.response_file import FileLog, Origin
+from services.frontend.responses_api.response_file import FileLog, Origin, StoredHead
 from services.frontend.responses_api.responses import (
     DeletedResponse,
     InputItemList,
@@ -134,9 +133,9 @@ class _Turn:
         body = chat_request(given, history)
         return cls(given, history, body, ChatOutput.from_body(body, model.formats))
 
-    @property
-    def items(self) -> Sequence[Item]:
-        return input_items(self.given)
+    def head(self, origin: Origin | None = None) -> StoredHead:
+        """Return what is stored before the answer."""
+        return StoredHead.of(self.history, input_items(self.given), origin)
 
 
 @router.post(
@@ -162,13 +161,13 @@ async def create(http: HTTPRequest, context: Context) -> Response:
         params = msgspec.msgpack.encode(submissions[0][1])
         text = (await http.body()).decode()
         origin = Origin(text, name, created, pack(prompt.token_ids), params)
-        events = _required(store).log(tenant, id, origin, turn.history, turn.items)
+        events = _required(store).log(tenant, id, turn.head(origin))
         run = _start(http, context, turn, id, origin, events)
         return _events(run, -1) if given.stream else Response(run.response, media_type="application/json")
     head = head_json(given, id, name, store is not None, created)
     answer, shared = _answer(http, context, turn, head, prompt.token_ids)
     request = AnswerRequest(http, turn.body, shared, submissions, answer.usage)
-    keep = _keeper(store, tenant, turn.history, turn.items)
+    keep = partial(_keep, store, tenant, turn)
     if given.stream:
         return await answering.streamed(request, ResponseEvents(answer, keep))
     (whole,), _ = await answering.whole(request)
@@ -181,12 +180,11 @@ async def create(http: HTTPRequest, context: Context) -> Response:
 def _answer(
     http: HTTPRequest, context: AppContext, turn: _Turn, head: ResponseHead, prompt: list[int]
 ) -> tuple[ResponseInProgress, GenerateRequest]:
-    tokenizer, given, output = context.model.tokenizer, turn.given, turn.output
-    start = output.reasoning_start(prompt, tokenizer)
-    grammar = output.grammar(structured_params(turn.body), start)
-    parser = output.parser(start, eager=bool(given.stream or given.background))
+    tokenizer, given = context.model.tokenizer, turn.given
+    output = turn.output.after(prompt, tokenizer)
+    parser = AnswerParser(output, eager=bool(given.stream or given.background))
     answer = ResponseInProgress(head, parser, UsageCounter(), lambda text: len(tokenizer.encode_rendered(text)))
-    return answer, context.answering.shared(http, turn.body, structured=grammar)
+    return answer, context.answering.shared(http, turn.body, structured=output.grammar())
 
 
 def _start(
@@ -238,7 +236,7 @@ def _go_on(http: HTTPRequest, context: AppContext, orphan: Orphan) -> None:
         context.answering.check(None)
         context.answering.begin_record(http)
         given = validated(decoded(orphan.origin.body.encode()), ResponsesRequest)
-        turn = _Turn.make(given, orphan.content.history, context.model)
+        turn = _Turn.make(given, orphan.content.head.history, context.model)
         _start(http, context, turn, orphan.id, orphan.origin, orphan.log, orphan)
     except Exception as error:
         if isinstance(error, APIError) and error.status in (429, 503):
@@ -267,17 +265,7 @@ def _history(http: HTTPRequest, context: AppContext, given: ResponsesRequest) ->
     return _found(http, context, given.previous_response_id, "previous_response_id").items()
 
 
-def _keeper(
-    store: ResponseFiles | None, tenant: str, history: Sequence[Item], given: Sequence[Item]
-) -> Callable[[ResponseObject], None]:
-    """Return a function that stores a whole response.
-
-    Args:
-        store: None, if the response is not kept.
-    """
-
-    def keep(response: ResponseObject) -> None:
-        if store is not None and response["status"] in ("completed", "incomplete"):
-            store.add(tenant, response, history, given)
-
-    return keep
+def _keep(store: ResponseFiles | None, tenant: str, turn: _Turn, response: ResponseObject) -> None:
+    """Store a response, if it is whole. `store`: None, if the response is not kept."""
+    if store is not None and response["status"] in ("completed", "incomplete"):
+        store.add(tenant, turn.head(), response)

@@ -19,7 +19,7 @@ import shutil
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,13 +33,12 @@ from services.frontend.responses_api.response_file import (
     FileContent,
     FileLog,
     Origin,
+    StoredHead,
     StoredLine,
-    make_head,
     not_written,
     write_all,
 )
 from services.frontend.responses_api.responses import ResponseObject
-from services.frontend.responses_api.schemas import Item
 from services.frontend.responses_api.stored import StoredResponse, not_stored
 from services.private import private_directory
 
@@ -138,15 +137,10 @@ class ResponseFiles:
         folder = hashlib.sha256(b"responses of " + tenant.encode()).hexdigest()[:32]
         return self._directory / folder / f"{id}.jsonl"
 
-    def add(self, tenant: str, response: ResponseObject, history: Sequence[Item], given: Sequence[Item]) -> None:
-        """Store a response without `background`, unless it is larger than the store. A failure to write is logged.
-
-        Args:
-            history: items of the earlier turns.
-            given: items of this turn's request, at least one.
-        """
+    def add(self, tenant: str, head: StoredHead, response: ResponseObject) -> None:
+        """Store a response without `background`, unless it is larger than the store. A failure to write is logged."""
         path = self._path(tenant, response["id"])
-        lines = (make_head(None, history, given), StoredLine(response=msgspec.Raw(msgspec.json.encode(response))))
+        lines = (head, StoredLine(response=msgspec.Raw(msgspec.json.encode(response))))
         data = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
         if len(data) > self._max_bytes:
             return
@@ -158,12 +152,11 @@ class ResponseFiles:
             not_written(path, error)
         self._grow(max(len(data), BLOCK))
 
-    def log(self, tenant: str, id: str, origin: Origin, history: Sequence[Item], given: Sequence[Item]) -> FileLog:
+    def log(self, tenant: str, id: str, head: StoredHead) -> FileLog:
         """Return where the events of a response with `background` are kept.
 
         Raises: APIError, if the request is larger than the store
         """
-        head = make_head(origin, history, given)
         if len(bytes(head.conversation)) > self._max_bytes:
             raise APIError(413, f"the request is larger than the store of responses ({self._max_bytes} bytes)")
         return FileLog(self._path(tenant, id), head, self._grow)
@@ -210,7 +203,7 @@ class ResponseFiles:
                 if not content.last:
                     take_up()
                 written = self._runs.get(path) or OthersRun(path, content, take_up)
-        return StoredResponse(id, written, bytes(head.conversation), head.num_given)
+        return StoredResponse(head, written)
 
     def _read(self, path: Path, id: str, param: str | None) -> FileContent:
         """Raises: APIError"""

@@ -51,8 +51,24 @@ class Origin(msgspec.Struct, frozen=True):
 
 class StoredHead(msgspec.Struct):
     conversation: msgspec.Raw
+    """Items before the answer."""
     num_given: int
+    """Number of those at the end of the conversation that this turn's request had, at least one."""
     origin: Origin | None = None
+    """None: it was created without `background`."""
+
+    @classmethod
+    def of(cls, history: Sequence[Item], given: Sequence[Item], origin: Origin | None = None) -> "StoredHead":
+        conversation = ITEM_LIST.dump_json([*history, *given], exclude_none=True)
+        return cls(msgspec.Raw(conversation), len(given), origin)
+
+    def items(self) -> list[Item]:
+        return ITEM_LIST.validate_json(bytes(self.conversation))
+
+    @property
+    def history(self) -> list[Item]:
+        """Items of the earlier turns."""
+        return self.items()[: -self.num_given]
 
 
 class StoredLine(msgspec.Struct, omit_defaults=True):
@@ -72,11 +88,6 @@ _decode_line = msgspec.json.Decoder(StoredLine).decode
 def events_in(data: bytes) -> list[bytes]:
     """Return each of the events, which are complete."""
     return [event + END_OF_EVENT for event in data.split(END_OF_EVENT)[:-1]]
-
-
-def make_head(origin: Origin | None, history: Sequence[Item], given: Sequence[Item]) -> StoredHead:
-    conversation = ITEM_LIST.dump_json([*history, *given], exclude_none=True)
-    return StoredHead(msgspec.Raw(conversation), len(given), origin)
 
 
 class FileContent:
@@ -105,11 +116,6 @@ class FileContent:
     @property
     def response(self) -> bytes:
         return self.last or json_text(joined(self.events)).encode()
-
-    @property
-    def history(self) -> list[Item]:
-        """Items of the earlier turns."""
-        return ITEM_LIST.validate_json(bytes(self.head.conversation))[: -self.head.num_given]
 
     @property
     def opening(self) -> bytes:

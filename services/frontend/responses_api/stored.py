@@ -6,7 +6,7 @@ import msgspec
 
 from services.frontend.errors import APIError, invalid
 from services.frontend.responses_api.background import Run
-from services.frontend.responses_api.response_file import ITEM_LIST
+from services.frontend.responses_api.response_file import ITEM_LIST, StoredHead
 from services.frontend.responses_api.schemas import Item
 
 _NOT_CONTINUED = ("queued", "in_progress", "failed", "cancelled")
@@ -15,13 +15,9 @@ _NOT_CONTINUED = ("queued", "in_progress", "failed", "cancelled")
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    id: str
+    head: StoredHead
     written: bytes | Run
     """The response; that of one which was created with `background` may grow."""
-    conversation: bytes
-    """Items before the answer."""
-    num_given: int
-    """Number of those at the end of the conversation that this turn's request had."""
 
     @property
     def response(self) -> bytes:
@@ -36,7 +32,7 @@ class StoredResponse:
                 f"the response is {response['status']}; only one that is completed or incomplete can be continued",
                 "previous_response_id",
             )
-        return self._before() + ITEM_LIST.validate_python(response["output"])
+        return self.head.items() + ITEM_LIST.validate_python(response["output"])
 
     def run(self, param: str | None = None) -> Run:
         """Return the run of a response with `background`. Raises: APIError, if it is another one"""
@@ -49,10 +45,7 @@ class StoredResponse:
 
     def given(self) -> list[Item]:
         """Return the items of this turn's request."""
-        return self._before()[-self.num_given :]
-
-    def _before(self) -> list[Item]:
-        return ITEM_LIST.validate_json(self.conversation)
+        return self.head.items()[-self.head.num_given :]
 
 
 def not_stored(id: str, param: str | None) -> APIError:

@@ -15,8 +15,7 @@ from protocol.codec import pack
 from protocol.requests import CacheAction, ControlCache, EngineState
 from services.frontend.context import AppContext, Context
 from services.frontend.errors import APIError, invalid
-from services.frontend.openai.parameters.body import parse_object
-from services.frontend.openai.prompts.encoder import answer_role, checked_ids
+from services.frontend.openai.prompts.encoder import checked_ids
 from services.frontend.openai.schemas.fields import Text, TokenIds
 from services.frontend.openai.schemas.requests import ChatRequest, ScheduledRequest
 from services.frontend.openapi import WITH_BODY, errors, read_by_handler
@@ -72,10 +71,7 @@ class CacheAnswer(TypedDict):
     openapi_extra=read_by_handler(CachePromptRequest, CacheChatRequest),
 )
 async def control_cache(http: HTTPRequest, context: Context) -> Response:
-    given = await parse_object(http)
-    kind: type[CachePromptRequest] | type[CacheChatRequest]
-    kind = CacheChatRequest if "messages" in given else CachePromptRequest
-    body = context.bodies.checked(http, given, kind)
+    body = await context.bodies.parse_prompt(http, CacheChatRequest, CachePromptRequest)
     context.answering.check(body.model)
     tokens = await _tokens(body, context)
     action, pin = _ACTIONS[body.action], body.pin or ""
@@ -123,8 +119,7 @@ async def _tokens(body: CachePromptRequest | CacheChatRequest, context: AppConte
     """Return the tokens of the prefix; None: none is given. Raises: APIError, also if it has no full block"""
     state, encoder = context.engine.state, context.answering.prompts
     if isinstance(body, CacheChatRequest):
-        answer_role(body)  # refuses contradictory fields
-        field, ids = ("messages", await encoder.encode(await encoder.rendered(body), bool(body.add_special_tokens)))
+        field, ids = "messages", await encoder.encode_chat(body)
     elif body.prompt is None:
         return None
     elif isinstance(body.prompt, str):

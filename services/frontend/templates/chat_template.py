@@ -28,6 +28,7 @@ _RESERVED = frozenset(
         "max_length", "return_assistant_tokens_mask", "raise_exception", "strftime_now",
     }
 )  # fmt: skip
+_FILES = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
 _VARIABLE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _PROBE = "probe-of-a-content"
 _MARKER = f"END-OF-FINAL-MESSAGE-{secrets.token_hex(16)} "
@@ -50,38 +51,30 @@ _TRIALS: tuple[tuple[list[dict[str, Any]], list[dict[str, Any]] | None], ...] = 
 """Conversations and tools."""
 
 
-def find_template(checkpoint: Path, override: str | None) -> str | None:
-    """Return the template of `--chat-template`, chat_template.jinja or tokenizer_config.json, in this order.
+def find_template(checkpoint: Path, override: str | None, kind: str = "default") -> str | None:
+    """Return the template of `--chat-template`, of a file of its own, or of tokenizer_config.json, in this order.
+
+    Args:
+        kind: "tool_use": the checkpoint's separate template for tools, if it has one, which transformers uses if tools
+            are given. That of `--chat-template` replaces both.
 
     Raises: CheckpointError
     """
+    if override is not None and kind != "default":
+        return None
     if override is not None:
         try:
             return Path(override).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise CheckpointError(f"--chat-template {override} cannot be read: {error}") from None
-    if (text := read_text(checkpoint, "chat_template.jinja")) is not None:
+    if (text := read_text(checkpoint, _FILES[kind])) is not None:
         return text
     template = read_json(checkpoint, "tokenizer_config.json").get("chat_template")
+    named: dict[Any, Any] = {"default": template}
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
-
-
-def find_tool_template(checkpoint: Path, override: str | None) -> str | None:
-    """Return the checkpoint's separate template for tools, if it has one; transformers uses it if tools are given.
-
-    Raises: CheckpointError
-    """
-    if override is not None:
-        return None
-    if (text := read_text(checkpoint, "additional_chat_templates/tool_use.jinja")) is not None:
-        return text
-    template = read_json(checkpoint, "tokenizer_config.json").get("chat_template")
-    named = template if isinstance(template, list) else []
-    texts = [e.get("template") for e in named if isinstance(e, dict) and e.get("name") == "tool_use"]
-    return texts[-1] if texts and isinstance(texts[-1], str) else None
+    found = named.get(kind)
+    return found if isinstance(found, str) else None
 
 
 @dataclass(frozen=True)

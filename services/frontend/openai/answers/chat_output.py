@@ -1,17 +1,18 @@
 """Parsing of the answers to one chat request: tools, reasoning, and the grammar that follows from both."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from protocol.sampling import StructuredOutputParams
-from services.frontend.openai.answers.dialects import ChatDialect
-from services.frontend.openai.answers.tool_dialect import AnswerParser, ToolDialect
+from services.frontend.openai.parameters.structured import structured_params
 from services.frontend.openai.parameters.tool_choice import ToolChoice
 from services.frontend.openai.schemas.requests import ChatRequest
 from services.frontend.output_formats import OutputFormats
-from services.frontend.reasoning.think import ReasoningStart, start_in_message, start_in_prompt
+from services.frontend.parsing.events import Content, ParsedEvent
+from services.frontend.reasoning.think import ReasoningStart, ThinkParser, start_in_message, start_in_prompt
 from services.frontend.text.tokenizer import Tokenizer
+from services.frontend.tools.parser import ToolParser
 
 TAIL = 32
 """Tokens at the end of a prompt that are searched for reasoning tags."""
@@ -22,6 +23,8 @@ class ChatOutput:
     body: ChatRequest
     formats: OutputFormats
     tools: ToolChoice
+    start: ReasoningStart | None = None
+    """Beginning of the answers; None: the model does not reason, or the prompt is not known yet."""
 
     @classmethod
     def from_body(cls, body: ChatRequest, formats: OutputFormats) -> "ChatOutput":
@@ -32,34 +35,59 @@ class ChatOutput:
             body.skip_special_tokens = False
         return cls(body, formats, tools)
 
-    def reasoning_start(self, prompt: list[int], tokenizer: Tokenizer) -> ReasoningStart | None:
-        """Return where the answers begin; None, if the model does not reason."""
-        if self.formats.reasoning is None:
-            return None
+    def after(self, prompt: list[int], tokenizer: Tokenizer) -> "ChatOutput":
+        """Return the same for answers that follow these tokens."""
+        formats = self.formats
+        if formats.reasoning is None:
+            return self
         if self.body.continue_final_message:
-            return start_in_message(self.body.messages[-1].plain()["content"], self.formats.tags)
-        return start_in_prompt(tokenizer.decode_all(prompt[-TAIL:]), self.formats.reasoning, self.formats.tags)
+            start = start_in_message(self.body.messages[-1].plain()["content"], formats.tags)
+        else:
+            start = start_in_prompt(tokenizer.decode_all(prompt[-TAIL:]), formats.reasoning, formats.tags)
+        return replace(self, start=start)
 
-    def grammar(
-        self, content: StructuredOutputParams | None, start: ReasoningStart | None
-    ) -> StructuredOutputParams | None:
+    def grammar(self) -> StructuredOutputParams | None:
         """Return what constrains the output. A grammar begins after the reasoning, if there may be some.
 
-        Args:
-            content: the body's constraint on the content.
+        Raises: APIError
         """
-        grammar = self.tools.grammar or content
-        if grammar is None or start in (None, ReasoningStart.OUTSIDE):
+        grammar = structured_params(self.body)  # also refuses what the body contradicts
+        grammar = self.tools.grammar or grammar
+        if grammar is None or self.start in (None, ReasoningStart.OUTSIDE):
             return grammar
-        if start is ReasoningStart.BY_TAG and not self.formats.grammar_waits_for_tag:
+        if self.start is ReasoningStart.BY_TAG and not self.formats.grammar_waits_for_tag:
             return grammar
         return msgspec.structs.replace(grammar, begins_after=self.formats.reasoning_end)
 
-    def dialect(self, start: ReasoningStart | None, role: str, beginning: str) -> ChatDialect:
-        if self.tools.parser is None and start is None:
-            return ChatDialect(role, beginning)
-        shown = self.body.include_reasoning is not False
-        return ToolDialect(self.tools, start, shown, role, beginning, self.formats.tags)
 
-    def parser(self, start: ReasoningStart | None, eager: bool) -> AnswerParser:
-        return AnswerParser(start, self.tools, eager, self.formats.tags)
+class AnswerParser:
+    """Splits the text of one choice: first the reasoning is cut off, then tool calls are found in the rest."""
+
+    def __init__(self, output: ChatOutput, eager: bool) -> None:
+        """
+        Args:
+            eager: return a call before it is complete.
+        """
+        tools = output.tools
+        self._thinking = ThinkParser(output.start, output.formats.tags) if output.start is not None else None
+        self._calls: ToolParser | None = None
+        if tools.parser is not None:
+            self._calls = tools.parser(tools.names, eager, tools.max_calls, tools.parameters)
+
+    @property
+    def num_calls(self) -> int:
+        return self._calls.num_calls if self._calls is not None else 0
+
+    def push(self, text: str, is_last: bool) -> list[ParsedEvent]:
+        calls = self._calls
+        if self._thinking is None:
+            if calls is None:
+                return [Content(text)] if text else []
+            return calls.push(text) + (calls.finish() if is_last else [])
+        events = self._thinking.push(text) + (self._thinking.finish() if is_last else [])
+        if calls is None:
+            return events
+        found: list[ParsedEvent] = []
+        for event in events:
+            found += calls.push(event.text) if isinstance(event, Content) else [event]
+        return found + (calls.finish() if is_last else [])

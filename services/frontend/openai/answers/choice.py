@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass, field
 
 from protocol.requests import Finish, FinishReason
+from protocol.sampling import SamplingParams
 from services.frontend.engine.client import EngineClient, failure
 from services.frontend.engine.streams import RawLogprobs, RequestStream, ResponseStream
 from services.frontend.errors import APIError
@@ -18,6 +19,7 @@ from services.frontend.openai.schemas.requests import ChatRequest, CompletionReq
 from services.frontend.openai.schemas.responses import FinishName
 from services.frontend.request_summary import EndedChoice, RequestSummary
 from services.frontend.text.assembler import TextAssembler
+from services.frontend.text.tokenizer import Tokenizer
 
 _REASONS: dict[FinishReason, FinishName] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
@@ -58,6 +60,7 @@ class ChoiceContext:
     """Objects that all choices of one HTTP request share."""
 
     engine: EngineClient
+    tokenizer: Tokenizer
     metrics: Metrics
     usage: UsageCounter
     formatter: LogprobFormatter
@@ -107,25 +110,30 @@ class Choice(RequestStream):
         response: ResponseStream,
         context: ChoiceContext,
         prompt: Prompt,
+        params: SamplingParams,
         is_first: bool,
-        max_tokens: int,
-        assembler: TextAssembler,
-        logprobs: LogprobQueue | None,
         writer: ChoiceWriter,
     ) -> None:
         """
         Args:
             is_first: True for the first choice of its prompt, which receives the prompt's log-probabilities.
-            logprobs: None, if the body does not request log-probabilities of the output.
         """
         super().__init__(response)
-        options = context.options
+        options, ids = context.options, prompt.token_ids
         self.prompt = prompt
         self.is_first = is_first
         self._context = context
         self._metrics, self._observe_gap = context.metrics, context.metrics.observe_gap
-        self._max_tokens = max_tokens
-        self._assembler = assembler
+        self._max_tokens = params.max_tokens
+        self._assembler = TextAssembler(
+            context.tokenizer.detokenizer(ids, options.show_special),
+            options.stops,
+            params.min_tokens,
+            params.eos_token_ids + params.stop_token_ids,
+            options.include_stop,
+        )
+        context.usage.answers.append(self._assembler)
+        logprobs = LogprobQueue(context.formatter, len(ids)) if params.logprobs is not None else None
         self._logprobs = logprobs
         self._writer = writer
         self._echoes = options.echo
@@ -133,7 +141,7 @@ class Choice(RequestStream):
         self._generates = options.generates
         self._is_text_only = options.generates and logprobs is None and not (options.echo or options.token_ids)
         self._chunk = self._new_chunk()
-        self._chunk.prompt_token_ids = prompt.token_ids if options.token_ids else None
+        self._chunk.prompt_token_ids = ids if options.token_ids else None
         self._num_shown = 0
         """Characters of output that were shown; counted only with log-probabilities."""
         self._finish: FinishName | None = None

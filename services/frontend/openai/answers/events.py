@@ -10,6 +10,7 @@ from services.frontend.errors import APIError
 from services.frontend.openai.answers.chunk import Chunk
 from services.frontend.openai.answers.dialects import Dialect
 from services.frontend.openai.answers.usage import UsageCounter
+from services.frontend.openai.answers.writers import ChoiceWriter
 from services.frontend.openai.schemas.requests import StreamOptions
 from services.frontend.openai.schemas.responses import AnswerHead, ChatDelta, CompletionChoice
 
@@ -32,7 +33,7 @@ def _event(content: bytes) -> bytes:
     return b"data: " + one_line(content) + b"\n\n"
 
 
-class ChoiceEvents:
+class ChoiceEvents(ChoiceWriter):
     __slots__ = ("_around_text", "_encoder", "_index")
 
     def __init__(self, encoder: "EventEncoder", index: int) -> None:

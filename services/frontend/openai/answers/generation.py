@@ -7,12 +7,9 @@ from protocol.sampling import SamplingParams
 from services.frontend.engine.streams import ResponseStream
 from services.frontend.errors import APIError
 from services.frontend.openai.answers.choice import Choice, ChoiceContext, Delivered
-from services.frontend.openai.answers.logprobs import LogprobQueue
 from services.frontend.openai.answers.writers import AnswerWriter
 from services.frontend.openai.prompts.prompt import Prompt
 from services.frontend.openai.schemas.responses import PromptLogprobs
-from services.frontend.text.assembler import TextAssembler
-from services.frontend.text.tokenizer import Tokenizer
 
 NOTHING = Delivered()
 OTHER_EVENTS = "its frontend is lost, and this one, with another release or other settings, cannot go on with it"
@@ -21,12 +18,10 @@ OTHER_EVENTS = "its frontend is lost, and this one, with another release or othe
 class Generation:
     """Submits one engine request per choice. The caller must close it."""
 
-    def __init__(
-        self, context: ChoiceContext, tokenizer: Tokenizer, shared: GenerateRequest, writer: AnswerWriter
-    ) -> None:
+    def __init__(self, context: ChoiceContext, shared: GenerateRequest, writer: AnswerWriter) -> None:
         self.choices: list[Choice] = []
         self.response = ResponseStream(context.engine.flush_queue, shared.request_id)
-        self._context, self._tokenizer, self._shared, self._writer = context, tokenizer, shared, writer
+        self._context, self._shared, self._writer = context, shared, writer
 
     def close(self) -> None:
         """Abort the requests that are still open, and count the tokens that they have brought."""
@@ -48,28 +43,14 @@ class Generation:
         summary.prompt_tokens += len(prompt.token_ids)
         summary.params = summary.params or params
         for sample in range(self._context.options.num_samples):
-            self._submit(prompt, params, sample == 0, delivered)
+            writer = self._writer.next_choice()
+            choice = Choice(self.response, self._context, prompt, params, is_first=sample == 0, writer=writer)
+            if choice.replay(delivered.batches) != delivered.written:
+                raise APIError(500, OTHER_EVENTS)
+            self._context.engine.submit(choice, prompt.token_ids, params, self._shared, delivered.identity)
+            self.choices.append(choice)
             seed = (params.seed + 1) % 2**64
             params = msgspec.structs.replace(params, seed=seed, prompt_logprobs=None)
-
-    def _submit(self, prompt: Prompt, params: SamplingParams, is_first: bool, delivered: Delivered) -> None:
-        context, ids = self._context, prompt.token_ids
-        options = context.options
-        assembler = TextAssembler(
-            self._tokenizer.detokenizer(ids, options.show_special),
-            options.stops,
-            params.min_tokens,
-            params.eos_token_ids + params.stop_token_ids,
-            options.include_stop,
-        )
-        context.usage.answers.append(assembler)
-        logprobs = LogprobQueue(context.formatter, len(ids)) if params.logprobs is not None else None
-        writer = self._writer.next_choice()
-        choice = Choice(self.response, context, prompt, is_first, params.max_tokens, assembler, logprobs, writer)
-        if choice.replay(delivered.batches) != delivered.written:
-            raise APIError(500, OTHER_EVENTS)
-        context.engine.submit(choice, ids, params, self._shared, delivered.identity)
-        self.choices.append(choice)
 
     def prompt_logprobs(self) -> list[PromptLogprobs]:
         """Return vLLM's `prompt_logprobs` for each choice. Raises: APIError, if some have not arrived"""

@@ -1,17 +1,21 @@
 """The receivers of chunks. `events` has the writers of streams; answers that are sent as a whole are collected here."""
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 from services.frontend.openai.answers.chunk import Chunk
 
 
-class ChoiceWriter(Protocol):
+class ChoiceWriter(ABC):
     """Takes the chunks of one choice; returns the bytes to write for each."""
+
+    __slots__ = ()
 
     def text(self, text: str) -> bytes:
         """Take a chunk that is only text; not empty."""
-        ...
+        return self.chunk(Chunk(text))
 
+    @abstractmethod
     def chunk(self, chunk: Chunk) -> bytes: ...
 
 
@@ -23,15 +27,11 @@ class AnswerWriter(Protocol):
         ...
 
 
-class ChunkCollector:
+class ChunkCollector(ChoiceWriter):
     """Keeps the chunks of a choice whose answer is sent as a whole."""
 
     def __init__(self) -> None:
         self.chunks: list[Chunk] = []
-
-    def text(self, text: str) -> bytes:
-        self.chunks.append(Chunk(text))
-        return b""
 
     def chunk(self, chunk: Chunk) -> bytes:
         self.chunks.append(chunk)

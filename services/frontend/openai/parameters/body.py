@@ -20,6 +20,7 @@ MAX_ERRORS = 1000
 """Wrong values of a body that are described; more are only counted, as each description takes microseconds."""
 
 B = TypeVar("B", bound=OpenObject)
+C = TypeVar("C", bound=OpenObject)
 
 
 class BodyParser:
@@ -34,18 +35,18 @@ class BodyParser:
 
     async def parse(self, http: HTTPRequest, kind: type[B]) -> B:
         """Raises: APIError, naming the field that is wrong"""
-        return self.checked(http, await parse_object(http), kind)
+        return self._checked(http, decoded(await _read(http)), kind)
 
-    def checked(self, http: HTTPRequest, content: dict[str, Any], kind: type[B]) -> B:
+    async def parse_prompt(self, http: HTTPRequest, chat: type[B], other: type[C]) -> B | C:
+        """Parse a conversation, which has `messages`, or another prompt. Raises: APIError, as `parse`"""
+        content = decoded(await _read(http))
+        return self._checked(http, content, chat) if "messages" in content else self._checked(http, content, other)
+
+    def _checked(self, http: HTTPRequest, content: dict[str, Any], kind: type[B]) -> B:
         """Raises: APIError, naming the field that is wrong"""
         body = validated(content, kind)
         http.state.ignored_parameters = self._extra.check(body, http.state.request_id)
         return body
-
-
-async def parse_object(http: HTTPRequest) -> dict[str, Any]:
-    """Read a JSON object. Raises: APIError"""
-    return decoded(await _read(http))
 
 
 def decoded(raw: bytes) -> dict[str, Any]:

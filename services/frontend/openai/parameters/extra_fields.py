@@ -18,6 +18,7 @@ MAX_NAMED = 16
 """Names in the header and in a log line."""
 MAX_LOGGED = 1024
 """Distinct combinations of names that are logged, once each."""
+_INDEX = re.compile(r"\.\d+\.")
 _PRINTABLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -53,34 +54,29 @@ class ExtraFields:
         )  # fmt: skip
 
 
-def _unknown(given: BaseModel, refuses: bool, within: str = "", prefix: str = "") -> Iterator[str]:
+def _unknown(given: BaseModel, refuses: bool, within: str = "") -> Iterator[str]:
     """Yield the paths of the unknown fields of an object and of those in it, without indices of lists.
 
     Args:
-        within: path of the object, for errors.
-        prefix: the same without indices.
+        within: path of the object.
 
     Raises: APIError, naming the first field that is refused
     """
     if given.model_extra:
         neutral = given.unserved() if isinstance(given, OpenObject) else {}
-        yield from _not_served(given.model_extra, neutral, within, prefix, refuses)
+        yield from _not_served(given.model_extra, neutral, within, refuses)
     for name, value in given:
         if isinstance(value, BaseModel):
-            yield from _unknown(value, refuses, f"{within}{name}.", f"{prefix}{name}.")
+            yield from _unknown(value, refuses, f"{within}{name}.")
         elif isinstance(value, list) and value and not isinstance(value[0], int):  # token ids may be many
             for index, item in enumerate(value):
                 if isinstance(item, BaseModel):
-                    yield from _unknown(item, refuses, f"{within}{name}.{index}.", f"{prefix}{name}.")
+                    yield from _unknown(item, refuses, f"{within}{name}.{index}.")
 
 
-def _not_served(extra: Mapping[str, Any], neutral: Neutral, within: str, prefix: str, refuses: bool) -> Iterator[str]:
-    """Yield `prefix` and name of the unknown fields. Raises: APIError, naming the first one that is refused
-
-    Args:
-        within: path of the object that has the fields, for errors.
-        prefix: the same without indices of lists.
-    """
+def _not_served(extra: Mapping[str, Any], neutral: Neutral, within: str, refuses: bool) -> Iterator[str]:
+    """`_unknown` for the extra fields of the object at `within`."""
+    prefix = _INDEX.sub(".", within)
     for name, value in extra.items():
         allowed = neutral.get(name, ())
         if value is None or any(value == other and type(value) is type(other) for other in allowed):

@@ -86,6 +86,11 @@ class PromptEncoder:
             self._media.check(files)
         return await self.run(num_chars(body), lambda: self._model.template.render(conversation(body)))
 
+    async def encode_chat(self, body: ChatRequest) -> list[int]:
+        """Return the tokens of a conversation, of any length. Raises: APIError"""
+        answer_role(body)  # refuses contradictory fields
+        return await self.encode(await self.rendered(body), bool(body.add_special_tokens))
+
     async def rendered_pair(self, query: str, document: str, variables: Mapping[str, Any]) -> str:
         """Render two texts with the template for pairs. Raises: APIError"""
         roles = [{"role": "query", "content": query}, {"role": "document", "content": document}]

@@ -179,10 +179,13 @@ class EmbeddingUsage(TypedDict):
     total_tokens: Natural
 
 
-class EmbeddingResponse(AnswerHead):
+class _ListResponse(AnswerHead):
     object: Literal["list"]
-    data: list[EmbeddingEntry]
     usage: EmbeddingUsage
+
+
+class EmbeddingResponse(_ListResponse):
+    data: list[EmbeddingEntry]
 
 
 class PoolingEntry(TypedDict):
@@ -192,10 +195,8 @@ class PoolingEntry(TypedDict):
     """Numbers, a list of them for each token, or little-endian float32 in base64."""
 
 
-class PoolingResponse(AnswerHead):
-    object: Literal["list"]
+class PoolingResponse(_ListResponse):
     data: list[PoolingEntry]
-    usage: EmbeddingUsage
 
 
 class ClassificationEntry(TypedDict):
@@ -206,10 +207,8 @@ class ClassificationEntry(TypedDict):
     num_classes: Natural
 
 
-class ClassificationResponse(AnswerHead):
-    object: Literal["list"]
+class ClassificationResponse(_ListResponse):
     data: list[ClassificationEntry]
-    usage: EmbeddingUsage
 
 
 class ScoreEntry(TypedDict):
@@ -219,10 +218,8 @@ class ScoreEntry(TypedDict):
     """Cosine of the two embeddings, or the number of a model that scores pairs."""
 
 
-class ScoreResponse(AnswerHead):
-    object: Literal["list"]
+class ScoreResponse(_ListResponse):
     data: list[ScoreEntry]
-    usage: EmbeddingUsage
 
 
 class RerankResult(TypedDict):

@@ -7,11 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.frontend.errors import APIError
+from services.frontend.openai.answers.chat_output import ChatOutput
 from services.frontend.openai.answers.chunk import Chunk
 from services.frontend.openai.answers.tool_dialect import ToolDialect
 from services.frontend.openai.parameters.tool_choice import Mode, ToolChoice
 from services.frontend.openai.schemas.requests import ChatRequest
 from services.frontend.output_formats import TOOL_FORMATS as FORMATS
+from services.frontend.output_formats import OutputFormats
 from services.frontend.reasoning.think import ReasoningStart
 from services.frontend.tools.hermes import HermesParser
 
@@ -25,7 +27,8 @@ def choice(**more: Any) -> ToolChoice:
 
 
 def dialect(begins: ReasoningStart | None = None, shown: bool = True, **more: Any) -> ToolDialect:
-    return ToolDialect(choice(**more), begins, shown)
+    body = ChatRequest.model_validate({**BODY, "include_reasoning": shown})
+    return ToolDialect(ChatOutput(body, OutputFormats(), choice(**more), begins))
 
 
 def joined(choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from services.checkpoint import DEMO_MODEL, CheckpointError
 from services.frontend.errors import APIError
 from services.frontend.openai.prompts.conversation import conversation
 from services.frontend.openai.schemas.requests import ChatRequest
-from services.frontend.templates.chat_template import ChatTemplate, find_tool_template
+from services.frontend.templates.chat_template import ChatTemplate, find_template
 
 FILES = {file.stem: file.read_text() for file in (Path(__file__).parent / "examples").glob("*.jinja")}
 SPECIAL = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
@@ -165,11 +165,11 @@ def test_message_that_the_template_omits_cannot_be_continued() -> None:
 def test_template_for_tools_is_found_and_used(tmp_path: Path) -> None:
     variants = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": variants}))
-    assert find_tool_template(tmp_path, None) == "T"
-    assert find_tool_template(tmp_path, "own.jinja") is None
+    assert find_template(tmp_path, None, "tool_use") == "T"
+    assert find_template(tmp_path, "own.jinja", "tool_use") is None
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("F")
-    assert find_tool_template(tmp_path, None) == "F"
+    assert find_template(tmp_path, None, "tool_use") == "F"
     assert [render("D", BODIES[name], "T") for name in ("tools", "no tools")] == ["T", "D"]
     assert render("D", BODIES["tools"]) == "D"
 
