@@ -112,6 +112,13 @@ class RequestTimes(msgspec.Struct, array_like=True, frozen=True):
     """The result with its first output token was applied."""
     ended: Finite = 0.0
 
+    def phases(self) -> list[tuple[str, float, float]]:
+        """Return name, beginning and end of each phase of a request that has ended."""
+        moments = ("queue", self.queued), ("prefill", self.scheduled), ("decode", self.first_token)
+        begins = [(name, at) for name, at in moments if at]
+        ends = [*(at for _, at in begins[1:]), self.ended]
+        return [(name, began, ended) for (name, began), ended in zip(begins, ends, strict=False)]
+
 
 class RequestRecord(msgspec.Struct, array_like=True, frozen=True):
     """A request that entered a slot, or that ended. Rows of steps name it by the same two numbers."""

@@ -63,15 +63,7 @@ def phases(choice: EndedChoice, recovered: bool) -> list[ChoicePhase]:
     if times is not None and times.ended:
         earliest, latest = choice.submitted - times.queued, choice.ended - times.ended
         offset = latest if recovered else min(earliest, latest)
-        moments = (times.queued, times.scheduled, times.first_token, times.ended)
-        at = [moment + offset for moment in moments]
-        if not times.scheduled:
-            found.append(ChoicePhase("queue", at[0], at[3]))
-        else:
-            found.append(ChoicePhase("queue", at[0], at[1]))
-            found.append(ChoicePhase("prefill", at[1], at[2] if times.first_token else at[3]))
-            if times.first_token:
-                found.append(ChoicePhase("decode", at[2], at[3]))
+        found += [ChoicePhase(name, began + offset, ended + offset) for name, began, ended in times.phases()]
     if choice.first_token is not None:
         found.append(ChoicePhase("detokenise", choice.first_token, choice.ended))
     return found

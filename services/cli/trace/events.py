@@ -10,6 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
+from protocol.records import RequestTimes
+
 Event = dict[str, Any]
 
 SCHEDULER, REQUESTS, FIRST_RANK = 1, 2, 10
@@ -244,11 +246,7 @@ def _merged(entries: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def _phases(times: dict[str, float] | None, rows: list[tuple[dict[str, Any], int]]) -> list[tuple[str, float, float]]:
     """Return name, beginning and end of each phase. Without the request's times its steps tell them."""
     if times is not None and times["ended"]:
-        moments = [times["queued"], times["scheduled"], times["first_token"]]
-        names = ["queue", "prefill", "decode"]
-        begins = [(name, at) for name, at in zip(names, moments, strict=True) if at]
-        ends = ([at for _, at in begins[1:]] + [times["ended"]]) if begins else []
-        return [(name, began, ended) for (name, began), ended in zip(begins, ends, strict=True)]
+        return RequestTimes(**times).phases()
     if not rows:
         return []
     tokens = [step["applied"] for step, row in rows if step["generated"][row]]

@@ -31,7 +31,7 @@ router = APIRouter(prefix=ANTHROPIC_PREFIX, responses=errors(*WITH_BODY, body=An
 )
 async def count_tokens(http: HTTPRequest, context: Context) -> CountTokensResponse:
     given = await context.bodies.parse(http, CountTokensRequest)
-    context.answering.check_model(given.model)
+    context.model.adapter(given.model)
     return {"input_tokens": len(await context.answering.prompts.encode_chat(chat_request(given)))}
 
 

@@ -94,14 +94,10 @@ class Answering:
     def check(self, model: str | None, generates: bool = True) -> None:
         """Raises: APIError, if the model is another one, or generates no text but should, or the engine takes no
         requests"""
-        self.check_model(model)
+        self.model.adapter(model)
         self.engine.check_ready()
         if generates:
             check_task(self.engine.state.pooling, GENERATE)
-
-    def check_model(self, name: str | None) -> None:
-        """Raises: APIError"""
-        self.model.adapter(name)
 
     def shed(self, scope: Scope) -> APIError | None:
         """Return why the engine would certainly refuse the request for load, or None. A refusal is recorded.

@@ -61,7 +61,7 @@ router = APIRouter(responses=errors(*WITH_BODY))
 )
 async def tokenize(http: HTTPRequest, context: Context) -> Response:
     body = await context.bodies.parse_prompt(http, TokenizeChatRequest, TokenizeCompletionRequest)
-    context.answering.check_model(body.model)
+    context.model.adapter(body.model)
     encoder, length = context.answering.prompts, context.engine.state.max_model_len
     if isinstance(body, TokenizeChatRequest):
         ids = await encoder.encode_chat(body)
@@ -90,7 +90,7 @@ async def tokenize(http: HTTPRequest, context: Context) -> Response:
 async def detokenize(http: HTTPRequest, context: Context) -> Response:
     """Special tokens are shown."""
     body = await context.bodies.parse(http, DetokenizeRequest)
-    context.answering.check_model(body.model)
+    context.model.adapter(body.model)
     if size := context.engine.state.vocab_size:  # 0: the engine has not reported it
         checked_ids(body.tokens, size, "tokens")
     answer: DetokenizeResponse = {"prompt": await context.answering.prompts.decode(body.tokens, show_special=True)}

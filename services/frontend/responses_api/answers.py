@@ -110,16 +110,13 @@ class ResponseInProgress:
         status: ResponseStatus = "incomplete" if is_incomplete else "completed" if is_ended else "in_progress"
         if self._head["background"] and not is_ended and not self._items.items:
             status = "queued"
-        failure: ResponseFailure | None = None
         if error is not None:
             status = "cancelled" if error.status == GONE else "failed"
-        if error is not None and status == "failed":
-            failure = {"code": _CODES.get(error.status, "server_error"), "message": error.message}
         return {
             **self._head,
             "status": status,
             "completed_at": int(time.time()) if status == "completed" else None,
-            "error": failure,
+            "error": _failure(error) if error is not None and status == "failed" else None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_incomplete else None,
             "output": [*self._items.items],
             "usage": self._usage_json() if is_ended else None,
@@ -190,6 +187,10 @@ def _event(event: JSON, number: int) -> bytes:
     return b"event: %b\ndata: %b%b" % (event["type"].encode(), data, END_OF_EVENT)
 
 
+def _failure(error: APIError) -> ResponseFailure:
+    return {"code": _CODES.get(error.status, "server_error"), "message": error.message}
+
+
 def joined(events: Iterable[bytes]) -> JSON:
     """Return the response that these first events of a stream describe, as it was when the last one was written."""
     response: JSON = {}
@@ -214,7 +215,6 @@ def joined(events: Iterable[bytes]) -> JSON:
 
 def failed_event(response: JSON, error: APIError, number: int) -> tuple[bytes, bytes]:
     """Return the event that ends a response of which no more is known than `joined` returns, and the response."""
-    failure = {"code": _CODES.get(error.status, "server_error"), "message": error.message}
-    content = {**response, "status": "failed", "error": failure}
+    content = {**response, "status": "failed", "error": _failure(error)}
     encoded = msgspec.Raw(json_text(content).encode())
     return _event({"type": "response.failed", "response": encoded}, number), bytes(encoded)

@@ -197,19 +197,18 @@ def test_input_that_fails_ends_the_others(
 
 
 def test_embedding_that_is_not_finite_is_an_error(embedder: Frontend, engine: ScriptedScheduler) -> None:
-    for values in (np.full(WIDTH, np.nan, np.float32), np.full(WIDTH, np.inf, np.float32)):
+    def script(number: float) -> None:
+        values = np.full(WIDTH, number, np.float32).tobytes()
         engine.script(
-            lambda r, v=values: [RequestOutputs(b"", b"", b"", embeddings=[Embedding(r.number, v.tobytes())])]
+            lambda r: [RequestOutputs(b"", b"", b"", embeddings=[Embedding(r.number, values)]), ended(r.number)]
         )
+
+    for number in (np.nan, np.inf):
+        script(number)
         error_of(embedder.post(PATH, {"input": "x"}), 500)
     engine.script(lambda r: [ended(r.number)])
     error_of(embedder.post(PATH, {"input": "x"}), 500)
-    engine.script(
-        lambda r: [
-            RequestOutputs(b"", b"", b"", embeddings=[Embedding(r.number, np.zeros(WIDTH, np.float32).tobytes())]),
-            ended(r.number),
-        ]
-    )
+    script(0.0)
     assert numbers_of(embedder.post(PATH, {"input": "x"}))[0].tolist() == [0.0] * WIDTH
 
 

@@ -64,6 +64,8 @@ class CompletionDialect:
 class ChatDialect:
     prefix, chunk_object = "chatcmpl", "chat.completion.chunk"
     has_constant_frame = True
+    no_content: str | None = ""
+    """Content before any text."""
 
     def __init__(self, role: str = "assistant", beginning: str = "") -> None:
         """
@@ -106,7 +108,7 @@ class ChatDialect:
         return choice
 
     def opening(self, index: int) -> ChatDelta:
-        delta: MessageDelta = {"role": self._role, "content": self._beginning}
+        delta: MessageDelta = {"role": self._role, "content": self._beginning or self.no_content}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def deltas(self, index: int, chunk: Chunk) -> list[ChatDelta]:

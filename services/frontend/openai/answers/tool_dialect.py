@@ -21,6 +21,7 @@ def chat_dialect(output: ChatOutput, role: str, beginning: str) -> ChatDialect:
 
 class ToolDialect(ChatDialect):
     has_constant_frame = False
+    no_content = None  # the answer may have none
 
     def __init__(self, output: ChatOutput, role: str = "assistant", beginning: str = "") -> None:
         super().__init__(role, beginning)
@@ -42,11 +43,6 @@ class ToolDialect(ChatDialect):
         if not message["content"] and (calls or self._output.start is not None):
             message["content"] = None
         return choice
-
-    def opening(self, index: int) -> ChatDelta:
-        """Content is null, as the answer may have none."""
-        delta: MessageDelta = {"role": self._role, "content": self._beginning or None}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def deltas(self, index: int, chunk: Chunk) -> list[ChatDelta]:
         parser = self._parsers.get(index)
