@@ -59,38 +59,50 @@ def healthcheck(
         _main_process(proc)
         _connection(target, proc)
     elif target.startswith(("http://", "https://")):
-        _get(target, timeout, cacert)
+        _check_http(target, timeout, cacert)
     elif target.startswith(("tcp://", "ipc://")):
         _shake_hands(target, timeout, keys)
     else:
         raise ValueError(f"cannot check {target!r}; {USAGE}")
 
 
-def _get(url: str, timeout: float, cacert: str) -> None:
-    """Require a success from the server itself, without redirects and proxies."""
+def _check_http(url: str, timeout: float, cacert: str) -> None:
+    """Require a success."""
     import http.client
 
     parts = urlsplit(url)
-    where = parts.hostname or "", parts.port
-    if parts.scheme == "https":
-        connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-            *where, timeout=timeout, context=_trusting(cacert) if cacert else own_tls()
-        )
-    else:
-        connection = http.client.HTTPConnection(*where, timeout=timeout)
+    path = parts.path.rstrip("/")
+    if not path or path.endswith("/v1"):  # the address of a server, as other commands take it
+        path = path.removesuffix("/v1") + "/readyz"
+    tls = None if parts.scheme == "http" else _trusting(cacert) if cacert else own_tls()
     try:
-        path = parts.path.rstrip("/")
-        if not path or path.endswith("/v1"):  # the address of a server, as other commands take it
-            path = path.removesuffix("/v1") + "/readyz"
-        connection.request("GET", path)
-        with connection.getresponse() as response:
-            body = response.read(1000).decode(errors="replace")
+        status, body = get(parts._replace(path=path).geturl(), timeout, tls)
     except (OSError, http.client.HTTPException) as error:
         raise Unhealthy(f"{url}: {str(error) or type(error).__name__}") from None
-    finally:
-        connection.close()
-    if not 200 <= response.status < 300:
-        raise Unhealthy(f"{url}: status {response.status}: {' '.join(body.split())}")
+    if not 200 <= status < 300:
+        raise Unhealthy(f"{url}: status {status}: {' '.join(body[:1000].decode(errors='replace').split())}")
+
+
+def get(
+    url: str, timeout: float, tls: "ssl.SSLContext | None" = None, uds: str | None = None, api_key: str = ""
+) -> tuple[int, bytes]:
+    """Return status and body of an answer of the server itself, at a Unix socket if `uds` names one, without redirects
+    and proxies. Raises: OSError, http.client.HTTPException"""
+    import http.client
+
+    parts = urlsplit(url)
+    place = parts.hostname or "", parts.port
+    connection = http.client.HTTPConnection(*place, timeout=timeout)
+    if tls is not None:
+        connection = http.client.HTTPSConnection(*place, timeout=timeout, context=tls)
+    with contextlib.closing(connection):
+        if uds is not None:
+            connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.sock.settimeout(timeout)
+            connection.sock.connect(uds)
+        connection.request("GET", parts.path, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
+        with connection.getresponse() as response:
+            return response.status, response.read()
 
 
 def _trusting(cacert: str) -> "ssl.SSLContext":

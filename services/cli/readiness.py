@@ -2,28 +2,14 @@
 
 import http.client
 import json
-import socket
 from dataclasses import dataclass
 
-from services.cli.healthcheck import own_tls
+from services.cli.healthcheck import get, own_tls
 from services.config import HttpConfig
 
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104
 ANSWER_TIMEOUT = 2.0
 """Seconds."""
-
-
-class UnixConnection(http.client.HTTPConnection):
-    """HTTP over a Unix socket."""
-
-    def __init__(self, path: str, timeout: float) -> None:
-        super().__init__("localhost", timeout=timeout)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)
 
 
 @dataclass(frozen=True)
@@ -39,17 +25,15 @@ class FrontendProbe:
 
     def __init__(self, config: HttpConfig) -> None:
         self._config = config
-        self._host, self._port = ANY_ADDRESS.get(config.host, config.host), config.port
-        self._headers = {"Authorization": f"Bearer {config.api_key[0]}"} if config.api_key else {}
+        host, scheme = ANY_ADDRESS.get(config.host, config.host), "http" if config.ssl_certfile is None else "https"
+        at = f"{scheme}://{f'[{host}]' if ':' in host else host}:{config.port}"
+        self._server = at if config.uds is None else "http://localhost"
+        """The address, without the root path."""
 
     @property
     def url(self) -> str:
         """The address for other programs; a Unix socket has none of its own."""
-        if self._config.uds is not None:
-            return f"http://localhost{self._config.root_path}"
-        scheme = "http" if self._config.ssl_certfile is None else "https"
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"{scheme}://{host}:{self._port}{self._config.root_path}"
+        return self._server + self._config.root_path
 
     def curl(self) -> str:
         """Return the command that reaches the frontend, without a path."""
@@ -78,25 +62,15 @@ class FrontendProbe:
         _, body = self._get("/model_info") or (0, {})
         return str(body.get("task", ""))
 
-    def _connection(self) -> http.client.HTTPConnection:
-        config = self._config
-        if config.uds is not None:
-            return UnixConnection(config.uds, ANSWER_TIMEOUT)
-        if config.ssl_certfile is None:
-            return http.client.HTTPConnection(self._host, self._port, timeout=ANSWER_TIMEOUT)
-        context = own_tls()
-        if config.ssl_ca_certs is not None:  # the server's certificate may also be a client's
-            context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
-        return http.client.HTTPSConnection(self._host, self._port, timeout=ANSWER_TIMEOUT, context=context)
-
     def _get(self, path: str) -> tuple[int, dict[str, object]] | None:
-        connection = self._connection()
+        config, tls = self._config, None
+        if config.ssl_certfile is not None and config.uds is None:
+            tls = own_tls()
+            if config.ssl_ca_certs is not None:  # the server's certificate may also be a client's
+                tls.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
         try:
-            connection.request("GET", path, headers=self._headers)
-            response = connection.getresponse()
-            body = json.loads(response.read())
+            status, content = get(self._server + path, ANSWER_TIMEOUT, tls, config.uds, "".join(config.api_key[:1]))
+            body = json.loads(content)
         except (OSError, http.client.HTTPException, ValueError):
             return None
-        finally:
-            connection.close()
-        return response.status, body if isinstance(body, dict) else {}
+        return status, body if isinstance(body, dict) else {}

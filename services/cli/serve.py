@@ -10,7 +10,7 @@ from dataclasses import replace
 from services.cli import preflight
 from services.cli.control import EngineControl
 from services.cli.display import display
-from services.cli.engine_set import CONTROL, Command, EngineSet, divided, engine_names, service_names
+from services.cli.engine_set import CONTROL, Command, EngineSet, divided, engine_names
 from services.cli.keys import with_keys
 from services.cli.logs import json_line
 from services.cli.model_check import check_drafter, check_sizes, check_tokenizer
@@ -62,12 +62,12 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
     screen = display(config.log_format)
     if (text := preflight.warning(config)) is not None:
         screen.line(text)
-    width = max(map(len, _names(config)))
-    is_json = config.log_format == "json"
-    supervisor = Supervisor(
-        lambda name, line: screen.line(json_line(name, line) if is_json else f"{name:{width}} | {line}"),
-        first_needs_others=not config.headless,
-    )
+
+    def show(name: str, line: str) -> None:
+        width = max((len(child.name) for child in supervisor.children), default=0)
+        screen.line(json_line(name, line) if config.log_format == "json" else f"{name:{width}} | {line}")
+
+    supervisor = Supervisor(show, first_needs_others=not config.headless)
     probe = FrontendProbe(config)
     is_ready = False
 
@@ -141,14 +141,6 @@ def _runtime(config: ServeConfig) -> Iterator[tuple[EngineSet, list[Command]]]:
                 "that can be written and has room"
             ) from None
         yield engines, commands
-
-
-def _names(config: ServeConfig) -> list[str]:
-    """Return the names of the services, in the order in which they are stopped."""
-    return [
-        *([] if config.headless else ["frontend"]),
-        *(name for engine in engine_names(config) for name in service_names(engine, config)),
-    ]
 
 
 def child_environment() -> dict[str, str]:
