@@ -10,7 +10,17 @@ import pytest
 from services.scheduler.core.drafting import Drafting
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.observer import BlocksFilled, CoreRestarted, LoadSent, RequestFinished
+from services.scheduler.core.observer import (
+    AllRequestsFailed,
+    BlocksFilled,
+    CoreRestarted,
+    DispatchInterrupted,
+    InboundEvent,
+    LoadSent,
+    RequestFinished,
+    RequestRefused,
+    ResultRefused,
+)
 from services.scheduler.core.slots import SlotIds
 from services.scheduler.grammar import Compiler, MaskMaker
 from services.scheduler.policies import BatchingPolicy, ChunkedPolicy, SchedulerView
@@ -23,7 +33,7 @@ from services.scheduler.recording import (
     SegmentWriter,
     describe,
 )
-from services.scheduler.recording.records import VERSION, PlanRecord
+from services.scheduler.recording.records import VERSION, DecisionRecord, PlanRecord
 from tests.simulation.driver import play
 from tests.simulation.policies import build
 from tests.simulation.reference import HIDDEN_SIZE
@@ -134,6 +144,7 @@ def test_a_recording_without_its_beginning_replays_from_each_restart(
     tmp_path: Path, speculates: bool, has_tokens: bool
 ) -> None:
     num_restarts = num_plans = late_masks = 0
+    happened: set[type] = set()
     for seed in range(24):
         load = draw(seed, speculates)
         if 2 not in load.depths or (not has_tokens and load.vocab < 64):
@@ -141,6 +152,7 @@ def test_a_recording_without_its_beginning_replays_from_each_restart(
         directory = tmp_path / str(seed)
         directory.mkdir()
         made = record(directory, seed, 2, speculates, has_tokens, restarts=True)
+        happened |= {type(entry) for entry in EventRecording(directory).records()}
         files = sorted(directory.iterdir())
         for number, file in enumerate(files):
             recording = EventRecording(directory)
@@ -157,6 +169,9 @@ def test_a_recording_without_its_beginning_replays_from_each_restart(
     assert num_restarts > 10
     assert num_plans > 100
     assert late_masks > 10
+    never = {AllRequestsFailed, RequestRefused, DispatchInterrupted, ResultRefused}
+    if has_tokens:
+        assert happened >= {*InboundEvent.__args__, *DecisionRecord.__args__} - never
 
 
 class OtherPolicy(ChunkedPolicy):
