@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 
+from protocol.rows import LogprobRows
 from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepTimes
 from services.worker.backends.sim.device.rigid import PaddedStep
 from services.worker.backends.sim.device.simulated import SimEvent
 from services.worker.backends.sim.output.embeddings import CopiedEmbeddings
-from services.worker.backends.sim.output.logprobs import CopiedLogprobs
 from services.worker.backends.sim.output.stage_trace import StageTrace
 from services.worker.backends.sim.sampling.acceptance import CopiedTokens
-from services.worker.batch.slots import I32, Rows
+from services.worker.batch.slots import I32, NONE, Rows
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class StepOutput:
     """On a rigid device."""
     sampled: CopiedTokens | None = None
     """None on a rank that does not report the step."""
-    logprobs: CopiedLogprobs | None = None
+    logprobs: LogprobRows | None = None
+    """Position NONE: no token was sampled there."""
     embeddings: CopiedEmbeddings | None = None
     exchanged: SimEvent | None = None
     """The comparison with other ranks, on the last stage."""
@@ -57,8 +58,10 @@ class StepOutput:
         return result if self.padded is None else self.padded.complete(result)
 
     def _result(self, sampled: CopiedTokens, times: StepTimes) -> ModelRunnerOutput:
-        step, embeddings = self.step, self.embeddings
-        logprobs = None if self.logprobs is None else self.logprobs.sampled()
+        step, embeddings, logprobs = self.step, self.embeddings, self.logprobs
+        if logprobs is not None:
+            exist = logprobs.positions != NONE
+            logprobs = logprobs.select(exist) if exist.any() else None
         return ModelRunnerOutput(
             epoch=step.epoch,
             step_id=step.step_id,
