@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from protocol.codec import unpack
 from protocol.membership import Assignment, InitializeCache
-from protocol.rows import LogprobRows
+from protocol.rows import EmbeddingRows, LogprobRows
 from protocol.steps import NO_DRAFT, GrammarOutput, SchedulerOutput
 from services.config import WorkerConfig
 from services.worker.backends.mask_inbox import Forward, MaskInbox
@@ -24,7 +24,7 @@ from services.worker.backends.sim.model.hashing import U64
 from services.worker.backends.sim.model.hidden_states import HiddenSums
 from services.worker.backends.sim.model.logits import Logits
 from services.worker.backends.sim.model.oracle import Activations, DeviceRows, Oracle, OracleError, spread
-from services.worker.backends.sim.output.embeddings import CopiedEmbeddings, StepEmbeddings
+from services.worker.backends.sim.output.embeddings import StepEmbeddings
 from services.worker.backends.sim.output.logprobs import StepLogprobs
 from services.worker.backends.sim.output.stage_trace import StageTrace
 from services.worker.backends.sim.output.step_output import StepOutput
@@ -305,7 +305,7 @@ class SimEpoch:
         device.launch(lambda: self._sample(executed, masks), 0.0)
         tokens, copied = acceptance.copy_out(device)
         logprobs: LogprobRows | None = None
-        embeddings: CopiedEmbeddings | None = None
+        embeddings: EmbeddingRows | None = None
         if executed.logprobs is not None:
             logprobs, copied = executed.logprobs.copy_out(device)
         if executed.embeddings is not None:

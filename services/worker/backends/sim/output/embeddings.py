@@ -1,25 +1,14 @@
 """Embeddings of one step's pooled rows."""
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.rows import EmbeddingRows
 from protocol.sampling import Pooling
 from services.worker.backends.sim.device.simulated import SimDevice, SimEvent
 from services.worker.backends.sim.model.hidden_states import HIDDEN_SIZE, HiddenSums, hidden_states
-from services.worker.backends.sim.model.logits import F32
 from services.worker.backends.sim.model.oracle import Oracle
-from services.worker.batch.slots import I32, Rows, SlotTable
-
-
-@dataclass(frozen=True)
-class CopiedEmbeddings:
-    """Embeddings on the host; valid once the event of their copies has passed."""
-
-    slots: I32
-    values: F32
-    """float32[slots, HIDDEN_SIZE]"""
+from services.worker.batch.slots import Rows, SlotTable
 
 
 class StepEmbeddings:
@@ -49,7 +38,8 @@ class StepEmbeddings:
                 embeddings.append(sums.mean(slot) if mean else hidden_states(hashes[-1:])[0])
         self._values[:] = np.array(embeddings, np.float32).reshape(-1, HIDDEN_SIZE)
 
-    def copy_out(self, device: SimDevice) -> tuple[CopiedEmbeddings, SimEvent]:
-        """Enqueue the copy to the host."""
+    def copy_out(self, device: SimDevice) -> tuple[EmbeddingRows, SimEvent]:
+        """Enqueue the copy to the host. The event is that of the copy."""
         values, copied = device.copy_out(self._values)
-        return CopiedEmbeddings(self._rows.slots[self._rows.samples], values), copied
+        slots = self._rows.slots[self._rows.samples]
+        return EmbeddingRows(slots, np.full(len(slots), HIDDEN_SIZE, np.int32), values), copied

@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 
-from protocol.rows import LogprobRows
+from protocol.rows import EmbeddingRows, LogprobRows
 from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepTimes
 from services.worker.backends.sim.device.rigid import PaddedStep
 from services.worker.backends.sim.device.simulated import SimEvent
-from services.worker.backends.sim.output.embeddings import CopiedEmbeddings
 from services.worker.backends.sim.output.stage_trace import StageTrace
 from services.worker.backends.sim.sampling.acceptance import CopiedTokens
 from services.worker.batch.slots import I32, NONE, Rows
@@ -32,7 +31,7 @@ class StepOutput:
     """None on a rank that does not report the step."""
     logprobs: LogprobRows | None = None
     """Position NONE: no token was sampled there."""
-    embeddings: CopiedEmbeddings | None = None
+    embeddings: EmbeddingRows | None = None
     exchanged: SimEvent | None = None
     """The comparison with other ranks, on the last stage."""
     drafts: I32 | None = None
