@@ -4,7 +4,7 @@ Their tokens equal those of the plain reference sampler (same tokens; docs/invar
 """
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from random import Random
 
 import numpy as np
@@ -12,8 +12,7 @@ import pytest
 
 from protocol.codec import Decoder, encode, pack, unpack
 from protocol.membership import Assignment, InitializeCache, Speculation
-from protocol.requests import Finish, FinishReason, GenerateRequest
-from protocol.rows import LogprobRows
+from protocol.requests import FinishReason, GenerateRequest
 from protocol.sampling import SamplingParams, StructuredOutputParams
 from protocol.steps import ModelRunnerOutput, ReleaseSlots, StepMessage
 from services.scheduler.core.drafting import FixedDrafting
@@ -24,6 +23,7 @@ from services.worker.backends.sim.model.hidden_states import HIDDEN_SIZE
 from services.worker.runner import Output
 from services.worker.sampling.reference import TokenLogprobs
 from services.worker.session import ExecuteStep, Phase, SampleStep, Session
+from tests.simulation.answers import Answer, receive
 from tests.simulation.grammar import Automaton, Compilation
 from tests.simulation.parameters import MATRIX, STRUCTURED, with_parameters
 from tests.unit.worker.plans import BLOCK, CONTEXT, SLOTS, VOCAB, prompt, result_of, sim_runner
@@ -35,16 +35,12 @@ RESULTS: Decoder[ModelRunnerOutput] = Decoder(ModelRunnerOutput)
 
 
 @dataclass
-class ReceivedText:
-    """A request and the messages that its received has received."""
+class ReceivedText(Answer):
+    """A request and its answer."""
 
     text: list[int]
     params: SamplingParams
     structured: StructuredOutputParams | None
-    tokens: list[int] = field(default_factory=list)
-    scores: dict[int, tuple[int, list[int], bytes]] = field(default_factory=dict)
-    """Position -> token rank, ids and values of the first message for it."""
-    finish: Finish | None = None
 
 
 class SimEngine:
@@ -73,12 +69,12 @@ class SimEngine:
         self.session.on(InitializeCache(STORM.num_blocks, CONTEXT))
         self.session.ready()
         self.outputs: deque[Output] = deque()
-        self.texts: list[ReceivedText] = []
+        self.texts: dict[int, ReceivedText] = {}
         self.deferred = 0
 
     def add(self, received: ReceivedText) -> None:
         number = len(self.texts)
-        self.texts.append(received)
+        self.texts[number] = received
         self.core.add(
             0,
             GenerateRequest(
@@ -106,26 +102,8 @@ class SimEngine:
         if self.outputs:
             result = result_of(self.outputs.popleft())
             self.core.on_result(RESULTS.decode(encode(result)))
-        self._publish()
-
-    def _publish(self) -> None:
-        for _, message in self.core.take_outputs():
-            columns = (unpack(message.numbers, np.uint32), unpack(message.indices), unpack(message.token_ids))
-            for number, index, token in zip(*(column.tolist() for column in columns), strict=True):
-                assert index == len(self.texts[number].tokens)
-                self.texts[number].tokens.append(token)
-            if message.logprobs is not None:
-                self._score(LogprobRows.from_message(message.logprobs))
-            for finish in message.finished:
-                self.texts[finish.number].finish = finish
-
-    def _score(self, rows: LogprobRows) -> None:
-        at = 0
-        for number, position, count, rank in zip(*(column.tolist() for column in rows[:4]), strict=True):
-            ids, values = rows.token_ids[at : at + count].tolist(), rows.values[at : at + count].tobytes()
-            at += count
-            first = self.texts[number].scores.setdefault(position, (rank, ids, values))
-            assert first == (rank, ids, values), "a repeated entry differs from the first one"
+        for _, outputs in self.core.take_outputs():
+            receive(outputs, self.texts)
 
 
 def expected(received: ReceivedText, params: SamplingParams, structured: StructuredOutputParams | None) -> list[int]:
@@ -149,7 +127,7 @@ def assert_answered(received: ReceivedText) -> None:
     assert received.scores.keys() == wanted
     for position, (rank, ids, values) in received.scores.items():
         count = params.logprobs if position >= len(text) else params.prompt_logprobs
-        entry = TokenLogprobs(rank, np.array(ids, np.int32), np.frombuffer(values, np.float32))
+        entry = TokenLogprobs(rank, np.array(ids, np.int32), np.array(values, np.float32))
         assert_scored(entry, everything[:position], everything[position], count or 0)
 
 
@@ -188,11 +166,11 @@ def test_the_permutation_matrix_on_the_simulator_backend(name: str, drafts: int,
     counters = engine.core.store.counters
     if drafts:
         assert 0 < counters["spec_decode_num_accepted_tokens"] < counters["spec_decode_num_draft_tokens"]
-    for received in engine.texts:
+    for received in engine.texts.values():
         assert_answered(received)
     bare = [
         (received, expected(received, SamplingParams(max_tokens=received.params.max_tokens, temperature=0.0), None))
-        for i, received in enumerate(engine.texts)
+        for i, received in enumerate(engine.texts.values())
         if i % 4 != 3 and not received.params.temperature
     ]
     changed = [received for received, tokens in bare if received.tokens != tokens]

@@ -15,8 +15,7 @@ from protocol.lora import LoRAAdapter
 from protocol.media import Media
 from protocol.membership import Assignment, InitializeCache, Speculation
 from protocol.pooling import PoolingParams
-from protocol.requests import Finish, GenerateRequest
-from protocol.rows import LogprobRows
+from protocol.requests import GenerateRequest
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from protocol.steps import ModelRunnerOutput, ReleaseSlots, StepMessage
 from services.checkpoint import DEMO_MODEL
@@ -33,6 +32,7 @@ from services.worker.batch.slots import EMPTY
 from services.worker.runner import Output
 from services.worker.session import Action, AddMasks, ExecuteStep, Phase, SampleStep, Session
 from services.worker.step_queue import StepQueue
+from tests.simulation.answers import Answer, receive
 from tests.simulation.grammar import Compilation, LateMasks
 
 BLOCK = 32
@@ -45,7 +45,7 @@ RESULTS: Decoder[ModelRunnerOutput] = Decoder(ModelRunnerOutput)
 
 
 @dataclass
-class VllmStream:
+class VllmStream(Answer):
     """A request and its answer."""
 
     prompt: list[int]
@@ -54,12 +54,8 @@ class VllmStream:
     pooling: Pooling = Pooling.NONE
     pooling_params: PoolingParams | None = None
     embedding: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     """Number of tokens in each message."""
-    scores: dict[int, tuple[int, list[int], list[float]]] = field(default_factory=dict)
-    """Log-probabilities by position: token rank, ids and values, as first received."""
-    finish: Finish | None = None
     aborted: bool = False
     lora: LoRAAdapter | None = None
     media: Media | None = None
@@ -283,25 +279,10 @@ class VllmRun:
 
     def _publish(self) -> None:
         for _, message in self.core.take_outputs():
-            columns = unpack(message.numbers, np.uint32), unpack(message.indices), unpack(message.token_ids)
-            for number, index, token in zip(*(column.tolist() for column in columns), strict=True):
-                assert index == len(self.streams[number].tokens)
-                self.streams[number].tokens.append(token)
-            numbers, counts = np.unique(columns[0], return_counts=True)
+            receive(message, self.streams, exact=False)
+            numbers, counts = np.unique(unpack(message.numbers, np.uint32), return_counts=True)
             for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
                 self.streams[number].rows.append(count)
-            if message.logprobs is not None:
-                self._score(LogprobRows.from_message(message.logprobs))
             for embedding in message.embeddings:
                 values = np.frombuffer(embedding.values, np.float32)
                 self.streams[embedding.number].embedding = values.tolist()
-            for finish in message.finished:
-                self.streams[finish.number].finish = finish
-
-    def _score(self, rows: LogprobRows) -> None:
-        at = 0
-        for number, position, count, rank in zip(*(column.tolist() for column in rows[:4]), strict=True):
-            entries = slice(at, at + count)
-            at += count
-            score = rank, rows.token_ids[entries].tolist(), rows.values[entries].tolist()
-            self.streams[number].scores.setdefault(position, score)

@@ -2,15 +2,14 @@
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
 import numpy as np
 
 from protocol.codec import pack, unpack
-from protocol.requests import FinishReason, GenerateRequest
-from protocol.rows import LogprobRows
+from protocol.requests import GenerateRequest
 from protocol.sampling import SamplingParams, StructuredOutputParams
 from protocol.steps import GrammarOutput, ModelRunnerOutput, ReleaseSlots, SchedulerOutput
 from services.scheduler.core.drafting import FixedDrafting
@@ -20,6 +19,7 @@ from services.scheduler.grammar import INLINE_MASKS
 from services.scheduler.policies import BatchingPolicy, ChunkedPolicy
 from services.worker.backends.native.runner import NativeRunner
 from services.worker.backends.native.stages import NativeOutput
+from tests.simulation.answers import Answer, receive
 from tests.simulation.grammar import Compilation, LateMasks
 
 PATIENCE = 0.1
@@ -67,19 +67,11 @@ class LocalSteps:
         return result
 
 
-Scores = list[tuple[int, float]]
-"""Token ids and their log-probabilities: the token itself first, then the most likely ones."""
-
-
 @dataclass
-class ServedRequest:
+class ServedRequest(Answer):
     prompt: list[int]
     params: SamplingParams
     structured: StructuredOutputParams | None = None
-    tokens: list[int] = field(default_factory=list)
-    scores: dict[int, Scores] = field(default_factory=dict)
-    """Log-probabilities by position."""
-    reason: FinishReason | None = None
 
 
 class EngineDriver:
@@ -123,7 +115,7 @@ class EngineDriver:
             self.core.add(0, message)
         for ticket in list(self._compilation.waiting):
             self.core.on_grammar(ticket, self._compilation.finish(ticket))
-        while any(request.reason is None for request in requests) or self._in_flight:
+        while any(request.finish is None for request in requests) or self._in_flight:
             self._make_masks(self._random.random() < 0.3)
             self._dispatch()
             if self._in_flight and self._wait():
@@ -131,7 +123,8 @@ class EngineDriver:
                 self.core.on_result(self._steps.result())
             else:
                 self._make_masks(True)
-            self._publish(requests)
+            for _, outputs in self.core.take_outputs():
+                receive(outputs, dict(enumerate(requests)))
         return [request.tokens for request in requests]
 
     def _dispatch(self) -> None:
@@ -159,23 +152,3 @@ class EngineDriver:
                 return False
             time.sleep(5e-4)
         return True
-
-    def _publish(self, requests: list[ServedRequest]) -> None:
-        for _, outputs in self.core.take_outputs():
-            numbers = np.frombuffer(outputs.numbers, np.uint32).tolist()
-            for number, token in zip(numbers, unpack(outputs.token_ids).tolist(), strict=True):
-                requests[number].tokens.append(token)
-            if outputs.logprobs is not None:
-                self._take_scores(requests, LogprobRows.from_message(outputs.logprobs))
-            for finish in outputs.finished:
-                requests[finish.number].reason = finish.reason
-
-    @staticmethod
-    def _take_scores(requests: list[ServedRequest], rows: LogprobRows) -> None:
-        scores, first = list(zip(rows.token_ids.tolist(), rows.values.tolist(), strict=True)), 0
-        for number, position, count in zip(
-            rows.owners.tolist(), rows.positions.tolist(), rows.counts.tolist(), strict=True
-        ):
-            assert position not in requests[number].scores
-            requests[number].scores[position] = scores[first : first + count]
-            first += count

@@ -17,7 +17,8 @@ from services.scheduler.core.limits import Limits
 from services.worker.backends.native.runner import NativeRunner
 from tests.integration.native.conftest import Family
 from tests.integration.native.driver import garble
-from tests.integration.native.engine_driver import EngineDriver, LocalSteps, Scores, ServedRequest
+from tests.integration.native.engine_driver import EngineDriver, LocalSteps, ServedRequest
+from tests.simulation.answers import Score
 from tests.simulation.grammar import structured
 
 DRAFTS = 3
@@ -29,7 +30,7 @@ WARM = {"max_tokens": 14, "temperature": 0.9}
 
 class ServedAnswers(NamedTuple):
     answers: list[list[int]]
-    scores: list[dict[int, Scores]]
+    scores: list[dict[int, Score]]
     counters: Counter[str]
 
 
@@ -93,8 +94,8 @@ def assert_equal(served: ServedAnswers, wanted: ServedAnswers) -> None:
     for scores, others in zip(served.scores, wanted.scores, strict=True):
         assert scores.keys() == others.keys()
         for position, row in scores.items():
-            assert [token for token, _ in row] == [token for token, _ in others[position]]
-            assert [score for _, score in row] == pytest.approx([s for _, s in others[position]], abs=1e-4)
+            assert row.ids == others[position].ids
+            assert row.values == pytest.approx(others[position].values, abs=1e-4)
 
 
 @pytest.mark.parametrize("speculation", [None, NGRAM], ids=["without drafts", "ngram"])
