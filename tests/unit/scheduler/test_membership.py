@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from protocol.block_names import NAME_BYTES, NamedBlocks
-from protocol.codec import ProtocolError
 from protocol.membership import (
     Assignment,
     EndEpoch,
@@ -179,28 +178,6 @@ def test_rank_that_lost_another_is_well_and_only_the_epoch_ends() -> None:
     assert {member.state for member in g.roster} == {MemberState.RETURNING}
     g.register("a", "b", at=1.1)
     assert g.start(1.2).epoch == 2
-
-
-def test_messages_of_an_old_epoch_change_nothing() -> None:
-    g = group()
-    g.serve("a")
-    g.register("a", at=1.0)
-    assert g.epoch == 2
-    for message in (Ready(1), replace_blocks(1000, 1), RankLost(1, "late"), StepFault(1, 3, "late")):
-        assert g.send("a", message, 1.1) == []
-    assert g.member_state("a") is MemberState.ASSIGNED
-
-
-@pytest.mark.parametrize(
-    "message", [LoadProgress("weights", 0.5), msgspec.structs.replace(LOADED, epoch=1), Ready(1), RankLost(1, "reset")]
-)
-def test_messages_that_cross_the_end_of_their_epoch_change_nothing(message: WorkerMessage) -> None:
-    g = group(tensor_parallel_size=2)
-    g.register("a", "b")
-    g.lose("b", 1.0)
-    assert g.send("a", message, 1.1) == []
-    assert g.member_state("a") is MemberState.RETURNING
-    assert g.register("a", at=1.2) == []
 
 
 def test_silent_worker_is_lost_and_may_come_back() -> None:
@@ -830,16 +807,6 @@ def test_a_worker_that_fails_before_it_registers_is_shown() -> None:
     g.send("a", LoadFailed("tensor x is missing"))
     g.check(0.0)
     assert g.status.detail == "waiting for a worker to register (a worker cannot serve: tensor x is missing)"
-
-
-def test_a_message_out_of_place_is_refused_by_name_and_changes_nothing() -> None:
-    g = group()
-    g.register("a")
-    with pytest.raises(ProtocolError, match="Ready has no place while worker host:1 is ASSIGNED"):
-        g.send("a", Ready(1), 5.0)
-    assert g.member_state("a") is MemberState.ASSIGNED
-    assert g.roster[b"a"].last_seen == 0.0
-    assert g.start(6.0).epoch == 1
 
 
 def test_a_group_that_failed_takes_no_events() -> None:
