@@ -1,4 +1,4 @@
-"""What a scheduler core in the same process publishes, collected by request."""
+"""Answers of requests, collected from what a scheduler core in the same process publishes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from protocol.requests import Finish, RequestOutputs
 from protocol.rows import LogprobRows, OutputRows
 
 
-class Score(NamedTuple):
+class PositionScore(NamedTuple):
     """Log-probabilities at one position."""
 
     token_rank: int
@@ -20,14 +20,14 @@ class Score(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class Answer:
+class CollectedAnswer:
     tokens: list[int] = field(default_factory=list)
-    scores: dict[int, Score] = field(default_factory=dict)
+    scores: dict[int, PositionScore] = field(default_factory=dict)
     """By position, as first received."""
     finish: Finish | None = None
 
 
-def receive(outputs: RequestOutputs, answers: Mapping[int, Answer], exact: bool = True) -> None:
+def receive(outputs: RequestOutputs, answers: Mapping[int, CollectedAnswer], exact: bool = True) -> None:
     """Add a message to the answers, given by the numbers of their requests. `exact`: repeated scores are the same."""
     for number, index, token in zip(*map(np.ndarray.tolist, OutputRows.from_message(outputs)), strict=True):
         assert index == len(answers[number].tokens)
@@ -36,7 +36,7 @@ def receive(outputs: RequestOutputs, answers: Mapping[int, Answer], exact: bool 
         at, rows = 0, LogprobRows.from_message(outputs.logprobs)
         for number, position, count, rank in zip(*(column.tolist() for column in rows[:4]), strict=True):
             part = slice(at, at := at + count)
-            score = Score(rank, rows.token_ids[part].tolist(), rows.values[part].tolist())
+            score = PositionScore(rank, rows.token_ids[part].tolist(), rows.values[part].tolist())
             first = answers[number].scores.setdefault(position, score)
             assert first == score or not exact, "a repeated entry differs from the first one"
     for finish in outputs.finished:

@@ -23,7 +23,7 @@ from services.worker.backends.sim.model.hidden_states import HIDDEN_SIZE
 from services.worker.runner import Output
 from services.worker.sampling.reference import TokenLogprobs
 from services.worker.session import ExecuteStep, Phase, SampleStep, Session
-from tests.simulation.answers import Answer, receive
+from tests.simulation.answers import CollectedAnswer, receive
 from tests.simulation.grammar import Automaton, Compilation
 from tests.simulation.parameters import MATRIX, STRUCTURED, with_parameters
 from tests.unit.worker.plans import BLOCK, CONTEXT, SLOTS, VOCAB, prompt, result_of, sim_runner
@@ -35,7 +35,7 @@ RESULTS: Decoder[ModelRunnerOutput] = Decoder(ModelRunnerOutput)
 
 
 @dataclass
-class ReceivedText(Answer):
+class ReceivedText(CollectedAnswer):
     """A request and its answer."""
 
     text: list[int]

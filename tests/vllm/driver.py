@@ -32,7 +32,7 @@ from services.worker.batch.slots import EMPTY
 from services.worker.runner import Output
 from services.worker.session import Action, AddMasks, ExecuteStep, Phase, SampleStep, Session
 from services.worker.step_queue import StepQueue
-from tests.simulation.answers import Answer, receive
+from tests.simulation.answers import CollectedAnswer, receive
 from tests.simulation.grammar import Compilation, LateMasks
 
 BLOCK = 32
@@ -45,7 +45,7 @@ RESULTS: Decoder[ModelRunnerOutput] = Decoder(ModelRunnerOutput)
 
 
 @dataclass
-class VllmStream(Answer):
+class VllmStream(CollectedAnswer):
     """A request and its answer."""
 
     prompt: list[int]

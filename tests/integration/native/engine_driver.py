@@ -19,7 +19,7 @@ from services.scheduler.grammar import INLINE_MASKS
 from services.scheduler.policies import BatchingPolicy, ChunkedPolicy
 from services.worker.backends.native.runner import NativeRunner
 from services.worker.backends.native.stages import NativeOutput
-from tests.simulation.answers import Answer, receive
+from tests.simulation.answers import CollectedAnswer, receive
 from tests.simulation.grammar import Compilation, LateMasks
 
 PATIENCE = 0.1
@@ -68,7 +68,7 @@ class LocalSteps:
 
 
 @dataclass
-class ServedRequest(Answer):
+class ServedRequest(CollectedAnswer):
     prompt: list[int]
     params: SamplingParams
     structured: StructuredOutputParams | None = None

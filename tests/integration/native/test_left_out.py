@@ -18,7 +18,7 @@ from services.worker.backends.native.runner import NativeRunner
 from tests.integration.native.conftest import Family
 from tests.integration.native.driver import garble
 from tests.integration.native.engine_driver import EngineDriver, LocalSteps, ServedRequest
-from tests.simulation.answers import Score
+from tests.simulation.answers import PositionScore
 from tests.simulation.grammar import structured
 
 DRAFTS = 3
@@ -30,7 +30,7 @@ WARM = {"max_tokens": 14, "temperature": 0.9}
 
 class ServedAnswers(NamedTuple):
     answers: list[list[int]]
-    scores: list[dict[int, Score]]
+    scores: list[dict[int, PositionScore]]
     counters: Counter[str]
 
 
