@@ -17,10 +17,13 @@ from protocol.rows import EmbeddingRows, LogprobRows
 from protocol.sampling import Pooling, SamplingParams
 from protocol.steps import GrammarOutput, ModelRunnerOutput, NewRequest, SchedulerOutput
 from services.config import WorkerConfig
+from services.worker.backends.mask_inbox import MaskInbox
 from services.worker.backends.native.epoch import NativeEpoch
 from services.worker.backends.native.runner import NativeRunner
+from services.worker.backends.native.step import ComputedStep, NativeResult, PreparedStep
 from services.worker.batch.slots import SlotTable
-from services.worker.runner import ModelRunner, Output
+from services.worker.kernels.interface.buffers import Buffers
+from services.worker.runner import ForwardDone, ModelRunner, Output
 
 BLOCK_SIZE, NUM_SLOTS, NUM_BLOCKS = 4, 16, 512
 GREEDY = SamplingParams(max_tokens=1000, temperature=0.0)
@@ -58,6 +61,36 @@ def garble(table: SlotTable) -> None:
     table.penalized[:] = table.edited[:] = True
     table.pooling[:] = Pooling.MEAN
     table.banned[:] = [(3,)] * table.num_slots
+
+
+def poison(buffers: Buffers) -> None:
+    """Fill all rows with garbage: NaN, or the smallest integer."""
+    for value in vars(buffers).values():
+        for tensor in value if isinstance(value, tuple) else (value,):
+            if isinstance(tensor, torch.Tensor):
+                tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
+
+
+class GarblingRunner(NativeRunner):
+    """A runner that leaves garbage behind, so that tests notice who reads it: in the table of the host when a step is
+    prepared, and in the buffers of the forward pass when it was sampled."""
+
+    def init_kv_cache(self, init: InitializeCache) -> None:
+        super().init_kv_cache(init)
+        stages, epoch = self._stages.get(), self.epoch
+        prepare, sample, forward = stages._prepare, epoch.sample, epoch._forward  # noqa: SLF001
+
+        def prepared(step: SchedulerOutput) -> PreparedStep:
+            made = prepare(step)
+            garble(stages._table)  # noqa: SLF001
+            return made
+
+        def sampled(pending: ComputedStep, masks: MaskInbox) -> NativeResult | ForwardDone:
+            result = sample(pending, masks)
+            epoch.device.launch(lambda: poison(forward._buffers))  # noqa: SLF001
+            return result
+
+        vars(stages)["_prepare"], vars(epoch)["sample"] = prepared, sampled
 
 
 class Score(NamedTuple):
@@ -136,9 +169,7 @@ class RunnerDriver:
         """Minimum probability of acceptance of these drafts."""
         self.promised_drafts: dict[int, int] = {}
         """By slot, for its next row."""
-        self.runner = runner or NativeRunner(
-            WorkerConfig(model=str(model), **{"threads": 1, **config}), poison=True, after_prepare=garble
-        )
+        self.runner = runner or GarblingRunner(WorkerConfig(model=str(model), **{"threads": 1, **config}))
         self.assignment = Assignment(
             1, 0, 1, self.block_size, NUM_SLOTS, 2048, max_model_len, speculation=self.speculation
         )

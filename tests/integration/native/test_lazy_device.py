@@ -12,10 +12,9 @@ from protocol.membership import Speculation
 from protocol.sampling import Pooling, SamplingParams
 from protocol.steps import GrammarOutput
 from services.config import WorkerConfig
-from services.worker.backends.native.runner import NativeRunner
 from services.worker.runner import LoadError
 from tests.integration.native.conftest import Family
-from tests.integration.native.driver import RunnerDriver, garble
+from tests.integration.native.driver import GarblingRunner, RunnerDriver
 from tests.integration.native.test_run_ahead import PROMPT, REQUESTS, SPECULATIONS, TOKENS, serve
 from tests.unit.native.lazy_device import LazyDevice
 from tests.unit.native.lazy_kernels import LazyKernels, LazySampling
@@ -26,7 +25,7 @@ SPEEDS = {"lazy": frozenset[str](), "eager compute": frozenset({"compute"}), "ea
 def driver_on(device: LazyDevice, family: Family, **options: Any) -> RunnerDriver:
     """A driver whose runner computes on the device."""
     config = WorkerConfig(model=str(family.path), threads=1, kernels="reference")
-    runner = NativeRunner(config, True, garble, create_kernels=lambda choice: LazyKernels(choice.activations, device))
+    runner = GarblingRunner(config, create_kernels=lambda choice: LazyKernels(choice.activations, device))
     return RunnerDriver(family.path, runner=runner, keeps_logits=False, **options)
 
 
@@ -107,7 +106,7 @@ def test_memory_of_a_result_that_a_later_step_writes_is_found(llama: Family, dep
     kernels = LazyKernels(torch.float32, device)
     kernels.sampling = OneBuffer(device)
     config = WorkerConfig(model=str(llama.path), threads=1, kernels="reference")
-    runner = NativeRunner(config, True, garble, create_kernels=lambda _: kernels)
+    runner = GarblingRunner(config, create_kernels=lambda _: kernels)
     driver = RunnerDriver(llama.path, runner=runner, keeps_logits=False)
     request, flying = driver.add(PROMPT), []
     for count in (len(PROMPT), 1, 1):

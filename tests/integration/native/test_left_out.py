@@ -14,9 +14,8 @@ from protocol.sampling import SamplingParams
 from services.checkpoint import DEMO_MODEL
 from services.config import WorkerConfig
 from services.scheduler.core.limits import Limits
-from services.worker.backends.native.runner import NativeRunner
 from tests.integration.native.conftest import Family
-from tests.integration.native.driver import garble
+from tests.integration.native.driver import GarblingRunner
 from tests.integration.native.engine_driver import EngineDriver, LocalSteps, ServedRequest
 from tests.simulation.answers import PositionScore
 from tests.simulation.grammar import structured
@@ -75,7 +74,7 @@ def serve(
     """Serve the requests, by default all of `requests`, with a runner of their own."""
     size, served = limits(num_blocks, depth, speculation), requests() if served is None else served
     config = WorkerConfig(model=str(path), threads=1, dtype="float32")
-    runner = NativeRunner(config, poison=True, after_prepare=garble)
+    runner = GarblingRunner(config)
     sizes = size.block_size, size.num_slots, size.max_num_batched_tokens, size.max_model_len
     assignment = Assignment(1, 0, 1, *sizes, speculation=speculation, max_kv_groups=max_kv_groups)
     loaded = runner.load(assignment, lambda phase, fraction: None)

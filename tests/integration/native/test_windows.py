@@ -19,6 +19,7 @@ from services.worker.backends.native.runner import NativeRunner
 from services.worker.kernels.cpu.network import CpuNetwork
 from services.worker.kernels.interface.kv_cache import KVCache
 from tests.integration.native.conftest import Family
+from tests.integration.native.driver import GarblingRunner
 from tests.integration.native.engine_driver import EngineDriver, LocalSteps, ServedRequest
 from tests.integration.native.test_left_out import NGRAM, assert_equal, limits, serve
 
@@ -69,7 +70,7 @@ def test_no_kernel_reads_behind_the_window(
 
     monkeypatch.setattr(CpuNetwork, "kv_cache", kept)
     size = replace(limits(96, 1, None), max_num_seqs=1, max_model_len=120, enable_prefix_caching=False)
-    runner = NativeRunner(WorkerConfig(model=str(family.path), threads=1, dtype="float32"), poison=True)
+    runner = GarblingRunner(WorkerConfig(model=str(family.path), threads=1, dtype="float32"))
     sizes = size.block_size, size.num_slots, size.max_num_batched_tokens, size.max_model_len
     loaded = runner.load(Assignment(1, 0, 1, *sizes, max_kv_groups=MAX_GROUPS), lambda *_: None)
     runner.init_kv_cache(InitializeCache(size.num_blocks, size.max_model_len))

@@ -75,7 +75,6 @@ class NativeEpoch:
     Args:
         drafter: None on other ranks than the output rank, and without speculation
         num_blocks: blocks of the cache, at least those that the scheduler uses
-        poison: fill buffers with garbage when a step has ended, so that tests notice a later reader
         allocate: memory of the caches
         groups: the model's groups of KV cache; None: one
     """
@@ -88,14 +87,13 @@ class NativeEpoch:
         assignment: Assignment,
         init: InitializeCache,
         num_blocks: int,
-        poison: bool = False,
         allocate: Allocate = own_memory,
         groups: LayerGroups | None = None,
     ) -> None:
         slots, block_size = assignment.num_slots, assignment.block_size
         vocab_size, speculation = model.part.whole.vocab_size, assignment.speculation
         most_drafts = speculation.num_speculative_tokens if speculation is not None else 0
-        self._kernels, self._ranks, self._poison = model.kernels, ranks, poison
+        self._kernels, self._ranks = model.kernels, ranks
         self.device = device = model.kernels.device
         self.columns = BatchColumns(
             slots, block_size, init.max_model_len, ONE_GROUP if groups is None else groups.groups
@@ -216,8 +214,6 @@ class NativeEpoch:
     def sample(self, pending: ComputedStep, masks: MaskInbox) -> NativeResult | ForwardDone:
         """Sample a step with the masks that have arrived."""
         result = self._sample(pending, masks)
-        if self._poison:
-            self._forward.poison()
         self._ended = time.monotonic()
         return result
 

@@ -22,7 +22,7 @@ from services.worker.backends.native.epoch_memory import epoch_memory
 from services.worker.backends.native.kept_model import KeptModel
 from services.worker.backends.native.model.layer_groups import LayerGroups
 from services.worker.backends.native.model.model import Model
-from services.worker.backends.native.stages import NativeOutput, NativeStages, Prepared
+from services.worker.backends.native.stages import NativeOutput, NativeStages
 from services.worker.batch.slots import SlotTable
 from services.worker.device.memory_plan import MemoryPlan
 from services.worker.distributed.ranks import Ranks
@@ -66,19 +66,12 @@ class NativeRunner:
     computed on a thread of their own (stages.py).
 
     Args:
-        poison: for tests; see `NativeEpoch`
-        after_prepare: for tests; see `NativeStages`
         create_kernels: makes the chosen kernels, with their device
     """
 
     def __init__(
-        self,
-        config: WorkerConfig,
-        poison: bool = False,
-        after_prepare: Prepared | None = None,
-        create_kernels: Callable[[KernelChoice], Kernels] = selection.create,
+        self, config: WorkerConfig, create_kernels: Callable[[KernelChoice], Kernels] = selection.create
     ) -> None:
-        self._poison, self._after_prepare = poison, after_prepare
         self._config = config
         self._kept = KeptModel(config, create_kernels)
         self.kv_memory = KVMemory.kept(config.kv_keeper)
@@ -188,7 +181,7 @@ class NativeRunner:
             )
             allocate = memory_of(self.kv_memory.take)
         epoch = NativeEpoch(
-            *(loaded.model, ranks, loaded.drafter, assignment, init, num_blocks, self._poison, allocate), loaded.groups
+            *(loaded.model, ranks, loaded.drafter, assignment, init, num_blocks, allocate), loaded.groups
         )
         table = SlotTable(
             *(assignment.num_slots, assignment.block_size, init.num_blocks, init.max_model_len),
@@ -196,7 +189,7 @@ class NativeRunner:
             count_rows=loaded.model.kernels.rows.count_rows,
             groups=loaded.groups.groups,
         )
-        stages = NativeStages(table, epoch, ranks, self._after_prepare)
+        stages = NativeStages(table, epoch, ranks)
         self._stages.set(stages)
         if taken := stages.capture(_log_progress):
             log.info("graphs of decode steps take %s", size_text(taken))

@@ -25,7 +25,6 @@ positions are known only when the step before has sampled, so rows are laid out 
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,7 +46,6 @@ log = logging.getLogger("runahead.worker")
 
 STEPS_PREPARED = 2
 """Maximum number of steps that are prepared while another one computes."""
-Prepared = Callable[[SlotTable], None]
 
 
 @dataclass(frozen=True)
@@ -74,14 +72,10 @@ class NativeStages:
 
     Args:
         epoch: used by the compute thread from now on
-        after_prepare: called with the table after each prepared step; tests overwrite columns there
     """
 
-    def __init__(
-        self, table: SlotTable, epoch: NativeEpoch, ranks: Ranks, after_prepare: Prepared | None = None
-    ) -> None:
+    def __init__(self, table: SlotTable, epoch: NativeEpoch, ranks: Ranks) -> None:
         self._table, self._epoch, self._ranks = table, epoch, ranks
-        self._after_prepare = after_prepare
         self._thread = ComputeThread(epoch.device.working)
         self._masks = MaskInbox(STEPS_PREPARED)
         self._pending = PendingStep[LaunchedForward]()
@@ -124,8 +118,6 @@ class NativeStages:
     def _prepare(self, step: SchedulerOutput) -> PreparedStep:
         plan = StepRows.from_message(step)
         rows = self._table.apply_plan(plan, step.new)
-        if self._after_prepare is not None:
-            self._after_prepare(self._table)
         released, self._released = self._released, []
         return PreparedStep(step, plan, rows, released, time.monotonic())
 

@@ -58,13 +58,6 @@ class Buffers:
         """Return whether there is room for these numbers of rows."""
         return all(count <= self.capacity[kind] for kind, count in counts.items())
 
-    def poison(self) -> None:
-        """Fill all rows with garbage: NaN, or the smallest integer."""
-        for value in vars(self).values():
-            for tensor in value if isinstance(value, tuple) else (value,):
-                if isinstance(tensor, torch.Tensor):
-                    tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
-
     def first(self, **counts: int) -> Self:
         """Return views of the first rows; tensors of kinds that are not named stay whole."""
 

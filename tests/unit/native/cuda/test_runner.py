@@ -8,9 +8,8 @@ from msgspec.structs import replace
 from protocol.membership import Assignment, Speculation
 from services.config import WorkerConfig
 from services.worker.backends.native.model.forward import most_rows
-from services.worker.backends.native.runner import NativeRunner
 from services.worker.kernels.cuda.kernels import CudaKernels
-from tests.integration.native.driver import GREEDY, DrivenRequest, RunnerDriver
+from tests.integration.native.driver import GREEDY, DrivenRequest, GarblingRunner, RunnerDriver
 from tests.unit.native.cuda.tiny_engine import write_tiny_model
 from tests.unit.native.interpreted import CopyingDevice
 
@@ -45,7 +44,7 @@ def test_drafts_change_no_token(tmp_path: Path) -> None:
     for depth in (1, 2):
         config = WorkerConfig(model=str(model), threads=1, kernels="reference")
         kernels = CudaKernels(torch.float32, torch.float32, SeparateMemory())
-        runner = NativeRunner(config, poison=True, create_kernels=lambda _, kernels=kernels: kernels)
+        runner = GarblingRunner(config, create_kernels=lambda _, kernels=kernels: kernels)
         driver = RunnerDriver(model, runner=runner, speculation=DRAFTS, keeps_logits=False)
         found = answers(driver, depth)
         assert [each.output[:TOKENS] for each in found] == [each.output[:TOKENS] for each in expected]

@@ -192,10 +192,6 @@ class ForwardPass:
         """Prepare the sizes of steps that are replayed, before the first step. Returns: bytes of device memory."""
         return self._recording.capture(progress)
 
-    def poison(self) -> None:
-        """Fill the buffers with garbage. Nothing of a step is read after its sampling."""
-        self._device.launch(self._buffers.poison)
-
     def tapped(self) -> list[torch.Tensor]:
         """Hidden states that a drafter reads, [tokens, hidden]; valid until the next step."""
         return [tap[: self._counts.tokens] for tap in self._buffers.taps]
