@@ -1,5 +1,8 @@
 """The rigid device of the simulator: its padded shapes, the plans that it refuses, and the progress that it reports."""
 
+from typing import Any
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 
@@ -8,7 +11,8 @@ from protocol.steps import ModelRunnerOutput, SchedulerOutput
 from services.config import WorkerConfig
 from services.worker.backends.sim import SimRunner
 from services.worker.backends.sim.cost import CostModel
-from services.worker.backends.sim.device.rigid import DUMMY, ChunkEnd, RigidShapes, planned_end
+from services.worker.backends.sim.device import rigid
+from services.worker.backends.sim.device.rigid import DUMMY, RigidShapes
 from services.worker.batch.slots import PlanError, SlotTable
 from tests.unit.worker.plans import (
     BLOCK,
@@ -27,15 +31,15 @@ from tests.unit.worker.plans import (
 CHUNK = 8
 
 
-def runner(chunk_end: ChunkEnd = planned_end) -> SimRunner:
+def runner() -> SimRunner:
     """Return a rigid runner with blocks of 4 tokens and chunks of 8."""
-    return sim_runner(flags={"sim_rigid": True}, max_num_batched_tokens=CHUNK, chunk_end=chunk_end)
+    return sim_runner(flags={"sim_rigid": True}, max_num_batched_tokens=CHUNK)
 
 
-def chunk_ends(*ends: int) -> ChunkEnd:
-    """Return where the first chunks end; later ones end as planned."""
-    first = iter(ends)
-    return lambda _slot, _start, end, _most: next(first, end)
+def first_ends(at: int) -> Any:
+    """Decorate a test in which the first chunk ends there; later ones end as planned."""
+    first = iter([at])
+    return patch.object(rigid, "real_end", lambda planned: next(first, planned))
 
 
 def step(device: SimRunner, plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -168,9 +172,10 @@ def test_a_step_takes_the_time_of_its_padded_shape() -> None:
     assert seconds(plans.step(short, long)) == pytest.approx(2e-3 + 2 * 8e-9)
 
 
+@first_ends(4)
 def test_rows_planned_behind_a_short_chunk_are_void() -> None:
     """Rollback on the worker: void rows compute nothing, and the next generation continues at the frontier."""
-    device, plans = runner(chunk_ends(4)), PlanBuilder()
+    device, plans = runner(), PlanBuilder()
     request = plans.admit(prompt(1, 16))
     first, second = plans.step((request, 8)), plans.step(request)
     device.execute_model(first)
@@ -189,8 +194,9 @@ def test_rows_planned_behind_a_short_chunk_are_void() -> None:
     device.shutdown()
 
 
+@first_ends(2)
 def test_a_short_last_chunk_samples_nothing() -> None:
-    device, plans = runner(chunk_ends(2)), PlanBuilder()
+    device, plans = runner(), PlanBuilder()
     request = plans.admit(prompt(1, 6))
     short = step(device, plans.step(request))
     assert (unpack(short.counts).tolist(), progress(short)) == ([0], [(request.slot, 2)])
@@ -200,8 +206,9 @@ def test_a_short_last_chunk_samples_nothing() -> None:
     device.shutdown()
 
 
+@first_ends(4)
 def test_a_void_slot_is_assigned_to_another_request() -> None:
-    device, plans = runner(chunk_ends(4)), PlanBuilder()
+    device, plans = runner(), PlanBuilder()
     first = plans.admit(prompt(1, 16))
     step(device, plans.step((first, 8)))
     step(device, plans.step(first))

@@ -17,7 +17,7 @@ from services.worker.backends.pending_step import PendingStep, own_grammar
 from services.worker.backends.sim.checkpoint import SimCheckpoint
 from services.worker.backends.sim.cost import CostModel
 from services.worker.backends.sim.device.columns import StepColumns
-from services.worker.backends.sim.device.rigid import ChunkEnd, PaddedStep, RigidShapes
+from services.worker.backends.sim.device.rigid import PaddedStep, RigidShapes
 from services.worker.backends.sim.device.simulated import SimDevice, SimEvent, no_inputs
 from services.worker.backends.sim.faults import inject_faults
 from services.worker.backends.sim.model.hashing import U64
@@ -90,13 +90,10 @@ class SimEpoch:
 
     Args:
         full_check: every row reads its whole context in every step; slow.
-        chunk_end: where the chunks of a rigid device end.
         kv: uint64[positions]: the KV cache, perhaps with blocks of an earlier epoch.
     """
 
-    def __init__(
-        self, rank: LoadedRank, init: InitializeCache, device: SimDevice, full_check: bool, chunk_end: ChunkEnd, kv: U64
-    ) -> None:
+    def __init__(self, rank: LoadedRank, init: InitializeCache, device: SimDevice, full_check: bool, kv: U64) -> None:
         self._rank, self.device = rank, device
         assignment, config, checkpoint = rank.assignment, rank.config, rank.checkpoint
         slots, max_len = assignment.num_slots, init.max_model_len
@@ -104,7 +101,7 @@ class SimEpoch:
             *(slots, assignment.block_size, init.num_blocks, max_len), leaves_rows_out=not config.sim_rigid
         )
         chunk, volume = assignment.max_num_batched_tokens, config.sim_max_volume
-        self._rigid = RigidShapes(self.table, chunk, volume, chunk_end) if config.sim_rigid else None
+        self._rigid = RigidShapes(self.table, chunk, volume) if config.sim_rigid else None
         max_blocks = self.table.block_table.shape[1]
         in_flight = max(MAX_STEPS_IN_FLIGHT, 2 * assignment.pipeline_parallel_size)
         self.ring = HostRing(lambda: StepColumns(slots, max_blocks), in_flight + 1)

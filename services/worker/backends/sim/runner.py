@@ -14,7 +14,6 @@ from services.worker.backends.epoch_value import EpochValue
 from services.worker.backends.kv_blocks import affordable_blocks, context_limit
 from services.worker.backends.sim.checkpoint import SimCheckpoint
 from services.worker.backends.sim.cost import CostModel
-from services.worker.backends.sim.device.rigid import ChunkEnd, planned_end
 from services.worker.backends.sim.device.simulated import SimDevice
 from services.worker.backends.sim.epoch import LoadedRank, SimEpoch
 from services.worker.backends.sim.model.hidden_states import HIDDEN_SIZE
@@ -35,19 +34,14 @@ class SimRunner:
     Args:
         make_device: another device, for tests.
         full_check: every row reads its whole context in every step; slow.
-        chunk_end: where the chunks of a rigid device end, for tests; the same on all ranks.
     """
 
     def __init__(
-        self,
-        config: WorkerConfig,
-        make_device: Callable[[], SimDevice] = SimDevice,
-        full_check: bool = False,
-        chunk_end: ChunkEnd = planned_end,
+        self, config: WorkerConfig, make_device: Callable[[], SimDevice] = SimDevice, full_check: bool = False
     ) -> None:
         self._config = config
         self.kv_memory = KVMemory.kept(config.kv_keeper)
-        self._make_device, self._full_check, self._chunk_end = make_device, full_check, chunk_end
+        self._make_device, self._full_check = make_device, full_check
         self.exchange = RankExchange()
         self._rank = EpochValue[LoadedRank]("load")
         self._epoch = EpochValue[SimEpoch]("init_kv_cache")
@@ -116,7 +110,7 @@ class SimRunner:
         num_blocks = self.kv_memory.begin(identity, assignment.block_size, init.num_blocks, bytes_per_block)
         kv = np.frombuffer(self.kv_memory.take(num_blocks * bytes_per_block), np.uint64)
         kv = kv[: init.num_blocks * assignment.block_size]
-        self._epoch.set(SimEpoch(rank, init, self._make_device(), self._full_check, self._chunk_end, kv))
+        self._epoch.set(SimEpoch(rank, init, self._make_device(), self._full_check, kv))
 
     def execute_model(self, step: SchedulerOutput) -> None:
         self.epoch.execute(step)

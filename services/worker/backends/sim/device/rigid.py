@@ -6,7 +6,6 @@ first window is padding. In a decode step all block tables end at the same colum
 left. docs/scheduling.md explains the shapes.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import msgspec.structs
@@ -20,12 +19,10 @@ from services.worker.batch.slots import I32, PlanError, Rows, SlotTable
 DUMMY = -1
 """Block id of padding."""
 
-ChunkEnd = Callable[[int, int, int, int], int]
-"""(slot, start, planned end, furthest possible end) of a chunk -> its real end, at least one token after its start."""
 
-
-def planned_end(_slot: int, _start: int, end: int, _most: int) -> int:
-    return end
+def real_end(planned: int) -> int:
+    """Return where a chunk really ends, at least one token after its start. Tests let it end elsewhere than planned."""
+    return planned
 
 
 @dataclass(frozen=True)
@@ -65,13 +62,12 @@ class RigidShapes:
     Args:
         chunk: tokens of a window.
         max_volume: largest number of tokens in the rectangle of a decode step; 0: no limit.
-        chunk_end: where chunks really end, for tests.
     """
 
-    def __init__(self, table: SlotTable, chunk: int, max_volume: int, chunk_end: ChunkEnd = planned_end) -> None:
+    def __init__(self, table: SlotTable, chunk: int, max_volume: int) -> None:
         if chunk % table.block_size:
             raise PlanError(f"rigid: a chunk of {chunk} tokens is not a multiple of the block size {table.block_size}")
-        self._table, self._chunk, self._max_volume, self._chunk_end = table, chunk, max_volume, chunk_end
+        self._table, self._chunk, self._max_volume = table, chunk, max_volume
         self._entry = np.zeros(table.num_slots, np.int32)
         """Tokens with which the request entered: the end of its prefill."""
         self._resumes = np.zeros(table.num_slots, np.bool_)
@@ -117,7 +113,7 @@ class RigidShapes:
         if end != last:
             raise PlanError(f"rigid: slot {slot} computes {start} to {end}, but its chunk ends at {last}")
         most = end if samples else min(entry - 1, int(self._table.num_blocks[slot]) * self._table.block_size)
-        reached = self._chunk_end(slot, start, end, most)
+        reached = real_end(end)
         if not start < reached <= most:
             raise PlanError(f"rigid: slot {slot} cannot reach {reached} from {start}, at most {most}")
         self._resumes[slot] = reached != end
