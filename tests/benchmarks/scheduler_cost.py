@@ -109,7 +109,9 @@ class RecordedTurns:
     """Turns of an `EngineCore`: apply the result of the oldest step and dispatch the next one."""
 
     def __init__(self, running: int, recorder: StepRecorder | None = None, observer: Observer | None = None) -> None:
-        self._core = EngineCore(limits_of(running), ChunkedPolicy(), 2, VOCAB, observer=observer)
+        self._core = EngineCore(limits_of(running), ChunkedPolicy(), 2, VOCAB)
+        if observer is not None:
+            self._core.observers.add(observer)
         self._recorder = recorder
         self._count = 0
         self.seconds: list[float] = []

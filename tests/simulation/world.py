@@ -188,8 +188,9 @@ class World:
             compiler=self.compilation,
             mask_maker=self.masks if late_masks else INLINE_MASKS,
             hidden_size=HIDDEN_SIZE,
-            observer=observer,
         )
+        if observer is not None:
+            self.engine.observers.add(observer)
         self.engine.observers.add(self)
         self.worker = OracleWorker(limits, vocab, epoch, speculating, self._future)
         self.names = BlockNames.empty(limits.num_blocks, limits.block_size, len(limits.groups))

@@ -63,7 +63,6 @@ class EngineCore:
         compiler: Compiler | None = None,
         mask_maker: MaskMaker = INLINE_MASKS,
         hidden_size: int = 0,
-        observer: events.Observer | None = None,
     ) -> None:
         """Start with the group of workers of an epoch.
 
@@ -72,7 +71,6 @@ class EngineCore:
             compiler: None: structured output is refused.
             mask_maker: makes the masks of constrained rows, by default at once.
             hidden_size: length of an embedding; 0: embeddings are refused.
-            observer: receives every event from the first one on; others may be added to `observers` at any time.
         """
         self.store = RequestStore(compiler, mask_maker)
         self.queue = BatchQueue(depth)
@@ -86,8 +84,6 @@ class EngineCore:
         self._arrivals = Arrivals(self._open_arrivals)
         self._admitted = 0
         """Number of requests admitted so far; also the ticket of the last one."""
-        if observer is not None:
-            self.observers.add(observer)
         self._build_epoch(epoch, limits, policy)
 
     def _build_epoch(self, number: int, limits: Limits, policy: BatchingPolicy) -> None:

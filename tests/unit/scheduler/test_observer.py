@@ -30,15 +30,9 @@ class ObservedEngine:
         self.recorder = EventRecorder()
         self.compilation = Compilation(VOCAB)
         self.core = EngineCore(
-            limits,
-            ChunkedPolicy(),
-            depth,
-            VOCAB,
-            use_priority=use_priority,
-            compiler=self.compilation,
-            hidden_size=1,
-            observer=self.recorder,
+            limits, ChunkedPolicy(), depth, VOCAB, use_priority=use_priority, compiler=self.compilation, hidden_size=1
         )
+        self.core.observers.add(self.recorder)
         self.in_flight: list[SchedulerOutput] = []
         self.finished: dict[int, Finish] = {}
 
