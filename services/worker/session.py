@@ -41,25 +41,11 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True)
-class ExecuteStep:
-    """Launch the forward pass of the next step, and its sampling unless that waits for a grammar."""
-
-    step: SchedulerOutput
-
-
-@dataclass(frozen=True)
 class SampleStep:
     """Sample the executed step with its grammar; None: all constrained rows are left out."""
 
     grammar: GrammarOutput | None
     step: SchedulerOutput
-
-
-@dataclass(frozen=True)
-class AddMasks:
-    """Masks of a step that was launched; the step may have been sampled without them."""
-
-    grammar: GrammarOutput
 
 
 @dataclass(frozen=True)
@@ -69,7 +55,9 @@ class ResendResult:
     step_id: int
 
 
-StepAction = ExecuteStep | SampleStep | AddMasks | ResendResult | ReleaseSlots | LoadBlocks | KeepPins
+StepAction = SchedulerOutput | SampleStep | GrammarOutput | ResendResult | ReleaseSlots | LoadBlocks | KeepPins
+"""A message is the action that it names. `SchedulerOutput`: launch the forward pass of the next step, and its sampling
+unless that waits for a grammar. `GrammarOutput`: masks of a step that was launched, perhaps sampled without them."""
 Action = Assignment | InitializeCache | EndEpoch | Ping | Shutdown | StepAction | StepFault
 """A message of the group is the action that it names. A `StepFault` is sent to the scheduler, then the worker
 leaves."""
@@ -179,11 +167,11 @@ class Session:
         self.last_step = step.step_id
         if step.has_structured_output_requests and not self.leaves_rows_out:
             self.phase, self._unsampled = Phase.SAMPLING, step
-        return ExecuteStep(step)
+        return step
 
     def _on_grammar(self, grammar: GrammarOutput) -> Action | None:
         if self.leaves_rows_out and grammar.step_id <= self.last_step:
-            return AddMasks(grammar)
+            return grammar
         if grammar.step_id < self.last_step or (self.phase is Phase.SERVING and grammar.step_id == self.last_step):
             return None  # a repetition of a grammar that was used
         if self.phase is Phase.SERVING or grammar.step_id != self.last_step:

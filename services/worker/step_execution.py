@@ -8,7 +8,7 @@ from protocol.steps import GrammarOutput, KeepPins, LoadBlocks, ReleaseSlots, Sc
 from services.worker.result_sender import LaunchedStep, fault
 from services.worker.runner import ModelRunner, OutOfMemory, RanksLost, is_out_of_memory
 from services.worker.scheduler_link import SchedulerLink
-from services.worker.session import AddMasks, ExecuteStep, Phase, ResendResult, SampleStep, Session, StepAction
+from services.worker.session import Phase, ResendResult, SampleStep, Session, StepAction
 from services.worker.step_queue import StepQueue
 from services.worker.tiers.offload import Offload
 
@@ -72,7 +72,8 @@ class StepExecution:
             self._execute(*queued)
 
     def _execute(self, action: StepAction, received: float) -> None:
-        step = action.step if isinstance(action, ExecuteStep | SampleStep) else None
+        executed = action.step if isinstance(action, SampleStep) else action
+        step = executed if isinstance(executed, SchedulerOutput) else None
         step_id = self._session.last_step if step is None else step.step_id
         try:
             with self._link.results.may_wait_for_ranks(in_step=True):
@@ -91,17 +92,17 @@ class StepExecution:
 
     def _run(self, action: StepAction, received: float) -> None:
         match action:
-            case ExecuteStep(step=step):
+            case SchedulerOutput():
                 self._received = received
-                self._follow(step)
-                self._request_ids |= {request.slot: request.request_id for request in step.new}
-                self._runner.execute_model(step)
+                self._follow(action)
+                self._request_ids |= {request.slot: request.request_id for request in action.new}
+                self._runner.execute_model(action)
                 if self._session.phase is not Phase.SAMPLING and not self._queue.waits:
-                    self._sample(step, None)
+                    self._sample(action, None)
             case SampleStep(grammar, step):
                 self._sample(step, grammar)
-            case AddMasks(grammar):
-                self._runner.add_masks(grammar)
+            case GrammarOutput():
+                self._runner.add_masks(action)
             case ResendResult():
                 self._link.results.put(action)
             case ReleaseSlots(slots=slots):

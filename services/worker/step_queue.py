@@ -10,14 +10,14 @@ from collections import deque
 from typing import NamedTuple
 
 from protocol.codec import unpack
-from protocol.steps import KeepPins, LoadBlocks, ReleaseSlots
+from protocol.steps import GrammarOutput, KeepPins, LoadBlocks, ReleaseSlots, SchedulerOutput
 from services.worker.backends.clock import MONOTONIC, Clock
 from services.worker.backends.mask_inbox import KEPT_STEPS, Forward, MaskInbox, joined
-from services.worker.session import AddMasks, ExecuteStep, ResendResult, SampleStep, StepAction
+from services.worker.session import ResendResult, SampleStep, StepAction
 
 
 class QueuedAction(NamedTuple):
-    action: ExecuteStep | SampleStep | ResendResult | ReleaseSlots | LoadBlocks | KeepPins
+    action: SchedulerOutput | SampleStep | ResendResult | ReleaseSlots | LoadBlocks | KeepPins
     received: float
     """When its message was read: seconds on the monotonic clock. That of the plan for a `SampleStep`."""
 
@@ -47,11 +47,11 @@ class StepQueue:
         return self._executed is not None
 
     def put(self, action: StepAction, received: float) -> None:
-        if isinstance(action, AddMasks):
-            self._masks.put(action.grammar)
+        if isinstance(action, GrammarOutput):
+            self._masks.put(action)
             return
-        if isinstance(action, ExecuteStep):
-            self._masks.prepared(action.step.step_id, unpack(action.step.slots))
+        if isinstance(action, SchedulerOutput):
+            self._masks.prepared(action.step_id, unpack(action.slots))
         self._behind.append(QueuedAction(action, received))
 
     def next(self) -> QueuedAction | None:
@@ -64,14 +64,14 @@ class StepQueue:
         if not self._behind:
             return None
         queued = self._behind.popleft()
-        if isinstance(queued.action, ExecuteStep) and queued.action.step.has_structured_output_requests:
+        if isinstance(queued.action, SchedulerOutput) and queued.action.has_structured_output_requests:
             self._executed, self._forward, self._limit = queued, None, math.inf
             self._began = self._clock.monotonic()
         return queued
 
     def _sampling(self, executed: QueuedAction) -> QueuedAction | None:
-        assert isinstance(executed.action, ExecuteStep)
-        step = executed.action.step
+        step = executed.action
+        assert isinstance(step, SchedulerOutput)
         self._forward = self._forward or Forward(self._began, self._clock.monotonic())
         taken = self._masks.poll(step.step_id, unpack(step.masked), self._forward)
         if isinstance(taken, float):

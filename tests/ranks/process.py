@@ -25,7 +25,7 @@ from services.worker.backends.native.stages import NativeOutput
 from services.worker.backends.registry import create_runner
 from services.worker.distributed.rendezvous import listen
 from services.worker.runner import ModelRunner, Output
-from services.worker.session import AddMasks, ExecuteStep, SampleStep
+from services.worker.session import SampleStep
 from services.worker.step_queue import StepQueue
 
 HEAD = struct.Struct("<I")
@@ -127,16 +127,10 @@ class ServedRank:
         """Read messages of the scheduler, then compute until a step waits for its masks, as the service does with a
         runner that computes on the thread that reads. Return the number of results."""
         for message in map(MESSAGES.decode, messages):
-            match message:
-                case SchedulerOutput():
-                    self.queue.put(ExecuteStep(message), 0.0)
-                case GrammarOutput():
-                    self.queue.put(AddMasks(message), 0.0)
-                case release:
-                    self.queue.put(release, 0.0)
+            self.queue.put(message, 0.0)
         while (queued := self.queue.next()) is not None:
             match queued.action:
-                case ExecuteStep(step):
+                case SchedulerOutput() as step:
                     self.runner.execute_model(step)
                     if not self.queue.waits:
                         self.outputs.append(self.runner.sample_tokens(None))

@@ -34,7 +34,7 @@ from protocol.steps import (
 )
 from services.scheduler.core.limits import Limits
 from services.worker.sampling.reference import TokenLogprobs, logprobs_of
-from services.worker.session import AddMasks, ExecuteStep, SampleStep, Session
+from services.worker.session import SampleStep, Session
 from tests.simulation.drafts import Foresight, Speculating
 from tests.simulation.hashing import ROOT, extend, in_group
 from tests.simulation.reference import HIDDEN_SIZE, choose, hidden, logits
@@ -167,9 +167,9 @@ class OracleWorker:
         """Process one message in the order that a worker's session requires. Return the encoded results of steps that
         were sampled: at once, or with their grammar masks."""
         match self.session.on(MESSAGES.decode(frame)):
-            case ExecuteStep(plan):
+            case SchedulerOutput() as plan:
                 self._queued.append((plan, self.confirmed))
-            case SampleStep(grammar) | AddMasks(grammar):
+            case SampleStep(grammar) | (GrammarOutput() as grammar):
                 self._masks.setdefault(grammar.step_id, []).append(grammar)
             case LoadBlocks():
                 pass  # the world fills the blocks

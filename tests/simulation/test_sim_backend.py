@@ -14,7 +14,7 @@ from protocol.codec import Decoder, encode, pack, unpack
 from protocol.membership import Assignment, InitializeCache, Speculation
 from protocol.requests import FinishReason, GenerateRequest
 from protocol.sampling import SamplingParams, StructuredOutputParams
-from protocol.steps import ModelRunnerOutput, ReleaseSlots, StepMessage
+from protocol.steps import ModelRunnerOutput, ReleaseSlots, SchedulerOutput, StepMessage
 from services.scheduler.core.drafting import FixedDrafting
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
@@ -22,7 +22,7 @@ from services.scheduler.policies import ChunkedPolicy
 from services.worker.backends.sim.model.hidden_states import HIDDEN_SIZE
 from services.worker.runner import Output
 from services.worker.sampling.reference import TokenLogprobs
-from services.worker.session import ExecuteStep, Phase, SampleStep, Session
+from services.worker.session import Phase, SampleStep, Session
 from tests.simulation.answers import CollectedAnswer, receive
 from tests.simulation.grammar import Automaton, Compilation
 from tests.simulation.parameters import MATRIX, STRUCTURED, with_parameters
@@ -88,7 +88,7 @@ class SimEngine:
         """Fill the queue, and apply the oldest result."""
         for message in self.core.dispatch():
             match self.session.on(MESSAGES.decode(encode(message))):
-                case ExecuteStep(step):
+                case SchedulerOutput() as step:
                     self.runner.execute_model(step)
                     if not step.has_structured_output_requests:
                         self.outputs.append(self.runner.sample_tokens(None))

@@ -17,7 +17,7 @@ from protocol.membership import Assignment, InitializeCache, Speculation
 from protocol.pooling import PoolingParams
 from protocol.requests import GenerateRequest
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
-from protocol.steps import ModelRunnerOutput, ReleaseSlots, StepMessage
+from protocol.steps import GrammarOutput, ModelRunnerOutput, ReleaseSlots, SchedulerOutput, StepMessage
 from services.checkpoint import DEMO_MODEL
 from services.config import SchedulerConfig, WorkerConfig
 from services.scheduler.core.drafting import Drafting, FixedDrafting
@@ -30,7 +30,7 @@ from services.worker.backends.vllm.platforms.choice import worker_platform
 from services.worker.backends.vllm.platforms.interface import WorkerPlatform
 from services.worker.batch.slots import EMPTY
 from services.worker.runner import Output
-from services.worker.session import Action, AddMasks, ExecuteStep, Phase, SampleStep, Session
+from services.worker.session import Action, Phase, SampleStep, Session
 from services.worker.step_queue import StepQueue
 from tests.simulation.answers import CollectedAnswer, receive
 from tests.simulation.grammar import Compilation, LateMasks
@@ -239,7 +239,7 @@ class VllmRun:
         for message in self.core.dispatch():
             action = self._session.on(MESSAGES.decode(encode(message)))
             if self._session.collects_masks:
-                assert isinstance(action, ExecuteStep | AddMasks | ReleaseSlots)
+                assert isinstance(action, SchedulerOutput | GrammarOutput | ReleaseSlots)
                 self._queue.put(action, 0.0)
             else:
                 self._execute(action)
@@ -248,7 +248,7 @@ class VllmRun:
 
     def _execute(self, action: Action | None) -> None:
         match action:
-            case ExecuteStep(step):
+            case SchedulerOutput() as step:
                 self._runner.execute_model(step)
                 if self._session.phase is not Phase.SAMPLING and not self._queue.waits:
                     self._outputs.append(self._runner.sample_tokens(None))

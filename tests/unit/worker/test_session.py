@@ -5,7 +5,7 @@ import pytest
 from protocol.codec import ProtocolError
 from protocol.membership import Assignment, EndEpoch, InitializeCache, Ping, Shutdown
 from protocol.steps import GrammarOutput, ReleaseSlots, SchedulerOutput, StepFault
-from services.worker.session import AddMasks, ExecuteStep, Phase, ResendResult, SampleStep, Session
+from services.worker.session import Phase, ResendResult, SampleStep, Session
 
 ASSIGNMENT = Assignment(3, 0, 1, 16, 8, 64)
 INIT = InitializeCache(10, 64)
@@ -33,7 +33,7 @@ def session() -> Session:
 def test_steps_run_in_order(session: Session) -> None:
     for step_id in (1, 2, 3):
         action = session.on(plan(step_id))
-        assert action == ExecuteStep(plan(step_id))
+        assert action == plan(step_id)
     assert session.last_step == 3
 
 
@@ -59,11 +59,11 @@ def test_a_message_of_another_epoch_is_ignored(session: Session, message) -> Non
 
 
 def test_sampling_waits_for_the_grammar(session: Session) -> None:
-    assert session.on(plan(1, grammar=True)) == ExecuteStep(plan(1, grammar=True))
+    assert session.on(plan(1, grammar=True)) == plan(1, grammar=True)
     assert session.phase is Phase.SAMPLING
     assert session.on(ReleaseSlots(3, b"")) == ReleaseSlots(3, b"")
     assert session.on(grammar(1)) == SampleStep(grammar(1), plan(1, grammar=True))
-    assert session.on(plan(2)) == ExecuteStep(plan(2))
+    assert session.on(plan(2)) == plan(2)
 
 
 def test_a_step_that_arrives_before_the_grammar_of_the_last_one_is_a_fault(session: Session) -> None:
@@ -98,7 +98,7 @@ def test_only_an_assignment_is_allowed_after_the_registration(message) -> None: 
 def test_messages_of_the_start_up_are_not_allowed_while_serving(session: Session, message) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ProtocolError, match="not allowed while SERVING"):
         session.on(message)
-    assert session.on(plan(1)) == ExecuteStep(plan(1))
+    assert session.on(plan(1)) == plan(1)
 
 
 def test_a_shutdown_is_allowed_before_and_while_serving(session: Session) -> None:
@@ -155,7 +155,7 @@ def test_the_end_of_an_epoch_leads_from_every_phase_to_the_next_epoch(phase: Pha
     session.on(INIT)
     session.ready()
     assert session.on(plan(2, epoch=3)) is None, "a step of the epoch before"
-    assert session.on(plan(1, epoch=4)) == ExecuteStep(plan(1, epoch=4)), "steps are counted from 1 again"
+    assert session.on(plan(1, epoch=4)) == plan(1, epoch=4), "steps are counted from 1 again"
 
 
 def test_the_end_of_an_earlier_epoch_is_ignored(session: Session) -> None:
@@ -232,7 +232,7 @@ def test_effect_of_each_message_in_each_phase(phase: Phase, name: str) -> None:
     action = session.on(message)
     match effect:
         case "executed":
-            assert action == ExecuteStep(message)  # type: ignore[arg-type]
+            assert action == message
         case "used":
             assert action == message or (isinstance(action, SampleStep) and action.grammar == message)
         case "repeated":
@@ -251,9 +251,9 @@ def test_effect_of_each_message_in_each_phase(phase: Phase, name: str) -> None:
 
 def test_a_worker_that_leaves_rows_out_takes_masks_at_any_time(session: Session) -> None:
     session.leaves_rows_out = True
-    assert session.on(plan(1, grammar=True)) == ExecuteStep(plan(1, grammar=True))
+    assert session.on(plan(1, grammar=True)) == plan(1, grammar=True)
     assert session.phase is Phase.SERVING
-    assert session.on(plan(2)) == ExecuteStep(plan(2))
+    assert session.on(plan(2)) == plan(2)
     for step_id in (1, 2, 1):
-        assert session.on(grammar(step_id)) == AddMasks(grammar(step_id))
+        assert session.on(grammar(step_id)) == grammar(step_id)
     assert isinstance(session.on(grammar(3)), StepFault)

@@ -8,7 +8,7 @@ import pytest
 from protocol.codec import pack
 from protocol.steps import GrammarOutput, ReleaseSlots, SchedulerOutput
 from services.worker.backends.mask_inbox import joined
-from services.worker.session import AddMasks, ExecuteStep, SampleStep
+from services.worker.session import SampleStep
 from services.worker.step_queue import QueuedAction, StepQueue
 from tests.unit.worker.virtual_clock import VirtualClock
 
@@ -22,7 +22,7 @@ class Queue(StepQueue):
 
     def next(self) -> QueuedAction | None:
         queued = super().next()
-        if queued is not None and isinstance(queued.action, ExecuteStep):
+        if queued is not None and isinstance(queued.action, SchedulerOutput):
             self.clock.now += 10.0
         return queued
 
@@ -50,13 +50,7 @@ def queue_with(*messages: SchedulerOutput | GrammarOutput | ReleaseSlots) -> Que
 
 def put(queue: Queue, *messages: SchedulerOutput | GrammarOutput | ReleaseSlots) -> None:
     for number, message in enumerate(messages, start=1):
-        match message:
-            case SchedulerOutput():
-                queue.put(ExecuteStep(message), float(number))
-            case GrammarOutput():
-                queue.put(AddMasks(message), float(number))
-            case ReleaseSlots():
-                queue.put(message, float(number))
+        queue.put(message, float(number))
 
 
 def actions(queue: Queue) -> list[object]:
@@ -70,9 +64,9 @@ def actions(queue: Queue) -> list[object]:
 def test_steps_without_constrained_rows_wait_for_nothing() -> None:
     first, second, release = plan(1, 4), plan(2, 4), ReleaseSlots(1, pack([4]))
     queue = queue_with(first, second, release)
-    assert queue.next() == QueuedAction(ExecuteStep(first), 1.0)
+    assert queue.next() == QueuedAction(first, 1.0)
     assert not queue.waits
-    assert queue.next() == QueuedAction(ExecuteStep(second), 2.0)
+    assert queue.next() == QueuedAction(second, 2.0)
     assert queue.next() == QueuedAction(release, 3.0)
     assert queue.next() is None
 
@@ -80,7 +74,7 @@ def test_steps_without_constrained_rows_wait_for_nothing() -> None:
 def test_a_step_waits_for_all_of_its_masks() -> None:
     step = plan(1, 4, 5, 6, masked=(4, 6))
     queue = queue_with(step)
-    assert actions(queue) == [ExecuteStep(step)]
+    assert actions(queue) == [step]
     assert queue.waits
     put(queue, masks(1, 6))
     assert queue.next() is None
@@ -95,13 +89,13 @@ def test_a_step_with_rows_of_others_waits_for_a_limited_time() -> None:
     row was left out in it, so the third one does not wait."""
     first, second, third, step = plan(1, 9, masked=(9,)), plan(2, 5), *(plan(i, 4, 5, 6, masked=(4, 6)) for i in (3, 4))
     queue = queue_with(first, second, third)
-    assert actions(queue)[-2:] == [ExecuteStep(third), SampleStep(None, third)]
+    assert actions(queue)[-2:] == [third, SampleStep(None, third)]
     put(queue, step, masks(4, 4, 6))
-    assert actions(queue) == [ExecuteStep(step), SampleStep(masks(4, 4, 6), step)]
+    assert actions(queue) == [step, SampleStep(masks(4, 4, 6), step)]
     step = plan(5, 4, 5, 6, masked=(4, 6))
     assert queue.seconds_left == math.inf
     put(queue, step)
-    assert actions(queue) == [ExecuteStep(step)]
+    assert actions(queue) == [step]
     assert queue.seconds_left == pytest.approx(20 / 3)
     put(queue, masks(5, 6))
     assert actions(queue) == []
@@ -114,9 +108,9 @@ def test_a_step_with_rows_of_others_waits_for_a_limited_time() -> None:
 def test_a_later_step_of_another_request_ends_the_wait() -> None:
     step, later = plan(1, 4, 5, 6, masked=(4, 6)), plan(2, 5)
     queue = queue_with(step, masks(1, 6))
-    assert actions(queue) == [ExecuteStep(step)]
+    assert actions(queue) == [step]
     put(queue, later)
-    assert actions(queue) == [SampleStep(masks(1, 6), step), ExecuteStep(later)]
+    assert actions(queue) == [SampleStep(masks(1, 6), step), later]
     put(queue, masks(1, 4))
     assert actions(queue) == []
 
@@ -124,7 +118,7 @@ def test_a_later_step_of_another_request_ends_the_wait() -> None:
 def test_every_constrained_row_is_left_out() -> None:
     step, later = plan(1, 4, 5, masked=(4,)), plan(2, 4, 5, masked=(4,))
     queue = queue_with(step, later)
-    assert actions(queue) == [ExecuteStep(step), SampleStep(None, step), ExecuteStep(later)]
+    assert actions(queue) == [step, SampleStep(None, step), later]
     assert queue.waits
 
 
@@ -133,15 +127,15 @@ def test_masks_that_were_read_behind_the_later_plan_are_used() -> None:
     queue = queue_with(step)
     queue.next()
     put(queue, later, masks(1, 4))
-    assert actions(queue) == [SampleStep(masks(1, 4), step), ExecuteStep(later)]
+    assert actions(queue) == [SampleStep(masks(1, 4), step), later]
 
 
 def test_a_later_step_of_the_same_request_does_not_end_the_wait() -> None:
     step, later, release = plan(1, 4, masked=(4,)), plan(2, 4, masked=(4,)), ReleaseSlots(1, pack([3]))
     queue = queue_with(step, later, release)
-    assert actions(queue) == [ExecuteStep(step)]
+    assert actions(queue) == [step]
     put(queue, masks(1, 4))
-    assert actions(queue) == [SampleStep(masks(1, 4), step), ExecuteStep(later)]
+    assert actions(queue) == [SampleStep(masks(1, 4), step), later]
     put(queue, masks(2, 4))
     assert actions(queue) == [SampleStep(masks(2, 4), later), release]
 
@@ -152,4 +146,4 @@ def test_masks_may_come_before_the_forward_pass() -> None:
     queue = queue_with(step)
     queue.next()
     put(queue, later, masks(2, 5))
-    assert actions(queue) == [SampleStep(None, step), ExecuteStep(later), SampleStep(masks(2, 5), later)]
+    assert actions(queue) == [SampleStep(None, step), later, SampleStep(masks(2, 5), later)]
