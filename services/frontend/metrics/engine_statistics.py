@@ -45,16 +45,23 @@ class EngineStatistics(Collector):
         families = _Families()
         for engine in self._engine.engines.values():
             labels = (self._labels[0], engine.name)
-            self._about_steps(families, labels, engine.state.stats)
-            self._about_an_engine(families, dict(zip(LABELS, labels, strict=True)), engine)
+            named = dict(zip(LABELS, labels, strict=True))
+            self._about_steps(families, labels, named, engine.state.stats)
+            self._about_an_engine(families, named, engine)
         text, known = "names of KV blocks that engines are known to hold", self._engine.placement.num_block_names
         families.gauge("placement_block_names", text, self._named, float(known))
+        text, count = "requests that were submitted to a scheduler again", self._engine.ledger.resubmitted
+        families.counter("requests_resubmitted", text, self._named, count)
+        text, count = "requests that were refused for load before they were read", self._engine.num_shed
+        families.counter("requests_shed", text, self._named, count)
         self._always_the_same(families)
         yield from families.values()
         yield from self._about_this_frontend()
 
     @staticmethod
-    def _about_steps(families: "_Families", labels: tuple[str, str], reported: Mapping[str, float]) -> None:
+    def _about_steps(
+        families: "_Families", labels: tuple[str, str], named: dict[str, str], reported: Mapping[str, float]
+    ) -> None:
         """Add statistics as they were reported. What follows a colon in a name is a label."""
         stats = dict(reported)
         if (total := stats.pop("iteration_tokens_sum", None)) is not None:
@@ -66,12 +73,9 @@ class EngineStatistics(Collector):
                 families[name].samples += found.samples
         for key, value in stats.items():
             name, _, part = key.partition(":")
-            kind = GaugeMetricFamily if name in _GAUGES else CounterMetricFamily
-            names = (*LABELS, _PART_LABELS.get(name, "position")) if part else LABELS
-            full = f"{OURS}{name.removesuffix('_total')}"
-            family = families.setdefault(full, kind(full, f"{name} of the engine", labels=names))
-            assert isinstance(family, GaugeMetricFamily | CounterMetricFamily)
-            family.add_metric((*labels, part) if part else labels, value)
+            own = named | {_PART_LABELS.get(name, "position"): part} if part else named
+            add = families.gauge if name in _GAUGES else families.counter
+            add(name.removesuffix("_total"), f"{name} of the engine", own, value)
 
     @staticmethod
     def _about_an_engine(families: "_Families", named: dict[str, str], engine: ConnectedEngine) -> None:
@@ -96,17 +100,6 @@ class EngineStatistics(Collector):
 
     def _about_this_frontend(self) -> Iterator[Metric]:
         yield InfoMetricFamily(f"{OURS}build", "version of this frontend", value=self._named | self._release)
-        for name, text, value in (
-            (
-                "requests_resubmitted",
-                "requests that were submitted to a scheduler again",
-                self._engine.ledger.resubmitted,
-            ),
-            ("requests_shed", "requests that were refused for load before they were read", self._engine.num_shed),
-        ):
-            family = CounterMetricFamily(f"{OURS}{name}", text, labels=LABELS)
-            family.add_metric(self._labels, value)
-            yield family
         families = {
             decision: CounterMetricFamily(f"{OURS}{name}", text, labels=(*LABELS, "reason"))
             for decision, name, text in DECISIONS
@@ -132,3 +125,8 @@ class _Families(dict[str, Metric]):
         """Add a sample."""
         full = f"{OURS}{name}"
         self.setdefault(full, GaugeMetricFamily(full, text)).add_sample(full, labels, value)
+
+    def counter(self, name: str, text: str, labels: dict[str, str], value: float) -> None:
+        """Add a sample."""
+        full = f"{OURS}{name}"
+        self.setdefault(full, CounterMetricFamily(full, text)).add_sample(f"{full}_total", labels, value)
