@@ -102,12 +102,15 @@ class EngineSet:
         new.replace(self._file)  # whole, whenever it is read
 
     def _command(self, name: str, config: ServeConfig, endpoints: Mapping[str, object]) -> Command:
-        """Write the configuration to a file that only this user can read, and return the command that reads it."""
         service = name.partition("-")[0]
-        model, file = SERVICES[service], self.directory / f"{name}.json"
-        file.write_text(
-            model.model_validate({**config.service_settings(model), **endpoints}).model_dump_json(exclude_unset=True)
-        )
-        # -P: do not import from the current directory, which may hold a folder with the name of our packages
-        arguments = ["-P", "-m", "services.cli.child", service, str(file), str(os.getpid())]
-        return Command(name, [sys.executable, *arguments])
+        settings = {**config.service_settings(SERVICES[service]), **endpoints}
+        return Command(name, child_command(service, settings, self.directory / f"{name}.json"))
+
+
+def child_command(service: str, settings: Mapping[str, object], file: Path) -> list[str]:
+    """Write the configuration of a service to a file that only this user can read, and return the command that runs the
+    service as a child of this process. Raises: OSError"""
+    file.touch(mode=0o600)
+    file.write_text(SERVICES[service].model_validate(settings).model_dump_json(exclude_unset=True))
+    # -P: do not import from the current directory, which may hold a folder with the name of our packages
+    return [sys.executable, "-P", "-m", "services.cli.child", service, str(file), str(os.getpid())]

@@ -1,13 +1,12 @@
 """A service as a child process of an actor, so that its crash or hang ends the child and not the actor."""
 
-import os
-import sys
 import threading
 from pathlib import Path
 
+from services.cli.engine_set import child_command
 from services.cli.serve import ABORT_SIGNALS, FINAL, child_environment
 from services.cli.supervisor import RESTART_WINDOW, Supervisor
-from services.config import SERVICES, ServiceConfig
+from services.config import ServiceConfig
 from services.kv_keeper import keeping
 
 POLL_INTERVAL = 0.2
@@ -22,10 +21,9 @@ class ServiceChild:
     """
 
     def __init__(self, service: str, config: ServiceConfig, directory: Path) -> None:
-        self._service = service
-        self._file = directory / f"{service}.json"
-        self._file.touch(mode=0o600)
-        self._file.write_text(SERVICES[service].model_validate(config).model_dump_json(exclude_unset=True))
+        self._service, self._directory = service, directory
+        settings = config.model_dump(exclude_unset=True)
+        self._command = child_command(service, settings, directory / f"{service}.json")
         self._supervisor = Supervisor(_show)
         self._opened = threading.Event()
         self._thread = threading.Thread(target=self._run, name=service, daemon=True)
@@ -45,16 +43,10 @@ class ServiceChild:
 
     def _run(self) -> None:
         # The child is started in this thread: the kernel kills it when the thread that has started it ends
-        arguments = ["-P", "-m", "services.cli.child", self._service, str(self._file), str(os.getpid())]
-        directory = self._file.parent
-        with self._supervisor.open(POLL_INTERVAL), keeping(directory, RESTART_WINDOW) as environment:
+        with self._supervisor.open(POLL_INTERVAL), keeping(self._directory, RESTART_WINDOW) as environment:
             self._opened.set()
             self._supervisor.start(
-                self._service,
-                [sys.executable, *arguments],
-                child_environment() | environment,
-                FINAL[self._service],
-                ABORT_SIGNALS,
+                self._service, self._command, child_environment() | environment, FINAL[self._service], ABORT_SIGNALS
             )
             self._supervisor.wait(lambda: None)
 

@@ -42,17 +42,12 @@ def reasons(name: str) -> list[str]:
     ]
 
 
-class Reasons:
-    """Prints the `reasons` of applications, each once."""
-
-    def __init__(self) -> None:
-        self._shown = set[str]()
-
-    def show(self, name: str) -> None:
-        for text in reasons(name):
-            if text not in self._shown:
-                self._shown.add(text)
-                print(f"runahead: {text}", file=sys.stderr, flush=True)
+def _print_reasons(name: str, printed: set[str]) -> None:
+    """Print the reasons that are not among those `printed` already."""
+    for text in reasons(name):
+        if text not in printed:
+            printed.add(text)
+            print(f"runahead: {text}", file=sys.stderr, flush=True)
 
 
 def show_reasons() -> None:
@@ -61,14 +56,14 @@ def show_reasons() -> None:
     Returns when they run or Serve has ended.
     """
     with contextlib.suppress(RayError):
-        shown, began = Reasons(), set[str]()
+        printed, began = set[str](), set[str]()
         while True:
             time.sleep(POLL_INTERVAL)
             applications = serve.status().applications if ray.is_initialized() else {}
             starting = {name for name, a in applications.items() if a.status == ApplicationStatus.DEPLOYING}
             began |= starting
             for name in sorted(began):  # also those that have just given up
-                shown.show(name)
+                _print_reasons(name, printed)
             if began and not starting:
                 return
 
@@ -78,7 +73,7 @@ def await_application(name: str, stop: threading.Event) -> None:
 
     Raises: RuntimeError, if it does not start
     """
-    shown = Reasons()
+    printed = set[str]()
     while not stop.wait(POLL_INTERVAL):
         application = serve.status().applications.get(name)
         if application is None:
@@ -87,4 +82,4 @@ def await_application(name: str, stop: threading.Event) -> None:
             raise RuntimeError([application.message, *reasons(name)][-1])
         if application.status == ApplicationStatus.RUNNING:
             return
-        shown.show(name)
+        _print_reasons(name, printed)

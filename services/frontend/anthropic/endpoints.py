@@ -48,7 +48,7 @@ async def messages(http: HTTPRequest, context: Context) -> Response:
     answering.check(given.model)
     body = chat_request(given)
     output = ChatOutput.from_body(body, model.formats)
-    prompt = await answering.prompts.for_chat(body, state.vocab_size, state.max_model_len)
+    prompt = await answering.prompts.for_chat(body, state)
     output = output.after(prompt.token_ids, model.tokenizer)
     shared = answering.shared(http, body, structured=output.grammar())
     request = AnswerRequest(http, body, shared, await answering.submissions(body, [prompt]))

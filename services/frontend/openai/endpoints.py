@@ -44,7 +44,7 @@ async def completions(http: HTTPRequest, context: Context) -> Response:
     body = await context.bodies.parse(http, CompletionRequest)
     answering, state = context.answering, context.engine.state
     answering.check(body.model)
-    prompts = await answering.prompts.for_completion(body, state.vocab_size, state.max_model_len)
+    prompts = await answering.prompts.for_completion(body, state)
     return await _answer(http, context, body, prompts, CompletionDialect(), structured_params(body))
 
 
@@ -60,7 +60,7 @@ async def chat(http: HTTPRequest, context: Context) -> Response:
     answering, model, state = context.answering, context.model, context.engine.state
     answering.check(body.model)
     output = ChatOutput.from_body(body, model.formats)
-    encoding = answering.prompts.for_chat(body, state.vocab_size, state.max_model_len, state.media)
+    encoding = answering.prompts.for_chat(body, state)
     prompt = await (encoding if state.media is None else until_left(http.receive, encoding))
     output = output.after(prompt.token_ids, model.tokenizer)
     dialect = chat_dialect(output, *answer_role(body))

@@ -153,7 +153,7 @@ async def create(http: HTTPRequest, context: Context) -> Response:
     if given.background and (context.responses is None or given.store is False):
         raise invalid("background needs a stored response: leave out store and --no-response-store", "background")
     turn = _Turn.make(given, _history(http, context, given), model)
-    prompt = await answering.prompts.for_chat(turn.body, state.vocab_size, state.max_model_len)
+    prompt = await answering.prompts.for_chat(turn.body, state)
     submissions = await answering.submissions(turn.body, [prompt])
     store = context.responses if given.store is not False else None
     id, tenant, name, created = (new_id("resp"), http.state.tenant, given.model or model.names[0], int(time.time()))

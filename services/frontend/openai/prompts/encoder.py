@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from protocol.codec import unpack
 from protocol.media import MediaModel
+from protocol.requests import EngineState
 from protocol.sampling import BadWords
 from services.frontend.errors import invalid
 from services.frontend.media import MediaProcessing
@@ -37,7 +38,7 @@ class PromptEncoder:
         self._large = ThreadPoolExecutor(1, "tokenizer-large")
         self._media = MediaProcessing(model.directory, model.media_domains, model.max_media_bytes)
 
-    async def for_completion(self, body: CompletionRequest, vocab_size: int, max_model_len: int) -> list[Prompt]:
+    async def for_completion(self, body: CompletionRequest, state: EngineState) -> list[Prompt]:
         """Raises: APIError"""
         given_prompts = separate_prompts(body.prompt)
         if not given_prompts or not all(given_prompts):
@@ -45,33 +46,25 @@ class PromptEncoder:
         prompts = []
         for given in given_prompts:
             if isinstance(given, str):
-                ids = await self._encode(given, body, vocab_size, max_model_len, "prompt")
+                ids = await self._encode(given, body, state, "prompt")
             else:
-                ids = checked_ids(self._truncated(given, body, max_model_len), vocab_size, "prompt")
+                ids = checked_ids(self._truncated(given, body, state.max_model_len), state.vocab_size, "prompt")
             prompts.append(Prompt(ids))
             if body.echo:
                 await self._set_echo(prompts[-1], given, body)
         return prompts
 
-    async def for_chat(
-        self, body: ChatRequest, vocab_size: int, max_model_len: int, media: MediaModel | None = None
-    ) -> Prompt:
-        """Render the conversation with the model's template and encode it.
-
-        Args:
-            media: None: images and sounds are refused.
-
-        Raises: APIError
-        """
-        text = await self.rendered(body, media)
-        ids = await self._encode(text, body, vocab_size, max_model_len, "messages")
-        if media is None or not (files := media_files(body)):
+    async def for_chat(self, body: ChatRequest, state: EngineState) -> Prompt:
+        """Render the conversation with the model's template and encode it. Raises: APIError"""
+        text = await self.rendered(body, state.media)
+        ids = await self._encode(text, body, state, "messages")
+        if state.media is None or not (files := media_files(body)):
             return Prompt(ids)
-        found = await self._media.process(media, ids, files)
+        found = await self._media.process(state.media, ids, files)
         return Prompt(unpack(found.token_ids).tolist(), media=found.media)
 
     async def rendered(self, body: ChatRequest, media: MediaModel | None = None) -> str:
-        """Raises: APIError"""
+        """`media`: None: images and sounds are refused. Raises: APIError"""
         if files := media_files(body):
             if media is None:
                 raise invalid(
@@ -128,17 +121,15 @@ class PromptEncoder:
         decode = tokenizer.decode_all if show_special else tokenizer.decode
         return await self.run(len(ids), lambda: decode(ids))
 
-    async def _encode(
-        self, text: str, body: BaseGenerationRequest, vocab_size: int, max_model_len: int, param: str
-    ) -> list[int]:
+    async def _encode(self, text: str, body: BaseGenerationRequest, state: EngineState, param: str) -> list[int]:
         """Encode a text of `body`. Raises: APIError, also if it is too long"""
         least = least_tokens(text, self._model.tokenizer)
-        if least >= max_model_len and body.truncate_prompt_tokens is None:
-            raise too_long(least, max_model_len, param, at_least=True)
+        if least >= state.max_model_len and body.truncate_prompt_tokens is None:
+            raise too_long(least, state.max_model_len, param, at_least=True)
         is_chat = isinstance(body, ChatRequest)  # a chat template writes the special tokens itself
         special = not is_chat if body.add_special_tokens is None else body.add_special_tokens
         ids = await self.encode(text, special)
-        return checked_ids(self._truncated(ids, body, max_model_len), vocab_size, param)
+        return checked_ids(self._truncated(ids, body, state.max_model_len), state.vocab_size, param)
 
     @staticmethod
     def _truncated(ids: list[int], body: BaseGenerationRequest, max_model_len: int) -> list[int]:
