@@ -168,7 +168,8 @@ def next_codes(builder: Any, kind: str, blocks: list[Any], end: Any, jump: Any) 
 
 
 def code_words(builder: Any, kind: str, block: Any, unit: Any, index: Any, ahead: Any) -> list[tuple[int, int, Any]]:
-    """Return some sixteen words of four codes, each with its step in the unit, and with its quad minus `index`.
+    """Return some sixteen words of four codes, each with its step in the unit, and with its quad minus `index`. Begin
+    to read what is `ahead`, as `next_codes` returns it, or nothing if it is None.
 
     A quad is four inputs of a step. `unit` and `index` are variables: the codes of a unit are read in `Format.turns`.
     """
@@ -177,7 +178,8 @@ def code_words(builder: Any, kind: str, block: Any, unit: Any, index: Any, ahead
     def word(number: Any, first: int = 0) -> Any:
         place = builder.add(block, builder.mul(number, ir.Constant(I64, 4 * PANEL)))
         at = moved(builder, place, own.codes_at + 4 * PANEL * first)
-        prefetch_line(builder, builder.add(at, ahead))
+        if ahead is not None:
+            prefetch_line(builder, builder.add(at, ahead))
         return load(builder, at, VI, 2)
 
     def bits(words: Any, shift: Any, mask: int) -> Any:
@@ -305,16 +307,13 @@ def step_minima(builder: Any, kind: str, block: Any, step: Any) -> Any:
 
 
 @intrinsic(prefer_literal=True)
-def _decode_unit(
-    typing_context: Any, kind: Any, block: Any, unit: Any, numbers: Any, scales: Any, minima: Any, end: Any, jump: Any
-) -> Any:  # fmt: skip
-    """Decode a unit of a block. `kind` is a constant. The last two: see `next_codes`."""
+def _decode_unit(typing_context: Any, kind: Any, block: Any, unit: Any, numbers: Any, scales: Any, minima: Any) -> Any:
+    """Decode a unit of a block. `kind` is a constant."""
     name = KINDS[kind.literal_value]
     own = FORMATS[name]
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        block, unit, numbers, scales, minima, end, jump = args[1:]
-        ahead = next_codes(builder, name, [block], end, jump)
+        block, unit, numbers, scales, minima = args[1:]
         groups, steps = ir.Constant(I64, own.groups), builder.mul(unit, ir.Constant(I64, own.unit))
         turns = ir.Constant(I64, own.turns // own.groups)
         low, high = ir.Constant(VI, [0xFFFF] * LANES), ir.Constant(VI, [16] * LANES)
@@ -327,7 +326,7 @@ def _decode_unit(
             with cgutils.for_range(builder, turns) as inner:
                 index = builder.add(builder.mul(outer.index, turns), inner.index)
                 to = builder.add(numbers, builder.mul(index, ir.Constant(I64, 64)))
-                for step, quad, both in code_pairs(builder, name, block, unit, index, ahead):
+                for step, quad, both in code_pairs(builder, name, block, unit, index, None):
                     for half, pairs in enumerate(both):
                         if own.zero:
                             pairs = builder.sub(pairs, ir.Constant(_PAIRS, [own.zero] * 2 * LANES))
@@ -343,16 +342,15 @@ def _decode_unit(
             store(builder, found, moved(builder, minima, 64 * step), 4)
         return context.get_dummy_value()
 
-    return types.void(kind, *[types.int64] * 7), code
+    return types.void(kind, *[types.int64] * 5), code
 
 
 @njit(inline="always")
-def decode_span(panel, first, steps, decoded, end, jump, KIND, BLOCK_STEPS, BYTES, UNIT, SCALE_STEPS):  # type: ignore[no-untyped-def]
-    """Decode `steps` steps of a panel, from `first` on. `end`, `jump`: see `next_codes`. The last four are the
-    format's."""
+def decode_span(panel, first, steps, decoded, KIND, BLOCK_STEPS, BYTES, UNIT, SCALE_STEPS):  # type: ignore[no-untyped-def]
+    """Decode `steps` steps of a panel, from `first` on. The last four are the format's."""
     for number in range(0, steps, UNIT):
         step = first + number
         block, unit = panel + step // BLOCK_STEPS * (PANELS * BYTES), step % BLOCK_STEPS // UNIT
         scale = decoded + SCALES_AT + number // SCALE_STEPS * PANEL * 4
         minima = decoded + MINIMA_AT + number * PANEL * 4
-        _decode_unit(KIND, block, unit, decoded + number * NUMBERS_BYTES, scale, minima, end, jump)
+        _decode_unit(KIND, block, unit, decoded + number * NUMBERS_BYTES, scale, minima)

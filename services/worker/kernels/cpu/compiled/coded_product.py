@@ -53,6 +53,7 @@ from services.worker.kernels.cpu.compiled.block_formats import (
 )
 from services.worker.kernels.cpu.compiled.building import load, moved, spread, store
 from services.worker.kernels.cpu.compiled.product import PRODUCT
+from services.worker.kernels.cpu.compiled.raw import prefetch_line
 from services.worker.kernels.cpu.compiled.simd import F32, I16, I32, I64, LANES, VF, VI
 from services.worker.kernels.cpu.thread_team import HEADER, Kernel, compiled, take
 
@@ -62,6 +63,8 @@ ROWS, WIDTH = (6, 2) if simd.WIDE else (6, 1)
 """Largest numbers of rows and panels that are multiplied together once the panels are decoded."""
 UNROLLED = 4
 """Pairs of inputs of one turn of the innermost loop."""
+LINES = 2 * WIDTH
+"""Lines of codes that are read from memory in such a turn: those of eight bits, or more."""
 CHUNK = 32 * ROWS
 """Maximum number of rows of one item."""
 WORTH = 1 << 18
@@ -306,13 +309,18 @@ def _multiply_codes(
 @intrinsic(prefer_literal=True)
 def _multiply_decoded(
     typing_context: Any, rows: Any, panels: Any, x: Any, row_bytes: Any, steps: Any, first: Any, number: Any,
-    decoded: Any, scale_steps: Any, has_minima: Any, out: Any
+    decoded: Any, scale_steps: Any, has_minima: Any, out: Any, ahead: Any, ahead_bytes: Any
 ) -> Any:  # fmt: skip
-    """Multiply a span of rows with decoded panels. `rows` and `panels` are constants. The others: see above."""
+    """Multiply a span of rows with decoded panels. `rows` and `panels` are constants.
+
+    Args:
+        ahead, ahead_bytes: codes that are read from memory meanwhile: their address, and how many bytes of them in
+            each turn of the innermost loop. The others: see above.
+    """
     width = panels.literal_value
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x, row_bytes, steps, first, number, decoded, scale_steps, has_minima, out = args[2:]
+        x, row_bytes, steps, first, number, decoded, scale_steps, has_minima, out, ahead, ahead_bytes = args[2:]
         tile = _Tile(builder, rows.literal_value, width, x, row_bytes, steps, first)
         sums, none = tile.vectors(VI, width), ir.Constant(I64, 0)
 
@@ -326,6 +334,10 @@ def _multiply_decoded(
             with cgutils.for_range(builder, tile.times(scale_steps, STEP // 2 // UNROLLED)) as loop:
                 index = builder.add(tile.times(start, STEP // 2), tile.times(loop.index, UNROLLED))
                 here = builder.add(tile.times(first, STEP // 2), index)
+                turn = builder.udiv(index, ir.Constant(I64, UNROLLED))
+                codes = builder.add(ahead, builder.mul(turn, ahead_bytes))
+                for line in range(LINES):
+                    prefetch_line(builder, moved(builder, codes, 64 * line))
                 for some in range(UNROLLED):
                     numbers = loaded(index, ir.VectorType(I16, 2 * LANES), 64 * some)
                     tile.add_products(sums, numbers, tile.of_rows(I32, here, 4, 0, 4 * some))
@@ -336,7 +348,7 @@ def _multiply_decoded(
         tile.add_to(out)
         return context.get_dummy_value()
 
-    return types.void(rows, panels, *[types.int64] * 9), code
+    return types.void(rows, panels, *[types.int64] * 11), code
 
 
 def _even_and_odd(builder: Any, address: Any, half: int) -> list[Any]:
@@ -460,6 +472,8 @@ def _compiled() -> Kernel:
         steps, items = a.inputs // STEP, (a.outputs + BLOCK - 1) // BLOCK
         row_bytes = (steps * SCALES_OF_ROWS_AT + (steps + SPAN - 1) // SPAN * 4 + 63) // 64 * 64
         most, item_bytes = min(a.rows, CHUNK), steps // own[1] * own[2] * PANELS
+        span_bytes = SPAN // own[1] * own[2] * PANELS
+        ahead_bytes = span_bytes // PANELS * WIDTH // (SPAN * STEP // 2 // UNROLLED)
         buffer = raw.allocate(64 + TASK_BYTES + WIDTH * SPAN_BYTES + most * (BLOCK * 4 + row_bytes))
         place = (buffer + 63) // 64 * 64
         decoded = place + TASK_BYTES
@@ -494,6 +508,9 @@ def _compiled() -> Kernel:
             panels = (min(BLOCK, a.outputs - block * BLOCK) + PANEL - 1) // PANEL
             for step in range(0, steps, SPAN):
                 task.first, task.steps = step, min(SPAN, steps - step)
+                ahead = a.weight + block * item_bytes + (step // SPAN + 1) * span_bytes
+                if ahead >= task.end:
+                    ahead = task.end + task.jump
                 for panel in range(0, panels, task.width):
                     out = sums + panel * 64
                     task.codes = a.weight + block * item_bytes + panel * own[2]
@@ -504,7 +521,8 @@ def _compiled() -> Kernel:
                         # Equal parts: seven rows are four and three
                         parts = (rows - done + ROWS - 1) // ROWS
                         some = (rows - done + parts - 1) // parts
-                        _multiply_some(task, some, done, decoded, scale_steps, has_minima, out)
+                        codes = ahead + panel * (span_bytes // PANELS)
+                        _multiply_some(task, some, done, decoded, scale_steps, has_minima, out, codes, ahead_bytes)
                         done += some
             _write(a, sums, start, rows, block * BLOCK)
             item = following
@@ -514,17 +532,25 @@ def _compiled() -> Kernel:
 
 
 @njit(inline="always")
-def _multiply_some(a, rows, done, decoded, scale_steps, has_minima, sums):  # type: ignore[no-untyped-def]
+def _multiply_some(a, rows, done, decoded, scale_steps, has_minima, sums, ahead, ahead_bytes):  # type: ignore[no-untyped-def]
     x, size, steps, first, number = a.x + done * a.row_bytes, a.row_bytes, a.row_steps, a.first, a.steps
     out = sums + done * BLOCK * 4
     if rows == 6:
-        _multiply_decoded(6, WIDTH, x, size, steps, first, number, decoded, scale_steps, has_minima, out)
+        _multiply_decoded(
+            6, WIDTH, x, size, steps, first, number, decoded, scale_steps, has_minima, out, ahead, ahead_bytes
+        )
     elif rows == 5:
-        _multiply_decoded(5, WIDTH, x, size, steps, first, number, decoded, scale_steps, has_minima, out)
+        _multiply_decoded(
+            5, WIDTH, x, size, steps, first, number, decoded, scale_steps, has_minima, out, ahead, ahead_bytes
+        )
     elif rows == 4:
-        _multiply_decoded(4, WIDTH, x, size, steps, first, number, decoded, scale_steps, has_minima, out)
+        _multiply_decoded(
+            4, WIDTH, x, size, steps, first, number, decoded, scale_steps, has_minima, out, ahead, ahead_bytes
+        )
     else:
-        _multiply_decoded(3, WIDTH, x, size, steps, first, number, decoded, scale_steps, has_minima, out)
+        _multiply_decoded(
+            3, WIDTH, x, size, steps, first, number, decoded, scale_steps, has_minima, out, ahead, ahead_bytes
+        )
 
 
 @cache
@@ -540,7 +566,7 @@ def _coder(kind: int) -> Any:
         if a.rows == 0:
             for panel in range(a.width):
                 at, to = codes + panel * SIZE, out + panel * SPAN_BYTES
-                decode_span(at, first, number, to, end, jump, KIND, STEPS, SIZE, UNIT, SCALE_STEPS)
+                decode_span(at, first, number, to, KIND, STEPS, SIZE, UNIT, SCALE_STEPS)
         while done < a.rows:
             rows = PARTS[a.rows - done]
             if rows == 1:
