@@ -2,8 +2,8 @@
 
 Simulated: the production scheduler and policies with modelled stages and links on a virtual clock (tests/simulation/
 pipeline.py). The settings are those of a published comparison (256 requests of 128 tokens in and 128 out, Llama-2-13b
-on four 12 GB cards, 146.24 s greedy and 70.19 s balanced) and similar ones, at two queue depths; then with Poisson
-arrivals.
+on four 12 GB cards, 146.24 s greedy and 70.19 s balanced) and similar ones. tests/simulation/test_balanced.py has the
+bounds at other depths and with arrivals over time.
 
 Measured: a scheduler and four simulated stages as processes, with a quarter of the requests and of their lengths, and
 costs per token and per token of context scaled so that a step takes equally long; compared with the simulation.
@@ -22,13 +22,12 @@ from services.scheduler.core.limits import Limits
 from services.scheduler.policies import BalancedPolicy, BatchingPolicy, ChunkedPolicy
 from tests.benchmarks.support.random_llama import SHAPES, random_llama
 from tests.benchmarks.support.report import report
-from tests.benchmarks.support.stages import StagesRun, TimedRequest, run_native_stages, run_stages
+from tests.benchmarks.support.stages import StagesRun, run_native_stages, run_stages
 from tests.simulation.pipeline import Costs, PipelineJob, PipelineRun, cards, simulate, spread
 
 STAGES, REQUESTS, LENGTH, BLOCK, SEATS = 4, 256, 128, 16, 256
-DEPTHS = (STAGES + 1, STAGES)
+DEPTH = STAGES + 1
 POLICIES: dict[str, type[BatchingPolicy]] = {"chunked": ChunkedPolicy, "balanced": BalancedPolicy}
-LOADS = (0.3, 0.6, 0.9)
 QUARTER = 4
 PUBLISHED = 1
 """Index in `SETTINGS` of the setting closest to the published run. Its latencies were fitted to the greedy total
@@ -75,18 +74,16 @@ def figures(run: PipelineRun) -> dict[str, object]:
         "total": run.total,
         "tokens_per_s": run.throughput,
         "steps": len(run.steps),
-        "utilisation": run.utilisation,
         "bubbles": run.bubbles,
-        "tokens_per_microbatch": run.histogram,
         "preemptions": run.preemptions,
         "ttft": spread(run.ttft),
         "itl": spread(run.itl),
     }
 
 
-def row(setting: Setting, runs: Mapping[str, PipelineRun], upstream: Mapping[str, PipelineRun]) -> dict[str, object]:
+def row(setting: Setting, runs: Mapping[str, PipelineRun]) -> dict[str, object]:
     """Return one row of the table: milliseconds of a hop and of a dispatch, seconds of each policy and the share of the
-    time in which its stages are idle, and the ratios of the policies, also with one step per stage in flight."""
+    time in which its stages are idle, and the ratio of the policies."""
     greedy, balanced = runs["chunked"], runs["balanced"]
     return {
         "KV": setting.kv_tokens,
@@ -97,7 +94,6 @@ def row(setting: Setting, runs: Mapping[str, PipelineRun], upstream: Mapping[str
         "balanced": balanced.total,
         "idle ": f"{np.mean(balanced.bubbles):.0%}",
         "ratio": ratio(runs),
-        "at depth 4": ratio(upstream),
         "note": setting.note,
     }
 
@@ -105,52 +101,6 @@ def row(setting: Setting, runs: Mapping[str, PipelineRun], upstream: Mapping[str
 def ratio(runs: Mapping[str, PipelineRun]) -> float:
     """Return the time of the greedy policy relative to the balanced one."""
     return runs["chunked"].total / runs["balanced"].total
-
-
-def show(title: str, run: Mapping[str, object]) -> None:
-    """Print all metrics of one run."""
-    print(f"\n{title}")
-    for name, value in run.items():
-        match value:
-            case float():
-                text = f"{value:.4g}"
-            case dict():
-                text = ", ".join(f"{k}: {v:.4g}" if isinstance(v, float) else f"{k}: {v}" for k, v in value.items())
-            case list():
-                text = ", ".join(f"{v:.3f}" for v in value)
-            case _:
-                text = str(value)
-        print(f"  {name}: {text}")
-
-
-# -- arrivals over time ------------------------------------------------------------------------------------------
-
-
-def poisson(requests: int) -> list[dict[str, object]]:
-    """Return the metrics with Poisson arrivals, at shares of the greedy policy's throughput without arrival times."""
-    rows = []
-    for setting in (SETTINGS[6], SETTINGS[7]):
-        capacity = simulate(
-            ChunkedPolicy(), setting.limits, DEPTHS[0], setting.costs, [PipelineJob(LENGTH, LENGTH)] * REQUESTS
-        )
-        for load in LOADS:
-            pace = load * capacity.throughput / LENGTH
-            arrivals = np.cumsum(np.random.default_rng(0).exponential(1 / pace, requests))
-            jobs = [PipelineJob(LENGTH, LENGTH, float(at)) for at in arrivals]
-            runs = pair(setting.limits, DEPTHS[0], setting.costs, jobs)
-            rows += [
-                {
-                    "KV tokens": setting.kv_tokens,
-                    "load": load,
-                    "policy": name,
-                    "tokens_per_s": run.throughput,
-                    **{f"ttft_{of}": value for of, value in spread(run.ttft).items()},
-                    **{f"itl_{of}": value for of, value in spread(run.itl).items()},
-                    "preemptions": run.preemptions,
-                }
-                for name, run in runs.items()
-            ]
-    return rows
 
 
 # -- real processes ----------------------------------------------------------------------------------------------
@@ -195,10 +145,8 @@ def measure(policy: str, setting: Setting) -> StagesRun:
         "sim_hop_token_us": costs.hop_token * 1e6,
         "log_level": "warning",
     }
-    requests = [
-        TimedRequest(rng.integers(300, 30_000, length).astype(np.int32), length) for _ in range(REQUESTS // QUARTER)
-    ]
-    return run_stages(STAGES, requests, scheduler, worker)
+    prompts = [rng.integers(300, 30_000, length).astype(np.int32) for _ in range(REQUESTS // QUARTER)]
+    return run_stages(STAGES, prompts, length, scheduler, worker)
 
 
 def predict(policy: str, setting: Setting) -> PipelineRun:
@@ -212,7 +160,7 @@ def predict(policy: str, setting: Setting) -> PipelineRun:
         STAGES,
     )
     jobs = [PipelineJob(LENGTH // QUARTER, LENGTH // QUARTER)] * (REQUESTS // QUARTER)
-    return simulate(POLICIES[policy](), limits, DEPTHS[0], setting.costs, jobs)
+    return simulate(POLICIES[policy](), limits, DEPTH, setting.costs, jobs)
 
 
 def show_both(measured: Mapping[str, StagesRun], predicted: Mapping[str, PipelineRun]) -> None:
@@ -264,8 +212,8 @@ def measure_native(policy: str, model: str, requests: int) -> StagesRun:
         "log_level": "warning",
     }
     worker = {"model": path, "threads": 1, "dtype": "float32", "log_level": "warning"}
-    load = [TimedRequest(rng.integers(300, 1000, LENGTH).astype(np.int32), LENGTH) for _ in range(requests)]
-    return run_native_stages(NATIVE_STAGES, load, scheduler, worker)
+    prompts = [rng.integers(300, 1000, LENGTH).astype(np.int32) for _ in range(requests)]
+    return run_native_stages(NATIVE_STAGES, prompts, LENGTH, scheduler, worker)
 
 
 def fitted(run: StagesRun) -> Costs:
@@ -295,38 +243,23 @@ def compare_native(model: str, requests: int) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--arrivals", type=int, default=200, help="requests per load of the Poisson part")
     parser.add_argument("--no-processes", action="store_true", help="skip the measurements with processes")
     parser.add_argument("--native-model", default="m155", choices=SHAPES)
     parser.add_argument("--native-requests", type=int, default=32)
     args = parser.parse_args()
 
     jobs = [PipelineJob(LENGTH, LENGTH)] * REQUESTS
-    runs = {depth: [pair(setting.limits, depth, setting.costs, jobs) for setting in SETTINGS] for depth in DEPTHS}
-    rows = [row(*line) for line in zip(SETTINGS, *runs.values(), strict=True)]
-    ratios = {depth: [ratio(both) for both in line] for depth, line in runs.items()}
-    published = runs[DEPTHS[0]][PUBLISHED]
-    for name, run in published.items():
-        show(f"{name}, published setting, depth {DEPTHS[0]}", figures(run))
-    arrivals = poisson(args.arrivals)
-    print("\nPoisson arrivals, seconds")
-    for line in arrivals:
-        print("  " + ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in line.items()))
-    alone = replace(SETTINGS[PUBLISHED].limits, stages=1)
-    one = [simulate(p(), alone, 2, SETTINGS[PUBLISHED].costs, jobs, keep_plans=True) for p in POLICIES.values()]
+    runs = [pair(setting.limits, DEPTH, setting.costs, jobs) for setting in SETTINGS]
+    ratios = [ratio(both) for both in runs]
     measured, predicted = ({}, {}) if args.no_processes else compare()
     native = {} if args.no_processes else compare_native(args.native_model, args.native_requests)
     report(
         "balanced_policy",
-        title=f"{REQUESTS} requests, {LENGTH} tokens in and out, {STAGES} stages, {DEPTHS[0]} steps in flight; seconds",
-        rows=rows,
+        title=f"{REQUESTS} requests, {LENGTH} tokens in and out, {STAGES} stages, {DEPTH} steps in flight; seconds",
+        rows=[row(*line) for line in zip(SETTINGS, runs, strict=True)],
         figures={
-            "published_setting_ratio": ratios[DEPTHS[0]][PUBLISHED],
-            "worst_ratio": min(ratios[DEPTHS[0]][:-1]),
-            "published_setting_ratio_depth_4": ratios[STAGES][PUBLISHED],
-            "worst_ratio_depth_4": min(ratios[STAGES][:-1]),
-            "one_stage_ratio": one[0].total / one[1].total,
-            "one_stage_plans_identical": one[0].plans == one[1].plans,
+            "published_setting_ratio": ratios[PUBLISHED],
+            "worst_ratio": min(ratios[:-1]),
             "measured_ratio": measured.get("ratio"),
             "predicted_ratio": predicted.get("ratio"),
             "native_measured_ratio": native.get("measured_ratio"),
@@ -336,17 +269,12 @@ def main() -> None:
             "native_model": args.native_model,
             "native_requests": args.native_requests,
             "stages": STAGES,
-            "depths": DEPTHS,
+            "depth": DEPTH,
             "block_size": BLOCK,
             "max_num_seqs": SEATS,
         },
         repeats={
-            "runs": [
-                {"depth": depth, "setting": index, **{name: figures(run) for name, run in both.items()}}
-                for depth, line in runs.items()
-                for index, both in enumerate(line)
-            ],
-            "poisson": arrivals,
+            "runs": [{name: figures(run) for name, run in both.items()} for both in runs],
             "measured": measured,
             "predicted": predicted,
             "native": native,

@@ -1,6 +1,5 @@
 """The running services with simulated ranks: a scheduler ahead of stages, and the tokens of one rank."""
 
-import json
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 
 from protocol.requests import FinishReason
 from protocol.sampling import SamplingParams
-from tests.benchmarks.support.stages import Span, TimedRequest, read_trace, run_stages
+from tests.benchmarks.support.stages import Span, read_trace, run_stages
 from tests.integration.scheduler.engine import FrontendConnection, engine
 from tests.unit.worker.plans import prompt
 
@@ -87,13 +86,11 @@ def test_many_ranks_serve_the_tokens_of_one(
 
 def test_stages_compute_at_the_same_time() -> None:
     """The measurements of the policy benchmark: several microbatches are in the pipeline at once."""
-    requests = [TimedRequest(prompt(number, 20), 20) for number in range(8)]
-    run = run_stages(3, requests, {"max_num_batched_tokens": 40}, {"sim_step_ms": 60.0, "sim_prefill_token_us": 0.0})
+    prompts = [prompt(number, 20) for number in range(8)]
+    worker = {"sim_step_ms": 60.0, "sim_prefill_token_us": 0.0}
+    run = run_stages(3, prompts, 20, {"max_num_batched_tokens": 40}, worker)
     assert run.tokens == 8 * 20
     assert sum(run.microbatches) == 8 * (20 + 20 - 1)
-    assert len(run.ttft) == 8
-    assert len(run.itl) == 8 * 19
     assert len(run.bubbles) == 3
     busy = sum(span.ended - span.began for span in run.spans)
     assert busy > 1.5 * run.makespan  # with one microbatch at a time it is at most the makespan
-    assert json.dumps(run.figures())

@@ -9,7 +9,7 @@ A stage begins a step when it is free, when the step's activations are there (on
 first stage also when the token that the last stage sampled for each of its rows is there.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -122,12 +122,6 @@ class PipelineRun:
     @property
     def bubbles(self) -> list[float]:
         return [1 - share for share in self.utilisation]
-
-    @property
-    def histogram(self) -> dict[str, int]:
-        """Microbatches by size: "33-64" -> how many had 33 to 64 tokens."""
-        sizes = Counter((step.tokens - 1).bit_length() for step in self.steps)
-        return {f"{(1 << bits >> 1) + 1 if bits else 1}-{1 << bits}": n for bits, n in sorted(sizes.items())}
 
     @property
     def ttft(self) -> Seconds:

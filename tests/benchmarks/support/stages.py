@@ -1,14 +1,14 @@
 """A pipeline of stages under a workload, with a scheduler and workers as processes.
 
 Times of simulated stages are those of the simulated device (`--sim-trace`), times of native ones come from step
-records. Latencies are measured at the client.
+records.
 """
 
 import json
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,16 +18,8 @@ from protocol.codec import unpack
 from protocol.records import StepRecord
 from tests.benchmarks.support.engine_client import BenchmarkClient, engine
 
-PERCENTILES = (50, 90, 99)
-
-
-@dataclass(frozen=True)
-class TimedRequest:
-    """A request. `prompt` is token ids; `at` is its time after the first request, seconds."""
-
-    prompt: NDArray[np.int32] | Sequence[int]
-    max_tokens: int
-    at: float = 0.0
+Prompts = Sequence[NDArray[np.int32] | Sequence[int]]
+"""Token ids of each request."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +42,6 @@ class StagesRun:
     """Ordered by stage, then by step."""
     tokens: int
     preemptions: int
-    ttft: NDArray[np.float64]
-    """Time to first token of each request, seconds."""
-    itl: NDArray[np.float64]
-    """Times between consecutive tokens of all requests, seconds."""
 
     @property
     def makespan(self) -> float:
@@ -75,34 +63,22 @@ class StagesRun:
 
     def figures(self) -> dict[str, object]:
         """Return the metrics of the run; times in seconds."""
-        sizes = self.microbatches
         return {
             "seconds": self.seconds,
             "tokens_per_s": self.tokens / self.seconds,
-            "steps": len(sizes),
-            "tokens_per_microbatch": {"mean": float(np.mean(sizes)), **percentiles(sizes)},
+            "tokens_per_microbatch": self.microbatches,
             "bubbles": [round(share, 4) for share in self.bubbles],
             "preemptions": self.preemptions,
-            "ttft": percentiles(self.ttft),
-            "itl": percentiles(self.itl),
         }
 
 
-def percentiles(values: Sequence[float] | NDArray[np.float64]) -> dict[str, float]:
-    if not len(values):
-        return {}
-    return {f"p{p}": float(value) for p, value in zip(PERCENTILES, np.percentile(values, PERCENTILES), strict=True)}
-
-
 def run_stages(
-    num_stages: int,
-    requests: Sequence[TimedRequest],
-    scheduler: Mapping[str, object] | None = None,
-    worker: Mapping[str, object] | None = None,
+    num_stages: int, prompts: Prompts, output: int, scheduler: Mapping[str, object], worker: Mapping[str, object]
 ) -> StagesRun:
-    """Run `requests` on a scheduler and `num_stages` simulated workers.
+    """Run all requests at once on a scheduler and `num_stages` simulated workers.
 
     Args:
+        output: tokens of each answer.
         scheduler: settings by field name: policy, depth and budgets.
         worker: settings by field name: the cost model.
 
@@ -110,31 +86,40 @@ def run_stages(
     """
     with tempfile.TemporaryDirectory(prefix="runahead-") as directory:
         trace = Path(directory) / "trace"
-        group = {"pipeline_parallel_size": num_stages, **(scheduler or {})}
-        stages = {"backend": "sim", "sim_vocab_size": 32_000, "sim_trace": trace, **(worker or {})}
+        group = {"pipeline_parallel_size": num_stages, **scheduler}
+        stages = {"backend": "sim", "sim_vocab_size": 32_000, "sim_trace": trace, **worker}
         with engine(group, stages, num_stages) as client:
-            load = _LoadRun(client, requests)
-            seconds = load.run()
+            seconds, preemptions = _serve(client, prompts, output)
             _until_written(trace, num_stages)
-        return StagesRun(
-            seconds, read_trace(trace), client.tokens, load.preemptions,
-            np.array(load.first), np.array(load.gaps),
-        )  # fmt: skip
+        return StagesRun(seconds, read_trace(trace), client.tokens, preemptions)
 
 
 def run_native_stages(
-    num_stages: int, requests: Sequence[TimedRequest], scheduler: Mapping[str, object], worker: Mapping[str, object]
+    num_stages: int, prompts: Prompts, output: int, scheduler: Mapping[str, object], worker: Mapping[str, object]
 ) -> StagesRun:
     """As `run_stages`, on the native backend. A span lasts from the beginning to the end of the forward pass."""
     group = {"pipeline_parallel_size": num_stages, **scheduler}
     with engine(group, {"backend": "native", **worker}, num_stages) as client:
         client.subscribe()
-        load = _LoadRun(client, requests)
-        seconds = load.run()
+        seconds, preemptions = _serve(client, prompts, output)
         while sum(int(unpack(record.generated).sum()) for record in client.records) < client.tokens:
             client.receive()
         spans = spans_of(client.records)
-    return StagesRun(seconds, spans, client.tokens, load.preemptions, np.array(load.first), np.array(load.gaps))
+    return StagesRun(seconds, spans, client.tokens, preemptions)
+
+
+def _serve(client: BenchmarkClient, prompts: Prompts, output: int) -> tuple[float, int]:
+    """Send all requests at once. Return the seconds until the last one has ended, and the number of preemptions."""
+    began = time.monotonic()
+    for number, prompt in enumerate(prompts):
+        client.generate(prompt, number, output)
+    while client.finished < len(prompts):
+        client.receive()
+    seconds = time.monotonic() - began
+    for finish in client.finishes:
+        if finish.message:
+            raise RuntimeError(f"request {finish.number}: {finish.message}")
+    return seconds, sum(finish.num_preemptions for finish in client.finishes)
 
 
 def spans_of(records: Sequence[StepRecord]) -> tuple[Span, ...]:
@@ -173,43 +158,3 @@ def read_trace(trace: Path) -> tuple[Span, ...]:
         for line in lines
     ]
     return tuple(sorted(spans, key=lambda span: (span.stage, span.step_id)))
-
-
-@dataclass
-class _LoadRun:
-    """Sends the requests at their times and records the arrival of tokens."""
-
-    client: BenchmarkClient
-    requests: Sequence[TimedRequest]
-    first: list[float] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)
-    preemptions: int = 0
-
-    def run(self) -> float:
-        """Send all requests. Return the seconds until the last one has ended."""
-        due = sorted(range(len(self.requests)), key=lambda number: self.requests[number].at, reverse=True)
-        last = dict.fromkeys(range(len(self.requests)), 0.0)
-        began = now = time.monotonic()
-        open_ = set(last)
-        started: set[int] = set()
-        while open_:
-            now = time.monotonic()
-            while due and began + self.requests[due[-1]].at <= now:
-                number = due.pop()
-                self.client.generate(self.requests[number].prompt, number, self.requests[number].max_tokens)
-                last[number] = now
-            wait = max(0.0, began + self.requests[due[-1]].at - time.monotonic()) if due else None
-            outputs = self.client.receive(wait)
-            if outputs is None:
-                continue
-            now = time.monotonic()
-            for number in np.frombuffer(outputs.numbers, np.uint32).tolist():
-                (self.gaps if number in started else self.first).append(now - last[number])
-                started.add(number)
-                last[number] = now
-            for finish in outputs.finished:
-                if finish.message:
-                    raise RuntimeError(f"request {finish.number}: {finish.message}")
-                self.preemptions += finish.num_preemptions
-                open_.remove(finish.number)
-        return now - began

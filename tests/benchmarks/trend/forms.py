@@ -104,7 +104,7 @@ FORMS = (
     ),
     ShortForm(
         "balanced_policy", "balanced_policy",
-        "When are even microbatches faster on pipeline stages, and when slower?", "--no-processes --arrivals 50",
+        "When are even microbatches faster on pipeline stages, and when slower?", "--no-processes",
         [
             Shown("published setting, simulated: `chunked` over `balanced`, seconds", "published_setting_ratio"),
             Shown("the worst setting, simulated", "worst_ratio"),
