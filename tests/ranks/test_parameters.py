@@ -119,8 +119,7 @@ def alone_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Answ
         if weights in made:
             return made[weights]
         with engine(tmp_path_factory.mktemp("alone"), scheduler, worker(weights)) as running:
-            client = FrontendConnection(running.client_endpoint)
-            client.wait_ready()
+            client = running.connect()
             answers = made[weights] = {}
             for plain in (False, True) if weights == "plain" else (False,):
                 for number in range(len(REQUESTS)):
@@ -128,7 +127,6 @@ def alone_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Answ
                     client.wait_finished(number)
                     assert client.finished.pop(number).reason in (FinishReason.STOP, FinishReason.LENGTH)
                     answers[number + plain * len(REQUESTS)] = client.tokens[number], client.logprobs[number]
-            client.close()
         return answers
 
     return make
@@ -167,8 +165,7 @@ def test_requests_of_a_batch_get_the_answers_that_they_get_alone(
     config = CROWD | LAYOUTS[layout]
     ranks = 2 if "=" in layout else 1
     with engine(tmp_path, config, worker(weights), ranks) as running:
-        client = FrontendConnection(running.client_endpoint)
-        client.wait_ready()
+        client = running.connect()
         for number in range(len(REQUESTS)):
             generate(client, number)
             if number % 2:
@@ -190,7 +187,6 @@ def test_requests_of_a_batch_get_the_answers_that_they_get_alone(
         assert client.state.stats["epoch"] == 1 + (weights in QUANTIZED)
         assert preemptions > 0
         assert bool(accepted) == bool(drafted) == ("drafts" in layout)
-        client.close()
 
 
 def test_every_parameter_visibly_changes_the_output(alone: Answers) -> None:

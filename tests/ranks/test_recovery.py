@@ -85,19 +85,16 @@ def undisturbed(
     if plain not in undisturbed_runs:
         tp, pp = LAYOUTS[plain]
         with engine(tmp_path_factory.mktemp("undisturbed"), scheduler(plain), WORKER, tp * pp) as running:
-            client = FrontendConnection(running.client_endpoint)
-            client.wait_ready()
+            client = running.connect()
             generate(client)
             client.wait_finished(*STREAMS)
-            client.close()
             undisturbed_runs[plain] = client.tokens
     return undisturbed_runs[plain]
 
 
 def with_spare(running: EngineProcesses, layout: str) -> FrontendConnection:
     """Return the client of a group that serves and has a spare, which is the last of `running.workers`."""
-    client = FrontendConnection(running.client_endpoint)
-    client.wait_ready()
+    client = running.connect()
     running.add_worker()
     wait(client, lambda c: c.state.stats.get("num_workers") == len(running.workers))
     return client
@@ -137,7 +134,6 @@ def test_killed_ranks_cost_no_stream_a_token(layout: str, undisturbed: dict[int,
         wait(client, lambda c: c.state.stats["kv_cache_usage_perc"] == 0)
         accepted = client.state.stats.get("spec_decode_num_accepted_tokens", 0)
         assert (accepted > 100) == ("drafts" in layout)
-        client.close()
         pids = [process.pid for process in running.workers]
         assert running.stop() == (0,) * (tp * pp + 2)
     assert not any(map(psutil.pid_exists, pids)), "a process was left"
@@ -163,4 +159,3 @@ def test_a_stopped_rank_is_declared_dead_and_its_late_messages_are_dropped(
         wait(client, lambda c: c.state.stats.get("num_workers") == tp * pp + 1)
         assert client.state is not None
         assert client.state.stats["epoch"] == 2
-        client.close()

@@ -25,8 +25,7 @@ def run_load(directory: Path, scheduler: dict[str, object], tp: int = 1, pp: int
     worker = {**SIM, "sim_step_ms": 4.0 * pp, "sim_hop_ms": 1e3 * HOP, "sim_trace": str(directory / "trace")}
     sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "max_model_len": 512}
     with engine(directory, {**sizes, **scheduler}, worker, tp * pp) as running:
-        client = FrontendConnection(running.client_endpoint)
-        client.wait_ready()
+        client = running.connect()
         for number in REQUESTS:
             ids = [(number * 37 + i * 11) % 1000 for i in range(24 + number)]
             client.generate(number, ids, SamplingParams(max_tokens=24, temperature=float(number % 2), seed=number))
@@ -36,7 +35,6 @@ def run_load(directory: Path, scheduler: dict[str, object], tp: int = 1, pp: int
         client.abort(99)
         client.wait_finished(*REQUESTS)
         assert {client.finished[number].reason for number in REQUESTS} == {FinishReason.LENGTH}
-        client.close()
         assert set(running.stop()) == {0}
     del client.tokens[99]
     return client

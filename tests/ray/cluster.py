@@ -103,11 +103,6 @@ class Cluster:
     def processes(self, title: str) -> list[psutil.Process]:
         return [process for host in self.hosts for process in host.processes(title)]
 
-    def host_of(self, title: str) -> Host:
-        """Return the only host with such a process."""
-        (found,) = {host.name: host for host in self.hosts if host.processes(title)}.values()
-        return found
-
     def frontends(self) -> list[HttpFrontend]:
         return [HttpFrontend(host, OWN_PORT) for host in self.hosts if host.processes(FRONTEND)]
 

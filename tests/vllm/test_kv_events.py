@@ -10,7 +10,7 @@ import zmq
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, ZmqEventPublisher
 
 from protocol.sampling import SamplingParams
-from tests.integration.scheduler.engine import PATIENCE, FrontendConnection, engine
+from tests.integration.scheduler.engine import PATIENCE, engine
 
 BLOCK = 16
 SIM = {"backend": "sim", "sim_step_ms": 0.0, "sim_vocab_size": 1000, "kv_offload_bytes": 6 * 8 * BLOCK}
@@ -84,8 +84,7 @@ def test_vllm_types_decode_stored_removed_and_cleared_blocks_and_replays(
     }
     scheduler = {"kv_events_config": kv_events, "num_gpu_blocks_override": 12, "max_model_len": 128}
     with engine(tmp_path, scheduler, SIM) as running:
-        client = FrontendConnection(running.client_endpoint)
-        client.wait_ready()
+        client = running.connect()
         prompt = [*range(3 * BLOCK + 3)]
         number = 0
         while not subscriber.batches:  # the subscription takes effect in the background
@@ -103,7 +102,6 @@ def test_vllm_types_decode_stored_removed_and_cleared_blocks_and_replays(
         subscriber.receive(BlockRemoved, "CPU")
         running.worker.kill()  # the KV cache is lost
         subscriber.receive(AllBlocksCleared)
-        client.close()
         everything = subscriber.replay(0)
     assert [*everything] == [*range(len(everything))]
     assert everything.items() >= subscriber.batches.items()

@@ -1,7 +1,6 @@
 """A collector of traces in this process, over HTTP or gRPC."""
 
 import http.server
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     add_TraceServiceServicer_to_server,
 )
 
+from tests.http_server import http_server
 from tests.integration.frontend.scripted import wait_until
 
 
@@ -102,14 +102,8 @@ def over_http() -> Iterator[tuple[str, CollectedTraces]]:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}/v1/traces", collected
-        finally:
-            server.shutdown()
-            thread.join()
+    with http_server(Handler) as url:
+        yield f"{url}/v1/traces", collected
 
 
 @contextmanager

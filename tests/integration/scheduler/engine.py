@@ -3,7 +3,7 @@
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -168,10 +168,19 @@ class EngineProcesses:
         self.directory = directory
         self.client_endpoint = scheduler.client_endpoint
         self._worker_config = worker
+        self.connections = ExitStack()
+        """Closes the connections of the test, before the processes end."""
         self._logs: dict[PreloadedProcess, Path] = {}
         """Process -> its log file, of all processes that were started."""
         self.scheduler = self._spawn("scheduler", scheduler)
         self.workers = [self._spawn("worker", worker) for _ in range(num_workers)]
+
+    def connect(self) -> FrontendConnection:
+        """Return a frontend's connection once the engine is ready."""
+        client = FrontendConnection(self.client_endpoint)
+        self.connections.callback(client.close)
+        client.wait_ready()
+        return client
 
     def _spawn(self, service: str, config: SchedulerConfig | WorkerConfig) -> PreloadedProcess:
         path = self.directory / f"{len(self._logs)}-{service}.log"
@@ -197,10 +206,12 @@ class EngineProcesses:
 
     def stop(self) -> tuple[int, ...]:
         """Drain and wait. Return the exit statuses, the scheduler's first."""
+        self.connections.close()
         self.scheduler.send_signal(signal.SIGTERM)
         return tuple(process.wait(PATIENCE) for process in (self.scheduler, *self.workers))
 
     def kill(self) -> None:
+        self.connections.close()
         for process in self._logs:
             process.kill()
             process.wait()

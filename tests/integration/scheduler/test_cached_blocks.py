@@ -8,7 +8,7 @@ from protocol.records import CachedBlocks, Subscribe
 from protocol.requests import EngineMessage, FinishReason, ResetPrefixCache
 from protocol.sampling import SamplingParams
 from protocol.transport import Client
-from tests.integration.scheduler.engine import PATIENCE, FrontendConnection, engine
+from tests.integration.scheduler.engine import PATIENCE, EngineProcesses, engine
 
 SIM = {"backend": "sim", "sim_step_ms": 2.0, "sim_vocab_size": 1000}
 BLOCK, PROMPT = 16, [*range(70)]
@@ -23,8 +23,9 @@ def names_of(salt: str) -> set[bytes]:
 class CacheFollower:
     """A frontend that sends no request."""
 
-    def __init__(self, endpoint: str) -> None:
-        self._client, self._decoder = Client(endpoint), Decoder[EngineMessage](EngineMessage)
+    def __init__(self, running: EngineProcesses) -> None:
+        self._client, self._decoder = Client(running.client_endpoint), Decoder[EngineMessage](EngineMessage)
+        running.connections.callback(self._client.close)
         self._client.handshake("frontend", "follower", PATIENCE)
         self.send(Subscribe(steps=False, cached_blocks=True))
         self.names: set[bytes] = set()
@@ -48,23 +49,19 @@ class CacheFollower:
             self.names -= set(split_names(message.removed))
             self.names |= set(split_names(message.stored))
 
-    def close(self) -> None:
-        self._client.close()
-
 
 def test_followers_know_what_others_have_placed(tmp_path: Path) -> None:
     limits = {"max_model_len": 512, "block_size": BLOCK}
     with engine(tmp_path, limits, SIM) as running:
-        early = CacheFollower(running.client_endpoint)
-        client = FrontendConnection(running.client_endpoint)
-        client.wait_ready()
+        early = CacheFollower(running)
+        client = running.connect()
         for number, salt in enumerate(("one key", "another key")):
             client.generate(number, PROMPT, SamplingParams(40, temperature=0.0), cache_salt=salt)
         client.wait_finished(0, 1)
         assert all(finish.reason is FinishReason.LENGTH for finish in client.finished.values())
         expected = names_of("one key") | names_of("another key")
         early.follow_until(expected)
-        late = CacheFollower(running.client_endpoint)
+        late = CacheFollower(running)
         late.follow_until(expected)
         for follower in (early, late):  # the answers' blocks follow the prompts'
             while len(follower.names) < 2 * ((len(PROMPT) + 40 - 1) // BLOCK):
@@ -77,5 +74,3 @@ def test_followers_know_what_others_have_placed(tmp_path: Path) -> None:
         while early.names or late.names:
             for follower in (early, late):
                 follower.receive()
-        for connection in (early, late, client):
-            connection.close()

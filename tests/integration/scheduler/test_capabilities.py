@@ -13,7 +13,7 @@ from services.checkpoint import DEMO_MODEL
 from services.config import SchedulerConfig
 from services.scheduler.capabilities import Combination, refusal, table
 from services.scheduler.policies import BUILT_IN
-from tests.integration.scheduler.engine import PATIENCE, FrontendConnection, engine
+from tests.integration.scheduler.engine import PATIENCE, engine
 from tests.matrix import pairwise
 
 WORKERS: dict[str, dict[str, object]] = {
@@ -53,7 +53,7 @@ def answers(cell: Combination, directory: Path) -> dict[int, list[int]]:
     """Return the answers of plain and structured requests together: no request changes another's answer."""
     directory.mkdir(exist_ok=True)
     with engine(directory, scheduler(cell), WORKERS[cell.backend], 2 if cell.pipeline else 1) as running:
-        client = FrontendConnection(running.client_endpoint)
+        client = running.connect()
         state = client.wait_ready()
         assert state.info["batching_policy"] == cell.batching_policy
         for number in (*STREAMS, *STRUCTURED):
@@ -63,7 +63,6 @@ def answers(cell: Combination, directory: Path) -> dict[int, list[int]]:
             client.generate(number, prompt, params, structured=structured)
         client.wait_finished(*STREAMS, *STRUCTURED)
         assert {finish.reason for finish in client.finished.values()} == {FinishReason.LENGTH}
-        client.close()
         assert set(running.stop()) == {0}
     return client.tokens
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from protocol.requests import FinishReason, FrontendAlive
 from protocol.sampling import SamplingParams
-from tests.integration.scheduler.engine import FrontendConnection, engine
+from tests.integration.scheduler.engine import engine
 
 LIMITS = {"max_model_len": 4096, "max_num_seqs": 4, "scheduler_timeout_seconds": 2.0}
 WORKER = {"backend": "sim", "sim_step_ms": 5.0, "sim_vocab_size": 1000}
@@ -14,9 +14,8 @@ WORKER = {"backend": "sim", "sim_step_ms": 5.0, "sim_vocab_size": 1000}
 def test_requests_of_a_silent_frontend_end_and_others_continue(tmp_path: Path) -> None:
     params = SamplingParams(max_tokens=4000, temperature=0.0)
     with engine(tmp_path, LIMITS, WORKER) as running:
-        silent, other = (FrontendConnection(running.client_endpoint) for _ in range(2))
+        silent, other = running.connect(), running.connect()
         for frontend in (silent, other):
-            frontend.wait_ready()
             frontend.generate(1, [5, 6, 7], params)
         silent.send(FrontendAlive())
         seen = 0.0
@@ -35,8 +34,6 @@ def test_requests_of_a_silent_frontend_end_and_others_continue(tmp_path: Path) -
         while silent.state.lease == before:
             silent.receive()
         assert 0 < before < silent.state.lease, "it is informed, and can submit its requests again"
-        for frontend in (silent, other):
-            frontend.close()
         assert set(running.stop()) == {0}
         assert "it has sent no sign of life" in running.log(running.scheduler)
 
@@ -46,12 +43,10 @@ def test_short_requests_one_after_another_do_not_put_off_signs_of_life(tmp_path:
     take itself for one that was stopped."""
     short = SamplingParams(max_tokens=2, temperature=0.0)
     with engine(tmp_path, LIMITS, WORKER) as running:
-        frontend = FrontendConnection(running.client_endpoint)
-        frontend.wait_ready()
+        frontend = running.connect()
         began, number = time.monotonic(), 0
         while time.monotonic() - began < 1.5 * LIMITS["scheduler_timeout_seconds"]:
             number += 1
             frontend.generate(number, [5, 6, 7], short)
             frontend.wait_finished(number)
-        frontend.close()
         assert set(running.stop()) == {0}

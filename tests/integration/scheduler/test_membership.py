@@ -33,18 +33,15 @@ def wait_for(client: FrontendConnection, wanted: Callable[[FrontendConnection], 
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[int]]:
     """The answers of an undisturbed run."""
     with engine(tmp_path_factory.mktemp("undisturbed"), SCHEDULER, SIM) as running:
-        client = FrontendConnection(running.client_endpoint)
-        client.wait_ready()
+        client = running.connect()
         generate(client)
         client.wait_finished(*REQUESTS)
-        client.close()
         return client.tokens
 
 
 def started(running: EngineProcesses, after: int) -> FrontendConnection:
     """A client with all requests open and `after` tokens of the first delivered."""
-    client = FrontendConnection(running.client_endpoint)
-    client.wait_ready()
+    client = running.connect()
     generate(client)
     while len(client.tokens[0]) < after:
         client.receive()
@@ -55,7 +52,6 @@ def finished(client: FrontendConnection, undisturbed: dict[int, list[int]]) -> N
     client.wait_finished(*REQUESTS)
     assert {finish.reason for finish in client.finished.values()} == {FinishReason.LENGTH}
     assert client.tokens == undisturbed
-    client.close()
 
 
 @pytest.mark.parametrize("after", [1, 20, 60])
@@ -118,7 +114,6 @@ def test_open_requests_fail_when_recovery_takes_too_long(tmp_path: Path) -> None
         client.generate(99, [1, 2, 3], SamplingParams(max_tokens=5, temperature=0.0))
         client.wait_finished(99)
         assert len(client.tokens[99]) == 5
-        client.close()
 
 
 @pytest.mark.parametrize(
@@ -133,36 +128,30 @@ def test_worker_that_does_not_fit_is_refused_by_name_and_the_scheduler_goes_on(
 ) -> None:
     """Both values are named, and the worker's exit status is that of a refusal."""
     with engine(tmp_path, SCHEDULER, SIM) as running:
-        client = FrontendConnection(running.client_endpoint)
-        client.wait_ready()
+        client = running.connect()
         worker = running.add_worker(**other)
         assert worker.wait(PATIENCE) == 4
         assert named in running.log(worker)
         client.generate(1, [1, 2, 3], SamplingParams(max_tokens=5, temperature=0.0))
         client.wait_finished(1)
         assert len(client.tokens[1]) == 5
-        client.close()
 
 
 def test_worker_beyond_ranks_and_spares_is_refused_by_name(tmp_path: Path) -> None:
     with engine(tmp_path, SCHEDULER | {"max_spare_workers": 0}, SIM) as running:
-        client = FrontendConnection(running.client_endpoint)
-        client.wait_ready()
+        running.connect()
         worker = running.add_worker()
         assert worker.wait(PATIENCE) == 4
         assert "1 ranks and 0 spares" in running.log(worker)
-        client.close()
 
 
 def test_all_workers_leave_with_the_scheduler(tmp_path: Path) -> None:
     with engine(tmp_path, SCHEDULER, SIM, num_workers=3) as running:
-        client = FrontendConnection(running.client_endpoint)
-        client.wait_ready()
+        client = running.connect()
         client.generate(1, [1, 2, 3], SamplingParams(max_tokens=50, temperature=0.0))
         while client.state.stats.get("num_workers") != 3:
             client.receive()
         client.wait_finished(1)
-        client.close()
         assert running.stop() == (0, 0, 0, 0)
 
 
@@ -170,7 +159,7 @@ def test_auto_grows_and_shrinks_with_the_workers_under_load(tmp_path: Path, undi
     """As with `docker compose up --scale worker=2` and back; open requests are carried over."""
     auto = {"tensor_parallel_size": "auto", "settle_seconds": 2.0}
     with engine(tmp_path, SCHEDULER | auto, SIM | {"sim_step_ms": 40.0}) as running:
-        client = FrontendConnection(running.client_endpoint)
+        client = running.connect()
         assert client.wait_ready().info["tensor_parallel_size"] == "1"
         second = running.add_worker()
         wait_for(client, lambda c: c.state.stats.get("num_workers") == 2)

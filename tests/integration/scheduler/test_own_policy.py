@@ -8,7 +8,7 @@ import pytest
 from protocol.requests import FinishReason
 from protocol.sampling import SamplingParams
 from tests.examples.install import STEADY_DECODE, install
-from tests.integration.scheduler.engine import FrontendConnection, engine
+from tests.integration.scheduler.engine import engine
 
 WORKER = {"backend": "sim", "sim_step_ms": 1.0, "sim_vocab_size": 1000}
 LIMITS = {"max_model_len": 256, "max_num_batched_tokens": 32, "max_num_seqs": 6}
@@ -17,14 +17,13 @@ LIMITS = {"max_model_len": 256, "max_num_batched_tokens": 32, "max_num_seqs": 6}
 def answers(directory: Path, policy: str) -> dict[int, list[int]]:
     directory.mkdir()
     with engine(directory, {**LIMITS, "batching_policy": policy}, WORKER) as running:
-        client = FrontendConnection(running.client_endpoint)
+        client = running.connect()
         assert client.wait_ready().info["batching_policy"] == policy
         for number in range(12):
             prompt = [(number * 37 + i * 11) % 1000 for i in range(7 + 13 * number)]
             client.generate(number, prompt, SamplingParams(max_tokens=20, temperature=0.0))
         client.wait_finished(*range(12))
         assert {finish.reason for finish in client.finished.values()} == {FinishReason.LENGTH}
-        client.close()
         assert set(running.stop()) == {0}
         assert "the batching policy failed" not in running.log(running.scheduler)
     return client.tokens

@@ -7,7 +7,7 @@ import pytest
 
 from protocol.requests import FinishReason
 from protocol.sampling import SamplingParams
-from tests.integration.scheduler.engine import FrontendConnection, engine
+from tests.integration.scheduler.engine import engine
 from tests.integration.scheduler.step_trace import steps_ahead
 
 SIM = {"backend": "sim", "sim_step_ms": 30.0, "sim_vocab_size": 1000}
@@ -26,15 +26,13 @@ def answers(
     tmp_path.mkdir()
     trace = tmp_path / "trace.jsonl"
     with engine(tmp_path, {**scheduler, "step_trace": str(trace)}, worker, workers) as running:
-        client = FrontendConnection(running.client_endpoint)
-        client.wait_ready()
+        client = running.connect()
         for number in REQUESTS:
             prompt = [(number * 37 + i * 11) % 1000 for i in range(7 + 13 * number)]
             params = SamplingParams(max_tokens=TOKENS, temperature=float(number % 2), seed=number)
             client.generate(number, prompt, params)
         client.wait_finished(*REQUESTS)
         assert {finish.reason for finish in client.finished.values()} == {FinishReason.LENGTH}
-        client.close()
         assert set(running.stop()) == {0}
     return client.tokens, trace
 

@@ -32,7 +32,7 @@ def run(directory: Path, pooled: bool, **scheduler: object) -> FrontendConnectio
     """Pooled prompts join generating requests, a few at a time. Half of the generating requests sample."""
     directory.mkdir()
     with engine(directory, {**LIMITS, **scheduler}, NATIVE) as running:
-        client = FrontendConnection(running.client_endpoint)
+        client = running.connect()
         assert client.wait_ready().hidden_size == 192
         for number in TOKENS:
             params = SamplingParams(max_tokens=60, temperature=float(number % 2), seed=number)
@@ -42,7 +42,6 @@ def run(directory: Path, pooled: bool, **scheduler: object) -> FrontendConnectio
                 client.receive()
             client.generate(number, prompt(number), ONE, priority=-1, pooling=pooling(number))
         client.wait_finished(*TOKENS, *(POOLED if pooled else ()))
-        client.close()
         assert running.stop() == (0, 0)
     return client
 
@@ -88,15 +87,13 @@ def test_a_pooled_prompt_that_loses_its_seat_begins_again(tmp_path: Path, refere
     later."""
     limits = {**LIMITS, "max_num_batched_tokens": 16, "max_num_seqs": 2, "scheduling_policy": "priority"}
     with engine(tmp_path, limits, NATIVE) as running:
-        client = FrontendConnection(running.client_endpoint)
-        client.wait_ready()
+        client = running.connect()
         client.generate(0, prompt(0), SamplingParams(max_tokens=80, temperature=0.0), priority=-1000)
         for place, number in enumerate(POOLED):
             while len(client.tokens[0]) < 3 * place:
                 client.receive()
             client.generate(number, prompt(number), ONE, priority=-place, pooling=pooling(number))
         client.wait_finished(0, *POOLED)
-        client.close()
         assert running.stop() == (0, 0)
     for kind in (Pooling.LAST, Pooling.MEAN):
         assert any(client.finished[n].num_preemptions for n in POOLED if pooling(n) is kind)

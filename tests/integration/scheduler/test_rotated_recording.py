@@ -9,7 +9,7 @@ from protocol.sampling import SamplingParams
 from services.cli.app import run
 from services.scheduler.core.observer import CoreRestarted
 from services.scheduler.recording import EventRecording
-from tests.integration.scheduler.engine import FrontendConnection, engine
+from tests.integration.scheduler.engine import engine
 
 SIM = {"backend": "sim", "sim_step_ms": 0.0, "sim_prefill_token_us": 0.0, "sim_vocab_size": 30_000}
 MAX_BYTES = 1 << 20
@@ -33,8 +33,7 @@ def test_the_core_is_restarted_and_replays_from_there(
     }
     common = [rng.randrange(30_000) for _ in range(64)]
     with engine(tmp_path, settings, SIM) as running:
-        client = FrontendConnection(running.client_endpoint)
-        client.wait_ready()
+        client = running.connect()
         for first in range(0, 4 * MOST_ROUNDS, 4):
             for number in range(first, first + 4):
                 prompt = common + [rng.randrange(30_000) for _ in range(PROMPT)]
@@ -42,7 +41,6 @@ def test_the_core_is_restarted_and_replays_from_there(
             client.wait_finished(*range(first, first + 4))
             if not list(directory.glob("*-000000.recording")):
                 break
-        client.close()
         assert set(running.stop()) == {0}
     assert sum(file.stat().st_size for file in directory.iterdir()) <= MAX_BYTES
     recording = EventRecording(directory)

@@ -20,15 +20,13 @@ def run_load(tmp_path: Path, depth: int, requests: int = 16, **limits: object) -
     trace = tmp_path / "trace.jsonl"
     scheduler = {"batch_queue_depth": depth, "step_trace": str(trace), "max_model_len": 512, **limits}
     with engine(tmp_path, scheduler, SIM) as running:
-        client = FrontendConnection(running.client_endpoint)
-        client.wait_ready()
+        client = running.connect()
         for number in range(requests):
             prompt = [(number * 37 + i * 11) % 1000 for i in range(24 + number)]
             temperature = float(number % 2)
             client.generate(number, prompt, SamplingParams(max_tokens=48, temperature=temperature, seed=number))
         client.wait_finished(*range(requests))
         assert {finish.reason for finish in client.finished.values()} == {FinishReason.LENGTH}
-        client.close()
         assert running.stop() == (0, 0)
     return client, trace
 
@@ -57,8 +55,7 @@ def test_answers_survive_a_pool_that_preempts(tmp_path: Path, depth: int) -> Non
 
 def test_draining_scheduler_finishes_open_requests_and_rejects_new_ones(tmp_path: Path) -> None:
     with engine(tmp_path, {"max_model_len": 512}, SIM) as running:
-        client = FrontendConnection(running.client_endpoint)
-        client.wait_ready()
+        client = running.connect()
         client.generate(1, list(range(40)), SamplingParams(max_tokens=200, temperature=0.0))
         while not client.tokens[1]:
             client.receive()
@@ -75,9 +72,8 @@ def test_draining_scheduler_finishes_open_requests_and_rejects_new_ones(tmp_path
 
 def test_lost_frontend_s_requests_end_and_the_others_go_on(tmp_path: Path) -> None:
     with engine(tmp_path, {"max_model_len": 512}, SIM) as running:
-        first, second = (FrontendConnection(running.client_endpoint) for _ in range(2))
+        first, second = running.connect(), running.connect()
         for client in (first, second):
-            client.wait_ready()
             client.generate(1, list(range(40)), SamplingParams(max_tokens=100, temperature=0.0))
         while not first.tokens[1]:
             first.receive()
@@ -87,4 +83,3 @@ def test_lost_frontend_s_requests_end_and_the_others_go_on(tmp_path: Path) -> No
         while second.state is None or second.state.stats["num_requests_running"]:
             second.receive()
         assert second.state.stats["kv_cache_usage_perc"] == 0
-        second.close()

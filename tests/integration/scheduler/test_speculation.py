@@ -33,8 +33,7 @@ def serve(directory: Path, num_workers: int = 1, aborts: bool = False, **schedul
     sim = {"backend": "sim", "sim_step_ms": 1.0, "sim_draft_acceptance": "request"}
     sizes = {"max_model_len": 256, "max_num_seqs": 24, "settle_seconds": 0}
     with engine(directory, sizes | scheduler, sim, num_workers) as running:
-        client = FrontendConnection(running.client_endpoint)
-        client.wait_ready()
+        client = running.connect()
         leaving = range(100, 106 if aborts else 100)
         for number in (*leaving, *REQUESTS):
             prompt = [(number * 37 + i * 11) % 1000 for i in range(24 + number % 40)]
@@ -44,7 +43,6 @@ def serve(directory: Path, num_workers: int = 1, aborts: bool = False, **schedul
             client.receive()
         client.abort(*leaving[::3], *leaving[1::3])
         client.wait_finished(*REQUESTS)
-        client.close()
         assert set(running.stop()) == {0}
     assert {client.finished[number].reason for number in REQUESTS} == {FinishReason.LENGTH}
     for number in STRUCTURED:

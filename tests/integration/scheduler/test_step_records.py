@@ -24,8 +24,9 @@ PROMPT = [*range(40)]
 class Subscriber:
     """A frontend that sends no request and subscribes to step records."""
 
-    def __init__(self, endpoint: str) -> None:
-        self._client = Client(endpoint)
+    def __init__(self, running: EngineProcesses) -> None:
+        self._client = Client(running.client_endpoint)
+        running.connections.callback(self._client.close)
         self._client.handshake("frontend", "subscriber", PATIENCE)
         self._decoder: Decoder[EngineMessage] = Decoder(EngineMessage)
         self.batches: list[StepRecords] = []
@@ -52,9 +53,6 @@ class Subscriber:
         while self.generated < tokens:
             self.receive()
 
-    def close(self) -> None:
-        self._client.close()
-
 
 def generate(client: FrontendConnection, *numbers: int, tokens: int = 30) -> None:
     for number in numbers:
@@ -67,9 +65,8 @@ def generate(client: FrontendConnection, *numbers: int, tokens: int = 30) -> Non
 def test_a_subscriber_gets_every_step_with_the_times_of_every_rank(tmp_path: Path, tp: int, pp: int) -> None:
     sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
     with engine(tmp_path, LIMITS | sizes, SIM, num_workers=tp * pp) as running:
-        client = FrontendConnection(running.client_endpoint)
-        client.wait_ready()
-        subscriber = Subscriber(running.client_endpoint)
+        client = running.connect()
+        subscriber = Subscriber(running)
         subscriber.subscribe()
         subscriber.receive()  # its state: the subscription is behind it on the same connection
         generate(client, 1, 2, 3)
@@ -91,16 +88,13 @@ def test_a_subscriber_gets_every_step_with_the_times_of_every_rank(tmp_path: Pat
         assert set(np.frombuffer(first.numbers, np.uint32).tolist()) <= {1, 2, 3}
         assert sum(batch.dropped for batch in subscriber.batches) == 0
         assert all(batch.sent >= record.applied for batch in subscriber.batches for record in batch.records)
-        client.close()
-        subscriber.close()
 
 
 def test_nobody_gets_records_without_a_subscription_or_after_it_ended(tmp_path: Path) -> None:
     with engine(tmp_path, LIMITS, SIM) as running:
         # It fails on a message that it did not subscribe to
-        client = FrontendConnection(running.client_endpoint)
-        client.wait_ready()
-        subscriber = Subscriber(running.client_endpoint)
+        client = running.connect()
+        subscriber = Subscriber(running)
         generate(client, 1)
         subscriber.receive()
         assert not subscriber.batches
@@ -114,8 +108,6 @@ def test_nobody_gets_records_without_a_subscription_or_after_it_ended(tmp_path: 
             generate_until_recorded(client, subscriber, first=number)
         steps = [record.step_id for record in subscriber.records]
         assert max(after - before for before, after in pairwise(steps)) > 30
-        client.close()
-        subscriber.close()
 
 
 def generate_until_recorded(client: FrontendConnection, subscriber: Subscriber, first: int = 10) -> None:
@@ -128,9 +120,8 @@ def generate_until_recorded(client: FrontendConnection, subscriber: Subscriber, 
 
 def test_an_epoch_that_ends_is_an_event_and_its_successor_s_steps_are_recorded(tmp_path: Path) -> None:
     with engine(tmp_path, LIMITS, SIM) as running:
-        client = FrontendConnection(running.client_endpoint)
-        client.wait_ready()
-        subscriber = Subscriber(running.client_endpoint)
+        client = running.connect()
+        subscriber = Subscriber(running)
         subscriber.subscribe()
         subscriber.receive()
         client.generate(1, PROMPT, SamplingParams(300, temperature=0.0))
@@ -142,8 +133,6 @@ def test_an_epoch_that_ends_is_an_event_and_its_successor_s_steps_are_recorded(t
         kinds = [event.kind for batch in subscriber.batches for event in batch.events]
         assert kinds == [EngineEventKind.EPOCH_ENDED, EngineEventKind.EPOCH_STARTED]
         assert {number_of(record.epoch) for record in subscriber.records} == {1, 2}
-        client.close()
-        subscriber.close()
 
 
 def _replace_worker(running: EngineProcesses) -> None:
@@ -154,10 +143,8 @@ def _replace_worker(running: EngineProcesses) -> None:
 def test_the_trace_file_has_every_step_of_every_request(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     with engine(tmp_path, LIMITS | {"step_trace": str(trace)}, SIM) as running:
-        client = FrontendConnection(running.client_endpoint)
-        client.wait_ready()
+        client = running.connect()
         generate(client, 1, 2)
-        client.close()
         assert running.stop() == (0, 0)
     steps = read_steps(trace)
     assert sum(sum(step["generated"]) for step in steps.values()) == 60
@@ -168,10 +155,8 @@ def test_the_trace_file_has_every_step_of_every_request(tmp_path: Path) -> None:
 
 def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path: Path) -> None:
     with engine(tmp_path, LIMITS | {"step_trace": "/dev/full"}, SIM) as running:
-        client = FrontendConnection(running.client_endpoint)
-        client.wait_ready()
+        client = running.connect()
         generate(client, 1, 2)
-        client.close()
         assert running.stop() == (0, 0)
         lines = [line for line in running.log(running.scheduler).splitlines() if "the step trace ends" in line]
     assert len(lines) == 1
@@ -180,11 +165,9 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path: Path) -> None:
 
 def test_the_external_id_of_a_request_stands_in_the_scheduler_s_log(tmp_path: Path) -> None:
     with engine(tmp_path, LIMITS | {"log_level": "debug"}, SIM) as running:
-        client = FrontendConnection(running.client_endpoint)
-        client.wait_ready()
+        client = running.connect()
         client.generate(5, PROMPT, SamplingParams(3, temperature=0.0), request_id="cmpl-abc")
         client.wait_finished(5)
-        client.close()
         assert running.stop() == (0, 0)
         lines = [line for line in running.log(running.scheduler).splitlines() if "request_id=cmpl-abc" in line]
     words = [line.split("request_id=cmpl-abc ")[1].split()[0] for line in lines]

@@ -14,7 +14,7 @@ from protocol.requests import FinishReason, RequestOutputs
 from protocol.sampling import GrammarKind, SamplingParams, StructuredOutputParams
 from services.checkpoint import DEMO_MODEL
 from services.scheduler.grammar.trial.child import FAILPOINT
-from tests.integration.scheduler.engine import FrontendConnection, engine
+from tests.integration.scheduler.engine import engine
 from tests.integration.scheduler.schemas import SchemaGenerator
 from tests.integration.scheduler.step_trace import in_flight, read_steps
 
@@ -42,8 +42,7 @@ def test_random_schemas_and_every_finished_answer_validates(tmp_path: Path) -> N
     schemas = [generator.schema() for _ in range(num_requests)]
     scheduler = {"max_model_len": 1024, "max_num_seqs": num_open}
     with engine(tmp_path, scheduler, SIM) as running:
-        client = FrontendConnection(running.client_endpoint)
-        client.wait_ready()
+        client = running.connect()
         sent = 0
         while len(client.finished) < num_requests:
             while sent < num_requests and sent - len(client.finished) < num_open:
@@ -51,7 +50,6 @@ def test_random_schemas_and_every_finished_answer_validates(tmp_path: Path) -> N
                 client.generate(sent, PROMPT, params, structured=schema_params(schemas[sent]))
                 sent += 1
             client.receive()
-        client.close()
         assert set(running.stop()) == {0}
     reasons = [client.finished[number].reason for number in range(num_requests)]
     assert set(reasons) <= {FinishReason.STOP, FinishReason.LENGTH}, [
@@ -73,8 +71,7 @@ def test_a_slow_compilation_delays_no_other_token_by_more_than_one_step(
     trace, neighbours, newcomer = tmp_path / "trace", range(8), 8
     scheduler = {"batching_policy": policy, "max_model_len": 2048, "step_trace": str(trace)}
     with engine(tmp_path, scheduler, {**SIM, "sim_step_ms": 5.0}) as running:
-        client = FrontendConnection(running.client_endpoint)
-        client.wait_ready()
+        client = running.connect()
         for number in neighbours:
             client.generate(number, PROMPT, SamplingParams(2000, seed=number))
         while not all(client.tokens[number] for number in neighbours):
@@ -92,7 +89,6 @@ def test_a_slow_compilation_delays_no_other_token_by_more_than_one_step(
         assert waiting > 10, "the compilation was not slow"
         assert re.fullmatch("[0-9a-f]{40}", text_of(client.tokens[newcomer]))
         client.abort(*neighbours)
-        client.close()
         assert set(running.stop()) == {0}
     _assert_steps_went_on(trace, waiting)
 
@@ -108,8 +104,7 @@ def test_a_bomb_is_refused_and_the_next_request_is_served(tmp_path: Path) -> Non
         {"type": "object", "properties": {f"{letter}{i}": {"type": "string"} for i in range(2_000)}} for letter in "ab"
     ]
     with engine(tmp_path, {"max_model_len": 1024}, SIM) as running:
-        client = FrontendConnection(running.client_endpoint)
-        client.wait_ready()
+        client = running.connect()
         params = SamplingParams(64, eos_token_ids=EOS)
         client.generate(0, PROMPT, params, structured=schema_params({"anyOf": objects}))
         client.generate(1, PROMPT, params)
@@ -118,21 +113,18 @@ def test_a_bomb_is_refused_and_the_next_request_is_served(tmp_path: Path) -> Non
         assert client.finished[0].reason is FinishReason.INVALID
         assert "too complex" in client.finished[0].message
         assert client.finished[2].reason is FinishReason.STOP
-        client.close()
         assert set(running.stop()) == {0}
 
 
 def test_without_a_tokenizer_it_is_refused_by_name_and_everything_else_is_served(tmp_path: Path) -> None:
     with engine(tmp_path, {"max_model_len": 1024, "tokenizer": str(tmp_path)}, SIM) as running:
-        client = FrontendConnection(running.client_endpoint)
-        client.wait_ready()
+        client = running.connect()
         client.generate(0, PROMPT, SamplingParams(8), structured=HEX)
         client.generate(1, PROMPT, SamplingParams(8))
         client.wait_finished(0, 1)
         assert client.finished[0].reason is FinishReason.INVALID
         assert "structured output is not served" in client.finished[0].message
         assert client.finished[1].reason is FinishReason.LENGTH
-        client.close()
         assert set(running.stop()) == {0}
 
 
@@ -140,15 +132,13 @@ def test_a_grammar_begins_after_its_marker_and_ends_before_what_ignores_its_end(
     """The marker is found in the output; a bias makes it likely."""
     marker = 77
     with engine(tmp_path, {"max_model_len": 1024}, SIM) as running:
-        client = FrontendConnection(running.client_endpoint)
-        client.wait_ready()
+        client = running.connect()
         thinks = SamplingParams(400, seed=5, eos_token_ids=EOS, logit_bias=((marker, 4.0), (EOS[0], -100.0)))
         after = StructuredOutputParams(GrammarKind.CHOICE, '["yes", "no"]', begins_after=(marker,))
         client.generate(0, PROMPT, thinks, structured=after)
         ignores = SamplingParams(40, seed=6)
         client.generate(1, PROMPT, ignores, structured=StructuredOutputParams(GrammarKind.CHOICE, '["yes", "no"]'))
         client.wait_finished(0, 1)
-        client.close()
         assert set(running.stop()) == {0}
     tokens = client.tokens[0]
     assert client.finished[0].reason is FinishReason.STOP
@@ -162,8 +152,7 @@ def test_a_grammar_begins_after_its_marker_and_ends_before_what_ignores_its_end(
 def test_delivered_tokens_belong_to_the_answer_when_a_request_comes_again(tmp_path: Path) -> None:
     """A frontend resubmits after a restart: delivered tokens stay, and the rest matches."""
     with engine(tmp_path, {"max_model_len": 1024}, SIM) as running:
-        client = FrontendConnection(running.client_endpoint)
-        client.wait_ready()
+        client = running.connect()
         params = SamplingParams(60, seed=3, eos_token_ids=EOS)
         client.generate(0, PROMPT, params, structured=HEX)
         client.wait_finished(0)
@@ -171,7 +160,6 @@ def test_delivered_tokens_belong_to_the_answer_when_a_request_comes_again(tmp_pa
         for number, delivered in ((1, whole[:5]), (2, [*whole[:4], TOKENIZER.token_to_id("z")])):
             client.resubmit(number, PROMPT, delivered, params, HEX)
         client.wait_finished(1, 2)
-        client.close()
         assert set(running.stop()) == {0}
     assert client.tokens[1] == whole
     assert client.finished[2].reason is FinishReason.INVALID

@@ -14,7 +14,7 @@ from services.config import ReplayConfig
 from services.scheduler.recording import EventRecording
 from services.scheduler.what_if import History
 from services.scheduler.what_if.cost import MIN_STEPS
-from tests.integration.scheduler.engine import FrontendConnection, engine
+from tests.integration.scheduler.engine import engine
 
 SIM = {"backend": "sim", "sim_step_ms": 4.0, "sim_decode_us": 100.0, "sim_vocab_size": 1000}
 PROMPT = 96
@@ -32,13 +32,11 @@ def recordings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         "num_gpu_blocks_override": 128,
     }
     with engine(directory, settings, SIM) as running:
-        client = FrontendConnection(running.client_endpoint)
-        client.wait_ready()
+        client = running.connect()
         for number in range(16):
             prompt = [*range(PROMPT // 2), *([number] * (PROMPT // 2))]
             client.generate(number, prompt, SamplingParams(24, temperature=0.0))
         client.wait_finished(*range(16))
-        client.close()
         assert set(running.stop()) == {0}
     return directory / "recordings"
 
@@ -96,11 +94,9 @@ def test_what_cannot_be_combined_is_refused(recordings: Path, capsys: pytest.Cap
 def test_what_the_recorded_backend_cannot_do_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = {"record": str(tmp_path / "recordings"), "max_model_len": 256, "batching_policy": "phased"}
     with engine(tmp_path, settings, {**SIM, "sim_rigid": True}) as running:
-        client = FrontendConnection(running.client_endpoint)
-        client.wait_ready()
+        client = running.connect()
         client.generate(0, [*range(16)], SamplingParams(MIN_STEPS + 8, temperature=0.0))
         client.wait_finished(0)
-        client.close()
         assert set(running.stop()) == {0}
     assert run(["replay", str(tmp_path / "recordings"), "--batching-policy", "chunked"]) == 2
     out, err = capsys.readouterr()

@@ -1,14 +1,14 @@
 """`runahead status` and `runahead trace`, when another program answers at the address."""
 
 import ssl
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import certifi
 import pytest
 
+from tests.http_server import http_server
 from tests.unit.cli.command import run_command
 
 CERTIFICATES = Path(__file__).parents[2] / "integration" / "frontend" / "certificates"
@@ -38,12 +38,8 @@ class _OtherProgram(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def other_program() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), _OtherProgram) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with http_server(_OtherProgram) as url:
+        yield url
 
 
 @pytest.mark.parametrize("path", ANSWERS)
@@ -70,15 +66,10 @@ def test_the_reason_of_a_refusal_is_shown_if_there_is_one(
 
 @pytest.fixture(scope="module")
 def tls_program() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), _OtherProgram) as server:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(CERTIFICATES / "server.pem", CERTIFICATES / "server.key")
-        server.socket = context.wrap_socket(server.socket, server_side=True)
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"https://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(CERTIFICATES / "server.pem", CERTIFICATES / "server.key")
+    with http_server(_OtherProgram, context) as url:
+        yield url
 
 
 @pytest.mark.parametrize("command", ["status", "trace", "bench", "run-batch"])

@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from protocol.security import Security
 from protocol.transport import Server
 from services.cli.healthcheck import Unhealthy, healthcheck, main
 from services.cli.transport_keys import make_keys
+from tests.http_server import http_server
 from tests.unit.cli.command import run_process
 from tests.unit.protocol.peers import PATIENCE, echoing
 
@@ -35,14 +35,8 @@ def answering(status: int) -> Iterator[str]:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}/readyz"
-        finally:
-            server.shutdown()
-            thread.join()
+    with http_server(Handler) as url:
+        yield f"{url}/readyz"
 
 
 def main_process(directory: Path, state: str) -> Path:

@@ -1,16 +1,16 @@
 """`runahead run-batch` against a small HTTP server: lines, order, errors, a lost server."""
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.cli.run_batch.lines import BatchRefusal, BatchRequest, parse
+from tests.http_server import http_server
 from tests.unit.cli.command import Done, run_command
 
 Capture = pytest.CaptureFixture[str]
@@ -57,12 +57,8 @@ class Api(BaseHTTPRequestHandler):
 @contextmanager
 def serving() -> Iterator[str]:
     Api.refused = set()
-    with ThreadingHTTPServer(("127.0.0.1", 0), Api) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-        server.shutdown()
-        thread.join()
+    with http_server(Api) as url:
+        yield f"{url}/v1"
 
 
 def run(capsys: Capture, path: Path, lines: list[str], url: str, *more: str) -> tuple[Done, list[Any]]:

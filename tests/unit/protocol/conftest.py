@@ -7,6 +7,13 @@ from pathlib import Path
 import pytest
 
 from protocol.transport import Server
+from tests.unit.protocol.peers import opened
+
+
+@pytest.fixture(autouse=True)
+def _clients_end() -> Iterator[None]:
+    with opened:
+        yield
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import zmq
 
@@ -17,6 +17,15 @@ PATIENCE = 60.0
 
 heartbeats: Decoder[Heartbeat] = Decoder(Heartbeat)
 
+opened = ExitStack()
+"""Clients of the test that runs; a fixture closes them at its end."""
+
+
+def new_client(endpoint: str, security: Security = LOCAL) -> Client:
+    client = Client(endpoint, security)
+    opened.callback(client.close)
+    return client
+
 
 def arrived(server: Server) -> tuple[bytes, Hello | bytes]:
     """Return the next peer and frame of the server."""
@@ -27,7 +36,7 @@ def arrived(server: Server) -> tuple[bytes, Hello | bytes]:
 
 def connect(server: Server, role: str = "worker", security: Security = LOCAL) -> tuple[Client, bytes]:
     """Return a client after its handshake, and its identity at the server."""
-    client = Client(server.endpoint, security)
+    client = new_client(server.endpoint, security)
     client.send(Hello(*PROTOCOL_VERSION, role, "test"))
     peer, hello = arrived(server)
     assert isinstance(hello, Hello)

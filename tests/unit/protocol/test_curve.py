@@ -19,7 +19,7 @@ from protocol.security import Security
 from protocol.transport import Client, HandshakeRefused, HandshakeTimeout, Server
 from services.cli.settings import ConfigurationError
 from services.cli.transport_keys import make_keys
-from tests.unit.protocol.peers import PATIENCE, connect, echoing, exchange
+from tests.unit.protocol.peers import PATIENCE, connect, echoing, exchange, new_client
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,6 @@ def test_client_with_an_allowed_key_exchanges_messages(secure: Server, keys: Pat
     for role in ("worker", "worker-results"):
         client, peer = connect(secure, role, Security(keys / "worker"))
         exchange(secure, client, peer)
-        client.close()
 
 
 @pytest.mark.parametrize(
@@ -81,7 +80,7 @@ def test_wrong_keys_are_refused_with_a_reason_on_both_sides(
 ) -> None:
     if change:
         shutil.copy(keys / "frontend" / "frontend.key_secret", keys / "worker" / "scheduler.key")
-    client = Client(secure.endpoint, Security(keys / own if own else None))
+    client = new_client(secure.endpoint, Security(keys / own if own else None))
     failure: Exception | None = None
     with echoing(secure):
         while reason not in str(failure):
@@ -99,34 +98,29 @@ def test_wrong_keys_are_refused_with_a_reason_on_both_sides(
     shutil.copy(keys / "scheduler" / "scheduler.key", keys / "worker")
     good, peer = connect(secure, security=Security(keys / "worker"))
     exchange(secure, good, peer)
-    good.close()
 
 
 def test_key_of_one_role_cannot_be_used_for_another_at_a_socket_for_both(keys: Path) -> None:
     server = Server("tcp://127.0.0.1:0", {"worker", "frontend"}, Security(keys / "scheduler"))
     for own, claimed in (("worker", "frontend"), ("frontend", "worker")):
-        client = Client(server.endpoint, Security(keys / own))
+        client = new_client(server.endpoint, Security(keys / own))
         reason = f"a '{claimed}' needs the key of a {claimed}, and this is the key of a {own}"
         with echoing(server), pytest.raises(HandshakeRefused, match=reason):
             client.handshake(claimed, "", PATIENCE)
-        client.close()
         right, peer = connect(server, own, Security(keys / own))
         exchange(server, right, peer)
-        right.close()
     server.close()
 
 
 def test_probe_needs_a_key_that_the_socket_accepts(secure: Server, keys: Path) -> None:
     for own in ("scheduler", "worker"):
-        client = Client(secure.endpoint, Security(keys / own))
+        client = new_client(secure.endpoint, Security(keys / own))
         with echoing(secure):
             client.handshake(PROBE, "", PATIENCE)
-        client.close()
     assert not secure.peers
-    stranger = Client(secure.endpoint)
+    stranger = new_client(secure.endpoint)
     with echoing(secure), pytest.raises((HandshakeRefused, HandshakeTimeout)):
         stranger.handshake(PROBE, "", PATIENCE)
-    stranger.close()
 
 
 def test_peer_that_chooses_its_routing_id_is_refused(secure: Server, keys: Path) -> None:
@@ -150,24 +144,20 @@ def test_keys_can_be_added_and_removed_while_the_server_runs(secure: Server, key
     client, peer = connect(secure, security=Security(keys / "unlisted"))
     exchange(secure, client, peer)
     added.unlink()
-    late = Client(secure.endpoint, Security(keys / "unlisted"))
+    late = new_client(secure.endpoint, Security(keys / "unlisted"))
     with echoing(secure), pytest.raises(HandshakeRefused, match="not one of the allowed keys"):
         late.handshake("worker", "", PATIENCE)
     exchange(secure, client, peer)  # a connection that exists stays open
-    late.close()
-    client.close()
 
 
 def test_missing_directory_of_keys_refuses_every_client(secure: Server, keys: Path) -> None:
     (keys / "scheduler").rename(keys / "away")
-    client = Client(secure.endpoint, Security(keys / "worker"))
+    client = new_client(secure.endpoint, Security(keys / "worker"))
     with echoing(secure), pytest.raises(HandshakeRefused, match="not one of the allowed keys"):
         client.handshake("worker", "", PATIENCE)
     (keys / "away").rename(keys / "scheduler")
     good, peer = connect(secure, security=Security(keys / "worker"))
     exchange(secure, good, peer)
-    client.close()
-    good.close()
 
 
 def test_connection_is_encrypted(secure: Server, keys: Path) -> None:
@@ -222,7 +212,6 @@ def test_bytes_of_another_protocol_never_reach_the_decoder(secure: Server, keys:
     assert secure.receive() is None
     client, peer = connect(secure, security=Security(keys / "worker"))
     exchange(secure, client, peer)
-    client.close()
 
 
 @pytest.mark.parametrize(
@@ -255,7 +244,6 @@ def test_ipc_sockets_need_no_keys(keys: Path) -> None:
     server = Server(f"ipc://{keys}/socket", {"worker"}, Security(keys / "scheduler"))
     client, peer = connect(server, security=Security(keys / "worker"))
     exchange(server, client, peer)
-    client.close()
     server.close()
 
 
@@ -288,5 +276,3 @@ def test_bad_frame_costs_its_sender_the_connection_and_nobody_else(secure: Serve
         assert secure.take_lost() == [bad_peer]
         with pytest.raises(HandshakeRefused, match="bad message: 2 frames"):
             bad.receive(PATIENCE)
-        bad.close()
-    good.close()

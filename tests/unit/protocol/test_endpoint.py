@@ -92,7 +92,6 @@ def test_socket_of_a_running_service_is_not_replaced(server: Server) -> None:
         Server(server.endpoint, {"worker"})
     client, peer = connect(server)
     exchange(server, client, peer)
-    client.close()
 
 
 def test_socket_of_a_dead_service_is_replaced(directory: Path) -> None:
@@ -101,7 +100,6 @@ def test_socket_of_a_dead_service_is_replaced(directory: Path) -> None:
     server = Server(f"ipc://{directory}/socket", {"worker"})
     client, peer = connect(server)
     exchange(server, client, peer)
-    client.close()
     server.close()
 
 
@@ -112,7 +110,6 @@ def test_port_0_becomes_a_free_port() -> None:
         Server(server.endpoint, {"worker"})
     client, peer = connect(server)
     exchange(server, client, peer)
-    client.close()
     server.close()
 
 

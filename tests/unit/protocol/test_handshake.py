@@ -8,12 +8,12 @@ import zmq
 from protocol.codec import encode
 from protocol.handshake import PROBE, PROTOCOL_VERSION, Hello, Refused, Welcome
 from protocol.membership import Heartbeat
-from protocol.transport import Client, HandshakeRefused, HandshakeTimeout, Server
-from tests.unit.protocol.peers import PATIENCE, arrived, connect, echoing, exchange, heartbeats, raw_dealer
+from protocol.transport import HandshakeRefused, HandshakeTimeout, Server
+from tests.unit.protocol.peers import PATIENCE, arrived, connect, echoing, exchange, heartbeats, new_client, raw_dealer
 
 
 def test_handshake_then_messages(server: Server) -> None:
-    client = Client(server.endpoint)
+    client = new_client(server.endpoint)
     with echoing(server):
         client.handshake("worker", "node-1", PATIENCE)
         client.send(Heartbeat(1, 2))
@@ -22,7 +22,6 @@ def test_handshake_then_messages(server: Server) -> None:
     assert heartbeats.decode(frame) == Heartbeat(1, 2)
     assert [(hello.role, hello.name) for hello in server.peers.values()] == [("worker", "node-1")]
     assert not server.errors
-    client.close()
 
 
 @pytest.mark.parametrize("version", [(3, 5), (1, 9)])
@@ -30,28 +29,25 @@ def test_another_major_version_is_refused_with_both_versions(
     server: Server, monkeypatch: pytest.MonkeyPatch, version: tuple[int, int]
 ) -> None:
     monkeypatch.setattr("protocol.transport.client.PROTOCOL_VERSION", version)
-    client = Client(server.endpoint)
+    client = new_client(server.endpoint)
     ours = "{}.{}".format(*PROTOCOL_VERSION)
     with echoing(server), pytest.raises(HandshakeRefused, match=r"{}\.{}, this service has {}".format(*version, ours)):
         client.handshake("worker", "stranger", PATIENCE)
     assert not server.peers
-    client.close()
 
 
 def test_another_minor_version_is_accepted(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("protocol.transport.client.PROTOCOL_VERSION", (PROTOCOL_VERSION[0], 99))
-    client = Client(server.endpoint)
+    client = new_client(server.endpoint)
     with echoing(server):
         client.handshake("worker", "newer", PATIENCE)
-    client.close()
 
 
 def test_unexpected_role_is_refused_with_the_expected_ones(server: Server) -> None:
-    client = Client(server.endpoint)
+    client = new_client(server.endpoint)
     reason = "'bench' may not connect here, only frontend or worker"
     with echoing(server), pytest.raises(HandshakeRefused, match=reason):
         client.handshake("bench", "", PATIENCE)
-    client.close()
 
 
 @pytest.mark.parametrize("frame", [encode(Heartbeat(1, 2)), b"", b"GET / HTTP/1.1", encode(Welcome(1, 0)), bytes(5000)])
@@ -66,28 +62,24 @@ def test_peer_without_a_handshake_is_refused_and_its_frames_are_dropped(server: 
         assert stranger.poll(1000 * PATIENCE)
         assert b"must be a Hello" in stranger.recv()
     exchange(server, good, peer)
-    good.close()
 
 
 def test_peer_above_the_maximum_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("protocol.transport.server.MAX_PEERS", 1)
-    first, _ = connect(server)
-    second = Client(server.endpoint)
+    connect(server)
+    second = new_client(server.endpoint)
     with echoing(server), pytest.raises(HandshakeRefused, match="1 peers are connected already"):
         second.handshake("worker", "", PATIENCE)
-    first.close()
-    second.close()
 
 
 def test_handshake_times_out(endpoint: str) -> None:
-    client = Client(endpoint)
+    client = new_client(endpoint)
     with pytest.raises(HandshakeTimeout, match=r"no answer from ipc://.* within 0\.05 s"):
         client.handshake("worker", "", 0.05)
-    client.close()
 
 
 def test_server_may_start_after_its_client(endpoint: str) -> None:
-    client = Client(endpoint)
+    client = new_client(endpoint)
     client.send(Hello(*PROTOCOL_VERSION, "worker", "early"))
     server = Server(endpoint, {"worker"})
     _, hello = arrived(server)
@@ -95,7 +87,6 @@ def test_server_may_start_after_its_client(endpoint: str) -> None:
     answer = client.receive(PATIENCE)
     assert answer is not None
     client.check_welcome(answer)
-    client.close()
     server.close()
 
 
@@ -103,7 +94,7 @@ def test_server_with_another_protocol_is_refused(endpoint: str) -> None:
     with zmq.Context.instance().socket(zmq.ROUTER) as other:
         other.linger = 0
         other.bind(endpoint)
-        client = Client(endpoint)
+        client = new_client(endpoint)
         client.send(Hello(*PROTOCOL_VERSION, "worker", ""))
         peer, _ = other.recv_multipart()
         other.send_multipart((peer, b"220 smtp.example.org"))
@@ -111,7 +102,6 @@ def test_server_with_another_protocol_is_refused(endpoint: str) -> None:
         assert answer is not None
         with pytest.raises(HandshakeRefused, match="has another protocol"):
             client.check_welcome(answer)
-        client.close()
 
 
 def test_accepted_peer_can_be_refused_later(server: Server) -> None:
@@ -120,7 +110,6 @@ def test_accepted_peer_can_be_refused_later(server: Server) -> None:
     with pytest.raises(HandshakeRefused, match="the group is complete"):
         client.receive(PATIENCE)
     assert peer not in server.peers
-    client.close()
 
 
 def test_refusal_with_a_long_reason_is_recognised(server: Server) -> None:
@@ -128,34 +117,30 @@ def test_refusal_with_a_long_reason_is_recognised(server: Server) -> None:
     server.send(peer, Refused("x" * 5000))
     with pytest.raises(HandshakeRefused, match=r"^x+$"):
         client.receive(PATIENCE)
-    client.close()
 
 
 def test_name_of_a_peer_is_one_line_in_the_log(server: Server, caplog: pytest.LogCaptureFixture) -> None:
-    client = Client(server.endpoint)
+    client = new_client(server.endpoint)
     client.send(Hello(*PROTOCOL_VERSION, "worker", "a\nERROR all is lost"))
     peer, _ = arrived(server)
     with caplog.at_level(logging.WARNING):
         server.count_error(peer, ValueError("bad"))
     assert caplog.messages == [r"bad message from worker 'a\nERROR all is lost': bad (1 so far)"]
-    client.close()
 
 
 def test_many_errors_are_all_counted_and_few_are_logged(server: Server, caplog: pytest.LogCaptureFixture) -> None:
-    client, peer = connect(server)
+    _, peer = connect(server)
     with caplog.at_level(logging.WARNING):
         for _ in range(1000):
             server.count_error(peer, ValueError("bad"))
     assert server.errors["worker"] == 1000
     assert len(caplog.messages) == 10
-    client.close()
 
 
 def test_probe_is_answered_and_is_no_peer(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("protocol.transport.server.MAX_PEERS", 0)
-    client = Client(server.endpoint)
+    client = new_client(server.endpoint)
     with echoing(server):
         client.handshake(PROBE, "health check", PATIENCE)
     assert not server.peers
     assert not server.errors
-    client.close()

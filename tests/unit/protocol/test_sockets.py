@@ -7,10 +7,10 @@ import pytest
 
 from protocol.codec import MAX_MESSAGE_BYTES, encode
 from protocol.membership import Heartbeat, LoadFailed
-from protocol.transport import Client, HandshakeRefused, PeerGone, PeerSlow, Server
+from protocol.transport import HandshakeRefused, PeerGone, PeerSlow, Server
 from protocol.transport.endpoint import ENVELOPE_BYTES, HIGH_WATER_MARK
 from protocol.transport.server import CHECK
-from tests.unit.protocol.peers import PATIENCE, arrived, connect, exchange
+from tests.unit.protocol.peers import PATIENCE, arrived, connect, exchange, new_client
 
 
 def flood(send: Callable[[LoadFailed], None], sent: list[bytes]) -> None:
@@ -40,7 +40,6 @@ def test_peer_that_left_is_gone_and_removed(server: Server) -> None:
         send_for_long(server, peer)
     assert peer not in server.peers
     exchange(server, other, other_peer)
-    other.close()
 
 
 def test_peer_that_does_not_read_is_slow_and_the_others_are_served(server: Server) -> None:
@@ -54,15 +53,12 @@ def test_peer_that_does_not_read_is_slow_and_the_others_are_served(server: Serve
     assert [client.receive(PATIENCE) for _ in sent] == sent  # all accepted frames are delivered
     server.send(peer, Heartbeat(1, 1))
     assert client.receive(PATIENCE) == encode(Heartbeat(1, 1))
-    client.close()
-    other.close()
 
 
 def test_server_that_does_not_read_is_slow(server: Server) -> None:
     client, _ = connect(server)
     with pytest.raises(PeerSlow, match="does not read"):
         flood(lambda text: client.send(text, wait=False), [])
-    client.close()
 
 
 def test_oversized_frame_closes_its_senders_connection_only(server: Server) -> None:
@@ -74,8 +70,6 @@ def test_oversized_frame_closes_its_senders_connection_only(server: Server) -> N
     exchange(server, good, peer)
     with pytest.raises(PeerGone):
         server.send(bad_peer, Heartbeat(1, 1))
-    bad.close()
-    good.close()
 
 
 def test_large_frame_within_the_limit_arrives(server: Server) -> None:
@@ -83,7 +77,6 @@ def test_large_frame_within_the_limit_arrives(server: Server) -> None:
     frame = bytes(MAX_MESSAGE_BYTES // 4)
     client.socket.send(frame)
     assert arrived(server) == (peer, frame)
-    client.close()
 
 
 @pytest.mark.parametrize("frames", [[b"", encode(Heartbeat(1, 1))], [b"a", b"b", b"c"]])
@@ -102,15 +95,12 @@ def test_sender_of_several_frames_is_expelled(server: Server, frames: list[bytes
     assert list(server.peers) == [peer]
     assert server.take_lost() == [bad_peer]
     assert server.take_lost() == []
-    bad.close()
-    client.close()
 
 
 def test_connection_is_checked_without_a_message_for_its_client(server: Server) -> None:
     client, peer = connect(server)
     server.send_frame(peer, CHECK)
     exchange(server, client, peer)
-    client.close()
 
 
 def test_full_table_has_room_for_a_peer_after_others_have_left(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +116,6 @@ def test_full_table_has_room_for_a_peer_after_others_have_left(server: Server, m
         time.sleep(0.005)
     assert len(server.peers) <= 3
     exchange(server, stays, peer)
-    stays.close()
 
 
 def test_messages_keep_their_order(server: Server) -> None:
@@ -137,7 +126,6 @@ def test_messages_keep_their_order(server: Server) -> None:
     for i in range(2000):
         server.send(peer, Heartbeat(2, i))
     assert [client.receive(PATIENCE) for _ in range(2000)] == [encode(Heartbeat(2, i)) for i in range(2000)]
-    client.close()
 
 
 def test_server_is_gone_after_its_last_message_was_read(endpoint: str) -> None:
@@ -152,7 +140,6 @@ def test_server_is_gone_after_its_last_message_was_read(endpoint: str) -> None:
             client.receive(PATIENCE)
     with pytest.raises(PeerGone):
         client.send(Heartbeat(1, 1))
-    client.close()
 
 
 def test_queued_messages_arrive_although_the_server_closes_at_once(endpoint: str) -> None:
@@ -168,7 +155,6 @@ def test_queued_messages_arrive_although_the_server_closes_at_once(endpoint: str
         client.receive(PATIENCE)
     with pytest.raises(PeerGone):
         client.send(Heartbeat(2, 2))
-    client.close()
 
 
 def test_client_does_not_reconnect_to_a_new_server(endpoint: str) -> None:
@@ -180,15 +166,13 @@ def test_client_does_not_reconnect_to_a_new_server(endpoint: str) -> None:
         client.receive(PATIENCE)
     again, peer = connect(second)
     exchange(second, again, peer)
-    client.close()
-    again.close()
     second.close()
 
 
 @pytest.mark.parametrize("read", [False, True], ids=["unread", "read"])
 def test_connection_lost_before_the_welcome_is_not_restored(endpoint: str, read: bool) -> None:
     """On a second connection, a server that has not noticed the loss would refuse the name of the first one."""
-    client = Client(endpoint)
+    client = new_client(endpoint)
     client.send_hello("worker", "")
     first = Server(endpoint, {"worker"})
     assert first.socket.poll(1000 * PATIENCE)  # the Hello has arrived
@@ -200,8 +184,6 @@ def test_connection_lost_before_the_welcome_is_not_restored(endpoint: str, read:
         client.receive(PATIENCE)
     again, peer = connect(second)
     exchange(second, again, peer)
-    client.close()
-    again.close()
     second.close()
 
 
@@ -211,7 +193,6 @@ def test_second_hello_is_ignored(server: Server) -> None:
     exchange(server, client, peer)
     assert server.peers[peer].role == "worker"
     assert not server.errors
-    client.close()
 
 
 def test_receive_returns_none_after_its_timeout(server: Server) -> None:
@@ -219,7 +200,6 @@ def test_receive_returns_none_after_its_timeout(server: Server) -> None:
     assert client.receive(0) is None
     assert client.receive(0.02) is None
     assert server.receive() is None
-    client.close()
 
 
 def test_server_returns_frames_undecoded(server: Server) -> None:
@@ -227,7 +207,6 @@ def test_server_returns_frames_undecoded(server: Server) -> None:
     client, peer = connect(server)
     client.socket.send(b"\xc1")
     assert arrived(server) == (peer, b"\xc1")
-    client.close()
 
 
 def test_refused_client_that_keeps_sending_is_refused_again(server: Server) -> None:
@@ -240,4 +219,3 @@ def test_refused_client_that_keeps_sending_is_refused_again(server: Server) -> N
     for text in ("no", "must be a Hello"):
         with pytest.raises(HandshakeRefused, match=text):
             client.receive(PATIENCE)
-    client.close()

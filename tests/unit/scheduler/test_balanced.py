@@ -115,26 +115,13 @@ def test_microbatches_differ_by_one_decode_after_two_rounds(seed: int) -> None:
         assert set(sizes) == {1}
 
 
-def test_equal_prompts_fill_equal_microbatches() -> None:
-    pipeline = Pipeline(limits())
+@pytest.mark.parametrize(("bound", "admitted"), [({}, 256), ({"num_blocks": 1000}, 125), ({"max_num_seqs": 8}, 8)])
+def test_prompts_that_blocks_and_seats_admit_fill_equal_microbatches(bound: dict[str, int], admitted: int) -> None:
+    """What cannot be admitted does not inflate the budget: the first round prefills only the others."""
+    pipeline = Pipeline(limits(**bound))
     for _ in range(256):
         pipeline.add(128)
-    assert [tokens(pipeline.step()) for _ in range(4)] == [8192] * 4
-
-
-def test_what_cannot_be_admitted_does_not_inflate_the_budget() -> None:
-    """125 of 256 prompts fit into the blocks: the first round prefills only these."""
-    pipeline = Pipeline(limits(num_blocks=1000))
-    for _ in range(256):
-        pipeline.add(128)
-    assert [tokens(pipeline.step()) for _ in range(4)] == [4000] * 4
-
-
-def test_seats_bound_the_demand() -> None:
-    pipeline = Pipeline(limits(max_num_seqs=8))
-    for _ in range(256):
-        pipeline.add(128)
-    assert [tokens(pipeline.step()) for _ in range(4)] == [256] * 4
+    assert [tokens(pipeline.step()) for _ in range(4)] == [admitted * 128 // 4] * 4
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,5 +1,6 @@
 """The rigid device of the simulator: its padded shapes, the plans that it refuses, and the progress that it reports."""
 
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -31,9 +32,12 @@ from tests.unit.worker.plans import (
 CHUNK = 8
 
 
-def runner() -> SimRunner:
-    """Return a rigid runner with blocks of 4 tokens and chunks of 8."""
-    return sim_runner(flags={"sim_rigid": True}, max_num_batched_tokens=CHUNK)
+@pytest.fixture
+def device() -> Iterator[SimRunner]:
+    """A rigid runner with blocks of 4 tokens and chunks of 8."""
+    device = sim_runner(flags={"sim_rigid": True}, max_num_batched_tokens=CHUNK)
+    yield device
+    device.shutdown()
 
 
 def first_ends(at: int) -> Any:
@@ -52,8 +56,8 @@ def progress(result: ModelRunnerOutput) -> list[tuple[int, int]]:
     return list(zip(slots, frontiers, strict=True))
 
 
-def test_chunks_and_decodes_give_the_tokens_of_any_device() -> None:
-    device, plans = runner(), PlanBuilder()
+def test_chunks_and_decodes_give_the_tokens_of_any_device(device: SimRunner) -> None:
+    plans = PlanBuilder()
     request = plans.admit(prompt(1, 10))
     assert progress(step(device, plans.step((request, 4)))) == [(request.slot, 4)]
     last = step(device, plans.step((request, 6)))
@@ -64,25 +68,22 @@ def test_chunks_and_decodes_give_the_tokens_of_any_device() -> None:
         assert not result.progress_slots
         answers.append(tokens(result)[request.slot])
     assert answers == alone(prompt(1, 10), GREEDY, 7)
-    device.shutdown()
 
 
-def test_a_step_that_mixes_prefill_and_decode_is_refused() -> None:
-    device, plans = runner(), PlanBuilder()
+def test_a_step_that_mixes_prefill_and_decode_is_refused(device: SimRunner) -> None:
+    plans = PlanBuilder()
     first = plans.admit(prompt(1, 3))
     step(device, plans.step(first))
     second = plans.admit(prompt(2, 3))
     with pytest.raises(PlanError, match="mixes prefill and decode"):
         device.execute_model(plans.step(first, second))
-    device.shutdown()
 
 
-def test_two_prefills_in_a_step_are_refused() -> None:
-    device, plans = runner(), PlanBuilder()
+def test_two_prefills_in_a_step_are_refused(device: SimRunner) -> None:
+    plans = PlanBuilder()
     requests = plans.admit(prompt(1, 3)), plans.admit(prompt(2, 3))
     with pytest.raises(PlanError, match="has 2 prefills"):
         device.execute_model(plans.step(*requests))
-    device.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -94,26 +95,24 @@ def test_two_prefills_in_a_step_are_refused() -> None:
     ],
 )
 def test_chunks_that_are_not_windows_of_the_padded_prompt_are_refused(
-    length: int, chunks: list[int], text: str
+    device: SimRunner, length: int, chunks: list[int], text: str
 ) -> None:
-    device, plans = runner(), PlanBuilder()
+    plans = PlanBuilder()
     request = plans.admit(prompt(1, length))
     for count in chunks[:-1]:
         step(device, plans.step((request, count)))
     with pytest.raises(PlanError, match=text):
         device.execute_model(plans.step((request, chunks[-1])))
-    device.shutdown()
 
 
-def test_a_prefix_hit_that_ends_inside_a_window_is_refused() -> None:
-    device, plans = runner(), PlanBuilder()
+def test_a_prefix_hit_that_ends_inside_a_window_is_refused(device: SimRunner) -> None:
+    plans = PlanBuilder()
     first = plans.admit(prompt(1, 13))
     step(device, plans.step((first, 8)))
     step(device, plans.step(first))
     second = plans.admit(prompt(1, 13), hit=4, share=first)
     with pytest.raises(PlanError, match="begins at 4 inside the chunk of 0 to 8"):
         device.execute_model(plans.step((second, 4)))
-    device.shutdown()
 
 
 def shapes(
@@ -173,9 +172,9 @@ def test_a_step_takes_the_time_of_its_padded_shape() -> None:
 
 
 @first_ends(4)
-def test_rows_planned_behind_a_short_chunk_are_void() -> None:
+def test_rows_planned_behind_a_short_chunk_are_void(device: SimRunner) -> None:
     """Rollback on the worker: void rows compute nothing, and the next generation continues at the frontier."""
-    device, plans = runner(), PlanBuilder()
+    plans = PlanBuilder()
     request = plans.admit(prompt(1, 16))
     first, second = plans.step((request, 8)), plans.step(request)
     device.execute_model(first)
@@ -191,24 +190,22 @@ def test_rows_planned_behind_a_short_chunk_are_void() -> None:
     assert progress(step(device, plans.step((request, 4)))) == [(request.slot, 8)]
     answers = [tokens(step(device, plans.step(request)))[request.slot] for _ in range(4)]
     assert answers == alone(prompt(1, 16), GREEDY, 4)
-    device.shutdown()
 
 
 @first_ends(2)
-def test_a_short_last_chunk_samples_nothing() -> None:
-    device, plans = runner(), PlanBuilder()
+def test_a_short_last_chunk_samples_nothing(device: SimRunner) -> None:
+    plans = PlanBuilder()
     request = plans.admit(prompt(1, 6))
     short = step(device, plans.step(request))
     assert (unpack(short.counts).tolist(), progress(short)) == ([0], [(request.slot, 2)])
     request.start, request.known, request.generation = 2, 6, request.generation + 1
     answers = [tokens(step(device, plans.step(request)))[request.slot] for _ in range(3)]
     assert answers == alone(prompt(1, 6), GREEDY, 3)
-    device.shutdown()
 
 
 @first_ends(4)
-def test_a_void_slot_is_assigned_to_another_request() -> None:
-    device, plans = runner(), PlanBuilder()
+def test_a_void_slot_is_assigned_to_another_request(device: SimRunner) -> None:
+    plans = PlanBuilder()
     first = plans.admit(prompt(1, 16))
     step(device, plans.step((first, 8)))
     step(device, plans.step(first))
@@ -217,4 +214,3 @@ def test_a_void_slot_is_assigned_to_another_request() -> None:
     second = plans.admit(prompt(2, 5))
     assert second.slot == first.slot
     assert tokens(step(device, plans.step(second)))[second.slot] == alone(prompt(2, 5), GREEDY, 1)[0]
-    device.shutdown()
