@@ -16,7 +16,7 @@ from services.cli.bench.load import prompts
 from services.config import BenchConfig, WorkerConfig
 from services.worker.kernels import selection
 from tests.benchmarks.support.random_llama import SHAPES, random_llama
-from tests.benchmarks.support.report import report
+from tests.benchmarks.support.report import add_ints, report
 from tests.benchmarks.support.static_batch import StaticBatch
 
 Times = dict[str, list[float]]
@@ -57,8 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=["m4", "m155", "m135"], choices=SHAPES)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16, 64])
-    for name, default in (("threads", 2), ("input-len", 128), ("output-len", 32), ("repeats", 3)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    add_ints(parser, threads=2, input_len=128, output_len=32, repeats=3)
     args = parser.parse_args()
     if not own_features():
         raise SystemExit("this processor has no bfloat16 arithmetic")

@@ -20,7 +20,7 @@ from services.worker.backends.native.memory import rank_memory
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.partition import ModelPart
 from tests.benchmarks.support.random_llama import SHAPES, VOCAB, random_llama
-from tests.benchmarks.support.report import report
+from tests.benchmarks.support.report import add_ints, report
 from tests.benchmarks.support.static_batch import BLOCK, StaticBatch
 
 READ_BYTES = 1 << 30
@@ -74,8 +74,7 @@ def measured(path: Path, weights: Weights, args: argparse.Namespace) -> dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=["m155"], help=f"random models: {', '.join(SHAPES)}")
-    for name, default in (("threads", 2), ("prompt", 16), ("output", 64), ("repeats", 5)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    add_ints(parser, threads=2, prompt=16, output=64, repeats=5)
     args = parser.parse_args()
     kinds: tuple[Weights, ...] = ("none", "int8", "int4")
     rows = [{"model": name, **measured(random_llama(name), weights, args)} for name in args.models for weights in kinds]

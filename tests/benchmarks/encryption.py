@@ -11,15 +11,14 @@ from protocol.membership import LoadFailed
 from protocol.security import LOCAL, Security
 from protocol.transport import Client, Server
 from services.cli.transport_keys import make_keys
-from tests.benchmarks.support.report import report
+from tests.benchmarks.support.report import add_ints, report
 
 RESULT_BYTES = 1024
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--repeats", type=int, default=5)
+    add_ints(parser, steps=1000, repeats=5)
     parser.add_argument("--plan-bytes", type=int, nargs="*", default=[1024, 8192, 65536])
     args = parser.parse_args()
     rows: list[dict[str, float | str]] = []

@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.benchmarks.support.processor_time import processor_times, usage_rows
 from tests.benchmarks.support.random_llama import SHAPES, random_llama
-from tests.benchmarks.support.report import print_table, report
+from tests.benchmarks.support.report import add_ints, print_table, report
 from tests.benchmarks.support.servers import ServerProcess, runahead_process, served, without_engine
 
 
@@ -42,10 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="m155", help=f"a directory, or a random model: {', '.join(SHAPES)}")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    for name, default in (
-        ("threads", 2), ("concurrency", 16), ("input-len", 128), ("output-len", 128), ("waves", 4), ("repeats", 3),
-    ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=default)
+    add_ints(parser, threads=2, concurrency=16, input_len=128, output_len=128, waves=4, repeats=3)
     args = parser.parse_args()
     model = random_llama(args.model) if args.model in SHAPES else Path(args.model)
     common = {"threads": args.threads, "dtype": args.dtype}

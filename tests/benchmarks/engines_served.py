@@ -28,7 +28,7 @@ from typing import Any
 
 import aiohttp
 
-from tests.benchmarks.support.report import report
+from tests.benchmarks.support.report import add_ints, report
 from tests.benchmarks.support.servers import PATIENCE, started, wait_for
 
 ROUTERS_ENVIRONMENT = Path(".venv-routers")
@@ -258,16 +258,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engines", type=int, nargs="+", default=[2, 8])
     parser.add_argument("--front", nargs="+", default=[OURS, *ROUTERS], choices=[OURS, *ROUTERS])
-    parser.add_argument("--seconds", type=int, default=60)
+    add_ints(parser, seconds=60, turns=4, system_words=250, user_words=60, repeats=1, seed=0)
     parser.add_argument("--sessions-per-engine", type=float, default=1.5, help="sessions per second and engine")
-    parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--pause", type=float, default=4.0, help="mean seconds between turns")
     parser.add_argument("--systems", type=int, default=24, help="system prompts")
-    parser.add_argument("--system-words", type=int, default=250)
-    parser.add_argument("--user-words", type=int, default=60)
     parser.add_argument("--output", type=int, default=32, help="tokens of an answer")
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     absent = {} if (ROUTERS_ENVIRONMENT / "bin" / "smg").exists() else dict.fromkeys(ROUTERS, "not installed")
     rows = [

@@ -49,7 +49,7 @@ from protocol.transport import PeerSlow, Server
 from services.checkpoint import DEMO_MODEL
 from services.config import FrontendConfig
 from services.frontend.text.tokenizer import Tokenizer
-from tests.benchmarks.support.report import report
+from tests.benchmarks.support.report import add_ints, report
 from tests.benchmarks.support.servers import vllm_process
 
 PACED = Path(__file__).parent / "support" / "vllm_paced.py"
@@ -384,9 +384,7 @@ def rounds(case: StreamingCase, repeats: int, with_vllm: bool) -> dict[str, list
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--streams", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=3)
+    add_ints(parser, streams=256, tokens=128, repeats=3)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--vllm", action="store_true", help="vLLM's API server too")
     args = parser.parse_args()

@@ -24,7 +24,7 @@ from openai import AsyncOpenAI
 from services.process import processor_seconds
 from tests.benchmarks.peers import packaged_gguf
 from tests.benchmarks.support import llama_cpp
-from tests.benchmarks.support.report import report
+from tests.benchmarks.support.report import add_ints, report
 from tests.benchmarks.support.servers import ServerProcess, runahead_process, served
 
 BLOCK, VOCAB = 16, 40_000
@@ -112,11 +112,8 @@ def median(found: Sequence[tuple[float, ...]], field: int, digits: int) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, default in (
-        ("streams", 2), ("threads", 2), ("input-len", 1000), ("output-len", 16), ("new-output-len", 128), ("waves", 6),
-        ("cache-tokens", 4096), ("times", 3), ("passes", 2), ("repeats", 3),
-    ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=default)
+    add_ints(parser, streams=2, threads=2, input_len=1000, output_len=16, new_output_len=128)
+    add_ints(parser, waves=6, cache_tokens=4096, times=3, passes=2, repeats=3)
     parser.add_argument("--new-only", action="store_true", help="only the loads whose prompts are new")
     args = parser.parse_args()
     context = args.input_len + args.output_len + args.new_output_len

@@ -25,7 +25,7 @@ from tests.benchmarks.support.processor_time import total_seconds
 from tests.benchmarks.support.random_gguf import KINDS, SHAPES, random_gguf
 from tests.benchmarks.support.random_llama import SHAPES as LLAMAS
 from tests.benchmarks.support.random_llama import random_llama
-from tests.benchmarks.support.report import report
+from tests.benchmarks.support.report import add_ints, report
 from tests.benchmarks.support.servers import (
     VLLM_ENVIRONMENT,
     ServerProcess,
@@ -193,11 +193,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--servers", nargs="+", default=DEFAULT, choices=SERVERS, metavar="NAME")
-    for name, default in (
-        ("threads", CORES), ("input-len", 128), ("output-len", 128), ("waves", 2), ("repeats", 3),
-        ("max-model-len", 1024), ("kv-gib", 1),
-    ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=default)
+    add_ints(parser, threads=CORES, input_len=128, output_len=128, waves=2, repeats=3, max_model_len=1024, kv_gib=1)
     return parser.parse_args()
 
 

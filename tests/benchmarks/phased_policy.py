@@ -12,7 +12,7 @@ import statistics
 import numpy as np
 
 from tests.benchmarks.support.engine_client import engine
-from tests.benchmarks.support.report import report
+from tests.benchmarks.support.report import add_ints, report
 
 SIZES = (1, 2, 4)
 DEPTHS = (1, 2)
@@ -56,9 +56,8 @@ def measure(ranks: int, depth: int, args: argparse.Namespace) -> dict[str, float
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=3)
+    add_ints(parser, repeats=3, total=128)
     parser.add_argument("--requests", type=int, default=32, help="maximum number of running requests")
-    parser.add_argument("--total", type=int, default=128)
     parser.add_argument("--output", type=int, default=200, help="maximum number of tokens per request")
     parser.add_argument("--step-ms", type=float, default=10.0)
     parser.add_argument("--volume", type=int, default=65536, help="maximum of rows times longest row, tokens")

@@ -15,7 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 
-from tests.benchmarks.support.report import report
+from tests.benchmarks.support.report import add_ints, report
 from tests.simulation.placement.one_cache import hit_share
 from tests.simulation.placement.workload import WorkloadShape, requests
 from tests.simulation.placement.world import FleetFault, FleetSetting, FleetWorld
@@ -69,11 +69,8 @@ def run(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--engines", type=int, default=1000)
-    parser.add_argument("--frontends", type=int, default=100)
-    parser.add_argument("--requests", type=int, default=1_000_000)
+    add_ints(parser, engines=1000, frontends=100, requests=1_000_000, block_size=4096)
     parser.add_argument("--per-engine", type=float, default=0.4, help="requests per second and engine")
-    parser.add_argument("--block-size", type=int, default=4096)
     parser.add_argument("--max-blocks", type=int, default=2**18, help="names in the index of a frontend")
     parser.add_argument("--policies", nargs="+", default=POLICIES)
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))

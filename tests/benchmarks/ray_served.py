@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from services.checkpoint import DEMO_MODEL
-from tests.benchmarks.support.report import report
+from tests.benchmarks.support.report import add_ints, report
 from tests.benchmarks.support.servers import end_on_sigterm, served
 from tests.ray.cluster import BIN, OWN_PORT, PROXY_PORT
 from tests.ray.hosts import Host, hosts, why_not
@@ -129,12 +129,8 @@ def repeat(host: Host, args: argparse.Namespace) -> dict[str, Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=DEMO_MODEL)
-    parser.add_argument("--concurrency", type=int, default=16)
-    parser.add_argument("--input-len", type=int, default=64)
-    parser.add_argument("--output-len", type=int, default=200)
-    parser.add_argument("--waves", type=int, default=8)
+    add_ints(parser, concurrency=16, input_len=64, output_len=200, waves=8, repeats=3)
     parser.add_argument("--idle-seconds", type=float, default=30)
-    parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     end_on_sigterm()
     if not (BIN / "ray").exists():

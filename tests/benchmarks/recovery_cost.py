@@ -35,7 +35,7 @@ from services.scheduler.membership import StepSize, WorkerGroup
 from tests.benchmarks.scheduler_cost import build
 from tests.benchmarks.support.processor_time import seconds_by_process
 from tests.benchmarks.support.random_llama import random_llama
-from tests.benchmarks.support.report import report
+from tests.benchmarks.support.report import add_ints, report
 from tests.benchmarks.support.servers import ServerProcess, runahead_process, served
 
 TURNS = 2
@@ -161,8 +161,7 @@ class SchedulerLoad:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="m4", help="a random model, as in engine_efficiency")
-    for name, default in (("streams", 16), ("input-len", 128), ("output-len", 128), ("waves", 8), ("idle-seconds", 20)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    add_ints(parser, streams=16, input_len=128, output_len=128, waves=8, idle_seconds=20)
     args = parser.parse_args()
     load: dict[str, float] = {}
 

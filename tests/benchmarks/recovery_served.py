@@ -25,7 +25,7 @@ from typing import Any
 import httpx
 
 from services.checkpoint.default_model import packaged_model
-from tests.benchmarks.support.report import report
+from tests.benchmarks.support.report import add_ints, report
 from tests.e2e.server import ServeProcess, serving
 from tests.soak.load import Load, bodies
 
@@ -174,13 +174,9 @@ async def all_ready(http: httpx.AsyncClient) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--victim", choices=VICTIMS, default="scheduler")
-    parser.add_argument("--moments", type=int, default=20)
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=120)
-    parser.add_argument("--seed", type=int, default=0)
+    add_ints(parser, moments=20, streams=64, tokens=120, seed=0, repeats=1)
     parser.add_argument("--contexts", type=int, nargs="+", help="tokens, such as 256 1024 4096 8000")
     parser.add_argument("--moves", action="store_true", help="the contexts of a stream that moves")
-    parser.add_argument("--repeats", type=int, default=1)
     args = parser.parse_args()
     if args.contexts:
         if packaged_model() is None:

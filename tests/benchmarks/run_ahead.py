@@ -18,7 +18,7 @@ import numpy as np
 from services.scheduler.recording import EventRecording
 from tests.benchmarks.support.engine_client import engine
 from tests.benchmarks.support.random_llama import VOCAB, random_llama
-from tests.benchmarks.support.report import report
+from tests.benchmarks.support.report import add_ints, report
 
 PLAIN = "2"
 
@@ -82,12 +82,9 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=256)
+    add_ints(parser, repeats=3, requests=256, native_requests=64, native_output=512)
     parser.add_argument("--output", type=int, default=1200, help="tokens per request on sim")
     parser.add_argument("--only", choices=["sim", "native"], help="one backend")
-    parser.add_argument("--native-requests", type=int, default=64)
-    parser.add_argument("--native-output", type=int, default=512)
     args = parser.parse_args()
     memory = args.requests * (args.output + 128) * 8  # bytes; the simulator stores a hash per position
     sim = {"backend": "sim", "sim_step_ms": 5.0, "sim_vocab_size": 1024, "kv_cache_memory_bytes": memory}

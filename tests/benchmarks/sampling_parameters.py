@@ -19,7 +19,7 @@ from protocol.steps import NewRequest
 from services.cli.bench.load import prompts
 from services.config import BenchConfig, WorkerConfig
 from tests.benchmarks.support.random_llama import SHAPES, random_llama
-from tests.benchmarks.support.report import report
+from tests.benchmarks.support.report import add_ints, report
 from tests.benchmarks.support.static_batch import I32, StaticBatch
 
 PENALTIES = {"repetition_penalty": 1.1, "frequency_penalty": 0.3, "presence_penalty": 0.2}
@@ -54,11 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="m4", help=f"a directory, or a random model: {', '.join(SHAPES)}")
     parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float32"])
-    for name, default in (
-        ("threads", 2), ("batch", 256), ("affected", 64),
-        ("logprobs", 5), ("prompt", 128), ("output", 64), ("waves", 2),
-    ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=default)
+    add_ints(parser, threads=2, batch=256, affected=64, logprobs=5, prompt=128, output=64, waves=2)
     args = parser.parse_args()
     model = random_llama(args.model) if args.model in SHAPES else Path(args.model)
     cases: dict[str, dict[str, object]] = {

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from tests.benchmarks.support.random_llama import SHAPES, random_llama
-from tests.benchmarks.support.report import report
+from tests.benchmarks.support.report import add_ints, report
 from tests.benchmarks.support.servers import BACKENDS, forward_seconds, runahead, served
 
 DEPTHS = (1, 2)
@@ -71,10 +71,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["m4", "m155", "m135"], choices=SHAPES)
     parser.add_argument("--backends", nargs="+", default=["native"], choices=BACKENDS)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    for name, default in (
-        ("threads", 1), ("concurrency", 16), ("input-len", 128), ("output-len", 128), ("waves", 2), ("repeats", 3),
-    ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=default)
+    add_ints(parser, threads=1, concurrency=16, input_len=128, output_len=128, waves=2, repeats=3)
     args = parser.parse_args()
     cases = {f"{model}, {backend}": measure(model, backend, args) for model in args.models for backend in args.backends}
     report(

@@ -6,11 +6,8 @@ OpenMP's threads; on an idle machine, and beside a process that keeps one core b
 
 import argparse
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from unittest import mock
 
 import torch
@@ -18,7 +15,8 @@ import torch
 from services.checkpoint import DEMO_MODEL
 from services.worker.kernels.cpu import thread_team
 from tests.benchmarks.speculation import text_prompts
-from tests.benchmarks.support.report import report
+from tests.benchmarks.support.report import add_ints, report
+from tests.benchmarks.threads import busy_core
 from tests.integration.native.driver import DrivenRequest, RunnerDriver
 
 STEPS = 5
@@ -35,17 +33,6 @@ def ways(threads: int) -> Ways:
         "helpers": thread_team.shared,
         "OpenMP": lambda beside_torch: openmp,
     }
-
-
-@contextmanager
-def busy() -> Iterator[None]:
-    """Run a process that keeps one core busy."""
-    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-    try:
-        yield
-    finally:
-        process.kill()
-        process.wait()
 
 
 def prefilled(driver: RunnerDriver, rows: int, size: int) -> list[DrivenRequest]:
@@ -80,13 +67,12 @@ def measured(driver: RunnerDriver, args: argparse.Namespace) -> dict[str, list[f
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, default in (("threads", 2), ("rows", 8), ("input-len", 96), ("turns", 20)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    add_ints(parser, threads=2, rows=8, input_len=96, turns=20)
     args = parser.parse_args()
     driver = RunnerDriver(DEMO_MODEL, block_size=16, dtype="float32", threads=args.threads)
     driver.pending_logits = lambda: lambda: torch.empty(0)  # type: ignore[method-assign]
     results = {"quiet": measured(driver, args)}
-    with busy():
+    with busy_core():
         results["busy"] = measured(driver, args)
     mean = {at: {name: statistics.fmean(each) for name, each in by.items()} for at, by in results.items()}
     report(

@@ -24,7 +24,7 @@ from protocol.sampling import SamplingParams
 from services.checkpoint import DEMO_MODEL
 from tests.benchmarks.run_ahead import measure
 from tests.benchmarks.support.engine_client import BenchmarkClient, engine
-from tests.benchmarks.support.report import report
+from tests.benchmarks.support.report import add_ints, report
 
 TEXT = Path(__file__).parent / "prose_and_code.txt"
 EOS = 2
@@ -186,11 +186,8 @@ def run_ahead_gain(args: argparse.Namespace) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, default in (
-        ("threads", 0), ("repeats", 3), ("prompts", 48), ("input-len", 96), ("output-len", 128), ("eagle", 3),
-        ("ngram", 5), ("sim-requests", 256), ("sim-output", 2400),
-    ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=default)
+    add_ints(parser, threads=0, repeats=3, prompts=48, input_len=96, output_len=128, eagle=3, ngram=5)
+    add_ints(parser, sim_requests=256, sim_output=2400)
     parser.add_argument("--skip-sim", action="store_true")
     parser.add_argument("--streams", type=int, nargs="+", default=CONCURRENCY)
     parser.add_argument("--fixed", action="store_true", help="compare with every fixed number of drafts too")

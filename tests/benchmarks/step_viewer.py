@@ -24,7 +24,7 @@ from protocol.records import RankTimes, StepRecord, StepRecords
 from protocol.steps import StepTimes
 from services.scheduler.subscriptions import BATCH_SECONDS
 from tests.benchmarks.frontend_streaming import StreamingCase, UniformEngine, client_process, cpu, frontend, round_of
-from tests.benchmarks.support.report import report
+from tests.benchmarks.support.report import add_ints, report
 
 INCARNATION = 1_763_900_000_123
 STEP_SECONDS = 0.015
@@ -103,9 +103,7 @@ def alone_us(server: tuple[psutil.Process, str, UniformEngine]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--streams", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=6)
+    add_ints(parser, streams=256, tokens=128, repeats=6)
     arguments = parser.parse_args()
     case = StreamingCase("1 a connection, step 15 ms", arguments.streams, 1, arguments.tokens, STEP_SECONDS)
     warm_up = StreamingCase("warm-up", 32, 1, 32, 0.0)

@@ -22,7 +22,7 @@ from protocol.requests import FinishReason
 from protocol.sampling import GrammarKind, StructuredOutputParams
 from services.scheduler.grammar.masks import FAILPOINT
 from tests.benchmarks.support.engine_client import engine
-from tests.benchmarks.support.report import report
+from tests.benchmarks.support.report import add_ints, report
 
 RECORD = {
     "type": "object",
@@ -97,9 +97,7 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--constrained", type=int, default=64)
+    add_ints(parser, repeats=3, requests=256, constrained=64)
     parser.add_argument("--distinct", type=int, default=8, help="number of different schemas")
     parser.add_argument("--output", type=int, default=1200, help="tokens per request")
     parser.add_argument("--backend", choices=("sim", "native", "vllm"), default="sim")

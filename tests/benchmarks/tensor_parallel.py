@@ -10,7 +10,7 @@ from pathlib import Path
 
 from services.checkpoint import DEMO_MODEL
 from tests.benchmarks.support.random_llama import SHAPES, random_llama
-from tests.benchmarks.support.report import report
+from tests.benchmarks.support.report import add_ints, report
 from tests.benchmarks.support.servers import without_engine
 
 
@@ -22,8 +22,7 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float32"])
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2])
-    for name, default in (("batch", 16), ("prompt", 128), ("output", 64), ("waves", 1), ("repeats", 3)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    add_ints(parser, batch=16, prompt=128, output=64, waves=1, repeats=3)
     args = parser.parse_args()
     paths = {
         name: str(DEMO_MODEL) if name == "demo" else str(random_llama(name) if name in SHAPES else Path(name))

@@ -26,6 +26,7 @@ Loads = dict[tuple[int, int, bool], list[float]]
 
 @contextmanager
 def busy_core() -> Iterator[None]:
+    """Run a process that keeps one core busy."""
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
         try:
             yield

@@ -24,7 +24,7 @@ from services.scheduler.recording import EventRecording
 from services.scheduler.what_if import History, recorded
 from tests.benchmarks.support.engine_client import BenchmarkClient, engine
 from tests.benchmarks.support.random_llama import random_llama
-from tests.benchmarks.support.report import report
+from tests.benchmarks.support.report import add_ints, report
 
 NUM_DRAFTS = 3
 DRAFTS = json.dumps({"method": "ngram", "num_speculative_tokens": NUM_DRAFTS, "adaptive": False})
@@ -158,9 +158,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backends", nargs="+", default=["sim", "m4", "m155"])
     parser.add_argument("--changes", nargs="+", default=["depth", "budget", "blocks", "drafts on", "drafts off"])
-    parser.add_argument("--repeats", type=int, default=3)
+    add_ints(parser, repeats=3, threads=1)
     parser.add_argument("--scale", type=float, default=1.0, help="size of the load")
-    parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     n = args.scale
     sim = {"backend": "sim", "sim_vocab_size": 4096, "sim_step_ms": 5.0, "sim_decode_us": 50.0}

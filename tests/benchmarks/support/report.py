@@ -1,5 +1,6 @@
 """Report of a benchmark: a table for people, and build/bench/NAME.json with all it takes to judge the figures."""
 
+import argparse
 import json
 import os
 import platform
@@ -14,6 +15,12 @@ from rich.table import Table
 
 DIRECTORY = Path("build/bench")
 FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
+
+
+def add_ints(parser: argparse.ArgumentParser, **defaults: int) -> None:
+    """Add options of whole numbers with these defaults."""
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
 
 
 def report(

@@ -298,6 +298,13 @@ class System:
     def _future(self, prompt: list[int], seed: int) -> list[int]:
         return self._sequences[tuple(prompt), seed]
 
+    def send(self, at: float, kind: str = "") -> ClientRequest:
+        """Draw a request whose client waits for its end, and send it at that time."""
+        request = self.draw_request(at, kind)
+        request.leaves_after = None
+        self.send_later(request)
+        return request
+
     def send_later(self, request: ClientRequest) -> None:
         self.requests.append(request)
         self.hub.after(request.at - self.hub.now, partial(self._send, request))
@@ -391,6 +398,14 @@ class System:
                 self.close()
                 root.removeHandler(handler)
                 logging.disable(disabled)
+
+    @contextmanager
+    def started(self) -> Iterator[None]:
+        """Run until every process serves and nothing is left to do."""
+        with self.libraries():
+            self.start()
+            assert self.hub.run(30.0, lambda: self.quiet)
+            yield
 
     def close(self) -> None:
         """End all processes."""

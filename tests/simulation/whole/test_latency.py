@@ -27,9 +27,7 @@ def test_a_constrained_request_goes_on_beside_others(depth: int, stages: int, la
     layout = Layout(1, 1, stages, depth=depth, mask_seconds=(0.001,), step_seconds=STEP)
     layout.speeds = Speeds(latencies=(latency * STEP,))
     system = System(0, layout)
-    with system.libraries():
-        system.start()
-        assert system.hub.run(30.0, lambda: system.serving)
+    with system.started():
         constrained = request(system, system.hub.now, structured(1))
         system.send_later(constrained)
         for n in range(16):
@@ -60,9 +58,7 @@ def test_the_next_plan_is_sent_before_masks_that_may_come_too_late() -> None:
     arrive before the forward pass in flight ends."""
     layout = Layout(1, mask_seconds=(0.3 * MASK_PATIENCE,), step_seconds=STEP)
     system, masks = System(0, layout), MasksBehindPlans()
-    with system.libraries():
-        system.start()
-        assert system.hub.run(30.0, lambda: system.serving)
+    with system.started():
         assert system.service is not None
         assert system.service.engine is not None
         system.service.engine.observers.add(masks)

@@ -66,14 +66,9 @@ CUTS = [
 def test_an_engine_that_is_cut_off_in_one_direction_is_not_ready(cut: Callable[[System], None], busy: bool) -> None:
     """Nothing tells so but answers that are missing: no connection breaks. A stream goes on as if nothing was."""
     system = System(5, Layout(num_frontends=1, tensor_parallel=2))
-    with system.libraries():
-        system.start()
-        assert system.hub.run(30.0, lambda: system.quiet)
+    with system.started():
         engine = system.frontends[0].engine
-        requests = [system.draw_request(system.hub.now + 0.1 * number) for number in range(6 if busy else 0)]
-        for request in requests:
-            request.leaves_after = None
-            system.send_later(request)
+        requests = [system.send(system.hub.now + 0.1 * number) for number in range(6 if busy else 0)]
         system.hub.run(0.3)
         cut(system)
         assert system.hub.run(NOTICED_IN_A_STEP if busy else NOTICED, lambda: not engine.ready)
@@ -100,12 +95,8 @@ def test_a_frontend_that_no_sign_of_life_has_reached_is_not_ready() -> None:
 
 def test_an_engine_without_a_fault_stays_ready() -> None:
     system = System(5, Layout(num_frontends=2, tensor_parallel=2))
-    with system.libraries():
-        system.start()
-        assert system.hub.run(30.0, lambda: system.quiet)
+    with system.started():
         for number in range(40):
-            request = system.draw_request(system.hub.now + number)
-            request.leaves_after = None
-            system.send_later(request)
+            system.send(system.hub.now + number)
         assert not system.hub.run(60.0, lambda: not all(frontend.engine.ready for frontend in system.frontends))
         assert system.answered

@@ -12,16 +12,12 @@ def test_many_requests_that_crash_the_workers_do_not_end_the_scheduler() -> None
     """Each of them crashes its first step, alone, so no step ends between their losses."""
     system = System(0, Layout())
     system.expected_statuses.add(CRASHED)
-    with system.libraries():
-        system.start()
-        assert system.hub.run(30.0, lambda: system.serving)
+    with system.started():
         for number in range(POISONOUS + OTHERS):
-            request = system.draw_request(system.hub.now, "plain")
-            request.leaves_after = None
+            request = system.send(system.hub.now, "plain")
             if number < POISONOUS:
                 system.poisons[request.name] = Poison(Strike.CRASHES, 0)
                 request.is_poison = True
-            system.send_later(request)
         assert system.hub.run(120.0, lambda: system.answered)
         for request in system.requests:
             assert request.outcome == ("500" if request.is_poison else "done"), request.error

@@ -12,14 +12,10 @@ STOPPED, RUNNING, TIMES = SILENCE - 1.1, 0.3, 10
 def test_a_frontend_that_seldom_runs_keeps_its_scheduler() -> None:
     """Its own pauses are no silence of the scheduler: it stays ready, and submits nothing again."""
     system = System(0, Layout(num_frontends=1))
-    with system.libraries():
-        system.start()
-        assert system.hub.run(30.0, lambda: system.serving)
+    with system.started():
         frontend = system.frontends[0]
         for number in range(TIMES):
-            request = system.draw_request(system.hub.now + number)
-            request.leaves_after = None
-            system.send_later(request)
+            system.send(system.hub.now + number)
             begin = number * (STOPPED + RUNNING)
             system.hub.after(begin, frontend.process.stop)
             system.hub.after(begin + STOPPED, frontend.process.go_on)
@@ -36,17 +32,13 @@ def test_a_frontend_that_seldom_runs_keeps_its_scheduler() -> None:
 def test_a_scheduler_that_is_stopped_is_not_ready_long_before_it_is_lost() -> None:
     """Within 3 s probes fail. When it runs again in time, it is the same scheduler, and nothing is submitted again."""
     system = System(0, Layout(num_frontends=1))
-    with system.libraries():
-        system.start()
-        assert system.hub.run(30.0, lambda: system.quiet)
+    with system.started():
         frontend, scheduler = system.frontends[0], system.scheduler
         assert scheduler is not None
         scheduler.stop()
         assert system.hub.run(3.0, lambda: not frontend.engine.ready)
         assert frontend.engine.state.detail == "the scheduler gives no sign of life"
-        request = system.draw_request(system.hub.now)
-        request.leaves_after = None
-        system.send_later(request)
+        request = system.send(system.hub.now)
         system.hub.after(0.3, scheduler.go_on)
         assert system.hub.run(30.0, lambda: system.answered and frontend.engine.ready)
         assert scheduler.alive
@@ -58,9 +50,7 @@ def test_a_scheduler_that_is_stopped_is_not_ready_long_before_it_is_lost() -> No
 def test_a_scheduler_that_seldom_runs_is_not_taken_for_dead() -> None:
     """Its first delays show that the machine is busy, and the later ones may be longer than on a quiet one."""
     system = System(0, Layout(num_frontends=1))
-    with system.libraries():
-        system.start()
-        assert system.hub.run(30.0, lambda: system.quiet)
+    with system.started():
         frontend, scheduler = system.frontends[0], system.scheduler
         assert scheduler is not None
         at = 0.0
@@ -75,13 +65,9 @@ def test_a_scheduler_that_seldom_runs_is_not_taken_for_dead() -> None:
 def test_a_scheduler_that_was_stopped_within_a_turn_exits(within: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever the loop was, it must not tell the others that it has never been away."""
     system = System(0, Layout(num_frontends=1))
-    with system.libraries():
-        system.start()
-        assert system.hub.run(30.0, lambda: system.serving)
-        service, request = system.service, system.draw_request(system.hub.now)
+    with system.started():
+        service, request = system.service, system.send(system.hub.now)
         assert service is not None
-        request.leaves_after = None
-        system.send_later(request)
         part = getattr(service, within)
 
         def stopped() -> None:

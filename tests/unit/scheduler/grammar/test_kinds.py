@@ -107,6 +107,10 @@ LARK = 'start: greeting " " NAME\ngreeting: "hello" | "bye"\nNAME: /[a-z]+/\n'
             ["", "plain text", 'so <tool=add>{"x":1}</tool> and <tool=add>{"x":22}</tool>.'],
             ["<tool=sub>", '<tool=add>{"y":1}</tool>', '<tool=add>{"x":1}</tool', "<tool=add>"],
         ),
+        *(
+            (GrammarKind.STRUCTURAL_TAG, json.dumps({"type": "structural_tag", "format": format}), good, bad)
+            for format, good, bad in FORMATS
+        ),
     ],
     ids=lambda value: value.name if isinstance(value, GrammarKind) else "",
 )  # fmt: skip
@@ -117,17 +121,6 @@ def test_each_kind_matches_its_language_only(
         assert matches(compiler.grammar(kind, text), answer), answer
     for answer in bad:
         assert not matches(compiler.grammar(kind, text), answer), answer
-
-
-@pytest.mark.parametrize(("format", "good", "bad"), FORMATS, ids=[str(f["type"]) for f, _, _ in FORMATS])
-def test_each_format_of_structural_tags(
-    compiler: CompilerClient, format: dict[str, object], good: list[str], bad: list[str]
-) -> None:
-    text = json.dumps({"type": "structural_tag", "format": format})
-    for answer in good:
-        assert matches(compiler.grammar(GrammarKind.STRUCTURAL_TAG, text), answer), answer
-    for answer in bad:
-        assert not matches(compiler.grammar(GrammarKind.STRUCTURAL_TAG, text), answer), answer
 
 
 def test_tag_with_a_special_token_as_trigger_matches_the_token(compiler: CompilerClient) -> None:
