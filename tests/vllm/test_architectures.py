@@ -1,6 +1,6 @@
 """Every architecture: tokens under this scheduler equal those of vLLM's own `LLM.generate`, at any depth and batch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 from unittest import mock
@@ -16,7 +16,6 @@ from services.checkpoint import DEMO_MODEL
 from services.worker.runner import LoadError
 from tests.vllm import checkpoints
 from tests.vllm.driver import CHUNK, CONTEXT, VllmRun, VllmStream, VllmWorker
-from tests.vllm.preloaded import processes
 from tests.vllm.reference import VllmAnswers, VllmRequest, generate
 
 DEMO = "demo"
@@ -141,12 +140,6 @@ def reference(
         **{} if case.model not in HYBRIDS else {"enable_prefix_caching": False},
         **engine,
     )
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ProcessPoolExecutor]:
-    with processes() as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module")

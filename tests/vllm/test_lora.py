@@ -1,6 +1,5 @@
 """LoRA adapters: tokens under this scheduler equal those of vLLM's own `LLM.generate` with the same adapters."""
 
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from protocol.sampling import SamplingParams
 from services.frontend.adapters import Adapters
 from tests.vllm import checkpoints
 from tests.vllm.driver import VllmRun, VllmStream, VllmWorker
-from tests.vllm.preloaded import processes
 from tests.vllm.reference import VllmRequest, generate
 
 LENGTHS = (5, 70, 33, 64)
@@ -72,12 +70,6 @@ def reference(model: str, adapters: list[LoRAAdapter]) -> list[list[int]]:
     settings = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "enable_prefix_caching": False}
     alone = [[request] for request in vllm_requests(adapters)]  # beside adapters, vLLM's answers of the model are wrong
     return [batch[0] for batch in generate(model, alone, max_model_len=256, **settings).tokens]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ProcessPoolExecutor]:
-    with processes() as pool:
-        yield pool
 
 
 @pytest.mark.parametrize("architecture", ["llama", pytest.param("qwen3", marks=pytest.mark.soak)])

@@ -1,6 +1,5 @@
 """Models that embed, classify or score: numbers under this scheduler equal those of vLLM's own `LLM.encode`."""
 
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +14,6 @@ from services.worker.runner import LoadError
 from tests.vllm import pooling_checkpoints
 from tests.vllm.driver import BLOCK, VllmRun, VllmStream, VllmWorker
 from tests.vllm.pooling_checkpoints import CONTEXT, WORDS
-from tests.vllm.preloaded import processes
 from tests.vllm.reference import pool as pool_by_vllm
 
 LENGTHS = (5, CONTEXT, 33, 1, 70, 64, 96, 2, CONTEXT, 40)
@@ -102,12 +100,6 @@ def answer(model: str, case: PoolingCase) -> PooledAnswers:
         few = values(run)
     assert worker.loaded.pooling is not None
     return PooledAnswers(together, again, few, cached, worker.loaded.pooling, worker.loaded.bytes_per_block)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ProcessPoolExecutor]:
-    with processes() as pool:
-        yield pool
 
 
 @pytest.fixture(

@@ -13,18 +13,11 @@ from tests.e2e.server import ServeProcess, serving, wait_until
 from tests.vllm import pooling_checkpoints
 from tests.vllm.driver import BLOCK
 from tests.vllm.pooling_checkpoints import CONTEXT
-from tests.vllm.preloaded import processes
 from tests.vllm.reference import pool_texts
 
 QUERY = "what is a queue"
 TEXTS = [f"{'a list of words ' * (n % 5)}number {n}" for n in range(12)]
 CLOSE = {"rel": 1e-4, "abs": 1e-5}
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ProcessPoolExecutor]:
-    with processes() as pool:
-        yield pool
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from services.worker.runner import Identity
 from services.worker.service import EXIT_FAULT
 from tests.integration.worker.scripted import ScriptedWorkerServer, worker_thread
 from tests.integration.worker.test_epochs import answers
-from tests.unit.worker.plans import GREEDY, VOCAB, PlanBuilder, alone, grammar_output, prompt, ragged
+from tests.unit.worker.plans import GREEDY, VOCAB, PlanBuilder, alone, grammar_output, one_request, prompt, ragged
 
 ONLY_FIVE = [1 << 5] + [0] * (-(-VOCAB // 32) - 1)
 
@@ -118,8 +118,7 @@ def test_rows_of_others_do_not_wait_for_a_message(scheduler: ScriptedWorkerServe
 
 
 def test_an_epoch_ends_while_a_step_waits(scheduler: ScriptedWorkerServer, runner: CallingThreadRunner) -> None:
-    plans = PlanBuilder()
-    request = plans.admit(prompt(1, 6))
+    plans, request = one_request()
     scheduler.send(plans.step(request, masked=[request]), plans.step(request, masked=[request]))
     assert without_result(scheduler)
     scheduler.end(1)

@@ -9,13 +9,12 @@ from protocol.membership import InitializeCache, Loaded, LoadProgress, RankLost,
 from protocol.steps import ModelRunnerOutput
 from services.worker.result_sender import EXIT_STUCK
 from tests.integration.worker.scripted import HANG, ScriptedWorkerServer, exit_status, worker_process, worker_thread
-from tests.unit.worker.plans import BLOCKS, CONTEXT, GREEDY, PlanBuilder, alone, prompt, tokens
+from tests.unit.worker.plans import BLOCKS, CONTEXT, GREEDY, PlanBuilder, alone, one_request, prompt, tokens
 
 
 def answers(scheduler: ScriptedWorkerServer, epoch: int, steps: int) -> list[int]:
     """Return the tokens of one request alone; the results are of this epoch and their steps count from 1."""
-    plans = PlanBuilder()
-    request = plans.admit(prompt(1, 6))
+    plans, request = one_request()
     scheduler.send(*(msgspec.structs.replace(plans.step(request), epoch=epoch) for _ in range(steps)))
     results = scheduler.results(steps)
     assert [(r.epoch, r.step_id) for r in results] == [(epoch, i + 1) for i in range(steps)]
@@ -104,8 +103,7 @@ def test_steps_in_flight_when_the_epoch_ends_are_void(
     """Their late results carry the number of their epoch. In "sampling" masks never arrive."""
     with worker_thread(scheduler, tmp_path, sim_step_ms=100.0) as worker:
         scheduler.serve(1)
-        plans = PlanBuilder()
-        request = plans.admit(prompt(1, 6))
+        plans, request = one_request()
         scheduler.send(*(plans.step(request) for _ in range(3)))
         if phase == "sampling":
             scheduler.send(plans.step(request, masked=[request]))

@@ -9,14 +9,13 @@ from protocol.codec import pack
 from protocol.steps import StepFault
 from services.worker.service import EXIT_FAULT
 from tests.integration.worker.scripted import ScriptedWorkerServer, exit_status, worker_process, worker_thread
-from tests.unit.worker.plans import PlanBuilder, prompt
+from tests.unit.worker.plans import one_request
 
 
 def test_a_signal(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
     with worker_process(tmp_path) as process:
         scheduler.serve()
-        plans = PlanBuilder()
-        request = plans.admit(prompt(1, 6))
+        plans, request = one_request()
         scheduler.send(plans.step(request, masked=[request]))
         scheduler.wait_heartbeat()
         process.send_signal(signal.SIGTERM)
@@ -27,8 +26,7 @@ def test_a_signal(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
 def test_a_failed_step_behind_it_is_reported(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
     with worker_thread(scheduler, tmp_path) as worker:
         scheduler.serve()
-        plans = PlanBuilder()
-        request = plans.admit(prompt(1, 6))
+        plans, request = one_request()
         first, second = (plans.step(request, masked=[request]) for _ in range(2))
         scheduler.send(first, replace(second, starts=pack([99])))
         (fault,) = scheduler.results(1)

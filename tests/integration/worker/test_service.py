@@ -31,6 +31,7 @@ from tests.unit.worker.plans import (
     PlanBuilder,
     alone,
     grammar_output,
+    one_request,
     prompt,
     sampled,
     tokens,
@@ -78,8 +79,7 @@ def test_idle_is_the_wait_for_a_plan(scheduler: ScriptedWorkerServer, tmp_path: 
     carries this time. On a busy machine a plan may arrive before the worker waits for it; then the time is 0."""
     with worker_thread(scheduler, tmp_path, sim_step_ms=20.0):
         scheduler.serve()
-        plans = PlanBuilder()
-        request = plans.admit(prompt(1, 6))
+        plans, request = one_request()
         results: list[ModelRunnerOutput] = []
         while not any(result.times.idle for result in results):
             scheduler.send(plans.step(request))
@@ -91,8 +91,7 @@ def test_idle_is_the_wait_for_a_plan(scheduler: ScriptedWorkerServer, tmp_path: 
 def test_queued_steps_leave_no_idle_time(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
     with worker_thread(scheduler, tmp_path, sim_step_ms=1000.0):
         scheduler.serve()
-        plans = PlanBuilder()
-        request = plans.admit(prompt(1, 6))
+        plans, request = one_request()
         scheduler.send(*(plans.step(request) for _ in range(3)))
         results = scheduler.results(3)
         assert [result.times.idle for result in results] == [0.0] * 3
@@ -116,8 +115,7 @@ def test_heartbeats_leave_during_a_long_step(scheduler: ScriptedWorkerServer, tm
 def test_the_kept_result_of_a_repeated_step_is_sent_again(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
     with worker_thread(scheduler, tmp_path):
         scheduler.serve()
-        plans = PlanBuilder()
-        request = plans.admit(prompt(1, 6))
+        plans, request = one_request()
         steps = [plans.step(request) for _ in range(3)]
         scheduler.send(*steps, steps[1], plans.step(request))
         first, second, third, again, fourth = scheduler.results(5)
@@ -128,8 +126,7 @@ def test_the_kept_result_of_a_repeated_step_is_sent_again(scheduler: ScriptedWor
 def test_a_repeated_step_without_a_kept_result_is_a_fault(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
     with worker_thread(scheduler, tmp_path) as worker:
         scheduler.serve()
-        plans = PlanBuilder()
-        request = plans.admit(prompt(1, 6))
+        plans, request = one_request()
         steps = [plans.step(request) for _ in range(RESULTS_KEPT + 1)]
         scheduler.send(*steps, steps[0])
         fault = scheduler.results(RESULTS_KEPT + 2)[-1]
@@ -143,8 +140,7 @@ def test_messages_of_other_epochs_and_bad_frames_are_ignored(
 ) -> None:
     with worker_thread(scheduler, tmp_path) as worker:
         scheduler.serve()
-        plans = PlanBuilder()
-        request = plans.admit(prompt(1, 6))
+        plans, request = one_request()
         plan = plans.step(request)
         other = msgspec.structs.replace(plan, epoch=EPOCH + 1)
         scheduler.send(other, grammar_output(other, []))
@@ -165,8 +161,7 @@ def test_sampling_waits_for_masks_while_nobody_else_could_begin(
 ) -> None:
     with worker_thread(scheduler, tmp_path):
         scheduler.serve()
-        plans = PlanBuilder()
-        request = plans.admit(prompt(1, 6))
+        plans, request = one_request()
         words = -(-VOCAB // 32)
         only_five = pack([1 << 5] + [0] * (words - 1))
         plan = plans.step(request, masked=[request])
@@ -263,8 +258,7 @@ def test_a_failed_copy(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
 
     with worker_thread(scheduler, tmp_path, make_runner) as worker:
         scheduler.serve()
-        plans = PlanBuilder()
-        request = plans.admit(prompt(1, 6))
+        plans, request = one_request()
         scheduler.send(plans.step(request))
         scheduler.results(1)
         device.failing_copy = OSError("the copy failed")
@@ -332,8 +326,7 @@ def test_results_of_steps_in_flight_are_sent_before_the_worker_leaves(
 ) -> None:
     with worker_thread(scheduler, tmp_path, sim_step_ms=100.0) as worker:
         scheduler.serve()
-        plans = PlanBuilder()
-        request = plans.admit(prompt(1, 6))
+        plans, request = one_request()
         scheduler.send(plans.step(request), plans.step(request), Shutdown())
         assert step_ids(scheduler.results(2)) == [1, 2]
         assert worker.exit_status() == 0

@@ -92,6 +92,20 @@ def group(**config: object) -> ScriptedGroup:
     return ScriptedGroup(SchedulerConfig.model_validate(config))
 
 
+def registered(*names: str, **config: object) -> ScriptedGroup:
+    """Return a group at which these workers have registered."""
+    made = group(**config)
+    made.register(*names)
+    return made
+
+
+def serving(*names: str, **config: object) -> ScriptedGroup:
+    """Return a group that serves with these workers."""
+    made = group(**config)
+    made.serve(*names)
+    return made
+
+
 def sent(actions: list[Action], kind: type) -> dict[str, object]:
     return {a.peer.decode(): a.message for a in actions if isinstance(a, Send) and isinstance(a.message, kind)}
 
@@ -119,8 +133,7 @@ def test_a_tensor_parallel_group_shares_a_machine_whatever_the_order_of_registra
 
 
 def test_all_get_the_least_that_any_can_hold_and_serve_when_all_are_ready() -> None:
-    g = group(tensor_parallel_size=2)
-    g.register("a", "b")
+    g = registered("a", "b", tensor_parallel_size=2)
     assert g.send("a", replace_blocks(700, 1)) == []
     assert sent(g.send("b", replace_blocks(300, 1)), InitializeCache) == {
         "a": InitializeCache(300, 512, epoch=1),
@@ -137,8 +150,7 @@ def replace_blocks(blocks: int, epoch: int) -> Loaded:
 
 
 def test_lost_rank_ends_the_epoch_and_a_spare_takes_its_place_at_once() -> None:
-    g = group(tensor_parallel_size=2)
-    g.serve("a", "b")
+    g = serving("a", "b", tensor_parallel_size=2)
     assert g.register("c") == []  # a spare
     ends = sent(actions := g.lose("b", 1.0), EndEpoch)
     assert ends == {"a": EndEpoch(1, "worker host:1 is gone")}
@@ -163,8 +175,7 @@ def test_each_worker_that_comes_or_is_lost_is_news() -> None:
 
 
 def test_a_worker_with_a_rank_s_weights_gets_that_rank_again() -> None:
-    g = group(tensor_parallel_size=2)
-    g.serve("a", "b")
+    g = serving("a", "b", tensor_parallel_size=2)
     g.register("c")
     g.lose("a", 1.0)
     assignments = sent(g.register("b", at=1.1, epoch=1, shard=Shard(1, 2)), Assignment)
@@ -172,8 +183,7 @@ def test_a_worker_with_a_rank_s_weights_gets_that_rank_again() -> None:
 
 
 def test_rank_that_lost_another_is_well_and_only_the_epoch_ends() -> None:
-    g = group(tensor_parallel_size=2)
-    g.serve("a", "b")
+    g = serving("a", "b", tensor_parallel_size=2)
     g.send("b", RankLost(1, "connection reset"), 1.0)
     assert {member.state for member in g.roster} == {MemberState.RETURNING}
     g.register("a", "b", at=1.1)
@@ -181,8 +191,7 @@ def test_rank_that_lost_another_is_well_and_only_the_epoch_ends() -> None:
 
 
 def test_silent_worker_is_lost_and_may_come_back() -> None:
-    g = group(heartbeat_timeout_seconds=5)
-    g.serve("a")
+    g = serving("a", heartbeat_timeout_seconds=5)
     g.send("a", Heartbeat(1, 7), 10.0)
     g.check(14.9)
     assert g.status.phase is EnginePhase.READY
@@ -225,8 +234,7 @@ def test_a_rank_that_does_not_hear_the_scheduler_is_given_up(plans: bool, result
 
 
 def test_a_rank_may_read_no_plan_during_a_step_and_not_after_it() -> None:
-    g = group(heartbeat_timeout_seconds=5)
-    g.serve("a")
+    g = serving("a", heartbeat_timeout_seconds=5)
     g.on_dispatch(1, 0.0)
     assert signs_of_life(g, 50, 0.0, plans=False) == []
     assert g.unanswered == [0.0]
@@ -236,16 +244,14 @@ def test_a_rank_may_read_no_plan_during_a_step_and_not_after_it() -> None:
 
 
 def test_a_worker_of_an_older_protocol_need_not_answer() -> None:
-    g = group(heartbeat_timeout_seconds=5)
-    g.serve("a")
+    g = serving("a", heartbeat_timeout_seconds=5)
     assert signs_of_life(g, 100, 0.0, plans=False, results=None) == []
     assert g.unanswered == [0.0]
 
 
 def test_a_pause_of_the_scheduler_is_no_silence_of_a_rank() -> None:
     """Signs count, not seconds: when it goes on, it reads heartbeats that answer a sign from before the pause."""
-    g = group(heartbeat_timeout_seconds=5)
-    g.serve("a")
+    g = serving("a", heartbeat_timeout_seconds=5)
     signs_of_life(g, 3, 0.0)
     g.send("a", Heartbeat(1, 0, answers=2), 100.0)
     assert g.check_at(100.0) == []
@@ -253,8 +259,7 @@ def test_a_pause_of_the_scheduler_is_no_silence_of_a_rank() -> None:
 
 
 def test_loading_excuses_a_longer_silence() -> None:
-    g = group(heartbeat_timeout_seconds=5)
-    g.register("a")
+    g = registered("a", heartbeat_timeout_seconds=5)
     g.check(LOAD_SILENCE - 1)
     assert g.names
     g.check(LOAD_SILENCE + 1)
@@ -262,8 +267,7 @@ def test_loading_excuses_a_longer_silence() -> None:
 
 
 def test_worker_stuck_in_its_old_epoch_is_given_up() -> None:
-    g = group(tensor_parallel_size=2, step_timeout_seconds=1.0)
-    g.serve("a", "b")
+    g = serving("a", "b", tensor_parallel_size=2, step_timeout_seconds=1.0)
     g.on_dispatch(9, 0.0)
     g.send("a", Heartbeat(1, 9), 0.5)
     g.send("b", Heartbeat(1, 8), 0.5)
@@ -279,8 +283,7 @@ def test_worker_stuck_in_its_old_epoch_is_given_up() -> None:
 
 def test_a_spare_that_hangs_is_given_up_and_the_next_one_takes_its_rank() -> None:
     """Its heartbeats arrive, but do not carry the epoch that it was assigned to."""
-    g = group(tensor_parallel_size=2)
-    g.serve("a", "b")
+    g = serving("a", "b", tensor_parallel_size=2)
     g.register("c", "d", at=1.0)
     assert sent(g.lose("b", 2.0), Assignment).keys() == {"c", "d"}
     g.register("a", at=2.1)
@@ -295,8 +298,7 @@ def test_a_spare_that_hangs_is_given_up_and_the_next_one_takes_its_rank() -> Non
 
 @pytest.mark.parametrize("message", [Heartbeat(1, 0), LoadProgress("weights", 0.5)])
 def test_loading_may_take_long_once_it_has_begun(message: WorkerMessage) -> None:
-    g = group()
-    g.register("a")
+    g = registered("a")
     g.send("a", message, 1.0)
     g.send("a", Heartbeat(1, 0), 10 * ASSIGN_TIMEOUT)
     g.check(10 * ASSIGN_TIMEOUT)
@@ -305,8 +307,7 @@ def test_loading_may_take_long_once_it_has_begun(message: WorkerMessage) -> None
 
 def test_a_worker_that_has_not_confirmed_its_assignment_may_be_silent_as_long_as_one_that_loads() -> None:
     """Imports can hold up its heartbeat thread."""
-    g = group()
-    g.register("a")
+    g = registered("a")
     g.send("a", Heartbeat(0, 0), 0.5)
     g.check(LOAD_SILENCE)
     g.send("a", Heartbeat(1, 0), LOAD_SILENCE)
@@ -329,8 +330,7 @@ def test_a_worker_that_has_not_confirmed_its_assignment_may_be_silent_as_long_as
     ],
 )
 def test_worker_that_does_not_fit_is_refused_with_both_values(changes: dict[str, object], reason: str) -> None:
-    g = group(tensor_parallel_size=2, pipeline_parallel_size=2)
-    g.register("a")
+    g = registered("a", tensor_parallel_size=2, pipeline_parallel_size=2)
     (refusal,) = g.register("b", **changes)
     assert isinstance(refusal, Refuse)
     assert reason in refusal.reason
@@ -359,8 +359,7 @@ def test_a_worker_whose_model_has_another_tokenizer_is_refused(theirs: str, fits
 
 def test_rank_with_other_weights_is_refused_and_named() -> None:
     """The registrations agree: the weights' contents are known only after they are loaded."""
-    g = group(tensor_parallel_size=2)
-    g.register("a", "b", "c")
+    g = registered("a", "b", "c", tensor_parallel_size=2)
     g.send("a", loaded_parts(g.epoch, norm="1", left="2"))
     actions = g.send("b", loaded_parts(g.epoch, norm="9", right="3"))
     (refusal,) = [action for action in actions if isinstance(action, Refuse)]
@@ -375,8 +374,7 @@ def test_rank_with_other_weights_is_refused_and_named() -> None:
 
 
 def test_replacement_must_have_the_weights_of_the_lost_rank() -> None:
-    g = group()
-    g.register("a")
+    g = registered("a")
     g.send("a", loaded_parts(g.epoch, whole="1"))
     g.send("a", Ready(g.epoch))
     g.lose("a", 1.0)
@@ -396,8 +394,7 @@ def test_parts_of_another_size_are_not_compared_and_unknown_workers_add_none() -
 
 def test_parts_beyond_the_bound_are_not_compared_and_the_log_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.scheduler.membership.contents.MAX_PARTS", 2)
-    g = group(tensor_parallel_size=2)
-    g.register("a", "b", "c")
+    g = registered("a", "b", "c", tensor_parallel_size=2)
     g.on_message(b"a", loaded_parts(g.epoch, one="1", two="2", three="3"), 0.0)
     g.on_message(b"b", loaded_parts(g.epoch, one="1", two="9", three="9", four="4"), 0.0)
     actions = list(g.take_actions())
@@ -409,8 +406,7 @@ def test_parts_beyond_the_bound_are_not_compared_and_the_log_says_so_once(monkey
 
 
 def test_spares_have_a_bound() -> None:
-    g = group(max_spare_workers=1)
-    g.serve("a")
+    g = serving("a", max_spare_workers=1)
     g.register("b")
     (refusal,) = g.register("c")
     assert isinstance(refusal, Refuse)
@@ -447,8 +443,7 @@ def test_auto_forms_the_group_anew_when_workers_come_and_when_they_go() -> None:
 
 
 def test_worker_that_cannot_load_ends_the_epoch_and_says_why() -> None:
-    g = group(tensor_parallel_size=2)
-    g.register("a", "b")
+    g = registered("a", "b", tensor_parallel_size=2)
     g.send("b", LoadFailed("tensor x is missing"))
     assert "tensor x is missing" in g.status.detail
     assert g.names == "a"
@@ -501,8 +496,7 @@ def test_losses_whose_request_was_found_do_not_end_the_group() -> None:
 
 
 def test_more_blocks_than_the_workers_hold_are_refused_by_flag() -> None:
-    g = group(num_gpu_blocks_override=2000)
-    g.register("a")
+    g = registered("a", num_gpu_blocks_override=2000)
     actions = g.send("a", replace_blocks(1000, 1))
     error = "--num-gpu-blocks-override 2000: the workers can hold 1000 blocks"
     assert sent(actions, Shutdown) == {"a": Shutdown(error)}
@@ -536,8 +530,7 @@ def test_a_drafter_with_keys_and_values_of_its_own_has_room_for_drafts(drafter: 
 
 
 def test_open_requests_fail_when_no_group_comes_in_time_and_the_group_goes_on() -> None:
-    g = group(recovery_timeout_seconds=20)
-    g.serve("a")
+    g = serving("a", recovery_timeout_seconds=20)
     g.lose("a", 10.0)
     assert g.check_at(30.0) == []
     (action,) = g.check_at(30.1)
@@ -548,8 +541,7 @@ def test_open_requests_fail_when_no_group_comes_in_time_and_the_group_goes_on() 
 
 
 def test_the_recovery_timeout_goes_on_while_the_next_group_loads() -> None:
-    g = group(recovery_timeout_seconds=20)
-    g.serve("a")
+    g = serving("a", recovery_timeout_seconds=20)
     g.lose("a", 10.0)
     g.register("b", at=25.0)
     assert g.status.phase is EnginePhase.RECOVERING
@@ -560,8 +552,7 @@ def test_the_recovery_timeout_goes_on_while_the_next_group_loads() -> None:
 
 
 def test_the_recovery_timeout_begins_anew_with_each_epoch_in_effect() -> None:
-    g = group(recovery_timeout_seconds=20)
-    g.serve("a")
+    g = serving("a", recovery_timeout_seconds=20)
     g.lose("a", 10.0)
     g.serve("b", at=25.0)
     g.send("b", Heartbeat(2, 0), 39.0)
@@ -572,8 +563,7 @@ def test_the_recovery_timeout_begins_anew_with_each_epoch_in_effect() -> None:
 
 
 def test_a_group_none_of_whose_ranks_makes_progress_is_given_up() -> None:
-    g = group(tensor_parallel_size=2)
-    g.register("a", "b")
+    g = registered("a", "b", tensor_parallel_size=2)
     g.send("ab", Heartbeat(1, 0), 1.0)
     g.send("a", LoadProgress("weights", 0.5), 100.0)
     g.send("ab", Heartbeat(1, 0), 100.0 + LOAD_STALL)
@@ -584,8 +574,7 @@ def test_a_group_none_of_whose_ranks_makes_progress_is_given_up() -> None:
 
 def test_a_group_that_hangs_while_it_loads_is_given_up_soon() -> None:
     """The heartbeats arrive, but no rank uses processor time."""
-    g = group(tensor_parallel_size=2)
-    g.register("a", "b")
+    g = registered("a", "b", tensor_parallel_size=2)
     for now in range(1, 500):  # rank a works without a report, rank b waits for it
         g.send("a", Heartbeat(1, 0, work=5.0 + 0.01 * now), float(now))
         g.send("b", Heartbeat(1, 0, work=7.0), float(now))
@@ -604,8 +593,7 @@ def test_a_group_that_hangs_while_it_loads_is_given_up_soon() -> None:
 
 def test_a_rank_that_hangs_while_another_has_loaded_is_given_up_soon() -> None:
     """A rank that waits for the others measures no work."""
-    g = group(tensor_parallel_size=2)
-    g.register("a", "b")
+    g = registered("a", "b", tensor_parallel_size=2)
     g.send("ab", Heartbeat(1, 0, work=5.0), 1.0)
     g.send("a", replace_blocks(700, 1), 2.0)
     for now in range(3, 125):
@@ -664,8 +652,7 @@ def test_a_step_without_memory_is_retried_with_half_of_its_tokens_once() -> None
 @pytest.mark.parametrize(("drafts", "size"), [(0, StepSize(40, 4000, 40, 1)), (3, StepSize(100, 9000, 40, 4))])
 def test_a_batch_that_decodes_without_memory_is_retried_with_half_of_its_rows(drafts: int, size: StepSize) -> None:
     speculative = {"method": "ngram", "num_speculative_tokens": drafts} if drafts else None
-    g = group(speculative_config=speculative)
-    g.serve("a")
+    g = serving("a", speculative_config=speculative)
     g.on_dispatch(7, 0.5, size)
     assert not any(a.is_fault for a in g.send("a", out_of_memory(1, 7), 1.0) if isinstance(a, Ended))
     (assignment,) = sent(g.register("a", at=2.0), Assignment).values()
@@ -676,15 +663,13 @@ def test_a_batch_that_decodes_without_memory_is_retried_with_half_of_its_rows(dr
 
 @pytest.mark.parametrize("size", [StepSize(), StepSize(20, 400, 1, 20)])
 def test_a_step_without_memory_that_cannot_be_halved_is_a_failure(size: StepSize) -> None:
-    g = group()
-    g.serve("a")
+    g = serving("a")
     g.on_dispatch(1, 0.5, size)
     assert all(a.is_fault for a in g.send("a", out_of_memory(1, 1), 1.0) if isinstance(a, Ended))
 
 
 def test_steps_that_take_long_raise_the_limit_of_later_ones() -> None:
-    g = group(step_timeout_seconds=1.0)
-    g.serve("a")
+    g = serving("a", step_timeout_seconds=1.0)
     g.on_dispatch(1, 0.0)
     g.on_result(1, 1, 0.9)
     g.on_dispatch(2, 1.0)
@@ -694,8 +679,7 @@ def test_steps_that_take_long_raise_the_limit_of_later_ones() -> None:
 
 
 def test_a_hung_step_is_noticed_soon_when_steps_of_its_size_were_measured() -> None:
-    g = group()
-    g.serve("a")
+    g = serving("a")
     for step in range(1, 4):
         g.on_dispatch(step, step)
         g.on_result(1, step, step + 0.02)
@@ -724,8 +708,7 @@ def test_the_first_step_of_a_size_may_compile() -> None:
 
 def test_a_hung_step_of_a_new_size_is_noticed_although_small_steps_were_slow() -> None:
     """From one position to 512, all of the time would be multiplied, also what every step takes."""
-    g = group(heartbeat_timeout_seconds=10000.0)
-    g.serve("a")
+    g = serving("a", heartbeat_timeout_seconds=10000.0)
     g.on_dispatch(1, 0.0)
     g.on_result(1, 1, 1.0)
     g.on_dispatch(2, 1.0, StepSize(512, 512 * 512))
@@ -735,8 +718,7 @@ def test_a_hung_step_of_a_new_size_is_noticed_although_small_steps_were_slow() -
 
 def test_a_long_context_may_take_longer_than_a_short_one() -> None:
     """The same number of positions, behind a cached prefix of 64 times as much to attend to."""
-    g = group(heartbeat_timeout_seconds=10000.0)
-    g.serve("a")
+    g = serving("a", heartbeat_timeout_seconds=10000.0)
     for step in range(1, 10):
         g.on_dispatch(step, float(step), StepSize(512, 512 * 512))
         g.on_result(1, step, step + 0.5)
@@ -747,8 +729,7 @@ def test_a_long_context_may_take_longer_than_a_short_one() -> None:
 
 def test_the_limits_are_those_of_the_workers_that_serve() -> None:
     """The next epoch has other workers, and their first steps may compile."""
-    g = group(heartbeat_timeout_seconds=10000.0)
-    g.serve("a")
+    g = serving("a", heartbeat_timeout_seconds=10000.0)
     g.on_dispatch(1, 0.0)
     g.on_result(1, 1, 0.01)
     g.lose("a", 1.0)
@@ -759,8 +740,7 @@ def test_the_limits_are_those_of_the_workers_that_serve() -> None:
 
 
 def test_a_result_of_an_old_epoch_neither_ends_a_step_nor_proves_the_epoch() -> None:
-    g = group(step_timeout_seconds=1.0)
-    g.serve("a")
+    g = serving("a", step_timeout_seconds=1.0)
     g.lose("a", 1.0)
     g.on_result(1, 1, 1.1)
     g.serve("b", at=2.0)
@@ -771,15 +751,13 @@ def test_a_result_of_an_old_epoch_neither_ends_a_step_nor_proves_the_epoch() -> 
 
 
 def test_a_worker_that_failed_in_a_step_is_lost() -> None:
-    g = group()
-    g.serve("a")
+    g = serving("a")
     assert g.send("a", StepFault(1, 7, "out of memory")) == [Ended(1, "worker host:1 failed in step 7: out of memory")]
     assert g.names == ""
 
 
 def test_a_worker_whose_result_contradicts_its_plan_is_turned_away() -> None:
-    g = group()
-    g.serve("a")
+    g = serving("a")
     g.on_impossible_result(b"a", "step 7 has other rows", 1.0)
     assert g.actions() == [
         Refuse(b"a", "step 7 has other rows"),
@@ -788,15 +766,13 @@ def test_a_worker_whose_result_contradicts_its_plan_is_turned_away() -> None:
 
 
 def test_a_rank_that_registers_again_by_itself_ends_the_epoch_for_the_others() -> None:
-    g = group(tensor_parallel_size=2)
-    g.serve("a", "b")
+    g = serving("a", "b", tensor_parallel_size=2)
     assert sent(g.register("a", at=1.0), EndEpoch) == {"b": EndEpoch(1, "worker host:1 registered again")}
     assert sent(g.register("b", at=1.1), Assignment).keys() == {"a", "b"}
 
 
 def test_a_member_that_registers_as_something_else_is_lost_and_refused() -> None:
-    g = group(tensor_parallel_size=2)
-    g.serve("a", "b")
+    g = serving("a", "b", tensor_parallel_size=2)
     actions = g.register("a", at=1.0, dtype="bfloat16")
     assert [type(a) for a in actions] == [Send, Ended, Refuse]
     assert g.names == "b"
@@ -810,8 +786,7 @@ def test_a_worker_that_fails_before_it_registers_is_shown() -> None:
 
 
 def test_a_group_that_failed_takes_no_events() -> None:
-    g = group()
-    g.serve("a")
+    g = serving("a")
     g.fail("no policy fits", 1.0)
     assert [type(a) for a in g.actions()] == [Ended, FailRequests, Send]
     assert g.state is GroupState.FAILED
@@ -822,8 +797,7 @@ def test_a_group_that_failed_takes_no_events() -> None:
 
 
 def test_all_workers_are_sent_away_when_the_scheduler_ends() -> None:
-    g = group()
-    g.serve("a")
+    g = serving("a")
     g.register("b")
     g.shut_down("the scheduler is stopping")
     assert g.actions() == [Send(name, Shutdown("the scheduler is stopping"), everywhere=True) for name in (b"a", b"b")]
@@ -840,8 +814,7 @@ def test_only_auto_has_a_group_that_forms_by_the_passing_of_time() -> None:
 
 
 def test_only_blocks_that_all_ranks_hold_are_adopted() -> None:
-    g = group(tensor_parallel_size=2)
-    g.register("a", "b")
+    g = registered("a", "b", tensor_parallel_size=2)
 
     def held(**blocks: str) -> NamedBlocks:
         return NamedBlocks.from_lists(
@@ -860,8 +833,7 @@ def test_only_blocks_that_all_ranks_hold_are_adopted() -> None:
 
 
 def test_the_test_step_takes_a_block_if_all_are_held() -> None:
-    g = group()
-    g.register("a")
+    g = registered("a")
     held = NamedBlocks.from_lists([1, 0], [b"p" * NAME_BYTES, b"q" * NAME_BYTES])
     loaded = msgspec.structs.replace(LOADED, num_blocks=2, max_model_len=32, epoch=g.epoch, held=held)
     (init,) = sent(g.send("a", loaded), InitializeCache).values()

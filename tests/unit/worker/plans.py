@@ -195,6 +195,12 @@ class PlanBuilder:
         )  # fmt: skip
 
 
+def one_request() -> tuple[PlanBuilder, SlotRequest]:
+    """Return a builder of plans and its first request, which has six tokens."""
+    plans = PlanBuilder()
+    return plans, plans.admit(prompt(1, 6))
+
+
 def bits(*allowed: int) -> bytes:
     """Return a mask of these tokens."""
     row = np.zeros(-(-VOCAB // 32) * 32, np.uint8)
