@@ -49,6 +49,13 @@ class OpenRequests:
         self.ledger.deliver([number] * len(tokens), [*range(first, first + len(tokens))], [*tokens])
 
 
+def submitted(*numbers: int, max_tokens: int = 1000) -> OpenRequests:
+    """Return requests that were sent to the first scheduler."""
+    requests = OpenRequests(*numbers, max_tokens=max_tokens)
+    requests.connect(FIRST)
+    return requests
+
+
 @pytest.fixture(autouse=True)
 async def loop() -> None:
     """Streams are flushed by the event loop."""
@@ -72,15 +79,13 @@ async def test_a_request_is_sent_once_and_again_with_its_output_to_the_next_sche
 
 
 async def test_a_cut_connection_is_no_death() -> None:
-    requests = OpenRequests(1)
-    requests.connect(FIRST)
+    requests = submitted(1)
     (again,) = requests.reconnect(FIRST)
     assert (again.attempts, again.age > 0) == (0, True)
 
 
 async def test_only_the_next_index_becomes_output() -> None:
-    requests = OpenRequests(1)
-    requests.connect(FIRST)
+    requests = submitted(1)
     requests.deliver(1, 7, 8)
     requests.deliver(1, 7, 8, 9, at=0)
     stream = requests.streams[1]
@@ -92,16 +97,14 @@ async def test_only_the_next_index_becomes_output() -> None:
 
 
 async def test_a_request_that_arrives_without_a_scheduler_is_new_for_the_next_one() -> None:
-    requests = OpenRequests(1)
-    requests.connect(FIRST)
+    requests = submitted(1)
     requests.ledger.disconnected(ENGINE)
     requests.open(2)
     assert [(r.number, r.attempts, r.age > 0) for r in requests.connect(SECOND)] == [(1, 1, True), (2, 0, False)]
 
 
 async def test_a_request_that_lacks_only_its_end_ends_by_length() -> None:
-    requests = OpenRequests(1, max_tokens=2)
-    requests.connect(FIRST)
+    requests = submitted(1, max_tokens=2)
     requests.deliver(1, 7, 8)
     assert requests.reconnect(SECOND) == []
     assert requests.streams[1].end == Finish(1, FinishReason.LENGTH)
@@ -109,16 +112,14 @@ async def test_a_request_that_lacks_only_its_end_ends_by_length() -> None:
 
 
 async def test_an_ended_request_is_not_sent_again() -> None:
-    requests = OpenRequests(1, 2)
-    requests.connect(FIRST)
+    requests = submitted(1, 2)
     requests.ledger.end(1, Finish(1, FinishReason.STOP))
     assert [r.number for r in requests.reconnect(SECOND)] == [2]
 
 
 async def test_suspects_are_sent_one_by_one_and_the_one_that_kills_again_is_refused() -> None:
     """1 kills every scheduler; 3 makes progress; 4 is new."""
-    requests = OpenRequests(1, 2, 3)
-    requests.connect(FIRST)
+    requests = submitted(1, 2, 3)
     requests.deliver(3, *range(PROGRESS + 1))
     requests.reconnect(SECOND)
     requests.open(4)
@@ -143,8 +144,7 @@ async def test_a_suspect_that_makes_progress_is_cleared() -> None:
 
 async def test_expulsions_accuse_requests_without_output_and_end_the_one_that_was_alone() -> None:
     """The scheduler reads what comes before a bad message: a request with an output since it was sent was read."""
-    requests = OpenRequests(1, 2)
-    requests.connect(FIRST)
+    requests = submitted(1, 2)
     requests.deliver(2, 7)
     for attempts in (1, 2):
         requests.ledger.expelled(ENGINE)
@@ -156,15 +156,13 @@ async def test_expulsions_accuse_requests_without_output_and_end_the_one_that_wa
 
 
 async def test_a_scheduler_that_expelled_a_request_and_died_counts_once_for_it() -> None:
-    requests = OpenRequests(1)
-    requests.connect(FIRST)
+    requests = submitted(1)
     requests.ledger.expelled(ENGINE)
     assert [r.attempts for r in requests.reconnect(SECOND)] == [1]
 
 
 async def test_a_request_without_progress_is_stuck_wherever_it_waits() -> None:
-    requests = OpenRequests(1, 2)
-    requests.connect(FIRST)
+    requests = submitted(1, 2)
     for now in range(101, 110):
         assert requests.ledger.stuck(float(now), 10.0) == []
     requests.deliver(2, 7)
@@ -176,7 +174,6 @@ async def test_a_request_without_progress_is_stuck_wherever_it_waits() -> None:
 
 
 async def test_a_clock_that_jumps_makes_no_request_stuck() -> None:
-    requests = OpenRequests(1)
-    requests.connect(FIRST)
+    requests = submitted(1)
     for now in (101.0, 5000.0, 5001.0, 10.0, 9000.0):
         assert requests.ledger.stuck(now, 10.0) == []
