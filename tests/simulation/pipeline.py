@@ -23,11 +23,10 @@ from protocol.steps import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
 from services.scheduler.policies import BatchingPolicy
+from tests.simulation.results import result_of
 
 Seconds = NDArray[np.float64]
 
-TOKEN = 7
-"""The token that the model always samples; no request stops at it."""
 VOCAB = 1 << 16
 
 
@@ -183,19 +182,6 @@ class _Pipeline:
         return Step(plan.step_id, tokens, int((counts == 1).sum()), tuple(began), tuple(ended))
 
 
-def _result(plan: SchedulerOutput) -> ModelRunnerOutput:
-    samples = np.frombuffer(plan.samples, np.bool_)
-    rows = int(samples.sum())
-    return ModelRunnerOutput(
-        plan.epoch,
-        plan.step_id,
-        pack(unpack(plan.slots)[samples]),
-        pack(unpack(plan.generations)[samples]),
-        pack(np.ones(rows, np.int32)),
-        pack(np.full(rows, TOKEN, np.int32)),
-    )
-
-
 def simulate(
     policy: BatchingPolicy,
     limits: Limits,
@@ -222,7 +208,7 @@ def simulate(
         for message in core.dispatch():
             if isinstance(message, SchedulerOutput):
                 run.steps.append(pipeline.run(message, now))
-                results.append((run.steps[-1].ended[-1], _result(message)))
+                results.append((run.steps[-1].ended[-1], result_of(message)))
                 if keep_plans:
                     run.plans.append(message)
     run.preemptions = core.store.counters["num_preemptions"]

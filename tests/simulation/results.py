@@ -1,9 +1,26 @@
-"""Results of steps, decoded."""
+"""Results of steps, as messages and decoded."""
+
+from typing import Any
 
 import numpy as np
 
+from protocol.codec import pack, unpack
+from protocol.steps import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.results import DecodedResult
 from services.scheduler.core.slots import Column
+
+
+def result_of(plan: SchedulerOutput, token: int = 7, **fields: Any) -> ModelRunnerOutput:
+    """Return a result with the same token for every sampling row, and with these fields."""
+    rows = np.frombuffer(plan.samples, np.bool_)
+    slots, generations = unpack(plan.slots)[rows], unpack(plan.generations)[rows]
+    one_each: dict[str, Any] = {
+        "slots": pack(slots),
+        "generations": pack(generations),
+        "counts": pack(np.ones(len(slots), np.int32)),
+        "token_ids": pack(np.full(len(slots), token, np.int32)),
+    }
+    return ModelRunnerOutput(plan.epoch, plan.step_id, **(one_each | fields))
 
 
 def one_token_each(token_ids: Column) -> DecodedResult:

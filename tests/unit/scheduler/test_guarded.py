@@ -11,7 +11,7 @@ import pytest
 from protocol.codec import pack, unpack
 from protocol.requests import FinishReason, GenerateRequest
 from protocol.sampling import SamplingParams
-from protocol.steps import ModelRunnerOutput, SchedulerOutput
+from protocol.steps import SchedulerOutput
 from services.config import SchedulerConfig
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
@@ -28,6 +28,7 @@ from services.scheduler.policies import (
     StepBudget,
     make_policy,
 )  # fmt: skip
+from tests.simulation.results import result_of
 
 LIMITS = Limits(8, 64, 128, 64, 16, stages=2)
 
@@ -89,10 +90,7 @@ def serve(policy: BatchingPolicy, requests: int = 12) -> tuple[list[FinishReason
     for _ in range(5000):
         plans += (sent := [m for m in core.dispatch() if isinstance(m, SchedulerOutput)])
         for plan in sent:
-            samples = np.frombuffer(plan.samples, np.bool_)
-            slots, generations = unpack(plan.slots)[samples], unpack(plan.generations)[samples]
-            ones = pack(np.ones(len(slots), np.int32))
-            core.on_result(ModelRunnerOutput(1, plan.step_id, pack(slots), pack(generations), ones, ones))
+            core.on_result(result_of(plan))
         ends += [finish.reason for _, outputs in core.take_outputs() for finish in outputs.finished]
         if not core.has_requests:
             return ends, plans

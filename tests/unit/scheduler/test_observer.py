@@ -3,13 +3,12 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-import numpy as np
 import pytest
 
 from protocol.codec import pack, unpack
 from protocol.requests import Finish, FinishReason, GenerateRequest, RequestTimes
 from protocol.sampling import GrammarKind, Pooling, SamplingParams, StructuredOutputParams
-from protocol.steps import ModelRunnerOutput, SchedulerOutput
+from protocol.steps import SchedulerOutput
 from services.scheduler.core import observer as events
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
@@ -17,6 +16,7 @@ from services.scheduler.core.slots import DELIVER, DROP, LIVE
 from services.scheduler.policies import ChunkedPolicy
 from tests.event_recorder import EventRecorder
 from tests.simulation.grammar import Compilation, structured
+from tests.simulation.results import result_of
 
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, num_blocks=32, block_size=4)
 VOCAB, STOP = 50, 7
@@ -65,11 +65,7 @@ class ObservedEngine:
         self.in_flight += [m for m in self.core.dispatch() if isinstance(m, SchedulerOutput)]
 
     def answer(self, token: int = 5, **more: object) -> None:
-        plan = self.in_flight.pop(0)
-        rows = np.frombuffer(plan.samples, np.bool_)
-        slots, generations = unpack(plan.slots)[rows], unpack(plan.generations)[rows]
-        columns = (pack(slots), pack(generations), pack([1] * len(slots)), pack([token] * len(slots)))
-        self.core.on_result(ModelRunnerOutput(plan.epoch, plan.step_id, *columns, **more))  # type: ignore[arg-type]
+        self.core.on_result(result_of(self.in_flight.pop(0), token, **more))
         self.take()
 
     def take(self) -> None:

@@ -6,12 +6,13 @@ import pytest
 from protocol.codec import pack
 from protocol.requests import GenerateRequest
 from protocol.sampling import SamplingParams
-from protocol.steps import ModelRunnerOutput, SchedulerOutput
+from protocol.steps import SchedulerOutput
 from services.config import SchedulerConfig
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.results import UnknownResult
 from services.scheduler.policies import PhasedPolicy, make_policy
+from tests.simulation.results import result_of
 
 SMALL = Limits(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=64, num_blocks=64, block_size=4)
 
@@ -27,19 +28,6 @@ def add(engine: EngineCore, number: int, length: int, max_tokens: int) -> None:
 
 def plans(engine: EngineCore) -> list[SchedulerOutput]:
     return [message for message in engine.dispatch() if isinstance(message, SchedulerOutput)]
-
-
-def answer(plan: SchedulerOutput, **changes: bytes) -> ModelRunnerOutput:
-    """Return a result with token 7 for every sampling row."""
-    sampled = np.frombuffer(plan.samples, np.bool_)
-    slots, generations = (np.frombuffer(column, np.int32)[sampled] for column in (plan.slots, plan.generations))
-    fields = {
-        "slots": pack(slots),
-        "generations": pack(generations),
-        "counts": pack(np.ones(len(slots), np.int32)),
-        "token_ids": pack(np.full(len(slots), 7, np.int32)),
-    }
-    return ModelRunnerOutput(plan.epoch, plan.step_id, **(fields | changes))
 
 
 # -- sizes that cannot work are refused ------------------------------------------------------------------------------
@@ -76,7 +64,7 @@ def test_the_worked_volume_holds_three_and_not_four() -> None:
         (plan,) = plans(engine)
         for _ in plan.new:
             entered[len(entered)] = plan.step_id
-        engine.on_result(answer(plan))
+        engine.on_result(result_of(plan))
         for _, outputs in engine.take_outputs():
             ended |= {finish.number: plan.step_id for finish in outputs.finished}
     assert entered[2] < 10
@@ -90,9 +78,9 @@ def test_a_request_decodes_when_its_last_chunk_was_processed() -> None:
     add(engine, 0, 12, 4)
     chunks = plans(engine)
     assert [np.frombuffer(plan.counts, np.int32).tolist() for plan in chunks] == [[4], [8]]
-    engine.on_result(answer(chunks[0]))
+    engine.on_result(result_of(chunks[0]))
     assert plans(engine) == []
-    engine.on_result(answer(chunks[1]))
+    engine.on_result(result_of(chunks[1]))
     assert [np.frombuffer(plan.starts, np.int32).tolist() for plan in plans(engine)] == [[12], [13], [14]]
 
 
@@ -112,8 +100,8 @@ def report(slot: int, frontier: int) -> dict[str, bytes]:
 
 def test_a_report_of_what_was_planned_changes_nothing() -> None:
     engine, (first, second) = prefilling()
-    engine.on_result(answer(first, **report(0, 8)))
-    engine.on_result(answer(second, **report(0, 16)))
+    engine.on_result(result_of(first, **report(0, 8)))
+    engine.on_result(result_of(second, **report(0, 16)))
     assert engine.store.counters["rollbacks_total"] == 0
     assert engine.store.counters["generation_tokens"] == 1
 
@@ -121,11 +109,11 @@ def test_a_report_of_what_was_planned_changes_nothing() -> None:
 def test_tokens_of_a_generation_that_was_rolled_back_are_ignored() -> None:
     """The runner computed the void row all the same: its token is ignored."""
     engine, (first, second) = prefilling()
-    engine.on_result(answer(first, **report(0, 5)))
+    engine.on_result(result_of(first, **report(0, 5)))
     (again,) = plans(engine)
     assert np.frombuffer(again.generations, np.int32).tolist() == [2]
     assert np.frombuffer(again.starts, np.int32).tolist() == [5]
-    engine.on_result(answer(second))
+    engine.on_result(result_of(second))
     assert engine.store.counters["generation_tokens"] == 0
     assert int(engine.epoch.slots.computed[0]) == 8
 
@@ -145,7 +133,7 @@ def test_tokens_of_a_generation_that_was_rolled_back_are_ignored() -> None:
 def test_impossible_reports_are_refused(fields: dict[str, bytes], says: str) -> None:
     engine, (first, _) = prefilling()
     with pytest.raises(UnknownResult, match=says):
-        engine.on_result(answer(first, **fields))
+        engine.on_result(result_of(first, **fields))
 
 
 @pytest.mark.parametrize(
@@ -161,16 +149,16 @@ def test_impossible_reports_are_refused(fields: dict[str, bytes], says: str) -> 
 )
 def test_rows_that_are_not_the_plan_s_are_refused(fields: dict[str, bytes], says: str) -> None:
     engine, (first, second) = prefilling()
-    engine.on_result(answer(first))
+    engine.on_result(result_of(first))
     with pytest.raises(UnknownResult, match=says):
-        engine.on_result(answer(second, **fields))
+        engine.on_result(result_of(second, **fields))
 
 
 def test_decodes_report_no_progress() -> None:
     engine = core(depth=1)
     add(engine, 0, 3, 4)
     (prefill,) = plans(engine)
-    engine.on_result(answer(prefill))
+    engine.on_result(result_of(prefill))
     (decode,) = plans(engine)
     with pytest.raises(UnknownResult, match="none of its prefills"):
-        engine.on_result(answer(decode, **report(0, 4)))
+        engine.on_result(result_of(decode, **report(0, 4)))

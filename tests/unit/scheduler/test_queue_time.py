@@ -2,13 +2,14 @@
 
 import pytest
 
-from protocol.codec import pack, unpack
+from protocol.codec import pack
 from protocol.requests import Finish, FinishReason, GenerateRequest
 from protocol.sampling import SamplingParams
-from protocol.steps import ModelRunnerOutput, SchedulerOutput
+from protocol.steps import SchedulerOutput
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
 from services.scheduler.policies import ChunkedPolicy
+from tests.simulation.results import result_of
 
 STEP = 0.5
 """Seconds of a step."""
@@ -52,13 +53,6 @@ class Bench:
                     self.core.advance(self.now)
                     self.core.on_result(result_of(plan))
             self.finishes += self._take()
-
-
-def result_of(plan: SchedulerOutput) -> ModelRunnerOutput:
-    samples = [bool(sampled) for sampled in plan.samples]
-    slots, generations = unpack(plan.slots)[samples], unpack(plan.generations)[samples]
-    ones = pack([1] * len(slots))
-    return ModelRunnerOutput(plan.epoch, plan.step_id, pack(slots), pack(generations), ones, ones)
 
 
 def test_nothing_is_expected_before_anything_was_measured() -> None:

@@ -6,12 +6,13 @@ import pytest
 from protocol.codec import pack, unpack
 from protocol.requests import Finish, GenerateRequest
 from protocol.sampling import SamplingParams
-from protocol.steps import ModelRunnerOutput, SchedulerOutput
+from protocol.steps import SchedulerOutput
 from services.scheduler.core.drafting import FixedDrafting
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.results import UnknownResult
 from services.scheduler.policies import BatchingPolicy, ChunkedPolicy
+from tests.simulation.results import result_of
 
 K, EOS = 3, 49
 LIMITS = Limits(
@@ -40,12 +41,9 @@ class ScriptedCore:
     def answer(self, *rows: list[int]) -> None:
         plan = self.plans.pop(0)
         chosen = np.frombuffer(plan.samples, np.bool_)
-        result = ModelRunnerOutput(
-            plan.epoch, plan.step_id, pack(unpack(plan.slots)[chosen]), pack(unpack(plan.generations)[chosen]),
-            pack([*map(len, rows)]), pack([token for row in rows for token in row]),
-            drafted=pack(unpack(plan.drafts)[chosen]) if plan.drafts else b"",
-        )  # fmt: skip
-        self.core.on_result(result)
+        drafted = pack(unpack(plan.drafts)[chosen]) if plan.drafts else b""
+        tokens = pack([token for row in rows for token in row])
+        self.core.on_result(result_of(plan, counts=pack([*map(len, rows)]), token_ids=tokens, drafted=drafted))
         for _, outputs in self.core.take_outputs():
             for number, token in zip(unpack(outputs.numbers), unpack(outputs.token_ids), strict=True):
                 self.tokens.setdefault(int(number), []).append(int(token))

@@ -15,6 +15,7 @@ from services.scheduler.core.limits import Limits
 from services.scheduler.core.results import UnknownResult
 from services.scheduler.policies import ChunkedPolicy
 from tests.simulation.grammar import Compilation
+from tests.simulation.results import result_of
 
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=32, num_blocks=24, block_size=4)
 VOCAB, HIDDEN = 50, 4
@@ -72,11 +73,7 @@ def finishes(core: EngineCore) -> list[Finish]:
 
 def result(plan: SchedulerOutput, *tokens: int, **more: object) -> ModelRunnerOutput:
     """Return a result with `tokens` for the sampling rows."""
-    chosen = np.frombuffer(plan.samples, np.bool_)
-    slots, generations = unpack(plan.slots)[chosen], unpack(plan.generations)[chosen]
-    ones = pack([1] * len(tokens))
-    columns = (pack(slots), pack(generations), ones, pack(tokens))
-    return ModelRunnerOutput(plan.epoch, plan.step_id, *columns, **more)  # type: ignore[arg-type]
+    return result_of(plan, counts=pack([1] * len(tokens)), token_ids=pack(tokens), **more)
 
 
 def bits(grammar: GrammarOutput) -> dict[int, list[int]]:
