@@ -117,7 +117,7 @@ def test_microbatches_differ_by_one_decode_after_two_rounds(seed: int) -> None:
 
 @pytest.mark.parametrize(("bound", "admitted"), [({}, 256), ({"num_blocks": 1000}, 125), ({"max_num_seqs": 8}, 8)])
 def test_prompts_that_blocks_and_seats_admit_fill_equal_microbatches(bound: dict[str, int], admitted: int) -> None:
-    """What cannot be admitted does not inflate the budget: the first round prefills only the others."""
+    """The first round prefills only these: what cannot be admitted does not inflate the budget."""
     pipeline = Pipeline(limits(**bound))
     for _ in range(256):
         pipeline.add(128)
