@@ -11,6 +11,7 @@ from protocol.kv_groups import name_in_group
 from services.scheduler.core import observer as events
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.recording.conversion import Converter
+from tests.simulation import world
 from tests.simulation.driver import play
 from tests.simulation.workload import draw
 
@@ -81,13 +82,14 @@ class ListenedCore(EngineCore):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_events_tell_which_blocks_can_be_found(depth: int) -> None:
+def test_events_tell_which_blocks_can_be_found(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     class Core(ListenedCore):
         listeners: ClassVar[list[CacheListener]] = []
 
+    monkeypatch.setattr(world, "EngineCore", Core)
     for seed in range(20):
         if depth in draw(seed).depths:
-            play(seed, depth, engine=Core, tier=seed % 3 == 0)
+            play(seed, depth, tier=seed % 3 == 0)
     assert sum(listener.num_cached for listener in Core.listeners) > 100
     assert sum(listener.num_evicted for listener in Core.listeners) > 10
     assert sum(listener.num_hit for listener in Core.listeners) > 0
