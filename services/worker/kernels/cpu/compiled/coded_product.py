@@ -322,7 +322,7 @@ def _multiply_decoded(
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x, row_bytes, steps, first, number, decoded, scale_steps, has_minima, out, ahead, ahead_bytes = args[2:]
         tile = _Tile(builder, rows.literal_value, width, x, row_bytes, steps, first)
-        sums, none = tile.vectors(VI, width), ir.Constant(I64, 0)
+        sums, first_panel = tile.vectors(VI, width), ir.Constant(I64, 0)
 
         def loaded(index: Any, kind: ir.VectorType, more: int) -> list[Any]:
             place = builder.add(decoded, tile.times(index, 64))
@@ -343,8 +343,8 @@ def _multiply_decoded(
                     tile.add_products(sums, numbers, tile.of_rows(I32, here, 4, 0, 4 * some))
             with cgutils.for_range(builder, builder.mul(scale_steps, has_minima)) as loop:
                 step = builder.add(start, loop.index)
-                tile.add_minima(loaded(step, VF, MINIMA_AT), builder.add(first, step), none)
-            tile.add_scaled(sums, loaded(outer.index, VF, SCALES_AT), none)
+                tile.add_minima(loaded(step, VF, MINIMA_AT), builder.add(first, step), first_panel)
+            tile.add_scaled(sums, loaded(outer.index, VF, SCALES_AT), first_panel)
         tile.add_to(out)
         return context.get_dummy_value()
 
