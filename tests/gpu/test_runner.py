@@ -16,7 +16,7 @@ from services.worker.runner import SINGLE_GPU, LoadError
 from services.worker.weights import open_checkpoint
 from tests.benchmarks.gpu import parts
 from tests.benchmarks.gpu.target import gpu
-from tests.integration.native.driver import NUM_BLOCKS, RunnerDriver, garble
+from tests.integration.native.driver import NUM_BLOCKS, GarblingRunner, RunnerDriver
 from tests.integration.native.test_run_ahead import SPECULATIONS, TOKENS, serve
 
 
@@ -26,7 +26,7 @@ def test_tokens_are_equal_at_every_depth_on_a_gpu(eager: bool, speculation: str)
     expected = [each.output[:TOKENS] for each in serve(RunnerDriver(DEMO_MODEL, kernels="reference", device="cpu"), 1)]
     for depth in (1, 2, 3):
         config = WorkerConfig(model=str(DEMO_MODEL), device="cuda", dtype="float32", enforce_eager=eager)
-        runner = NativeRunner(config, True, garble)
+        runner = GarblingRunner(config)
         drafter = SPECULATIONS[speculation]
         driver = RunnerDriver(DEMO_MODEL, runner=runner, speculation=drafter, keeps_logits=False)
         assert [each.output[:TOKENS] for each in serve(driver, depth)] == expected, depth

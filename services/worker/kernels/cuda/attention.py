@@ -26,8 +26,9 @@ class _Sizes(NamedTuple):
     """Keys at once, with heads of up to 128 dimensions."""
 
 
-_SIZES = {2: _Sizes(128, 64), 4: _Sizes(32, 32)}
-"""By the bytes of an item. Products of float32 use no matrix unit; larger ones take kilobytes of a thread's stack."""
+_SIZES = {2: _Sizes(64, 64), 4: _Sizes(32, 32)}
+"""By the bytes of an item. In two bytes a multiprocessor holds two programs, one of which multiplies while the other
+computes exponentials. Products of float32 use no matrix unit; larger ones take kilobytes of a thread's stack."""
 
 
 class _Launch(NamedTuple):
@@ -111,7 +112,7 @@ class PagedAttention:
         group, most = self._group, self._sizes.most_rows
         decodes = len(tiles) == len(out)  # every tile has one token
         few = padded(group if decodes else max(group, min(DRAFTED * group, most)))
-        small = max(1, few // group)
+        small = 1 if decodes else max(1, few // group)
         splits = num_splits(len(tiles), self._kv_heads, self._processors)
         self._launch(layer, tiles, out, sinks, _Launch(1, small, few, 1, splits))
         if not decodes:
@@ -149,11 +150,13 @@ class PagedAttention:
             has_sinks=sinks is not None,
             programs=programs,
             keys_at_once=self._sizes.keys if width <= 128 else self._sizes.keys // 2,
-            num_warps=8 if rows > 64 and width > 64 else 4,
+            num_warps=8 if rows >= 64 and width > 128 else 4,
+            num_stages=2 if rows >= 64 else 3,
             **shared,
         )
         if splits > 1:
-            merge_kernel[len(tiles), self._kv_heads](*parts, tiles, out, self._kv_heads, most, **shared)
+            grid = len(tiles), self._kv_heads, min(rows, most * self._group)
+            merge_kernel[grid](*parts, tiles, out, self._kv_heads, most, **shared)
 
 
 def num_processors(where: torch.device) -> int:

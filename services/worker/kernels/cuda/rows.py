@@ -14,6 +14,8 @@ from services.worker.kernels.interface.arrays import I32
 from services.worker.kernels.interface.rows import BatchTensors, RowKernels, Verified
 
 _AT_ONCE = 256
+_MOST_APART = 16
+"""Tokens of the largest step whose drafts do not share the reading of their keys, so that it replays a graph."""
 
 
 class CudaRows(RowKernels):
@@ -53,7 +55,9 @@ class CudaRows(RowKernels):
     ) -> tuple[int, int]:
         """Ids are not checked, because the host does not wait for them. Padding rows follow (graph_plan.py)."""
         slots, positions = _tokens_of(self, rows)
-        tiles, sampled = _tiles_of(self, rows), _sampled_of(self, rows)
+        # Tiles of one token, if all rows decode: a graph computes these (graph_plan.py).
+        apart = (rows.counts == rows.drafts + 1).all() and len(slots) <= min(len(batch.tiles), _MOST_APART)
+        tiles, sampled = _tiles_of(self, rows, 1 if apart else TILE), _sampled_of(self, rows)
         counts = len(slots), len(tiles), len(sampled)
         buffers = batch.ids, batch.slots, batch.positions, batch.tiles, batch.sampled
         kinds = batch.slots, batch.tiles, batch.sampled
@@ -103,11 +107,11 @@ def _tokens_of(kernels: CudaRows, rows: Rows) -> tuple[I32, I32]:
     return rows.slots[owners], rows.starts[owners] + offsets
 
 
-def _tiles_of(kernels: CudaRows, rows: Rows) -> I32:
-    """int32[tiles, 4], see `BatchTensors`"""
-    owners, offsets = kernels.spread(-(-rows.counts // TILE))
-    firsts, offsets = np.cumsum(rows.counts) - rows.counts, offsets * TILE
-    counts = np.minimum(rows.counts[owners] - offsets, TILE)
+def _tiles_of(kernels: CudaRows, rows: Rows, size: int) -> I32:
+    """int32[tiles, 4], see `BatchTensors`. `size`: most tokens of a tile"""
+    owners, offsets = kernels.spread(-(-rows.counts // size))
+    firsts, offsets = np.cumsum(rows.counts) - rows.counts, offsets * size
+    counts = np.minimum(rows.counts[owners] - offsets, size)
     columns = rows.slots[owners], rows.starts[owners] + offsets, firsts[owners] + offsets, counts
     return np.stack(columns, 1).astype(np.int32)
 

@@ -5,15 +5,7 @@ import torch
 import triton
 
 from services.worker.device.interface import ComputeDevice
-from services.worker.kernels.cuda.compiled.choosing import (
-    ROUNDS,
-    WAYS,
-    best_kernel,
-    best_parts_kernel,
-    end_search_kernel,
-    least_kernel,
-    search_kernel,
-)
+from services.worker.kernels.cuda.compiled.choosing import best_kernel, best_parts_kernel, cutoff_kernel
 from services.worker.kernels.cuda.compiled.logit_rules import mask_kernel
 from services.worker.kernels.cuda.logit_rules import CudaLogitRules
 from services.worker.kernels.interface.arrays import F32, I32
@@ -22,7 +14,8 @@ from services.worker.kernels.interface.sampling import DrawColumns, SamplingKern
 from services.worker.sampling.noise import keys
 from services.worker.sampling.reference import GREEDY_BELOW
 
-_AT_ONCE = 1024
+_AT_ONCE, _ROW_AT_ONCE = 1024, 2048
+"""Logits that a program reads at once: one of several for a row, and one for a whole row."""
 _MOST_PARTS = 32
 """Programs that share a row."""
 _ROWS_SCORED = 64
@@ -57,9 +50,8 @@ class CudaSampling(SamplingKernels):
         temperature, *drawn = self._device.upload(columns.temperature, key0, key1, *wanted)
         noise, (cutoff, *limits) = drawn[:2], drawn[2:]
         if limits:
-            limited, shared = (columns.top_k > 0).any(), (columns.top_p < 1).any()
-            searches = [(limit, bool(some)) for limit, some in zip(limits, (limited, shared), strict=True)]
-            cutoff = _cutoff(logits, temperature, cutoff, searches)
+            some = bool((columns.top_k > 0).any()), bool((columns.top_p < 1).any())
+            cutoff = _cutoff(logits, temperature, cutoff, limits, some)
         return self._best(logits, (temperature, cutoff, *noise))
 
     def _best(self, logits: torch.Tensor, draw: tuple[torch.Tensor, ...] | None) -> torch.Tensor:
@@ -122,42 +114,29 @@ def _best_parts(logits: torch.Tensor, draw: tuple[torch.Tensor, ...] | None) -> 
 
 
 def _cutoff(
-    logits: torch.Tensor, temperature: torch.Tensor, log_min_p: torch.Tensor, searches: list[tuple[torch.Tensor, bool]]
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    log_min_p: torch.Tensor,
+    limits: list[torch.Tensor],
+    some: tuple[bool, bool],
 ) -> torch.Tensor:
     """Return the least scaled logit of each row that min-p, top-k and top-p keep, float32[rows].
 
     Args:
-        searches: the limits of top-k and of top-p, and whether a row has one.
+        limits: top-k and top-p
+        some: whether a row has the one, and the other
     """
     rows, vocab = logits.shape
-    parts, span = _parts(vocab)
-    padded, where = triton.next_power_of_2(parts), logits.device
     best, _ = _best_parts(logits, None)
-    # Views of one tensor would be aligned for some numbers of rows only, for which Triton compiles apart.
-    high, least = torch.empty(rows, device=where), torch.empty(rows, device=where)
-    least_kernel[(rows,)](best, temperature, log_min_p, high, least, parts, padded=padded)
-    # A launch reads what the launch before has written, and writes the other half.
-    bounds = torch.empty(2, rows, 2, dtype=torch.int64, device=where).unbind()
-    sums = torch.empty(2, rows, parts, WAYS, device=where).unbind()
-    for weighs, (limit, some) in enumerate(searches):
-        if not some:
-            continue
-        for number in range(ROUNDS):
-            old, new = (number + 1) % 2, number % 2
-            search_kernel[rows, parts](
-                *(logits, temperature, high, least, limit, bounds[old], sums[old], bounds[new], sums[new], best),
-                *(vocab, span, parts),
-                begins=number == 0,
-                weighs=bool(weighs),
-                padded=padded,
-                at_once=_AT_ONCE,
-                num_warps=8,
-            )
-        last = (ROUNDS - 1) % 2
-        end_search_kernel[(rows,)](
-            *(bounds[last], sums[last], limit, best, least, parts), weighs=bool(weighs), padded=padded
-        )
-    return least
+    parts = best.shape[1]
+    cutoff = torch.empty(rows, device=logits.device)
+    cutoff_kernel[(rows,)](
+        *(logits, best, temperature, log_min_p, *limits, cutoff, vocab, parts, *some),
+        padded=triton.next_power_of_2(parts),
+        at_once=_ROW_AT_ONCE,
+        num_warps=16,
+    )
+    return cutoff
 
 
 def sampling_bytes(rows: int, vocab_size: int) -> int:
@@ -165,8 +144,7 @@ def sampling_bytes(rows: int, vocab_size: int) -> int:
     masks = 2 * 4 * -(-vocab_size // 32)  # of a grammar and of allowed tokens
     # Of each part of the vocabulary; the row's greatest, cutoff, token and rank
     best = 8 * _MOST_PARTS + 4 * 4
-    search = 2 * (2 * 8 + 4 * WAYS * _MOST_PARTS)  # bounds and sums of two rounds
-    return rows * (masks + 2 * best + search) + _SCORED_BYTES * min(rows, _ROWS_SCORED) * vocab_size
+    return rows * (masks + 2 * best) + _SCORED_BYTES * min(rows, _ROWS_SCORED) * vocab_size
 
 
 def _log_min_p(min_p: F32) -> F32:

@@ -22,15 +22,16 @@ def both(make: KernelMaker) -> tuple[Any, RowKernels]:
     return ours, theirs
 
 
-@pytest.mark.parametrize("decodes", [True, False])
+@pytest.mark.parametrize("kind", ["decodes", "drafts", "chunks"])
 @pytest.mark.parametrize("seed", range(8))
-def test_layouts_are_equal_and_padding_rows_follow(make: KernelMaker, seed: int, decodes: bool) -> None:
-    """Also of no rows, and with the ids of another stage."""
+def test_layouts_are_equal_and_padding_rows_follow(make: KernelMaker, seed: int, kind: str) -> None:
+    """Also of no rows, and with the ids of another stage. If all rows decode, each of their drafts is a tile."""
     rng = np.random.default_rng(seed)
     rows, tokens = CASES.rows(rng), CASES.history(rng)
-    if decodes:
-        rows = replace(rows, counts=np.ones_like(rows.counts), drafts=np.zeros_like(rows.drafts))
     ours, theirs = both(make)
+    if kind != "chunks":
+        drafts = np.where(rows.samples, 3 if kind == "drafts" else 0, 0).astype(np.int32)
+        rows, theirs.tile = replace(rows, counts=drafts + 1, drafts=drafts), 1
     for known in (tokens, None):
         batches = empty_batch(TOKENS), empty_batch(TOKENS)
         counts = [k.lay_out(rows, known, VOCAB, b) for k, b in zip((ours, theirs), batches, strict=True)]

@@ -291,7 +291,7 @@ def most_rows(assignment: Assignment, tile: int) -> dict[str, int]:
     tokens, slots, speculation = (assignment.max_num_batched_tokens, assignment.num_slots, assignment.speculation)
     drafts = speculation.num_speculative_tokens if speculation is not None else 0
     sampled = max(slots, min(tokens, slots * (1 + drafts)))
-    return {"tokens": tokens, "tiles": slots + tokens // tile, "sampled": sampled}
+    return {"tokens": tokens, "tiles": max(slots + tokens // tile, sampled), "sampled": sampled}
 
 
 def _power(count: int) -> int:

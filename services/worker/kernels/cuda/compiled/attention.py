@@ -38,8 +38,9 @@ def attention_kernel(
     keys_at_once: tl.constexpr,
     splits: tl.constexpr,
 ):
-    tile = tl.program_id(0) // programs
-    first_row = (tl.program_id(0) % programs) * rows
+    # The last tiles of a prompt read the most keys: they begin first.
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // programs
+    first_row = ((tl.num_programs(0) - 1 - tl.program_id(0)) % programs) * rows
     kv_head, split = tl.program_id(1), tl.program_id(2)
     count = tl.load(tiles + tile * 4 + 3)
     if (count < least) | (count > most) | (first_row >= count * group):
@@ -63,6 +64,7 @@ def attention_kernel(
         begin += split * span
         end = tl.minimum(end, begin + span)
 
+    blocks = table + slot * table_stride
     greatest = tl.full([rows], float("-inf"), tl.float32)
     total = tl.zeros([rows], tl.float32)
     if has_sinks:  # the first part has a score without a key
@@ -72,27 +74,36 @@ def attention_kernel(
             total = tl.where(split == 0, total, 0.0)
             greatest = tl.where(split == 0, greatest, float("-inf"))
     mixed = tl.zeros([rows, width], tl.float32)
-    for first in range(begin, end, keys_at_once):
-        key_at = first + tl.arange(0, keys_at_once)
-        inside = key_at < end
-        block = tl.load(table + slot * table_stride + key_at // block_size, mask=inside, other=0)
-        base = (block.to(tl.int64) * kv_heads + kv_head) * block_size + key_at % block_size
-        exists = inside[:, None] & (dim < head_dim)[None, :]
-        place = base[:, None] * head_dim + dim[None, :]
-        key = tl.load(keys + place, mask=exists, other=0.0)
-        value = tl.load(values + place, mask=exists, other=0.0)
-        scores = tl.dot(query, tl.trans(key).to(query.dtype), input_precision="ieee") * scale
-        seen = inside[None, :] & (key_at[None, :] <= where[:, None])
-        if window > 0:
-            seen = seen & (key_at[None, :] > where[:, None] - window)
-        scores = tl.where(seen, scores, float("-inf"))
-        highest = tl.maximum(greatest, tl.max(scores, 1))
-        # A row of which no key was seen yet has no maximum.
-        shift = tl.where(highest == float("-inf"), 0.0, highest)
-        weights, factor = tl.exp2(scores - shift[:, None]), tl.exp2(greatest - shift)
-        total = total * factor + tl.sum(weights, 1)
-        mixed = tl.dot(weights.to(value.dtype), value, mixed * factor[:, None], input_precision="ieee")
-        greatest = highest
+    # Every row sees the keys before `whole`, which need no mask: a shorter loop, for programs of many rows.
+    apart: tl.constexpr = (window == 0) & (rows >= 64)
+    whole = begin
+    if apart:
+        whole += (
+            tl.maximum(tl.minimum(position + first_row // group + 1, end) - begin, 0) // keys_at_once * keys_at_once
+        )
+    for masked in tl.static_range(0 if apart else 1, 2):
+        for first in range(whole if masked else begin, end if masked else whole, keys_at_once):
+            key_at = first + tl.arange(0, keys_at_once)
+            inside = key_at < end
+            block = _loaded(blocks + key_at // block_size, inside, masked)
+            base = (block.to(tl.int64) * kv_heads + kv_head) * block_size + key_at % block_size
+            place = base[:, None] * head_dim + dim[None, :]
+            exists = inside[:, None] & (dim < head_dim)[None, :]
+            key = _loaded(keys + place, exists, masked | (width > head_dim))
+            value = _loaded(values + place, exists, masked | (width > head_dim))
+            scores = tl.dot(query, tl.trans(key).to(query.dtype), input_precision="ieee")
+            if masked:
+                seen = inside[None, :] & (key_at[None, :] <= where[:, None])
+                if window > 0:
+                    seen = seen & (key_at[None, :] > where[:, None] - window)
+                scores = tl.where(seen, scores, float("-inf"))
+            highest = tl.maximum(greatest, tl.max(scores, 1) * scale)
+            # A row of which no key was seen yet has no maximum.
+            shift = tl.where(highest == float("-inf"), 0.0, highest)
+            weights, factor = tl.exp2(scores * scale - shift[:, None]), tl.exp2(greatest - shift)
+            total = total * factor + tl.sum(weights, 1)
+            mixed = tl.dot(weights.to(value.dtype), value, mixed * factor[:, None], input_precision="ieee")
+            greatest = highest
 
     if splits == 1:
         result = mixed / tl.where(total > 0, total, 1.0)[:, None]
@@ -102,6 +113,13 @@ def attention_kernel(
         tl.store(maxima + part, greatest)
         tl.store(sums + part, total)
         tl.store(parts + part[:, None] * head_dim + dim[None, :], mixed, mask=real)
+
+
+@triton.jit
+def _loaded(at, mask, masked: tl.constexpr):
+    if masked:
+        return tl.load(at, mask=mask, other=0)
+    return tl.load(at)
 
 
 @triton.jit
@@ -119,26 +137,18 @@ def merge_kernel(
     rows: tl.constexpr,
     splits: tl.constexpr,
 ):
-    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    tile, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count, token = tl.load(tiles + tile * 4 + 3), tl.load(tiles + tile * 4 + 2)
-    if (count < 1) | (count > most):
+    if (row >= count * group) | (count > most):
         return
-    row, dim = tl.arange(0, rows), tl.arange(0, width)
-    real = (row // group < count)[:, None] & (dim < head_dim)[None, :]
-    greatest = tl.full([rows], float("-inf"), tl.float32)
-    total = tl.zeros([rows], tl.float32)
-    mixed = tl.zeros([rows, width], tl.float32)
-    for split in range(splits):
-        part = ((tile * kv_heads + kv_head) * splits + split) * rows + row
-        maximum = tl.load(maxima + part)
-        highest = tl.maximum(greatest, maximum)
-        shift = tl.where(highest == float("-inf"), 0.0, highest)
-        before, here = tl.exp2(greatest - shift), tl.exp2(maximum - shift)
-        own = tl.load(parts + part[:, None] * head_dim + dim[None, :], mask=real, other=0.0)
-        total = total * before + tl.load(sums + part) * here
-        mixed = mixed * before[:, None] + own * here[:, None]
-        greatest = highest
-    result = mixed / tl.where(total > 0, total, 1.0)[:, None]
-    head = kv_head * group + row % group
-    at = ((token + row // group).to(tl.int64) * kv_heads * group + head) * head_dim
-    tl.store(out + at[:, None] + dim[None, :], result.to(out.dtype.element_ty), mask=real)
+    dim = tl.arange(0, width)
+    part = ((tile * kv_heads + kv_head) * splits + tl.arange(0, splits)) * rows + row
+    maximum = tl.load(maxima + part)
+    greatest = tl.max(maximum, 0)
+    factor = tl.exp2(maximum - tl.where(greatest == float("-inf"), 0.0, greatest))
+    total = tl.sum(tl.load(sums + part) * factor, 0)
+    place = part[:, None] * head_dim + dim[None, :]
+    mixed = tl.load(parts + place, mask=(dim < head_dim)[None, :], other=0.0) * factor[:, None]
+    result = tl.sum(mixed, 0) / tl.where(total > 0, total, 1.0)
+    at = ((token + row // group).to(tl.int64) * kv_heads * group + kv_head * group + row % group) * head_dim
+    tl.store(out + at + dim, result.to(out.dtype.element_ty), mask=dim < head_dim)

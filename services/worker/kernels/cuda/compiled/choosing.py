@@ -1,10 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """The greatest logit; or temperature, min-p, top-k, top-p and a draw, without sorting.
 
-Top-k and top-p keep all logits from a smallest value on. The values between the least and the greatest logit are
-searched for it: each round compares 16 of them with every logit, so eight rounds find it exactly. A round is a launch
-in which several programs share a row. Each of them sums the weights of its own part; the next launch adds the parts up,
-in an order that depends on the size of the vocabulary alone.
+Top-k and top-p keep all logits from a smallest one on. One program for each row searches it: a round reads the row and
+compares some values with every logit, until one logit remains between two of them. A row's sums depend on its own
+logits only.
 """
 
 import triton
@@ -14,9 +13,10 @@ from services.worker.kernels.cuda.compiled.noise import gumbel
 from services.worker.sampling import reference
 
 _GREEDY_BELOW = tl.constexpr(reference.GREEDY_BELOW)
-WAYS, ROUNDS = 16, 8
-"""Values that a round compares, and rounds for all values of a float32: `WAYS ** ROUNDS` is 2 ** 32."""
-_WAYS = tl.constexpr(WAYS)
+_WAYS = tl.constexpr(8)
+"""Values that a round compares."""
+_RANGE = tl.constexpr(87.0)
+"""Likelihoods below e**-87 of the greatest are zero."""
 
 
 @triton.jit
@@ -70,114 +70,68 @@ def best_kernel(
 
 
 @triton.jit
-def least_kernel(
+def cutoff_kernel(
+    logits,  # float32[rows, vocab]
     best,  # float32[rows, parts]: the greatest logit of each part
     temperature,  # float32[rows]
     log_min_p,  # float32[rows]; minus infinity: no filter
-    high,  # float32[rows], written: the greatest scaled logit; minus infinity: nothing is searched
-    least,  # float32[rows], written: the least scaled logit that min-p keeps
+    top_k,  # int32[rows]; below 1: no filter
+    top_p,  # float32[rows]; from 1: no filter
+    cutoff,  # float32[rows], written: the least scaled logit that is kept
+    vocab,
     parts,
+    limited: tl.constexpr,  # a row has top-k
+    shared: tl.constexpr,  # a row has top-p
     padded: tl.constexpr,  # `parts`, padded
+    at_once: tl.constexpr,
 ):
     row, part = tl.program_id(0), tl.arange(0, padded)
     degrees = tl.load(temperature + row)
-    greatest = tl.load(best + row * parts + part, mask=part < parts, other=float("-inf"))
-    top = _scaled(tl.max(greatest, 0), degrees)
-    is_greedy = degrees < _GREEDY_BELOW
-    tl.store(high + row, tl.where(is_greedy, float("-inf"), top))
-    tl.store(least + row, tl.where(is_greedy, float("-inf"), top + tl.load(log_min_p + row)))
+    top = _scaled(tl.max(tl.load(best + row * parts + part, mask=part < parts, other=float("-inf")), 0), degrees)
+    least = tl.where(degrees < _GREEDY_BELOW, float("-inf"), top + tl.load(log_min_p + row))
+    drawn = (degrees >= _GREEDY_BELOW) & (top > float("-inf"))
+    source = logits + row.to(tl.int64) * vocab
+    if limited:
+        k = tl.load(top_k + row)
+        if drawn & (k > 0) & (k < vocab):
+            least = _search(source, degrees, top, least, k.to(tl.float32), vocab, False, at_once)
+    if shared:
+        p = tl.load(top_p + row)
+        if drawn & (p < 1):
+            least = _search(source, degrees, top, least, p, vocab, True, at_once)
+    tl.store(cutoff + row, least)
 
 
 @triton.jit
-def search_kernel(
-    logits,  # float32[rows, vocab]
-    temperature,  # float32[rows]
-    high,  # float32[rows]
-    least,  # float32[rows]
-    limit,  # int32[rows], top-k; if `weighs`, float32[rows], top-p
-    before,  # int64[rows, 2]: the first and the last value that were searched in the round before
-    sums_before,  # float32[rows, parts, ways], of that round
-    bounds,  # int64[rows, 2], written: the same of this round; the first behind the last: the row is not searched
-    sums,  # float32[rows, parts, ways], written
-    totals,  # float32[rows, parts]: if `weighs`, weights of each part, written in the first round
-    vocab,
-    span,  # tokens of a part, a multiple of `at_once`
-    parts,
-    begins: tl.constexpr,  # in the first round
-    weighs: tl.constexpr,
-    padded: tl.constexpr,
-    at_once: tl.constexpr,
-):
-    """A round of the search for the greatest value for which the weights from it up sum to what is wanted. A weight is
-    1, or, if `weighs`, the likelihood relative to that of `high`."""
-    row, part = tl.program_id(0), tl.program_id(1)
-    degrees, top = tl.load(temperature + row), tl.load(high + row)
-    low = tl.maximum(tl.load(least + row), top - 87.0)  # weights below e**-87 of the greatest are zero
-    if begins:
-        some = tl.load(limit + row)
-        searched = (some < 1) if weighs else (some > 0) & (some < vocab)
-        searched = searched & (top > float("-inf"))
-        first, last = tl.where(searched, _ordered(low), 1), tl.where(searched, _ordered(top), 0)
-    else:
-        first, last = _narrowed(before, sums_before, limit, totals, row, parts, weighs, padded)
-    if part == 0:
-        tl.store(bounds + 2 * row, first)
-        tl.store(bounds + 2 * row + 1, last)
-    if first < last:
-        source = logits + row.to(tl.int64) * vocab
-        lane, way = tl.arange(0, at_once), tl.arange(0, _WAYS)
-        bound = _unordered(tl.minimum(first + (way + 1) * _step(first, last), last))
-        reached, total = tl.zeros([_WAYS], tl.float32), tl.zeros([at_once], tl.float32)
-        for start in range(part * span, tl.minimum(vocab, part * span + span), at_once):
+def _search(source, degrees, top, low, wanted, vocab, weighs: tl.constexpr, at_once: tl.constexpr):
+    """The greatest logit for which the weights from it up sum to `wanted`. A weight is 1, or, if `weighs`, the
+    likelihood relative to that of `top`, and `wanted` is a share of all."""
+    low = tl.maximum(low, top - _RANGE)
+    first, last = _ordered(low), _ordered(top)
+    lane, way = tl.arange(0, at_once), tl.arange(0, _WAYS)
+    tried = _ordered(tl.maximum(top - _RANGE * tl.exp2(-1.0 - way.to(tl.float32)), low))  # denser near the greatest
+    while first < last:
+        bound, lower, upper = _unordered(tried), _unordered(first), _unordered(last)
+        # Summed across lanes behind the loop only.
+        reached, total = tl.zeros([_WAYS, at_once], tl.float32), tl.zeros([at_once], tl.float32)
+        smallest, greatest = tl.full([at_once], float("inf"), tl.float32), tl.full([at_once], float("-inf"), tl.float32)
+        for start in range(0, vocab, at_once):
             x = tl.load(source + start + lane, mask=start + lane < vocab, other=float("-inf"))
             x = _scaled(x, degrees)
             weight = tl.exp(x - top) if weighs else tl.where(x > float("-inf"), 1.0, 0.0)
-            reached += tl.sum(tl.where(x[None, :] >= bound[:, None], weight[None, :], 0.0), 1)
-            total += tl.where(x >= low, weight, 0.0)
-        tl.store(sums + (row * parts + part) * _WAYS + way, reached)
-        if begins and weighs:
-            tl.store(totals + row * parts + part, tl.sum(total, 0))
-
-
-@triton.jit
-def end_search_kernel(
-    before,  # as those of `search_kernel`, of the last round
-    sums_before,
-    limit,
-    totals,
-    least,  # float32[rows], written where the row was searched
-    parts,
-    weighs: tl.constexpr,
-    padded: tl.constexpr,
-):
-    row = tl.program_id(0)
-    first, last = _narrowed(before, sums_before, limit, totals, row, parts, weighs, padded)
-    if first <= last:
-        tl.store(least + row, _unordered(first))
-
-
-@triton.jit
-def _narrowed(before, sums, limit, totals, row, parts, weighs: tl.constexpr, padded: tl.constexpr):
-    """The first and the last value that remain after a round."""
-    first, last = tl.load(before + 2 * row), tl.load(before + 2 * row + 1)
-    if first < last:
-        part, way = tl.arange(0, padded), tl.arange(0, _WAYS)
-        wanted = tl.load(limit + row).to(tl.float32)
-        if weighs:
-            wanted *= tl.sum(tl.load(totals + row * parts + part, mask=part < parts, other=0.0), 0)
-        place = (row * parts + part[:, None]) * _WAYS + way[None, :]
-        reached = tl.sum(tl.load(sums + place, mask=part[:, None] < parts, other=0.0), 0)
-        step = _step(first, last)
-        tried = first + (way + 1) * step
-        ways = tl.sum(((reached >= wanted) & (tried <= last)).to(tl.int64), 0)
-        first = first + ways * step
-        last = tl.minimum(last, first + step - 1)
-    return first, last
-
-
-@triton.jit
-def _step(first, last):
-    return (last - first) // _WAYS + 1
+            reached += tl.where(x[None, :] >= bound[:, None], weight[None, :], 0.0)
+            if weighs:
+                total += tl.where(x >= low, weight, 0.0)
+            remains = (x >= lower) & (x <= upper)
+            smallest = tl.minimum(smallest, tl.where(remains, x, float("inf")))
+            greatest = tl.maximum(greatest, tl.where(remains, x, float("-inf")))
+        needed = wanted * tl.sum(total, 0) if weighs else wanted
+        enough = (tl.sum(reached, 1) >= needed) & (tried <= last)
+        # It is a logit, and one of those that remained before this round.
+        first = tl.maximum(tl.max(tl.where(enough, tried, first), 0), _ordered(tl.min(smallest, 0)))
+        last = tl.minimum(tl.min(tl.where(enough, last, tried - 1), 0), _ordered(tl.max(greatest, 0)))
+        tried = first + (way + 1) * ((last - first) // _WAYS + 1)
+    return _unordered(first)
 
 
 @triton.jit
