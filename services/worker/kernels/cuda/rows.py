@@ -14,7 +14,7 @@ from services.worker.kernels.interface.arrays import I32
 from services.worker.kernels.interface.rows import BatchTensors, RowKernels, Verified
 
 _AT_ONCE = 256
-_MOST_APART = 16
+MOST_APART = 16
 """Tokens of the largest step whose drafts do not share the reading of their keys, so that it replays a graph."""
 
 
@@ -56,7 +56,7 @@ class CudaRows(RowKernels):
         """Ids are not checked, because the host does not wait for them. Padding rows follow (graph_plan.py)."""
         slots, positions = _tokens_of(self, rows)
         # Tiles of one token, if all rows decode: a graph computes these (graph_plan.py).
-        apart = (rows.counts == rows.drafts + 1).all() and len(slots) <= min(len(batch.tiles), _MOST_APART)
+        apart = (rows.counts == rows.drafts + 1).all() and len(slots) <= min(len(batch.tiles), MOST_APART)
         tiles, sampled = _tiles_of(self, rows, 1 if apart else TILE), _sampled_of(self, rows)
         counts = len(slots), len(tiles), len(sampled)
         buffers = batch.ids, batch.slots, batch.positions, batch.tiles, batch.sampled

@@ -14,7 +14,7 @@ from services.worker.kernels.interface.sampling import DrawColumns, SamplingKern
 from services.worker.sampling.noise import keys
 from services.worker.sampling.reference import GREEDY_BELOW
 
-_AT_ONCE, _ROW_AT_ONCE = 1024, 2048
+_AT_ONCE, _ROW_AT_ONCE = 1024, 4096
 """Logits that a program reads at once: one of several for a row, and one for a whole row."""
 _MOST_PARTS = 32
 """Programs that share a row."""

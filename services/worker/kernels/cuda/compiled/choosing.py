@@ -87,29 +87,34 @@ def cutoff_kernel(
 ):
     row, part = tl.program_id(0), tl.arange(0, padded)
     degrees = tl.load(temperature + row)
-    top = _scaled(tl.max(tl.load(best + row * parts + part, mask=part < parts, other=float("-inf")), 0), degrees)
-    least = tl.where(degrees < _GREEDY_BELOW, float("-inf"), top + tl.load(log_min_p + row))
+    top = tl.max(tl.load(best + row * parts + part, mask=part < parts, other=float("-inf")), 0)
     drawn = (degrees >= _GREEDY_BELOW) & (top > float("-inf"))
+    top = tl.where(drawn, top, 0.0)
+    least = _scaled(top, degrees) + tl.load(log_min_p + row)
+    low = top - tl.minimum(_scaled(top, degrees) - least, _RANGE) * degrees * 1.000001  # not above a logit that is kept
     source = logits + row.to(tl.int64) * vocab
     if limited:
         k = tl.load(top_k + row)
         if drawn & (k > 0) & (k < vocab):
-            least = _search(source, degrees, top, least, k.to(tl.float32), vocab, False, at_once)
+            low = _search(source, low, top, degrees, k.to(tl.float32), vocab, False, at_once)
     if shared:
         p = tl.load(top_p + row)
         if drawn & (p < 1):
-            least = _search(source, degrees, top, least, p, vocab, True, at_once)
-    tl.store(cutoff + row, least)
+            low = _search(source, low, top, degrees, p, vocab, True, at_once)
+    tl.store(cutoff + row, tl.where(drawn, tl.maximum(_scaled(low, degrees), least), float("-inf")))
 
 
 @triton.jit
-def _search(source, degrees, top, low, wanted, vocab, weighs: tl.constexpr, at_once: tl.constexpr):
+def _search(source, low, top, degrees, wanted, vocab, weighs: tl.constexpr, at_once: tl.constexpr):
     """The greatest logit for which the weights from it up sum to `wanted`. A weight is 1, or, if `weighs`, the
-    likelihood relative to that of `top`, and `wanted` is a share of all."""
-    low = tl.maximum(low, top - _RANGE)
+    likelihood relative to that of `top`, and `wanted` is a share of all from `low` up.
+
+    Logits are compared as they are: scaling keeps their order, and a division of each takes longer than the rest.
+    """
     first, last = _ordered(low), _ordered(top)
     lane, way = tl.arange(0, at_once), tl.arange(0, _WAYS)
-    tried = _ordered(tl.maximum(top - _RANGE * tl.exp2(-1.0 - way.to(tl.float32)), low))  # denser near the greatest
+    tried = _ordered(top - (top - low) * tl.exp2(-1.0 - way.to(tl.float32)))  # denser near the greatest
+    sharpness = 1.4426950408889634 / degrees
     while first < last:
         bound, lower, upper = _unordered(tried), _unordered(first), _unordered(last)
         # Summed across lanes behind the loop only.
@@ -117,8 +122,7 @@ def _search(source, degrees, top, low, wanted, vocab, weighs: tl.constexpr, at_o
         smallest, greatest = tl.full([at_once], float("inf"), tl.float32), tl.full([at_once], float("-inf"), tl.float32)
         for start in range(0, vocab, at_once):
             x = tl.load(source + start + lane, mask=start + lane < vocab, other=float("-inf"))
-            x = _scaled(x, degrees)
-            weight = tl.exp(x - top) if weighs else tl.where(x > float("-inf"), 1.0, 0.0)
+            weight = tl.exp2((x - top) * sharpness) if weighs else tl.full([at_once], 1.0, tl.float32)
             reached += tl.where(x[None, :] >= bound[:, None], weight[None, :], 0.0)
             if weighs:
                 total += tl.where(x >= low, weight, 0.0)
