@@ -230,7 +230,8 @@ def _replan(
     """
     from services.cli.engines import replan
 
-    return replan(server, timeout, drain_timeout, context.args)
+    commands: Any = context.find_root().command
+    return replan(server, timeout, drain_timeout, commands.commands["serve"], context.args)
 
 
 @_of_server("trace")

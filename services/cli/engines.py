@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperCommand
 
 from services.cli.ask import NoAnswer, ServerAddress, ask_object, send
-from services.cli.settings import ConfigurationError, is_switch, meant_key
-from services.config import OMITTED, ServeConfig, flag
+from services.cli.settings import ConfigurationError
 
 POLL_INTERVAL = 0.3
 """Seconds between two looks at a change that is under way."""
@@ -78,12 +78,14 @@ def _streams(server: ServerAddress, name: str) -> int:
     return sum(engine["streams"] for engine in _engines(server) if engine["name"] == name)
 
 
-def replan(server: ServerAddress, timeout: float, drain_timeout: float, flags: Sequence[str]) -> int:
+def replan(
+    server: ServerAddress, timeout: float, drain_timeout: float, serve: TyperCommand, flags: Sequence[str]
+) -> int:
     """Replace the engines by one with other settings, and wait until they have ended. Return the exit status.
 
-    Raises: NoAnswer; ConfigurationError, if a flag is not one of `serve`
+    Raises: NoAnswer; ConfigurationError or TyperException, if a flag is not one of the command `serve`
     """
-    settings = given(flags)
+    settings = given(serve, flags)
     query = f"timeout={timeout:g}&drain_timeout={drain_timeout:g}"
     shown = ""
     status = send(server, f"/engines/replan?{query}", settings)
@@ -101,25 +103,13 @@ def replan(server: ServerAddress, timeout: float, drain_timeout: float, flags: S
     return 0
 
 
-def given(flags: Sequence[str]) -> dict[str, Any]:
-    """Return settings by name from flags of `serve`. Raises: ConfigurationError"""
-    found: dict[str, Any] = {}
-    left = list(flags)
-    while left:
-        word, has_value, value = left.pop(0).partition("=")
-        name = word.removeprefix("--").replace("-", "_")
-        off = name.removeprefix("no_")
-        fields = ServeConfig.model_fields.keys() - OMITTED
-        if word.startswith("--no-") and off in fields and is_switch(ServeConfig.model_fields[off]):
-            found[off] = "false"
-        elif not word.startswith("--") or name not in fields:
-            raise ConfigurationError(f"{word} is no flag of runahead serve{meant_key(name, fields)}")
-        elif is_switch(ServeConfig.model_fields[name]):
-            found[name] = value if has_value else "true"
-        elif has_value or left:
-            found[name] = value if has_value else left.pop(0)
-        else:
-            raise ConfigurationError(f"{flag(name)} needs a value")
+def given(serve: TyperCommand, flags: Sequence[str]) -> dict[str, str]:
+    """Return settings by name from flags of the command `serve`.
+
+    Raises: ConfigurationError; TyperException, if a flag is not one of `serve`
+    """
+    values = serve.make_context("replan", [*flags]).params
+    found = {name: str(value) for name, value in values.items() if value not in (None, (), [])}
     if not found:
         raise ConfigurationError("no setting is given that would change, such as --tensor-parallel-size 2")
     return found

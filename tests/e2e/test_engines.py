@@ -155,7 +155,7 @@ def test_a_change_that_fails_leaves_the_engines_as_they_were(pair: ServeProcess,
         (("--tokenizer", str(tmp_path / "other")), "tokenizer mismatch"),
         (("--pipeline-parallel-size", "999"), "pipeline"),
         (("--port", "1"), "--port is no setting of an engine"),
-        (("--frobnicate", "1"), "--frobnicate is no flag"),
+        (("--frobnicate", "1"), "No such option: --frobnicate"),
     ):
         assert why in run_command("replan", pair.url, *flags, fails=True)
     wait_until(lambda: list(engines_of(pair)) == ["0", "1"], "the other engine is forgotten")
