@@ -62,6 +62,10 @@ class Converter:
         converter = self._converters.get(type(event))
         return event if converter is None else converter(event)  # type: ignore[return-value]  # others are in `Record`
 
+    def records(self, event: events.Event) -> list[Record]:
+        record = self.record(event)
+        return [] if record is None else [record]
+
     def arrival(self, event: events.RequestArrived) -> Record:
         media = event.message.media
         return event if media is None else replace(event, message=replace(event.message, media=_shape(media)))
@@ -93,13 +97,13 @@ class Converter:
         return events.ResultArrived(result)
 
 
-class TokenRemover:
+class TokenRemover(Converter):
     """Converts the events of one core into a recording without tokens."""
 
     def __init__(self, limits: Limits, vocab_size: int) -> None:
+        super().__init__(keeps_tokens=False)
         self._chains = PrefixChains(limits)
         self._vocab_size = vocab_size
-        self._converter = Converter(keeps_tokens=False)
         self._slot_of: dict[RequestKey, int] = {}
         self._stopped: set[RequestKey] = set()
         """Requests that a stop token ended with the result that is being applied."""
@@ -107,7 +111,7 @@ class TokenRemover:
     def records(self, event: events.Event) -> list[Record]:
         if isinstance(event, events.RequestArrived):
             return [self._arrival(event)]
-        record = self._converter.record(event)
+        record = self.record(event)
         match event:
             case events.EpochStarted(limits=limits) | events.CoreRestarted(limits=limits):
                 self._chains.start_epoch(limits)

@@ -43,7 +43,8 @@ class FlightRecorder:
 
     def __init__(self, header: RecordingHeader, writer: SegmentWriter) -> None:
         self._writer = writer
-        self._convert = _converter(header)
+        whole, limits = Converter(keeps_tokens=True), header.limits
+        self._convert = (whole if header.has_tokens else TokenRemover(limits, header.vocab_size)).records
         self._log: deque[Event] = deque(maxlen=MAX_WAITING)
         self.observe: Callable[[Event], None] = self._log.append
         """The only work in the scheduling loop: a function of Python here would double it."""
@@ -109,18 +110,6 @@ class FlightRecorder:
         self._writer.write(records)
         if self._writer.is_start_due and not self._has_requested_start:
             self._needs_start = self._has_requested_start = True
-
-
-def _converter(header: RecordingHeader) -> Callable[[Event], list[Record]]:
-    if not header.has_tokens:
-        return TokenRemover(header.limits, header.vocab_size).records
-    convert = Converter(keeps_tokens=True).record
-
-    def records(event: Event) -> list[Record]:
-        record = convert(event)
-        return [] if record is None else [record]
-
-    return records
 
 
 class LiveRecording:

@@ -1,9 +1,9 @@
 """Replay of a recording: its inbound events enter a core, and the decisions of that core are compared with its own."""
 
-from collections import deque
 from collections.abc import Iterable, Iterator
+from copy import copy
 from dataclasses import dataclass, field
-from itertools import chain, zip_longest
+from itertools import chain, takewhile, tee, zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -114,32 +114,10 @@ def turns_of(records: Iterable[Record]) -> Iterator[Turn]:
                 turn.decisions.append(record)
 
 
-class _Lookahead:
-    """Iterator over turns that can look at those to come."""
-
-    def __init__(self, turns: Iterator[Turn]) -> None:
-        self._turns = turns
-        self._buffer: deque[Turn] = deque()
-
-    def __iter__(self) -> Iterator[Turn]:
-        return self
-
-    def __next__(self) -> Turn:
-        return self._buffer.popleft() if self._buffer else next(self._turns)
-
-    def ahead(self) -> Iterator[Turn]:
-        """Iterate over the next turns, up to the end of the epoch; they are returned again afterwards."""
-        index = 0
-        while True:
-            if index == len(self._buffer):
-                if (turn := next(self._turns, None)) is None:
-                    return
-                self._buffer.append(turn)
-            turn = self._buffer[index]
-            if isinstance(turn.cause, (events.EpochEnded, events.AllRequestsFailed)):
-                return
-            yield turn
-            index += 1
+def _epoch(turns: Iterator[Turn]) -> Iterator[Turn]:
+    """Iterate over the next turns, up to the end of the epoch. They stay in `turns`, an iterator of `itertools.tee`."""
+    ends = (events.EpochEnded, events.AllRequestsFailed)
+    return takewhile(lambda turn: not isinstance(turn.cause, ends), copy(turns))
 
 
 class Replay:
@@ -185,7 +163,7 @@ class Replay:
 
     def run(self) -> Difference | None:
         """Replay everything from the first start. Return the first difference, or None."""
-        turns = _Lookahead(turns_of(self._recording.records_from_start()))
+        (turns,) = tee(turns_of(self._recording.records_from_start()), 1)
         for number, turn in enumerate(turns):
             error = self._replay(turn, turns)
             self.num_events += 1
@@ -196,7 +174,7 @@ class Replay:
                     return Difference(number, self.core.store.now, turn.cause, recorded, replayed)
         return None
 
-    def _replay(self, turn: Turn, turns: "_Lookahead") -> str | None:
+    def _replay(self, turn: Turn, turns: Iterator[Turn]) -> str | None:
         """Let the event of the turn enter the core. Return the error that it raised, if the recorded core cannot have
         raised it."""
         self._decisions = []
@@ -210,7 +188,7 @@ class Replay:
             return _text(error)
         return None
 
-    def _enter(self, turn: Turn, turns: "_Lookahead") -> None:
+    def _enter(self, turn: Turn, turns: Iterator[Turn]) -> None:
         core = self.core
         match turn.cause:
             case events.TimeAdvanced(now=now):
@@ -325,12 +303,12 @@ class Replay:
                 if (grammar := self._grammar_of(int(rows[row]))) is not None:
                     grammar.num_matching += int(counts[row])
 
-    def _complete(self, result: ModelRunnerOutput, turn: Turn, turns: "_Lookahead") -> ModelRunnerOutput:
+    def _complete(self, result: ModelRunnerOutput, turn: Turn, turns: Iterator[Turn]) -> ModelRunnerOutput:
         """Return the result with what was not recorded of it."""
         step = self._step(result.epoch, result.step_id)
         if step is None:
             return result
-        refused, applied, outcome = _fate(result, chain([turn], turns.ahead()))
+        refused, applied, outcome = _fate(result, chain([turn], _epoch(turns)))
         if refused:
             return replace(result, slots=b"")  # which is refused again
         if slots := result.embedding_slots:
