@@ -1,12 +1,12 @@
 """The table of features that can be combined. `runahead capabilities` prints it; combinations are refused only by it.
 
 A combination is (batching policy, more than one pipeline stage, more steps in flight than stages, backend, speculative
-decoding, structured output). Whatever is not listed in `REFUSED` works: tests/integration/scheduler runs these
-combinations, tests/vllm those of vLLM. A registered policy is subject to the rows that name no policy.
+decoding, structured output). Whatever `refusal` does not name works, registered policies included: tests/integration/
+scheduler runs these combinations, tests/vllm those of vLLM.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import product
 from typing import Self
 
@@ -42,40 +42,17 @@ class Combination:
         return f"{self.batching_policy} policy, {stages}, {depth}, {self.backend} backend{drafts}{output}"
 
 
-@dataclass(frozen=True, slots=True)
-class RefusedPattern:
-    """Combinations that are refused. None matches any value."""
-
-    reason: str
-    batching_policy: str | None = None
-    pipeline: bool | None = None
-    runs_ahead: bool | None = None
-    backend: str | None = None
-    speculation: bool | None = None
-    structured: bool | None = None
-
-    def matches(self, combination: Combination) -> bool:
-        pattern = ((getattr(self, f.name), getattr(combination, f.name)) for f in fields(combination))
-        return all(wanted in (None, there) for wanted, there in pattern)
-
-
 POLICIES = tuple(BUILT_IN)
 BACKENDS = ("native", "vllm", "sim", "sim rigid")
-_RIGID = "a rigid device cannot mix prefill and decode: use --batching-policy phased"
-REFUSED: tuple[RefusedPattern, ...] = (
-    RefusedPattern(
-        "speculation needs steps that mix prefill and decode: not --batching-policy phased",
-        batching_policy="phased",
-        speculation=True,
-    ),
-    RefusedPattern(_RIGID, batching_policy="chunked", backend="sim rigid"),
-    RefusedPattern(_RIGID, batching_policy="balanced", backend="sim rigid"),
-)
 
 
 def refusal(combination: Combination) -> str | None:
     """Return why the combination is refused, or None."""
-    return next((row.reason for row in REFUSED if row.matches(combination)), None)
+    if combination.batching_policy == "phased" and combination.speculation:
+        return "speculation needs steps that mix prefill and decode: not --batching-policy phased"
+    if combination.batching_policy in ("chunked", "balanced") and combination.backend == "sim rigid":
+        return "a rigid device cannot mix prefill and decode: use --batching-policy phased"
+    return None
 
 
 def table() -> Iterator[tuple[Combination, str | None]]:

@@ -19,14 +19,7 @@ from services.scheduler.membership.admission import objection
 from services.scheduler.membership.contents import MAX_PARTS, WeightContents
 from services.scheduler.membership.epoch import Epoch
 from services.scheduler.membership.formation import Formation, GroupSize
-from services.scheduler.membership.group_states import (
-    FORMING,
-    PHASES,
-    GroupAction,
-    GroupEvent,
-    GroupState,
-    group_transition,
-)
+from services.scheduler.membership.group_states import FORMING, GROUP_TABLE, PHASES, GroupAction, GroupEvent, GroupState
 from services.scheduler.membership.losses import Losses
 from services.scheduler.membership.member import Member
 from services.scheduler.membership.member_states import MemberAction, MemberEvent, MemberState, reason_of
@@ -34,6 +27,7 @@ from services.scheduler.membership.roster import Roster
 from services.scheduler.membership.sizes import GroupError
 from services.scheduler.membership.step_watch import SMALLEST, StepSize, StepWatch
 from services.scheduler.membership.timeouts import overdue, stalled
+from services.scheduler.transitions import transition
 
 WORKERS_LOST = "the model workers were lost; the request was not completed"
 
@@ -204,7 +198,7 @@ class WorkerGroup:
         """The result of a step has arrived. Results of an epoch that is not in effect are ignored."""
         if epoch == self.epoch and self.state is GroupState.READY:
             self._watch.on_result(step_id, now)
-            self.losses.on_step()
+            self.losses.on_useful()
 
     def on_sign_of_life(self) -> int:
         """Return the number of the sign of life that is sent to every worker now."""
@@ -222,7 +216,7 @@ class WorkerGroup:
 
     def on_guilty_request(self) -> None:
         """The request that caused the last loss was found, and is refused."""
-        self.losses.on_explained()
+        self.losses.on_useful()
 
     def check(self, now: float) -> None:
         """Apply the timeouts, and fail if no group is expected to serve. Actions must have been carried out: the last
@@ -369,7 +363,7 @@ class WorkerGroup:
 
     def _group_event(self, event: GroupEvent, reason: str, now: float) -> None:
         """Raises: IllegalTransition, with nothing changed"""
-        self.state, actions = group_transition(self.state, event)
+        self.state, actions = transition(GROUP_TABLE, self.state, event, "the group")
         for action in actions:
             self._act(action, event, reason, now)
 

@@ -34,7 +34,6 @@ Rules:
 import enum
 
 from protocol.requests import EnginePhase
-from services.scheduler.transitions import IllegalTransition
 
 
 class GroupState(enum.Enum):
@@ -123,11 +122,3 @@ PHASES: dict[GroupState, EnginePhase] = {
     GroupState.FAILED: EnginePhase.FAILED,
 }
 """State -> what frontends are sent."""
-
-
-def group_transition(state: GroupState, event: GroupEvent) -> tuple[GroupState, tuple[GroupAction, ...]]:
-    """Return the next state and the actions. Raises: IllegalTransition"""
-    row = GROUP_TABLE.get((state, event))
-    if row is None:
-        raise IllegalTransition(f"{event.name} has no place while the group is {state.name}")
-    return row

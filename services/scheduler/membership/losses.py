@@ -28,18 +28,14 @@ class Losses:
         """An epoch is in effect."""
         self._started_at, self.last = now, ""
 
-    def on_step(self) -> None:
-        """A step was finished: this epoch is useful."""
+    def on_useful(self) -> None:
+        """This epoch has finished a step; or the cause of the last fault is found, and will not return."""
         self.futile = 0
 
     def on_end(self, now: float) -> None:
         """An epoch that was in effect has ended, for whatever reason."""
         if self.is_proven(now):
             self.futile = 0
-
-    def on_explained(self) -> None:
-        """The cause of the last fault is found, and will not return."""
-        self.futile = 0
 
     def on_fault(self, reason: str) -> None:
         """An epoch has ended by a fault, after `on_end` if it was in effect."""

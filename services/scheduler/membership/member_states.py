@@ -37,7 +37,6 @@ import enum
 
 from protocol.membership import Heartbeat, Loaded, LoadFailed, LoadProgress, RankLost, Ready, Register, WorkerMessage
 from protocol.steps import StepFault
-from services.scheduler.transitions import IllegalTransition
 
 
 class MemberState(enum.Enum):
@@ -148,14 +147,6 @@ MESSAGES: dict[type, MemberEvent] = {
     StepFault: _E.LOST,
 }
 """Message -> its event."""
-
-
-def member_transition(state: MemberState, event: MemberEvent) -> tuple[MemberState, tuple[MemberAction, ...]]:
-    """Return the next state and the actions. Raises: IllegalTransition"""
-    row = MEMBER_TABLE.get((state, event))
-    if row is None:
-        raise IllegalTransition(f"{event.name} has no place while a worker is {state.name}")
-    return row
 
 
 def event_of(message: WorkerMessage | StepFault, epoch: int) -> MemberEvent | None:

@@ -6,14 +6,8 @@ from protocol.codec import ProtocolError
 from protocol.membership import Heartbeat, Loaded, LoadProgress, Register, WorkerMessage
 from protocol.steps import StepFault
 from services.scheduler.membership.member import Member
-from services.scheduler.membership.member_states import (
-    MEMBER_TABLE,
-    MemberAction,
-    MemberEvent,
-    MemberState,
-    event_of,
-    member_transition,
-)
+from services.scheduler.membership.member_states import MEMBER_TABLE, MemberAction, MemberEvent, MemberState, event_of
+from services.scheduler.transitions import transition
 
 
 class Roster:
@@ -96,7 +90,7 @@ class Roster:
         Raises: IllegalTransition, with nothing changed
         """
         member, before = self._members.get(peer), self.state_of(peer)
-        after, actions = member_transition(before, event)
+        after, actions = transition(MEMBER_TABLE, before, event, "a worker")
         if member is not None and after is not before:
             member.state, member.since = after, now
         if after is MemberState.UNKNOWN:

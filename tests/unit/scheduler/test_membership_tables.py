@@ -11,15 +11,7 @@ from protocol.membership import Heartbeat, Loaded, LoadFailed, LoadProgress, Ran
 from protocol.steps import StepFault
 from services.config import SchedulerConfig
 from services.scheduler.membership import WorkerGroup
-from services.scheduler.membership.group_states import (
-    FORMING,
-    GROUP_TABLE,
-    PHASES,
-    GroupAction,
-    GroupEvent,
-    GroupState,
-    group_transition,
-)
+from services.scheduler.membership.group_states import FORMING, GROUP_TABLE, PHASES, GroupAction, GroupEvent, GroupState
 from services.scheduler.membership.member_states import (
     IN_EPOCH,
     MEMBER_TABLE,
@@ -30,7 +22,7 @@ from services.scheduler.membership.member_states import (
     event_of,
 )
 from services.scheduler.membership.roster import Roster
-from services.scheduler.transitions import IllegalTransition
+from services.scheduler.transitions import IllegalTransition, transition
 
 WORKER = Register("sim", "m", "host", 1, "hash", "float32", tensor_parallel_sizes=(1, 2))
 EPOCH = 1
@@ -97,10 +89,10 @@ def test_every_member_event_has_a_row_or_changes_nothing(state: MemberState, eve
 @pytest.mark.parametrize(("state", "event"), list(product(GroupState, GroupEvent)))
 def test_every_group_event_has_a_row_or_is_refused(state: GroupState, event: GroupEvent) -> None:
     if (state, event) in GROUP_TABLE:
-        assert group_transition(state, event) == GROUP_TABLE[state, event]
+        assert transition(GROUP_TABLE, state, event, "the group") == GROUP_TABLE[state, event]
         return
     with pytest.raises(IllegalTransition, match=f"{event.name} has no place while the group is {state.name}"):
-        group_transition(state, event)
+        transition(GROUP_TABLE, state, event, "the group")
 
 
 def test_every_message_has_an_event_and_every_state_a_phase() -> None:
