@@ -24,7 +24,7 @@ from protocol.media import (
     named,
 )
 from services.frontend.errors import APIError, invalid
-from services.frontend.helper_process import HelperProcess
+from services.helper_process import HelperProcess
 
 if TYPE_CHECKING:
     from services.frontend.media_fetcher import MediaFetcher

@@ -8,7 +8,6 @@ are compiled and rendered here, under limits of the kernel, and never in the fro
 import contextlib
 import gc
 import resource
-import signal
 import sys
 from multiprocessing.connection import Connection
 from typing import Any
@@ -104,8 +103,6 @@ def _outcome(templates: CompiledTemplates, data: bytes) -> Outcome:
 
 
 def main(descriptor: str, parent: str) -> int:
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to a whole group; open requests still finish
-        signal.signal(number, signal.SIG_IGN)
     die_with_parent(int(parent))
     resource.setrlimit(resource.RLIMIT_AS, (MEGABYTES << 20, MEGABYTES << 20))
     gc.freeze()

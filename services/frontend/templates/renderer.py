@@ -4,7 +4,6 @@ import logging
 import threading
 
 from services.checkpoint import CheckpointError
-from services.frontend.helper_process import HelperProcess
 from services.frontend.templates import render_process
 from services.frontend.templates.jobs import (
     LimitReached,
@@ -15,6 +14,7 @@ from services.frontend.templates.jobs import (
     decode,
     encode,
 )
+from services.helper_process import HelperProcess
 
 log = logging.getLogger("runahead.frontend")
 

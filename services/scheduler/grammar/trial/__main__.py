@@ -1,4 +1,4 @@
-"""`python -m services.scheduler.grammar.trial PARENT_PID`."""
+"""`python -m services.scheduler.grammar.trial FD PARENT_PID`."""
 
 import sys
 

@@ -6,61 +6,49 @@ RUNAHEAD_FAILPOINT_GRAMMAR_SECONDS is for tests: it delays each compilation by t
 import contextlib
 import os
 import resource
-import sys
 import threading
 import time
-from typing import BinaryIO
+from multiprocessing.connection import Connection
 
+import msgspec
+
+from protocol.sampling import StructuredOutputParams
 from services.process import die_with_parent
 from services.scheduler.grammar.limits import CPU_SECONDS, MEMORY_BYTES, STACK_BYTES
-from services.scheduler.grammar.trial import messages
 from services.scheduler.grammar.trial.measure import TrialCompiler
-from services.scheduler.grammar.trial.messages import TrialVerdict
+from services.scheduler.grammar.trial.messages import TrialSetup, TrialVerdict
 from services.scheduler.grammar.vocabulary import GrammarVocabulary
 
 FAILPOINT = "RUNAHEAD_FAILPOINT_GRAMMAR_SECONDS"
 
 
-def main(parent: str) -> int:
+def main(descriptor: str, parent: str) -> int:
     die_with_parent(int(parent))
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # llguidance may print; that must not reach the answers
     threading.stack_size(STACK_BYTES)
-    thread = threading.Thread(target=serve, args=(sys.stdin.buffer, answers))
+    thread = threading.Thread(target=serve, args=(Connection(int(descriptor)),))
     thread.start()
     thread.join()
     return 0
 
 
-def serve(requests: BinaryIO, answers: BinaryIO) -> None:
-    """Answer requests until the pipe is closed."""
-    content = _read(requests)
-    if content is None:
-        return
-    setup = messages.decode_setup(content)
-    vocabulary = GrammarVocabulary(setup.tokenizer, setup.num_tokens, setup.eos_token_ids)
-    try:
-        compiler = TrialCompiler(vocabulary.library_tokenizer(setup.n_vocab))
-    except Exception as error:  # llguidance raises arbitrary errors for a tokenizer that it cannot use
-        _write(answers, TrialVerdict(str(error) or type(error).__name__))
-        return
-    _write(answers, TrialVerdict())
-    _limit_memory()
-    delay = float(os.environ.get(FAILPOINT) or 0)
-    while (content := _read(requests)) is not None:
-        _limit_processor_time()
-        time.sleep(delay)
-        _write(answers, compiler.verdict(messages.decode_params(content)))
-
-
-def _read(source: BinaryIO) -> bytes | None:
-    header = source.read(messages.HEADER_BYTES)
-    return source.read(int.from_bytes(header, "little")) if len(header) == messages.HEADER_BYTES else None
-
-
-def _write(answers: BinaryIO, verdict: TrialVerdict) -> None:
-    answers.write(messages.encode(verdict))
-    answers.flush()
+def serve(scheduler: Connection) -> None:
+    """Answer requests until the connection is closed."""
+    with scheduler, contextlib.suppress(EOFError, OSError):
+        setup = msgspec.msgpack.decode(scheduler.recv_bytes(), type=TrialSetup)
+        vocabulary = GrammarVocabulary(setup.tokenizer, setup.num_tokens, setup.eos_token_ids)
+        try:
+            compiler = TrialCompiler(vocabulary.library_tokenizer(setup.n_vocab))
+        except Exception as error:  # llguidance raises arbitrary errors for a tokenizer that it cannot use
+            scheduler.send_bytes(msgspec.msgpack.encode(TrialVerdict(str(error) or type(error).__name__)))
+            return
+        scheduler.send_bytes(msgspec.msgpack.encode(TrialVerdict()))
+        _limit_memory()
+        delay = float(os.environ.get(FAILPOINT) or 0)
+        while True:
+            params = msgspec.msgpack.decode(scheduler.recv_bytes(), type=StructuredOutputParams)
+            _limit_processor_time()
+            time.sleep(delay)
+            scheduler.send_bytes(msgspec.msgpack.encode(compiler.verdict(params)))
 
 
 def _limit_memory() -> None:

@@ -11,7 +11,6 @@ import contextlib
 import io
 import logging
 import resource
-import signal
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -163,8 +162,6 @@ def _limit_memory() -> None:
 
 
 def main(descriptor: str, parent: str) -> int:
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to a whole group; open requests still finish
-        signal.signal(number, signal.SIG_IGN)
     die_with_parent(int(parent))
     with Connection(int(descriptor)) as connection:
         try:

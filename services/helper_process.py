@@ -1,4 +1,4 @@
-"""A process beside the frontend for work that may crash, hang or fill its memory: that ends one request only."""
+"""A process beside a service for work that may crash, hang or fill its memory: that ends one request only."""
 
 import os
 import socket
@@ -6,6 +6,7 @@ import struct
 import subprocess
 import sys
 import weakref
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 
 MAX_ANSWER_BYTES = 256 << 20
@@ -15,13 +16,15 @@ that it has begun."""
 
 
 class HelperProcess:
-    """A process that answers each message with another one. It ends with this object.
+    """A process that answers each message with another one. It ends with this object. Signals of a terminal do not
+    reach it.
 
     Args:
         module: started as `python -m MODULE FD PARENT_PID`. FD is its end of a `multiprocessing.connection.Connection`.
+        environment: more variables.
     """
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, environment: Mapping[str, str] | None = None) -> None:
         ours, theirs = socket.socketpair()
         for limit in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             ours.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", TRANSFER_SECONDS, 0))
@@ -31,6 +34,8 @@ class HelperProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
+                env=os.environ | (environment or {}),
+                process_group=0,
                 pass_fds=[theirs.fileno()],
             )
         self._connection = Connection(ours.detach())
@@ -43,6 +48,10 @@ class HelperProcess:
     @property
     def is_alive(self) -> bool:
         return self._process.poll() is None
+
+    def kill(self) -> None:
+        """End the process. For any thread."""
+        self._process.kill()
 
     def exchange(self, message: bytes, seconds: float) -> bytes:
         """Return the answer to a message.
