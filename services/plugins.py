@@ -1,6 +1,6 @@
 """Classes by name: built-in ones, and those that installed packages register as Python entry points."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -10,19 +10,14 @@ class PluginError(ValueError):
 
 
 def find_class(
-    flag: str,
-    name: str,
-    built_in: Mapping[str, type[Any]],
-    group: str,
-    is_valid: Callable[[type[Any]], bool],
-    requirement: str,
+    flag: str, name: str, built_in: Mapping[str, type[Any]], group: str, members: Sequence[str]
 ) -> type[Any]:
     """Return the class of a name. A built-in name cannot be replaced.
 
     Args:
         flag: the setting that names it, for errors.
         group: of the entry points.
-        requirement: ends the sentence "... is no", for a class that is not valid.
+        members: names that the class must have.
 
     Raises: PluginError, if there is no such class, its entry point does not load, or it is not valid.
     """
@@ -43,8 +38,8 @@ def find_class(
     except Exception as error:
         text = " ".join(str(error).split())
         raise PluginError(f"{where} does not load: {type(error).__name__}: {text}") from error
-    if not isinstance(loaded, type) or not is_valid(loaded):
-        raise PluginError(f"{where} is no {requirement}")
+    if not isinstance(loaded, type) or not all(hasattr(loaded, member) for member in members):
+        raise PluginError(f"{where} is no {flag[2:].replace('-', ' ')}: it must be a class with {', '.join(members)}")
     return loaded
 
 

@@ -93,9 +93,6 @@ class APIError(Exception):
             return None
         return {"retry-after": str(max(1, math.ceil(self._retry_after)))}
 
-    def response(self) -> Response:
-        return Response(self.encoded(), self.status, self.headers, "application/json")
-
 
 def anthropic_body(error: APIError, request_id: str) -> AnthropicErrorResponse:
     """Return the error in the form of Anthropic's API."""
@@ -105,9 +102,8 @@ def anthropic_body(error: APIError, request_id: str) -> AnthropicErrorResponse:
 
 def error_response(error: APIError, path: str, request_id: str) -> Response:
     """Return the error in the dialect of the route."""
-    if not path.startswith(ANTHROPIC_PREFIX):
-        return error.response()
-    content = msgspec.json.encode(anthropic_body(error, request_id))
+    is_anthropic = path.startswith(ANTHROPIC_PREFIX)
+    content = msgspec.json.encode(anthropic_body(error, request_id)) if is_anthropic else error.encoded()
     return Response(content, error.status, error.headers, "application/json")
 
 

@@ -10,20 +10,18 @@ Imports the OpenTelemetry packages (extra `otel`); this module is imported only 
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
-from opentelemetry.trace import Span, SpanKind, StatusCode
+from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.trace.propagation import set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.requests import Request as HTTPRequest
 
 from services.config.traces import GRPC, TRACES_PROTOCOL, traces_protocol
-from services.frontend.engine.availability import Recovery
 from services.frontend.engine.client import EngineClient
 from services.frontend.request_summary import EndedChoice, RequestSummary
 
@@ -43,16 +41,8 @@ EXPORT_SECONDS = 5
 Attributes = Mapping[str, str | int | float | list[str]]
 
 
-class ChoicePhase(NamedTuple):
-    """Part of the life of a choice, in monotonic seconds of this process."""
-
-    name: str
-    began: float
-    ended: float
-
-
-def phases(choice: EndedChoice, recovered: bool) -> list[ChoicePhase]:
-    """Return the phases of a choice that are known.
+def phases(choice: EndedChoice, recovered: bool) -> list[tuple[str, float, float]]:
+    """Return name, beginning and end of the phases of a choice that are known, in monotonic seconds of this process.
 
     The scheduler's clock is another one. With the offset between the clocks, the request was queued after it was
     submitted here, and ended before its end was seen here. The first bound is the closer one, as the end may have
@@ -63,9 +53,9 @@ def phases(choice: EndedChoice, recovered: bool) -> list[ChoicePhase]:
     if times is not None and times.ended:
         earliest, latest = choice.submitted - times.queued, choice.ended - times.ended
         offset = latest if recovered else min(earliest, latest)
-        found += [ChoicePhase(name, began + offset, ended + offset) for name, began, ended in times.phases()]
+        found += [(name, began + offset, ended + offset) for name, began, ended in times.phases()]
     if choice.first_token is not None:
-        found.append(ChoicePhase("detokenise", choice.first_token, choice.ended))
+        found.append(("detokenise", choice.first_token, choice.ended))
     return found
 
 
@@ -108,7 +98,8 @@ class TraceExporter:
             span.set_attribute("error.type", str(status))
             span.set_status(StatusCode.ERROR, error)
         recoveries = [event for event in self._engine.recoveries if summary.started <= event.at <= now]
-        _add_events(span, recoveries, clock)
+        for event in recoveries:
+            span.add_event(event.name, {"runahead.reason": event.reason}, clock.at(event.at))
         below = set_span_in_context(span)
         for index, choice in enumerate(summary.choices or ()):
             self._add_phases(below, index, choice, bool(recoveries), clock)
@@ -148,19 +139,19 @@ class TraceExporter:
     def _add_phases(
         self, below: Context, index: int, choice: EndedChoice, recovered: bool, clock: "_WallClock"
     ) -> None:
-        for phase in phases(choice, recovered):
+        for name, began, ended in phases(choice, recovered):
             attributes: dict[str, int] = {"runahead.choice": index}
-            if phase.name == "prefill" and choice.end is not None:
+            if name == "prefill" and choice.end is not None:
                 attributes["runahead.cached_tokens"] = choice.end.num_cached_tokens
-            if phase.name == "decode" and choice.end is not None:
+            if name == "decode" and choice.end is not None:
                 attributes["runahead.preemptions"] = choice.end.num_preemptions
                 attributes["runahead.draft_tokens"] = choice.end.num_draft_tokens
                 attributes["runahead.accepted_tokens"] = choice.end.num_accepted_tokens
-            if phase.name == "detokenise":
+            if name == "detokenise":
                 attributes["gen_ai.usage.output_tokens"] = choice.output_tokens
-            began = clock.at(phase.began)
-            span = self._tracer.start_span(phase.name, context=below, start_time=began, attributes=attributes)
-            span.end(max(clock.at(phase.ended), began))
+            start = clock.at(began)
+            span = self._tracer.start_span(name, context=below, start_time=start, attributes=attributes)
+            span.end(max(clock.at(ended), start))
 
 
 class _WallClock:
@@ -171,11 +162,6 @@ class _WallClock:
 
     def at(self, moment: float) -> int:
         return int((moment + self._offset) * 1e9)
-
-
-def _add_events(span: Span, recoveries: Iterable[Recovery], clock: _WallClock) -> None:
-    for event in recoveries:
-        span.add_event(event.name, {"runahead.reason": event.reason}, clock.at(event.at))
 
 
 class CollectorExporter(SpanExporter):

@@ -5,12 +5,9 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
-ROUTES = frozenset(
-    {
-        "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses",
-        "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/pooling",
-    }
-)  # fmt: skip
+from services.frontend.openai.tasks import ANSWER_PATHS
+
+ROUTES = ANSWER_PATHS - {"/v1/messages"}
 
 
 @dataclass(frozen=True)

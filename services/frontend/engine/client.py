@@ -169,7 +169,7 @@ class EngineClient:
             raise APIError(503, "the server is stopping; no new requests are taken")
         if self.engines.primary is None:
             raise APIError(503, "no engine is known; try again later")
-        self.engines.primary.availability.check()
+        self.engines.primary.check()
         if not self.engines.primary.accepts:
             raise APIError(503, "the engines drain, and no other one takes requests; try again later")
 

@@ -31,7 +31,7 @@ MAX_SHEDDING = 1.0
 """Seconds after a refusal for load in which no further request is sent to the scheduler, at most."""
 
 
-class ConnectedEngine:
+class ConnectedEngine(Availability):
     """
     Args:
         ledger: the open requests of all engines.
@@ -60,16 +60,16 @@ class ConnectedEngine:
         on_finish: Callable[["ConnectedEngine", Finish], bool],
         on_blocks: Callable[["ConnectedEngine", list[bytes], list[bytes] | None], None],
     ) -> None:
+        super().__init__(patience, recoveries)
         self.address = address
         self.name = address.name
         self.connection = SchedulerConnection(
-            address.endpoint, security.with_server_key(address.public_key), silence, self._on_frame, self._on_lost
+            address.endpoint, security.with_server_key(address.public_key), silence, self._on_frame, self._on_loss
         )
         self._ledger = ledger
         self._tokenizer = tokenizer
         self._max_silence = silence
         self._on_change, self._on_finish, self._on_blocks = on_change, on_finish, on_blocks
-        self.availability = Availability(patience, recoveries)
         self._logged_condition = self.condition
         self.is_listed = True
         """False: it is kept until it owns no request."""
@@ -86,29 +86,6 @@ class ConnectedEngine:
         """Number of the next message with names of blocks."""
         self._lost_incarnation = 0
         self._decoder: Decoder[EngineMessage] = Decoder(EngineMessage)
-
-    @property
-    def state(self) -> EngineState:
-        return self.availability.state
-
-    @property
-    def condition(self) -> Condition:
-        return self.availability.condition
-
-    @property
-    def draining(self) -> bool:
-        """Its streams move to other engines, and it gets no new ones."""
-        return self.availability.draining
-
-    @property
-    def accepts(self) -> bool:
-        """New requests may be sent to it, perhaps a little later."""
-        return self.availability.accepts
-
-    @property
-    def ready(self) -> bool:
-        """True if it executes new requests now."""
-        return self.availability.ready
 
     @property
     def identity(self) -> str:
@@ -156,16 +133,16 @@ class ConnectedEngine:
 
     def drain(self, draining: bool) -> None:
         """Let the streams of this engine move to others, and send it no new ones; or take that back."""
-        self.availability.draining = draining
+        self.draining = draining
         self._log_condition()
 
     def watch(self, now: float) -> bool:
         """Notice silence. Return True if the engine is no longer expected back. `now`: monotonic seconds."""
         self.connection.check(now)
         if self.connection.in_doubt and self.condition is not Condition.GONE:
-            self.availability.on_doubt(now)
+            self.on_doubt(now)
             self._log_condition()
-        return self.availability.gives_up(now, is_connected=self.connection.is_open)
+        return self.gives_up(now, is_connected=self.connection.is_open)
 
     def follow_steps(self, steps: StepRing | None) -> None:
         """Subscribe to step records, which `steps` receives; None: end the subscription."""
@@ -179,7 +156,7 @@ class ConnectedEngine:
 
     def submit_open(self) -> None:
         """Send what the scheduler does not have yet."""
-        if not self.connection.is_open or not self.availability.executes:
+        if not self.connection.is_open or not self.executes:
             return
         ledger, scheduler = self._ledger, (self.name, self.state.incarnation)
         before = ledger.resubmitted
@@ -197,22 +174,22 @@ class ConnectedEngine:
         """It, or this frontend, has refused the connection."""
         self.refusal = why
         if self.condition is not Condition.GONE:
-            self._on_lost(is_expelled=False)
+            self._on_loss(is_expelled=False)
 
     # -- events --------------------------------------------------------------------------------------------------
 
-    def _on_lost(self, is_expelled: bool) -> None:
+    def _on_loss(self, is_expelled: bool) -> None:
         """Its requests wait for its next scheduler, or move."""
         self._subscribed = Subscribe(steps=False)
         self._lost_incarnation = self.state.incarnation
         if is_expelled:
             self._ledger.expelled(self.name)
         self._ledger.disconnected(self.name)
-        self.availability.on_lost(time.monotonic())
+        self.on_lost(time.monotonic())
         self._log_condition()
         self._on_change(self)
 
-    def _on_state(self, state: EngineState) -> None:
+    def _on_new_state(self, state: EngineState) -> None:
         """Raises: HandshakeRefused, if the scheduler compiles grammars for another tokenizer."""
         ours, theirs = self._tokenizer, state.tokenizer
         if ours and theirs and ours != theirs:
@@ -227,7 +204,7 @@ class ConnectedEngine:
             self._ledger.returned((self.name, state.incarnation))
         self.refusal, now = "", time.monotonic()
         self._pace.on_stats(state.stats, now)
-        self.availability.on_state(checked(state, self._max_silence), now)
+        self.on_state(checked(state, self._max_silence), now)
         self._log_condition()
         self._subscribe()
         self.submit_open()
@@ -262,7 +239,7 @@ class ConnectedEngine:
         try:
             message = self._decoder.decode(frame)
             if isinstance(message, EngineState):
-                self._on_state(message)
+                self._on_new_state(message)
                 return
             if isinstance(message, StepRecords):
                 if self._steps is not None:

@@ -31,28 +31,10 @@ from services.frontend.openai.prompts.encoder import PromptEncoder
 from services.frontend.openai.prompts.prompt import Prompt
 from services.frontend.openai.schemas.requests import BaseRequest, ChatRequest, CompletionRequest, ScheduledRequest
 from services.frontend.openai.schemas.responses import AnswerHead
-from services.frontend.openai.tasks import GENERATE, check_task
+from services.frontend.openai.tasks import ANSWER_PATHS, GENERATE, check_task
 from services.frontend.request_log import EndedRequest, EndedRequestLog
 from services.frontend.request_summary import RequestSummary
 from services.frontend.text.token_texts import TokenTexts
-
-ANSWER_PATHS = frozenset(
-    {
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/embeddings",
-        "/v1/messages",
-        "/v1/responses",
-        "/classify",
-        "/score",
-        "/v1/score",
-        "/rerank",
-        "/v1/rerank",
-        "/v2/rerank",
-        "/pooling",
-    }
-)
-"""Routes that submit requests to the engine."""
 
 Submission = tuple[Prompt, SamplingParams]
 Body = CompletionRequest | ChatRequest

@@ -13,6 +13,15 @@ ROUTES = {
 }
 
 
+ANSWER_PATHS = frozenset(
+    {
+        "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/messages", "/v1/responses",
+        "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/pooling",
+    }
+)  # fmt: skip
+"""Routes that submit requests to the engine."""
+
+
 def check_task(model: PoolingModel | None, *tasks: str) -> None:
     """
     Args:

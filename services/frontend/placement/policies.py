@@ -5,7 +5,7 @@ A policy stores nothing between calls: it derives every answer from the view, so
 
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,7 +60,6 @@ class PlacementView:
         return int(found[int(self.random * len(found))])
 
 
-@runtime_checkable
 class PlacementPolicy(Protocol):
     uses_prefixes: bool
     """False: prompts are not hashed."""
@@ -123,20 +122,9 @@ def find_placement_policy(name: str) -> type[PlacementPolicy]:
 
     Raises: PluginError, if there is no such policy, its entry point does not load, or it is no `PlacementPolicy`.
     """
-    found: type[PlacementPolicy] = find_class(
-        "--placement-policy",
-        name,
-        BUILT_IN,
-        GROUP,
-        _is_policy,
-        "placement policy: it must be a class with the attribute uses_prefixes and the method choose",
-    )
+    members = ("uses_prefixes", "choose")
+    found: type[PlacementPolicy] = find_class("--placement-policy", name, BUILT_IN, GROUP, members)
     return found
-
-
-def _is_policy(loaded: type[Any]) -> bool:
-    members = {name for parent in loaded.__mro__ for name in vars(parent)}
-    return {"uses_prefixes", "choose"} <= members
 
 
 class GuardedPlacementPolicy:

@@ -26,14 +26,8 @@ def find_policy(name: str) -> type[ConfigurablePolicy]:
 
     Raises: PluginError, if there is no such policy, its entry point does not load, or it is no `ConfigurablePolicy`.
     """
-    found: type[ConfigurablePolicy] = find_class(
-        "--batching-policy",
-        name,
-        BUILT_IN,
-        GROUP,
-        lambda loaded: issubclass(loaded, ConfigurablePolicy),
-        "batching policy: it must be a class with the methods from_config, begin, order and admit",
-    )
+    members = ("from_config", "begin", "order", "admit")
+    found: type[ConfigurablePolicy] = find_class("--batching-policy", name, BUILT_IN, GROUP, members)
     return found
 
 

@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 
 from services.frontend.errors import GONE, APIError, invalid
-from services.frontend.openai.parameters.extra_fields import ExtraFields, UnknownFieldMode
+from services.frontend.openai.parameters.extra_fields import ExtraFields
 from services.frontend.openai.schemas.open_object import OpenObject
 from services.frontend.openai.schemas.requests import BaseGenerationRequest
 
@@ -23,15 +23,8 @@ B = TypeVar("B", bound=OpenObject)
 C = TypeVar("C", bound=OpenObject)
 
 
-class BodyParser:
+class BodyParser(ExtraFields):
     """Reads and checks bodies. Names of ignored fields are stored as `state.ignored_parameters` of the request."""
-
-    def __init__(self, mode: UnknownFieldMode) -> None:
-        """
-        Args:
-            mode: treatment of unknown fields.
-        """
-        self._extra = ExtraFields(mode)
 
     async def parse(self, http: HTTPRequest, kind: type[B]) -> B:
         """Raises: APIError, naming the field that is wrong"""
@@ -45,7 +38,7 @@ class BodyParser:
     def _checked(self, http: HTTPRequest, content: dict[str, Any], kind: type[B]) -> B:
         """Raises: APIError, naming the field that is wrong"""
         body = validated(content, kind)
-        http.state.ignored_parameters = self._extra.check(body, http.state.request_id)
+        http.state.ignored_parameters = self.check(body, http.state.request_id)
         return body
 
 

@@ -13,9 +13,10 @@ from starlette.types import Receive, Scope, Send
 
 from services.config import FrontendConfig, HttpConfig
 from services.frontend.app import with_routes
-from services.frontend.errors import APIError
+from services.frontend.errors import APIError, error_response
 from services.frontend.http.guards import Guards, with_cors
-from services.frontend.openai.answering import ANSWER_PATHS, Answering
+from services.frontend.openai.answering import Answering
+from services.frontend.openai.tasks import ANSWER_PATHS
 from services.frontend.page.files import load_page
 
 
@@ -25,7 +26,7 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
         body = await Request(scope, receive).body()
         response = PlainTextResponse(str(len(body)))
     except APIError as error:
-        response = error.response()
+        response = error_response(error, scope["path"], "")
     await response(scope, receive, send)
 
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.frontend.placement import Place, Placement, PlacementPolicy, PlacementView, Reason, find_placement_policy
-from services.frontend.placement.policies import BUILT_IN
+from services.frontend.placement import Place, Placement, Reason, find_placement_policy
 from services.plugins import PluginError
 from tests.examples.install import register
 from tests.simulation.placement.cache_aware import CacheAwarePolicy
@@ -58,13 +57,6 @@ def test_a_policy_that_fails_is_replaced_and_logged_once(site: Path, caplog: pyt
         "the placement policy failed; the least loaded engine is used instead: position 3 of 3 engines",
         "the placement policy failed; the least loaded engine is used instead: division by zero",
     ]
-
-
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_built_in_policies_are_policies(name: str) -> None:
-    policy: PlacementPolicy = find_placement_policy(name)()
-    assert isinstance(policy, PlacementPolicy)
-    assert PlacementView.__doc__
 
 
 def test_least_loaded_counts_streams_and_what_was_placed_since() -> None:
