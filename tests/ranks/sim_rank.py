@@ -80,7 +80,7 @@ class SimRank(ServedRank):
 
     def num_expected_feedback(self, _: None) -> int:
         """Return the number of messages that this stage expects and has not received."""
-        return len(self._exchange.expected)
+        return len(self._exchange.feedback.awaited)
 
     def num_kept_activations(self, _: None) -> int:
         """Return the number of messages that are kept because they may not have left."""

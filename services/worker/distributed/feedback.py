@@ -7,16 +7,16 @@ needs is taken when its step must have ended long ago, so that messages do not a
 """
 
 from collections import deque
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+B = TypeVar("B")
 I32 = NDArray[np.int32]
 
 
-class FeedbackMessage(NamedTuple):
+class FeedbackMessage(NamedTuple, Generic[B]):
     """The outcome of one step; int32[rows]."""
 
     number: int
@@ -26,11 +26,11 @@ class FeedbackMessage(NamedTuple):
     """Position of the first token that each row samples."""
     drafts: int
     """Drafts proposed for each row."""
-    body: torch.Tensor
-    """An `Outcome.empty_message`, which the transfer fills."""
+    body: B
+    """What the backend receives the message with, such as an `Outcome.empty_message` to fill."""
 
 
-class TokenFeedback:
+class TokenFeedback(Generic[B]):
     """The messages that were not taken yet.
 
     Args:
@@ -39,7 +39,7 @@ class TokenFeedback:
 
     def __init__(self, num_slots: int, most: int) -> None:
         self._most = most
-        self._awaited: deque[FeedbackMessage] = deque()
+        self.awaited: deque[FeedbackMessage[B]] = deque()
         self._sent = 0
         self._newest = np.zeros(num_slots, np.int64)
         """Number of the last message with a token of the slot's request; 0: none."""
@@ -50,20 +50,20 @@ class TokenFeedback:
         """Another request gets the slot, with all its tokens. Messages in flight belong to the one before."""
         self._newest[slot], self._since[slot] = 0, self._sent
 
-    def expect(self, slots: I32, firsts: I32, drafts: int, body: torch.Tensor) -> None:
+    def expect(self, slots: I32, firsts: I32, drafts: int, body: B) -> None:
         """Expect the message of a launched step whose rows (at least one) sample tokens from `firsts` on."""
         self._sent += 1
-        self._awaited.append(FeedbackMessage(self._sent, slots, firsts, drafts, body))
+        self.awaited.append(FeedbackMessage(self._sent, slots, firsts, drafts, body))
         self._newest[slots] = self._sent
 
-    def due(self, slots: I32) -> list[FeedbackMessage]:
+    def due(self, slots: I32) -> list[FeedbackMessage[B]]:
         """Take and return, in order, the messages that a step with rows of `slots` needs."""
         needed = max(int(self._newest[slots].max(initial=0)), self._sent - self._most)
         messages = []
-        while self._awaited and self._awaited[0].number <= needed:
-            messages.append(self._awaited.popleft())
+        while self.awaited and self.awaited[0].number <= needed:
+            messages.append(self.awaited.popleft())
         return messages
 
-    def wanted(self, message: FeedbackMessage) -> NDArray[np.bool_]:
+    def wanted(self, message: FeedbackMessage[B]) -> NDArray[np.bool_]:
         """bool[rows]: whether the row's request still has its slot."""
         return self._since[message.slots] < message.number

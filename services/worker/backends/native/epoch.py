@@ -101,7 +101,7 @@ class NativeEpoch:
         self.history = TokenHistory(slots, init.max_model_len, vocab_size, model.kernels)
         self.drafts = DraftTable(slots, most_drafts, vocab_size, model.kernels.rows)
         """Used by the stages that embed tokens and that sample them."""
-        self._feedback = TokenFeedback(slots, most=max(MAX_STEPS_IN_FLIGHT, 2 * ranks.pipeline.size))
+        self._feedback = TokenFeedback[torch.Tensor](slots, most=max(MAX_STEPS_IN_FLIGHT, 2 * ranks.pipeline.size))
         self._sampler = Sampler(self.columns, self.history, vocab_size, model.kernels)
         self._pooler = Pooler(slots, model.part.whole.hidden_size, device.where)
         self._reads = drafter.reads if drafter is not None else ()

@@ -33,7 +33,7 @@ class StageOutcomes:
 
     def __init__(self, pipeline: PipelineGroup, num_slots: int, runner: Any, translator: PlanTranslator) -> None:
         self._pipeline, self._runner, self._translator = pipeline, runner, translator
-        self._feedback = TokenFeedback(num_slots, most=max(MAX_STEPS_IN_FLIGHT, 2 * pipeline.size))
+        self._feedback = TokenFeedback[torch.Tensor](num_slots, most=max(MAX_STEPS_IN_FLIGHT, 2 * pipeline.size))
 
     def take(self, new: Sequence[NewRequest], slots: NDArray[np.int32]) -> None:
         """Wait for the outcomes that a step with rows of `slots` needs, and store them. On the last stage: nothing."""

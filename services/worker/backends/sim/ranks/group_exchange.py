@@ -10,7 +10,6 @@ The first stage receives feedback when a step needs it, so it never waits for a 
 the owners that the slots had when its step was launched; ids for a slot that has another owner since then are dropped.
 """
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,13 +26,13 @@ from services.worker.backends.sim.ranks.exchange import LeftOut, RankExchange, R
 from services.worker.backends.sim.sampling.acceptance import DraftAcceptance
 from services.worker.batch.slots import I32, Rows
 from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT
+from services.worker.distributed.feedback import TokenFeedback
 from services.worker.distributed.pipeline import PipelineGroup
 from services.worker.distributed.ranks import Ranks
 
 I64 = NDArray[np.int64]
 HEADER = 2
 """Words before the body of a message."""
-NEVER = -1
 
 
 @dataclass(frozen=True)
@@ -78,13 +77,9 @@ class GroupExchange(RankExchange):
         self._ranks, self._cost = ranks, cost
         self._link_free_at = 0.0
         """The link to the next stage carries one step after the other."""
-        self._most_in_flight = max(MAX_STEPS_IN_FLIGHT, 2 * ranks.shard.pipeline_parallel_size)
-        self.expected: deque[_ExpectedFeedback] = deque()
-        """On the first stage: feedback that was not received yet, in the order of steps."""
-        self._entered_in = np.full(num_slots, NEVER, np.int64)
-        """Step with which the slot's owner entered."""
-        self._sampled_in = np.full(num_slots, NEVER, np.int64)
-        """Newest step that samples for the slot's owner."""
+        most = max(MAX_STEPS_IN_FLIGHT, 2 * ranks.shard.pipeline_parallel_size)
+        self.feedback = TokenFeedback[_ExpectedFeedback](num_slots, most)
+        """On the first stage."""
 
     def join(self) -> None:
         """Raises: RanksLost"""
@@ -116,22 +111,18 @@ class GroupExchange(RankExchange):
         return ReceivedInputs(at, (), Activations(ids.astype(np.int32), hashes.view(np.uint64), *small))
 
     def _receive_feedback(self, step: SchedulerOutput, rows: Rows) -> ReceivedInputs:
-        """Receive the messages up to the newest one that a row needs, and those of steps that cannot be in flight."""
-        entering = [request.slot for request in step.new]
-        self._entered_in[entering], self._sampled_in[entering] = step.step_id, NEVER
-        needed = int(self._sampled_in[rows.slots].max(initial=NEVER))
-        needed = max(needed, step.step_id - self._most_in_flight)
+        for request in step.new:
+            self.feedback.assign(request.slot)
         at, feedback = 0.0, []
-        while self.expected and self.expected[0].step_id <= needed:
-            message = self.expected.popleft()
-            at, body = _receive(self.pipeline.receive_feedback, "sampled ids", message.step_id, message.size)
-            feedback.append(message.unpack(body, self._entered_in[message.slots] <= message.step_id))
+        for message in self.feedback.due(rows.slots):
+            expected = message.body
+            at, body = _receive(self.pipeline.receive_feedback, "sampled ids", expected.step_id, expected.size)
+            feedback.append(expected.unpack(body, self.feedback.wanted(message)))
         sampled = rows.samples
         if sampled.any():
-            slots, room = rows.slots[sampled], 1 + rows.drafts[sampled]
-            masked = np.isin(slots, unpack(step.masked))
-            self.expected.append(_ExpectedFeedback(step.step_id, slots, room, masked, step.num_speculative_tokens))
-            self._sampled_in[slots] = step.step_id
+            slots, room, drafts = rows.slots[sampled], 1 + rows.drafts[sampled], step.num_speculative_tokens
+            expected = _ExpectedFeedback(step.step_id, slots, room, np.isin(slots, unpack(step.masked)), drafts)
+            self.feedback.expect(slots, (rows.ends - rows.drafts)[sampled], drafts, expected)
         return ReceivedInputs(at, tuple(feedback))
 
     def send_activations(
