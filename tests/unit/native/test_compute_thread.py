@@ -16,24 +16,24 @@ from services.worker.runner import RanksLost
 def test_jobs_run_in_order_on_one_other_thread() -> None:
     thread, seen = ComputeThread(), []
     jobs = [thread.submit(lambda n=n: (seen.append(n), threading.get_ident())[1]) for n in range(20)]
-    threads = {job.get() for job in jobs}
+    threads = {job.result() for job in jobs}
     assert seen == list(range(20))
     assert len(threads) == 1
     assert threading.get_ident() not in threads
-    assert jobs[0].ended
+    assert jobs[0].done()
 
 
 def test_the_system_shows_the_thread_by_its_name() -> None:
-    assert ComputeThread().submit(Path("/proc/thread-self/comm").read_text).get() == "compute\n"
+    assert ComputeThread().submit(Path("/proc/thread-self/comm").read_text).result() == "compute\n"
 
 
 def test_an_error_belongs_to_its_job_alone() -> None:
     thread = ComputeThread()
     bad, good = thread.submit(lambda: 1 // 0), thread.submit(torch.is_inference_mode_enabled)
-    assert good.get()
+    assert good.result()
     for _ in range(2):  # whoever reads it gets it
         with pytest.raises(ZeroDivisionError):
-            bad.get()
+            bad.result()
 
 
 def test_after_lost_ranks_nothing_is_computed() -> None:
@@ -46,7 +46,7 @@ def test_after_lost_ranks_nothing_is_computed() -> None:
     jobs = [thread.submit(lose), thread.submit(lambda: seen.append(1))]
     for job in jobs:
         with pytest.raises(RanksLost, match="rank 1 is gone"):
-            job.get()
+            job.result()
     assert seen == []
 
 
@@ -61,9 +61,9 @@ def test_closing_refuses_what_has_not_begun() -> None:
         pass
     goes_on.set()
     closing.join()
-    assert running.get() == "done"
+    assert running.result() == "done"
     with pytest.raises(RanksLost, match="the epoch has ended"):
-        waiting.get()
+        waiting.result()
 
 
 def test_the_thread_ends_with_its_last_reference_and_keeps_nothing() -> None:
@@ -73,7 +73,7 @@ def test_the_thread_ends_with_its_last_reference_and_keeps_nothing() -> None:
     others = set(threading.enumerate())
     thread, state = ComputeThread(), State()
     kept = weakref.ref(state)
-    thread.submit(partial(id, state)).get()
+    thread.submit(partial(id, state)).result()
     del state
     gc.collect()
     assert kept() is None

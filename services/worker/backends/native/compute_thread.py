@@ -10,8 +10,9 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from typing import Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,62 +21,9 @@ from services.worker.runner import RanksLost
 
 T = TypeVar("T")
 Working = Callable[[], AbstractContextManager[None]]
+Jobs = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 CLOSE_TIMEOUT = 10.0
 """Seconds that a running job has to end when its thread is closed."""
-
-
-class Job(Generic[T]):
-    """A function that another thread calls once, and its result."""
-
-    def __init__(self, function: Callable[[], T]) -> None:
-        self._function: Callable[[], T] | None = function
-        self._ended = threading.Lock()
-        self._ended.acquire()
-        self._value: T
-        self._error: BaseException | None = None
-
-    def run(self) -> RanksLost | None:
-        """Call the function. Return its error, if it has lost the other ranks."""
-        function, self._function = self._function, None
-        assert function is not None, "a job runs once"
-        try:
-            self._value = function()
-        except BaseException as error:  # belongs to the thread that reads the result
-            _forget_locals(error)
-            self._error = error
-            return error if isinstance(error, RanksLost) else None
-        finally:
-            self._ended.release()
-        return None
-
-    def refuse(self, error: Exception) -> None:
-        """End the job with `error` instead of calling the function."""
-        self._function, self._error = None, error
-        self._ended.release()
-
-    @property
-    def ended(self) -> bool:
-        return not self._ended.locked()
-
-    @property
-    def failed(self) -> bool:
-        """True, if the function has raised an error or was not called."""
-        return self._error is not None
-
-    def wait(self) -> None:
-        """Wait for the end, without spinning."""
-        with self._ended:
-            pass
-
-    def get(self) -> T:
-        """Wait for the end, and return the result. May be called by any thread, repeatedly.
-
-        Raises: the error of the function
-        """
-        self.wait()
-        if self._error is not None:
-            raise self._error
-        return self._value
 
 
 class ComputeThread:
@@ -88,18 +36,18 @@ class ComputeThread:
     """
 
     def __init__(self, working: Working = nullcontext) -> None:
-        self._jobs: queue.SimpleQueue[Job[object] | None] = queue.SimpleQueue()
+        self._jobs: Jobs = queue.SimpleQueue()
         self._closed = threading.Event()
         arguments = self._jobs, self._closed, working
         self._thread = threading.Thread(target=_serve, args=arguments, name="compute", daemon=True)
         self._thread.start()
         weakref.finalize(self, self._jobs.put, None)
 
-    def submit(self, function: Callable[[], T]) -> Job[T]:
+    def submit(self, function: Callable[[], T]) -> Future[T]:
         """Run `function` after all functions that were submitted before."""
-        job = Job(function)
-        self._jobs.put(job)  # type: ignore[arg-type]  # the queue's type has no room for T
-        return job
+        result: Future[T] = Future()
+        self._jobs.put((result, function))
+        return result
 
     @property
     def closing(self) -> bool:
@@ -123,18 +71,29 @@ def _forget_locals(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _serve(jobs: "queue.SimpleQueue[Job[object] | None]", closed: threading.Event, working: Working) -> None:
+def _serve(jobs: Jobs, closed: threading.Event, working: Working) -> None:
     """Signals belong to the main thread, which would not wake up from a wait for one that arrives here."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     name_this_thread()
     torch.set_num_threads(torch.get_num_threads())  # OpenMP keeps the number for each calling thread
     lost: RanksLost | None = None
+    error: BaseException | None
     with torch.inference_mode(), working():
         while (job := jobs.get()) is not None:
             if closed.is_set():
                 lost = lost or RanksLost("the epoch has ended")
-            if lost is not None:
-                job.refuse(lost)
+            result, function = job
+            del job
+            value, error = None, lost
+            if lost is None:
+                try:
+                    value = function()
+                except BaseException as raised:  # belongs to the thread that reads the result
+                    _forget_locals(raised)
+                    error, lost = raised, raised if isinstance(raised, RanksLost) else None
+            del function  # it refers to the epoch, which nobody may use any more once the result is there
+            if error is not None:
+                result.set_exception(error)
             else:
-                lost = job.run()
-            del job  # it refers to the result
+                result.set_result(value)
+            del result, value, error

@@ -25,6 +25,7 @@ positions are known only when the step before has sampled, so rows are laid out 
 import logging
 import time
 from collections import deque
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,7 +34,7 @@ from numpy.typing import NDArray
 from protocol.rows import StepRows
 from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepTimes
 from services.worker.backends.mask_inbox import MaskInbox
-from services.worker.backends.native.compute_thread import ComputeThread, Job
+from services.worker.backends.native.compute_thread import ComputeThread
 from services.worker.backends.native.epoch import NativeEpoch
 from services.worker.backends.native.step import ComputedStep, NativeResult, PreparedStep
 from services.worker.backends.pending_step import PendingStep, own_grammar
@@ -53,7 +54,7 @@ class LaunchedForward:
     """A step whose forward pass was handed to the compute thread."""
 
     step: SchedulerOutput
-    forward: Job[ComputedStep]
+    forward: Future[ComputedStep]
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,10 @@ class NativeOutput:
     """An `Output` whose step is computed by another thread."""
 
     is_done = False
-    result: Job[NativeResult | ForwardDone]
+    result: Future[NativeResult | ForwardDone]
 
     def get(self) -> ModelRunnerOutput | StepTimes:
-        return self.result.get().get()
+        return self.result.result().get()
 
 
 class NativeStages:
@@ -81,9 +82,9 @@ class NativeStages:
         self._pending = PendingStep[LaunchedForward]()
         self._released: list[NDArray[np.int32]] = []
         """Slots released since the last step."""
-        self._forwards: deque[Job[ComputedStep]] = deque()
+        self._forwards: deque[Future[ComputedStep]] = deque()
         """Steps that are prepared or computed, in order."""
-        self._last: Job[ComputedStep] | Job[NativeResult | ForwardDone] | None = None
+        self._last: Future[ComputedStep] | Future[NativeResult | ForwardDone] | None = None
 
     @property
     def computed_epoch(self) -> NativeEpoch:
@@ -92,7 +93,7 @@ class NativeStages:
         Raises: the error of the last forward pass or sampling
         """
         if self._last is not None:
-            self._last.get()
+            self._last.result()
         return self._epoch
 
     def capture(self, progress: Captured) -> int:
@@ -101,13 +102,13 @@ class NativeStages:
         Returns: bytes of device memory that this takes.
         """
         epoch = self._epoch
-        return self._thread.submit(lambda: epoch.capture(progress)).get()
+        return self._thread.submit(lambda: epoch.capture(progress)).result()
 
     def execute(self, step: SchedulerOutput) -> None:
         """Prepare a step and hand it to the compute thread; see `ModelRunner.execute_model`."""
         self._pending.require_none()
-        while self._forwards and (self._forwards[0].ended or len(self._forwards) > STEPS_PREPARED):
-            self._forwards.popleft().wait()
+        while self._forwards and (self._forwards[0].done() or len(self._forwards) > STEPS_PREPARED):
+            wait([self._forwards.popleft()])
         prepared, epoch = self._prepare(step), self._epoch
         self._masks.prepared(step.step_id, prepared.rows.slots)
         forward = self._thread.submit(lambda: epoch.execute(prepared))
@@ -127,7 +128,7 @@ class NativeStages:
         forward = launched.forward
         if grammar is not None and (own := own_grammar(launched.step, grammar)) is not None:
             self.add_masks(own)
-        result = self._thread.submit(lambda: epoch.sample(forward.get(), masks))
+        result = self._thread.submit(lambda: epoch.sample(forward.result(), masks))
         self._last = result
         return NativeOutput(result)
 
@@ -152,7 +153,7 @@ class NativeStages:
 
         Returns: False, if the step in computation did not end."""
         self._masks.close()
-        incomplete = self._last is not None and (not self._last.ended or self._last.failed)
+        incomplete = self._last is not None and (not self._last.done() or self._last.exception() is not None)
         if incomplete and self._ranks.assignment.world_size > 1:
             self._ranks.abort()
         ended = self._thread.close()
