@@ -69,14 +69,6 @@ class LaunchedStep:
     names: BlockNames | None = None
     """Names of the blocks that the step writes."""
 
-    @property
-    def epoch(self) -> int:
-        return self.step.epoch
-
-    @property
-    def step_id(self) -> int:
-        return self.step.step_id
-
     def seconds_with_plan(self, since: float, until: float) -> float:
         """Return the seconds between two times without those in which the executing thread waited for this plan. A
         worker without requests waits for a plan, so idleness is not counted."""
@@ -237,26 +229,27 @@ class ResultSender:
                 return StepFault(self._epoch, step_id, text)
 
     def _result(self, launched: LaunchedStep) -> StepResult | RankLost | None:
+        epoch, step_id = launched.step.epoch, launched.step.step_id
         self._computing = True
         try:
             result = launched.output.get()
         except RanksLost as error:
-            return None if self._leaves else RankLost(launched.epoch, str(error)[:MAX_TEXT])
+            return None if self._leaves else RankLost(epoch, str(error)[:MAX_TEXT])
         except Exception as error:  # any error of the device is reported as a fault of its step
             if is_out_of_memory(error):
-                return OutOfMemory(launched.step_id, error).message(launched.epoch)
-            log.exception("step %d failed; its requests: %s", launched.step_id, launched.requests())
-            return fault(launched.epoch, launched.step_id, error) if launched.epoch == self._epoch else None
+                return OutOfMemory(step_id, error).message(epoch)
+            log.exception("step %d failed; its requests: %s", step_id, launched.requests())
+            return fault(epoch, step_id, error) if epoch == self._epoch else None
         finally:
             self._computing = False
         if launched.names is not None:
-            launched.names.executed = launched.step_id
+            launched.names.executed = step_id
         with self._state:
-            return self._completed(launched, result) if launched.epoch == self._epoch else None
+            return self._completed(launched, result) if epoch == self._epoch else None
 
     def _completed(self, launched: LaunchedStep, result: ModelRunnerOutput | StepTimes) -> StepResult | None:
         """Complete the times of a step of this epoch, and keep its result in case it must be sent again."""
-        self._last_step = launched.step_id
+        self._last_step = launched.step.step_id
         measured = result if isinstance(result, StepTimes) else result.times
         # The device is idle while both hold: no plan is queued, and the step before has ended.
         pause = measured.forward_began - self._last_sampled if self._last_sampled else 0.0
@@ -277,7 +270,7 @@ class ResultSender:
             forward_gap=gap,
         )
         if isinstance(result, StepTimes):  # another rank returns the result
-            report = StepReport(self._epoch, launched.step_id, self._rank, times)
+            report = StepReport(self._epoch, launched.step.step_id, self._rank, times)
             return report if launched.step.report_times else None
         result = msgspec.structs.replace(result, times=times)
         self._kept[result.step_id] = result

@@ -142,21 +142,13 @@ class StartUp:
                 yield
         except (PeerGone, PeerSlow, RanksLost):
             raise
-        except LoadError as error:
-            self._send_load_failed(error)
-            raise
-        except CheckpointError as error:
-            failure = LoadError(str(error))
-            self._send_load_failed(failure)
-            raise failure from error
         except Exception as error:
-            log.exception("the model cannot be served")
-            failure = LoadError(f"{type(error).__name__}: {error}")
-            self._send_load_failed(failure)
-            raise failure from error
-
-    def _send_load_failed(self, error: LoadError) -> None:
-        self._link.client.send(LoadFailed(" ".join(str(error).split())[:MAX_TEXT]))
+            why = str(error)
+            if not isinstance(error, LoadError | CheckpointError):
+                log.exception("the model cannot be served")
+                why = f"{type(error).__name__}: {error}"
+            self._link.client.send(LoadFailed(" ".join(why.split())[:MAX_TEXT]))
+            raise LoadError(why) from error
 
 
 def _run_canary(runner: ModelRunner, block: int, num_groups: int) -> None:

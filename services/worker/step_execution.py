@@ -1,6 +1,7 @@
 """Execution of steps on the runner: forward pass, sampling, and what is sent when one of them fails."""
 
 import logging
+from functools import partial
 
 from protocol.block_names import split_names
 from protocol.codec import unpack
@@ -122,12 +123,8 @@ class StepExecution:
                 self._offload.follow(message.whole)
 
     def _sample(self, step: SchedulerOutput, grammar: GrammarOutput | None) -> None:
-        output = self._runner.sample_tokens(grammar)
-
-        def requests() -> str:
-            return self._requests_of(step)
-
-        names = self._runner.kv_memory.names
+        output, names = self._runner.sample_tokens(grammar), self._runner.kv_memory.names
+        requests = partial(self._requests_of, step)
         self._link.results.put(LaunchedStep(step, output, self._received, self._waited, requests, names))
         self._waited = 0.0
 

@@ -137,7 +137,6 @@ class SimEpoch:
 
     def close(self) -> None:
         self._masks.close()
-        self.device.close()
         self.oracle.kv = self.oracle.kv.copy()  # a step that is still computed leaves the memory alone
 
     # -- the forward pass ----------------------------------------------------------------------------------------

@@ -199,6 +199,3 @@ class SimDevice:
         target = np.empty_like(source)
         self._do(np.copyto, target, source)
         return target, self.record()
-
-    def close(self) -> None:
-        """Do nothing: the device holds nothing that must be closed."""
