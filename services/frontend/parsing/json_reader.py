@@ -16,47 +16,47 @@ _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _WORDS = {"t": "true", "f": "false", "n": "null"}
 
 
-def read_word(buffer: TextBuffer, word: str) -> Parsing[None]:
-    """Read exactly these characters. Raises: ParseError"""
-    for expected in word:
-        if (yield from buffer.peek()) != expected:
-            raise ParseError
-        buffer.skip()
+def read_word(buffer: TextBuffer, *words: str) -> Parsing[str]:
+    """Read one of `words`, none of which is the beginning of another, and return it. Raises: ParseError"""
+    found = yield from _beginning(buffer, words)
+    if found not in words:
+        raise ParseError
+    return found
 
 
-def read_one_of(buffer: TextBuffer, words: Sequence[str]) -> Parsing[str]:
-    """Read one of `words`, none of which is the beginning of another. Raises: ParseError"""
+def next_word(buffer: TextBuffer, *words: str) -> Parsing[str]:
+    """Read white space and one of `words`, as `read_word`. Raises: ParseError"""
+    yield from buffer.past_space()
+    return (yield from read_word(buffer, *words))
+
+
+def _beginning(buffer: TextBuffer, words: Sequence[str]) -> Parsing[str]:
+    """Read one of `words`, or as much as one of them begins with; return what was read."""
     found = ""
     while found not in words:
         char = yield from buffer.peek()
-        words = [word for word in words if word.startswith(found + char)] if char else []
-        if not words:
-            raise ParseError
+        if not char or not any(word.startswith(found + char) for word in words):
+            break
         buffer.skip()
         found += char
     return found
 
 
-def pass_until(buffer: TextBuffer, words: Sequence[str], add: Callable[[str], None]) -> Parsing[str]:
+def pass_until(buffer: TextBuffer, words: Sequence[str], add: Callable[[str], object]) -> Parsing[str]:
     """Pass the text before one of `words` to `add`; return the word, "" at the end of the text.
 
     Args:
         words: all begin with the same character, which does not occur again in them.
     """
-    first = words[0][0]
     while True:
-        if text := buffer.until(first):
+        if text := buffer.until(words[0][0]):
             add(text)
-        if not (char := (yield from buffer.peek())):
+        if (found := (yield from _beginning(buffer, words))) in words:
+            return found
+        if found:
+            add(found)
+        elif not (yield from buffer.peek()):
             return ""
-        if char == first:
-            buffer.keep()
-            try:
-                return (yield from read_one_of(buffer, words))
-            except ParseError:
-                add(buffer.kept())
-            finally:
-                buffer.drop_kept()
 
 
 def read_string(buffer: TextBuffer, max_chars: int | None = None) -> Parsing[str]:
@@ -94,9 +94,9 @@ def _escape(buffer: TextBuffer) -> Parsing[str]:
     return text
 
 
-def decoded(string: str) -> str:
-    """Return the value of a string that `read_string` returned. Raises: ParseError, if it has a lone surrogate"""
-    text: str = json.loads(string)
+def read_text(buffer: TextBuffer, max_chars: int | None = None) -> Parsing[str]:
+    """Read a string as `read_string`; return its value. Raises: ParseError, also if it has a lone surrogate"""
+    text: str = json.loads((yield from read_string(buffer, max_chars)))
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -154,5 +154,4 @@ def read_value(buffer: TextBuffer) -> Parsing[None]:
 def _read_key(buffer: TextBuffer) -> Parsing[None]:
     yield from buffer.past_space()
     yield from read_string(buffer)
-    yield from buffer.past_space()
-    yield from read_word(buffer, ":")
+    yield from next_word(buffer, ":")

@@ -5,7 +5,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 
 from services.frontend.parsing.events import Content, ParsedEvent, Reasoning
-from services.frontend.parsing.json_reader import pass_until, read_one_of
+from services.frontend.parsing.json_reader import next_word, pass_until
 from services.frontend.parsing.text_buffer import ParseError, Parsing, TextBuffer, Trimmer
 
 
@@ -81,8 +81,7 @@ class ThinkParser:
         if self._start is not ReasoningStart.OUTSIDE:
             buffer.keep()
             try:
-                yield from buffer.past_space()
-                tag = yield from read_one_of(buffer, (*opening, *closing) if inside else opening)
+                tag = yield from next_word(buffer, *opening, *(closing if inside else ()))
                 inside, closed = True, tag in closing
             except ParseError:
                 first = buffer.kept()

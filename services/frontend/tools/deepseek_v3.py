@@ -1,6 +1,6 @@
 """DeepSeek V3: `<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME`, a fence with JSON, `<｜tool▁call▁end｜>`."""
 
-from services.frontend.parsing.json_reader import read_one_of, read_word
+from services.frontend.parsing.json_reader import next_word
 from services.frontend.parsing.text_buffer import ParseError, Parsing
 from services.frontend.tools.parser import MAX_HELD, NAME, ToolParser
 
@@ -15,17 +15,13 @@ class DeepSeekV3Parser(ToolParser):
 
     def _calls(self, marker: str) -> Parsing[None]:
         buffer = self._buffer
-        yield from buffer.past_space()
-        yield from read_word(buffer, _CALL)
+        yield from next_word(buffer, _CALL)
         while True:
             yield from self._fenced()
             buffer.keep(MAX_HELD)
-            yield from buffer.past_space()
-            yield from read_word(buffer, _FENCE)
-            yield from buffer.past_space()
-            yield from read_word(buffer, _CALL_END)
-            yield from buffer.past_space()
-            if (yield from read_one_of(buffer, (_CALL, _CALLS_END))) == _CALLS_END:
+            yield from next_word(buffer, _FENCE)
+            yield from next_word(buffer, _CALL_END)
+            if (yield from next_word(buffer, _CALL, _CALLS_END)) == _CALLS_END:
                 return
             buffer.keep(MAX_HELD)
 
@@ -34,7 +30,6 @@ class DeepSeekV3Parser(ToolParser):
         name = yield from self._short("\n")
         if NAME.fullmatch(name) is None:
             raise ParseError
-        yield from self._buffer.past_space()
-        yield from read_word(self._buffer, f"{_FENCE}json")
+        yield from next_word(self._buffer, f"{_FENCE}json")
         yield from self._object(name)
         self._end()

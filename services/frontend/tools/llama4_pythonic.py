@@ -2,7 +2,7 @@
 
 import re
 
-from services.frontend.parsing.json_reader import read_word
+from services.frontend.parsing.json_reader import next_word, read_word
 from services.frontend.parsing.python_reader import read_literal
 from services.frontend.parsing.text_buffer import ParseError, Parsing
 from services.frontend.tools.parser import MAX_HELD, ToolParser
@@ -19,8 +19,7 @@ class Llama4PythonicParser(ToolParser):
     def _calls(self, marker: str) -> Parsing[None]:
         """Without a mark, names must be known, as nothing else shows that these are calls."""
         buffer = self._buffer
-        yield from buffer.past_space()
-        yield from read_word(buffer, "[")
+        yield from next_word(buffer, "[")
         while True:
             yield from buffer.past_space()
             name = yield from self._word()
@@ -31,21 +30,18 @@ class Llama4PythonicParser(ToolParser):
             yield from self._keywords()
             self._end_object()
             buffer.keep(MAX_HELD)
-            if (yield from buffer.past_space()) == "]":
-                buffer.skip()
+            if (yield from next_word(buffer, ",", "]")) == "]":
                 return
-            yield from read_word(buffer, ",")
 
     def _keywords(self) -> Parsing[None]:
         buffer = self._buffer
         while (yield from buffer.past_space()) != ")":
             key = yield from self._word()
-            yield from buffer.past_space()
-            yield from read_word(buffer, "=")
+            yield from next_word(buffer, "=")
             value = yield from read_literal(buffer)
             self._add_argument(key, value)
-            if (yield from buffer.past_space()) != ")":
-                yield from read_word(buffer, ",")
+            if (yield from next_word(buffer, ",", ")")) == ")":
+                return
         buffer.skip()
 
     def _word(self) -> Parsing[str]:

@@ -35,11 +35,7 @@ class MistralParser(ToolParser):
         if NAME.fullmatch(name) is None:
             raise ParseError
         while (yield from self._buffer.peek()) == "[":
-            self._buffer.skip()
-            if (yield from self._buffer.peek()) == "C":
-                yield from read_word(self._buffer, "CALL_ID]")
+            if (yield from read_word(self._buffer, "[CALL_ID]", "[ARGS]")) == "[CALL_ID]":
                 yield from self._buffer.whole_run(_WORD, MAX_NAME)
-            else:
-                yield from read_word(self._buffer, "ARGS]")
         yield from self._object(name)
         self._end()

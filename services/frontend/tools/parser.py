@@ -13,7 +13,7 @@ from collections.abc import Generator, Mapping
 from typing import Any, ClassVar
 
 from services.frontend.parsing.events import Arguments, CallStart, Content, ParsedEvent
-from services.frontend.parsing.json_reader import check_value, decoded, read_one_of, read_string, read_value, read_word
+from services.frontend.parsing.json_reader import check_value, next_word, pass_until, read_text, read_value, read_word
 from services.frontend.parsing.text_buffer import ParseError, Parsing, TextBuffer, Trimmer
 from services.frontend.tools.schema import MAX_NAME, NAME_PATTERN, list_format
 
@@ -162,7 +162,7 @@ class ToolParser(ABC):
                 continue
             buffer.keep(MAX_HELD)
             try:
-                return (yield from read_one_of(buffer, markers))
+                return (yield from read_word(buffer, *markers))
             except ParseError:
                 self._break()
 
@@ -197,13 +197,11 @@ class ToolParser(ABC):
             strict: the name must be a known one and stand at the beginning, as nothing else marks this as a call.
         """
         buffer, name, held = self._buffer, "", ""
-        yield from buffer.past_space()
-        yield from read_word(buffer, "{")
+        yield from next_word(buffer, "{")
         while True:
             yield from buffer.past_space()
-            key = decoded((yield from read_string(buffer)))
-            yield from buffer.past_space()
-            yield from read_word(buffer, ":")
+            key = yield from read_text(buffer)
+            yield from next_word(buffer, ":")
             yield from buffer.past_space()
             if key == "name" and not name:
                 name = yield from self._name(strict)
@@ -215,28 +213,23 @@ class ToolParser(ABC):
                 raise ParseError
             else:
                 yield from read_value(buffer)
-            if (yield from buffer.past_space()) == "}":
+            if (yield from next_word(buffer, ",", "}")) == "}":
                 break
-            yield from read_word(buffer, ",")
         if self._pending is None:
             raise ParseError
-        buffer.skip()
         self._end()
 
     def _list(self, strict: bool = False) -> Parsing[None]:
         """Read calls in an array. Raises: ParseError; the calls that were completed before remain"""
-        yield from self._buffer.past_space()
-        yield from read_word(self._buffer, "[")
+        yield from next_word(self._buffer, "[")
         while True:
             yield from self._call(strict)
             self._buffer.keep(MAX_HELD)
-            if (yield from self._buffer.past_space()) == "]":
+            if (yield from next_word(self._buffer, ",", "]")) == "]":
                 break
-            yield from read_word(self._buffer, ",")
-        self._buffer.skip()
 
     def _name(self, strict: bool) -> Parsing[str]:
-        name = decoded((yield from read_string(self._buffer, 6 * MAX_NAME)))  # escapes such as \u0041
+        name = yield from read_text(self._buffer, 6 * MAX_NAME)  # escapes such as \u0041
         if NAME.fullmatch(name) is None or (strict and name not in self._names):
             raise ParseError
         return name
@@ -245,7 +238,7 @@ class ToolParser(ABC):
         """Read an object, or a string that holds one; return it if the name is not known yet. Raises: ParseError"""
         buffer = self._buffer
         if (yield from buffer.peek()) == '"':
-            text = decoded((yield from read_string(buffer))).strip(_SPACE)
+            text = (yield from read_text(buffer)).strip(_SPACE)
             _check_object(text)
         elif name:
             yield from self._object(name)
@@ -273,18 +266,10 @@ class ToolParser(ABC):
     def _until(self, word: str) -> Parsing[str]:
         """Read the text up to and with `word`, whose first character does not occur again in it; return the text
         before. Raises: ParseError, if the text ends first"""
-        buffer, parts = self._buffer, []
-        while True:
-            parts.append(buffer.until(word[0]))
-            if not (yield from buffer.peek()):
-                raise ParseError
-            matched = ""
-            while matched != word and (yield from buffer.peek()) == word[len(matched)]:
-                buffer.skip()
-                matched += word[len(matched)]
-            if matched == word:
-                return "".join(parts)
-            parts.append(matched)
+        parts: list[str] = []
+        if not (yield from pass_until(self._buffer, [word], parts.append)):
+            raise ParseError
+        return "".join(parts)
 
     def _short(self, word: str) -> Parsing[str]:
         """Read a name up to and with `word`; return it without white space around it. Raises: ParseError"""

@@ -1,6 +1,6 @@
 """Qwen 3 Coder: `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`."""
 
-from services.frontend.parsing.json_reader import read_one_of, read_word
+from services.frontend.parsing.json_reader import next_word
 from services.frontend.parsing.text_buffer import Parsing
 from services.frontend.tools.parser import ToolParser
 from services.frontend.tools.values import value_json
@@ -14,13 +14,11 @@ class Qwen3XMLParser(ToolParser):
 
     def _calls(self, marker: str) -> Parsing[None]:
         if marker != _FUNCTION:
-            yield from self._buffer.past_space()
-            yield from read_word(self._buffer, _FUNCTION)
+            yield from next_word(self._buffer, _FUNCTION)
         name = yield from self._short(">")
         self._start_object(name)
         while True:
-            yield from self._buffer.past_space()
-            if (yield from read_one_of(self._buffer, ("<parameter=", "</function>"))) == "</function>":
+            if (yield from next_word(self._buffer, "<parameter=", "</function>")) == "</function>":
                 break
             key = yield from self._short(">")
             value = yield from self._until("</parameter>")
