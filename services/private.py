@@ -54,15 +54,10 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "runahead"
 
 
-def is_private(directory: Path) -> bool:
-    """Return whether a directory is of this user, and others have no access. Raises: OSError, if it is missing."""
-    status = directory.stat()
-    return status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077
-
-
 def check_private(directory: Path) -> None:
-    """Raises: OSError, if the directory is missing or not private."""
-    if not is_private(directory):
+    """Raises: OSError, if the directory is missing, of another user, or others have access to it."""
+    status = directory.stat()
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise PermissionError(EACCES, "other users have access to it; chmod 700 it, or give a directory of this user")
 
 

@@ -364,7 +364,7 @@ class Service:
                         self.frontends.send_if_connected(frontend, answer)
                     self._subscriptions.end_epoch()
                     if self.engine is not None and self.engine.end_epoch(is_fault):
-                        self.group.on_guilty_request()
+                        self.group.losses.on_useful()  # the request that caused it is refused
                 case FailRequests(error):
                     if self.engine is not None:
                         self.engine.fail_all(error)

@@ -1,5 +1,7 @@
 """Observer that turns the changes of the prefix cache into vLLM's events."""
 
+import time
+
 from services.scheduler.build import CoreStart
 from services.scheduler.core import observer as events
 from services.scheduler.core.engine import EngineCore
@@ -11,7 +13,7 @@ from services.scheduler.kv_events.messages import (
     BlockStored,
     KVEventBatch,
 )
-from services.scheduler.kv_events.publisher import KVEventPublisher, now
+from services.scheduler.kv_events.publisher import KVEventPublisher
 
 
 class KVEventObserver:
@@ -51,7 +53,7 @@ class KVEventObserver:
 
     def _flush(self) -> None:
         if self._events:
-            self._publisher.publish(KVEventBatch(now(), self._events, 0))
+            self._publisher.publish(KVEventBatch(time.time(), self._events, 0))
             self._events = []
 
 

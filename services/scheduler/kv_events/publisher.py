@@ -7,7 +7,6 @@ first sequence number; each answer is an empty frame and the three frames, the l
 import contextlib
 import logging
 import threading
-import time
 from collections import deque
 from queue import Empty, Full, Queue
 
@@ -119,8 +118,3 @@ def _open(kind: int, endpoint: str, hwm: int, binds: bool) -> zmq.Socket[bytes]:
         opened.close(0)
         raise OSError(error.errno, f"--kv-events-config: cannot use {endpoint}: {error.strerror}") from None
     return opened
-
-
-def now() -> float:
-    """Seconds since 1970."""
-    return time.time()

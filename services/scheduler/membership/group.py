@@ -214,10 +214,6 @@ class WorkerGroup:
             answers = self.roster[peer].answers
             answers.plans = max(answers.plans, number)
 
-    def on_guilty_request(self) -> None:
-        """The request that caused the last loss was found, and is refused."""
-        self.losses.on_useful()
-
     def check(self, now: float) -> None:
         """Apply the timeouts, and fail if no group is expected to serve. Actions must have been carried out: the last
         loss may be that of a request which is found with it."""
@@ -256,7 +252,7 @@ class WorkerGroup:
 
     def _hang(self, step_id: int, took: float) -> str:
         """Return which step takes too long, and on which ranks."""
-        ranks = ", ".join(map(str, self.roster.before_step(step_id)))
+        ranks = ", ".join(str(member.rank) for member in self.roster.ranks if member.last_step < step_id)
         where = f" on rank {ranks}" if ranks else ""
         return f"step {step_id} has not ended{where} after {took:.1f} s, far longer than steps of its size take"
 

@@ -52,10 +52,6 @@ class Roster:
         """Number of times that the present workers' processes have read weights."""
         return sum(member.loaded.num_loads for member in self if member.loaded is not None)
 
-    def before_step(self, step_id: int) -> list[int]:
-        """Return the ranks whose heartbeats have not reported the end of a step yet."""
-        return [member.rank for member in self.ranks if member.last_step < step_id]
-
     def add(self, peer: bytes, register: Register, now: float) -> None:
         """Store what a worker registered, with the state that it had before. `apply` of REGISTER is to follow."""
         self._members[peer] = Member(peer, register, self.state_of(peer), now, now)

@@ -27,7 +27,7 @@ class FeedbackMessage(NamedTuple, Generic[B]):
     drafts: int
     """Drafts proposed for each row."""
     body: B
-    """What the backend receives the message with, such as an `Outcome.empty_message` to fill."""
+    """The buffer in which the backend receives the message, such as an `Outcome.empty_message` to fill."""
 
 
 class TokenFeedback(Generic[B]):

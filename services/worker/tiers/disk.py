@@ -19,7 +19,7 @@ from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
-from services.private import is_private
+from services.private import check_private
 from services.units import size_text
 from services.worker.runner import LoadError
 from services.worker.tiers.changes import TierChanges
@@ -193,15 +193,10 @@ def _check(root: Path) -> None:
     """
     try:
         root.mkdir(0o700, parents=True, exist_ok=True)
-        private = is_private(root)
+        check_private(root)
         if not os.access(root, os.R_OK | os.X_OK):
             raise PermissionError(13, "Permission denied")
     except OSError as error:
-        raise LoadError(f"--kv-offload-dir {root}: {error.strerror}; give a directory of this user") from None
-    if not private:
-        raise LoadError(
-            f"--kv-offload-dir {root}: it would hold prompts, and other users have access to it; chmod 700 it, or give "
-            "another directory of this user"
-        )
+        raise LoadError(f"--kv-offload-dir {root}: {error.strerror}") from None
     if not os.access(root, os.W_OK):
         log.warning("--kv-offload-dir %s: it cannot be written; KV blocks are only read", root)

@@ -479,7 +479,7 @@ def test_the_last_loss_may_be_explained_before_the_group_gives_up() -> None:
     for _ in range(MAX_FUTILE_EPOCHS):
         g.serve("a")
         g.lose("a", 1.0)
-    g.on_guilty_request()
+    g.losses.on_useful()
     g.check(1.0)
     assert not g.failed
     g.serve("a")
@@ -491,7 +491,7 @@ def test_losses_whose_request_was_found_do_not_end_the_group() -> None:
     for _ in range(3 * MAX_FUTILE_EPOCHS):
         g.serve("a")
         g.lose("a", 1.0)
-        g.on_guilty_request()
+        g.losses.on_useful()
     assert not g.failed
 
 
