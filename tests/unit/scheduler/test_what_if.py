@@ -191,44 +191,54 @@ def serve(config: SchedulerConfig, device: ModelledDevice, directory: Path | Non
         recorder.close()
 
 
-@pytest.mark.parametrize("shared", [0.0, 0.5])
-@pytest.mark.parametrize("change", [{"batch_queue_depth": 1}, {"max_num_batched_tokens": 32}, {"max_num_seqs": 4}])
+SETTINGS = {"batch_queue_depth": 2, "max_num_seqs": 16, "max_num_batched_tokens": 96, "max_model_len": 256}
+
+
+@pytest.fixture(scope="module")
+def recordings(tmp_path_factory: pytest.TempPathFactory) -> dict[float, EventRecording]:
+    """Recordings by what the scheduler's work takes from the device."""
+    directories = {shared: tmp_path_factory.mktemp("recording") for shared in (0.0, 0.5)}
+    for shared, directory in directories.items():
+        serve(SchedulerConfig.model_validate(SETTINGS), known_device(shared), directory)
+    return {shared: EventRecording(directory) for shared, directory in directories.items()}
+
+
+@pytest.fixture(scope="module")
+def models(recordings: dict[float, EventRecording]) -> dict[float, FittedModel]:
+    return {shared: FittedModel(each.header, History.read(each)) for shared, each in recordings.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "shared"),
+    [({"batch_queue_depth": 1}, 0.5), ({"max_num_batched_tokens": 32}, 0.0), ({"max_num_seqs": 4}, 0.5)],
+)
 def test_a_recording_with_known_costs_is_predicted_exactly(
-    change: dict[str, int], shared: float, tmp_path: Path
+    change: dict[str, int], shared: float, models: dict[float, FittedModel]
 ) -> None:
     """The device, the scheduler beside it, the way between them, and what they take from one another."""
-    settings = {"batch_queue_depth": 2, "max_num_seqs": 16, "max_num_batched_tokens": 96, "max_model_len": 256}
-    serve(SchedulerConfig.model_validate(settings), known_device(shared), tmp_path)
-    changed = SchedulerConfig.model_validate({**settings, **change})
-    recording = EventRecording(tmp_path)
-    model = FittedModel(recording.header, History.read(recording))
-    predicted, ranges = model.predict(changed, None)
+    changed = SchedulerConfig.model_validate({**SETTINGS, **change})
+    predicted, ranges = models[shared].predict(changed, None)
     truth = [figure.value for figure in serve(changed, known_device(shared)).figures()]
     assert [figure.value for figure in predicted.figures()] == pytest.approx(truth, rel=0.02)
     assert all(side.low <= side.value <= side.high for side in ranges)
 
 
-def test_a_figure_that_hangs_on_a_few_per_cent_is_not_predicted(tmp_path: Path) -> None:
+def test_a_figure_that_hangs_on_a_few_per_cent_is_not_predicted(models: dict[float, FittedModel]) -> None:
     """With that few sequences the queue grows or does not, according to times that no recording tells so exactly."""
-    settings = {"batch_queue_depth": 2, "max_num_seqs": 16, "max_num_batched_tokens": 96, "max_model_len": 256}
-    serve(SchedulerConfig.model_validate(settings), known_device(0.0), tmp_path)
-    recording = EventRecording(tmp_path)
-    changed = SchedulerConfig.model_validate({**settings, "max_num_seqs": 2})
-    _, ranges = FittedModel(recording.header, History.read(recording)).predict(changed, None)
+    _, ranges = models[0.0].predict(SchedulerConfig.model_validate({**SETTINGS, "max_num_seqs": 2}), None)
     throughput, first, *_ = ranges
     assert throughput.is_known
     assert not first.is_known
 
 
-def test_a_recording_that_the_model_cannot_give_is_not_used(tmp_path: Path) -> None:
+def test_a_recording_that_the_model_cannot_give_is_not_used(recordings: dict[float, EventRecording]) -> None:
     """Its tokens came four times as late as its steps and the scheduler's work explain."""
-    serve(SchedulerConfig(batch_queue_depth=2, max_num_seqs=16), known_device(0.0), tmp_path)
-    recording = EventRecording(tmp_path)
-    history = History.read(recording)
+    history = History.read(recordings[0.0])
+    del history.requests[40:]
     for request in history.requests:
         request.ended += 3 * (request.ended - request.first_token)
     with pytest.raises(ValueError, match="other work ran beside it, so that nothing can be predicted"):
-        FittedModel(recording.header, history)
+        FittedModel(recordings[0.0].header, history)
 
 
 def test_a_range_is_known_up_to_a_factor_and_without_requests() -> None:
