@@ -18,7 +18,7 @@ TIMEOUT = 5.0
 CHANGE_TIMEOUT = 90.0
 """Seconds to wait for the answer to a request that changes the server."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-"""Hosts whose certificate is not checked: this machine, which has another name in it."""
+"""Hosts whose certificate is not checked: this machine, which has another name in it. No proxy is asked for them."""
 
 UNREACHABLE: tuple[int, ...] = (errno.ECONNREFUSED, errno.ECONNRESET, errno.EHOSTUNREACH, errno.ENETUNREACH)
 """Errors that an address, without a server that answers, has."""
@@ -62,10 +62,12 @@ def ask(server: ServerAddress, path: str, body: bytes | None = None, timeout: fl
     if parts.scheme not in ("http", "https"):
         raise NoAnswer(f"{url} is no URL of a server; give one such as http://127.0.0.1:8000")
     headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
-    context = server.tls()
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.HTTPSHandler(context=server.tls())]
+    if parts.hostname in LOOPBACK:  # a proxy's own machine has another server at this address, or none
+        handlers.append(urllib.request.ProxyHandler({}))
     try:
         request = urllib.request.Request(url, body, headers)  # noqa: S310  the scheme is checked above
-        with urllib.request.urlopen(request, timeout=timeout, context=context) as answer:  # noqa: S310
+        with urllib.request.build_opener(*handlers).open(request, timeout=timeout) as answer:
             return bytes(answer.read())
     except urllib.error.HTTPError as error:
         hint = "; set RUNAHEAD_API_KEY or --api-key" if error.code == 401 else _server_reason(error)

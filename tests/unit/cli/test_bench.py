@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from services.cli.ask import NoAnswer
+from services.cli.ask import NoAnswer, ServerAddress, ask_object
 from services.cli.bench import bench
 from services.cli.bench.load import LoadResult, SentRequest, run_load
 from services.cli.bench.metrics import summarize
@@ -213,6 +213,13 @@ def test_metrics_of_a_known_load() -> None:
 def test_url_of_a_client_is_the_url_of_the_server(server: StubServer) -> None:
     load = run_load(BenchConfig(base_url=f"{server.url}/v1/", num_prompts=1, random_output_len=1))
     assert [request.error for request in load.requests] == [""]
+
+
+def test_no_proxy_is_asked_for_a_server_on_this_machine(server: StubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    assert ask_object(ServerAddress(server.url), "/v1/models", "data")["data"]
 
 
 def test_file_that_cannot_be_written_is_refused_before_the_load(server: StubServer, tmp_path: Path) -> None:
