@@ -57,7 +57,7 @@ def test_tokens_and_logits_equal_one_rank_and_transformers(
         requests = [driver.add(prompt) for prompt in prompts(family)]
         driver.generate(requests, TOKENS)
         for number, request in enumerate(requests):
-            expected, reference = family.reference(request.prompt, TOKENS)
+            expected, reference = family.reference(request.prompt, TOKENS, request.output)
             assert request.output == expected
             ours = torch.stack(driver.logits)[:, number]
             torch.testing.assert_close(ours, reference, atol=1e-4, rtol=0)
@@ -85,7 +85,7 @@ def test_unequal_shares_of_kv_heads_give_the_tokens_of_one_rank(
     requests = [group.add(prompt) for prompt in prompts(family)]
     group.generate(requests, TOKENS)
     for number, request in enumerate(requests):
-        expected, reference = family.reference(request.prompt, TOKENS)
+        expected, reference = family.reference(request.prompt, TOKENS, request.output)
         assert request.output == expected
         torch.testing.assert_close(torch.stack(group.logits)[:, number], reference, atol=1e-4, rtol=0)
     again = [group.add(request.prompt) for request in requests]

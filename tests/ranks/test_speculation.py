@@ -56,7 +56,7 @@ def test_tokens_of_two_ranks_equal_one_rank_without_drafts(
         requests = [driver.add(prompt) for prompt in prompts(tied)]
         driver.generate(requests, TOKENS, chunk=13, depth=depth)
         for request in requests:
-            assert request.output[:TOKENS] == tied.reference(request.prompt, TOKENS)[0]
+            assert request.output[:TOKENS] == tied.reference(request.prompt, TOKENS, request.output)[0]
         counts.append([(request.drafted, request.accepted) for request in requests])
     assert counts[0] == counts[1]
     assert sum(drafted for drafted, _ in counts[0]) > 0
@@ -73,7 +73,7 @@ def test_drafts_with_unequal_shares_of_kv_heads(make_model: Callable[[str], Fami
     requests = [driver.add(prompt) for prompt in prompts(family)]
     driver.generate(requests, TOKENS, chunk=13, depth=2)
     for request in requests:
-        assert request.output[:TOKENS] == family.reference(request.prompt, TOKENS)[0]
+        assert request.output[:TOKENS] == family.reference(request.prompt, TOKENS, request.output)[0]
     assert sum(request.accepted for request in requests) > 20
 
 
@@ -87,7 +87,7 @@ def test_the_number_of_drafts_may_change_in_every_step(tied: Family, pool: RankP
         driver.k = next(lengths)
         driver.step([(request, request.known - request.computed) for request in requests[driver.steps % 2 :]])
     for request in requests:
-        assert request.output[:TOKENS] == tied.reference(request.prompt, TOKENS)[0]
+        assert request.output[:TOKENS] == tied.reference(request.prompt, TOKENS, request.output)[0]
     assert sum(request.accepted for request in requests) > 5
 
 

@@ -14,7 +14,6 @@ from tests.matrix import covering, one_in
 from tests.simulation.pipeline import Costs, PipelineJob, PipelineRun, Step, cards, simulate, spread
 from tests.simulation.world import World, params
 
-BUDGETS = (2048, 8192, 16384)
 JOBS = [PipelineJob(128, 128)] * 256
 CARDS = cards(hop=4e-3, dispatch=10e-3)
 
@@ -46,17 +45,23 @@ def storm(policy: BatchingPolicy, stages: int, depth: int, num_blocks: int, abor
     return world
 
 
+@cache
+def calm() -> list[list[int]]:
+    """Tokens of the same requests, one after another and without preemption."""
+    world = storm(ChunkedPolicy(), 1, 1, 1024, aborts=False)
+    assert world.store.counters["num_preemptions"] == 0
+    return [stream.tokens for stream in world.streams]
+
+
 @pytest.mark.parametrize(("stages", "num_blocks", "ahead"), covering([2, 4], [17, 24, 33], [0, 1]))
 def test_tokens_are_those_of_chunked_in_a_storm_of_preemptions(stages: int, num_blocks: int, ahead: int) -> None:
     balanced = storm(BalancedPolicy(), stages, stages + ahead, num_blocks, aborts=False)
     greedy = storm(ChunkedPolicy(), stages, stages + ahead, num_blocks, aborts=False)
-    calm = storm(ChunkedPolicy(), 1, 1, 1024, aborts=False)
     assert balanced.store.counters["num_preemptions"] > 0
-    assert calm.store.counters["num_preemptions"] == 0
     assert balanced.coverage["chunked prefills"] > 0
     tokens = [stream.tokens for stream in balanced.streams]
     assert tokens == [stream.tokens for stream in greedy.streams]
-    assert tokens == [stream.tokens for stream in calm.streams]
+    assert tokens == calm()
 
 
 @pytest.mark.parametrize("seed", one_in(3, range(6)))
@@ -113,7 +118,7 @@ def test_the_published_setting_at_the_depth_of_the_original() -> None:
     assert ratio(16000, 16384, depth=4) >= 1.8
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("budget", [2048, 8192])
 def test_balanced_does_not_lose_without_a_kv_limit(budget: int) -> None:
     """The greedy policy is even by itself here and starts with fuller steps, so `balanced` loses a little at most."""
     assert ratio(80_000, budget) >= 0.95
@@ -130,7 +135,7 @@ def test_greedy_keeps_all_decodes_in_one_microbatch_and_balanced_spreads_them() 
     assert all(two.began[0] < one.ended[-1] for one, two in pairwise(balanced))
 
 
-@pytest.mark.parametrize("load", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("load", [0.3, 0.9])
 def test_arrivals_over_time_are_served_as_fast_and_start_as_early(load: float) -> None:
     sizes, most = limits(80_000, 2048), published(False, 80_000, 2048).throughput / 128
     arrivals = np.cumsum(np.random.default_rng(0).exponential(1 / (load * most), 100))

@@ -1,7 +1,8 @@
 """Tiny random checkpoints of every family, made with transformers, whose answers are the reference."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -110,20 +111,29 @@ class Family:
         self._references: dict[tuple[int, ...], tuple[list[int], torch.Tensor]] = {}
         """Prompt and number of tokens -> reference: several tests compare with the same."""
 
-    def reference(self, prompt: list[int], tokens: int) -> tuple[list[int], torch.Tensor]:
-        """Greedy tokens, and the logits float32[tokens, vocab] they were chosen from: no cache, no batch."""
+    def reference(self, prompt: list[int], tokens: int, guess: Sequence[int] = ()) -> tuple[list[int], torch.Tensor]:
+        """Greedy tokens, and the logits float32[tokens, vocab] they were chosen from: no cache, no batch.
+
+        Args:
+            guess: tokens that may be right: one forward pass tells how many are.
+        """
         key = (tokens, *prompt)
         if key not in self._references:
-            self._references[key] = self._generate(prompt, tokens)
+            self._references[key] = self._generate(prompt, tokens, guess)
         return self._references[key]
 
     @torch.no_grad()
-    def _generate(self, prompt: list[int], tokens: int) -> tuple[list[int], torch.Tensor]:
-        ids, logits = list(prompt), []
-        for _ in range(tokens):
-            logits.append(self.model(torch.tensor([ids]), use_cache=False).logits[0, -1].float())
-            ids.append(int(logits[-1].argmax()))
-        return ids[len(prompt) :], torch.stack(logits)
+    def _generate(self, prompt: list[int], tokens: int, guess: Sequence[int]) -> tuple[list[int], torch.Tensor]:
+        found, logits = list[int](), list[torch.Tensor]()
+        while len(found) < tokens:
+            ahead = guess[len(found) : tokens - 1]
+            rows = self.model(torch.tensor([[*prompt, *found, *ahead]]), use_cache=False).logits[0, -1 - len(ahead) :]
+            for row, guessed in zip_longest(rows.float(), ahead):
+                logits.append(row)
+                found.append(int(row.argmax()))
+                if found[-1] != guessed:
+                    break
+        return found, torch.stack(logits)
 
 
 def save(model: PreTrainedModel, path: Path, max_shard_size: str = "1GB") -> Family:
