@@ -50,8 +50,7 @@ class CudaSampling(SamplingKernels):
         temperature, *drawn = self._device.upload(columns.temperature, key0, key1, *wanted)
         noise, (cutoff, *limits) = drawn[:2], drawn[2:]
         if limits:
-            some = bool((columns.top_k > 0).any()), bool((columns.top_p < 1).any())
-            cutoff = _cutoff(logits, temperature, cutoff, limits, some)
+            cutoff = _cutoff(logits, temperature, cutoff, *limits)
         return self._best(logits, (temperature, cutoff, *noise))
 
     def _best(self, logits: torch.Tensor, draw: tuple[torch.Tensor, ...] | None) -> torch.Tensor:
@@ -114,24 +113,15 @@ def _best_parts(logits: torch.Tensor, draw: tuple[torch.Tensor, ...] | None) -> 
 
 
 def _cutoff(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    log_min_p: torch.Tensor,
-    limits: list[torch.Tensor],
-    some: tuple[bool, bool],
+    logits: torch.Tensor, temperature: torch.Tensor, log_min_p: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 ) -> torch.Tensor:
-    """Return the least scaled logit of each row that min-p, top-k and top-p keep, float32[rows].
-
-    Args:
-        limits: top-k and top-p
-        some: whether a row has the one, and the other
-    """
+    """Return the least scaled logit of each row that min-p, top-k and top-p keep, float32[rows]."""
     rows, vocab = logits.shape
     best, _ = _best_parts(logits, None)
     parts = best.shape[1]
     cutoff = torch.empty(rows, device=logits.device)
     cutoff_kernel[(rows,)](
-        *(logits, best, temperature, log_min_p, *limits, cutoff, vocab, parts, *some),
+        *(logits, best, temperature, log_min_p, top_k, top_p, cutoff, vocab, parts),
         padded=triton.next_power_of_2(parts),
         at_once=_ROW_AT_ONCE,
         num_warps=16,

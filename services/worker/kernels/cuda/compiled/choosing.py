@@ -80,8 +80,6 @@ def cutoff_kernel(
     cutoff,  # float32[rows], written: the least scaled logit that is kept
     vocab,
     parts,
-    limited: tl.constexpr,  # a row has top-k
-    shared: tl.constexpr,  # a row has top-p
     padded: tl.constexpr,  # `parts`, padded
     at_once: tl.constexpr,
 ):
@@ -93,14 +91,11 @@ def cutoff_kernel(
     least = _scaled(top, degrees) + tl.load(log_min_p + row)
     low = top - tl.minimum(_scaled(top, degrees) - least, _RANGE) * degrees * 1.000001  # not above a logit that is kept
     source = logits + row.to(tl.int64) * vocab
-    if limited:
-        k = tl.load(top_k + row)
-        if drawn & (k > 0) & (k < vocab):
-            low = _search(source, low, top, degrees, k.to(tl.float32), vocab, False, at_once)
-    if shared:
-        p = tl.load(top_p + row)
-        if drawn & (p < 1):
-            low = _search(source, low, top, degrees, p, vocab, True, at_once)
+    k, p = tl.load(top_k + row), tl.load(top_p + row)
+    if drawn & (k > 0) & (k < vocab):
+        low = _search(source, low, top, degrees, k.to(tl.float32), vocab, False, at_once)
+    if drawn & (p < 1):
+        low = _search(source, low, top, degrees, p, vocab, True, at_once)
     tl.store(cutoff + row, tl.where(drawn, tl.maximum(_scaled(low, degrees), least), float("-inf")))
 
 
