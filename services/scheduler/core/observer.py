@@ -23,11 +23,23 @@ from services.scheduler.core.request import RequestKey
 from services.scheduler.core.slots import Column
 
 
-class Recordable(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Event(msgspec.Struct, frozen=True):
+    """An inbound event or a decision."""
+
+
+class Record(Event, frozen=True, array_like=True, tag=True):
     """An event that a recording contains as it is (services.scheduler.recording): a message with its name as tag."""
 
 
-class ObserverAttached(msgspec.Struct, frozen=True):
+class InboundEvent(Record, frozen=True):
+    """An event that enters the core."""
+
+
+class Decision(Record, frozen=True):
+    """A decision that leaves the core. Those with arrays are recorded in another form, and are only an `Event`."""
+
+
+class ObserverAttached(Event, frozen=True):
     """The first event of each observer: the running requests, which entered their slots before."""
 
     running: tuple[tuple[int, RequestKey, int], ...]
@@ -37,29 +49,29 @@ class ObserverAttached(msgspec.Struct, frozen=True):
 # -- inbound events ----------------------------------------------------------------------------------------------
 
 
-class TimeAdvanced(Recordable, frozen=True):
+class TimeAdvanced(InboundEvent, frozen=True):
     now: float
     """The scheduler's monotonic clock, in seconds. It holds until the next `TimeAdvanced`."""
     worked: float = 0.0
     """Seconds that the shell worked since the `TimeAdvanced` before; 0.0: not measured."""
 
 
-class RequestArrived(Recordable, frozen=True):
+class RequestArrived(InboundEvent, frozen=True):
     frontend: int
     message: GenerateRequest
 
 
-class RequestsAborted(Recordable, frozen=True):
+class RequestsAborted(InboundEvent, frozen=True):
     frontend: int
     numbers: tuple[int, ...]
     """As received; unknown and finished numbers are included."""
 
 
-class FrontendLeft(Recordable, frozen=True):
+class FrontendLeft(InboundEvent, frozen=True):
     frontend: int
 
 
-class GrammarReady(Recordable, frozen=True):
+class GrammarReady(InboundEvent, frozen=True):
     ticket: int
     request: RequestKey | None
     """None: the request ended while its grammar was being compiled."""
@@ -67,61 +79,61 @@ class GrammarReady(Recordable, frozen=True):
     """Empty if the grammar was compiled."""
 
 
-class MasksReady(Recordable, frozen=True):
+class MasksReady(InboundEvent, frozen=True):
     ticket: int
     num_masks: int
 
 
-class ResultArrived(Recordable, frozen=True):
+class ResultArrived(InboundEvent, frozen=True):
     result: ModelRunnerOutput
 
 
-class DispatchStarted(Recordable, frozen=True):
+class DispatchStarted(InboundEvent, frozen=True):
     """The shell called `dispatch`. The steps and messages that it yields follow as decisions."""
 
 
-class DispatchInterrupted(Recordable, frozen=True):
+class DispatchInterrupted(InboundEvent, frozen=True):
     """The shell stopped `dispatch` behind the last message, because a worker is gone."""
 
 
-class PrefixCacheReset(Recordable, frozen=True):
+class PrefixCacheReset(InboundEvent, frozen=True):
     reset_running: bool
 
 
-class PrefixPinned(Recordable, frozen=True):
+class PrefixPinned(InboundEvent, frozen=True):
     pin: str
     owner: str
     names: tuple[bytes, ...]
 
 
-class PrefixUnpinned(Recordable, frozen=True):
+class PrefixUnpinned(InboundEvent, frozen=True):
     pin: str
 
 
-class BlocksDropped(Recordable, frozen=True):
+class BlocksDropped(InboundEvent, frozen=True):
     """Nobody may find the blocks with these names any more."""
 
     names: tuple[bytes, ...]
 
 
-class EpochEnded(Recordable, frozen=True):
+class EpochEnded(InboundEvent, frozen=True):
     epoch: int
     is_fault: bool = False
     """The workers were lost, perhaps because of a request in flight."""
 
 
-class EpochStarted(Recordable, frozen=True):
+class EpochStarted(InboundEvent, frozen=True):
     epoch: int
     limits: Limits
 
 
-class BlocksAdopted(Recordable, frozen=True):
+class BlocksAdopted(InboundEvent, frozen=True):
     """The prefix cache of the epoch that has just begun starts with the whole blocks that its workers hold."""
 
     held: NamedBlocks
 
 
-class BlocksFilled(Recordable, frozen=True):
+class BlocksFilled(InboundEvent, frozen=True):
     """All ranks have filled the first `count` blocks of a load."""
 
     epoch: int
@@ -129,13 +141,13 @@ class BlocksFilled(Recordable, frozen=True):
     count: int
 
 
-class AllRequestsFailed(Recordable, frozen=True):
+class AllRequestsFailed(InboundEvent, frozen=True):
     """The epoch ended and every open request ends with `error`."""
 
     error: str
 
 
-class CoreRestarted(Recordable, frozen=True):
+class CoreRestarted(InboundEvent, frozen=True):
     """While no request was open, the core dropped all that earlier requests left. A new core decides the same from here
     on if it is restarted from these values."""
 
@@ -155,7 +167,7 @@ class CoreRestarted(Recordable, frozen=True):
 # -- decisions ---------------------------------------------------------------------------------------------------
 
 
-class RequestRefused(Recordable, frozen=True):
+class RequestRefused(Decision, frozen=True):
     """The answer to a `RequestArrived` that is not admitted."""
 
     frontend: int
@@ -163,7 +175,7 @@ class RequestRefused(Recordable, frozen=True):
     finish: Finish
 
 
-class StepDispatched(msgspec.Struct, frozen=True):
+class StepDispatched(Event, frozen=True):
     step: InflightStep
     plan: SchedulerOutput
     requests: tuple[RequestKey, ...]
@@ -177,21 +189,21 @@ class StepDispatched(msgspec.Struct, frozen=True):
     """Share of the KV blocks in use."""
 
 
-class GrammarSent(msgspec.Struct, frozen=True):
+class GrammarSent(Event, frozen=True):
     message: GrammarOutput
 
 
-class LoadSent(Recordable, frozen=True):
+class LoadSent(Decision, frozen=True):
     message: LoadBlocks
 
 
-class SlotsReleased(Recordable, frozen=True):
+class SlotsReleased(Decision, frozen=True):
     """Slots that are released without a step; other releases are in `StepDispatched.plan.released`."""
 
     message: ReleaseSlots
 
 
-class BlocksCached(msgspec.Struct, frozen=True):
+class BlocksCached(Event, frozen=True):
     """Consecutive full blocks of one request entered the prefix cache. Emitted only with `Observers.blocks`."""
 
     hashes: tuple[bytes, ...]
@@ -205,13 +217,13 @@ class BlocksCached(msgspec.Struct, frozen=True):
     """Part of the hash of each block after its tokens, from the images and sounds in it; (): there are none."""
 
 
-class BlocksEvicted(msgspec.Struct, frozen=True):
+class BlocksEvicted(Event, frozen=True):
     """Blocks left the prefix cache, because others are written to their place. Emitted as `BlocksCached` is."""
 
     hashes: tuple[bytes, ...]
 
 
-class TierChanged(msgspec.Struct, frozen=True):
+class TierChanged(Event, frozen=True):
     """Blocks have come to a tier of the workers, and others have left it afterwards. Emitted as `BlocksCached` is."""
 
     tier: str
@@ -231,14 +243,14 @@ class PreemptionCause(enum.Enum):
     """Another request that may be the cause of the workers' deaths runs alone next."""
 
 
-class RequestPreempted(Recordable, frozen=True):
+class RequestPreempted(Decision, frozen=True):
     request: RequestKey
     slot: int
     """The slot that the request leaves."""
     cause: PreemptionCause
 
 
-class ResultApplied(msgspec.Struct, frozen=True):
+class ResultApplied(Event, frozen=True):
     """The result of the oldest step was applied. Columns have a row per entry of `step` with `samples`."""
 
     step: InflightStep
@@ -251,64 +263,25 @@ class ResultApplied(msgspec.Struct, frozen=True):
     """Requests that ended with this result, in order; a `RequestFinished` was emitted for each."""
 
 
-class StaleResultDropped(Recordable, frozen=True, tag="StaleRecord"):
+class StaleResultDropped(Decision, frozen=True, tag="StaleRecord"):
     """The result belongs to no step in flight: another epoch, or a repetition."""
 
     epoch: int
     step_id: int
 
 
-class ResultRefused(Recordable, frozen=True):
+class ResultRefused(Decision, frozen=True):
     """The rows of a result are not those of its plan; the shell ends the epoch."""
 
     epoch: int
     step_id: int
 
 
-class RequestFinished(Recordable, frozen=True):
+class RequestFinished(Decision, frozen=True):
     frontend: int
     request_id: str
     finish: Finish
     """Not sent to the frontend if its reason is ABORT."""
-
-
-InboundEvent = (
-    TimeAdvanced
-    | RequestArrived
-    | RequestsAborted
-    | FrontendLeft
-    | GrammarReady
-    | MasksReady
-    | ResultArrived
-    | DispatchStarted
-    | DispatchInterrupted
-    | PrefixCacheReset
-    | PrefixPinned
-    | PrefixUnpinned
-    | BlocksDropped
-    | EpochEnded
-    | EpochStarted
-    | BlocksAdopted
-    | BlocksFilled
-    | AllRequestsFailed
-    | CoreRestarted
-)
-Decision = (
-    RequestRefused
-    | StepDispatched
-    | GrammarSent
-    | LoadSent
-    | SlotsReleased
-    | BlocksCached
-    | BlocksEvicted
-    | TierChanged
-    | RequestPreempted
-    | ResultApplied
-    | StaleResultDropped
-    | ResultRefused
-    | RequestFinished
-)
-Event = ObserverAttached | InboundEvent | Decision
 
 
 class Observer(Protocol):

@@ -25,16 +25,10 @@ from protocol.sampling import SamplingParams, StructuredOutputParams
 from protocol.steps import NO_DRAFT, ModelRunnerOutput
 from services.scheduler.core import observer as events
 from services.scheduler.core.limits import Limits
+from services.scheduler.core.observer import Record
 from services.scheduler.core.request import RequestKey
 from services.scheduler.recording.prefix_chains import PrefixChains
-from services.scheduler.recording.records import (
-    AppliedRecord,
-    ArrivalRecord,
-    MaskRecord,
-    OutcomeRecord,
-    PlanRecord,
-    Record,
-)
+from services.scheduler.recording.records import AppliedRecord, ArrivalRecord, MaskRecord, OutcomeRecord, PlanRecord
 
 NOT_RECORDED = (events.ObserverAttached, events.BlocksCached, events.BlocksEvicted, events.TierChanged)
 """Events that follow from others; whether they are emitted depends on the listeners."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from protocol.codec import unpack
 from protocol.epochs import number_of
-from services.scheduler.recording.records import DecisionRecord
+from services.scheduler.core.observer import Decision
 from services.scheduler.recording.replay import Difference
 
 _BYTES = {"samples": np.uint8, "states": np.int8}
@@ -40,7 +40,7 @@ def describe(difference: Difference) -> str:
     return "\n".join(lines)
 
 
-def _title(side: DecisionRecord | str | None) -> str:
+def _title(side: Decision | str | None) -> str:
     if side is None:
         return "no further decision"
     return f"error: {side}" if isinstance(side, str) else type(side).__name__

@@ -13,9 +13,9 @@ from services import release
 from services.config import SchedulerConfig
 from services.scheduler.build import CoreStart, restart_core
 from services.scheduler.core.engine import EngineCore
-from services.scheduler.core.observer import CoreRestarted, Event
+from services.scheduler.core.observer import CoreRestarted, Event, Record
 from services.scheduler.recording.conversion import Converter, TokenRemover
-from services.scheduler.recording.records import VERSION, Record, RecordingHeader
+from services.scheduler.recording.records import VERSION, RecordingHeader
 from services.scheduler.recording.segments import SegmentWriter, prepare_directory
 from services.scheduler.recording.settings import recorded_settings
 

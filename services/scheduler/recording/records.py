@@ -7,17 +7,20 @@ conversion). A change that old files cannot be read with needs another `VERSION`
 defaults, as in protocol.codec.
 """
 
+from functools import reduce
+from operator import or_
+from typing import Any
+
 from protocol.requests import GenerateRequest
 from protocol.steps import SchedulerOutput
 from services.scheduler.core import observer as events
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.observer import Recordable
 from services.scheduler.core.request import RequestKey
 
 VERSION = 1
 
 
-class RecordingHeader(Recordable, frozen=True):
+class RecordingHeader(events.Record, frozen=True):
     """First message of every segment: the settings that make the core."""
 
     version: int
@@ -46,7 +49,7 @@ class RecordingHeader(Recordable, frozen=True):
     """Backend of the workers, as in services.scheduler.capabilities; "": not recorded."""
 
 
-class ArrivalRecord(Recordable, frozen=True):
+class ArrivalRecord(events.InboundEvent, frozen=True):
     """`RequestArrived` without tokens."""
 
     frontend: int
@@ -59,7 +62,7 @@ class ArrivalRecord(Recordable, frozen=True):
     """uint64[full blocks]: ids of the blocks of these tokens; equal ids mean equal prefixes"""
 
 
-class PlanRecord(Recordable, frozen=True):
+class PlanRecord(events.Decision, frozen=True):
     """`StepDispatched`."""
 
     plan: SchedulerOutput
@@ -73,7 +76,7 @@ class PlanRecord(Recordable, frozen=True):
     num_waiting: int
 
 
-class MaskRecord(Recordable, frozen=True):
+class MaskRecord(events.Decision, frozen=True):
     """`GrammarSent` without the masks."""
 
     epoch: int
@@ -83,7 +86,7 @@ class MaskRecord(Recordable, frozen=True):
     """As in `GrammarOutput`: the number of masks of each row is a decision of the grammar."""
 
 
-class AppliedRecord(Recordable, frozen=True):
+class AppliedRecord(events.Decision, frozen=True):
     """`ResultApplied`; columns with a row per sampling row of the step."""
 
     epoch: int
@@ -95,7 +98,7 @@ class AppliedRecord(Recordable, frozen=True):
     ended: tuple[RequestKey, ...]
 
 
-class OutcomeRecord(Recordable, frozen=True):
+class OutcomeRecord(events.Record, frozen=True):
     """Substitutes for the tokens of the `AppliedRecord` before it."""
 
     slots: bytes
@@ -114,17 +117,6 @@ class OutcomeRecord(Recordable, frozen=True):
     """uint64[blocks]: ids of these blocks"""
 
 
-InboundRecord = events.InboundEvent | ArrivalRecord
-DecisionRecord = (
-    events.RequestRefused
-    | PlanRecord
-    | MaskRecord
-    | events.LoadSent
-    | events.SlotsReleased
-    | events.RequestPreempted
-    | AppliedRecord
-    | events.StaleResultDropped
-    | events.ResultRefused
-    | events.RequestFinished
-)
-Record = RecordingHeader | InboundRecord | DecisionRecord | OutcomeRecord
+_KINDS = (RecordingHeader, OutcomeRecord, *events.InboundEvent.__subclasses__(), *events.Decision.__subclasses__())
+RECORD: Any = reduce(or_, _KINDS)
+"""Union of all types of records."""

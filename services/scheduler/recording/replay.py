@@ -30,12 +30,9 @@ from services.scheduler.recording.grammar import RecordedCompiler, RecordedGramm
 from services.scheduler.recording.records import (
     AppliedRecord,
     ArrivalRecord,
-    DecisionRecord,
-    InboundRecord,
     MaskRecord,
     OutcomeRecord,
     PlanRecord,
-    Record,
     RecordingHeader,
 )
 from services.scheduler.recording.segments import EventRecording
@@ -71,8 +68,8 @@ class ProductionCore:
 class Turn:
     """One inbound event and the decisions that it caused."""
 
-    cause: InboundRecord
-    decisions: list[DecisionRecord] = field(default_factory=list)
+    cause: events.InboundEvent
+    decisions: list[events.Decision] = field(default_factory=list)
     outcomes: dict[tuple[int, int], OutcomeRecord] = field(default_factory=dict)
     """(epoch, step id) -> what stands in for the tokens of an applied result."""
     interrupted: bool = False
@@ -86,14 +83,14 @@ class Difference(NamedTuple):
     """Number of the inbound event, from 0."""
     now: float
     """The scheduler's clock, seconds."""
-    cause: InboundRecord
-    recorded: DecisionRecord | None
+    cause: events.InboundEvent
+    recorded: events.Decision | None
     """None: the recorded core made no further decision."""
-    replayed: DecisionRecord | str | None
+    replayed: events.Decision | str | None
     """A text: the core raised this error."""
 
 
-def turns_of(records: Iterable[Record]) -> Iterator[Turn]:
+def turns_of(records: Iterable[events.Record]) -> Iterator[Turn]:
     """Group records by the inbound event that caused them. A turn that the end of the recording may have cut is left
     out."""
     turn: Turn | None = None
@@ -106,11 +103,11 @@ def turns_of(records: Iterable[Record]) -> Iterator[Turn]:
                 applied = turn.decisions[-1]
                 assert isinstance(applied, AppliedRecord)
                 turn.outcomes[applied.epoch, applied.step_id] = record
-            case _ if isinstance(record, InboundRecord):
+            case events.InboundEvent():
                 if turn is not None:
                     yield turn
                 turn = Turn(record)
-            case _ if isinstance(record, DecisionRecord) and turn is not None:
+            case events.Decision() if turn is not None:
                 turn.decisions.append(record)
 
 
@@ -136,7 +133,7 @@ class Replay:
         self._recording, self._header = recording, header
         self._factory = factory or ProductionCore(header)
         self._converter = Converter(header.has_tokens)
-        self._decisions: list[DecisionRecord] = []
+        self._decisions: list[events.Decision] = []
         self._surrogates: Surrogates | None = None
         """None: the recording has tokens."""
         if not header.has_tokens:
@@ -154,7 +151,7 @@ class Replay:
     def observe(self, event: events.Event) -> None:
         if not isinstance(event, events.InboundEvent):
             record = self._converter.record(event)
-            if isinstance(record, DecisionRecord):
+            if isinstance(record, events.Decision):
                 self._decisions.append(record)
         if isinstance(event, events.RequestFinished):
             self._tokens.pop((event.frontend, event.finish.number), None)
@@ -249,7 +246,7 @@ class Replay:
             self._tokens[key] = tokens
         self.core.add(record.frontend, message)
 
-    def _grammar(self, event: events.GrammarReady, decisions: Iterable[DecisionRecord]) -> None:
+    def _grammar(self, event: events.GrammarReady, decisions: Iterable[events.Decision]) -> None:
         if event.error:
             self.core.on_grammar(event.ticket, event.error)
             return

@@ -18,7 +18,8 @@ from typing import BinaryIO
 import msgspec
 from msgspec.structs import replace
 
-from services.scheduler.recording.records import VERSION, Record, RecordingHeader
+from services.scheduler.core.observer import Record
+from services.scheduler.recording.records import RECORD, VERSION, RecordingHeader
 
 log = logging.getLogger("runahead.scheduler.recorder")
 
@@ -35,7 +36,7 @@ _SEGMENT_BYTES = 64 << 20
 _STARTS = 4
 """Another start is due after this part of `max_bytes`."""
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[list[Record]] = msgspec.msgpack.Decoder(list[Record])
+_decoder: msgspec.msgpack.Decoder[list[Record]] = msgspec.msgpack.Decoder(list[RECORD])
 
 
 class RecordingError(Exception):

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from protocol.codec import unpack
-from services.scheduler.core.observer import RequestFinished, RequestRefused
+from services.scheduler.core.observer import Record, RequestFinished, RequestRefused
 from services.scheduler.core.request import RequestKey
 from services.scheduler.core.slots import Column
 from services.scheduler.recording.prefix_chains import block_ids
-from services.scheduler.recording.records import ArrivalRecord, OutcomeRecord, PlanRecord, Record, RecordingHeader
+from services.scheduler.recording.records import ArrivalRecord, OutcomeRecord, PlanRecord, RecordingHeader
 from services.scheduler.recording.segments import RecordingError
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.observer import CoreRestarted, TimeAdvanced
+from services.scheduler.core.observer import CoreRestarted, Record, TimeAdvanced
 from services.scheduler.recording import EventRecording, FlightRecorder, RecordingHeader, SegmentWriter, recorder
-from services.scheduler.recording.records import VERSION, Record
+from services.scheduler.recording.records import VERSION
 
 LIMITS = Limits(4, 64, 256, 32, 16)
 
