@@ -21,7 +21,7 @@ class AsyncClient:
     """
 
     def __init__(self, endpoint: str, security: Security = LOCAL) -> None:
-        """Raises: ValueError, if the endpoint is invalid; OSError, if the keys cannot be read."""
+        """Raises: as `Client`."""
         self._client = Client(endpoint, security)
         self._end: asyncio.Future[None] | None = None
         """Set while `read` runs."""
@@ -29,10 +29,7 @@ class AsyncClient:
         self._is_accepted = False
 
     async def handshake(self, role: str, name: str, timeout: float) -> None:  # noqa: ASYNC109  as in Client
-        """Send a `Hello` and wait up to `timeout` seconds for the answer.
-
-        Raises: HandshakeRefused, HandshakeTimeout, PeerGone
-        """
+        """Do what `Client.handshake` does."""
         self._client.send_hello(role, name)
         try:
             await asyncio.wait_for(self.read(self._on_answer), timeout)

@@ -6,20 +6,12 @@ import time
 from collections.abc import Iterator
 
 import zmq
+from msgspec import Struct
 from msgspec.structs import replace
 
 from protocol.codec import Decoder
 from protocol.handshake import Hello
-from protocol.records import CachedBlocks, StepRecords
-from protocol.requests import (
-    CacheControlled,
-    ClientMessage,
-    EngineState,
-    FrontendAlive,
-    RequestOutputs,
-    ResetDone,
-    RoundTrips,
-)
+from protocol.requests import ClientMessage, EngineState, FrontendAlive, RequestOutputs, RoundTrips
 from protocol.security import LOCAL, Security
 from protocol.transport import PeerGone, PeerSlow, Server
 
@@ -91,17 +83,10 @@ class FrontendConnections:
         self._server.count_error(self._peers.get(frontend, b""), error)
 
     def send(self, frontend: int, outputs: RequestOutputs) -> None:
-        """A frontend that cannot be reached is in the next `take_gone`; one that does not read is turned away."""
-        peer = self._peers.get(frontend)
-        if peer is None:
-            return
-        try:
-            self._server.send(peer, outputs)
-        except PeerGone as error:
-            self._lose(frontend, error)
-        except PeerSlow as error:
-            self._server.refuse(peer, "this frontend did not read; its requests were aborted")
-            self._lose(frontend, error)
+        """Send as `send_if_connected` does. A frontend that does not read is turned away."""
+        if not self.send_if_connected(frontend, outputs):
+            self._server.refuse(self._peers[frontend], "this frontend did not read; its requests were aborted")
+            self._lose(frontend, PeerSlow("it does not read"))
 
     def send_state(self, frontend: int, state: EngineState) -> None:
         """Send the state as `send_if_connected` does, with the lease of its number, and the answer to its last sign
@@ -110,19 +95,17 @@ class FrontendConnections:
         round_trips = RoundTrips(self._signs.get(frontend, 0), unanswered)
         self.send_if_connected(frontend, replace(state, lease=frontend + 1, round_trips=round_trips))
 
-    def send_if_connected(
-        self, frontend: int, message: EngineState | StepRecords | ResetDone | CachedBlocks | CacheControlled
-    ) -> None:
-        """Send what may be lost. A frontend that is gone is in the next `take_gone`; one that does not read stays."""
-        peer = self._peers.get(frontend)
-        if peer is None:
-            return
+    def send_if_connected(self, frontend: int, message: Struct) -> bool:
+        """Send what may be lost. A frontend that is gone is in the next `take_gone`. Return False for one that does not
+        read."""
         try:
-            self._server.send(peer, message)
+            if (peer := self._peers.get(frontend)) is not None:
+                self._server.send(peer, message)
         except PeerGone as error:
             self._lose(frontend, error)
         except PeerSlow:
-            pass
+            return False
+        return True
 
     def send_state_to_all(self, state: EngineState) -> None:
         now = time.monotonic()

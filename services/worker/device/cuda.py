@@ -9,7 +9,7 @@ stream. The pinned memory is kept by the result's arrays, and used again when th
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -65,11 +65,8 @@ class CudaDevice:
         self._staging = PinnedStaging(self._passed)
         self._times = StreamTimes()
 
-    def working(self) -> AbstractContextManager[None]:
-        return self._working()
-
     @contextmanager
-    def _working(self) -> Iterator[None]:
+    def working(self) -> Iterator[None]:
         """Wait for the copies of weights, which used the default stream, and work on the compute stream."""
         torch.cuda.set_device(self.where)
         torch.cuda.synchronize(self.where)

@@ -28,10 +28,6 @@ class SafetensorsCheckpoint:
         """The open file of each tensor, by the tensor's name."""
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, cut: Cut = ()) -> torch.Tensor:
-        """Return the part `cut` of the tensor `name`, converted to `dtype`; `shape` is that of the whole tensor.
-
-        Raises: LoadError, when it is missing, has another shape, or has no floating-point numbers.
-        """
         file = self.files.get(name)
         if file is None:
             raise missing_tensor(name)
@@ -44,7 +40,6 @@ class SafetensorsCheckpoint:
         return view[cut or (slice(None),)].to(dtype)
 
     def integers(self, name: str) -> torch.Tensor:
-        """Return a whole one-dimensional tensor as int64. Raises: LoadError, when it is missing or has no integers."""
         if name not in self:
             raise missing_tensor(name)
         values: torch.Tensor = self.files[name].get_tensor(name)
@@ -60,8 +55,6 @@ class SafetensorsCheckpoint:
         return name in self.files
 
     def digest(self, config: bytes) -> str:
-        """Return the SHA-256 of config.json, and of every tensor's name, shape, dtype, and first, middle and last row.
-        All ranks of a group have the same one, however the tensors are cut for them."""
         digest = hashlib.sha256(config)
         for name in sorted(self.files):
             view = self.files[name].get_slice(name)

@@ -57,14 +57,8 @@ class CpuDrafting(DraftingKernels):
         """Both recordings must be of this package and consist of kernels only."""
         if not isinstance(places, CpuRecording) or not isinstance(rows, CpuRecording):
             raise TypeError("drafts are computed from recorded kernels")
-        t = tensors
-        columns = (
-            *(t.slots, t.positions, t.ids, t.hidden),
-            *(t.tiles, t.last, t.yielded, t.chosen, t.sure, t.sharpness),
-            *(t.room, t.owner, t.chance),
-        )
         sequences = *places.single("places"), *rows.single("rows")
         numbers = *sequences, *thread_team.shared(), proposed.shape[1], *layout, min_acceptance
-        addresses = (tensor.data_ptr() for tensor in columns)
+        addresses = (tensor.data_ptr() for tensor in tensors)
         at = 0 if tokens is None else tokens.data_ptr()
-        self._draft.run(1, (*numbers, *addresses, t.hidden.shape[1], at, proposed.ctypes.data))
+        self._draft.run(1, (*numbers, *addresses, tensors.hidden.shape[1], at, proposed.ctypes.data))

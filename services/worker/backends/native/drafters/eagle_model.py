@@ -59,11 +59,7 @@ class EagleBuffers(Buffers):
 
     @property
     def draft(self) -> DraftTensors:
-        return DraftTensors(
-            *(self.slots, self.positions, self.ids, self.hidden),
-            *(self.tiles, self.last, self.yielded, self.chosen, self.sure, self.sharpness),
-            *(self.room, self.owner, self.chance),
-        )
+        return DraftTensors(*(getattr(self, name) for name in DraftTensors._fields))
 
 
 class EagleModel(ABC):
