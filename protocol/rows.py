@@ -152,9 +152,8 @@ class LogprobRows(NamedTuple):
     def from_message(cls, logprobs: Logprobs) -> Self:
         """Raises: ProtocolError"""
         what = "the log-probabilities"
-        columns = logprobs.owners, logprobs.positions, logprobs.counts, logprobs.token_ranks, logprobs.token_ids
-        owners, positions, counts, ranks, token_ids = map(unpack, columns)
-        rows = cls(owners, positions, counts, ranks, token_ids, unpack(logprobs.values, np.float32))
+        *columns, values = (getattr(logprobs, name) for name in cls._fields)
+        rows = cls._make((*map(unpack, columns), unpack(values, np.float32)))
         _same_length(
             what, owners=rows.owners, positions=rows.positions, counts=rows.counts, token_ranks=rows.token_ranks
         )
@@ -178,14 +177,8 @@ class LogprobRows(NamedTuple):
         if mask.all():
             return self
         entries = np.repeat(mask, self.counts)
-        return self._replace(
-            owners=self.owners[mask],
-            positions=self.positions[mask],
-            counts=self.counts[mask],
-            token_ranks=self.token_ranks[mask],
-            token_ids=self.token_ids[entries],
-            values=self.values[entries],
-        )
+        *columns, token_ids, values = self
+        return type(self)._make((*(column[mask] for column in columns), token_ids[entries], values[entries]))
 
 
 class EmbeddingRows(NamedTuple):

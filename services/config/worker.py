@@ -127,13 +127,9 @@ class BackendConfig(ServiceConfig):
 TIERS = ("kv_offload_dir", "kv_offload_bytes", "kv_peer_address")
 USERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("load_format", "runner", "pooler_config", "hf_overrides"), ("vllm",)),
-    "device": ("native", "vllm"),
-    "gpu_memory_utilization": ("native", "vllm"),
-    "enforce_eager": ("native", "vllm"),
-    "dtype": ("native", "vllm"),
-    **dict.fromkeys(("weights_cache_dir", "weights_cache_bytes"), ("native",)),
+    **dict.fromkeys(("device", "gpu_memory_utilization", "enforce_eager", "dtype", "threads"), ("native", "vllm")),
+    **dict.fromkeys(("kernels", "batch_invariant", "weights_cache_dir", "weights_cache_bytes"), ("native",)),
     **dict.fromkeys((*TIERS, "kv_keeper"), ("native", "sim")),
-    "threads": ("native", "vllm"),
     **dict.fromkeys(SimulatorConfig.model_fields, ("sim",)),
 }
 """Backends that use a setting; all others of the settings are for all, or have a check of their own."""
@@ -158,10 +154,6 @@ class WorkerConfig(SimulatorConfig, BackendConfig):
                     f"{flag(name)} is a setting of --backend {' and '.join(backends)}; "
                     f"--backend {self.backend} does not use it{why}"
                 )
-        if self.kernels != "auto" and self.backend != "native":
-            yield f"--kernels {self.kernels} chooses kernels of the native backend, not of --backend {self.backend}"
-        if self.batch_invariant and self.backend != "native":
-            yield f"--batch-invariant is a promise of the native backend; --backend {self.backend} does not give it"
         compiles = self.kernels != "reference" and self.device != "cuda"
         if self.weights_cache_dir not in ("auto", "none") and not compiles:
             yield "--weights-cache-dir: weights are arranged for compiled kernels of the CPU only; leave it out"

@@ -1,10 +1,9 @@
 """Effect of drafts: tokens/s of the demo model with and without them, greedy, at several numbers of streams.
 
 The prompts are parts of `prose_and_code.txt`; the model ends the outputs. Further comparisons: random prompts with a
-high temperature, where drafts fail; the acceptance at depth 1 and 2; and on `sim`, with 5 ms steps and 256 requests,
-the gain of run-ahead with and without drafts. Engines of a comparison exist at the same time and run in turn, so that
-noise of the machine affects all; the engine without drafts exists twice. With `--fixed`, every fixed number of drafts
-is an engine too, and `of_best_fixed` compares the chosen number with the best of them.
+high temperature, where drafts fail, and the acceptance at depth 1 and 2. Engines of a comparison exist at the same
+time and run in turn, so that noise of the machine affects all; the engine without drafts exists twice. With `--fixed`,
+every fixed number of drafts is an engine too, and `of_best_fixed` compares the chosen number with the best of them.
 """
 
 import argparse
@@ -22,7 +21,6 @@ from tokenizers import Tokenizer
 
 from protocol.sampling import SamplingParams
 from services.checkpoint import DEMO_MODEL
-from tests.benchmarks.run_ahead import measure
 from tests.benchmarks.support.engine_client import BenchmarkClient, engine
 from tests.benchmarks.support.report import add_ints, report
 
@@ -167,28 +165,9 @@ def acceptance_equal(methods: Mapping[str, int], prompts: Prompts, params: Sampl
     return True
 
 
-def run_ahead_gain(args: argparse.Namespace) -> dict[str, float]:
-    """Return tokens/s at depth 2 relative to depth 1 on `sim`, without drafts and with three."""
-    memory = args.sim_requests * (args.sim_output + 256) * 8
-    worker = {"backend": "sim", "sim_step_ms": 5.0, "sim_vocab_size": 1024, "kv_cache_memory_bytes": memory}
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
-    gains: dict[str, list[float]] = {"without": [], "with_3_drafts": []}
-    for _ in range(args.repeats):
-        for name, settings, output in (
-            ("without", {}, args.sim_output // 2),
-            ("with_3_drafts", {"speculative_config": json.dumps(drafts)}, args.sim_output),
-        ):
-            limits = {"max_model_len": args.sim_output + 256, **settings}
-            rates = [measure(d, args.sim_requests, 64, output, limits, worker)["tokens_per_s"] for d in (1, 2)]
-            gains[name].append(rates[1] / rates[0])
-    return {name: statistics.median(values) for name, values in gains.items()}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_ints(parser, threads=0, repeats=3, prompts=48, input_len=96, output_len=128, eagle=3, ngram=5)
-    add_ints(parser, sim_requests=256, sim_output=2400)
-    parser.add_argument("--skip-sim", action="store_true")
     parser.add_argument("--streams", type=int, nargs="+", default=CONCURRENCY)
     parser.add_argument("--fixed", action="store_true", help="compare with every fixed number of drafts too")
     args = parser.parse_args()
@@ -230,7 +209,6 @@ def main() -> None:
                 kind: {str(c): over_none(runs[c], CONTROL) for c in args.streams}
                 for kind, runs in (("text", good), ("random", bad))
             },
-            **({} if args.skip_sim else {"sim": run_ahead_gain(args)}),
         },
         settings={"drafts": methods, "adaptive": True, "prompts_per_run": PROMPTS_PER_RUN, **vars(args)},
         repeats={"text": good, "random": bad},

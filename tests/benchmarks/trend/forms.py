@@ -246,7 +246,7 @@ FORMS = (
     ShortForm(
         "speculation", "speculation",
         "How much faster are requests with drafts, and what do drafts cost when they fail?",
-        "--skip-sim --repeats 1 --streams 1 8",
+        "--repeats 1 --streams 1 8",
         [
             *_rates(1, 4, 8, 16, 32),
             *(Shown(f"no drafts again, {n} at once", f"control > text > {n}") for n in (1, 8)),

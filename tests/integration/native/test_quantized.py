@@ -122,7 +122,7 @@ def test_sizes_that_are_no_multiple_of_a_group_are_refused(llama: Family) -> Non
         ({"quantization": "awq"}, "--quantization awq: --backend native has int8, int4, none"),
         ({"quantization": "int8", "backend": "sim"}, "--quantization int8: --backend sim has no weights"),
         ({"quantization": "int4", "backend": "vllm"}, "int4 is a type of --backend native, not a method of vLLM"),
-        ({"batch_invariant": True, "backend": "vllm"}, "--batch-invariant .* --backend vllm does not give it"),
+        ({"batch_invariant": True, "backend": "vllm"}, "--batch-invariant .* --backend vllm does not use it"),
         ({"batch_invariant": True, "kernels": "reference"}, "--kernels reference does not give this promise"),
     ],
 )

@@ -39,7 +39,6 @@ SPECIAL_TAG = {"structures": [{"begin": "<|user|>", "schema": TOOL, "end": "<|as
 NUMBER = {"type": "json_schema", "json_schema": {"type": "integer"}}
 ADD = {"type": "tag", "begin": "<add>", "content": NUMBER, "end": "</add>"}
 SHOUT = {"type": "tag", "begin": "<say>", "content": {"type": "any_text"}, "end": "</say>"}
-ONE_TAG = {"at_least_one": True, "stop_after_first": True}
 FORMATS: list[tuple[dict[str, object], list[str], list[str]]] = [
     ({"type": "const_string", "value": 'a"\n'}, ['a"\n'], ["", "a"]),
     ({"type": "regex", "pattern": "[a-c]+/\\d"}, ["ab/7", "c/0"], ["ab7", "d/7"]),
