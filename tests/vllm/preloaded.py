@@ -1,10 +1,14 @@
 """Processes that start with vLLM imported, which takes longer than most tests."""
 
 import multiprocessing
+import multiprocessing.forkserver
 import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
+
+from tests.e2e.server import ServeProcess, serving
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # vLLM's engine and worker in one process
@@ -24,8 +28,21 @@ def processes() -> Iterator[ProcessPoolExecutor]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.vllm.reference", "tests.vllm.driver", "vllm.v1.worker.cpu_worker"])
     try:
+        multiprocessing.forkserver.ensure_running()
         with ProcessPoolExecutor(2, context, max_tasks_per_child=1) as pool:
             yield pool
     finally:
         os.environ.clear()
         os.environ |= before
+
+
+@contextmanager
+def serving_preloaded(model: Path, *arguments: str) -> Iterator[ServeProcess]:
+    """`serve` of a model; vLLM is imported once for all workers and restarts."""
+    with processes():  # starts the fork server
+        pass
+    with serving(
+        str(model), "--backend", "vllm", "--enforce-eager", "--threads", "1", "--block-size", "32", "--dtype",
+        "float32", "--kv-cache-memory-bytes", str(64 << 20), *arguments,
+    ) as running:  # fmt: skip
+        yield running

@@ -9,10 +9,9 @@ import httpx
 import pytest
 
 from services.frontend.adapters import Adapters
-from tests.e2e.server import ServeProcess, serving, wait_until
+from tests.e2e.server import ServeProcess, wait_until
 from tests.vllm import checkpoints
-from tests.vllm.driver import BLOCK
-from tests.vllm.preloaded import processes
+from tests.vllm.preloaded import processes, serving_preloaded
 from tests.vllm.reference import VllmRequest, generate
 
 PROMPT = [(i * 31) % 4000 + 10 for i in range(40)]
@@ -45,11 +44,9 @@ def expected(directory: Path) -> dict[str, list[int]]:
 
 @pytest.fixture(scope="module")
 def server(directory: Path) -> Iterator[ServeProcess]:
-    with serving(
-        str(directory / "base"), "--backend", "vllm", "--enforce-eager", "--threads", "1", "--block-size", str(BLOCK),
-        "--dtype", "float32", "--max-model-len", "512", "--kv-cache-memory-bytes", str(64 << 20), "--enable-lora",
-        "--max-loras", "2", "--max-lora-rank", "8", "--lora-modules", f"a={directory}/a", "--lora-modules",
-        f"b={directory}/b", "--enable-admin-routes", forked=False,
+    with serving_preloaded(
+        directory / "base", "--max-model-len", "512", "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8",
+        "--lora-modules", f"a={directory}/a", "--lora-modules", f"b={directory}/b", "--enable-admin-routes",
     ) as running:  # fmt: skip
         yield running
 

@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.server import ServeProcess, serving, wait_until
+from tests.e2e.server import ServeProcess, wait_until
 from tests.vllm import pooling_checkpoints
-from tests.vllm.driver import BLOCK
 from tests.vllm.pooling_checkpoints import CONTEXT
+from tests.vllm.preloaded import serving_preloaded
 from tests.vllm.reference import pool_texts
 
 QUERY = "what is a queue"
@@ -23,11 +23,7 @@ CLOSE = {"rel": 1e-4, "abs": 1e-5}
 @contextmanager
 def served(name: str, directory: Path) -> Iterator[ServeProcess]:
     model = pooling_checkpoints.make(name, directory / name)
-    with serving(
-        str(model), "--backend", "vllm", "--enforce-eager", "--threads", "1", "--block-size", str(BLOCK),
-        "--dtype", "float32", "--max-model-len", str(CONTEXT), "--kv-cache-memory-bytes", str(64 << 20),
-        "--max-num-batched-tokens", str(CONTEXT), forked=False,
-    ) as running:  # fmt: skip
+    with serving_preloaded(model, "--max-model-len", str(CONTEXT), "--max-num-batched-tokens", str(CONTEXT)) as running:
         yield running
 
 

@@ -11,12 +11,12 @@ import pytest
 
 from services.worker.backends.vllm.recurrent_states import RecurrentStates
 from services.worker.runner import LoadError
-from tests.e2e.server import serving, wait_until
+from tests.e2e.server import wait_until
 from tests.simulation.grammar import structured
 from tests.vllm import checkpoints
-from tests.vllm.driver import BLOCK, VllmRun, VllmStream, VllmWorker
+from tests.vllm.driver import VllmRun, VllmStream, VllmWorker
 from tests.vllm.parameter_cases import GREEDY, SAMPLED, assert_equal, prompt_of
-from tests.vllm.preloaded import processes
+from tests.vllm.preloaded import processes, serving_preloaded
 from tests.vllm.reference import VllmRequest, generate
 
 FEW_BLOCKS = 18
@@ -104,10 +104,7 @@ def test_streams_go_on_when_their_worker_is_killed(model: Path) -> None:
         alone = [[VllmRequest(prompt, GREEDY_160)] for prompt in PROMPTS]
         settings = {"max_model_len": 256, "enable_prefix_caching": False}
         expected = [batch[0] for batch in pool.submit(generate, str(model), alone, **settings).result().tokens]
-    with serving(
-        str(model), "--backend", "vllm", "--enforce-eager", "--threads", "1", "--block-size", str(BLOCK),
-        "--dtype", "float32", "--max-model-len", "256", "--kv-cache-memory-bytes", str(64 << 20), forked=False,
-    ) as server:  # fmt: skip
+    with serving_preloaded(model, "--max-model-len", "256") as server:
 
         def complete(prompt: list[int]) -> list[int]:
             body = {"model": "model", "prompt": prompt, "return_token_ids": True, **GREEDY_160}
