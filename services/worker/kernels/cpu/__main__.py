@@ -24,7 +24,6 @@ from services.worker.kernels.cpu.compiled.norm_and_gate import gate_kernel, norm
 from services.worker.kernels.cpu.compiled.product import product_kernel
 from services.worker.kernels.cpu.compiled.quantized import pack_kernel, rows_kernel
 from services.worker.kernels.cpu.compiled.rotary import rotary_kernel
-from services.worker.kernels.cpu.compiled.wide_product import wide_product_kernel
 from services.worker.kernels.cpu.recording import replay_kernel
 from services.worker.kernels.selection import OWN_BFLOAT16, PAIRS, TILES, WIDE, processor_features
 
@@ -41,7 +40,7 @@ KERNELS: list[tuple[Callable[..., object], Sequence[tuple[object, ...]]]] = [
     (attention_kernel, [(False, False), (False, True), (True, True)]),
     (coded_product_kernel, [(1,)]),
     *((format_table, [(KINDS.index(name),)]) for name in COMMON),
-    (wide_product_kernel if WIDE in FEATURES else product_kernel, [(False, 1), (True, 1)]),
+    (product_kernel, [(WIDE in FEATURES, half, 1) for half in (False, True)]),
     (rows_kernel, [(True,), *([(False,)] if {*OWN_BFLOAT16} & FEATURES else [])]),
     (norm_kernel, [(False,), (True,)]),
     (gate_kernel, [(False,), (True,)]),

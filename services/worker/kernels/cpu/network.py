@@ -18,12 +18,12 @@ from services.worker.kernels.cpu.products import (
     NARROW,
     OWN_BFLOAT16,
     WIDE,
-    Float32Product,
     OneDnnProduct,
     PanelProduct,
     StackedProduct,
     coded_panel_product,
     float32_panels,
+    float32_product,
 )
 from services.worker.kernels.cpu.thread_team import Kernel
 from services.worker.kernels.interface.attention import Attention, AttentionShape
@@ -100,7 +100,7 @@ class CpuNetwork(NetworkKernels):
 
     def _product(self, packed: PackedRows, bias: torch.Tensor | None) -> Linear:
         if packed.layout == FLOAT32:
-            return Float32Product(self._launcher, packed, bias, self._float32)
+            return float32_product(self._launcher, packed, bias, self._float32)
         return self._from_panels(packed, bias)
 
     def _from_panels(self, panels: PackedRows, bias: torch.Tensor | None) -> PanelProduct:

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from services.worker.kernels.cpu.compiled import coded_product, pair_product, product, tile_product, wide_product
+from services.worker.kernels.cpu.compiled import coded_product, pair_product, product, tile_product
 from services.worker.kernels.cpu.compiled.product import BLOCK, PANEL
 from services.worker.kernels.cpu.launching import Launcher
 from services.worker.kernels.cpu.panels import OUTPUTS, PAIRED, format_address
@@ -35,16 +35,16 @@ class Float32Way:
     """Distance of the two bfloat16 that share a word."""
 
 
-NARROW = Float32Way(product.product_kernel, product.CHUNK, PANEL, PANEL // 2)
-WIDE = Float32Way(wide_product.wide_product_kernel, wide_product.CHUNK, BLOCK, PANEL)
+NARROW = Float32Way(partial(product.product_kernel, False), product.CHUNK, PANEL, PANEL // 2)
+WIDE = Float32Way(partial(product.product_kernel, True), product.WIDE_CHUNK, BLOCK, PANEL)
 """With AVX-512."""
 
 FLOAT32 = "float32 products"
-"""Layout of `Float32Product`. Its memory is of a dtype and a way."""
+"""Layout of `float32_product`. Its memory is of a dtype and a way."""
 
 
 def float32_panels(weight: torch.Tensor, way: Float32Way = NARROW) -> PackedRows:
-    """Return a weight for `Float32Product`.
+    """Return a weight for `float32_product`.
 
     A weight whose numbers are exact in bfloat16 is stored in bfloat16: half the bytes to read, and the same sums.
     """
@@ -56,26 +56,6 @@ def float32_panels(weight: torch.Tensor, way: Float32Way = NARROW) -> PackedRows
     if half:
         panels = panels.unflatten(2, (-1, 2, way.apart)).transpose(3, 4)
     return PackedRows(FLOAT32, outputs, inputs, panels.contiguous())
-
-
-class Float32Product:
-    """A product with float32 activations."""
-
-    def __init__(
-        self, launcher: Launcher, weight: PackedRows, bias: torch.Tensor | None, way: Float32Way = NARROW
-    ) -> None:
-        self._launcher, self._chunk = launcher, way.chunk
-        _, self._outputs, self._inputs, self._weight = weight
-        self._blocks = -(-self._outputs // BLOCK)
-        self.num_bytes = self._weight.nbytes
-        self._bias = _padded(bias, self._outputs, BLOCK)
-        self._kernel = way.kernel(self._weight.dtype == torch.bfloat16, self._inputs)
-
-    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        addresses = x.data_ptr(), self._weight.data_ptr(), self._bias.data_ptr(), out.data_ptr()
-        values = (*addresses, len(x), self._inputs, self._outputs, out.stride(0))
-        self._launcher.launch(self._kernel, x, values, self._blocks, self._chunk, "rows")
-        return out
 
 
 class PanelProduct:
@@ -110,6 +90,14 @@ class PanelProduct:
         values = (*addresses, len(x), panels.inputs, panels.outputs, out.stride(0), *self._more)
         self._launcher.launch(self._kernel, x, values, self._blocks, self._chunk, "rows")
         return out
+
+
+def float32_product(
+    launcher: Launcher, weight: PackedRows, bias: torch.Tensor | None, way: Float32Way = NARROW
+) -> PanelProduct:
+    """A product with float32 activations."""
+    kernel = partial(way.kernel, weight.memory.dtype == torch.bfloat16)
+    return PanelProduct(launcher, weight, bias, kernel, BLOCK, way.chunk)
 
 
 class StackedProduct:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from services.worker.kernels.cpu import thread_team
 from services.worker.kernels.cpu.compiled import raw
-from services.worker.kernels.cpu.thread_team import HEADER, Kernel
+from services.worker.kernels.cpu.thread_team import Kernel, arguments
 from services.worker.kernels.interface.buffers import Buffers
 from services.worker.kernels.interface.recording import Captured
 
@@ -36,13 +36,12 @@ _CALL = np.dtype(
         ("cost", np.int64),
     ]
 )
-REPLAY = [
+REPLAY = arguments(
     ("calls", np.int64),  # _CALL[number]
     ("number", np.int64),
     ("share", np.int64),  # see `thread_team.shared`
     ("among", np.int64),
-]
-_REPLAY = np.dtype(HEADER + REPLAY, align=True)
+)
 Function = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -67,7 +66,7 @@ def replay_kernel() -> Kernel:
     """Runs a whole sequence. Other threads may share its kernels."""
 
     def replay(address):  # type: ignore[no-untyped-def]
-        a = carray(raw.pointer(address), 1, _REPLAY)[0]
+        a = carray(raw.pointer(address), 1, REPLAY)[0]
         run(a.calls, a.number, a.share, a.among)
 
     return Kernel(replay, REPLAY, cost=1)

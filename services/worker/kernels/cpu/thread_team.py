@@ -20,12 +20,18 @@ from numpy.typing import NDArray
 from services.worker.kernels.cpu.compiled.raw import fetch_add
 from services.worker.kernels.cpu.helpers import SHARE, Helpers
 
-HEADER = [("next", np.int64), ("items", np.int64)]
+HEADER = ("next", np.int64), ("items", np.int64)
 """First fields of every argument block: the counter, and the number of items."""
+Field = tuple[str, type[np.generic]]
 Share = tuple[int, int]
 """The address of a function like `GOMP_parallel(function, data, threads, flags)`, and its third argument."""
 ALONE: Share = (0, 0)
 """Not shared."""
+
+
+def arguments(*fields: Field) -> "np.dtype[np.void]":
+    """Return the type of a kernel's argument block, from names and types of its arguments; pointers are int64."""
+    return np.dtype([*HEADER, *fields], align=True)
 
 
 @njit(inline="always")
@@ -102,23 +108,23 @@ class Kernel:
 
     Args:
         body: `body(address)` in numba's subset of Python; `address` is that of the argument block.
-        fields: names and types of its arguments, after `HEADER`; pointers are int64.
+        arguments: of the block, as the function `arguments` returns it
         cost: smallest amount of work for which another thread is used, in items or in the unit of `run`'s `work`.
         beside_torch: see `shared`
     """
 
     def __init__(
-        self, body: Callable[[int], None], fields: list[tuple[str, Any]], cost: int, beside_torch: bool = False
+        self, body: Callable[[int], None], arguments: "np.dtype[np.void]", cost: int, beside_torch: bool = False
     ) -> None:
         self._compiled = compiled(body)
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_int64)(self._compiled.address)
         self.function: int = self._compiled.address
-        self.cost, self._fields, self._beside_torch = (cost, np.dtype(HEADER + fields, align=True), beside_torch)
+        self.cost, self._arguments, self._beside_torch = cost, arguments, beside_torch
         self.renew_arguments()
 
     def renew_arguments(self) -> None:
         """Allocate a new argument block."""
-        self._block = np.zeros(1, self._fields)
+        self._block = np.zeros(1, self._arguments)
         self.address: int = self._block.ctypes.data
         self.args = self._block[0]
 
@@ -141,7 +147,7 @@ class Kernel:
 
     def cell_of(self, number: int) -> NDArray[np.int64]:
         """Argument `number` of the block as int64[1]; it is an address."""
-        return self._block[self._fields.names[len(HEADER) + number]]  # type: ignore[index]
+        return self._block[self._arguments.names[len(HEADER) + number]]  # type: ignore[index]
 
     def call(self) -> None:
         """Run on the calling thread with the present argument block."""

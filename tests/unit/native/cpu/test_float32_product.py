@@ -5,10 +5,9 @@ The kernel for AVX-512 computes on every processor, so all of them test it."""
 import pytest
 import torch
 
-from services.worker.kernels.cpu.compiled import product as narrow_kernels
-from services.worker.kernels.cpu.compiled import wide_product as wide_kernels
+from services.worker.kernels.cpu.compiled import product as kernels
 from services.worker.kernels.cpu.launching import Launcher
-from services.worker.kernels.cpu.products import NARROW, WIDE, Float32Product, Float32Way, float32_panels
+from services.worker.kernels.cpu.products import NARROW, WIDE, Float32Way, PanelProduct, float32_panels, float32_product
 from services.worker.kernels.cpu.thread_team import set_num_threads
 
 SHAPES = [(64, 96), (1, 5), (211, 64), (130, 17), (192, 384)]
@@ -17,7 +16,7 @@ SIZES = [*range(1, 20), 47, 48, 49, 70, 96, 97, 128, 257]
 each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
-def multiply(product: Float32Product, x: torch.Tensor, outputs: int) -> torch.Tensor:
+def multiply(product: PanelProduct, x: torch.Tensor, outputs: int) -> torch.Tensor:
     return product(x, torch.full((len(x), outputs), float("nan")))
 
 
@@ -30,7 +29,7 @@ def test_equals_torch(way: Float32Way, shape: tuple[int, int], bias: bool, digit
     torch.manual_seed(0)
     weight = torch.randn(shape).to(getattr(torch, digits)).float()
     added = torch.randn(shape[0]) if bias else None
-    product = Float32Product(Launcher(), float32_panels(weight.clone(), way), added, way)
+    product = float32_product(Launcher(), float32_panels(weight.clone(), way), added, way)
     for rows in (0, 1, 2, 3, 4, 5, 8, 23, 49):
         x = torch.randn(rows, shape[1])
         expected = torch.nn.functional.linear(x, weight, added)
@@ -44,11 +43,10 @@ def test_a_row_has_the_same_bits_at_every_batch_size(
     way: Float32Way, shape: tuple[int, int], threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batch invariance (docs/invariants.md), also where other threads compute parts."""
-    for kernels in (narrow_kernels, wide_kernels):
-        monkeypatch.setattr(kernels, "WORTH", 1)  # small products are shared too
+    monkeypatch.setattr(kernels, "WORTH", 1)  # small products are shared too
     torch.manual_seed(0)
     weight, bias = torch.randn(shape), torch.randn(shape[0])
-    product = Float32Product(Launcher(), float32_panels(weight, way), bias, way)
+    product = float32_product(Launcher(), float32_panels(weight, way), bias, way)
     x = torch.randn(max(SIZES), shape[1])
     set_num_threads(threads)
     try:
@@ -66,7 +64,7 @@ def test_both_kernels_give_the_same_bits(shape: tuple[int, int], digits: str) ->
     torch.manual_seed(0)
     weight, bias = torch.randn(shape).to(getattr(torch, digits)).float(), torch.randn(shape[0])
     narrow, wide = (
-        Float32Product(Launcher(), float32_panels(weight.clone(), way), bias, way) for way in (NARROW, WIDE)
+        float32_product(Launcher(), float32_panels(weight.clone(), way), bias, way) for way in (NARROW, WIDE)
     )
     for rows in (1, 3, 16, 97):
         x = torch.randn(rows, shape[1])

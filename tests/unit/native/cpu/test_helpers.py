@@ -9,10 +9,9 @@ from numba import carray
 
 from services.worker.kernels.cpu.compiled import raw
 from services.worker.kernels.cpu.helpers import SHARE, Helpers
-from services.worker.kernels.cpu.thread_team import HEADER, Kernel, set_num_threads, shared, take
+from services.worker.kernels.cpu.thread_team import Kernel, arguments, set_num_threads, shared, take
 
-FIELDS = [("out", np.int64), ("met", np.int64), ("wanted", np.int64)]
-BLOCK = np.dtype(HEADER + FIELDS, align=True)
+BLOCK = arguments(("out", np.int64), ("met", np.int64), ("wanted", np.int64))
 
 
 def count(address):  # type: ignore[no-untyped-def]
@@ -30,7 +29,7 @@ def count(address):  # type: ignore[no-untyped-def]
 
 @pytest.fixture(scope="module")
 def kernel() -> Kernel:
-    return Kernel(count, FIELDS, cost=1)
+    return Kernel(count, BLOCK, cost=1)
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +63,7 @@ def test_a_kernel_does_not_wait_for_absent_helpers(kernel: Kernel) -> None:
     nobody = Helpers(0)
     own, out, met = kernel.again(), np.zeros(9, np.int64), np.zeros(1, np.int64)
     own.fill((out.ctypes.data, met.ctypes.data, 0), items=9)
-    caller = Kernel(share, [("function", np.int64), ("block", np.int64), ("among", np.int64), ("how", np.int64)], 1)
+    caller = Kernel(share, arguments(*((name, np.int64) for name in ("function", "block", "among", "how"))), 1)
     caller.run(1, (own.function, own.address, nobody.state, SHARE))
     assert out.tolist() == [1] * 9
 
@@ -105,7 +104,7 @@ def test_helpers_come_for_what_is_worth_it_and_leave_with_their_caller(items: in
     seen: list[int] = []
 
     def work() -> None:
-        run(Kernel(count, FIELDS, cost=4), items)
+        run(Kernel(count, BLOCK, cost=4), items)
         seen.append(there() - before)
 
     set_num_threads(3)

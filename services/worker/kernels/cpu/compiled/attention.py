@@ -12,7 +12,8 @@ import numpy as np
 from numba import carray, njit
 
 from services.worker.kernels.cpu.compiled import raw, simd
-from services.worker.kernels.cpu.thread_team import HEADER, Kernel, take
+from services.worker.kernels.cpu.compiled.norm_and_gate import row_factor
+from services.worker.kernels.cpu.thread_team import Kernel, arguments, take
 
 ADDRESS = np.int64
 TILE = 8
@@ -32,7 +33,7 @@ _CACHE = [
     ("dim", np.int64),  # head_dim padded to 16
     ("queries", ADDRESS),  # float32[tokens, heads, dim], rotated and scaled, padding zero
 ]
-WRITE = [
+WRITE = arguments(
     *_CACHE,
     ("qkv", ADDRESS),  # activations[tokens, (heads + 2 * kv_heads) * head_dim]
     ("slots", ADDRESS),  # int32[tokens]
@@ -44,28 +45,14 @@ WRITE = [
     ("all_heads", np.int64),  # 1: the norms are over all heads of a token; float32[heads * head_dim]
     ("eps", np.float32),
     ("scale", np.float32),
-]
-ATTEND = [
+)
+ATTEND = arguments(
     *_CACHE,
     ("out", ADDRESS),  # activations[tokens, heads * head_dim]
     ("tiles", ADDRESS),  # int32[items, 4]: slot, first position, first token, tokens
     ("window", np.int64),  # number of keys that a query reads, its own included; 0: all
     ("sinks", ADDRESS),  # float32[heads], or 0
-]
-_WRITE, _ATTEND = (np.dtype(HEADER + fields, align=True) for fields in (WRITE, ATTEND))
-
-
-@njit(inline="always")
-def _row_factor(source, size, eps, HALF):  # type: ignore[no-untyped-def]
-    """Return 1 / rms of `size` numbers."""
-    SIZE, total, rest = 2 if HALF else 4, simd.splat(np.float32(0)), np.float32(0)
-    for i in range(0, size // 16 * 16, 16):
-        value = simd.load16(source + i * SIZE, HALF)
-        total = simd.fma(value, value, total)
-    for i in range(size // 16 * 16, size):
-        one = simd.load1(source + i * SIZE, HALF)
-        rest += one * one
-    return np.float32(1) / np.sqrt((simd.reduce_add(total) + rest) / np.float32(size) + eps)
+)
 
 
 def write_kernel(half: bool, half_cache: bool) -> Kernel:
@@ -73,7 +60,7 @@ def write_kernel(half: bool, half_cache: bool) -> Kernel:
     HALF, SIZE, CHALF, CSIZE = int(half), 2 if half else 4, int(half_cache), 2 if half_cache else 4
 
     def write(address):  # type: ignore[no-untyped-def]
-        a = carray(raw.pointer(address), 1, _WRITE)[0]
+        a = carray(raw.pointer(address), 1, WRITE)[0]
         head_dim, dim, middle = a.head_dim, a.dim, a.head_dim // 2
         start = raw.allocate(2 * dim * 4)
         plain, turned = raw.f32_at(start, dim), raw.f32_at(start + dim * 4, dim)
@@ -91,8 +78,8 @@ def write_kernel(half: bool, half_cache: bool) -> Kernel:
             q_factor = k_factor = np.float32(0)
             if a.all_heads != 0:
                 source = a.qkv + token * width * SIZE
-                q_factor = _row_factor(source, a.heads * head_dim, a.eps, HALF)
-                k_factor = _row_factor(source + a.heads * head_dim * SIZE, a.kv_heads * head_dim, a.eps, HALF)
+                q_factor = row_factor(source, a.heads * head_dim, a.eps, HALF)
+                k_factor = row_factor(source + a.heads * head_dim * SIZE, a.kv_heads * head_dim, a.eps, HALF)
             for head in range(a.heads + 2 * a.kv_heads):
                 source = a.qkv + (token * width + head * head_dim) * SIZE
                 for d in range(head_dim):
@@ -285,7 +272,7 @@ def attention_kernel(half: bool, half_cache: bool) -> Kernel:
     WIDE = simd.WIDE
 
     def attend(address):  # type: ignore[no-untyped-def]
-        a = carray(raw.pointer(address), 1, _ATTEND)[0]
+        a = carray(raw.pointer(address), 1, ATTEND)[0]
         lanes, block_size, group = a.lanes, a.block_size, a.heads // a.kv_heads
         tiles = raw.i32_at(a.tiles, a.items // a.kv_heads * 4)
         most = 0

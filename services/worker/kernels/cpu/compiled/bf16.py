@@ -13,9 +13,14 @@ from numba.extending import intrinsic
 
 from services.worker.kernels.cpu.compiled import simd
 from services.worker.kernels.cpu.compiled.block_formats import QUADS
-from services.worker.kernels.cpu.compiled.building import load, moved, spread, store
+from services.worker.kernels.cpu.compiled.building import for_each_size, load, moved, spread, store
 from services.worker.kernels.cpu.compiled.simd import I16, I32, I64, VF, VI
 
+PANELS = 4
+"""Panels that rows are multiplied with."""
+ROWS = 6
+"""Largest number of rows that are multiplied together: 24 sums, four weights and one pair of inputs fit into 32
+registers."""
 WORDS = 64
 """Bytes of the weights of two inputs of a panel: sixteen words of two bfloat16."""
 binding.initialize_native_asmparser()
@@ -47,14 +52,11 @@ def _paired(builder: Any, even: Any, odd: Any) -> Any:
     return builder.shuffle_vector(rounded, rounded, ir.Constant(ir.VectorType(I32, 32), order))
 
 
-@intrinsic(prefer_literal=True)
+@intrinsic
 def dot_products(
-    typing_context: Any, rows: Any, panels: Any, x: Any, stride: Any, weights: Any, step: Any, pairs: Any, out: Any
+    typing_context: Any, rows: Any, x: Any, stride: Any, weights: Any, step: Any, pairs: Any, out: Any
 ) -> Any:
-    """Multiply rows with panels of bfloat16.
-
-    `rows` and `panels` are constants: `rows` * `panels` vectors of sums and `panels` of weights must fit into 31
-    registers.
+    """Multiply `rows` rows, up to `ROWS`, with `PANELS` panels of bfloat16.
 
     Args:
         x: address of the first row, bfloat16
@@ -62,22 +64,24 @@ def dot_products(
         weights: address of the first panel: bfloat16[pairs, 16, 2]
         step: bytes from one panel to the next
         pairs: inputs / 2
-        out: float32[rows, panels, 16], overwritten
+        out: float32[rows, PANELS, 16], overwritten
     """
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x, stride, weights, step, pairs, out = args[2:]
-        sums = _Sums(builder, rows.literal_value, panels.literal_value)
-        with cgutils.for_range(builder, pairs) as loop:
-            offset = builder.mul(loop.index, ir.Constant(I64, WORDS))
-            words = [
-                load(builder, _at(builder, weights, step, panel, offset), VI) for panel in range(panels.literal_value)
-            ]
-            sums.add_products(words, x, stride, builder.mul(loop.index, ir.Constant(I64, 4)))
-        sums.store(out)
+        rows, x, stride, weights, step, pairs, out = args
+
+        def multiply(rows: int) -> None:
+            sums = _Sums(builder, rows)
+            with cgutils.for_range(builder, pairs) as loop:
+                offset = builder.mul(loop.index, ir.Constant(I64, WORDS))
+                words = [load(builder, _at(builder, weights, step, panel, offset), VI) for panel in range(PANELS)]
+                sums.add_products(words, x, stride, builder.mul(loop.index, ir.Constant(I64, 4)))
+            sums.store(out)
+
+        for_each_size(builder, rows, range(1, ROWS + 1), multiply)
         return context.get_dummy_value()
 
-    return types.void(rows, panels, *[types.int64] * 6), code
+    return types.void(*[types.int64] * 7), code
 
 
 @intrinsic
@@ -108,9 +112,9 @@ def round_step(typing_context: Any, target: Any, numbers: Any, scale: Any, minim
 class _Sums:
     """Vectors of sums, by row and panel, which begin with 0. LLVM keeps them in registers."""
 
-    def __init__(self, builder: Any, rows: int, panels: int) -> None:
-        self._builder, self._rows, self._panels = builder, rows, panels
-        self.places = [[cgutils.alloca_once(builder, VF) for _ in range(panels)] for _ in range(rows)]
+    def __init__(self, builder: Any, rows: int) -> None:
+        self._builder = builder
+        self.places = [[cgutils.alloca_once(builder, VF) for _ in range(PANELS)] for _ in range(rows)]
         for row in self.places:
             for place in row:
                 builder.store(ir.Constant(VF, None), place)

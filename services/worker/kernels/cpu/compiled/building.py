@@ -1,5 +1,6 @@
 """LLVM instructions that several intrinsics are built from. Addresses are LLVM's 64-bit integers, in bytes."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
@@ -17,6 +18,13 @@ def load(builder: Any, address: Any, kind: ir.Type, align: int = 1) -> Any:
 
 def store(builder: Any, value: Any, address: Any, align: int = 1) -> None:
     builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=align)
+
+
+def for_each_size(builder: Any, size: Any, sizes: Sequence[int], build: Callable[[int], None]) -> None:
+    """Build code for each of some sizes; that of the variable `size` runs. Loops over a size are unrolled in it."""
+    for number in sizes:
+        with builder.if_then(builder.icmp_signed("==", size, ir.Constant(size.type, number))):
+            build(number)
 
 
 def spread(builder: Any, value: Any, kind: ir.VectorType) -> Any:

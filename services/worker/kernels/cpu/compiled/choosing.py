@@ -8,9 +8,9 @@ import numpy as np
 from numba import carray, njit
 
 from services.worker.kernels.cpu.compiled import raw, simd
-from services.worker.kernels.cpu.thread_team import HEADER, Kernel, take
+from services.worker.kernels.cpu.thread_team import Kernel, arguments, take
 
-DRAW = [
+DRAW = arguments(
     ("logits", np.int64),  # float32[any, vocab]
     ("rows", np.int64),  # int32[items]: which rows of the logits
     ("vocab", np.int64),
@@ -21,14 +21,34 @@ DRAW = [
     ("key0", np.int64),  # uint32[items], the noise's keys
     ("key1", np.int64),
     ("ids", np.int64),  # int32[items], the result
-]
-GREEDY = [
+)
+GREEDY = arguments(
     ("logits", np.int64),  # float32[any, vocab]
     ("rows", np.int64),  # int32[items]: which rows of the logits, or 0: each in turn
     ("vocab", np.int64),
     ("ids", np.int64),  # int32[items], the result
-]
-_DRAW, _GREEDY = (np.dtype(HEADER + fields, align=True) for fields in (DRAW, GREEDY))
+)
+
+
+@njit
+def greatest(row, size):  # type: ignore[no-untyped-def]
+    """Return the greatest of `size` float32."""
+    most, whole = simd.splat(np.float32(-np.inf)), size // 16 * 16
+    for i in range(0, whole, 16):
+        most = simd.maximum(simd.load_f32x16(row + i * 4), most)
+    found = simd.reduce_max(most)
+    for i in range(whole, size):
+        found = max(found, simd.load_f32(row + i * 4))
+    return found
+
+
+@njit
+def first_of(value, row, size):  # type: ignore[no-untyped-def]
+    """Return the index of the first of `size` float32 that is `value`; the last index, if none is."""
+    found = 0
+    while found < size - 1 and simd.load_f32(row + found * 4) != value:
+        found += 1
+    return found
 
 
 @njit
@@ -71,7 +91,7 @@ def draw_kernel() -> Kernel:
     """ids = argmax(logits / temperature + Gumbel noise) over the tokens that the filters keep. One item is one row."""
 
     def choose(address):  # type: ignore[no-untyped-def]
-        a = carray(raw.pointer(address), 1, _DRAW)[0]
+        a = carray(raw.pointer(address), 1, DRAW)[0]
         size = (a.vocab + 15) // 16 * 16
         values = raw.allocate(2 * size * 4)
         weights, scaled = values + size * 4, raw.f32_at(values, size)
@@ -84,7 +104,6 @@ def draw_kernel() -> Kernel:
             source = a.logits + np.int64(raw.i32_at(a.rows, a.items)[item]) * a.vocab * 4
             temperature = simd.splat(simd.load_f32(a.temperature + item * 4))
             whole = a.vocab // 16 * 16
-            most = infinite
             for i in range(0, whole, 16):
                 x = simd.div(simd.load_f32x16(source + i * 4), temperature)
                 simd.store_f32x16(values + i * 4, x)
@@ -92,9 +111,7 @@ def draw_kernel() -> Kernel:
                 scaled[i] = -np.inf
             for i in range(whole, a.vocab):
                 scaled[i] = simd.load_f32(source + i * 4) / simd.load_f32(a.temperature + item * 4)
-            for i in range(0, size, 16):
-                most = simd.maximum(simd.load_f32x16(values + i * 4), most)
-            high = simd.reduce_max(most)
+            high = greatest(values, size)
 
             cutoff = np.float32(-np.inf)
             min_p = simd.load_f32(a.min_p + item * 4)
@@ -125,10 +142,7 @@ def draw_kernel() -> Kernel:
                 x = simd.select_at_least(x, bound, simd.add(x, simd.mul(noise, minus)), infinite)
                 best = simd.maximum(x, best)
                 simd.store_f32x16(values + i * 4, x)
-            winner, chosen = simd.reduce_max(best), 0
-            while chosen < a.vocab - 1 and scaled[chosen] != winner:
-                chosen += 1
-            raw.i32_at(a.ids, a.items)[item] = chosen
+            raw.i32_at(a.ids, a.items)[item] = first_of(simd.reduce_max(best), values, a.vocab)
         raw.release(values)
 
     return Kernel(choose, DRAW, cost=1)
@@ -138,22 +152,13 @@ def greedy_kernel() -> Kernel:
     """The token with the greatest logit of each row; among equals, the lowest id. One item is one row."""
 
     def choose(address):  # type: ignore[no-untyped-def]
-        a = carray(raw.pointer(address), 1, _GREEDY)[0]
-        whole = a.vocab // 16 * 16
+        a = carray(raw.pointer(address), 1, GREEDY)[0]
         while True:
             item = take(address)
             if item >= a.items:
                 break
             number = np.int64(raw.i32_at(a.rows, a.items)[item]) if a.rows != 0 else item
             row = a.logits + number * a.vocab * 4
-            logits, most = raw.f32_at(row, a.vocab), simd.splat(np.float32(-np.inf))
-            for i in range(0, whole, 16):
-                most = simd.maximum(simd.load_f32x16(row + i * 4), most)
-            winner, chosen = simd.reduce_max(most), 0
-            for i in range(whole, a.vocab):
-                winner = max(winner, logits[i])
-            while chosen < a.vocab - 1 and logits[chosen] != winner:
-                chosen += 1
-            raw.i32_at(a.ids, a.items)[item] = chosen
+            raw.i32_at(a.ids, a.items)[item] = first_of(greatest(row, a.vocab), row, a.vocab)
 
     return Kernel(choose, GREEDY, cost=4)

@@ -52,10 +52,10 @@ from services.worker.kernels.cpu.compiled.block_formats import (
     step_minima,
 )
 from services.worker.kernels.cpu.compiled.building import load, moved, spread, store
-from services.worker.kernels.cpu.compiled.product import PRODUCT
+from services.worker.kernels.cpu.compiled.product import FIELDS
 from services.worker.kernels.cpu.compiled.raw import prefetch_line
 from services.worker.kernels.cpu.compiled.simd import F32, I16, I32, I64, LANES, VF, VI
-from services.worker.kernels.cpu.thread_team import HEADER, Kernel, compiled, take
+from services.worker.kernels.cpu.thread_team import Kernel, arguments, compiled, take
 
 BLOCK = PANELS * PANEL
 """Outputs of one item."""
@@ -71,13 +71,12 @@ WORTH = 1 << 18
 """Smallest number of multiplications for which another thread is used."""
 HALVES_AT, TOTALS_AT, SCALES_OF_ROWS_AT = 2 * STEP, 2 * STEP + 8, 2 * STEP + 12
 """Offsets in a rounded row of what follows the activations, in bytes for each step."""
-CODED = [
-    *PRODUCT,
+CODED = arguments(
+    *FIELDS,
     ("format", np.int64),  # int64[NUMBERS], as `format_table` returns it
     ("half", np.int64),  # activations are bfloat16, and not float32
-]
+)
 NUMBERS = 7
-_CODED = np.dtype(HEADER + CODED, align=True)
 TASK = np.dtype(
     [
         ("codes", np.int64),  # address of the first panel
@@ -354,9 +353,7 @@ def _multiply_decoded(
 def _even_and_odd(builder: Any, address: Any, half: int) -> list[Any]:
     """Load 32 inputs: the even ones and the odd ones, as bits of float32."""
     if half:
-        words = load(builder, address, VI, 2)
-        high = ir.Constant(VI, [0xFFFF0000] * LANES)
-        return [builder.shl(words, ir.Constant(VI, [16] * LANES)), builder.and_(words, high)]
+        return simd.halves(builder, load(builder, address, VI, 2))
     both = [load(builder, moved(builder, address, 64 * number), VI, 4) for number in range(2)]
     orders = [ir.Constant(VI, list(range(first, 2 * LANES, 2))) for first in (0, 1)]
     return [builder.shuffle_vector(*both, order) for order in orders]
@@ -466,7 +463,7 @@ def coded_product_kernel(inputs: int) -> Kernel:
 @cache
 def _compiled() -> Kernel:
     def coded_product(address):  # type: ignore[no-untyped-def]
-        a = carray(raw.pointer(address), 1, _CODED)[0]
+        a = carray(raw.pointer(address), 1, CODED)[0]
         own = raw.i64_at(a.format, NUMBERS)
         coder, limit, scale_steps, has_minima, few = own[0], own[3], own[4], own[5], own[6]
         steps, items = a.inputs // STEP, (a.outputs + BLOCK - 1) // BLOCK

@@ -4,11 +4,11 @@ import numpy as np
 from numba import carray
 
 from services.worker.kernels.cpu.compiled import raw, simd
-from services.worker.kernels.cpu.thread_team import HEADER, Kernel, take
+from services.worker.kernels.cpu.thread_team import Kernel, arguments, take
 
 WORTH = 1 << 16
 """Smallest amount of numbers for which another thread is used."""
-COPY = [
+COPY = arguments(
     ("source", np.int64),  # [any, width], bfloat16 or float32
     ("index", np.int64),  # int32[items]: which row, or 0: each in turn
     ("out", np.int64),  # float32[items, stride]: the first `width` numbers of each row are written
@@ -16,8 +16,7 @@ COPY = [
     ("stride", np.int64),
     ("adds", np.int64),  # 1: added to the present numbers; 0: written
     ("factor", np.float32),  # of the source
-]
-_COPY = np.dtype(HEADER + COPY, align=True)
+)
 
 
 def copy_kernel(half: bool, beside_torch: bool) -> Kernel:
@@ -26,7 +25,7 @@ def copy_kernel(half: bool, beside_torch: bool) -> Kernel:
     HALF, SIZE = int(half), 2 if half else 4
 
     def copy(address):  # type: ignore[no-untyped-def]
-        a = carray(raw.pointer(address), 1, _COPY)[0]
+        a = carray(raw.pointer(address), 1, COPY)[0]
         index, whole, factors = raw.i32_at(a.index, a.items), a.width // 16 * 16, simd.splat(a.factor)
         while True:
             item = take(address)

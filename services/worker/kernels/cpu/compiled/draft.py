@@ -5,9 +5,9 @@ from numba import carray, njit, types
 
 from services.worker.kernels.cpu import recording
 from services.worker.kernels.cpu.compiled import raw, simd
-from services.worker.kernels.cpu.thread_team import HEADER, Kernel
+from services.worker.kernels.cpu.thread_team import Kernel, arguments
 
-DRAFT = [
+DRAFT = arguments(
     ("before", np.int64),  # recorded calls over places, up to keys and values
     ("before_size", np.int64),
     ("num_places", np.int64),  # address of their number
@@ -39,8 +39,7 @@ DRAFT = [
     ("width", np.int64),
     ("tokens", np.int64),  # int32: token of each draft id, or 0: the id itself
     ("proposed", np.int64),  # int32[any, k], filled with NO_DRAFT
-]
-_DRAFT = np.dtype(HEADER + DRAFT, align=True)
+)
 
 _COLUMN, _INTS = types.Array(types.int32, 1, "A", readonly=True), types.Array(types.int32, 1, "C")
 _FLOATS, _TABLE = types.Array(types.float32, 1, "C"), types.Array(types.int32, 2, "C")
@@ -80,7 +79,7 @@ def draft_kernel() -> Kernel:
     """One item is the whole batch. Other threads may share its recorded kernels."""
 
     def draft(address):  # type: ignore[no-untyped-def]
-        a = carray(raw.pointer(address), 1, _DRAFT)[0]
+        a = carray(raw.pointer(address), 1, DRAFT)[0]
         places, rows, k = a.places, a.rows, a.k
         slots, positions = raw.i32_at(a.slots, places), raw.i32_at(a.positions, places)
         ids, last = raw.i32_at(a.ids, places), raw.i32_at(a.last, rows)

@@ -10,7 +10,7 @@ import numpy as np
 from numba import carray, njit
 
 from services.worker.kernels.cpu.compiled import raw, simd
-from services.worker.kernels.cpu.thread_team import HEADER, Kernel, take
+from services.worker.kernels.cpu.thread_team import Kernel, arguments, take
 
 ADDRESS = np.int64
 RULE = np.dtype(
@@ -40,7 +40,7 @@ RULE = np.dtype(
     align=True,
 )
 """The rule of one slot; an address of 0 or a number of 0: no such part."""
-RULES = [
+RULES = arguments(
     ("logits", ADDRESS),  # float32[any, vocab], changed in place
     ("vocab", np.int64),
     ("rows", ADDRESS),  # int32[items]: which row of the logits is the first
@@ -52,14 +52,13 @@ RULES = [
     ("history", ADDRESS),  # int32[num_slots, limit]
     ("limit", np.int64),
     ("missing", np.int64),  # written: a slot, plus one, with a position that has no token
-]
-MASK = [
+)
+MASK = arguments(
     ("logits", ADDRESS),  # float32[any, vocab], changed in place
     ("vocab", np.int64),
     ("rows", ADDRESS),  # int32[items]: which rows of the logits
     ("masks", ADDRESS),  # int32[items, ceil(vocab / 32)], least significant bit first
-]
-_RULES, _MASK = (np.dtype(HEADER + fields, align=True) for fields in (RULES, MASK))
+)
 
 
 @njit
@@ -160,7 +159,7 @@ def rules_kernel() -> Kernel:
     """Allowed ids, bad words, bans, biases, penalties, in this order. One item is the rows of one slot."""
 
     def change(address):
-        a = carray(raw.pointer(address), 1, _RULES)[0]
+        a = carray(raw.pointer(address), 1, RULES)[0]
         rules = carray(raw.pointer(a.rules), a.num_slots, RULE)
         while True:
             item = take(address)
@@ -203,7 +202,7 @@ def mask_kernel() -> Kernel:
     """Forbid tokens whose bit is not set. If none of the others is left, the lowest becomes the only one."""
 
     def mask(address):
-        a = carray(raw.pointer(address), 1, _MASK)[0]
+        a = carray(raw.pointer(address), 1, MASK)[0]
         words, whole = (a.vocab + 31) // 32, a.vocab // 32
         never = simd.splat(np.float32(-np.inf))
         while True:

@@ -5,12 +5,13 @@ import numpy as np
 from numba import carray, njit
 
 from services.worker.kernels.cpu.compiled import raw, simd
-from services.worker.kernels.cpu.thread_team import HEADER, Kernel, take
+from services.worker.kernels.cpu.compiled.choosing import greatest
+from services.worker.kernels.cpu.thread_team import Kernel, arguments, take
 
 ADDRESS = np.int64
 BLOCK = 64
 """Number of logits that are skipped together if none of them is among the greatest."""
-LOGPROBS = [
+LOGPROBS = arguments(
     ("logits", ADDRESS),  # float32[any, vocab]
     ("vocab", np.int64),
     ("rows", ADDRESS),  # int32[items]: which rows of the logits
@@ -21,8 +22,7 @@ LOGPROBS = [
     ("values", ADDRESS),  # float32[entries], written
     ("ranks", ADDRESS),  # int32[items], written: 1 plus the number of greater logits
     ("entries", np.int64),
-]
-_LOGPROBS = np.dtype(HEADER + LOGPROBS, align=True)
+)
 
 
 @njit
@@ -54,7 +54,7 @@ def logprobs_kernel() -> Kernel:
     """One item is one row. The order of its sum is fixed."""
 
     def score(address):
-        a = carray(raw.pointer(address), 1, _LOGPROBS)[0]
+        a = carray(raw.pointer(address), 1, LOGPROBS)[0]
         ids, values = raw.i32_at(a.ids, a.entries), raw.f32_at(a.values, a.entries)
         zeros, ones = simd.splat(np.float32(0)), simd.splat(np.float32(1))
         whole = a.vocab // 16 * 16
@@ -64,15 +64,7 @@ def logprobs_kernel() -> Kernel:
                 break
             row = a.logits + np.int64(raw.i32_at(a.rows, a.items)[item]) * a.vocab * 4
             logits, token = raw.f32_at(row, a.vocab), raw.i32_at(a.tokens, a.items)[item]
-            most, own = logits[0], logits[token]
-            if whole > 0:
-                greatest = simd.load_f32x16(row)
-                for i in range(16, whole, 16):
-                    greatest = simd.maximum(simd.load_f32x16(row + i * 4), greatest)
-                most = simd.reduce_max(greatest)
-            for i in range(whole, a.vocab):
-                most = max(most, logits[i])
-
+            most, own = greatest(row, a.vocab), logits[token]
             total, above, minus, bound = zeros, zeros, simd.splat(-most), simd.splat(own)
             for i in range(0, whole, 16):
                 x = simd.load_f32x16(row + i * 4)

@@ -5,10 +5,10 @@ import numpy as np
 from numba import carray
 
 from services.worker.kernels.cpu.compiled import raw
-from services.worker.kernels.cpu.thread_team import HEADER, Kernel, take
+from services.worker.kernels.cpu.thread_team import Kernel, arguments, take
 
 ADDRESS = np.int64
-NGRAM = [
+NGRAM = arguments(
     ("history", ADDRESS),  # int32[num_slots, limit]
     ("limit", np.int64),
     ("slots", ADDRESS),  # int32[items]
@@ -18,15 +18,14 @@ NGRAM = [
     ("k", np.int64),
     ("least", np.float32),  # minimum probability of a token and all before it
     ("found", ADDRESS),  # int32[items, k], written where there is a match
-]
-_NGRAM = np.dtype(HEADER + NGRAM, align=True)
+)
 
 
 def ngram_kernel() -> Kernel:
     """See `DraftingKernels.lookup`. One item is one sequence."""
 
     def look_up(address):
-        a = carray(raw.pointer(address), 1, _NGRAM)[0]
+        a = carray(raw.pointer(address), 1, NGRAM)[0]
         while True:
             item = take(address)
             if item >= a.items:

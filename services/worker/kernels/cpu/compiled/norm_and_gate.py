@@ -4,11 +4,11 @@ import numpy as np
 from numba import carray, njit
 
 from services.worker.kernels.cpu.compiled import raw, simd
-from services.worker.kernels.cpu.thread_team import HEADER, Kernel, take
+from services.worker.kernels.cpu.thread_team import Kernel, arguments, take
 from services.worker.kernels.interface.network import Activation
 
 ADDRESS = np.int64
-NORM = [
+NORM = arguments(
     ("residual", ADDRESS),  # float32[rows, width], read and written; or 0: `delta` is normalised
     ("delta", ADDRESS),  # activations[rows, width], added first; or 0
     ("weight", ADDRESS),  # float32[width]; or 0: `out` is the residual
@@ -16,28 +16,32 @@ NORM = [
     ("width", np.int64),
     ("eps", np.float32),
     ("factor", np.float32),  # of `delta`
-]
-GATE = [
+)
+GATE = arguments(
     ("gate_up", ADDRESS),  # activations[rows, 2 * width]
     ("out", ADDRESS),  # activations[rows, width]
     ("width", np.int64),
-]
-_NORM, _GATE = (np.dtype(HEADER + fields, align=True) for fields in (NORM, GATE))
+)
+
+
+@njit(inline="always")
+def row_factor(x, size, eps, HALF):  # type: ignore[no-untyped-def]
+    """Return 1 / rms of `size` numbers. `HALF`: they are bfloat16."""
+    SIZE, total, rest = 2 if HALF else 4, simd.splat(np.float32(0)), np.float32(0)
+    for i in range(0, size // 16 * 16, 16):
+        value = simd.load16(x + i * SIZE, HALF)
+        total = simd.fma(value, value, total)
+    for i in range(size // 16 * 16, size):
+        one = simd.load1(x + i * SIZE, HALF)
+        rest += one * one
+    return np.float32(1) / np.sqrt((simd.reduce_add(total) + rest) / np.float32(size) + eps)
 
 
 @njit(inline="always")
 def _rms_norm(x, weight, out, width, eps, INPUT_HALF, HALF):  # type: ignore[no-untyped-def]
     """out = x / rms(x) * weight of one row. `INPUT_HALF`: x is bfloat16."""
     SIZE, INPUT = 2 if HALF else 4, 2 if INPUT_HALF else 4
-    whole, total, rest = width // 16 * 16, simd.splat(np.float32(0)), np.float32(0)
-    for i in range(0, whole, 16):
-        value = simd.load16(x + i * INPUT, INPUT_HALF)
-        total = simd.fma(value, value, total)
-    for i in range(whole, width):
-        one = simd.load1(x + i * INPUT, INPUT_HALF)
-        rest += one * one
-    mean = (simd.reduce_add(total) + rest) / np.float32(width)
-    scale = np.float32(1) / np.sqrt(mean + eps)
+    whole, scale = width // 16 * 16, row_factor(x, width, eps, INPUT_HALF)
     scales = simd.splat(scale)
     for i in range(0, whole, 16):
         value = simd.mul(simd.load16(x + i * INPUT, INPUT_HALF), scales)
@@ -52,7 +56,7 @@ def norm_kernel(half: bool) -> Kernel:
     HALF, SIZE = int(half), 2 if half else 4
 
     def norm(address):  # type: ignore[no-untyped-def]
-        a = carray(raw.pointer(address), 1, _NORM)[0]
+        a = carray(raw.pointer(address), 1, NORM)[0]
         width, whole, factors = a.width, a.width // 16 * 16, simd.splat(a.factor)
         while True:
             row = take(address)
@@ -93,7 +97,7 @@ def gate_kernel(half: bool, activation: Activation = "silu") -> Kernel:
     LIMIT, SLOPE = np.float32(7), np.float32(-1.702)
 
     def gate(address):  # type: ignore[no-untyped-def]
-        a = carray(raw.pointer(address), 1, _GATE)[0]
+        a = carray(raw.pointer(address), 1, GATE)[0]
         width, whole = a.width, a.width // 16 * 16
         minus, one = simd.splat(np.float32(-1)), simd.splat(np.float32(1))
         first, third, slope = simd.splat(FIRST), simd.splat(THIRD), simd.splat(SLOPE)

@@ -7,26 +7,20 @@ invariance, docs/invariants.md).
 
 from functools import cache
 
-import numpy as np
 from numba import carray, njit
 
 from services.worker.kernels.cpu.compiled import bf16, bf16_rows, raw, simd
 from services.worker.kernels.cpu.compiled.block_formats import PANEL
 from services.worker.kernels.cpu.compiled.product import PRODUCT
 from services.worker.kernels.cpu.compiled.quantized import GROUP
-from services.worker.kernels.cpu.thread_team import HEADER, Kernel, take
+from services.worker.kernels.cpu.thread_team import Kernel, take
 
-PANELS = 4
-"""Panels of one item."""
-BLOCK = PANELS * PANEL
+BLOCK = bf16.PANELS * PANEL
 """Outputs of one item."""
-ROWS = 6
-"""Rows that are multiplied together: 24 sums, four weights and one pair of inputs fit into 32 registers."""
-CHUNK = 32 * ROWS
+CHUNK = 32 * bf16.ROWS
 """Maximum number of rows of one item."""
 WORTH = 1 << 18
 """Smallest number of multiplications for which another thread is used."""
-_PRODUCT = np.dtype(HEADER + PRODUCT, align=True)
 
 
 @njit(inline="always")
@@ -54,12 +48,12 @@ def pair_product_kernel(inputs: int) -> Kernel:
 @cache
 def _compiled() -> Kernel:
     def pair_product(address):  # type: ignore[no-untyped-def]
-        a = carray(raw.pointer(address), 1, _PRODUCT)[0]
+        a = carray(raw.pointer(address), 1, PRODUCT)[0]
         blocks, groups = (a.outputs + BLOCK - 1) // BLOCK, (a.inputs + GROUP - 1) // GROUP
         # Without a partner, the last input of a row is multiplied with zero weights, and must not be the next row's
         pairs, odd = (a.inputs + 1) // 2, a.inputs % 2
         step, stride = groups * GROUP * PANEL * 2, pairs * 4
-        sums_size = ROWS * BLOCK * 4 + 64
+        sums_size = bf16.ROWS * BLOCK * 4 + 64
         buffer = raw.allocate(64 + sums_size + (min(a.rows, CHUNK) * stride if odd else 0))
         sums = (buffer + 63) // 64 * 64
         copied = sums + sums_size
@@ -72,21 +66,10 @@ def _compiled() -> Kernel:
             if odd:
                 bf16_rows.copy_padded(x, end - start, a.inputs, copied, 2 * pairs)
                 x = copied
-            weights, row = a.weight + block * PANELS * step, start
+            weights, row = a.weight + block * bf16.PANELS * step, start
             while row < end:
-                rows = min(ROWS, end - row)
-                if rows == 6:
-                    bf16.dot_products(6, PANELS, x, stride, weights, step, pairs, sums)
-                elif rows == 5:
-                    bf16.dot_products(5, PANELS, x, stride, weights, step, pairs, sums)
-                elif rows == 4:
-                    bf16.dot_products(4, PANELS, x, stride, weights, step, pairs, sums)
-                elif rows == 3:
-                    bf16.dot_products(3, PANELS, x, stride, weights, step, pairs, sums)
-                elif rows == 2:
-                    bf16.dot_products(2, PANELS, x, stride, weights, step, pairs, sums)
-                else:
-                    bf16.dot_products(1, PANELS, x, stride, weights, step, pairs, sums)
+                rows = min(bf16.ROWS, end - row)
+                bf16.dot_products(rows, x, stride, weights, step, pairs, sums)
                 write_rows(a, sums, row, rows, first, BLOCK)
                 x += rows * stride
                 row += rows

@@ -1,151 +1,174 @@
-"""y = W x + b. Every output is summed over the inputs in order, so a row has the same bits in a batch of any size
-(batch invariance, docs/invariants.md). With few rows, a product takes no longer than reading the weights."""
+# ruff: noqa: ARG001, the signatures are numba's
+"""y = W x + b in float32, from weights in float32 or bfloat16.
+
+Up to six rows are multiplied together. AVX-512 multiplies them with 64 outputs at once: a weight is loaded once for six
+rows, and an input once for 64 outputs. AVX2 has registers for one panel of 16 outputs, or for one row and four panels:
+independent sums hide each other's latency. With few rows, a product takes no longer than reading the weights. Every
+output is summed over the inputs in order, so a row has the same bits in a batch of any size (batch invariance,
+docs/invariants.md), and in both ways.
+"""
 
 from functools import cache
+from typing import Any
 
 import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import carray, njit
+from numba.core import cgutils, types
+from numba.extending import intrinsic
 
 from services.worker.kernels.cpu.compiled import raw, simd
-from services.worker.kernels.cpu.thread_team import HEADER, Kernel, take
+from services.worker.kernels.cpu.compiled.building import for_each_size, load, moved, spread, store
+from services.worker.kernels.cpu.compiled.simd import F32, I64, VF, VI
+from services.worker.kernels.cpu.thread_team import Kernel, arguments, take
 
 PANEL = 16
-"""Number of outputs whose weights are side by side, input after input."""
-BLOCK = 4 * PANEL
+"""Number of outputs whose weights are side by side, input after input; with AVX-512 it is `BLOCK`."""
+PANELS = 4
+BLOCK = PANELS * PANEL
 """Outputs of one item."""
-CHUNK = 48
-"""Maximum number of rows of one item."""
+ROWS = 6
+"""Rows that are multiplied together. With AVX-512, 24 sums, four weights and one input fit into 32 registers; with
+AVX2, the sums of six rows and a panel fill 12 of 16."""
+CHUNK, WIDE_CHUNK = 8 * ROWS, 16 * ROWS
+"""Maximum number of rows of one item; the second with AVX-512."""
+FEW = 3
+"""AVX2 multiplies fewer rows one after the other, each with a whole block."""
+AHEAD = 1 << 14
+"""Bytes from the weights that one row reads to those that are prefetched; more rows take longer for each weight. The
+processor's own prefetching ends with a page."""
 WORTH = 1 << 19
 """Smallest number of multiplications for which another thread is used: 10 to 20 us."""
-PRODUCT = [
+FIELDS = (
     ("x", np.int64),  # [rows, inputs] in the dtype of the activations: float32 here
-    ("weight", np.int64),  # [blocks * 4, inputs, PANEL] here
+    ("weight", np.int64),  # [blocks * PANELS, inputs, PANEL] here; with AVX-512 [blocks, inputs, BLOCK]
     ("bias", np.int64),  # float32[blocks * BLOCK]
     ("out", np.int64),  # [rows, stride] in the dtype of the activations
     ("rows", np.int64),
     ("inputs", np.int64),
     ("outputs", np.int64),
     ("stride", np.int64),  # numbers from one row of `out` to the next
-]
+)
 """Arguments of every product; `BLOCK` is the kernel's own."""
-_PRODUCT = np.dtype(HEADER + PRODUCT, align=True)
+PRODUCT = arguments(*FIELDS)
+
+
+@intrinsic(prefer_literal=True)
+def _multiply_rows(
+    typing_context: Any, wide: Any, half: Any, panels: Any, rows: Any, x: Any, stride: Any, weights: Any, inputs: Any,
+    bias: Any, out: Any, out_stride: Any
+) -> Any:  # fmt: skip
+    """Multiply `rows` rows, up to `ROWS`, with some panels; only one row with several panels that are not `wide`.
+
+    Args:
+        wide, half, panels: constants; see `product_kernel`
+        x: address of the first row, float32
+        stride: bytes from one row to the next
+        weights: address of the first panel
+        bias: float32[panels * PANEL]
+        out: address of the first row of sums: float32[panels * PANEL], overwritten
+        out_stride: bytes from one row of sums to the next
+    """
+    is_wide, is_half, vectors = wide.literal_value, half.literal_value, panels.literal_value
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        rows, x, stride, weights, inputs, bias, out, out_stride = args[3:]
+        size = (BLOCK if is_wide else PANEL) * (2 if is_half else 4)
+        panel_bytes = builder.mul(inputs, ir.Constant(I64, size))
+
+        def weights_of(here: Any) -> list[Any]:
+            if not is_wide:
+                places = [builder.add(here, builder.mul(panel_bytes, ir.Constant(I64, n))) for n in range(vectors)]
+                return [simd.bf16_pairs(builder, at) if is_half else load(builder, at, VF, 4) for at in places]
+            places = [moved(builder, here, at) for at in range(0, size, 64)]
+            if not is_half:
+                return [load(builder, at, VF, 4) for at in places]
+            words = [load(builder, at, VI, 4) for at in places]
+            return [builder.bitcast(some, VF) for both in words for some in simd.halves(builder, both)]
+
+        def multiply(rows: int) -> None:
+            sums = [[cgutils.alloca_once(builder, VF) for _ in range(vectors)] for _ in range(rows)]
+            for row in sums:
+                for number, place in enumerate(row):
+                    builder.store(load(builder, moved(builder, bias, number * 64), VF, 4), place)
+            starts = [builder.add(x, builder.mul(stride, ir.Constant(I64, number))) for number in range(rows)]
+            # Kept in registers: LLVM would compute each from the one before in each turn of the loop
+            starts = [builder.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [start], False) for start in starts]
+            with cgutils.for_range(builder, inputs) as loop:
+                here = builder.add(weights, builder.mul(loop.index, ir.Constant(I64, size)))
+                for line in range(0, size if is_wide else 0, 64):
+                    raw.prefetch_line(builder, moved(builder, here, AHEAD // rows + line))
+                values = weights_of(here)
+                for start, row in zip(starts, sums, strict=True):
+                    at = builder.add(start, builder.mul(loop.index, ir.Constant(I64, 4)))
+                    some = spread(builder, load(builder, at, F32, 4), VF)
+                    for place, value in zip(row, values, strict=True):
+                        operands = [some, value, builder.load(place)]
+                        builder.store(simd.call_llvm(builder, "llvm.fma.v16f32", VF, operands), place)
+            for number, row in enumerate(sums):
+                start = builder.add(out, builder.mul(out_stride, ir.Constant(I64, number)))
+                for vector, place in enumerate(row):
+                    store(builder, builder.load(place), moved(builder, start, vector * 64), 4)
+
+        most = ROWS if is_wide or vectors == 1 else 1
+        for_each_size(builder, rows, range(1, most + 1), multiply)
+        return context.get_dummy_value()
+
+    return types.void(wide, half, panels, *[types.int64] * 8), code
 
 
 @njit(inline="always")
-def store_outputs(a, row, first, value, tail):  # type: ignore[no-untyped-def]
-    """Store outputs `first` to `first` + 15 of a row; those beyond the last are skipped."""
-    out = a.out + (row * a.stride + first) * 4
-    if first + PANEL <= a.outputs:
-        simd.store_f32x16(out, value)
-    else:
-        simd.store_f32x16(tail, value)
-        for j in range(a.outputs - first):
-            simd.store_f32(out + j * 4, simd.load_f32(tail + j * 4))
+def _multiply(a, start, end, most, first, scratch, WIDE, HALF, PANELS):  # type: ignore[no-untyped-def]
+    """Compute outputs `first` to `first` + 16 `PANELS` - 1 of rows `start` to `end` - 1, up to `most` rows at once."""
+    width = PANELS * PANEL
+    weights, bias, stride = a.weight + first * a.inputs * (2 if HALF else 4), a.bias + first * 4, a.inputs * 4
+    whole, row = first + width <= a.outputs, start
+    for parts in range((end - start + most - 1) // most, 0, -1):
+        # Equal parts: seven rows are four and three, because one alone would wait for its weights
+        rows = (end - row + parts - 1) // parts
+        out, step = a.out + (row * a.stride + first) * 4, a.stride * 4
+        if not whole:
+            out, step = scratch, width * 4
+        x = a.x + row * stride
+        _multiply_rows(WIDE, HALF, PANELS, rows, x, stride, weights, a.inputs, bias, out, step)
+        if not whole:
+            for i in range(rows):
+                for j in range(a.outputs - first):
+                    value = simd.load_f32(scratch + (i * width + j) * 4)
+                    simd.store_f32(a.out + ((row + i) * a.stride + first + j) * 4, value)
+        row += rows
 
 
-@njit(inline="always")
-def one_row(a, row, weights, first, tail, HALF):  # type: ignore[no-untyped-def]
-    """Compute one row in all panels of the block together: the independent sums hide each other's latency."""
-    size = PANEL * (2 if HALF else 4)
-    bias, step = a.bias + first * 4, a.inputs * size
-    s0, s1 = simd.load_f32x16(bias), simd.load_f32x16(bias + 64)
-    s2, s3 = simd.load_f32x16(bias + 128), simd.load_f32x16(bias + 192)
-    x, w = a.x + row * a.inputs * 4, weights
-    for i in range(0, a.inputs * 4, 4):
-        some = simd.splat(simd.load_f32(x + i))
-        s0 = simd.fma(some, simd.load_paired(w, HALF), s0)
-        s1 = simd.fma(some, simd.load_paired(w + step, HALF), s1)
-        s2 = simd.fma(some, simd.load_paired(w + 2 * step, HALF), s2)
-        s3 = simd.fma(some, simd.load_paired(w + 3 * step, HALF), s3)
-        w += size
-    store_outputs(a, row, first, s0, tail)
-    if first + PANEL < a.outputs:
-        store_outputs(a, row, first + PANEL, s1, tail)
-    if first + 2 * PANEL < a.outputs:
-        store_outputs(a, row, first + 2 * PANEL, s2, tail)
-    if first + 3 * PANEL < a.outputs:
-        store_outputs(a, row, first + 3 * PANEL, s3, tail)
+def product_kernel(wide: bool, half: bool, inputs: int) -> Kernel:
+    """One item is a block of outputs of up to `CHUNK` rows; its work is the number of rows.
 
-
-@njit(inline="always")
-def four_rows(a, row, last, weights, first, tail, HALF):  # type: ignore[no-untyped-def]
-    """Compute rows `row` to `row` + 3 in one panel. For rows beyond `last`, `last` is computed again."""
-    size, width, start = PANEL * (2 if HALF else 4), a.inputs * 4, simd.load_f32x16(a.bias + first * 4)
-    r1, r2, r3 = min(row + 1, last), min(row + 2, last), min(row + 3, last)
-    x0, x1, x2, x3 = a.x + row * width, a.x + r1 * width, a.x + r2 * width, a.x + r3 * width
-    s0, s1, s2, s3, w = start, start, start, start, weights
-    for i in range(0, width, 4):
-        some = simd.load_paired(w, HALF)
-        s0 = simd.fma(simd.splat(simd.load_f32(x0 + i)), some, s0)
-        s1 = simd.fma(simd.splat(simd.load_f32(x1 + i)), some, s1)
-        s2 = simd.fma(simd.splat(simd.load_f32(x2 + i)), some, s2)
-        s3 = simd.fma(simd.splat(simd.load_f32(x3 + i)), some, s3)
-        w += size
-    store_outputs(a, row, first, s0, tail)
-    store_outputs(a, r1, first, s1, tail)
-    store_outputs(a, r2, first, s2, tail)
-    store_outputs(a, r3, first, s3, tail)
-
-
-@njit(inline="always")
-def six_rows(a, row, last, weights, first, tail, HALF):  # type: ignore[no-untyped-def]
-    """Compute six rows in the same way; their sums fill the registers of AVX2."""
-    size, width, start = PANEL * (2 if HALF else 4), a.inputs * 4, simd.load_f32x16(a.bias + first * 4)
-    r4, r5 = min(row + 4, last), min(row + 5, last)
-    x0, x4, x5 = a.x + row * width, a.x + r4 * width, a.x + r5 * width
-    s0, s1, s2, s3, s4, s5, w = start, start, start, start, start, start, weights
-    for i in range(0, width, 4):
-        some = simd.load_paired(w, HALF)
-        s0 = simd.fma(simd.splat(simd.load_f32(x0 + i)), some, s0)
-        s1 = simd.fma(simd.splat(simd.load_f32(x0 + width + i)), some, s1)
-        s2 = simd.fma(simd.splat(simd.load_f32(x0 + 2 * width + i)), some, s2)
-        s3 = simd.fma(simd.splat(simd.load_f32(x0 + 3 * width + i)), some, s3)
-        s4 = simd.fma(simd.splat(simd.load_f32(x4 + i)), some, s4)
-        s5 = simd.fma(simd.splat(simd.load_f32(x5 + i)), some, s5)
-        w += size
-    store_outputs(a, row, first, s0, tail)
-    store_outputs(a, row + 1, first, s1, tail)
-    store_outputs(a, row + 2, first, s2, tail)
-    store_outputs(a, row + 3, first, s3, tail)
-    store_outputs(a, r4, first, s4, tail)
-    store_outputs(a, r5, first, s5, tail)
-
-
-def product_kernel(half: bool, inputs: int) -> Kernel:
-    """One item is a block of outputs of up to `CHUNK` rows; its work is the number of rows. `half`: the weights are
-    bfloat16, in pairs."""
-    return _compiled(half).again_for(WORTH, BLOCK * inputs)
+    Args:
+        wide: the way of AVX-512, and not that of AVX2
+        half: the weights are bfloat16. A word has numbers i and i + 8 of a panel; if `wide`, numbers of two panels
+    """
+    return _compiled(wide, half).again_for(WORTH, BLOCK * inputs)
 
 
 @cache
-def _compiled(half: bool) -> Kernel:
-    HALF, SIZE = int(half), 2 if half else 4
+def _compiled(wide: bool, half: bool) -> Kernel:
+    WIDE, HALF, MOST = int(wide), int(half), WIDE_CHUNK if wide else CHUNK
 
     def product(address):  # type: ignore[no-untyped-def]
-        a = carray(raw.pointer(address), 1, _PRODUCT)[0]
-        tail, panel_size = raw.allocate(PANEL * 4), a.inputs * PANEL * SIZE
-        blocks = (a.outputs + BLOCK - 1) // BLOCK
+        a = carray(raw.pointer(address), 1, PRODUCT)[0]
+        scratch, blocks = raw.allocate(ROWS * BLOCK * 4), (a.outputs + BLOCK - 1) // BLOCK
         while True:
             item = take(address)
             if item >= a.items:
                 break
-            block, start = item % blocks, item // blocks * CHUNK
-            end, first = min(start + CHUNK, a.rows), block * BLOCK
-            weights = a.weight + block * 4 * panel_size
-            if end - start < 3:
-                for row in range(start, end):
-                    one_row(a, row, weights, first, tail, HALF)
-                continue
-            for panel in range(min(4, (a.outputs - first + PANEL - 1) // PANEL)):
-                w, at, row = weights + panel * panel_size, first + panel * PANEL, start
-                while row < end:
-                    left = end - row
-                    if left > 8 or left == 5 or left == 6:
-                        six_rows(a, row, end - 1, w, at, tail, HALF)
-                        row += 6
-                    else:
-                        four_rows(a, row, end - 1, w, at, tail, HALF)
-                        row += 4
-        raw.release(tail)
+            start, first = item // blocks * MOST, item % blocks * BLOCK
+            end = min(start + MOST, a.rows)
+            if WIDE:
+                _multiply(a, start, end, ROWS, first, scratch, WIDE, HALF, PANELS)
+            elif end - start < FEW:
+                _multiply(a, start, end, 1, first, scratch, WIDE, HALF, PANELS)
+            else:
+                for panel in range(first, min(first + BLOCK, a.outputs), PANEL):
+                    _multiply(a, start, end, ROWS, panel, scratch, WIDE, HALF, 1)
+        raw.release(scratch)
 
     return Kernel(product, PRODUCT, cost=1)

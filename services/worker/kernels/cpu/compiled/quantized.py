@@ -24,26 +24,24 @@ from services.worker.kernels.cpu.compiled.block_formats import (
     STEP,
 )
 from services.worker.kernels.cpu.compiled.coded_product import NUMBERS, TASK, TASK_BYTES
-from services.worker.kernels.cpu.thread_team import HEADER, Kernel, take
+from services.worker.kernels.cpu.thread_team import Kernel, arguments, take
 
 GROUP = STEP
 """Inputs that BF16 panels are padded to a multiple of."""
-ROWS = [
+ROWS = arguments(
     ("panels", np.int64),
     ("index", np.int64),  # int32[items]: which output
     ("out", np.int64),  # float32[items, stride]: the first `inputs` numbers of each row are written
     ("inputs", np.int64),
     ("stride", np.int64),
     ("format", np.int64),  # int64[NUMBERS], as `format_table` returns it; not of BF16
-]
-_ROWS = np.dtype(HEADER + ROWS, align=True)
-PACK = [
+)
+PACK = arguments(
     ("rows", np.int64),  # int64[items * PANEL]: address of each output's blocks
     ("panels", np.int64),  # uint8[items / PANELS, blocks, PANELS, bytes of a block]
     ("blocks", np.int64),
     ("layout", np.int64),  # int64[11], as `pack_layout` returns it
-]
-_PACK = np.dtype(HEADER + PACK, align=True)
+)
 
 
 @cache
@@ -52,7 +50,7 @@ def rows_kernel(coded: bool) -> Kernel:
     CODED, SIZE = int(coded), 2 * PANEL * STEP
 
     def rows(address):  # type: ignore[no-untyped-def]
-        a = carray(raw.pointer(address), 1, _ROWS)[0]
+        a = carray(raw.pointer(address), 1, ROWS)[0]
         index = raw.i32_at(a.index, a.items)
         place = raw.allocate(TASK_BYTES + SPAN_BYTES)
         decoded = place + TASK_BYTES
@@ -101,7 +99,7 @@ def pack_kernel() -> Kernel:
     """Bring ggml's blocks into panels. One item is one panel."""
 
     def pack(address):  # type: ignore[no-untyped-def]
-        a = carray(raw.pointer(address), 1, _PACK)[0]
+        a = carray(raw.pointer(address), 1, PACK)[0]
         own = raw.i64_at(a.layout, 11)
         source_bytes, size, codes_at, half0, half1, kind, scales, at0, number0, at1, number1 = (
             own[0], own[1], own[2], own[3], own[4], own[5], own[6], own[7], own[8], own[9], own[10]

@@ -4,24 +4,23 @@ import numpy as np
 from numba import carray
 
 from services.worker.kernels.cpu.compiled import raw, simd
-from services.worker.kernels.cpu.thread_team import HEADER, Kernel, take
+from services.worker.kernels.cpu.thread_team import Kernel, arguments, take
 
-ROTARY = [
+ROTARY = arguments(
     ("positions", np.int64),  # int32[items]
     ("frequencies", np.int64),  # float32[width], radians per position
     ("amplitudes", np.int64),  # float32[width]
     ("cos", np.int64),  # float32[items, width]
     ("sin", np.int64),
     ("width", np.int64),
-]
-_ROTARY = np.dtype(HEADER + ROTARY, align=True)
+)
 
 
 def rotary_kernel() -> Kernel:
     """One item is one token."""
 
     def rotate(address):  # type: ignore[no-untyped-def]
-        a = carray(raw.pointer(address), 1, _ROTARY)[0]
+        a = carray(raw.pointer(address), 1, ROTARY)[0]
         positions = raw.i32_at(a.positions, a.items)
         while True:
             item = take(address)

@@ -98,20 +98,19 @@ def _access(name: str, kind: ir.Type, is_store: bool, half: bool) -> Any:
     return intrinsic(body)
 
 
-@intrinsic
-def load_bf16_pairs(typing_context: Any, address: Any) -> Any:
+def halves(builder: Any, words: Any) -> list[Any]:
+    """Return the low and the high bfloat16 of each word, as bits of float32."""
+    number = words.type.count
+    low = builder.shl(words, ir.Constant(words.type, [16] * number))
+    return [low, builder.and_(words, ir.Constant(words.type, [0xFFFF0000] * number))]
+
+
+def bf16_pairs(builder: Any, address: Any) -> Any:
     """Load sixteen bfloat16 stored in pairs: numbers i and i + 8 are the halves of one word. Converting them takes half
     the work of sixteen consecutive numbers."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        words = ir.VectorType(I32, LANES // 2)
-        pairs = builder.load(builder.inttoptr(args[0], words.as_pointer()), align=2)
-        low = builder.shl(pairs, ir.Constant(words, [16] * (LANES // 2)))
-        high = builder.and_(pairs, ir.Constant(words, [0xFFFF0000] * (LANES // 2)))
-        order = ir.Constant(VI, list(range(LANES)))
-        return builder.bitcast(builder.shuffle_vector(low, high, order), VF)
-
-    return vector(types.int64), code
+    pointer = builder.inttoptr(address, ir.VectorType(I32, LANES // 2).as_pointer())
+    order = ir.Constant(VI, list(range(LANES)))
+    return builder.bitcast(builder.shuffle_vector(*halves(builder, builder.load(pointer, align=2)), order), VF)
 
 
 load_f32x16 = _access("load_f32x16", VF, False, False)
@@ -310,12 +309,6 @@ def bits_of(typing_context: Any, value: Any) -> Any:
 def load16(address, half):  # type: ignore[no-untyped-def]
     """Load sixteen numbers: bfloat16 if `half`, which is a constant of the kernel."""
     return load_bf16x16(address) if half else load_f32x16(address)
-
-
-@njit(inline="always")
-def load_paired(address, half):  # type: ignore[no-untyped-def]
-    """Load sixteen numbers: bfloat16 in pairs if `half`."""
-    return load_bf16_pairs(address) if half else load_f32x16(address)
 
 
 @njit(inline="always")

@@ -7,7 +7,6 @@ order, 32 at a time, so a row has the same bits in a batch of any size (batch in
 
 from functools import cache
 
-import numpy as np
 from numba import carray, njit
 
 from services.worker.kernels.cpu.compiled import amx, bf16, bf16_rows, raw, simd
@@ -22,7 +21,7 @@ from services.worker.kernels.cpu.compiled.block_formats import (
 )
 from services.worker.kernels.cpu.compiled.coded_product import CODED, NUMBERS, TASK, TASK_BYTES
 from services.worker.kernels.cpu.compiled.quantized import GROUP
-from services.worker.kernels.cpu.thread_team import HEADER, Kernel, take
+from services.worker.kernels.cpu.thread_team import Kernel, take
 
 BLOCK = 2 * PANEL
 """Outputs of one item: two panels."""
@@ -30,7 +29,6 @@ CHUNK = 1024
 """Maximum number of rows of one item. A panel is decoded once per item."""
 WORTH = 1 << 17
 """Smallest number of multiplications for which another thread is used."""
-_CODED = np.dtype(HEADER + CODED, align=True)
 
 
 @njit(inline="always")
@@ -109,7 +107,7 @@ def _compiled(coded: bool) -> Kernel:
     IS_CODED = int(coded)
 
     def tile_product(address):  # type: ignore[no-untyped-def]
-        a = carray(raw.pointer(address), 1, _CODED)[0]
+        a = carray(raw.pointer(address), 1, CODED)[0]
         blocks, groups = (a.outputs + BLOCK - 1) // BLOCK, (a.inputs + GROUP - 1) // GROUP
         whole, rows = a.inputs % GROUP == 0, min(a.rows, amx.ROWS)
         stride, size = groups * GROUP * 2, groups * amx.TILE_BYTES
