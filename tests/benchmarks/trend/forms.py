@@ -362,10 +362,4 @@ FORMS = (
                 f"rows > product=m155 gate_up; rows={n} > {kind} over it")
          for n in (1, 256) for kind in ("int8", "int4")],
     ),
-    ShortForm(
-        "shared_kernels", "shared_kernels",
-        "How much faster are kernels with helper threads, on a quiet machine and on a busy one?", "--turns 10",
-        [Shown(f"{at}: {kernels}, speed over one thread", f"rows > machine={at}; kernels={kernels} > over alone")
-         for at in ("quiet", "busy") for kernels in ("helpers", "OpenMP")],
-    ),
 )  # fmt: skip
