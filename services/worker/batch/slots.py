@@ -177,8 +177,6 @@ class SlotTable(BatchColumns):
         self.unsettled = np.zeros(num_slots, np.int32)
         """Drafts, and tokens of rows that may be left out, launched and not settled. `computed` exceeds the planned
         start of the next row by at most this."""
-        self.corrected = np.zeros(num_slots, np.bool_)
-        """True after a row ended elsewhere than planned: further rows of this generation are void."""
         self._row_of = np.zeros(num_slots, np.intp)
         """See `row_check.count_rows`."""
 
@@ -186,7 +184,7 @@ class SlotTable(BatchColumns):
 
     def apply(self, step: SchedulerOutput) -> Rows:
         """Apply a plan: release slots, assign new requests, append blocks, then check the rows and count them as
-        launched. Return the rows without void ones.
+        launched. Return the rows.
 
         Raises:
             PlanError: the plan names an empty or an occupied slot, another generation, a position out of order, or a
@@ -199,8 +197,6 @@ class SlotTable(BatchColumns):
         """Apply a plan whose columns are unpacked; see `apply`."""
         self.apply_changes(plan, new)
         rows = Rows(*plan[:6])
-        if np.count_nonzero(self.corrected):
-            rows = self._without_void(rows)
         columns = self.generation, self.num_blocks, self.num_tokens, self.computed, self.unsettled
         sizes = self._row_of, self.block_size, self.max_model_len
         if not self._count_rows(*vars(rows).values(), *columns, *sizes):
@@ -216,29 +212,6 @@ class SlotTable(BatchColumns):
             if self.generation[slot] == EMPTY:
                 raise PlanError(f"slot {slot} is released, but it is empty")
             self.generation[slot] = EMPTY
-            self.corrected[slot] = False
-
-    def correct(self, slot: int, frontier: int, sampled: bool) -> None:
-        """Record that the slot's row in the plan applied last ends at `frontier` instead of its planned end.
-
-        The step's result reports the frontier to the scheduler; rows planned before that are void.
-
-        Args:
-            sampled: True if the row was planned to sample.
-        """
-        self.computed[slot] = frontier
-        self.num_tokens[slot] -= sampled
-        self.corrected[slot] = True
-
-    def _without_void(self, rows: Rows) -> Rows:
-        """Drop rows of corrected slots until their next generation, which continues at the reported frontier."""
-        self._check_range(rows.slots)
-        corrected = self.corrected[rows.slots]
-        void = corrected & (rows.generations == self.generation[rows.slots])
-        next_one = rows.slots[corrected & (rows.generations == self.generation[rows.slots] + 1)]
-        self.generation[next_one] += 1
-        self.corrected[next_one] = False
-        return rows.select(~void)
 
     def assign(self, request: NewRequest) -> None:
         """Raises: PlanError, for an occupied slot, no tokens or too many of them, or blocks that do not exist."""

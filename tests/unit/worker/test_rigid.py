@@ -1,10 +1,7 @@
 """The rigid device of the simulator: its padded shapes, the plans that it refuses, and the progress that it reports."""
 
 from collections.abc import Iterator
-from typing import Any
-from unittest.mock import patch
 
-import numpy as np
 import pytest
 
 from protocol.codec import unpack
@@ -12,7 +9,6 @@ from protocol.steps import ModelRunnerOutput, SchedulerOutput
 from services.config import WorkerConfig
 from services.worker.backends.sim import SimRunner
 from services.worker.backends.sim.cost import CostModel
-from services.worker.backends.sim.device import rigid
 from services.worker.backends.sim.device.rigid import DUMMY, RigidShapes
 from services.worker.batch.slots import PlanError, SlotTable
 from tests.unit.worker.plans import (
@@ -38,12 +34,6 @@ def device() -> Iterator[SimRunner]:
     device = sim_runner(flags={"sim_rigid": True}, max_num_batched_tokens=CHUNK)
     yield device
     device.shutdown()
-
-
-def first_ends(at: int) -> Any:
-    """Decorate a test in which the first chunk ends there; later ones end as planned."""
-    first = iter([at])
-    return patch.object(rigid, "real_end", lambda planned: next(first, planned))
 
 
 def step(device: SimRunner, plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -169,48 +159,3 @@ def test_a_step_takes_the_time_of_its_padded_shape() -> None:
     assert seconds(plans.step(short)) == pytest.approx(chunk)
     assert seconds(plans.step(long)) == pytest.approx(chunk)
     assert seconds(plans.step(short, long)) == pytest.approx(2e-3 + 2 * 8e-9)
-
-
-@first_ends(4)
-def test_rows_planned_behind_a_short_chunk_are_void(device: SimRunner) -> None:
-    """Rollback on the worker: void rows compute nothing, and the next generation continues at the frontier."""
-    plans = PlanBuilder()
-    request = plans.admit(prompt(1, 16))
-    first, second = plans.step((request, 8)), plans.step(request)
-    device.execute_model(first)
-    one = device.sample_tokens(None)
-    device.execute_model(second)
-    two = device.sample_tokens(None)
-    assert progress(result_of(one)) == [(request.slot, 4)]
-    void = result_of(two)
-    assert (unpack(void.slots).tolist(), unpack(void.counts).tolist()) == ([request.slot], [0])
-    assert not void.token_ids
-    assert not progress(void)
-    request.start, request.known, request.generation = 4, 16, request.generation + 1
-    assert progress(step(device, plans.step((request, 4)))) == [(request.slot, 8)]
-    answers = [tokens(step(device, plans.step(request)))[request.slot] for _ in range(4)]
-    assert answers == alone(prompt(1, 16), GREEDY, 4)
-
-
-@first_ends(2)
-def test_a_short_last_chunk_samples_nothing(device: SimRunner) -> None:
-    plans = PlanBuilder()
-    request = plans.admit(prompt(1, 6))
-    short = step(device, plans.step(request))
-    assert (unpack(short.counts).tolist(), progress(short)) == ([0], [(request.slot, 2)])
-    request.start, request.known, request.generation = 2, 6, request.generation + 1
-    answers = [tokens(step(device, plans.step(request)))[request.slot] for _ in range(3)]
-    assert answers == alone(prompt(1, 6), GREEDY, 3)
-
-
-@first_ends(4)
-def test_a_void_slot_is_assigned_to_another_request(device: SimRunner) -> None:
-    plans = PlanBuilder()
-    first = plans.admit(prompt(1, 16))
-    step(device, plans.step((first, 8)))
-    step(device, plans.step(first))
-    device.release(np.array([first.slot], np.int32))
-    plans.free_slot_first(first.slot)
-    second = plans.admit(prompt(2, 5))
-    assert second.slot == first.slot
-    assert tokens(step(device, plans.step(second)))[second.slot] == alone(prompt(2, 5), GREEDY, 1)[0]

@@ -150,10 +150,8 @@ class SimEpoch:
             )
         rank, device = self._rank, self.device
         inject_faults(rank.config, step)
-        rows = costly = self.table.apply(step)
+        rows = self.table.apply(step)
         padded = None if self._rigid is None else self._rigid.pad(step, rows)
-        if padded is not None:
-            rows, costly = padded.rows, padded.padded
         self._masks.prepared(step.step_id, rows.slots)
         self._stage(rows)
         n = len(rows.slots)
@@ -175,6 +173,7 @@ class SimEpoch:
         def send() -> None:
             rank.exchange.send_activations(step, rows, hashes, leaving, event.ended)
 
+        costly = rows if padded is None else padded.padded
         seconds = rank.cost.step(costly, self.table.num_prompt[rows.slots]) if n else 0.0
         prepared = time.monotonic()
         event = device.launch(forward, seconds, no_inputs if rank.is_single else inputs)

@@ -12,7 +12,6 @@ import msgspec.structs
 import numpy as np
 
 from protocol.codec import pack
-from protocol.rows import StepRows
 from protocol.steps import ModelRunnerOutput, SchedulerOutput
 from services.worker.batch.slots import I32, PlanError, Rows, SlotTable
 
@@ -20,18 +19,10 @@ DUMMY = -1
 """Block id of padding."""
 
 
-def real_end(planned: int) -> int:
-    """Return where a chunk really ends, at least one token after its start. Tests let it end elsewhere than planned."""
-    return planned
-
-
 @dataclass(frozen=True)
 class PaddedStep:
     """A step as the device runs it."""
 
-    step: SchedulerOutput
-    rows: Rows
-    """Rows that are computed: without void rows; a chunk may end elsewhere than planned."""
     padded: Rows
     """Rows that cost time: whole windows, or the rectangle."""
     progress: dict[int, int]
@@ -42,17 +33,9 @@ class PaddedStep:
     """int32[rows, blocks] of a decode step, DUMMY on the left of shorter rows."""
 
     def complete(self, result: ModelRunnerOutput) -> ModelRunnerOutput:
-        """Add the progress, and a row for each sampling row of the plan; void rows have no token."""
-        plan = StepRows.from_message(self.step)
-        slots, generations = plan.slots[plan.samples], plan.generations[plan.samples]
-        computed = np.isin(slots, self.rows.slots[self.rows.samples])
+        """Add the progress."""
         return msgspec.structs.replace(
-            result,
-            slots=slots.tobytes(),
-            generations=generations.tobytes(),
-            counts=computed.astype(np.int32).tobytes(),
-            progress_slots=pack(list(self.progress)),
-            progress_frontiers=pack(list(self.progress.values())),
+            result, progress_slots=pack(list(self.progress)), progress_frontiers=pack(list(self.progress.values()))
         )
 
 
@@ -70,8 +53,6 @@ class RigidShapes:
         self._table, self._chunk, self._max_volume = table, chunk, max_volume
         self._entry = np.zeros(table.num_slots, np.int32)
         """Tokens with which the request entered: the end of its prefill."""
-        self._resumes = np.zeros(table.num_slots, np.bool_)
-        """True if the last chunk ended elsewhere than planned, so that the next one begins inside a window."""
 
     def pad(self, step: SchedulerOutput, rows: Rows) -> PaddedStep:
         """Pad a step. `rows` are those of the plan that was just applied.
@@ -80,17 +61,16 @@ class RigidShapes:
         """
         for request in step.new:
             self._entry[request.slot] = len(request.token_ids) // 4
-            self._resumes[request.slot] = False
         prefill = rows.starts < self._entry[rows.slots]
         if not len(rows.slots):
-            return PaddedStep(step, rows, rows, {})
+            return PaddedStep(rows, {})
         if not prefill.any():
             return self._decode(step, rows)
         if not prefill.all():
             raise PlanError(f"rigid: step {step.step_id} mixes prefill and decode")
         if len(prefill) > 1:
             raise PlanError(f"rigid: step {step.step_id} has {len(prefill)} prefills, it can have one")
-        return self._prefill(step, rows)
+        return self._prefill(rows)
 
     # -- prefill -------------------------------------------------------------------------------------------------
 
@@ -104,25 +84,17 @@ class RigidShapes:
             first -= self._chunk
         return -first, begin, min(begin + self._chunk, entry)
 
-    def _prefill(self, step: SchedulerOutput, rows: Rows) -> PaddedStep:
+    def _prefill(self, rows: Rows) -> PaddedStep:
         slot, start, end = int(rows.slots[0]), int(rows.starts[0]), int(rows.ends[0])
-        entry, samples = int(self._entry[slot]), bool(rows.samples[0])
+        entry = int(self._entry[slot])
         padding, begin, last = self._window(entry, start)
-        if start != max(begin, 0) and not self._resumes[slot]:
+        if start != max(begin, 0):
             raise PlanError(f"rigid: slot {slot} begins at {start} inside the chunk of {max(begin, 0)} to {last}")
         if end != last:
             raise PlanError(f"rigid: slot {slot} computes {start} to {end}, but its chunk ends at {last}")
-        most = end if samples else min(entry - 1, int(self._table.num_blocks[slot]) * self._table.block_size)
-        reached = real_end(end)
-        if not start < reached <= most:
-            raise PlanError(f"rigid: slot {slot} cannot reach {reached} from {start}, at most {most}")
-        self._resumes[slot] = reached != end
-        if reached != end:
-            self._table.correct(slot, reached, samples)
-            rows = replace(rows, counts=np.array([reached - start], np.int32), samples=np.zeros(1, np.bool_))
         # A whole window, at its place in the padded sequence.
         padded = replace(rows, starts=np.array([begin + padding], np.int32), counts=np.array([self._chunk], np.int32))
-        return PaddedStep(step, rows, padded, {slot: reached})
+        return PaddedStep(padded, {slot: end})
 
     # -- decode --------------------------------------------------------------------------------------------------
 
@@ -140,7 +112,7 @@ class RigidShapes:
             )
         longest = np.full_like(rows.starts, tkv - 1)
         padded = replace(rows, starts=longest)
-        return PaddedStep(step, rows, padded, {}, tkv, tables)
+        return PaddedStep(padded, {}, tkv, tables)
 
     def _rectangle(self, rows: Rows) -> I32:
         own = -(-rows.ends // self._table.block_size)
