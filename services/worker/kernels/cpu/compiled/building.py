@@ -22,9 +22,15 @@ def store(builder: Any, value: Any, address: Any, align: int = 1) -> None:
 
 def for_each_size(builder: Any, size: Any, sizes: Sequence[int], build: Callable[[int], None]) -> None:
     """Build code for each of some sizes; that of the variable `size` runs. Loops over a size are unrolled in it."""
+    end = builder.append_basic_block()
+    switch = builder.switch(size, end)
     for number in sizes:
-        with builder.if_then(builder.icmp_signed("==", size, ir.Constant(size.type, number))):
-            build(number)
+        block = builder.append_basic_block()
+        switch.add_case(ir.Constant(size.type, number), block)
+        builder.position_at_end(block)
+        build(number)
+        builder.branch(end)
+    builder.position_at_end(end)
 
 
 def spread(builder: Any, value: Any, kind: ir.VectorType) -> Any:

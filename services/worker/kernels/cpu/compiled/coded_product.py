@@ -51,7 +51,7 @@ from services.worker.kernels.cpu.compiled.block_formats import (
     next_codes,
     step_minima,
 )
-from services.worker.kernels.cpu.compiled.building import load, moved, spread, store
+from services.worker.kernels.cpu.compiled.building import for_each_size, load, moved, spread, store
 from services.worker.kernels.cpu.compiled.product import FIELDS
 from services.worker.kernels.cpu.compiled.raw import prefetch_line
 from services.worker.kernels.cpu.compiled.simd import F32, I16, I32, I64, LANES, VF, VI
@@ -213,9 +213,11 @@ def _multiply_codes(
     out: Any, end: Any, jump: Any
 ) -> Any:  # fmt: skip
     """Multiply a span of rows with the panels of an item, which are decoded in registers: `_width` at once, in the
-    order of the memory. `kind` and `rows` are constants.
+    order of the memory.
 
     Args:
+        kind: a constant
+        rows: as many as `PARTS` has, up to `_few_rows`
         x: address of the first rounded row
         row_bytes: from one row to the next
         steps: of a row
@@ -227,17 +229,22 @@ def _multiply_codes(
     """
     name = KINDS[kind.literal_value]
     own = FORMATS[name]
-    width = _width(own, rows.literal_value)
-    are_bytes = BYTES and rows.literal_value == 1
-    codes_of, add, zero_code = (
-        (code_bytes, _add_byte_products, own.zero_byte) if are_bytes else (code_pairs, _add_products, own.zero)
-    )
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if rows.literal_value > _few_rows(own):
-            return context.get_dummy_value()  # is never called
-        x, row_bytes, steps, first, number, codes, out, end, jump = args[2:]
-        tile = _Tile(builder, rows.literal_value, PANELS, x, row_bytes, steps, first)
+        rows, *operands = args[1:]
+        sizes = [rows for rows in sorted({*PARTS}) if 0 < rows <= _few_rows(own)]
+        for_each_size(builder, rows, sizes, lambda rows: multiply(builder, rows, *operands))
+        return context.get_dummy_value()
+
+    def multiply(
+        builder: Any, rows: int, x: Any, row_bytes: Any, steps: Any, first: Any, number: Any, codes: Any, out: Any,
+        end: Any, jump: Any
+    ) -> None:  # fmt: skip
+        width, are_bytes = _width(own, rows), BYTES and rows == 1
+        codes_of, add, zero_code = (
+            (code_bytes, _add_byte_products, own.zero_byte) if are_bytes else (code_pairs, _add_products, own.zero)
+        )
+        tile = _Tile(builder, rows, PANELS, x, row_bytes, steps, first)
         sums = [tile.vectors(VI, width) for _ in range(own.unit)]
         upper = [tile.vectors(VI, width) for _ in range(own.unit)] if are_bytes else sums
         whole = tile.vectors(VI, width) if own.multiplies else sums[0]
@@ -300,54 +307,58 @@ def _multiply_codes(
                 with cgutils.for_range(builder, ir.Constant(I64, PANELS // width)) as some:
                     add_blocks(start, tile.times(some.index, width))
         tile.add_to(out)
-        return context.get_dummy_value()
 
-    return types.void(kind, rows, *[types.int64] * 9), code
+    return types.void(kind, *[types.int64] * 10), code
 
 
-@intrinsic(prefer_literal=True)
+@intrinsic
 def _multiply_decoded(
-    typing_context: Any, rows: Any, panels: Any, x: Any, row_bytes: Any, steps: Any, first: Any, number: Any,
+    typing_context: Any, rows: Any, x: Any, row_bytes: Any, steps: Any, first: Any, number: Any,
     decoded: Any, scale_steps: Any, has_minima: Any, out: Any, ahead: Any, ahead_bytes: Any
 ) -> Any:  # fmt: skip
-    """Multiply a span of rows with decoded panels. `rows` and `panels` are constants.
+    """Multiply a span of 3 to `ROWS` rows with `WIDTH` decoded panels.
 
     Args:
         ahead, ahead_bytes: codes that are read from memory meanwhile: their address, and how many bytes of them in
             each turn of the innermost loop. The others: see above.
     """
-    width = panels.literal_value
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x, row_bytes, steps, first, number, decoded, scale_steps, has_minima, out, ahead, ahead_bytes = args[2:]
-        tile = _Tile(builder, rows.literal_value, width, x, row_bytes, steps, first)
-        sums, first_panel = tile.vectors(VI, width), ir.Constant(I64, 0)
+        rows, x, row_bytes, steps, first, number, decoded, scale_steps, has_minima, out, ahead, ahead_bytes = args
 
-        def loaded(index: Any, kind: ir.VectorType, more: int) -> list[Any]:
-            place = builder.add(decoded, tile.times(index, 64))
-            return [load(builder, moved(builder, place, more + panel * SPAN_BYTES), kind, 4) for panel in range(width)]
+        def multiply(rows: int) -> None:
+            tile = _Tile(builder, rows, WIDTH, x, row_bytes, steps, first)
+            sums, first_panel = tile.vectors(VI, WIDTH), ir.Constant(I64, 0)
 
-        with cgutils.for_range(builder, builder.udiv(number, scale_steps)) as outer:
-            start = builder.mul(outer.index, scale_steps)
-            tile.set(sums)
-            with cgutils.for_range(builder, tile.times(scale_steps, STEP // 2 // UNROLLED)) as loop:
-                index = builder.add(tile.times(start, STEP // 2), tile.times(loop.index, UNROLLED))
-                here = builder.add(tile.times(first, STEP // 2), index)
-                turn = builder.udiv(index, ir.Constant(I64, UNROLLED))
-                codes = builder.add(ahead, builder.mul(turn, ahead_bytes))
-                for line in range(LINES):
-                    prefetch_line(builder, moved(builder, codes, 64 * line))
-                for some in range(UNROLLED):
-                    numbers = loaded(index, ir.VectorType(I16, 2 * LANES), 64 * some)
-                    tile.add_products(sums, numbers, tile.of_rows(I32, here, 4, 0, 4 * some))
-            with cgutils.for_range(builder, builder.mul(scale_steps, has_minima)) as loop:
-                step = builder.add(start, loop.index)
-                tile.add_minima(loaded(step, VF, MINIMA_AT), builder.add(first, step), first_panel)
-            tile.add_scaled(sums, loaded(outer.index, VF, SCALES_AT), first_panel)
-        tile.add_to(out)
+            def loaded(index: Any, kind: ir.VectorType, more: int) -> list[Any]:
+                place = builder.add(decoded, tile.times(index, 64))
+                return [
+                    load(builder, moved(builder, place, more + panel * SPAN_BYTES), kind, 4) for panel in range(WIDTH)
+                ]
+
+            with cgutils.for_range(builder, builder.udiv(number, scale_steps)) as outer:
+                start = builder.mul(outer.index, scale_steps)
+                tile.set(sums)
+                with cgutils.for_range(builder, tile.times(scale_steps, STEP // 2 // UNROLLED)) as loop:
+                    index = builder.add(tile.times(start, STEP // 2), tile.times(loop.index, UNROLLED))
+                    here = builder.add(tile.times(first, STEP // 2), index)
+                    turn = builder.udiv(index, ir.Constant(I64, UNROLLED))
+                    codes = builder.add(ahead, builder.mul(turn, ahead_bytes))
+                    for line in range(LINES):
+                        prefetch_line(builder, moved(builder, codes, 64 * line))
+                    for some in range(UNROLLED):
+                        numbers = loaded(index, ir.VectorType(I16, 2 * LANES), 64 * some)
+                        tile.add_products(sums, numbers, tile.of_rows(I32, here, 4, 0, 4 * some))
+                with cgutils.for_range(builder, builder.mul(scale_steps, has_minima)) as loop:
+                    step = builder.add(start, loop.index)
+                    tile.add_minima(loaded(step, VF, MINIMA_AT), builder.add(first, step), first_panel)
+                tile.add_scaled(sums, loaded(outer.index, VF, SCALES_AT), first_panel)
+            tile.add_to(out)
+
+        for_each_size(builder, rows, range(3, ROWS + 1), multiply)
         return context.get_dummy_value()
 
-    return types.void(rows, panels, *[types.int64] * 11), code
+    return types.void(*[types.int64] * 12), code
 
 
 def _even_and_odd(builder: Any, address: Any, half: int) -> list[Any]:
@@ -519,35 +530,18 @@ def _compiled() -> Kernel:
                         parts = (rows - done + ROWS - 1) // ROWS
                         some = (rows - done + parts - 1) // parts
                         codes = ahead + panel * (span_bytes // PANELS)
-                        _multiply_some(task, some, done, decoded, scale_steps, has_minima, out, codes, ahead_bytes)
+                        # Read from the task: kept in registers, they would displace sums
+                        x, size = task.x + done * task.row_bytes, task.row_bytes
+                        _multiply_decoded(
+                            some, x, size, task.row_steps, task.first, task.steps, decoded, scale_steps, has_minima,
+                            out + done * BLOCK * 4, codes, ahead_bytes,
+                        )  # fmt: skip
                         done += some
             _write(a, sums, start, rows, block * BLOCK)
             item = following
         raw.release(buffer)
 
     return Kernel(coded_product, CODED, cost=1)
-
-
-@njit(inline="always")
-def _multiply_some(a, rows, done, decoded, scale_steps, has_minima, sums, ahead, ahead_bytes):  # type: ignore[no-untyped-def]
-    x, size, steps, first, number = a.x + done * a.row_bytes, a.row_bytes, a.row_steps, a.first, a.steps
-    out = sums + done * BLOCK * 4
-    if rows == 6:
-        _multiply_decoded(
-            6, WIDTH, x, size, steps, first, number, decoded, scale_steps, has_minima, out, ahead, ahead_bytes
-        )
-    elif rows == 5:
-        _multiply_decoded(
-            5, WIDTH, x, size, steps, first, number, decoded, scale_steps, has_minima, out, ahead, ahead_bytes
-        )
-    elif rows == 4:
-        _multiply_decoded(
-            4, WIDTH, x, size, steps, first, number, decoded, scale_steps, has_minima, out, ahead, ahead_bytes
-        )
-    else:
-        _multiply_decoded(
-            3, WIDTH, x, size, steps, first, number, decoded, scale_steps, has_minima, out, ahead, ahead_bytes
-        )
 
 
 @cache
@@ -566,18 +560,7 @@ def _coder(kind: int) -> Any:
                 decode_span(at, first, number, to, KIND, STEPS, SIZE, UNIT, SCALE_STEPS)
         while done < a.rows:
             rows = PARTS[a.rows - done]
-            if rows == 1:
-                _multiply_codes(KIND, 1, x, size, steps, first, number, codes, out, end, jump)
-            elif rows == 2:
-                _multiply_codes(KIND, 2, x, size, steps, first, number, codes, out, end, jump)
-            elif rows == 3:
-                _multiply_codes(KIND, 3, x, size, steps, first, number, codes, out, end, jump)
-            elif rows == 4:
-                _multiply_codes(KIND, 4, x, size, steps, first, number, codes, out, end, jump)
-            elif rows == 6:
-                _multiply_codes(KIND, 6, x, size, steps, first, number, codes, out, end, jump)
-            else:
-                _multiply_codes(KIND, 8, x, size, steps, first, number, codes, out, end, jump)
+            _multiply_codes(KIND, rows, x, size, steps, first, number, codes, out, end, jump)
             x, out, done = x + rows * size, out + rows * BLOCK * 4, done + rows
 
     return compiled(coder)
