@@ -5,7 +5,6 @@ start of each row when they happen.
 """
 
 from dataclasses import replace
-from itertools import pairwise
 from random import Random
 
 import numpy as np
@@ -124,20 +123,6 @@ def test_running_requests_rotate_on_a_starved_budget(budget: int, depth: int) ->
     assert all(len(stream.tokens) == 12 for stream in world.streams)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_rows_change_their_places_in_each_step(depth: int) -> None:
-    """Requests arrive and finish in each step, so drafts by row would belong to other requests."""
-    world = World(replace(ROOMY, max_num_seqs=5), depth, use_priority=True, speculating=Speculating("by request"))
-    rng = Random(depth)
-    for i in range(40):
-        world.add(prompt_of(rng.randint(1, 30), i), params(rng.randint(1, 9), eos=False), priority=rng.choice((0, -i)))
-        world.step()
-    world.drain()
-    orders = [unpack(plan.slots).tolist() for plan in world.plans]
-    assert sum(one != two for one, two in pairwise(orders)) > len(orders) // 2
-    assert world.coverage["drafts: accepted"] > 20
-
-
 # -- ends of rows ----------------------------------------------------------------------------------------------
 
 
@@ -183,18 +168,6 @@ def test_the_context_ends_with_less_room_than_drafts(room: int, acceptance: str,
     streams = [world.add(prompt_of(32 - room, i), params(100, eos=False)) for i in range(2)]
     world.drain()
     assert [len(stream.tokens) for stream in streams] == [room] * 2
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_drafter_with_a_shorter_context(depth: int) -> None:
-    """Beyond its context there are no drafts. Planned rows are shorter on the device, answers are the same."""
-    world = World(ROOMY, depth, speculating=Speculating("always", (3,), longest=40))
-    streams = [world.add(prompt_of(20, i), params(60, eos=False)) for i in range(3)]
-    world.drain()
-    assert [stream.tokens for stream in streams] == [plain(stream) for stream in streams]
-    accepted = [stream.finish.num_accepted_tokens for stream in streams if stream.finish]
-    assert accepted == [15, 15, 15]
-    assert world.coverage["drafts: planned"] > 3 * world.coverage["drafts: verified"]
 
 
 @pytest.mark.parametrize(
@@ -292,37 +265,7 @@ def test_drafts_leave_microbatches_even(stages: int, requests: int) -> None:
     assert tokens == [4 * size for size in sizes]
 
 
-# -- aborts, displacement, loss-----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("depth", [2, 3])
-def test_an_abort_while_drafts_are_in_flight(depth: int) -> None:
-    world = World(ROOMY, depth, speculating=Speculating("every second", (3,)))
-    leaves, stays = (world.add(prompt_of(9, i), params(30, eos=False)) for i in range(2))
-    world.step()
-    world.dispatch()
-    assert world.stage(leaves) == "decode in flight"
-    world.abort(leaves)
-    world.drain()
-    assert stays.tokens == plain(stays)
-
-
-def test_a_displaced_request_gets_its_rows_of_several_tokens_late() -> None:
-    """Stale delivery of all tokens of a row, up to a stop within one of them."""
-    world = World(replace(ROOMY, max_num_seqs=1), 3, use_priority=True, speculating=Speculating("always", (3,)))
-    first = world.add(prompt_of(9), params(14, eos=False), priority=1)
-    world.dispatch()
-    world.add(prompt_of(5, 1), params(3, eos=False))
-    world.dispatch()
-    world.complete()
-    world.dispatch()
-    assert first.finish is None
-    world.drain()
-    assert first.finish is not None
-    assert first.finish.num_preemptions == 1
-    assert first.tokens == plain(first)
-    assert world.coverage["stale deliveries"] > 1
-    assert first.finish.num_accepted_tokens > 3
+# -- loss --------------------------------------------------------------------------------------------------------
 
 
 def test_drafts_of_lost_workers_are_lost() -> None:

@@ -85,19 +85,6 @@ def test_nearly_as_good_as_the_best_number_for_the_device(device: DeviceModel) -
     assert rate(partial(AdaptiveDrafting, MOST)) > 0.94 * best
 
 
-@pytest.mark.parametrize("rows", [1, 8, 64])
-def test_if_drafts_fail_almost_nothing_is_lost(rows: int) -> None:
-    device = DeviceModel(rows, acceptance=0.02, token=0.2, draft=0.3)
-    assert run(AdaptiveDrafting(MOST), device).rate > 0.95 * run(FixedDrafting(0), device).rate
-    assert run(FixedDrafting(MOST), device).rate < 0.8 * run(FixedDrafting(0), device).rate, "fixed drafts lose"
-
-
-def test_drafts_that_are_given_up_are_tried_again_now_and_then() -> None:
-    chosen = run(AdaptiveDrafting(MOST), DeviceModel(acceptance=0.0, token=0.2), 3000).chosen
-    assert chosen[-1000:].count(0) > 950
-    assert max(chosen[-1500:]) > 0, "drafts are tried again"
-
-
 def test_while_no_drafts_pay_speculation_rests_but_for_trials() -> None:
     """Before a trial after a rest, the drafter gets its input again."""
     policy = AdaptiveDrafting(MOST, lead=3)

@@ -1,7 +1,6 @@
 """Constrained rows whose masks are late are left out on the simulator, and delay nobody. On a VIRTUAL clock."""
 
 import threading
-from random import Random
 
 import numpy as np
 import pytest
@@ -11,8 +10,6 @@ from protocol.membership import Speculation
 from protocol.steps import NO_DRAFT, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from services.worker.backends.sim.device.simulated import SimDevice
 from services.worker.runner import Output, RanksLost
-from tests.matrix import covering
-from tests.unit.worker.fake_device import FakeDevice
 from tests.unit.worker.plans import (
     GREEDY,
     VOCAB,
@@ -145,38 +142,6 @@ def test_time_in_which_the_host_is_busy_is_no_time_of_the_device() -> None:
     assert [time.sampled - began for time in times] == pytest.approx([STEP, 2 * STEP])
     assert (len(both.free.outputs), len(both.bound.outputs)) == (2, 1)
     both.assert_answered()
-
-
-@pytest.mark.parametrize(("fake", "depth", "drafts", "length"), covering([False, True], [1, 2, 3], [0, 3], [1, 6]))
-def test_tokens_are_those_of_masks_in_time(fake: bool, depth: int, drafts: int, length: int) -> None:
-    """Masks are late at random, also of several steps in a row and for the prompt."""
-    device, rng = FakeDevice(Random(3)) if fake else None, Random(depth)
-    both = Neighbours(device, drafts, length)
-    in_flight: list[tuple[SchedulerOutput, Output]] = []
-    delivered = set()
-    left_out = 0
-
-    def deliver(plan: SchedulerOutput) -> None:
-        if plan.step_id not in delivered:
-            delivered.add(plan.step_id)
-            both.runner.add_masks(both.masks(plan))
-
-    while len(both.bound.outputs) < 12:
-        in_flight.append(both.launch())
-        if depth == 1 or rng.random() < 0.5:
-            deliver(in_flight[-1][0])
-        if len(in_flight) < depth:
-            continue
-        before = len(both.bound.outputs)
-        both.apply(in_flight.pop(0))
-        left_out += len(both.bound.outputs) == before
-    for launched in in_flight:
-        deliver(launched[0])
-        both.apply(launched)
-    both.runner.shutdown()
-    both.assert_answered()
-    assert (left_out > 2) == (depth > 1)
-    assert not isinstance(device, FakeDevice) or not device.violations
 
 
 def test_the_end_of_an_epoch_during_a_wait() -> None:

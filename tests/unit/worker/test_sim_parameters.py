@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from protocol.codec import pack, unpack
+from protocol.codec import unpack
 from protocol.rows import EmbeddingRows
 from protocol.sampling import Pooling, SamplingParams
 from protocol.steps import ModelRunnerOutput
@@ -20,7 +20,6 @@ from tests.unit.worker.plans import (
     grammar_output,
     prompt,
     result_of,
-    run,
     sampled,
     sim_runner,
     tokens,
@@ -32,36 +31,6 @@ def greedy(**params: object) -> SamplingParams:
     return msgspec.structs.replace(GREEDY, **params)
 
 
-def everything(text: list[int]) -> dict[str, SamplingParams]:
-    """Return parameters by name, each of which changes the tokens after `text`."""
-    plain = answer(text, GREEDY, 8)
-    return {
-        "presence": greedy(presence_penalty=-2.0, frequency_penalty=-2.0),
-        "repetition": greedy(repetition_penalty=0.05),
-        "drawn with penalties": sampled(3, frequency_penalty=-2.0, repetition_penalty=0.2),
-        "bias": greedy(logit_bias=((11, 4.0), (12, 4.0))),
-        "a bad word": greedy(bad_words=((plain[0], plain[1]), (plain[3],))),
-        "allowed": greedy(allowed_token_ids=pack([4, 9, 16, 25, 36])),
-        "drawn of the allowed": sampled(5, allowed_token_ids=pack([4, 9, 16, 25, 36]), top_p=0.9),
-        "min tokens": greedy(min_tokens=6, stop_token_ids=(plain[4],)),
-    }
-
-
-NAMES = list(everything(prompt(1, 9)))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_request_alone_gets_the_reference_tokens_and_others_without_the_parameter(name: str) -> None:
-    text = prompt(1, 9)
-    params = everything(text)[name]
-    runner, plans = sim_runner(), PlanBuilder()
-    request = plans.admit(text, params)
-    got = [run(runner, plans.step(request))[request.slot] for _ in range(8)]
-    assert got == answer(text, params, 8)
-    plain = GREEDY if params.temperature == 0 else sampled(params.seed, temperature=params.temperature)
-    assert got != answer(text, plain, 8)
-
-
 def test_the_slot_may_have_another_owner_when_the_device_samples() -> None:
     """Immutable result: a row uses the parameters of its launch."""
     device, plans, text = FakeDevice(), PlanBuilder(), prompt(1, 9)
@@ -71,7 +40,7 @@ def test_the_slot_may_have_another_owner_when_the_device_samples() -> None:
         runner.execute_model(plans.step(request))
         return runner.sample_tokens(None)
 
-    first = plans.admit(text, msgspec.structs.replace(everything(text)["bias"], logprobs=2))
+    first = plans.admit(text, greedy(logit_bias=((11, 4.0), (12, 4.0)), logprobs=2))
     device.compute.gate.clear()
     output = launch(first)
     plans.release(first, reuse_slot=True)
@@ -117,44 +86,6 @@ def test_a_grammar_and_all_other_parameters(params: SamplingParams, shape: str) 
     assert output == answer(text, params, 6, lambda _: mask)
     assert set(output) <= set(allowed)
     assert other.outputs == answer(prompt(2, 4), GREEDY, 6)
-
-
-@pytest.mark.parametrize("chunks", [[12], [5, 7], [1, 1, 9, 1], [11, 1]])
-def test_a_chunk_reports_the_prompt_logprobs_that_it_predicts(chunks: list[int]) -> None:
-    text = prompt(3, 12)
-    runner, plans = sim_runner(), PlanBuilder()
-    request = plans.admit(text, greedy(prompt_logprobs=2))
-    at, output = 0, 0
-    for chunk in chunks:
-        runner.execute_model(plans.step((request, chunk)))
-        result = result_of(runner.sample_tokens(None))
-        expected = range(at + 1, min(at + chunk + 1, len(text)))
-        assert sorted(scores(result)) == [(request.slot, position) for position in expected]
-        for (_, position), entry in scores(result).items():
-            assert_scored(entry, text[:position], text[position], 2)
-        at += chunk
-        output = tokens(result).get(request.slot, -1)
-    assert output == answer(text, GREEDY, 1)[0], "prompt logprobs change no token"
-
-
-def test_outputs_of_a_resumed_request_get_no_prompt_logprobs() -> None:
-    text, params = prompt(3, 8), greedy(prompt_logprobs=0, logprobs=0)
-    before = answer(text, params, 3)
-    runner, plans = sim_runner(), PlanBuilder()
-    request = plans.admit(text + before, params, num_prompt=len(text))
-    runner.execute_model(plans.step(request))
-    result = result_of(runner.sample_tokens(None))
-    assert sorted(scores(result)) == [(request.slot, position) for position in [*range(1, 8), 11]]
-    assert all(len(entry.token_ids) == 1 for entry in scores(result).values())
-
-
-def test_a_request_without_logprobs_gets_none() -> None:
-    runner, plans = sim_runner(), PlanBuilder()
-    runner.execute_model(plans.step(plans.admit(prompt(1, 4), greedy(logprobs=1)), plans.admit(prompt(2, 4))))
-    assert list(scores(result_of(runner.sample_tokens(None)))) == [(0, 4)]
-    runner.execute_model(plans.step(plans.admit(prompt(3, 4))))
-    result = result_of(runner.sample_tokens(None))
-    assert (result.logprobs, result.embeddings, result.embedding_slots) == (None, b"", b"")
 
 
 # -- embeddings --------------------------------------------------------------------------------------------------
