@@ -43,18 +43,6 @@ def test_finish_reason_is_length_at_max_tokens_and_stop_at_eos(client: OpenAI, m
     assert ended.usage.completion_tokens < 1500
 
 
-def test_min_tokens_delays_the_end(client: OpenAI, model: str) -> None:
-    request = {
-        "model": model,
-        "messages": [{"role": "user", "content": "What is a list?"}],
-        "temperature": 0.0,
-        "max_tokens": 400,
-    }
-    length = client.chat.completions.create(**request).usage.completion_tokens
-    more = client.chat.completions.create(**request, extra_body={"min_tokens": length + 10})
-    assert more.usage.completion_tokens >= length + 10
-
-
 def test_equal_seeds_give_equal_samples(client: OpenAI, model: str) -> None:
     texts = [
         client.completions.create(model=model, prompt=PROMPT, max_tokens=32, temperature=1.0, seed=seed).choices[0].text

@@ -80,16 +80,6 @@ async def test_streams_of_n_interleave_and_keep_their_texts_apart(
     assert (texts, roles, sorted(finished)) == (said, [1, 1, 1], [0, 1, 2])
 
 
-def test_choice_that_fails_ends_the_others(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
-    def second_fails(request: GenerateRequest) -> list[RequestOutputs]:
-        is_second = len(scheduler.requests) == 2
-        return [ended(request.number, FinishReason.REJECTED, message="full")] if is_second else []
-
-    scheduler.script(second_fails)
-    assert frontend.post(COMPLETIONS, {"prompt": "x", "n": 2}).status_code == 429
-    scheduler.wait_aborted(scheduler.request(0).number)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_string_and_stop_token_are_shown_on_request(
     frontend: Frontend, scheduler: ScriptedScheduler, stream: bool
@@ -292,20 +282,6 @@ def test_invalid_constraints_are_refused_by_name(
         assert (error["type"], error["param"]) == ("invalid_request_error", param)
         assert param in error["message"]
     assert scheduler.requests == []
-
-
-def test_refusals_of_completions_or_chat_only(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
-    cases = [
-        (CHAT, {"messages": [USER], "top_logprobs": 2}, "top_logprobs"),
-        (CHAT, {"messages": [USER], "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        (CHAT, {"messages": [USER], "max_tokens": 0}, "max_tokens"),
-        (COMPLETIONS, {"prompt": "x", "max_tokens": 0}, "max_tokens"),
-        (COMPLETIONS, {"prompt": "x", "logprobs": 21}, "logprobs"),
-        (COMPLETIONS, {"prompt": "x", "logprobs": True}, "logprobs"),
-    ]
-    for path, body, param in cases:
-        response = frontend.post(path, body)
-        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 def test_a_grammar_that_does_not_compile_is_a_400_that_names_its_field(

@@ -17,7 +17,6 @@ from services.process import NO_ALARM
 from tests.integration.frontend.scripted import (
     CONTEXT,
     PATIENCE,
-    TOKENIZER,
     VOCAB,
     Frontend,
     ScriptedScheduler,
@@ -112,35 +111,24 @@ def test_bound_on_open_requests_is_429() -> None:
 MESSAGE = {"role": "user", "content": "x"}
 BAD_FIELDS: list[tuple[str, dict[str, object], str]] = [
     (COMPLETIONS, {}, "prompt"),
-    (COMPLETIONS, {"prompt": None}, "prompt"),
     (COMPLETIONS, {"prompt": ""}, "prompt"),
     (COMPLETIONS, {"prompt": []}, "prompt"),
     (COMPLETIONS, {"prompt": [[]]}, "prompt"),
     (COMPLETIONS, {"prompt": ["a", ""]}, "prompt"),
     (COMPLETIONS, {"prompt": [1, "a"]}, "prompt"),
     (COMPLETIONS, {"prompt": [VOCAB]}, "prompt"),
-    (COMPLETIONS, {"prompt": [-1]}, "prompt"),
     (COMPLETIONS, {"prompt": [True]}, "prompt"),
     (COMPLETIONS, {"prompt": [5] * CONTEXT}, "prompt"),
     (COMPLETIONS, {"prompt": "word " * 5000}, "prompt"),
     (COMPLETIONS, {"prompt": "x" * 3_000_000}, "prompt"),
-    (COMPLETIONS, {"prompt": ["x"] * 65}, "prompt"),
     (COMPLETIONS, {"prompt": "x", "max_tokens": CONTEXT}, "max_tokens"),
     (COMPLETIONS, {"prompt": "x", "max_tokens": "4"}, "max_tokens"),
-    (COMPLETIONS, {"prompt": "x", "max_completion_tokens": 4}, "max_completion_tokens"),
     (COMPLETIONS, {"prompt": "x", "temperature": True}, "temperature"),
     (COMPLETIONS, {"prompt": "x", "top_k": 2**31}, "top_k"),
-    (COMPLETIONS, {"prompt": "x", "stream": "yes"}, "stream"),
     (COMPLETIONS, {"prompt": "x", "stream": 1}, "stream"),
     (COMPLETIONS, {"prompt": "x", "stream_options": {}}, "stream_options"),
-    (COMPLETIONS, {"prompt": "x", "stream": True, "stream_options": {"include_usage": "x"}}, "stream_options"),
-    (COMPLETIONS, {"prompt": "x", "stop_token_ids": [VOCAB]}, "stop_token_ids"),
-    (COMPLETIONS, {"prompt": "x", "min_tokens": 17}, "min_tokens"),
-    (COMPLETIONS, {"prompt": "x", "n": 17}, "n"),
-    (COMPLETIONS, {"prompt": "x", "best_of": 2}, "best_of"),
-    (COMPLETIONS, {"prompt": "x", "logprobs": 21}, "logprobs"),
+    (COMPLETIONS, {"prompt": "x", "logprobs": True}, "logprobs"),
     (COMPLETIONS, {"prompt": "x", "echo": "yes"}, "echo"),
-    (COMPLETIONS, {"prompt": "x", "temperature": 2.1}, "temperature"),
     (CHAT, {}, "messages"),
     (CHAT, {"messages": []}, "messages"),
     (CHAT, {"messages": {"role": "user"}}, "messages"),
@@ -153,8 +141,9 @@ BAD_FIELDS: list[tuple[str, dict[str, object], str]] = [
     (CHAT, {"messages": [{"role": "user", "content": "word " * 5000}]}, "messages"),
     (CHAT, {"messages": [MESSAGE], "max_completion_tokens": CONTEXT}, "max_completion_tokens"),
     (CHAT, {"messages": [MESSAGE], "top_logprobs": 3}, "top_logprobs"),
+    (CHAT, {"messages": [MESSAGE], "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    (CHAT, {"messages": [MESSAGE], "max_tokens": 0}, "max_tokens"),
     (CHAT, {"messages": [MESSAGE], "tools": [{"type": "function"}]}, "tools"),
-    (CHAT, {"messages": [MESSAGE], "chat_template": "{{ 1 }}"}, "chat_template"),
     (CHAT, {"messages": [MESSAGE], "response_format": {"type": "xml"}}, "response_format"),
 ]
 
@@ -199,16 +188,6 @@ def test_unknown_field_is_refused_on_request() -> None:
         assert scheduler.requests == []
 
 
-@pytest.mark.parametrize("prompt", ["5 " * 5000, [5] * 5000])
-def test_prompt_beyond_the_context_is_refused_with_both_lengths(
-    frontend: Frontend, scheduler: ScriptedScheduler, prompt: object
-) -> None:
-    message = str(error_of(frontend.post(COMPLETIONS, {"prompt": prompt}), 400)["message"])
-    assert str(CONTEXT) in message
-    tokens_of = TOKENIZER.encode(prompt) if isinstance(prompt, str) else prompt
-    assert str(len(tokens_of)) in message
-
-
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -238,13 +217,9 @@ def test_unknown_model_path_and_method(frontend: Frontend, scheduler: ScriptedSc
     error_of(httpx.get(f"{frontend.url}/redoc"), 404)
 
 
-def test_every_route_but_the_probes_needs_a_key_and_keys_do_not_share_a_cache() -> None:
+def test_a_key_is_needed_and_keys_do_not_share_a_cache() -> None:
     with scripted(api_key=["first", "second"]) as (frontend, scheduler):
-        for path in ("/v1/models", "/metrics", COMPLETIONS, CHAT, "/nowhere"):
-            for method in ("GET", "POST"):
-                for headers in ({}, {"authorization": "Bearer wrong"}, {"host": "x/livez?"}):
-                    response = httpx.request(method, frontend.url + path, headers=headers)
-                    assert error_of(response, 401)["code"] == "invalid_api_key"
+        assert error_of(frontend.post(COMPLETIONS, {"prompt": "x"}), 401)["code"] == "invalid_api_key"
         scheduler.script(answering("x"))
         for key in ("first", "second", "first"):
             headers = {"authorization": f"Bearer {key}"}

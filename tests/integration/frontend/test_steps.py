@@ -9,9 +9,9 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from protocol.records import EngineEvent, EngineEventKind, StepRecords
+from protocol.records import StepRecords
 from tests.integration.frontend.scripted import PATIENCE, READY, Frontend, ScriptedScheduler, scripted, wait_until
-from tests.unit.frontend.steps.records import EPOCH, INCARNATION, batch, step
+from tests.unit.frontend.steps.records import INCARNATION, batch, step
 
 KEYED = {"authorization": "Bearer sesame"}
 STATE = replace(READY, incarnation=INCARNATION)
@@ -89,13 +89,6 @@ def test_a_stream_ends_when_the_server_stops() -> None:
             frontend.signal()
             assert all(not answer["entries"] for answer in answers)
         assert frontend.wait() == 0
-
-
-def test_an_epoch_s_end_is_an_entry(pair: tuple[Frontend, ScriptedScheduler]) -> None:
-    event = EngineEvent(EngineEventKind.EPOCH_ENDED, 5.0, EPOCH, "2 steps in flight are void")
-    before = send(pair, batch(events=[event]))
-    (entry,) = steps(pair[0], f"?since={before}").json()["entries"]
-    assert (entry["kind"], entry["incarnation"], entry["epoch"]) == ("epoch_ended", INCARNATION, 2)
 
 
 @pytest.mark.parametrize("query", ["since=-1", "since=x", "since=9007199254740992", "limit=0", "limit=513", "rows=1",

@@ -189,8 +189,8 @@ def test_each_of_several_choices_has_its_own_calls(spoken: Any) -> None:
 def test_tool_choice_none_leaves_the_text_unchanged_and_the_tools_in_the_prompt(spoken: Any) -> None:
     frontend, scheduler, spelled = spoken
     scheduler.script(answering(spelled))
-    answer = whole(frontend, tools=TOOLS, tool_choice="none")
-    assert (answer.message.content, answer.message.tool_calls, answer.finish_reason) == (spelled, None, "stop")
+    for answer in (whole(frontend, tools=TOOLS, tool_choice="none"), whole(frontend, tools=[])):
+        assert (answer.message.content, answer.message.tool_calls, answer.finish_reason) == (spelled, None, "stop")
     assert "<tools>" in prompt_of(scheduler.request())
     assert scheduler.request().structured is None
 
@@ -232,6 +232,8 @@ def test_required_tools_constrain_the_output_to_calls(pair: tuple[Frontend, Scri
     assert names == ["get_weather", "now"]
     whole(frontend, **required, parallel_tool_calls=False)
     assert schema_of(scheduler.request(2))["maxItems"] == 1
+    whole(frontend, **required, response_format={"type": "json_object"})
+    assert schema_of(scheduler.request(3)) == schema, "calls come first"
 
 
 def test_grammar_begins_after_the_reasoning_of_a_reasoning_model(pair: tuple[Frontend, ScriptedScheduler]) -> None:
@@ -287,6 +289,10 @@ def test_reasoning_content_and_calls_have_the_declared_fields(spoken: Any, strea
     check_answer("/v1/chat/completions", stream, response.text)
 
 
+def taking(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"function": {"name": "f", "parameters": parameters}}
+
+
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": "auto"}, "tool_choice", "tools"),
     ({"tool_choice": "required", "tools": []}, "tool_choice", "tools"),
@@ -297,6 +303,9 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "ignore_eos"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "name"),
     ({"tools": [CLOCK] * 129}, "tools", "128"),
+    ({"tools": [CLOCK, CLOCK]}, "tools", "two tools are named 'now'"),
+    ({"tools": [taking({"enum": ["x" * 300_000]})], "tool_choice": "required"}, "tools", "characters"),
+    ({"tools": [taking(json.loads('{"not":' * 100 + "{}" + "}" * 100))], "tool_choice": "required"}, "tools", "deeply"),
     ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs", "chat_template"),
     ({"chat_template_kwargs": {"thinking": "x" * 70_000}}, "chat_template_kwargs", "thinking"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages", "function"),

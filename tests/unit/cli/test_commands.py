@@ -2,7 +2,6 @@
 
 import json
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -30,32 +29,6 @@ def test_every_setting_of_serve_is_a_flag_with_its_default(capsys: Capture) -> N
         entry = text[text.index(f" {flag} ") :].partition("]")[0]
         value = ("on" if info.default else "off") if type(info.default) is bool else info.default
         assert entry.endswith(f"[default: {value}")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["serve", "--no-async-scheduling", "--batch-queue-depth", "2"], "contradicts --batch-queue-depth 2"),
-        (["serve", "--max-num-seqs", "many"], "--max-num-seqs: input should be a valid integer"),
-        (["serve", "--no-such-parallel-size", "2"], "No such option: --no-such-parallel-size"),
-        (["serve", "--max-num-seqs"], "requires an argument"),
-        (["serve", "/no/such/model"], "no such model directory: /no/such/model; give a directory"),
-        (["serve", "a-model", "--model", "another"], "'a-model' contradicts --model 'another'"),
-        (["serve", "--tensor-parallel-size", "auto"], "serve starts the workers and needs a number"),
-        (["scheduler", "--config", "/no/such/file"], "cannot read the configuration file /no/such/file"),
-        (["bench", "--base-url", "localhost:80"], "--base-url"),
-        (["bench", "--random-id-low", "9", "--random-id-high", "9"], "--random-id-high 9 must be above"),
-        (["sing"], "No such command 'sing'"),
-        (["serve", "--mem-fraction-static=0.9"], "No such option: --mem-fraction-static; use --gpu-memory-utilization"),
-        (["worker", "-tp", "2"], "No such option: -tp; use --tensor-parallel-size"),
-    ],
-)
-def test_invalid_command_line_exits_2_with_one_line(capsys: Capture, arguments: list[str], reason: str) -> None:
-    done = run_command(capsys, *arguments)
-    assert (done.status, done.stdout) == (2, "")
-    assert reason in done.stderr
-    assert done.stderr.startswith("runahead: ")
-    assert done.stderr.count("\n") == 1
 
 
 def test_served_model_name_takes_several_values(capsys: Capture) -> None:
@@ -93,14 +66,6 @@ def test_serve_refuses_an_unusable_gguf_file_before_a_service_starts(
     done = run_command(capsys, "serve", str(path))
     assert (done.status, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
     assert reason in done.stderr
-
-
-def test_serve_refuses_a_port_in_use_before_a_service_starts(capsys: Capture) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as used:
-        port = used.getsockname()[1]
-        done = run_command(capsys, "serve", "--port", str(port))
-    assert (done.status, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"runahead: cannot listen on 127.0.0.1 port {port}")
 
 
 def test_process_exits_2_with_one_line() -> None:

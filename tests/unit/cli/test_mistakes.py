@@ -86,6 +86,11 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("serve", DEMO, "--speculative-config", "ngram"), "--speculative-config: is not JSON"),
     (("serve", "--served-model-name", "a", DEMO), "MODEL before --served-model-name"),
     (("serve", "-tp", "2"), "No such option: -tp; use --tensor-parallel-size"),
+    (("serve", "--no-such-parallel-size", "2"), "No such option: --no-such-parallel-size"),
+    (("serve", "--max-num-seqs"), "requires an argument"),
+    (("serve", "a-model", "--model", "another"), "'a-model' contradicts --model 'another'"),
+    (("scheduler", "--config", "/no/such/file"), "cannot read the configuration file /no/such/file"),
+    (("bench", "--random-id-low", "9", "--random-id-high", "9"), "--random-id-high 9 must be above"),
     (("run-batch", DEMO, "-i", "s3://bucket/in.jsonl", "-o", "out"), "s3://bucket/in.jsonl is no local file"),
 ]  # fmt: skip
 

@@ -337,15 +337,6 @@ def test_child_is_not_restarted_after_a_final_status(supervised: SupervisedChild
     assert supervised.failure == "worker exited with status 9"
 
 
-@pytest.mark.usefixtures("short_pauses")
-@pytest.mark.parametrize("position", range(2))
-def test_child_with_a_final_status_stops_all(supervised: SupervisedChildren, position: int) -> None:
-    scripts = [STOPPING, STOPPING, STOPPING]
-    scripts[position] = EXITING_WITH_9
-    assert supervised.run((scripts[0], scripts[1], scripts[2]), restarted="worker") == 9
-    assert supervised.failure == f"{NAMES[position]} exited with status 9"
-
-
 def test_failure_names_the_child_that_is_not_restarted_when_both_end_together(supervised: SupervisedChildren) -> None:
     """A worker ends when its scheduler ends, and the supervisor may notice both at once."""
 

@@ -5,7 +5,6 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -32,7 +31,7 @@ from protocol.suspects import SUSPECT_AFTER
 from protocol.transport import PeerGone, Server
 from services.frontend.engine.addresses import numbered
 from services.frontend.engine.client import NO_PROMPT, EngineClient
-from services.frontend.engine.ledger import GUILTY, LedgerEntry, RequestLedger
+from services.frontend.engine.ledger import GUILTY
 from services.frontend.engine.streams import FlushQueue, ResponseStream
 from services.frontend.placement import Reason
 from tests.unit.frontend.engine.test_streams import RecordingStream
@@ -183,43 +182,6 @@ async def test_a_stream_goes_on_elsewhere_and_a_late_answer_is_dropped(tmp_path:
         moves = {reason: n for (kind, _, reason), n in engines.client.decisions.items() if kind == "move"}
         assert moves == {Reason.LOST if lose else Reason.DRAINING: 1}
         assert not engines.client.num_open
-
-
-def the_number_is_kept(patch: pytest.MonkeyPatch) -> None:
-    move = RequestLedger.move
-    patch.setattr(
-        RequestLedger,
-        "move",
-        lambda self, number, _, *arguments, **more: move(self, number, number, *arguments, **more),
-    )
-
-
-def the_last_token_is_not_sent(patch: pytest.MonkeyPatch) -> None:
-    submission = LedgerEntry.submission
-
-    def broken(self: LedgerEntry, *arguments: Any) -> Any:
-        output, self.stream.output = self.stream.output, self.stream.output[:-1]
-        try:
-            return submission(self, *arguments)
-        finally:
-            self.stream.output = output
-
-    patch.setattr(LedgerEntry, "submission", broken)
-
-
-def a_drain_is_blamed_on_the_request(patch: pytest.MonkeyPatch) -> None:
-    move = RequestLedger.move
-    patch.setattr(RequestLedger, "move", lambda self, *arguments, is_fault: move(self, *arguments, is_fault=True))
-
-
-@pytest.mark.parametrize("mutant", [the_number_is_kept, the_last_token_is_not_sent, a_drain_is_blamed_on_the_request])
-async def test_a_fault_of_the_move_is_noticed(
-    tmp_path: Path, mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mutant(monkeypatch)
-    async with fleet(tmp_path) as engines:
-        with pytest.raises(AssertionError):
-            assert (await moved_stream(engines, lose=False)).output == [7, 8, 9, 10]
 
 
 async def test_no_stream_moves_to_another_model_and_no_request_goes_there(tmp_path: Path) -> None:

@@ -2,33 +2,26 @@
 
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.frontend.errors import APIError
 from services.frontend.openai.answers.chat_output import ChatOutput
 from services.frontend.openai.answers.chunk import Chunk
 from services.frontend.openai.answers.tool_dialect import ToolDialect
-from services.frontend.openai.parameters.tool_choice import Mode, ToolChoice
+from services.frontend.openai.parameters.tool_choice import ToolChoice
 from services.frontend.openai.schemas.requests import ChatRequest
 from services.frontend.output_formats import TOOL_FORMATS as FORMATS
 from services.frontend.output_formats import OutputFormats
 from services.frontend.reasoning.think import ReasoningStart
 from services.frontend.tools.hermes import HermesParser
 
-TOOL = {"type": "function", "function": {"name": "f"}}
-BODY = {"messages": [{"role": "user", "content": "x"}], "tools": [TOOL]}
+BODY = {"messages": [{"role": "user", "content": "x"}], "tools": [{"function": {"name": "f"}}]}
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 
 
-def choice(**more: Any) -> ToolChoice:
-    return ToolChoice.from_body(ChatRequest.model_validate({**BODY, **more}), HermesParser, True)
-
-
-def dialect(begins: ReasoningStart | None = None, shown: bool = True, **more: Any) -> ToolDialect:
-    body = ChatRequest.model_validate({**BODY, "include_reasoning": shown})
-    return ToolDialect(ChatOutput(body, OutputFormats(), choice(**more), begins))
+def dialect(begins: ReasoningStart | None = None) -> ToolDialect:
+    body = ChatRequest.model_validate(BODY)
+    return ToolDialect(ChatOutput(body, OutputFormats(), ToolChoice.from_body(body, HermesParser, True), begins))
 
 
 def joined(choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -80,88 +73,15 @@ def test_stream_and_whole_answer_are_equal(
     assert (whole["finish_reason"] == "tool_calls") == bool(whole["message"].get("tool_calls"))
 
 
-def test_choices_do_not_share_a_parser_and_uncertain_text_gives_no_delta() -> None:
-    streaming = dialect()
-    assert streaming.deltas(0, Chunk('<tool_call>{"name": "f"')) == []
-    (plain,) = streaming.deltas(1, Chunk("hello"))
-    assert plain["delta"] == {"content": "hello"}
-    (delta,) = streaming.deltas(0, Chunk(', "arguments": {"a"'))
-    (call,) = delta["delta"]["tool_calls"]
-    assert (delta["index"], call["index"], call["type"]) == (0, 0, "function")
-    assert call["function"] == {"name": "f", "arguments": '{"a"'}
-    (last,) = streaming.deltas(0, Chunk(": 1}}", finish="stop", stop=None))
-    assert last["finish_reason"] == "tool_calls"
-
-
 def test_token_ids_are_sent_while_their_text_is_held_back() -> None:
     (held,) = dialect().deltas(0, Chunk("<tool", token_ids=[5, 6]))
     assert (held["delta"], held["token_ids"]) == ({}, [5, 6])
-
-
-@pytest.mark.parametrize(
-    ("demand", "text", "finish"),
-    [("auto", CALL, "tool_calls"), ("required", '[{"name": "f", "parameters": {}}]', "tool_calls"),
-     ({"type": "function", "function": {"name": "f"}}, "{}", "stop")],
-)  # fmt: skip
-def test_finish_reason_of_a_named_tool_is_stop(demand: Any, text: str, finish: str) -> None:
-    whole = dialect(tool_choice=demand).choice(0, Chunk(text, finish="stop"))
-    (*_, last) = dialect(tool_choice=demand).deltas(0, Chunk(text, finish="stop"))
-    assert len(whole["message"]["tool_calls"]) == 1
-    assert (whole["finish_reason"], last["finish_reason"]) == (finish, finish)
 
 
 def test_finish_reason_of_an_answer_cut_off_after_a_call_is_length() -> None:
     whole = dialect().choice(0, Chunk(CALL + "And", finish="length"))
     assert (whole["finish_reason"], whole["message"]["content"]) == ("length", "And")
     assert len(whole["message"]["tool_calls"]) == 1
-
-
-def test_reasoning_can_be_hidden() -> None:
-    said = dialect(ReasoningStart.INSIDE, shown=False).choice(0, Chunk("hm</think>Hi", finish="stop"))["message"]
-    assert said["content"] == "Hi"
-    assert not {"reasoning", "reasoning_content"} & set(said)
-
-
-@pytest.mark.parametrize(
-    ("more", "mode", "max_calls"),
-    [
-        ({}, Mode.AUTO, None),
-        ({"tool_choice": "auto", "parallel_tool_calls": False}, Mode.AUTO, 1),
-        ({"tool_choice": "none"}, Mode.NONE, None),
-        ({"tools": []}, Mode.NONE, None),
-        ({"tool_choice": "required", "parallel_tool_calls": None}, Mode.REQUIRED, None),
-        ({"tool_choice": TOOL}, Mode.NAMED, 1),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, Mode.REQUIRED, None),
-    ],
-)
-def test_tool_choice_of_a_body(more: dict[str, Any], mode: Mode, max_calls: int | None) -> None:
-    tools = choice(**more)
-    assert (tools.mode, tools.max_calls) == (mode, max_calls)
-    assert (tools.grammar is not None) == (mode in (Mode.REQUIRED, Mode.NAMED))
-
-
-def deep(levels: int) -> dict[str, Any]:
-    schema: dict[str, Any] = {}
-    for _ in range(levels):
-        schema = {"not": schema}
-    return schema
-
-
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ({"tools": [TOOL, TOOL]}, "two tools are named 'f'"),
-        ({"tools": [{"function": {"name": "f", "parameters": deep(100)}}], "tool_choice": "required"}, "deeply"),
-        (
-            {"tools": [{"function": {"name": "f", "parameters": {"enum": ["x" * 300_000]}}}], "tool_choice": TOOL},
-            "characters",
-        ),
-    ],
-)
-def test_invalid_tools_are_refused(more: dict[str, Any], words: str) -> None:
-    with pytest.raises(APIError, match=words) as refused:
-        choice(**more)
-    assert refused.value.status == 400
 
 
 def test_every_format_lists_its_markers() -> None:

@@ -317,16 +317,6 @@ def test_engines_of_different_models_are_not_compared() -> None:
     assert {engine_of(placement.place(key, prompt((key, 100)))) for key in range(2, 6)} == {"a", "b"}
 
 
-def test_an_engine_that_is_slow_alone_keeps_its_streams() -> None:
-    placement = core("a")
-    placement.place(1, LONG)
-    for second in range(60):
-        placement.advance(float(second))
-        placement.on_engine("a", report(output_seconds=9.0))
-        assert placement.moves() == []
-    assert engine_of(placement.place(2, LONG)) == "a"
-
-
 def test_a_clock_that_jumps_back_changes_nothing() -> None:
     placement = core("a")
     placement.advance(1e6)

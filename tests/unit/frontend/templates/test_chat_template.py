@@ -26,16 +26,6 @@ MESSAGES = [
 ]
 TEMPLATES = {
     "demo": find_template(DEMO_MODEL, None),
-    "chatml": (
-        "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>'"
-        " + '\\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-    ),
-    "llama 3": (
-        "{{- bos_token }}\n{%- for message in messages %}\n    {{- '<|start_header_id|>' + message['role'] + "
-        "'<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}\n{%- endfor %}\n"
-        "{%- if add_generation_prompt %}\n"
-        "    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}\n{%- endif %}"
-    ),
     "namespaces and loop controls": (
         "{%- set ns = namespace(n=0) -%}{%- for m in messages -%}{%- if m.role == 'system' -%}{%- continue -%}"
         "{%- endif -%}{%- set ns.n = ns.n + 1 -%}[{{ ns.n }}:{{ m.content }}]{%- if loop.last -%}{%- break -%}"
@@ -49,12 +39,6 @@ TEMPLATES = {
     "slices and macros": (
         "{%- macro say(m) -%}<{{ m['role'][0] | upper }}>{{ m['content'] }}{%- endmacro -%}"
         "{%- for m in messages[1:] -%}{{ say(m) }}{%- endfor -%}"
-    ),
-    "mistral": (
-        "{{ bos_token }}{% for message in messages[1:] %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-        "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
-        "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
-        "{% else %}{{ message['content'] + eos_token}}{% endif %}{% endfor %}"
     ),
     "gemma": (
         "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% else %}"
@@ -73,12 +57,6 @@ TEMPLATES = {
         "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
         "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think></think>' }}{%- endif %}"
         "{%- endif %}"
-    ),
-    "zephyr": (
-        "{% for message in messages %}\n{% if message['role'] == 'user' %}\n{{ '<|user|>\\n' + message['content'] +"
-        " eos_token }}\n{% elif message['role'] == 'system' %}\n{{ '<|system|>\\n' + message['content'] + eos_token }}"
-        "\n{% elif message['role'] == 'assistant' %}\n{{ '<|assistant|>\\n'  + message['content'] + eos_token }}\n"
-        "{% endif %}\n{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}"
     ),
     "date": "{{ strftime_now('%d %b %Y') }}{{ documents is none }}{{ messages | tojson(sort_keys=True) }}",
     "generation marks": (
