@@ -5,6 +5,7 @@ start of each row when they happen.
 """
 
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 
 import numpy as np
@@ -121,6 +122,20 @@ def test_running_requests_rotate_on_a_starved_budget(budget: int, depth: int) ->
     assert bool(waited) == (budget > 1)
     assert budget == 1 or max(waited) > 1, "no row skips a step"
     assert all(len(stream.tokens) == 12 for stream in world.streams)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_rows_change_their_places_in_each_step(depth: int) -> None:
+    """Requests arrive and finish in each step, so drafts by row would belong to other requests."""
+    world = World(replace(ROOMY, max_num_seqs=5), depth, use_priority=True, speculating=Speculating("by request"))
+    rng = Random(depth)
+    for i in range(40):
+        world.add(prompt_of(rng.randint(1, 30), i), params(rng.randint(1, 9), eos=False), priority=rng.choice((0, -i)))
+        world.step()
+    world.drain()
+    orders = [unpack(plan.slots).tolist() for plan in world.plans]
+    assert sum(one != two for one, two in pairwise(orders)) > len(orders) // 2
+    assert world.coverage["drafts: accepted"] > 20
 
 
 # -- ends of rows ----------------------------------------------------------------------------------------------
