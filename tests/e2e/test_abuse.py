@@ -5,6 +5,7 @@ tests/unit/scheduler/grammar/test_bombs.py.
 """
 
 import json
+import socket
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ SOON = 10.0
 """Seconds within which each request must be answered; a timeout fails the test."""
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 MESSAGES = [{"role": "user", "content": "x"}]
+WRONG: list[Any] = [True, -1, 1.5, "x", [], {}, [[]], [None], {"x": {}}, 2**70, -(2**70), "\x00", "x" * 70_000]
 
 
 def body_of(path: str) -> dict[str, Any]:
@@ -175,6 +177,41 @@ def test_integers_beyond_64_bits_in_passed_on_json_are_no_server_error(sim: Serv
     tool = {"type": "function", "name": "f", "parameters": parameters}
     echoed = {"input": "x", "metadata": {"a": huge}, "tools": [tool], "tool_choice": "none"}
     assert send(sim, "/v1/responses", {**echoed, "max_output_tokens": 2}).status_code == 200
+
+
+def test_huge_header_and_invalid_http_close_only_their_connection(sim: ServeProcess) -> None:
+    host, port = sim.url.removeprefix("http://").split(":")
+    for raw in (b"GET / HTTP/1.1\r\nx: " + b"y" * 1_000_000, b"\x00\x01\x02\r\n\r\n", b"GET /nowhere HTTP/9.9\r\n\r\n"):
+        with socket.create_connection((host, int(port)), timeout=SOON) as connection:
+            try:
+                connection.sendall(raw)
+                answer = connection.recv(65536)
+            except ConnectionError:
+                answer = b""
+        assert not answer or answer.split()[1].startswith(b"4")
+
+
+def test_wrong_types_in_every_field(sim: ServeProcess) -> None:
+    """Each value is either allowed (such as a text for a list of texts) and answered, or refused. Fields that are
+    declared alike on several paths are sent to one of them."""
+    schemas = httpx.get(f"{sim.url}/openapi.json", timeout=SOON).json()["components"]["schemas"]
+    names = {COMPLETIONS: "CompletionRequest", CHAT: "ChatRequest", EMBEDDINGS: "EmbeddingRequest"}
+    seen: list[Any] = []
+    refused = 0
+    with httpx.Client(timeout=SOON) as client:
+        for path, name in names.items():
+            for field in schemas[name]["properties"].items():
+                if field in seen:
+                    continue
+                seen.append(field)
+                for value in WRONG:
+                    response = client.post(sim.url + path, content=json.dumps({**body_of(path), field[0]: value}))
+                    if response.status_code != 200:
+                        assert_refused(response)
+                        error = response.json()["error"]
+                        assert error["param"] == field[0] or field[0] in response.text, (field[0], value)
+                        refused += 1
+    assert refused > 0.7 * len(seen) * len(WRONG)
 
 
 TREE = {
