@@ -110,7 +110,7 @@ def test_a_policy_without_a_constructor_from_the_configuration(site: Path) -> No
         "    def admit(self, view, request, hit, count): ...\n"
     )
     register_policy(site, "partial_policy:Partial")
-    with pytest.raises(PluginError, match="the methods from_config, begin, order and admit"):
+    with pytest.raises(PluginError, match="a class with from_config, begin, order, admit"):
         find_policy("mine")
 
 
