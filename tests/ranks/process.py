@@ -121,7 +121,7 @@ class ServedRank:
         """Return whether the oldest launched step has ended. For the native backend."""
         oldest = self.outputs[0]
         assert isinstance(oldest, NativeOutput)
-        return oldest.result.ended
+        return oldest.result.done()
 
     def steps(self, messages: list[bytes]) -> int:
         """Read messages of the scheduler, then compute until a step waits for its masks, as the service does with a

@@ -59,7 +59,7 @@ class LocalSteps:
         self._runner.release(np.array(unpack(slots)))
 
     def ended(self) -> bool:
-        return self._outputs[0].result.ended
+        return self._outputs[0].result.done()
 
     def result(self) -> ModelRunnerOutput:
         result = self._outputs.popleft().get()
