@@ -8,6 +8,7 @@ meanwhile. The sources are kept until then: torch's allocator would give their m
 stream. The pinned memory is kept by the result's arrays, and used again when these are dropped.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -126,4 +127,5 @@ class CudaDevice:
         return DeviceMemory(total, free + unused)
 
     def free(self) -> None:
+        gc.collect()  # errors refer to the steps that raised them
         torch.cuda.empty_cache()

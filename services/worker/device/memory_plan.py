@@ -16,7 +16,7 @@ class MemoryPlan:
     """Memory of one device, bytes, when the weights are loaded.
 
     Args:
-        utilization: share of the memory that this rank may use (`--gpu-memory-utilization`).
+        utilization: share of the memory that this rank may use (`--gpu-memory-utilization`), whatever others use.
         weights: of the model and of a drafter.
         uses: of memory that an epoch allocates later, beside the KV cache.
         configured: `--kv-cache-memory-bytes`; 0: what remains.
@@ -45,14 +45,19 @@ class MemoryPlan:
         """
         if self.configured:
             return self.configured
-        limit = int(self.memory.total * self.utilization)
-        if (rest := limit - self.used - self.buffers - WORKSPACE) <= 0:
-            needed = self.used + self.buffers + WORKSPACE
-            raise LoadError(
-                f"{self.describe()}: nothing remains for the KV cache; raise --gpu-memory-utilization above "
-                f"{needed / self.memory.total:.2f}, lower --max-num-batched-tokens, or use a smaller model"
-            )
-        return rest
+        needed = self.weights + self.buffers + WORKSPACE
+        limit = int(self.memory.total * self.utilization) - needed
+        free = self.memory.free - self.buffers - WORKSPACE
+        if limit <= 0:
+            share = f"raise --gpu-memory-utilization above {needed / self.memory.total:.2f}, "
+            raise LoadError(f"{self._nothing_remains}: {share}lower --max-num-batched-tokens, or use a smaller model")
+        if free <= 0:
+            raise LoadError(f"{self._nothing_remains}: end other processes that use the GPU, or use a smaller model")
+        return min(limit, free)
+
+    @property
+    def _nothing_remains(self) -> str:
+        return f"{self.describe()}: nothing remains for the KV cache"
 
     def describe(self) -> str:
         """Return the account as one line for the log."""

@@ -36,6 +36,27 @@ def test_an_error_belongs_to_its_job_alone() -> None:
             bad.result()
 
 
+def test_an_error_keeps_nothing_of_its_job_but_its_lines() -> None:
+    """Without waiting for a collection: the next epoch needs the memory."""
+
+    class State:
+        def fail(self) -> None:
+            raise ValueError("no memory")
+
+    thread, state = ComputeThread(), State()
+    kept = weakref.ref(state)
+    failed = thread.submit(lambda own=state: own.fail())  # its frame refers to the state
+    error = failed.exception()
+    gc.disable()
+    try:
+        del state
+        assert kept() is None
+    finally:
+        gc.enable()
+    assert error is not None
+    assert "in fail" in error.__notes__[0]
+
+
 def test_after_lost_ranks_nothing_is_computed() -> None:
     """The next step may read tokens that were never received."""
 

@@ -42,7 +42,7 @@ def test_a_missing_gpu_is_refused_with_its_reason(
 def test_the_kv_cache_gets_what_the_utilization_leaves() -> None:
     memory = DeviceMemory(total=80 * GIB, free=60 * GIB)
     plan = MemoryPlan(memory, 0.9, weights=16 * GIB, uses={"attention": GIB, "drafts": 0, "graphs": GIB})
-    assert plan.cache == int(72 * GIB) - 20 * GIB - 2 * GIB - WORKSPACE
+    assert plan.cache == int(72 * GIB) - 16 * GIB - 2 * GIB - WORKSPACE
     assert MemoryPlan(memory, 0.9, 16 * GIB, {}, configured=GIB).cache == GIB
     account = plan.describe()
     for part in (
@@ -57,8 +57,16 @@ def test_the_kv_cache_gets_what_the_utilization_leaves() -> None:
 
 def test_a_gpu_without_room_is_refused_with_the_share_that_would_do() -> None:
     memory = DeviceMemory(total=80 * GIB, free=60 * GIB)
-    with pytest.raises(LoadError, match=r"raise --gpu-memory-utilization above 0\.28"):
+    with pytest.raises(LoadError, match=r"raise --gpu-memory-utilization above 0\.23"):
         _ = MemoryPlan(memory, 0.2, 16 * GIB, {"attention": 2 * GIB}).cache
+
+
+def test_memory_that_others_use_does_not_count_against_the_share_but_must_be_free() -> None:
+    """So a worker goes on with a smaller cache when another process has taken the rest."""
+    memory = DeviceMemory(total=80 * GIB, free=4 * GIB)
+    assert MemoryPlan(memory, 0.3, 16 * GIB, {"attention": GIB}).cache == 3 * GIB - WORKSPACE
+    with pytest.raises(LoadError, match="end other processes that use the GPU"):
+        _ = MemoryPlan(memory, 0.3, 16 * GIB, {"attention": 4 * GIB}).cache
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

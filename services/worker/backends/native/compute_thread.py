@@ -64,10 +64,12 @@ class ComputeThread:
         return not self._thread.is_alive()
 
 
-def _forget_locals(error: BaseException | None) -> None:
-    """Drop the variables of the functions that an error has left, which refer to the epoch. The lines stay."""
+def _forget_frames(error: BaseException | None) -> None:
+    """Replace the traceback of an error by a note with its lines: its frames and their functions refer to the epoch,
+    whose memory the next one needs."""
     while error is not None:
-        traceback.clear_frames(error.__traceback__)
+        error.add_note("".join(traceback.format_tb(error.__traceback__)).rstrip())
+        error.__traceback__ = None
         error = error.__cause__ or error.__context__
 
 
@@ -89,7 +91,7 @@ def _serve(jobs: Jobs, closed: threading.Event, working: Working) -> None:
                 try:
                     value = function()
                 except BaseException as raised:  # belongs to the thread that reads the result
-                    _forget_locals(raised)
+                    _forget_frames(raised)
                     error, lost = raised, raised if isinstance(raised, RanksLost) else None
             del function  # it refers to the epoch, which nobody may use any more once the result is there
             if error is not None:

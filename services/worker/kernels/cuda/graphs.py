@@ -1,6 +1,8 @@
 """Capture of work on the device, so that one call enqueues all of it."""
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -25,7 +27,7 @@ class CudaGraphs:
         there already, so that no memory of the pool is kept by a library.
         """
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        with torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local"):
+        with _without_collection(), torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local"):
             result = function()
 
         def replay() -> T:
@@ -38,3 +40,15 @@ class CudaGraphs:
         """Bytes that are free on the device."""
         free, _ = torch.cuda.mem_get_info()
         return free
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Graphs of an epoch before that a collection frees invalidate a capture on the same thread."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
