@@ -82,7 +82,7 @@ class PinnedStaging:
         staged = (self._set or self.begin_step()).room(size)
         target = staged.numpy()
         for column, place in zip(columns, places, strict=True):
-            target[place] = np.ascontiguousarray(column).reshape(-1).view(np.uint8)
+            target[place].view(column.dtype)[:] = column.reshape(-1)
         return StagedColumns(staged, places, [(TORCH_TYPES[each.dtype], each.shape) for each in columns])
 
 
@@ -102,7 +102,11 @@ class StagedColumns:
 
     def split(self, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the columns as views of `whole`, uint8[bytes] on the device."""
-        return tuple(
-            whole[place].view(dtype).view(shape)
-            for place, (dtype, shape) in zip(self._places, self._kinds, strict=True)
-        )
+        views, columns = (
+            {kind: whole.view(kind) for kind, _ in self._kinds},
+            [],
+        )  # one for each dtype: a view takes time
+        for place, (dtype, shape) in zip(self._places, self._kinds, strict=True):
+            column = views[dtype][place.start // dtype.itemsize : place.stop // dtype.itemsize]
+            columns.append(column if len(shape) == 1 else column.view(shape))
+        return tuple(columns)

@@ -54,10 +54,7 @@ class CudaRows(RowKernels):
         self, rows: Rows, history: torch.Tensor | None, vocab_size: int, batch: BatchTensors
     ) -> tuple[int, int]:
         """Ids are not checked, because the host does not wait for them. Padding rows follow (graph_plan.py)."""
-        slots, positions = _tokens_of(self, rows)
-        # Tiles of one token, if all rows decode: a graph computes these (graph_plan.py).
-        apart = (rows.counts == rows.drafts + 1).all() and len(slots) <= min(len(batch.tiles), MOST_APART)
-        tiles, sampled = _tiles_of(self, rows, 1 if apart else TILE), _sampled_of(self, rows)
+        slots, positions, tiles, sampled = _columns_of(self, rows, len(batch.tiles))
         counts = len(slots), len(tiles), len(sampled)
         buffers = batch.ids, batch.slots, batch.positions, batch.tiles, batch.sampled
         kinds = batch.slots, batch.tiles, batch.sampled
@@ -99,12 +96,19 @@ def _places(slots: I32, positions: I32, limit: int) -> NDArray[np.int64]:
     return slots.astype(np.int64) * limit + positions
 
 
-def _tokens_of(kernels: CudaRows, rows: Rows) -> tuple[I32, I32]:
-    """int32[tokens] each: slot and position."""
-    if (rows.counts == 1).all():
-        return np.ascontiguousarray(rows.slots), np.ascontiguousarray(rows.starts)
+def _columns_of(kernels: CudaRows, rows: Rows, most_tiles: int) -> tuple[I32, I32, I32, I32]:
+    """Slot and position of each token, int32[tokens]; the columns of `_tiles_of` and `_sampled_of`.
+
+    Tiles have one token, if all rows decode: a graph computes these (graph_plan.py).
+    """
+    if (rows.counts == 1).all() and not rows.drafts.any():
+        numbers, slots = np.arange(len(rows.slots), dtype=np.int32), np.ascontiguousarray(rows.slots)
+        tiles = np.stack((slots, rows.starts, numbers, np.ones_like(numbers)), 1)
+        return slots, np.ascontiguousarray(rows.starts), tiles, numbers[rows.samples]
     owners, offsets = kernels.spread(rows.counts)
-    return rows.slots[owners], rows.starts[owners] + offsets
+    apart = (rows.counts == rows.drafts + 1).all() and len(owners) <= min(most_tiles, MOST_APART)
+    tiles = _tiles_of(kernels, rows, 1 if apart else TILE)
+    return rows.slots[owners], rows.starts[owners] + offsets, tiles, _sampled_of(kernels, rows)
 
 
 def _tiles_of(kernels: CudaRows, rows: Rows, size: int) -> I32:

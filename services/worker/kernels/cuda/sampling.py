@@ -5,7 +5,7 @@ import torch
 import triton
 
 from services.worker.device.interface import ComputeDevice
-from services.worker.kernels.cuda.compiled.choosing import best_kernel, best_parts_kernel, cutoff_kernel
+from services.worker.kernels.cuda.compiled.choosing import best_kernel, cutoff_kernel
 from services.worker.kernels.cuda.compiled.logit_rules import mask_kernel
 from services.worker.kernels.cuda.logit_rules import CudaLogitRules
 from services.worker.kernels.interface.arrays import F32, I32
@@ -27,6 +27,8 @@ _SCORED_BYTES = 20
 class CudaSampling(SamplingKernels):
     def __init__(self, device: ComputeDevice) -> None:
         self._device = device
+        self._arrived = torch.zeros(0, dtype=torch.int32, device=device.where)
+        """See `best_kernel`."""
 
     def logit_rules(self, num_slots: int, vocab_size: int, history: torch.Tensor) -> LogitRules:
         return CudaLogitRules(num_slots, vocab_size, history, self._device)
@@ -38,7 +40,7 @@ class CudaSampling(SamplingKernels):
             mask_kernel[(len(rows),)](logits, which, masks, *sizes, keeps_one=True, at_once=_AT_ONCE)
 
     def greedy(self, logits: torch.Tensor) -> torch.Tensor:
-        return self._best(logits, None)
+        return self._best(logits, None)[0]
 
     def choose(self, logits: torch.Tensor, columns: DrawColumns) -> torch.Tensor:
         if (columns.temperature < GREEDY_BELOW).all():
@@ -50,18 +52,55 @@ class CudaSampling(SamplingKernels):
         temperature, *drawn = self._device.upload(columns.temperature, key0, key1, *wanted)
         noise, (cutoff, *limits) = drawn[:2], drawn[2:]
         if limits:
-            cutoff = _cutoff(logits, temperature, cutoff, *limits)
-        return self._best(logits, (temperature, cutoff, *noise))
+            cutoff = self._cutoff(logits, temperature, cutoff, *limits)
+        return self._best(logits, (temperature, cutoff, *noise))[0]
 
-    def _best(self, logits: torch.Tensor, draw: tuple[torch.Tensor, ...] | None) -> torch.Tensor:
-        """int32[rows]: the best token. `draw`: temperature, cutoff and the two keys of each row."""
-        ids = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
-        if len(ids):
-            best, part_ids = _best_parts(logits, draw)
-            parts = best.shape[1]
-            padded = triton.next_power_of_2(parts)
-            best_kernel[(len(ids),)](best, part_ids, ids, parts, padded=padded)
-        return ids
+    def _best(self, logits: torch.Tensor, draw: tuple[torch.Tensor, ...] | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the best token of each row, int32[rows], and the best logit or draw of each of its parts,
+        float32[rows, parts].
+
+        Args:
+            draw: temperature, cutoff and the two keys of each row
+        """
+        rows, vocab = logits.shape
+        parts, span = _parts(vocab)
+        if rows > len(self._arrived):
+            self._arrived = torch.zeros(rows, dtype=torch.int32, device=logits.device)
+        best = torch.empty(rows, parts, device=logits.device)
+        ids = torch.empty(rows, dtype=torch.int32, device=logits.device)
+        part_ids = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
+        columns = draw if draw is not None else (best, best, ids, ids)
+        if rows:
+            # Fused products and sums would change the noise, which is the same on every backend.
+            best_kernel[rows, parts](
+                *(logits, *columns, best, part_ids, ids, self._arrived, vocab, span, parts),
+                padded=triton.next_power_of_2(parts),
+                draws=draw is not None,
+                at_once=_AT_ONCE,
+                enable_fp_fusion=False,
+            )
+        return ids, best
+
+    def _cutoff(
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        log_min_p: torch.Tensor,
+        top_k: torch.Tensor,
+        top_p: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the least scaled logit of each row that min-p, top-k and top-p keep, float32[rows]."""
+        rows, vocab = logits.shape
+        _, best = self._best(logits, None)
+        parts = best.shape[1]
+        cutoff = torch.empty(rows, device=logits.device)
+        cutoff_kernel[(rows,)](
+            *(logits, best, temperature, log_min_p, top_k, top_p, cutoff, vocab, parts),
+            padded=triton.next_power_of_2(parts),
+            at_once=_ROW_AT_ONCE,
+            num_warps=16,
+        )
+        return cutoff
 
     def logprobs(self, logits: torch.Tensor, rows: I32, tokens: torch.Tensor, tops: I32) -> ScoredTokens:
         parts = [
@@ -93,40 +132,6 @@ def _parts(vocab: int) -> tuple[int, int]:
     """Return the number of programs that share a row, and the tokens of each."""
     parts = min(_MOST_PARTS, triton.cdiv(vocab, _AT_ONCE))
     return parts, triton.cdiv(triton.cdiv(vocab, parts), _AT_ONCE) * _AT_ONCE
-
-
-def _best_parts(logits: torch.Tensor, draw: tuple[torch.Tensor, ...] | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the best logit or draw of each part, float32[rows, parts], and its token, int32[rows, parts]."""
-    rows, vocab = logits.shape
-    parts, span = _parts(vocab)
-    best = torch.empty(rows, parts, device=logits.device)
-    part_ids = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
-    columns = draw if draw is not None else (best, best, part_ids, part_ids)
-    # Fused products and sums would change the noise, which is the same on every backend.
-    best_parts_kernel[rows, parts](
-        *(logits, *columns, best, part_ids, vocab, span, parts),
-        draws=draw is not None,
-        at_once=_AT_ONCE,
-        enable_fp_fusion=False,
-    )
-    return best, part_ids
-
-
-def _cutoff(
-    logits: torch.Tensor, temperature: torch.Tensor, log_min_p: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
-) -> torch.Tensor:
-    """Return the least scaled logit of each row that min-p, top-k and top-p keep, float32[rows]."""
-    rows, vocab = logits.shape
-    best, _ = _best_parts(logits, None)
-    parts = best.shape[1]
-    cutoff = torch.empty(rows, device=logits.device)
-    cutoff_kernel[(rows,)](
-        *(logits, best, temperature, log_min_p, top_k, top_p, cutoff, vocab, parts),
-        padded=triton.next_power_of_2(parts),
-        at_once=_ROW_AT_ONCE,
-        num_warps=16,
-    )
-    return cutoff
 
 
 def sampling_bytes(rows: int, vocab_size: int) -> int:

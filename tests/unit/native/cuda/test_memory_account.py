@@ -163,7 +163,7 @@ def test_every_kernel_of_sampling_is_compiled_before_the_first_step(
     runner = CountedRunner(write_tiny_model(tmp_path))
     RunnerDriver(Path(), runner=runner, keeps_logits=False)
     rules = {"mask_kernel", "forbid_kernel", "forbid_words_kernel", "bias_kernel", "count_kernel", "penalize_kernel"}
-    assert set(names) == rules | {"best_parts_kernel", "best_kernel", "cutoff_kernel"}
+    assert set(names) == rules | {"best_kernel", "cutoff_kernel"}
     runner.shutdown()
 
 
@@ -183,7 +183,7 @@ def test_the_account_has_everything_that_a_runner_allocates(tmp_path: Path, monk
     on_host = slots * (2 + DRAFTS.num_speculative_tokens) * 4  # positions and drafts
     sums = slots * HIDDEN * 4  # of embeddings; the rest of their use is a step's
     kept = allocations.live - cache
-    counts = VOCAB * 4  # of penalties, for the row that is sampled to compile
+    counts = VOCAB * 4 + 4  # of penalties and programs, for the row that is sampled to compile
     assert kept - on_host == sum(uses[name] for name in KEPT) + sums + counts
     serve_everything(driver)
     assert kept < allocations.most - cache <= sum(uses.values())

@@ -20,21 +20,24 @@ _RANGE = tl.constexpr(87.0)
 
 
 @triton.jit
-def best_parts_kernel(
+def best_kernel(
     logits,  # float32[rows, vocab]
     temperature,  # float32[rows]; this and the next three are read if `draws`
     cutoff,  # float32[rows]: scaled logits below it are not drawn
     key0,  # int32[rows], the noise's keys
     key1,
     best,  # float32[rows, parts], written
-    ids,  # int32[rows, parts], written
+    part_ids,  # int32[rows, parts], written
+    ids,  # int32[rows], written: the best token of all parts
+    arrived,  # int32[rows], zeros before and afterwards: programs of the row that have ended
     vocab,
     span,  # tokens of a part, a multiple of `at_once`
     parts,
+    padded: tl.constexpr,  # `parts`, padded
     draws: tl.constexpr,
     at_once: tl.constexpr,
 ):
-    """The best token of each part of the vocabulary: the lowest id among equals."""
+    """The best token of each part of the vocabulary, and of each row: the lowest id among equals."""
     row, part = tl.program_id(0), tl.program_id(1)
     lane = tl.arange(0, at_once)
     greatest = tl.full([at_once], float("-inf"), tl.float32)
@@ -52,21 +55,14 @@ def best_parts_kernel(
         which, greatest = tl.where(better, token, which), tl.where(better, x, greatest)
     winner = tl.max(greatest, 0)
     tl.store(best + row * parts + part, winner)
-    tl.store(ids + row * parts + part, tl.min(tl.where(greatest == winner, which, 0x7FFFFFFF), 0))
-
-
-@triton.jit
-def best_kernel(
-    best,  # float32[rows, parts]
-    part_ids,  # int32[rows, parts]
-    ids,  # int32[rows], written
-    parts,
-    padded: tl.constexpr,  # `parts`, padded
-):
-    row, part = tl.program_id(0), tl.arange(0, padded)
-    x = tl.load(best + row * parts + part, mask=part < parts, other=float("-inf"))
-    token = tl.load(part_ids + row * parts + part, mask=part < parts, other=0x7FFFFFFF)
-    tl.store(ids + row, tl.min(tl.where(x == tl.max(x, 0), token, 0x7FFFFFFF), 0))
+    tl.store(part_ids + row * parts + part, tl.min(tl.where(greatest == winner, which, 0x7FFFFFFF), 0))
+    tl.debug_barrier()
+    if tl.atomic_add(arrived + row, 1, sem="acq_rel") == parts - 1:  # the last program of the row compares its parts
+        each = tl.arange(0, padded)
+        x = tl.load(best + row * parts + each, each < parts, float("-inf"), volatile=True)
+        token = tl.load(part_ids + row * parts + each, each < parts, 0x7FFFFFFF, volatile=True)
+        tl.store(ids + row, tl.min(tl.where(x == tl.max(x, 0), token, 0x7FFFFFFF), 0))
+        tl.store(arrived + row, 0)
 
 
 @triton.jit
