@@ -202,16 +202,19 @@ class UniformEngine:
             peer, frame = received
             if isinstance(frame, Hello):
                 self._peer = peer
-                state = EngineState(
-                    EnginePhase.READY, max_model_len=4096, vocab_size=4096, incarnation=self._incarnation
-                )
-                self._server.send(peer, state)
+                self.send_state()
                 continue
             message = self._decoder.decode(frame)
             if self._incarnation and not isinstance(message, GenerateRequest | AbortRequest):
                 continue  # a subscription, or a sign of life
             assert isinstance(message, GenerateRequest), "a request was aborted"
             self._numbers.append(message.number)
+
+    def send_state(self) -> None:
+        """Answer the frontend's handshake and its signs of life."""
+        state = EngineState(EnginePhase.READY, max_model_len=4096, vocab_size=4096, incarnation=self._incarnation)
+        assert self._peer is not None
+        self._server.send(self._peer, state)
 
     def wait_connected(self) -> None:
         while self._peer is None:

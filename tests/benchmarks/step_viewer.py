@@ -21,6 +21,7 @@ import psutil
 from protocol.codec import encode, pack
 from protocol.epochs import first_epoch
 from protocol.records import RankTimes, StepRecord, StepRecords
+from protocol.silence import SIGN_INTERVAL
 from protocol.steps import StepTimes
 from services.scheduler.subscriptions import BATCH_SECONDS
 from tests.benchmarks.frontend_streaming import StreamingCase, UniformEngine, client_process, cpu, frontend, round_of
@@ -38,7 +39,7 @@ class RecordingEngine(UniformEngine):
     def __init__(self, endpoint: str) -> None:
         super().__init__(endpoint, INCARNATION)
         self._records: list[StepRecord] = []
-        self._sent = 0.0
+        self._sent = self._signed = 0.0
 
     def send(self, frame: bytes) -> None:
         super().send(frame)
@@ -55,6 +56,9 @@ class RecordingEngine(UniformEngine):
     def _add_record(self, batch_seconds: float) -> None:
         self._records.append(self._record())
         now = time.monotonic()
+        if now - self._signed >= SIGN_INTERVAL:
+            self._signed = now
+            self.send_state()
         if now - self._sent >= batch_seconds:
             self._sent = now
             super().send(encode(StepRecords(self._records, [], 0, now)))
