@@ -16,7 +16,7 @@ from services.cli.bench.load import prompts
 from services.config import BenchConfig, WorkerConfig
 from services.worker.kernels import selection
 from tests.benchmarks.support.random_llama import SHAPES, random_llama
-from tests.benchmarks.support.report import add_ints, report
+from tests.benchmarks.support.report import add_ints, report, skip
 from tests.benchmarks.support.static_batch import StaticBatch
 
 Times = dict[str, list[float]]
@@ -60,7 +60,7 @@ def main() -> None:
     add_ints(parser, threads=2, input_len=128, output_len=32, repeats=3)
     args = parser.parse_args()
     if not own_features():
-        raise SystemExit("this processor has no bfloat16 arithmetic")
+        skip("this processor has no bfloat16 arithmetic")
     cases = {f"{model} at {batch}": measure(model, batch, args) for model in args.models for batch in args.batches}
     rows: list[dict[str, object]] = []
     for case, kinds in cases.items():

@@ -15,7 +15,7 @@ from services.worker.kernels.interface.kernels import Kernels
 from services.worker.kernels.interface.products import Linear
 from services.worker.kernels.quantized_weight import Weight, quantized
 from services.worker.kernels.selection import ONEDNN_BFLOAT16, choose, create, processor_features
-from tests.benchmarks.support.report import report
+from tests.benchmarks.support.report import report, skip
 
 SHAPES = {
     "SmolLM2 qkv": (960, 576),
@@ -86,6 +86,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4, help="the first one is not counted")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     args = parser.parse_args()
+    if ONEDNN_BFLOAT16 not in processor_features():
+        skip("oneDNN has no products in bfloat16 on this processor")
     rows: list[dict[str, object]] = []
     for shape in args.shapes:
         for number, seconds in measured(SHAPES[shape], args).items():

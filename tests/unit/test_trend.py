@@ -4,6 +4,7 @@ import json
 import time
 from pathlib import Path
 
+from tests.benchmarks.support.report import SKIPPED
 from tests.benchmarks.trend.__main__ import SCRIPTS, run_all
 from tests.benchmarks.trend.classes import class_of, measured
 from tests.benchmarks.trend.forms import FORMS, ShortForm, Shown
@@ -45,11 +46,13 @@ def test_what_fails_or_takes_too_long_is_named_and_the_others_run(tmp_path: Path
     (tmp_path / "fails.py").write_text("raise SystemExit(3)")
     (tmp_path / "hangs.py").write_text("import time\ntime.sleep(600)")
     (tmp_path / "empty.py").write_text("")
+    (tmp_path / "unfit.py").write_text(f"raise SystemExit({SKIPPED})")
     report = {"date": "2026-01-01T00:00:00Z", "machine": MACHINE, "settings": {"arguments": []}, "a": 1, "b": 2}
     (tmp_path / "works.py").write_text(f"open('build/bench/works.json', 'w').write('''{json.dumps(report)}''')")
     monkeypatch.setattr("tests.benchmarks.trend.classes.FORMS", forms := (
         ShortForm("one", "fails", "", "", ()),
         ShortForm("two", "hangs", "", "", (), seconds=0.2),
+        ShortForm("not on this processor", "unfit", "", "", ()),
         ShortForm("three", "empty", "", "", ()),
         ShortForm("four", "works", "", "", [Shown("a", "a"), Shown("not on this processor", "c")]),
     ))  # fmt: skip
@@ -58,4 +61,4 @@ def test_what_fails_or_takes_too_long_is_named_and_the_others_run(tmp_path: Path
     assert reasons[2].startswith("three: ")
     assert len(reasons) == 3
     assert json.loads((tmp_path / "avx512-bf16-2.json").read_text())["four"]["figures"] == {"a": [1]}
-    assert list(run_all(forms[3:], time.monotonic() - 1, scripts=tmp_path)) == ["four: no time left"]
+    assert list(run_all(forms[4:], time.monotonic() - 1, scripts=tmp_path)) == ["four: no time left"]

@@ -9,12 +9,23 @@ import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NoReturn
 
 from rich.console import Console
 from rich.table import Table
 
 DIRECTORY = Path("build/bench")
 FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
+
+
+SKIPPED = 77
+"""Exit status of a benchmark that this processor cannot run."""
+
+
+def skip(reason: str) -> NoReturn:
+    """Raises: SystemExit"""
+    print(reason, file=sys.stderr)
+    raise SystemExit(SKIPPED)
 
 
 def add_ints(parser: argparse.ArgumentParser, **defaults: int) -> None:

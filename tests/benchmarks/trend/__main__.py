@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_all(
     forms: Sequence[ShortForm], until: float, note: str = "", scripts: Path = SCRIPTS, figures: Path = DIRECTORY
 ) -> Iterator[str]:
-    """Run and merge. Yield why a benchmark has no figures."""
+    """Run and merge. Yield why a benchmark has no figures, unless this processor cannot run it."""
     LOGS.mkdir(parents=True, exist_ok=True)
     for form in forms:
         seconds = min(form.seconds, until - time.monotonic())
@@ -64,6 +64,8 @@ def run_all(
         began = time.monotonic()
         code = run_within(command, seconds, log)
         print(f"{form.section}: {time.monotonic() - began:.0f} s", flush=True)
+        if code == report.SKIPPED:
+            continue
         if code != 0:
             yield f"{form.section}: {'exceeded its limit' if code is None else f'exit status {code}'}; see {log}"
         elif reason := taken(form, file, note, figures):

@@ -137,7 +137,7 @@ FORMS = (
     ShortForm(
         "engine_efficiency", "engine_efficiency",
         "Which share of the kernels' speed remains behind HTTP, scheduler and sockets? m155, 16 streams",
-        "--repeats 1 --waves 2", _efficiency(),
+        "--repeats 1 --waves 2", _efficiency(), seconds=240,
     ),
     ShortForm(
         "engine_efficiency_m4", "engine_efficiency", "The same for m4, whose steps are short", "--model m4",
@@ -227,6 +227,7 @@ FORMS = (
                 ("their TTFT over off", "TTFT again"),
             )
         ],
+        seconds=240,
     ),
     ShortForm(
         "sampling_parameters", "sampling_parameters",
@@ -253,18 +254,7 @@ FORMS = (
             *(Shown(f"{name}, drafts fail: over no drafts, {n} at once", f"adaptive_floor_by_method > {method} > {n}")
               for method, name in (("eagle", "EAGLE"), ("ngram", "n-gram")) for n in (1, 8)),
         ],
-    ),
-    ShortForm(
-        "vllm_served", "peers", "How much faster is vLLM under this scheduler? (`make setup-vllm` first)",
-        "--model m4 --repeats 1 --waves 1 --streams 64 --input-len 64 --kv-gib 2 "
-        "--servers 'vllm serve' 'runahead vllm' 'runahead native'",
-        [
-            Shown(f"m4 at {n}: {name} over the best `vllm serve`, {what}",
-                   f"each_over_vllm > m4 > runahead {name} at {n} > {what}")
-            for what, numbers in (("tokens/s", (1, 64, 256)), ("p99 ITL", (64,))) for n in numbers
-            for name in ("native", "vllm")
-        ],
-        180,
+        seconds=300,
     ),
     ShortForm(
         "threads", "threads",
@@ -275,23 +265,6 @@ FORMS = (
                    f"rows > model, backend=m4, {backend}; streams={n} > {label}")
             for backend in ("native", "vllm") for n in (1, 16) for label in ("auto over best", "busy over alone")
         ],
-    ),
-    ShortForm(
-        "engines_served", "engines_served",
-        "How are engines used behind our frontend, and behind SGLang's routers, and what is lost when one dies?",
-        "--engines 2 8 --seconds 15 --front runahead --sessions-per-engine 0.4",
-        [Shown(f"{n} engines, {front}: {label}", f"rows > engines={n}; in front={front} > {key}")
-         for n, label, key in ((8, "share of prompt tokens from caches", "cached share"),
-                               (2, "share lost with an engine", "lost with an engine"))
-         for front in ("runahead", "sglang-router", "smg")],
-    ),
-    ShortForm(
-        "peers", "peers",
-        "How fast is this beside `vllm serve` and llama.cpp's server on the same model? (builds llama.cpp first)",
-        "--repeats 1 --waves 1 --streams 1 32 --servers llama.cpp 'vllm serve, all cores' 'runahead native'",
-        [Shown(f"tokens/s over {name}, {n} at once", f"over_{peer} > SmolLM2-135M-Instruct.Q4_1 > {n}")
-         for peer, name in (("llama_cpp", "llama.cpp's server"), ("vllm", "`vllm serve`")) for n in (1, 32)],
-        180,
     ),
     ShortForm(
         "placement", "placement",
@@ -307,29 +280,6 @@ FORMS = (
         [Shown(f"{policy}: {label}", f"rows > policy={policy} > {key}")
          for policy in ("prefix_aware", "prefix_aware+events", "least_loaded")
          for label, key in (("hits over those of one cache with all memory", "of one cache"),)],
-    ),
-    ShortForm(
-        "roles_served", "roles_served",
-        "How even are short streams beside long prompts: prefill apart, in chunks, or whole?", "--seconds 30",
-        [Shown(f"{mode} over apart: {label}", f"{mode} / apart, {column}")
-         for mode in ("chunked", "mixed")
-         for label, column in (("ITL p99", "gap p99, ms"), ("ITL p99.9", "gap p99.9, ms"),
-                               ("TTFT of long prompts", "long: TTFT p50, s"))],
-        seconds=240,
-    ),
-    ShortForm(
-        "ray_served", "ray_served",
-        "What do Ray and Serve's proxy cost, beside `runahead serve`? (root; `make setup-ray` first)",
-        "--repeats 1 --waves 2 --idle-seconds 10",
-        [
-            *(Shown(f"{way} over `runahead serve`: {name}", f"over_serve > {way} > {name}",
-                     f"repeats > * > {way} > {name}", f"repeats > * > runahead serve > {name}")
-              for way, name in (("Ray, frontend's port", "tokens/s"), ("Ray, Serve's proxy", "tokens/s"),
-                                ("Ray, Serve's proxy", "ITL p99, ms"), ("Ray, Serve's proxy", "TTFT p50, ms"),
-                                ("Ray, frontend's port", "start, s"))),
-            Shown("Ray and Serve without requests, share of a core", "idle > Ray"),
-        ],
-        240,
     ),
     ShortForm(
         "decode_bandwidth", "decode_bandwidth",
@@ -361,5 +311,59 @@ FORMS = (
         [Shown(f"m155 gate_up, {n} rows, {kind}: time over oneDNN's",
                 f"rows > product=m155 gate_up; rows={n} > {kind} over it")
          for n in (1, 256) for kind in ("int8", "int4")],
+    ),
+    # The longest ones come last: where the time ends before, they are left out.
+    ShortForm(
+        "engines_served", "engines_served",
+        "How are engines used behind our frontend, and behind SGLang's routers, and what is lost when one dies?",
+        "--engines 2 8 --seconds 15 --front runahead --sessions-per-engine 0.4",
+        [Shown(f"{n} engines, {front}: {label}", f"rows > engines={n}; in front={front} > {key}")
+         for n, label, key in ((8, "share of prompt tokens from caches", "cached share"),
+                               (2, "share lost with an engine", "lost with an engine"))
+         for front in ("runahead", "sglang-router", "smg")],
+        seconds=240,
+    ),
+    ShortForm(
+        "roles_served", "roles_served",
+        "How even are short streams beside long prompts: prefill apart, in chunks, or whole?", "--seconds 30",
+        [Shown(f"{mode} over apart: {label}", f"{mode} / apart, {column}")
+         for mode in ("chunked", "mixed")
+         for label, column in (("ITL p99", "gap p99, ms"), ("ITL p99.9", "gap p99.9, ms"),
+                               ("TTFT of long prompts", "long: TTFT p50, s"))],
+        seconds=240,
+    ),
+    ShortForm(
+        "peers", "peers",
+        "How fast is this beside `vllm serve` and llama.cpp's server on the same model? (builds llama.cpp first)",
+        "--repeats 1 --waves 1 --streams 1 32 --servers llama.cpp 'vllm serve, all cores' 'runahead native'",
+        [Shown(f"tokens/s over {name}, {n} at once", f"over_{peer} > SmolLM2-135M-Instruct.Q4_1 > {n}")
+         for peer, name in (("llama_cpp", "llama.cpp's server"), ("vllm", "`vllm serve`")) for n in (1, 32)],
+        seconds=360,
+    ),
+    ShortForm(
+        "vllm_served", "peers", "How much faster is vLLM under this scheduler? (`make setup-vllm` first)",
+        "--model m4 --repeats 1 --waves 1 --streams 64 --input-len 64 --kv-gib 2 "
+        "--servers 'vllm serve' 'runahead vllm' 'runahead native'",
+        [
+            Shown(f"m4 at {n}: {name} over the best `vllm serve`, {what}",
+                   f"each_over_vllm > m4 > runahead {name} at {n} > {what}")
+            for what, numbers in (("tokens/s", (1, 64, 256)), ("p99 ITL", (64,))) for n in numbers
+            for name in ("native", "vllm")
+        ],
+        seconds=360,
+    ),
+    ShortForm(
+        "ray_served", "ray_served",
+        "What do Ray and Serve's proxy cost, beside `runahead serve`? (root; `make setup-ray` first)",
+        "--repeats 1 --waves 2 --idle-seconds 10",
+        [
+            *(Shown(f"{way} over `runahead serve`: {name}", f"over_serve > {way} > {name}",
+                     f"repeats > * > {way} > {name}", f"repeats > * > runahead serve > {name}")
+              for way, name in (("Ray, frontend's port", "tokens/s"), ("Ray, Serve's proxy", "tokens/s"),
+                                ("Ray, Serve's proxy", "ITL p99, ms"), ("Ray, Serve's proxy", "TTFT p50, ms"),
+                                ("Ray, frontend's port", "start, s"))),
+            Shown("Ray and Serve without requests, share of a core", "idle > Ray"),
+        ],
+        240,
     ),
 )  # fmt: skip
