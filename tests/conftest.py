@@ -15,6 +15,9 @@ pytest.register_assert_rewrite(*(f"tests.{suite}" for suite in SUITES))
 os.environ.setdefault("TRITON_INTERPRET", "1")
 """Triton's interpreter stands for CUDA devices. Triton reads this when it is imported, which any suite may do first.
 `tests/gpu` runs with 0."""
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+"""Threads of torch sleep while they wait for one another: processes of tests share the cores, and a thread that spins
+takes one from the thread that it waits for."""
 
 
 @pytest.fixture(scope="session", autouse=True)

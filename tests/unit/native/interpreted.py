@@ -4,16 +4,26 @@ bfloat16 is not tested so: the interpreter's products of it are garbage.
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 from numpy.typing import NDArray
+from triton.runtime import interpreter
 
 from services.worker.device.cpu import CpuDevice
 from services.worker.kernels.cuda.kernels import CudaKernels
 
 T = TypeVar("T")
+
+if triton.knobs.runtime.interpret:
+    # The interpreter puts its operations in the place of the language's at every call of a function in a kernel, which
+    # takes most of its time. Here it does so once: this process compiles nothing.
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))  # noqa: SLF001
+    interpreter._patch_lang = lambda _: interpreter._LangPatchScope()  # noqa: SLF001
 
 
 class CopyingDevice(CpuDevice):

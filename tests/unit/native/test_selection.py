@@ -95,14 +95,17 @@ def test_kernels_of_another_backend_are_refused(backend: str) -> None:
 
 
 def test_the_reference_serves_without_the_compiled_implementation() -> None:
-    """Nor does anything else import numba: implementations for other devices run where there is none."""
+    """Nor does anything else import numba: implementations for other devices run where there is none, and are imported
+    where there is no device."""
     code = (
         "import sys; sys.modules['numba'] = sys.modules['llvmlite'] = None\n"
         "import torch\n"
         "import services.worker.backends.native\n"
+        "import services.worker.kernels.cuda.kernels\n"
         "from services.worker.kernels.selection import choose, create\n"
         "create(choose('reference', 'cpu', torch.float32, ()))\n"
         "assert not any('kernels.cpu' in name for name in sys.modules)\n"
+        "assert not torch.cuda.is_initialized()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 

@@ -77,14 +77,13 @@ def test_mixtures_of_experts_are_refused_by_name(tmp_path: Path) -> None:
 def test_a_replayed_graph_with_padding_rows_computes_the_same(model: Path) -> None:
     """Nine decode rows replay a graph of twelve."""
     graphs = CountedGraphs()
-    engines = TinyEngine(model, interpreted_kernels(graphs=graphs)), TinyEngine(model, interpreted_kernels())
+    engines = TinyEngine(model, interpreted_kernels(graphs=graphs)), TinyEngine(model, Kernels(torch.float32))
     for engine in engines:
         for slot in range(9):
             engine.add(slot, [slot])
     for position in range(3):
         step = [(slot, position, 1, True) for slot in range(9)]
         ours, theirs = (engine.step(step) for engine in engines)
-        # torch's products of nine and of twelve rows differ in the last bits on some processors
         torch.testing.assert_close(engines[0].logits, engines[1].logits, atol=1e-4, rtol=1e-4)
         assert ours.ids.tolist() == theirs.ids.tolist()
     assert (graphs.captures, graphs.replays) == (1, 2)
