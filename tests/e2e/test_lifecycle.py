@@ -42,7 +42,7 @@ async def test_sigterm_finishes_every_stream_and_refuses_new_ones() -> None:
 
 
 async def test_second_sigterm_ends_open_streams() -> None:
-    with serving(*SLOW_SIM, forked=False) as server:
+    with serving(*SLOW_SIM) as server:
         async with server.async_client() as client:
             streams = await open_streams(client, 4)
             server.signal(signal.SIGTERM)

@@ -78,7 +78,7 @@ async def test_a_request_that_kills_the_scheduler_is_refused_and_the_others_fini
     (tmp_path / "poisoned_policy.py").write_text(POLICY)
     register(tmp_path, "poisoned", {"runahead.policies": {"poisoned": "poisoned_policy:PoisonedPolicy"}})
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    with serving(*SIM, "--batching-policy", "poisoned", forked=False, PYTHONPATH=path) as server:
+    with serving(*SIM, "--batching-policy", "poisoned", PYTHONPATH=path) as server:
         await poisoned(server, "the scheduler died 3 times while it had this request")
         log = server.log.read_text()
         assert log.count("scheduler exited with status 9") == 3, log

@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -68,6 +69,7 @@ def direction_of(message: type[msgspec.Struct]) -> str:
     return next(name for name, types in DIRECTIONS.items() if message in getattr(types, "__args__", (types,)))
 
 
+@cache  # hypothesis prepares a strategy once
 def values(struct: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
     """Return a strategy for instances of `struct` with every field within its bounds."""
     return _strategy(type_info(struct))
