@@ -88,7 +88,7 @@ def test_equals_the_float64_reference(sample: Sample, vocab: int, spread: float)
 
 
 def test_draws_follow_the_probabilities(sample: Sample) -> None:
-    rows, logits = 20_000, torch.tensor([0.0, 1.0, 2.0, -1.0])
+    rows, logits = 5_000, torch.tensor([0.0, 1.0, 2.0, -1.0])
     slots = table(rows, seed=np.arange(rows, dtype=np.uint64))
     ids = sample(logits.repeat(rows, 1), slots, np.arange(rows, dtype=np.int32), np.full(rows, 9, np.int32))
     shares = np.bincount(ids, minlength=4) / rows
