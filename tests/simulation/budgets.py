@@ -43,17 +43,17 @@ class WatchedPolicy:
                 first = self._first[request]
                 is_first = (start, count) == first
                 is_cut = bool(request.items) and start == first[0] and count < first[1]  # encoder budget
-                demand(is_first or is_cut, "policy", f"first slice of slot {slot}")
+                demand(is_first or is_cut, "policy", "first slice of slot {}", slot)
             else:
-                demand(slot in self.shown, "policy", f"slot {slot} was left out of the order")
+                demand(slot in self.shown, "policy", "slot {} was left out of the order", slot)
             allowed = count <= budget.chunk or self._whole_prompts
-            demand(allowed, "policy", f"a chunk of {count}, allowed {budget.chunk}")
+            demand(allowed, "policy", "a chunk of {}, allowed {}", count, budget.chunk)
             is_prefill = start < slots.entry[slot]
             sums["prefill" if is_prefill else "decodes"] += count if is_prefill else 1
             sums["tokens"] += count
         for name, total in sums.items():
             most = getattr(budget, name)
             allowed = most is None or total <= most or self._whole_prompts  # which exceed shares, not the step
-            demand(allowed, "budget range", f"{name}: {total}, budget {most}")
+            demand(allowed, "budget range", "{}: {}, budget {}", name, total, most)
         most = budget.admissions
-        demand(most is None or len(entering) <= most, "policy", f"{len(entering)} admissions, allowed {most}")
+        demand(most is None or len(entering) <= most, "policy", "{} admissions, allowed {}", len(entering), most)

@@ -16,6 +16,8 @@ from tests.simulation.workload import draw
 
 SEEDS = 150
 """A fault must show within so many seeds, running ahead by one step and by more."""
+FIRST = (4, 12, 14, 16, 18, 1)
+"""Seeds that notice the faults that run per change; the others count when a change has changed those runs."""
 
 
 class Fault(NamedTuple):
@@ -63,7 +65,7 @@ def parameters(faults: Sequence[Fault]) -> list[ParameterSet]:
 
 def assert_caught(fault: Fault, speculates: bool = False, tier: bool = False) -> None:
     with fault.injected():
-        for seed in range(SEEDS):
+        for seed in (*FIRST, *range(SEEDS)):
             for depth in draw(seed, speculates).depths[1:3]:
                 try:
                     play(seed, depth, speculates=speculates, tier=tier)

@@ -1,6 +1,7 @@
 """A grammar that is a token automaton drawn from a seed, and a compiler that answers when the test lets it."""
 
 from copy import copy
+from functools import lru_cache
 from typing import Self
 
 import numpy as np
@@ -20,6 +21,15 @@ def structured(seed: int, fails_after: int | None = None) -> StructuredOutputPar
     return StructuredOutputParams(GrammarKind.GRAMMAR, f"{seed} {-1 if fails_after is None else fails_after}")
 
 
+@lru_cache(1 << 13)
+def _allowed(state: int, vocab: int) -> NDArray[np.bool_]:
+    share = (0.9, 0.4, 0.1, 0.02)[state % 4]
+    allowed = words(state, vocab) < np.uint64(share * 2**64)
+    allowed[state % vocab] |= not allowed.any()
+    allowed.flags.writeable = False
+    return allowed
+
+
 class Automaton:
     """A `Grammar`. Each state draws the tokens that it allows; after an EOS only EOS is allowed."""
 
@@ -37,10 +47,7 @@ class Automaton:
         """Return bool[vocab]: the tokens that may come next, at least one."""
         if self._ended:
             return np.isin(np.arange(self._vocab), self._eos)
-        share = (0.9, 0.4, 0.1, 0.02)[self.state % 4]
-        allowed = words(self.state, self._vocab) < np.uint64(share * 2**64)
-        allowed[self.state % self._vocab] |= not allowed.any()
-        return allowed
+        return _allowed(self.state, self._vocab)
 
     def accept(self, token_id: int) -> bool:
         if self.failed or not self.allowed()[token_id]:

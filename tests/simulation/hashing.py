@@ -15,7 +15,7 @@ def extend(prefix: int, token: int) -> int:
 
 def in_group(prefix: int, group: int) -> int:
     """Return the KV of a prefix in the layers of a group."""
-    return prefix ^ (group << 64)
+    return prefix ^ (group << 64) if group else prefix
 
 
 def words(prefix: int, count: int) -> NDArray[np.uint64]:

@@ -13,6 +13,7 @@ from protocol.media import contents, distinct_tokens
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.epoch import EpochState
 from services.scheduler.core.ledger import InflightStep
+from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.slots import DELIVER, DROP, FREE, LIVE, MOST_LATE
 from services.scheduler.core.waiting import WaitingQueue
@@ -26,9 +27,10 @@ class InvariantError(AssertionError):
     """A rule does not hold."""
 
 
-def demand(holds: bool, rule: str, detail: object = "") -> None:
+def demand(holds: bool, rule: str, detail: object = "", *values: object) -> None:
+    """`values` fill the braces of `detail`: its text is made only if the rule does not hold."""
     if not holds:
-        raise InvariantError(f"{rule}: {detail}")
+        raise InvariantError(f"{rule}: {str(detail).format(*values) if values else detail}")
 
 
 def in_group_name(name: bytes, group: int) -> bytes:
@@ -59,6 +61,7 @@ class Checker:
         """(slot, generation) -> items of its request that were encoded"""
         self._pinned: dict[str, list[int]] = {}
         """Pin -> its table when it was checked last."""
+        self._groups: tuple[Limits, list[KVGroup]] | None = None
 
     @property
     def epoch(self) -> EpochState:
@@ -67,7 +70,10 @@ class Checker:
     @property
     def groups(self) -> list[KVGroup]:
         """Groups with keys."""
-        return [group for group in self.epoch.limits.groups if not group.is_state]
+        limits = self.epoch.limits
+        if self._groups is None or self._groups[0] is not limits:
+            self._groups = limits, [group for group in limits.groups if not group.is_state]
+        return self._groups[1]
 
     @property
     def waiting(self) -> WaitingQueue:
@@ -79,8 +85,8 @@ class Checker:
         limits = self.epoch.limits
         slots, counts = step.slots.tolist(), step.counts.tolist()
         demand(len(set(slots)) == len(slots), "one row per step", "two entries of one request in a step")
-        demand(min(counts) >= 1, "step limits", f"counts {counts}")
-        demand(sum(counts) <= limits.max_num_batched_tokens, "step limits", f"{sum(counts)} tokens in a step")
+        demand(min(counts) >= 1, "step limits", "counts {}", counts)
+        demand(sum(counts) <= limits.max_num_batched_tokens, "step limits", "{} tokens in a step", sum(counts))
         self._touched[step.step_id] = {
             block
             for slot, start in zip(slots, step.starts.tolist(), strict=True)
@@ -89,31 +95,30 @@ class Checker:
         }
         if limits.whole_prompts:
             is_whole = bool(step.samples.all()) and not step.starts.any()
-            demand(is_whole, "whole prompt", f"a part of a prompt in step {step.step_id}")
+            demand(is_whole, "whole prompt", "a part of a prompt in step {}", step.step_id)
         self._touched[step.step_id].update(block for slot in slots for block in self.epoch.kv.states[slot])
         if limits.leaves_rows_out and num_states(limits.groups):
             again = step.samples & self.epoch.slots.constrained[step.slots] & (step.counts > 1)
-            demand(not again.any(), "recurrent state", f"step {step.step_id}: more would be taken back")
+            demand(not again.any(), "recurrent state", "step {}: more would be taken back", step.step_id)
         adapters = {lora for slot in slots if (lora := self.epoch.slots.request(slot).lora) is not None}
-        demand(len(adapters) <= limits.max_loras, "adapter seat", f"{len(adapters)} adapters in a step")
+        demand(len(adapters) <= limits.max_loras, "adapter seat", "{} adapters in a step", len(adapters))
         rows = zip(slots, step.generations.tolist(), step.starts.tolist(), counts, strict=True)
         encoded = sum(self._encoded(slot, generation, start, count) for slot, generation, start, count in rows)
-        demand(
-            encoded <= limits.encoder_budget, "encoder budget", f"{encoded} positions of items in step {step.step_id}"
-        )
-        demand(NO_BLOCK not in self._touched[step.step_id], WINDOW, f"step {step.step_id} reads no block")
+        demand(encoded <= limits.encoder_budget, "encoder budget", "{} positions in step {}", encoded, step.step_id)
+        demand(NO_BLOCK not in self._touched[step.step_id], WINDOW, "step {} reads no block", step.step_id)
 
     def _encoded(self, slot: int, generation: int, start: int, count: int) -> int:
         """Return how many positions the items have that a row encodes: those that no row of the request in this slot
         has reached."""
+        if not (items := self.epoch.slots.request(slot).items):
+            return 0
         reached = self._reached.setdefault((slot, generation), set())
-        items = enumerate(self.epoch.slots.request(slot).items)
-        new = {n: i for n, i in items if n not in reached and i.start < start + count and start < i.end}
+        new = {n: i for n, i in enumerate(items) if n not in reached and i.start < start + count and start < i.end}
         reached.update(new)
         return sum(item.length for item in new.values())
 
     def on_processed(self, step: InflightStep) -> None:
-        demand(step.step_id == self._processed + 1, "step order", f"step {step.step_id} after {self._processed}")
+        demand(step.step_id == self._processed + 1, "step order", "step {} after {}", step.step_id, self._processed)
         self._processed = step.step_id
         del self._touched[step.step_id]
         names = zip(step.slots.tolist(), step.generations.tolist(), strict=True)
@@ -144,7 +149,7 @@ class Checker:
             most = min(most, limits.max_model_len)
             if len(self.groups) * -(-most // size) - len(epoch.kv.tables[slot]) > pool.num_free:
                 return
-            demand(False, "work conservation", f"slot {slot} is ready, but step {epoch.next_step} is empty")
+            demand(False, "work conservation", "slot {} is ready, but step {} is empty", slot, epoch.next_step)
         if len(epoch.running) >= limits.max_num_seqs or not s.free:
             return
         seated = {s.request(slot).lora for slot in epoch.running.tolist()} - {None}
@@ -153,9 +158,7 @@ class Checker:
             if not request.stale_rows and len(adapters) <= max(limits.max_loras, len(seated)):
                 most = min(len(request.token_ids) + limits.lookahead, limits.max_model_len)
                 fits = num_states(limits.groups) + len(self.groups) * -(-most // size) <= pool.num_free
-                demand(
-                    not fits, "work conservation", f"{request.number} could enter, but step {epoch.next_step} is empty"
-                )
+                demand(not fits, "work conservation", "{} fits, but step {} is empty", request.number, epoch.next_step)
                 return
 
     def on_void(self) -> None:
@@ -173,7 +176,7 @@ class Checker:
         demand(not self.engine.store.loading.under_way, "epoch void", "loads remain")
         demand(not epoch.released, "epoch void", "lost workers would be notified of slots")
         gated = [request.number for request in self.waiting if request.stale_rows]
-        demand(not gated, "resume gate", f"{gated} wait for rows that will never come")
+        demand(not gated, "resume gate", "{} wait for rows that will never come", gated)
 
     def on_blocks_forgotten(self) -> None:
         """Pins may lose blocks now."""
@@ -189,10 +192,10 @@ class Checker:
 
     def learn(self, requests: list[Request]) -> None:
         """Record the hashes of full blocks of known tokens."""
-        size, history = self.epoch.limits.block_size, self.epoch.slots.history
+        size, history, known = self.epoch.limits.block_size, self.epoch.slots.history, self.epoch.slots.tokens.tolist()
         for request in requests:
             slot = request.slot
-            total = int(self.epoch.slots.tokens[slot]) if slot >= 0 else len(request.token_ids)
+            total = known[slot] if slot >= 0 else len(request.token_ids)
             chain = self._chains.get(request)
             if chain is None:
                 chain = self._chains[request] = _Chain(request.cache_salt)
@@ -219,9 +222,10 @@ class Checker:
 
     def check(self) -> None:
         """Check everything. Called after every transition."""
-        self._check_ledger()
+        waiting = list(self.waiting)
+        self._check_ledger(waiting)
         self._check_slots()
-        self._check_waiting()
+        self._check_waiting(waiting)
         self._check_blocks()
 
     def check_grammar(self, request: Request, fresh: Automaton) -> None:
@@ -229,7 +233,7 @@ class Checker:
         s, slot = self.epoch.slots, request.slot
         known = s.history[slot, : s.tokens[slot]] if slot >= 0 else request.token_ids
         for token in known[request.num_prompt_tokens :].tolist():
-            demand(fresh.accept(token), "emitted tokens only", f"{request.number}: output token {token} does not match")
+            demand(fresh.accept(token), "emitted tokens only", "{}: token {} does not match", request.number, token)
         demand(
             isinstance(request.grammar, Automaton) and request.grammar.state == fresh.state,
             "emitted tokens only",
@@ -239,9 +243,9 @@ class Checker:
     def _steps_in_flight(self) -> list[InflightStep]:
         return list(self.engine.queue.steps)
 
-    def _check_ledger(self) -> None:
+    def _check_ledger(self, waiting: list[Request]) -> None:
         s, steps, depth = self.epoch.slots, self._steps_in_flight(), self.engine.queue.depth
-        demand(len(steps) <= depth, "one row per step", f"{len(steps)} steps in flight at depth {depth}")
+        demand(len(steps) <= depth, "one row per step", "{} steps in flight at depth {}", len(steps), depth)
         f: Counter[int] = Counter()
         h: Counter[int] = Counter()
         sampling: Counter[int] = Counter()
@@ -257,9 +261,9 @@ class Checker:
                 step.drafts.tolist(),
             )
             for slot, generation, count, samples, drafts in zip(*columns, strict=True):
-                demand(drafts < count and samples >= (drafts > 0), "optimistic drafts", f"slot {slot}: {drafts} drafts")
-                demand(state[slot] != FREE, "fence", f"step {step.step_id} names the free slot {slot}")
-                demand(generations[slot] == generation, "generation", f"slot {slot} was given away in flight")
+                demand((drafts > 0) <= samples and drafts < count, "optimistic drafts", "slot {}: {}", slot, drafts)
+                demand(state[slot] != FREE, "fence", "step {} names the free slot {}", step.step_id, slot)
+                demand(generations[slot] == generation, "generation", "slot {} was given away in flight", slot)
                 newest[slot] = step.step_id
                 if state[slot] == LIVE:
                     f[slot] += count
@@ -268,67 +272,62 @@ class Checker:
                 elif state[slot] == DELIVER:
                     stale[s.request(slot)] += samples
         inflight, placeholders = s.inflight.tolist(), s.placeholders.tolist()
-        tokens, computed = s.tokens.tolist(), s.computed.tolist()
+        tokens, computed, promised = s.tokens.tolist(), s.computed.tolist(), s.sampling.tolist()
         for slot in [i for i, value in enumerate(state) if value == LIVE]:
             T, P, F, H = tokens[slot], computed[slot], f[slot], h[slot]
-            demand(inflight[slot] == F, "ledger", f"slot {slot}: column {inflight[slot]}, ledger {F}")
-            demand(
-                placeholders[slot] == H, "output placeholder", f"slot {slot}: column {placeholders[slot]}, ledger {H}"
-            )
-            demand(s.sampling[slot] == sampling[slot], "ledger", f"slot {slot}: {s.sampling[slot]} sampling rows")
-            demand(0 <= F <= P, "ledger", f"slot {slot}: F={F} P={P}")
-            demand(0 <= P - F <= T, "committed position", f"slot {slot}: C={P - F} T={T}")
-            demand(not H or P == T + H - 1, "position identity", f"slot {slot}: P={P} T={T} H={H}")
+            demand(inflight[slot] == F, "ledger", "slot {}: column {}, ledger {}", slot, inflight[slot], F)
+            demand(placeholders[slot] == H, "output placeholder", "slot {}: {}, ledger {}", slot, placeholders[slot], H)
+            demand(promised[slot] == sampling[slot], "ledger", "slot {}: {} sampling rows", slot, promised[slot])
+            demand(0 <= F <= P, "ledger", "slot {}: F={} P={}", slot, F, P)
+            demand(0 <= P - F <= T, "committed position", "slot {}: C={} T={}", slot, P - F, T)
+            demand(not H or P == T + H - 1, "position identity", "slot {}: P={} T={} H={}", slot, P, T, H)
             if not F and self._last_sampled.get((slot, generations[slot])):
-                demand(P == T - 1, "position identity", f"slot {slot}: P={P} T={T}")
+                demand(P == T - 1, "position identity", "slot {}: P={} T={}", slot, P, T)
         fences = {slot: step for step, slots in self.epoch.fences.items() for slot in slots}
         demand(sum(map(len, self.epoch.fences.values())) == len(fences), "fence", "a slot behind two fences")
         retired = {slot for slot, value in enumerate(state) if value in (DELIVER, DROP)}
-        demand(set(fences) == retired, "fence", f"fenced {set(fences)}, retired {retired}")
+        demand(set(fences) == retired, "fence", "fenced {}, retired {}", fences, retired)
         for slot, fence in fences.items():
-            demand(newest.get(slot) == fence, "fence", f"slot {slot}: fence {fence}, last {newest.get(slot)}")
+            demand(newest.get(slot) == fence, "fence", "slot {}: fence {}, last {}", slot, fence, newest.get(slot))
         for slot in retired:
             request = s.request(slot)
             if state[slot] == DELIVER and request.status is RequestStatus.RUNNING:
-                demand(not stale[request], "resume gate", f"{request.number} resumed before its stale rows arrived")
-        for request in {s.request(slot) for slot in retired} | set(self.waiting):
-            demand(
-                request.stale_rows == stale[request],
-                "resume gate",
-                f"{request.number}: {request.stale_rows} stale rows",
-            )
+                demand(not stale[request], "resume gate", "{} resumed before its stale rows arrived", request.number)
+        for request in {s.request(slot) for slot in retired} | set(waiting):
+            rows = request.stale_rows
+            demand(rows == stale.get(request, 0), "resume gate", "{}: {} stale rows", request.number, rows)
 
     def _check_slots(self) -> None:
         s, limits, running = self.epoch.slots, self.epoch.limits, self.epoch.running.tolist()
-        state, order_keys = s.state.tolist(), s.order_key.tolist()
-        demand(len(running) <= limits.max_num_seqs, "step limits", f"{len(running)} running")
+        state, order_keys, stop_ids = s.state.tolist(), s.order_key.tolist(), s.stop_ids.tolist()
+        tokens, ends = s.tokens.tolist(), s.limit.tolist()
+        demand(len(running) <= limits.max_num_seqs, "step limits", "{} running", len(running))
         demand(
             sorted(running) == [i for i, value in enumerate(state) if value == LIVE], "running", "not the live slots"
         )
         order = [order_keys[slot] for slot in running]
-        demand(all(a < b for a, b in pairwise(order)), "running", f"order keys {order}")
+        demand(all(a < b for a, b in pairwise(order)), "running", "order keys {}", order)
         free = list(s.free)
         demand(len(set(free)) == len(free), "slots", "a slot is free twice")
         demand(set(free) == {i for i, value in enumerate(state) if value == FREE}, "slots", "free list and states")
         for slot in free:
             blocks = self.epoch.kv.tables[slot] + self.epoch.kv.states[slot]
-            demand(s.owner[slot] is None and not blocks, "slots", f"{slot} is not empty")
+            demand(s.owner[slot] is None and not blocks, "slots", "{} is not empty", slot)
         for slot in running:
             request = s.request(slot)
             params, prompt = request.params, request.num_prompt_tokens
-            demand(request.slot == slot and request.status is RequestStatus.RUNNING, "slots", f"owner of {slot}")
-            demand(order_keys[slot] == request.order_key, "slots", f"order key of {slot}")
-            demand(s.limit[slot] == min(prompt + params.max_tokens, limits.max_model_len), "certain end", "limit")
-            stops = set(s.stop_ids[slot].tolist()) - {-1}
-            demand(stops == set(params.eos_token_ids + params.stop_token_ids), "slots", f"stop ids of {slot}")
-            demand(int(s.tokens[slot]) < int(s.limit[slot]), "certain end", f"slot {slot} runs past its limit")
+            demand(request.slot == slot and request.status is RequestStatus.RUNNING, "slots", "owner of {}", slot)
+            demand(order_keys[slot] == request.order_key, "slots", "order key of {}", slot)
+            demand(ends[slot] == min(prompt + params.max_tokens, limits.max_model_len), "certain end", "limit")
+            stops = set(stop_ids[slot]) - {-1}
+            demand(stops == set(params.eos_token_ids + params.stop_token_ids), "slots", "stop ids of {}", slot)
+            demand(tokens[slot] < ends[slot], "certain end", "slot {} runs past its limit", slot)
 
-    def _check_waiting(self) -> None:
-        waiting = list(self.waiting)
+    def _check_waiting(self, waiting: list[Request]) -> None:
         demand(len(waiting) == len(self.waiting), "waiting", "length")
-        for request in waiting:
-            demand(request.slot == -1, "waiting", f"{request.number} has a slot")
-            demand(request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), "waiting", request.status)
+        demand(all(request.slot == -1 for request in waiting), "waiting", "a request has a slot")
+        statuses = {request.status for request in waiting}
+        demand(statuses <= {RequestStatus.WAITING, RequestStatus.PREEMPTED}, "waiting", statuses)
         total = sum(len(request.token_ids) for request in waiting)
         demand(total == self.waiting.num_tokens, "waiting", "num_tokens")
         order_keys = [request.order_key for request in waiting]
@@ -345,14 +344,14 @@ class Checker:
         for slot, (table, states) in enumerate(zip(tables, self.epoch.kv.states, strict=True)):
             if table:
                 held = [block for block in states + table if block != NO_BLOCK]
-                demand(len(states) == num_states(self.epoch.limits.groups), "recurrent state", f"slot {slot}")
-                demand(len(set(held)) == len(held), "block accounting", f"slot {slot} holds a block twice")
+                demand(len(states) == num_states(self.epoch.limits.groups), "recurrent state", "slot {}", slot)
+                demand(len(set(held)) == len(held), "block accounting", "slot {} holds a block twice", slot)
                 demand(
-                    capacity[slot] * len(groups) == len(table) * size, "block accounting", f"capacity of slot {slot}"
+                    capacity[slot] * len(groups) == len(table) * size, "block accounting", "capacity of slot {}", slot
                 )
                 for group in range(len(groups)):
                     self._check_window(slot, group, computed[slot] - inflight[slot])
-                demand(computed[slot] <= capacity[slot], "block accounting", f"slot {slot} computes beyond its blocks")
+                demand(computed[slot] <= capacity[slot], "block accounting", "slot {} computes beyond its blocks", slot)
                 holders.update(held)
         for load in self.engine.store.loading:
             elsewhere = any(request.slot >= 0 or request in list(self.waiting) for request in load.requests)
@@ -360,31 +359,26 @@ class Checker:
             demand(waits and not elsewhere, "loaded block", "a request is in two places")
             holders.update(load.prefix + load.blocks)
         holders.update(self._check_pins())
-        demand(
-            pool.refs == [holders[b] for b in range(pool.num_blocks)],
-            "block accounting",
-            "reference counts are not the holders",
-        )
+        taken = {b: refs for b, refs in enumerate(pool.refs) if refs}
+        demand(taken == dict(holders), "block accounting", "reference counts are not the holders")
         for load in self.engine.store.loading:
             demand(
                 not any(pool.hash_of[b] for b in load.blocks), "loaded block", "a block is found before its load ends"
             )
         blank, cached = pool.blank, list(pool.cached)
-        free = {b for b, refs in enumerate(pool.refs) if refs == 0}
+        free = set(range(pool.num_blocks)).difference(taken)
         demand(
             len(blank) + len(cached) == len(free) == pool.num_free, "block accounting", "free + held is not the pool"
         )
         demand(set(blank) | set(cached) == free, "block accounting", "a held block is in a free list")
-        demand(all(pool.hash_of[b] is None for b in blank), "prefix-cache content", "a blank block has a hash")
-        demand(all(pool.hash_of[b] is not None for b in cached), "prefix-cache content", "a cached block has no hash")
-        found = {b: block_hash for block_hash, b in pool.by_hash.items()}
-        demand(
-            found == {b: x for b, x in enumerate(pool.hash_of) if x is not None},
-            "prefix-cache content",
-            "hash map is not a bijection",
-        )
+        hash_of, by_hash = pool.hash_of, pool.by_hash
+        demand(not any(map(hash_of.__getitem__, blank)), "prefix-cache content", "a blank block has a hash")
+        demand(all(map(hash_of.__getitem__, cached)), "prefix-cache content", "a cached block has no hash")
+        is_found = len(by_hash) == len(hash_of) - hash_of.count(None)
+        is_found = is_found and all(hash_of[b] == name for name, b in by_hash.items())
+        demand(is_found, "prefix-cache content", "hash map is not a bijection")
         for step, blocks in self._touched.items():
-            demand(blocks.isdisjoint(free), "fence", f"step {step} may still write a free block")
+            demand(blocks.isdisjoint(free), "fence", "step {} may still write a free block", step)
 
     def _check_pins(self) -> list[int]:
         """Return the blocks that pins hold, each as often as it is held."""
@@ -393,9 +387,9 @@ class Checker:
         for pin in pins.values():
             for at, block in enumerate(pin.table):
                 name = in_group_name(pin.names[at // groups], at % groups)
-                demand(block == NO_BLOCK or hash_of[block] == name, "pinned block", f"{pin.id} lost block {at}")
+                demand(block == NO_BLOCK or hash_of[block] == name, "pinned block", "{} lost block {}", pin.id, at)
             before = len(self._pinned.get(pin.id, ()))
-            demand(len(pin.table) >= before, "pinned block", f"{pin.id} has fewer blocks than before")
+            demand(len(pin.table) >= before, "pinned block", "{} has fewer blocks than before", pin.id)
         blocks = [block for pin in pins.values() for block in pin.blocks]
         names = {name for pin in pins.values() for name in pin.names}
         demand(len(names) * groups <= epoch.limits.most_pinned, "pinned block", "the longest request does not fit")
@@ -408,29 +402,28 @@ class Checker:
     def _first_block(self, group: int, position: int) -> int:
         """First block that a query at `position` reads."""
         kind, span = (own := self.groups[group]).kind, own.size
-        first = {
-            "full_attention": 0,
-            "sliding_window": max(0, position - span + 1),
-            "chunked_local_attention": position - position % max(span, 1),
-        }[kind]
+        if kind == "full_attention":
+            return 0
+        first = max(0, position - span + 1) if kind == "sliding_window" else position - position % span
         return first // self.epoch.limits.block_size
 
     def _check_window(self, slot: int, group: int, committed: int) -> None:
         """Blocks behind the window: a live slot has no others, and a table keeps all that a query may read."""
         table, first = self._table(slot, group), self._first_block(group, committed)
-        missing = [index for index, block in enumerate(table) if block == NO_BLOCK]
-        demand(missing == [*range(len(missing))], WINDOW, f"slot {slot} has gaps in group {group}")
-        demand(len(missing) <= first, WINDOW, f"slot {slot}: block {first} of group {group} may be read")
+        missing = table.count(NO_BLOCK)
+        demand(NO_BLOCK not in table[missing:], WINDOW, "slot {} has gaps in group {}", slot, group)
+        demand(missing <= first, WINDOW, "slot {}: block {} of group {} may be read", slot, first, group)
         if self.epoch.slots.state[slot] == LIVE and self.epoch.slots.inflight[slot] == 0:
-            demand(len(missing) == first, WINDOW, f"slot {slot} keeps blocks of group {group} behind it")
+            demand(missing == first, WINDOW, "slot {} keeps blocks of group {} behind it", slot, group)
 
     def check_cache(self, kv: list[list[int | None]]) -> None:
         """Prefix-cache content, when every dispatched plan has reached the oracle: each cached block holds what its
         hash stands for."""
         for block_hash, block in self.epoch.kv.pool.by_hash.items():
-            content = self.known.get(block_hash)
-            demand(content is not None, "prefix-cache content", f"block {block} has a hash of no known tokens")
-            demand(kv[block] == content, "prefix-cache content", f"block {block} does not hold what its hash promises")
+            if kv[block] != self.known.get(block_hash):
+                has_known = block_hash in self.known
+                demand(has_known, "prefix-cache content", "block {} has a hash of no known tokens", block)
+                demand(False, "prefix-cache content", "block {} does not hold what its hash promises", block)
 
     @property
     def confirmed(self) -> int:

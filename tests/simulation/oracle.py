@@ -33,11 +33,11 @@ from protocol.steps import (
     StepMessage,
 )
 from services.scheduler.core.limits import Limits
-from services.worker.sampling.reference import TokenLogprobs, logprobs_of
+from services.worker.sampling.reference import TokenLogprobs
 from services.worker.session import SampleStep, Session
 from tests.simulation.drafts import Foresight, Speculating
 from tests.simulation.hashing import ROOT, extend, in_group
-from tests.simulation.reference import HIDDEN_SIZE, choose, hidden, logits
+from tests.simulation.reference import HIDDEN_SIZE, choose, hidden, scores_of
 
 MESSAGES: Decoder[StepMessage] = Decoder(StepMessage)
 
@@ -317,11 +317,11 @@ class OracleWorker:
         self.kv[block] = [None] * self.block_size
 
     def _write(self, slot: int, generation: int, start: int, count: int, samples: bool) -> None:
-        self._demand(slot in self.slots, f"slot {slot} is empty")
+        self._demand(slot in self.slots, "slot {} is empty", slot)
         s, size, end = self.slots[slot], self.block_size, start + count
-        self._demand(s.generation == generation, f"slot {slot}: generation {generation}, not {s.generation}")
+        self._demand(s.generation == generation, "slot {}: generation {}, not {}", slot, generation, s.generation)
         if s.computed is None:  # blocks behind the cached prefix are fresh
-            self._demand(start % size == 0 and start < len(s.tokens), f"slot {slot} starts at {start}")
+            self._demand(start % size == 0 and start < len(s.tokens), "slot {} starts at {}", slot, start)
             for table in self._tables(s):
                 for block in table[start // size :]:
                     self._poison(block)
@@ -332,14 +332,14 @@ class OracleWorker:
             start == s.computed + unknown,
             f"position bound: slot {slot} starts at {start}, its KV ends at {s.computed}, {unknown} rejections unknown",
         )
-        self._demand(end <= self._max_model_len, f"position bound: slot {slot} goes to {end} of {self._max_model_len}")
+        self._demand(end <= self._max_model_len, "position bound: slot {} goes to {}", slot, end)
         ahead = min(end + self._lookahead, self._max_model_len)
         held = len(s.table) // len(self.groups) * size
-        self._demand(ahead <= held, f"slot {slot}: no block for position {ahead - 1}")
+        self._demand(ahead <= held, "slot {}: no block for position {}", slot, ahead - 1)
         planned = self._planned_drafts.get(slot, 0)
         start, end = s.computed, s.computed + count - planned
-        self._demand(end > start and end <= len(s.tokens), f"slot {slot}: {count} from {start} of unknown tokens")
-        self._demand(samples == (end == len(s.tokens)), f"slot {slot}: samples={samples} at {end}/{len(s.tokens)}")
+        self._demand(end > start and end <= len(s.tokens), "slot {}: {} from {} of unknown tokens", slot, count, start)
+        self._demand(samples == (end == len(s.tokens)), "slot {}: samples={} at {}", slot, samples, end)
         self._take_drafts(slot, planned)
         end += len(s.drafts)
         if samples and s.sampled:
@@ -349,14 +349,16 @@ class OracleWorker:
                 f"stage spacing: slot {slot} needs the token of step {s.sampled} too early for {self.stages} stages",
             )
         s.states_before = [self.kv[block][0] for block in s.states]
+        tables, written = self._tables(s), self._written.setdefault(self._last_step, [])
         for position in range(start, end):
             self._advance(slot, position)
-            for group, table in enumerate(self._tables(s)):
+            for group, table in enumerate(tables):
                 block, offset = table[position // size], position % size
-                self._demand(block != NO_BLOCK, f"slot {slot}: no block for position {position}")
+                self._demand(block != NO_BLOCK, "slot {}: no block for position {}", slot, position)
                 self.kv[block][offset] = in_group(s.prefixes[position], group)
-                self._written.setdefault(self._last_step, []).append((block, offset))
-            s.hidden_sum += hidden(s.prefixes[position]) if s.pooling is Pooling.MEAN else 0
+                written.append((block, offset))
+            if s.pooling is Pooling.MEAN:
+                s.hidden_sum += hidden(s.prefixes[position])
         s.computed = end
         self._computed.append((slot, start, end))
 
@@ -382,7 +384,7 @@ class OracleWorker:
             )
         s.drafts, s.proposed, s.requested = s.proposed[:planned], [], 0
         for token in s.drafts:
-            self._demand(0 <= token < self.vocab, f"valid ids: slot {slot} has the draft {token}")
+            self._demand(0 <= token < self.vocab, "valid ids: slot {} has the draft {}", slot, token)
             s.tokens.append(token)
             s.prefixes.append(extend(s.prefixes[-1], token))
 
@@ -475,8 +477,7 @@ class OracleWorker:
             mask = None if masks is None else masks[j]
             token = choose(s.prefixes[-1], s.params, prompt, output, self.vocab, mask)
             if s.pooling is Pooling.NONE and s.params.logprobs is not None:
-                scores = logits(s.prefixes[-1], self.vocab)
-                scored.append((slot, len(s.tokens), logprobs_of(scores, token, s.params.logprobs)))
+                scored.append((slot, len(s.tokens), scores_of(s.prefixes[-1], token, self.vocab, s.params.logprobs)))
             s.tokens.append(token)
             s.prefixes.append(extend(s.prefixes[-1], token))
             row.append(token)
@@ -541,13 +542,13 @@ class OracleWorker:
             if s.params.prompt_logprobs is None:
                 continue
             for at in range(start + 1, min(end + 1, s.num_prompt)):
-                row = logits(s.prefixes[at - 1], self.vocab)
-                scored.append((slot, at, logprobs_of(row, s.tokens[at], s.params.prompt_logprobs)))
+                scores = scores_of(s.prefixes[at - 1], s.tokens[at], self.vocab, s.params.prompt_logprobs)
+                scored.append((slot, at, scores))
         return scored
 
-    def _demand(self, holds: bool, otherwise: str) -> None:
+    def _demand(self, holds: bool, otherwise: str, *values: object) -> None:
         if not holds:
-            raise OracleViolation(f"step {self._last_step}: {otherwise}")
+            raise OracleViolation(f"step {self._last_step}: {otherwise.format(*values) if values else otherwise}")
 
 
 def _logprobs(scored: list[tuple[int, int, TokenLogprobs]]) -> Logprobs:

@@ -3,7 +3,9 @@
 A token is a function of the hash of the prefix before it, and of the seed for sampled requests.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,8 +48,22 @@ def choose(
     edits = params.logit_bias or params.bad_words or params.allowed_token_ids
     if mask is None and not (edits or params.penalizes):
         return sample(prefix, params, vocab)
+    return _sampled(prefix, params, tuple(prompt), tuple(output), vocab, b"" if mask is None else mask.tobytes())
+
+
+@lru_cache(1 << 13)
+def _sampled(
+    prefix: int, params: SamplingParams, prompt: tuple[int, ...], output: tuple[int, ...], vocab: int, mask: bytes
+) -> int:
     before, after = np.array(prompt, np.int32), np.array(output, np.int32)
-    return sampling.sample(logits(prefix, vocab), params, before, after, mask)
+    bits = np.frombuffer(mask, np.int32) if mask else None
+    return sampling.sample(logits(prefix, vocab), params, before, after, bits)
+
+
+@lru_cache(1 << 13)
+def scores_of(prefix: int, token: int, vocab: int, count: int) -> TokenLogprobs:
+    """Return the log-probabilities of a token after a prefix, and of `count` alternatives."""
+    return logprobs_of(logits(prefix, vocab), token, count)
 
 
 def hidden(prefix: int) -> NDArray[np.float64]:
@@ -76,7 +92,7 @@ def reference(
     vocab: int,
     grammar: Automaton | None = None,
     pooling: Pooling = Pooling.NONE,
-    seen: list[int] | None = None,
+    seen: Sequence[int] | None = None,
 ) -> ExpectedAnswer:
     """Return the answer as a pure function of the request: no blocks, no batch, no scheduler.
 
@@ -87,7 +103,7 @@ def reference(
     prefix, total = ROOT, np.zeros(HIDDEN_SIZE)
     for position, token in enumerate(prompt):
         if position and params.prompt_logprobs is not None:
-            scores[position] = logprobs_of(logits(prefix, vocab), token, params.prompt_logprobs)
+            scores[position] = scores_of(prefix, token, vocab, params.prompt_logprobs)
         prefix = extend(prefix, token if seen is None else seen[position])
         total += hidden(prefix) if pooling is Pooling.MEAN else 0
     if pooling is not Pooling.NONE:
@@ -98,7 +114,7 @@ def reference(
         token = choose(prefix, params, prompt, tokens, vocab, None if grammar is None else grammar.mask())
         if params.logprobs is not None:
             position = len(prompt) + len(tokens)
-            scores[position] = logprobs_of(logits(prefix, vocab), token, params.logprobs)
+            scores[position] = scores_of(prefix, token, vocab, params.logprobs)
         if grammar is not None and not grammar.accept(token):
             return ExpectedAnswer(tokens, FinishReason.ERROR, None, scores)
         tokens.append(token)

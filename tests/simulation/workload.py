@@ -1,6 +1,7 @@
 """Random workloads: small pools, few seats, shared prefixes, every kind of stop."""
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from random import Random
 
 from protocol.kv_groups import ONE_GROUP, KVGroup
@@ -73,6 +74,7 @@ def speculating(seed: int) -> Speculating:
     return Speculating(rng.choice(ACCEPTANCES), lengths, rng.random() < 0.4, longest)
 
 
+@lru_cache(16)
 def draw(seed: int, speculates: bool = False, tier: bool = False) -> Workload:
     """Return the workload of a seed. `tier`: the workers have one."""
     rng, of_group, of_masks = Random(seed), Random(f"group/{seed}"), Random(f"masks/{seed}")

@@ -8,6 +8,7 @@ core: after every transition the checker recomputes the rules. Every delivered t
 from collections import Counter, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import cache
 from random import Random
 
 import msgspec
@@ -57,6 +58,9 @@ NO_ANSWER = ExpectedAnswer([], FinishReason.ABORT, None, {})
 _RESULTS: Decoder[ModelRunnerOutput] = Decoder(ModelRunnerOutput)
 _PLANS: Decoder[SchedulerOutput] = Decoder(SchedulerOutput)
 _OUTPUTS: Decoder[RequestOutputs] = Decoder(RequestOutputs)
+_ANSWERS: dict[tuple[object, ...], ExpectedAnswer] = {}
+"""Other depths, epochs and faults play the same requests."""
+MOST_ANSWERS = 1000
 
 
 class DeliveryError(AssertionError):
@@ -77,8 +81,13 @@ def params(
     )
 
 
+@cache
+def _token_of(seed: int, position: int) -> int:
+    return Random(f"{seed}/{position}").randrange(64)
+
+
 def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return [Random(f"{seed}/{i}").randrange(64) for i in range(length)]
+    return [_token_of(seed, position) for position in range(length)]
 
 
 @dataclass(eq=False)
@@ -138,10 +147,15 @@ class SimulatedStream:
         return Automaton.from_params(self.structured, vocab, self.params.eos_token_ids)
 
     def expected(self, max_model_len: int, vocab: int) -> ExpectedAnswer:
-        grammar, seen = self.grammar(vocab), None
-        if self.media is not None:
-            seen = distinct_tokens(unpack(pack(self.prompt)), self.media).tolist()
-        return reference(self.prompt, self.params, max_model_len, vocab, grammar, self.pooling, seen)
+        media, p = self.media, self.params
+        seen = None if media is None else tuple(distinct_tokens(unpack(pack(self.prompt)), media).tolist())
+        key = (tuple(self.prompt), seen, p, self.structured, self.pooling, max_model_len, vocab)
+        if key not in _ANSWERS:
+            if len(_ANSWERS) == MOST_ANSWERS:
+                _ANSWERS.clear()
+            grammar = self.grammar(vocab)
+            _ANSWERS[key] = reference(self.prompt, p, max_model_len, vocab, grammar, self.pooling, seen)
+        return _ANSWERS[key]
 
 
 class World:
@@ -809,7 +823,8 @@ class World:
         if self.limits.whole_prompts and head is not None and total < self.limits.max_num_batched_tokens:
             is_long = total + len(head.token_ids) > self.limits.max_num_batched_tokens
             self.coverage["whole prompts that wait for the next step"] += is_long
-        self.log("step", step.step_id, *zip(*rows, strict=True), "new", sorted(entering))
+        if self._trace is not None:
+            self.log("step", step.step_id, *zip(*rows, strict=True), "new", sorted(entering))
         self.checker.check()
 
     def _on_nothing_scheduled(self) -> None:

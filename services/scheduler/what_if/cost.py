@@ -19,7 +19,7 @@ from protocol.steps import SchedulerOutput
 
 FEATURES = ("step", "prefill token", "decode token", "context", "verified draft", "proposed draft")
 _ROUNDS = 2000
-"""Rounds of coordinate descent; seven coefficients need far fewer."""
+"""Maximum rounds of coordinate descent; seven coefficients need far fewer."""
 _OUTLIER = 3.0
 """A step that takes more than this multiple of the fitted time is left out of the second fit."""
 _AS_GOOD = 1.02
@@ -157,9 +157,12 @@ def _non_negative(x: Vector, y: Vector) -> Vector:
     normal, moment = (x / scale).T @ (x / scale), (x / scale).T @ y
     solved = np.zeros(x.shape[1])
     for _ in range(_ROUNDS):
+        before = solved.copy()
         for index in range(len(solved)):
             if normal[index, index]:
                 residual = moment[index] - normal[index] @ solved
                 solved[index] = max(0.0, solved[index] + residual / normal[index, index])
+        if np.array_equal(solved, before):
+            break
     result: Vector = solved / scale
     return result

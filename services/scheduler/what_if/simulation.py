@@ -115,7 +115,6 @@ class WhatIf:
         self._to_abort: list[RequestKey] = []
         self._rng = Random(_SEED)  # noqa: S311  no secret
         self.measurements = Measurements()
-        self._filler = np.zeros(1, np.int32)
         self._rows = self._requests = 0
 
     def run(self) -> Measurements:
@@ -283,7 +282,7 @@ class WhatIf:
 
     def _tokens(self, slot: int, count: int) -> Column:
         """Return the next tokens of the request in a slot."""
-        slots, tokens = self.core.epoch.slots, np.resize(self._filler, count)
+        slots, tokens = self.core.epoch.slots, np.zeros(count, np.int32)
         owner = slots.owner[slot]
         request = self._open.get(owner.key) if owner is not None else None
         if request is not None:

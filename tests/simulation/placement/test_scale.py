@@ -1,5 +1,7 @@
 """The production placement core and simulated engines, as in `make bench NAME=placement_scale`, but reduced."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 
@@ -10,12 +12,13 @@ from tests.simulation.placement.world import FleetFault, FleetSetting, FleetWorl
 
 SHAPE = WorkloadShape(requests=4000, per_second=12.0)
 ENGINES, FRONTENDS, BLOCKS = 30, 4, 488
+arrivals = cache(lambda: [*requests(SHAPE, 3)])
 
 
 def run(policy: str = "prefix_aware", faults: tuple[FleetFault, ...] = ()) -> Result:
     has_events = policy == "prefix_aware"
     setting = FleetSetting(policy, ENGINES, FRONTENDS, BLOCKS, SHAPE.block_size, 2**14, has_events, faults=faults)
-    return FleetWorld(setting, 3).run(requests(SHAPE, 3))
+    return FleetWorld(setting, 3).run(arrivals())
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +27,7 @@ def undisturbed() -> Result:
 
 
 def test_prefixes_are_found_as_in_one_cache_and_answers_begin_sooner(undisturbed: Result) -> None:
-    one = hit_share(requests(SHAPE, 3), ENGINES * BLOCKS, SHAPE.block_size)
+    one = hit_share(arrivals(), ENGINES * BLOCKS, SHAPE.block_size)
     assert one > 0.3
     assert undisturbed.hit_tokens / undisturbed.prompt_tokens > 0.9 * one
     for policy in ("least_loaded", "round_robin", "cache_aware"):

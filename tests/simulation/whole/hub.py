@@ -96,7 +96,9 @@ class Waiters:
         threads, self._threads = self._threads, []
         for thread, ticket in threads:
             hub = thread.process.hub
-            hub.after(hub.latency(), partial(thread.resume, ticket, True))
+            seconds = hub.latency()
+            if ticket == thread.ticket:  # the others have ended their wait
+                hub.after(seconds, partial(thread.resume, ticket, True))
 
 
 class SimulatedProcess:

@@ -1,7 +1,5 @@
 """The number of drafts, chosen by acceptance and time, on a simulated device with known costs."""
 
-import math
-import random
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -42,24 +40,23 @@ class DraftingRun(NamedTuple):
 
 def run(policy: Drafting, device: DeviceModel, steps: int = 1500, seed: int = 0) -> DraftingRun:
     """Run with two steps in flight: the cost of a step is known after the next one was planned."""
-    chance, rows, took, tokens = random.Random(seed), device.rows, 0.0, 0
+    rng, rows, took, tokens = np.random.default_rng(seed), device.rows, 0.0, 0
+    offered = rng.random((steps, rows)) < device.offered
+    accepted = (rng.random((steps, rows, MOST)) < device.acceptance).cumprod(axis=2).sum(axis=2)
+    delays = np.exp(rng.normal(0, device.noise, steps)) * np.where(rng.random(steps) < device.interrupted, 5, 1)
     chosen, trials, rests, flying, planned, now = [], [], [], [], 0, 1.0
-    ones = np.ones(rows, np.int32)
-    for step_id in range(1, steps + 1):
+    ones, slots, samples = np.ones(rows, np.int32), np.arange(rows), np.ones(rows, np.bool_)
+    columns = [(slots, ones, ones, ones + drafts, samples, drafts * ones) for drafts in range(MOST + 1)]
+    for step_id, delay in enumerate(delays.tolist(), 1):
         proposes = policy.length(rows)
         chosen.append(proposes)
         trials.append(policy.is_trial)
         rests.append(policy.rests)
-        drafted = np.array([planned * (chance.random() < device.offered) for _ in range(rows)], np.int32)
-        counts = ones.copy()
-        for row in range(rows):
-            while counts[row] <= drafted[row] and chance.random() < device.acceptance:
-                counts[row] += 1
-        time = device.step + device.token * int(rows + drafted.sum()) + device.draft * proposes
-        time *= math.exp(chance.gauss(0, device.noise)) * (5 if chance.random() < device.interrupted else 1)
-        samples = np.ones(rows, np.bool_)
-        columns = np.arange(rows), ones, ones, ones + planned, samples, planned * ones
-        step, now = (InflightStep(step_id, *columns, proposes, policy.is_trial, policy.rests), now + time * 1e-3)
+        drafted = planned * offered[step_id - 1].astype(np.int32)
+        counts = 1 + np.minimum(drafted, accepted[step_id - 1]).astype(np.int32)
+        time = delay * (device.step + device.token * int(rows + drafted.sum()) + device.draft * proposes)
+        now += time * 1e-3
+        step = InflightStep(step_id, *columns[planned], proposes, policy.is_trial, policy.rests)
         flying.append((step, drafted, counts, now))
         if len(flying) == 2:
             policy.observe(*flying.pop(0))
