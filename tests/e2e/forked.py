@@ -1,50 +1,39 @@
-"""`runahead serve` without starting interpreters: the supervisor runs in a forked process and forks its services, and
-these the process that reads files with vLLM.
+"""`runahead serve` without starting interpreters: the supervisor runs in a forked process and forks its services.
 
-What they import takes longer than most tests. `ForkedService` has the part of `subprocess.Popen` that is used; the
-services run the same entry point with the same arguments and environment.
+What the services import takes longer than most tests. `ForkedService` has the part of `subprocess.Popen` that the
+supervisor uses; the services run the same entry point with the same arguments and environment.
 """
 
-import importlib
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import GenericAlias
 from typing import Any
 
 from services.cli import supervisor
 from services.cli.supervisor import STOP_SIGNALS
-from services.frontend import media
 
 CODE = "import sys; from tests.e2e.forked import main; sys.exit(main())"
 ENTRY_POINT = "services.cli.child"
 STOPPED_GRACE = "TEST_STOPPED_GRACE"
 """Environment variable with another value of the supervisor's constant, seconds."""
 STARTED = subprocess.Popen
+"""Services start their own child processes with it."""
 
 
 class ForkedService:
-    """A service of `serve`, or the process that reads files, in a forked process. Others are started as usual."""
+    """A service of `serve` in a forked process."""
 
     __class_getitem__ = classmethod(GenericAlias)
 
-    def __new__(cls, arguments: Sequence[str], *more: Any, **options: Any) -> Any:
-        is_forked = ENTRY_POINT in arguments or media.MODULE in arguments
-        return super().__new__(cls) if is_forked else STARTED(arguments, *more, **options)
-
-    def __init__(
-        self, arguments: Sequence[str], *, env: Mapping[str, str], pass_fds: Iterable[int] = (), **_: Any
-    ) -> None:
-        module, *own = arguments[arguments.index("-m") + 1 :]
+    def __init__(self, arguments: Sequence[str], *, env: Mapping[str, str], **_: Any) -> None:
+        own = arguments[arguments.index(ENTRY_POINT) + 1 :]
         reader, writer = os.pipe()
-        process = multiprocessing.get_context("fork").Process(
-            target=_run, args=(module, own, dict(env), writer, pass_fds), daemon=module != ENTRY_POINT
-        )
+        process = multiprocessing.get_context("fork").Process(target=_run, args=(own, dict(env), writer))
         # A signal must not run a handler of the supervisor in the service.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
@@ -79,10 +68,9 @@ class ForkedService:
         self.send_signal(signal.SIGKILL)
 
 
-def _run(
-    module: str, arguments: Sequence[str], environment: dict[str, str], output: int, passed: Iterable[int]
-) -> None:
-    """Run a module in a process group of its own, with no file but standard input, outputs and `passed`."""
+def _run(arguments: Sequence[str], environment: dict[str, str], output: int) -> None:
+    """Run a service in a process group of its own, with no file of the supervisor but standard input and outputs."""
+    subprocess.Popen = STARTED  # type: ignore[misc]
     for number in (*STOP_SIGNALS, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
@@ -90,13 +78,14 @@ def _run(
     os.setpgid(0, 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    ends = (2, *sorted(passed), os.sysconf("SC_OPEN_MAX"))
-    for low, high in pairwise(ends):
-        os.closerange(low + 1, high)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     os.environ.clear()
     os.environ.update(environment)
     Path("/proc/self/comm").write_text(Path(arguments[1]).stem)  # how `ServeProcess` finds a service
-    sys.exit(importlib.import_module(module).main(*arguments))
+
+    from services.cli.child import main as run_service
+
+    sys.exit(run_service(*arguments))
 
 
 def main() -> int:

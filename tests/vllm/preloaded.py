@@ -10,19 +10,6 @@ from pathlib import Path
 
 from tests.e2e.server import ServeProcess, serving
 
-MODULES = [
-    "tests.vllm.reference",
-    "tests.vllm.driver",
-    "vllm.v1.worker.cpu_worker",
-    "services.worker.backends.vllm.media_processor",
-    "services.cli.app",
-    "services.cli.serve",
-    "services.cli.start",
-    "services.frontend.service",
-    "services.scheduler.service",
-    "services.worker.service",
-]
-"""None imports numba, beside which vLLM's worker does not start."""
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # vLLM's engine and worker in one process
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -39,7 +26,7 @@ def processes() -> Iterator[ProcessPoolExecutor]:
     before = dict(os.environ)
     os.environ |= ENVIRONMENT  # the fork server inherits it
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(MODULES)
+    context.set_forkserver_preload(["tests.vllm.reference", "tests.vllm.driver", "vllm.v1.worker.cpu_worker"])
     try:
         multiprocessing.forkserver.ensure_running()
         with ProcessPoolExecutor(2, context, max_tasks_per_child=1) as pool:
@@ -50,12 +37,12 @@ def processes() -> Iterator[ProcessPoolExecutor]:
 
 
 @contextmanager
-def serving_preloaded(model: Path, *arguments: str, patch: str = "") -> Iterator[ServeProcess]:
+def serving_preloaded(model: Path, *arguments: str) -> Iterator[ServeProcess]:
     """`serve` of a model; vLLM is imported once for all workers and restarts."""
     with processes():  # starts the fork server
         pass
     with serving(
         str(model), "--backend", "vllm", "--enforce-eager", "--threads", "1", "--block-size", "32", "--dtype",
-        "float32", "--kv-cache-memory-bytes", str(64 << 20), *arguments, patch=patch,
+        "float32", "--kv-cache-memory-bytes", str(64 << 20), *arguments,
     ) as running:  # fmt: skip
         yield running

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,36 +21,28 @@ import soundfile
 from PIL import Image
 from transformers import AutoTokenizer
 
-from protocol.codec import encode, pack, unpack
+from protocol.codec import pack, unpack
 from protocol.lora import LoRAAdapter
-from protocol.media import MAX_FILES, Media, MediaJob, ProcessedMedia, ProcessorSettings
+from protocol.media import MAX_FILES, Media, MediaJob, ProcessorSettings
 from protocol.membership import Assignment, Speculation
 from protocol.sampling import SamplingParams
 from services.config import WorkerConfig
 from services.frontend.adapters import Adapters
-from services.frontend.media import MODULE
 from services.frontend.openai.prompts.conversation import conversation, media_files
 from services.frontend.openai.schemas.requests import ChatRequest
-from services.helper_process import HelperProcess
 from services.worker.backends.vllm.engine_config import EngineOptions, create_engine_config
 from services.worker.backends.vllm.media_processor import MAX_PIXELS, MediaProcessor
 from services.worker.runner import LoadError
-from tests.e2e.server import PATIENCE, ServeProcess, wait_until
+from tests.e2e.server import PATIENCE, ServeProcess, serving, wait_until
 from tests.vllm import checkpoints, media_checkpoints
 from tests.vllm.driver import BLOCK, VllmRun, VllmStream, VllmWorker
-from tests.vllm.preloaded import processes, serving_preloaded
+from tests.vllm.preloaded import processes
 from tests.vllm.reference import chat
 from tests.vllm.test_lora_served import requests as requests_in
 
 JSON = dict[str, Any]
 CONTEXT, CHUNK = 512, 128
 """A step has room for one image of 91 tokens, and a part of the next one."""
-LOCAL_FILES = """
-from services.frontend import media_fetcher
-media_fetcher.is_public = lambda address: address.is_loopback
-media_fetcher.FETCH_SECONDS = 3600  # a test waits for the end of a request that nobody waits for any more
-"""
-"""Code of a server under test: files are fetched from this machine."""
 
 
 def image_url(seed: int, width: int = 100, height: int = 70, form: str = "PNG", **saved: Any) -> str:
@@ -202,14 +195,21 @@ def kind(model: Path) -> str:
     return media_checkpoints.MODELS[model.name]
 
 
+@contextmanager
+def serve(model: Path, *arguments: str, **environment: str) -> Iterator[ServeProcess]:
+    with serving(
+        str(model), "--backend", "vllm", "--enforce-eager", "--threads", "1", "--block-size", str(BLOCK), "--dtype",
+        "float32", "--max-model-len", str(CONTEXT), "--max-num-batched-tokens", str(CHUNK),
+        "--kv-cache-memory-bytes", str(64 << 20), *arguments, forked=False, **environment,
+    ) as running:  # fmt: skip
+        yield running
+
+
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[ServeProcess]:
-    """Two ranks with drafts. Files at addresses of this machine are allowed."""
-    drafts = json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False})
-    with serving_preloaded(
-        model, "--max-model-len", str(CONTEXT), "--max-num-batched-tokens", str(CHUNK), "--tensor-parallel-size", "2",
-        "--speculative-config", drafts, "--allowed-media-domains", "localhost", "10.0.0.1", patch=LOCAL_FILES,
-    ) as running:  # fmt: skip
+    """Files at addresses of this machine are allowed."""
+    allowed = ("--allowed-media-domains", "localhost", "10.0.0.1")
+    with serve(model, *allowed, PYTHONPATH=str(Path(__file__).parent / "public_loopback")) as running:
         yield running
 
 
@@ -225,18 +225,18 @@ def tokens_of(response: httpx.Response) -> list[int]:
 
 
 def test_tokens_equal_vllms(model: Path, kind: str, server: ServeProcess) -> None:
-    """Through HTTP and two ranks with drafts, too, while one is killed."""
+    """Through HTTP, too, while the worker is killed."""
     asked = conversations(kind)
     given = [{**params, "max_tokens": OUTPUT, "ignore_eos": True} for params in PARAMS]
-    with processes() as pool, ThreadPoolExecutor(2 * len(asked)) as threads:
+    with processes() as pool, ThreadPoolExecutor(len(asked)) as threads:
         mine = pool.submit(answer, str(model), asked)
         expected = pool.submit(chat, str(model), asked, given, max_model_len=CONTEXT).result()
         answers = [tokens for _, tokens in expected]
         both = list(zip(asked, PARAMS, strict=True))
         alone = [tokens_of(request(server, messages, **params)) for messages, params in both]
         running = [threads.submit(request, server, messages, **params) for messages, params in both * 2]
-        wait_until(lambda: requests_in(server, "running") >= 4, "streams")
-        server.services["worker-0"].kill()
+        wait_until(lambda: requests_in(server, "running") >= len(answers), "streams")
+        server.services["worker"].kill()
         served = [tokens_of(future.result()) for future in running]
         found = mine.result()
     assert len({tuple(tokens) for tokens in answers}) == len(answers)
@@ -249,7 +249,6 @@ def test_tokens_equal_vllms(model: Path, kind: str, server: ServeProcess) -> Non
     assert found.accepted > 0 or model.name == "paddleocr-vl", "its answers repeat nothing"
     assert alone == answers
     assert served == answers * 2
-    assert server.metric("spec_decode_num_draft_tokens_total") > 0
 
 
 @pytest.mark.parametrize(("name", "assigned", "config", "why"), [
@@ -293,14 +292,23 @@ def test_adapters_beside_images(tmp_path: Path) -> None:
     assert found == dict.fromkeys(found, answers)
 
 
-def test_the_process_that_reads_files_starts_by_itself(tmp_path: Path) -> None:
-    """Those of the servers are forked."""
-    model, process = media_checkpoints.make("idefics3", tmp_path / "model"), HelperProcess(MODULE)
-    try:
-        answer = process.exchange(encode(ProcessorSettings(str(model), "float32")), PATIENCE)
-        assert answer == encode(ProcessedMedia(b"", Media([])))
-    finally:
-        process.close()
+@pytest.mark.parametrize(
+    "model",
+    ["paddleocr-vl", *(pytest.param(name, marks=pytest.mark.soak) for name in ("idefics3", "qwen2-audio"))],
+    indirect=True,
+    scope="module",
+)
+def test_two_ranks_with_drafts_answer_like_one(model: Path, kind: str, server: ServeProcess) -> None:
+    both = list(zip(conversations(kind), PARAMS, strict=True))
+    drafts = json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False})
+    with (
+        serve(model, "--tensor-parallel-size", "2", "--speculative-config", drafts) as ranks,
+        ThreadPoolExecutor(len(both)) as threads,
+    ):
+        running = [threads.submit(request, ranks, messages, **params) for messages, params in both]
+        alone = [tokens_of(request(server, messages, **params)) for messages, params in both]
+        assert [tokens_of(future.result()) for future in running] == alone
+        assert ranks.metric("spec_decode_num_draft_tokens_total") > 0
 
 
 class Files(BaseHTTPRequestHandler):
