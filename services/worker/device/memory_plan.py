@@ -29,11 +29,6 @@ class MemoryPlan:
     configured: int = 0
 
     @property
-    def used(self) -> int:
-        """Memory that is in use now, the weights included."""
-        return self.memory.total - self.memory.free
-
-    @property
     def buffers(self) -> int:
         return sum(self.uses.values())
 
@@ -61,7 +56,7 @@ class MemoryPlan:
 
     def describe(self) -> str:
         """Return the account as one line for the log."""
-        others = max(0, self.used - self.weights)
+        others = max(0, self.memory.total - self.memory.free - self.weights)
         uses = ", ".join(f"{name} {size_text(size)}" for name, size in self.uses.items() if size)
         return (
             f"memory of the GPU: {size_text(self.memory.total)}, of which {self.utilization:.0%} may be used; weights "

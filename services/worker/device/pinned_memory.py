@@ -102,10 +102,8 @@ class StagedColumns:
 
     def split(self, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the columns as views of `whole`, uint8[bytes] on the device."""
-        views, columns = (
-            {kind: whole.view(kind) for kind, _ in self._kinds},
-            [],
-        )  # one for each dtype: a view takes time
+        views = {kind: whole.view(kind) for kind, _ in self._kinds}  # one for each dtype: a view takes time
+        columns = []
         for place, (dtype, shape) in zip(self._places, self._kinds, strict=True):
             column = views[dtype][place.start // dtype.itemsize : place.stop // dtype.itemsize]
             columns.append(column if len(shape) == 1 else column.view(shape))

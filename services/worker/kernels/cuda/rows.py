@@ -101,7 +101,7 @@ def _columns_of(kernels: CudaRows, rows: Rows, most_tiles: int) -> tuple[I32, I3
 
     Tiles have one token, if all rows decode: a graph computes these (graph_plan.py).
     """
-    if (rows.counts == 1).all() and not rows.drafts.any():
+    if (rows.counts == 1).all() and not rows.drafts.any():  # most steps, for which the host has the least time
         numbers, slots = np.arange(len(rows.slots), dtype=np.int32), np.ascontiguousarray(rows.slots)
         tiles = np.stack((slots, rows.starts, numbers, np.ones_like(numbers)), 1)
         return slots, np.ascontiguousarray(rows.starts), tiles, numbers[rows.samples]
