@@ -1,6 +1,7 @@
 """The client of the engine against a real socket."""
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from protocol.requests import (
     RoundTrips,
 )
 from protocol.sampling import SamplingParams
-from protocol.transport import HandshakeRefused, Server
+from protocol.transport import HandshakeRefused, PeerGone, Server
 from services.frontend.engine import engines as engines_module
 from services.frontend.engine.addresses import numbered
 from services.frontend.engine.client import NO_PROMPT, EngineClient
@@ -131,7 +132,8 @@ class AnsweringScheduler:
                 self._send(peer, 0)
             elif isinstance(message, FrontendAlive):
                 self.received += 1
-                self._send(peer, message.number)
+                with contextlib.suppress(PeerGone):  # the frontend may have left after this sign
+                    self._send(peer, message.number)
 
     def _send(self, peer: bytes, number: int) -> None:
         heard = number if self.deaf_after is None else min(number, self.deaf_after)
