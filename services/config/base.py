@@ -36,7 +36,7 @@ def flag(name: str) -> str:
 
 
 class BaseConfig(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
     def refusals(self) -> Iterator[str]:
         """Yield the reasons why these settings cannot be combined. The first one is reported."""

@@ -533,9 +533,11 @@ def run(config: SchedulerConfig) -> int:
     Returns: the exit status: 0, or 5 when the workers were lost. A scheduler that was replaced exits with 8.
     """
     start_log.debug("loading the tokenizer")
-    vocabulary = _vocabulary(config)
-    compiler = None if vocabulary is None else GrammarCompiler(vocabulary)
-    tokenizer = "" if vocabulary is None else text_digest(vocabulary.text)
+    vocabulary, compiler, tokenizer = _vocabulary(config), None, ""
+    if vocabulary is not None:
+        compiler, tokenizer = GrammarCompiler(vocabulary), text_digest(vocabulary.text)
+        if vocabulary.width:  # now, while the workers start, instead of when they are ready
+            compiler.set_vocab_size(vocabulary.width)
     with stop_signals() as wakeup:
         incarnation = time.time_ns() // 1_000_000
         alarm = HangAlarm.install(HANG_FACTOR * config.scheduler_timeout_seconds)

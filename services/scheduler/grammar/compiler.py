@@ -85,8 +85,9 @@ class GrammarCompiler:
 
         If the tokenizer cannot be used with this model, all further requests are refused with the reason.
         """
-        if self._tokenizer is not None and n_vocab == self._n_vocab:
+        if n_vocab == self._n_vocab:
             return
+        self._n_vocab = n_vocab
         have = self._vocabulary.num_tokens
         if have > n_vocab or max(self._vocabulary.eos_token_ids) >= n_vocab:
             self._refuse(f"the tokenizer has {have} tokens, but the model's vocabulary {n_vocab}")
@@ -98,7 +99,7 @@ class GrammarCompiler:
             self._refuse("the model's tokenizer is of a kind that structured output cannot use")
             return
         self._whitespace = Whitespace.from_tokenizer(self._tokenizer)
-        self._n_vocab, self._refusal = n_vocab, None
+        self._refusal = None
 
     def _refuse(self, reason: str) -> None:
         self._refusal = f"structured output is not served: {reason}"

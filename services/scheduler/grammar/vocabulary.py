@@ -7,7 +7,7 @@ from typing import Any, Self, TypeGuard
 
 from llguidance import LLTokenizer
 
-from services.checkpoint import CheckpointError, named_eos, read_text, resolve, special_tokens
+from services.checkpoint import CheckpointError, named_eos, read_json, read_text, resolve, special_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,8 @@ class GrammarVocabulary:
     eos_token_ids: tuple[int, ...]
     """End-of-sequence tokens of the checkpoint, at least one. A request without any (`ignore_eos`) may end its output
     with one of them."""
+    width: int = 0
+    """Width of the logits that config.json names; 0: none that fits. The workers have the last word."""
 
     @classmethod
     def load(cls, model: str, revision: str | None = None, tokenizer: str | None = None) -> Self:
@@ -34,7 +36,8 @@ class GrammarVocabulary:
         eos = _eos_token_ids(directory, source, ids)
         if not eos:
             raise CheckpointError(f"{directory} names no end-of-sequence token")
-        return cls(text, max(ids.values(), default=-1) + 1, eos)
+        num_tokens, width = max(ids.values(), default=-1) + 1, read_json(directory, "config.json").get("vocab_size")
+        return cls(text, num_tokens, eos, width if type(width) is int and width >= num_tokens else 0)
 
     def library_tokenizer(self, n_vocab: int) -> LLTokenizer:
         """Build the tokenizer of llguidance. Takes 1 s for 150,000 tokens and holds the GIL.

@@ -186,6 +186,7 @@ def test_grammar_that_waited_too_long_is_refused(monkeypatch: pytest.MonkeyPatch
 def test_tokenizer_larger_than_the_model_is_refused_with_both_sizes(width: int) -> None:
     compiler = GrammarCompiler(VOCABULARY)
     try:
+        compiler.set_vocab_size(N_VOCAB)  # of config.json, before the workers are there
         compiler.set_vocab_size(width)
         compiler.submit(1, StructuredOutputParams(REGEX, "a"), ())
         ((_, refusal),) = compiler.take()
