@@ -305,6 +305,11 @@ FORMS = (
          for n in (1, 256) for kind in ("AVX-512", "narrow")],
     ),
     ShortForm(
+        "perplexity", "perplexity", "What do the products with quantised weights change of a file's perplexity?",
+        "--formats Q4_K IQ4_XS MXFP4 --tokens 512",
+        [Shown("largest difference from dequantised float32, in float32, %", "float32")], seconds=240,
+    ),
+    ShortForm(
         "quantized_products", "quantized_products",
         "How fast are products with int8 and int4 weights beside oneDNN's in bfloat16?",
         "--shapes 'm155 gate_up' --turns 3",
