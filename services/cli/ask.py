@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from services.cli.healthcheck import own_tls
+from services.cli.healthcheck import own_tls, trusting
 
 TIMEOUT = 5.0
 """Seconds to wait for an answer."""
@@ -49,10 +49,7 @@ class ServerAddress:
         """Raises: NoAnswer, if the file cannot be used"""
         if self.insecure or (not self.cacert and urlsplit(self.url).hostname in LOOPBACK):
             return own_tls()
-        try:
-            return ssl.create_default_context(cafile=self.cacert or None)
-        except OSError as error:
-            raise NoAnswer(f"--cacert: cannot use {self.cacert}: {error.strerror or 'it is not PEM'}") from None
+        return trusting(self.cacert, NoAnswer)
 
 
 def ask(server: ServerAddress, path: str, body: bytes | None = None, timeout: float = TIMEOUT) -> bytes:

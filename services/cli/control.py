@@ -13,12 +13,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from services.cli.engine_set import Command, EngineSet, divided, engine_names, service_names
 from services.cli.model_check import check_drafter, check_sizes, check_tokenizer
 from services.cli.preflight import check_model, check_policy
-from services.cli.settings import ConfigurationError
+from services.cli.settings import ConfigurationError, merge
 from services.cli.supervisor import Supervisor
 from services.config import OMITTED, SchedulerConfig, ServeConfig, WorkerConfig, flag
 
@@ -97,7 +95,8 @@ class EngineControl:
         """
         if wrong := sorted(settings.keys() - CHANGEABLE):
             raise ConfigurationError(f"{flag(wrong[0])} is no setting of an engine; stop the server to change it")
-        config = changed(self._config, settings)
+        values = self._config.model_dump(exclude_unset=True) | dict(settings)
+        config = merge(ServeConfig, values, environ={}).config
         if wrong := [name for name in SHARED if getattr(config, name)]:
             raise ConfigurationError(f"{flag(wrong[0])}: two engines cannot share it, so no other one is started")
         check_model(config.model)
@@ -111,15 +110,3 @@ class EngineControl:
         self._engines.show(name)
         self._starting[name], self._services[name] = config, [command.name for command in commands]
         return name
-
-
-def changed(config: ServeConfig, settings: Mapping[str, object]) -> ServeConfig:
-    """Return a configuration with other settings, given as texts. Raises: ConfigurationError"""
-    values = config.model_dump(exclude_unset=True) | dict(settings)
-    try:
-        return ServeConfig.model_validate(values)
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        where = f"{flag(str(problem['loc'][0]))}: " if problem["loc"] else ""
-        message = problem.get("ctx", {}).get("error") or problem["msg"]
-        raise ConfigurationError(f"{where}{message}") from None

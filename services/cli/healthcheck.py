@@ -74,7 +74,7 @@ def _check_http(url: str, timeout: float, cacert: str) -> None:
     path = parts.path.rstrip("/")
     if not path or path.endswith("/v1"):  # the address of a server, as other commands take it
         path = path.removesuffix("/v1") + "/readyz"
-    tls = None if parts.scheme == "http" else _trusting(cacert) if cacert else own_tls()
+    tls = None if parts.scheme == "http" else trusting(cacert) if cacert else own_tls()
     try:
         status, body = get(parts._replace(path=path).geturl(), timeout, tls)
     except (OSError, http.client.HTTPException) as error:
@@ -105,13 +105,14 @@ def get(
             return response.status, response.read()
 
 
-def _trusting(cacert: str) -> "ssl.SSLContext":
+def trusting(cacert: str, refusal: type[Exception] = Unhealthy) -> "ssl.SSLContext":
+    """Return a context that trusts the authorities in a file; "": those of the system. Raises: `refusal`"""
     import ssl
 
     try:
-        return ssl.create_default_context(cafile=cacert)
+        return ssl.create_default_context(cafile=cacert or None)
     except OSError as error:
-        raise Unhealthy(f"--cacert: cannot use {cacert}: {error.strerror or 'it is not PEM'}") from None
+        raise refusal(f"--cacert: cannot use {cacert}: {error.strerror or 'it is not PEM'}") from None
 
 
 def own_tls() -> "ssl.SSLContext":
