@@ -140,7 +140,7 @@ class OutputFormats:
         )  # fmt: skip
         reasoning = REASONING_FORMATS.get(reasoning_format)
         tags = reasoning.tags if reasoning is not None else THINK
-        reasoning_end = tuple(tokenizer.encode_rendered(tags.closing[-1])) if reasoning is not None else ()
+        reasoning_end = () if reasoning is None else tuple(tokenizer.encode(tags.closing[-1], add_special_tokens=False))
         if len(reasoning_end) > 1:
             log.warning(
                 "%s is %d tokens: structured output begins after reasoning only if the model writes exactly these",
@@ -162,5 +162,5 @@ class OutputFormats:
 
 def _is_hidden(marker: str, tokenizer: Tokenizer) -> bool:
     """Return whether the text lacks `marker` by default, because a special token stands for it."""
-    ids = tokenizer.encode_rendered(marker)
-    return tokenizer.decode(ids) != tokenizer.decode_all(ids)
+    ids = tokenizer.encode(marker, add_special_tokens=False)
+    return tokenizer.decode(ids) != tokenizer.decode(ids, show_special=True)

@@ -80,7 +80,7 @@ class StreamingCase:
 
 
 def output_ids(tokenizer: Tokenizer, count: int) -> list[int]:
-    ids = tokenizer.encode_rendered(TEXT)
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
     return (ids * (count // len(ids) + 1))[:count]
 
 

@@ -112,7 +112,7 @@ def test_grammar_begins_after_the_reasoning(reasoning_client: OpenAI) -> None:
 def test_grammar_begins_after_the_model_ends_its_reasoning(reasoning_client: OpenAI) -> None:
     """Biases make the model generate the tokens of the closing tag in order; a penalty prevents their repetition."""
     model = reasoning_client.models.list().data[0].id
-    tag = TOKENIZER.encode_rendered("</think>")
+    tag = TOKENIZER.encode("</think>", add_special_tokens=False)
     assert len(set(tag)) == len(tag)
     bias = {str(token): 100 - 15 * index for index, token in enumerate(tag)}
     body = request_of(NAMED, 0, model=model, logit_bias=bias)

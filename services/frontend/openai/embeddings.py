@@ -22,8 +22,8 @@ from services.frontend.engine.client import failure
 from services.frontend.engine.streams import RawLogprobs, RequestStream, ResponseStream
 from services.frontend.errors import APIError, invalid
 from services.frontend.http.disconnect import until_left
-from services.frontend.openai.parameters.sampling import too_long
-from services.frontend.openai.prompts.encoder import checked_ids, least_tokens, separate_prompts
+from services.frontend.openai.parameters.sampling import checked_ids, too_long
+from services.frontend.openai.prompts.encoder import least_tokens, separate_prompts
 from services.frontend.openai.schemas.requests import EmbeddingRequest, ScheduledRequest, TextsRequest
 from services.frontend.openai.schemas.responses import EmbeddingEntry, EmbeddingUsage
 from services.frontend.request_summary import EndedChoice

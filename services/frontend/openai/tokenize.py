@@ -10,7 +10,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from services.frontend.context import Context
-from services.frontend.openai.prompts.encoder import checked_ids
+from services.frontend.openai.parameters.sampling import checked_ids
 from services.frontend.openai.schemas.fields import Text, TokenId
 from services.frontend.openai.schemas.requests import BaseRequest, ChatRequest
 from services.frontend.openai.schemas.responses import Natural

@@ -15,7 +15,7 @@ from protocol.codec import pack
 from protocol.requests import CacheAction, ControlCache, EngineState
 from services.frontend.context import AppContext, Context
 from services.frontend.errors import APIError, invalid
-from services.frontend.openai.prompts.encoder import checked_ids
+from services.frontend.openai.parameters.sampling import checked_ids
 from services.frontend.openai.schemas.fields import Text, TokenIds
 from services.frontend.openai.schemas.requests import ChatRequest, ScheduledRequest
 from services.frontend.openapi import WITH_BODY, errors, read_by_handler

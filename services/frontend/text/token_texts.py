@@ -21,9 +21,9 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._before = tokenizer.encode_rendered("a")[-1:]
+        self._before = tokenizer.encode("a", add_special_tokens=False)[-1:]
         """Decoded before each token, as a token may lose its leading space at the beginning of a text."""
-        self._skip = len(tokenizer.decode_all(self._before))
+        self._skip = len(tokenizer.decode(self._before, show_special=True))
         self._texts: dict[int, TokenText] = {}
 
     def __getitem__(self, token_id: int) -> TokenText:
@@ -33,7 +33,7 @@ class TokenTexts:
         return text
 
     def _look_up(self, token_id: int) -> TokenText:
-        text = self._tokenizer.decode_all([*self._before, token_id])[self._skip :]
+        text = self._tokenizer.decode([*self._before, token_id], show_special=True)[self._skip :]
         return TokenText(text, self._bytes(token_id) if "\ufffd" in text else text.encode())
 
     def _bytes(self, token_id: int) -> bytes:

@@ -1,6 +1,7 @@
 """Text to token ids and back, with the checkpoint's tokenizer.json."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,16 +68,14 @@ class Tokenizer:
             self._byte_level = (ByteLevelVocabulary(self.name, special), ByteLevelVocabulary(self.name, frozenset()))
         self._words = WordVocabulary(self.name, added) if is_word_level(decoder) else None
 
-    def encode(self, text: str) -> list[int]:
-        """Encode a plain prompt, with the special tokens that tokenizer.json adds.
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Encode a text, with the special tokens that tokenizer.json adds; a chat template has written them itself.
 
         As in transformers, tokenizer.json takes precedence over `add_bos_token` in the configuration.
         """
-        return self._encode(text, add_special_tokens=True)
-
-    def encode_rendered(self, text: str) -> list[int]:
-        """Encode the output of a chat template, which has written its special tokens itself."""
-        return self._encode(text, add_special_tokens=False)
+        # The library releases the GIL only for batches. This form also skips offsets, which nothing reads.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     def encode_texts(
         self, first: str, second: str | None, add_special_tokens: bool, most: int | None
@@ -100,23 +99,11 @@ class Tokenizer:
         types = whole.type_ids
         return list(whole.ids), types.index(1) if 1 in types else None
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The library releases the GIL only for batches. This form also skips offsets, which nothing reads."""
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return list(encoding.ids)
-
-    def decode(self, token_ids: list[int]) -> str:
-        """Return the text without special tokens."""
-        return self._decode(token_ids, skip_special_tokens=True)
-
-    def decode_all(self, token_ids: list[int]) -> str:
-        """Return the text with special tokens."""
-        return self._decode(token_ids, skip_special_tokens=False)
-
-    def _decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+    def decode(self, token_ids: list[int], show_special: bool = False) -> str:
+        """Return the text, with the special tokens' texts if `show_special`."""
         if len(token_ids) < MANY:
-            return str(self._tokenizer.decode(token_ids, skip_special_tokens))
-        (text,) = self._tokenizer.decode_batch([token_ids], skip_special_tokens)  # releases the GIL
+            return str(self._tokenizer.decode(token_ids, not show_special))
+        (text,) = self._tokenizer.decode_batch([token_ids], not show_special)  # releases the GIL
         return str(text)
 
     def name(self, token_id: int) -> str:
@@ -127,7 +114,7 @@ class Tokenizer:
         """Return a detokenizer for one answer after `prompt`."""
         if self._byte_level:
             return ByteLevelDetokenizer(self._byte_level[show_special])
-        decode = self.decode_all if show_special else self.decode
+        decode = partial(self.decode, show_special=show_special)
         return (
             WordDetokenizer(decode, prompt, self._words)
             if self._words is not None

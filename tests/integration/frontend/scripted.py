@@ -72,11 +72,11 @@ def wait_until(condition: Callable[[], object], what: str) -> None:
 
 
 def ids_of(text: str) -> list[int]:
-    return TOKENIZER.encode_rendered(text)
+    return TOKENIZER.encode(text, add_special_tokens=False)
 
 
 def prompt_of(request: GenerateRequest) -> str:
-    return TOKENIZER.decode_all(unpack(request.token_ids).tolist())
+    return TOKENIZER.decode(unpack(request.token_ids).tolist(), show_special=True)
 
 
 def tokens(number: int, ids: list[int], first: int = 0) -> RequestOutputs:

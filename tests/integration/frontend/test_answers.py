@@ -54,7 +54,7 @@ def test_chat_whole_and_streamed_and_its_answer_is_accepted_as_a_message(
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == TEXT
     assert chunks[-1].choices[0].finish_reason == "length"
-    prompt = TOKENIZER.decode_all(unpack(scheduler.request(2).token_ids).tolist())
+    prompt = TOKENIZER.decode(unpack(scheduler.request(2).token_ids).tolist(), show_special=True)
     assert prompt == f"<|bos|><|user|>Hi<|eos|><|assistant|>{TEXT}<|eos|><|user|>And?<|eos|><|assistant|>"
 
 

@@ -98,7 +98,7 @@ def test_chat_has_bytes_that_join_to_the_text(frontend: Frontend, scheduler: Scr
     content = whole.logprobs.content
     assert b"".join(bytes(entry.bytes) for entry in content).decode() == whole.message.content == TEXT
     assert [len(entry.top_logprobs) for entry in content] == [3] * len(ids_of(TEXT))
-    likely = [TOKENIZER.decode_all([token]) for token in (300, 301, 302)]
+    likely = [TOKENIZER.decode([token], show_special=True) for token in (300, 301, 302)]
     assert [entry.token for entry in content[0].top_logprobs] == likely
     assert [e for piece in pieces if piece.logprobs for e in piece.logprobs.content] == content
     assert all(piece.logprobs is not None for piece in pieces if piece.delta.content)
@@ -151,12 +151,12 @@ def test_prompt_logprobs_are_keyed_by_position_and_the_first_one_wins(
     assert first == [
         None,
         {
-            "6": {"logprob": value(1, 0), "rank": 7, "decoded_token": TOKENIZER.decode_all([6])},
-            "300": {"logprob": value(1, 1), "rank": 1, "decoded_token": TOKENIZER.decode_all([300])},
+            "6": {"logprob": value(1, 0), "rank": 7, "decoded_token": TOKENIZER.decode([6], show_special=True)},
+            "300": {"logprob": value(1, 1), "rank": 1, "decoded_token": TOKENIZER.decode([300], show_special=True)},
         },
         {
-            "400": {"logprob": value(2, 0), "rank": 7, "decoded_token": TOKENIZER.decode_all([400])},
-            "300": {"logprob": value(2, 1), "rank": 1, "decoded_token": TOKENIZER.decode_all([300])},
+            "400": {"logprob": value(2, 0), "rank": 7, "decoded_token": TOKENIZER.decode([400], show_special=True)},
+            "300": {"logprob": value(2, 1), "rank": 1, "decoded_token": TOKENIZER.decode([300], show_special=True)},
         },
     ]
     assert choices[1]["prompt_logprobs"] == first
@@ -187,7 +187,7 @@ def test_echo_shows_the_prompt_with_its_log_probabilities(
         for name, column in columns.items():
             column += choice["logprobs"][name] if choice["logprobs"] else []
     assert columns["token_logprobs"] == [value(i, 0) for i in range(1, len(ids) + len(said))]
-    assert columns["tokens"][0] == TOKENIZER.decode_all(ids[1:2])  # the text does not have ids[0], <|bos|>
+    assert columns["tokens"][0] == TOKENIZER.decode(ids[1:2], show_special=True)  # without ids[0], <|bos|>
     offsets = columns["text_offset"]
     assert offsets[len(ids) - 1] == len(prompt)
     assert offsets == sorted(offsets)
@@ -199,7 +199,7 @@ def test_echo_of_token_ids_has_an_entry_for_each_of_them(frontend: Frontend, sch
     ids = TOKENIZER.encode("Hello")
     body = {"prompt": ids, "echo": True, "logprobs": 0, "max_tokens": 0}
     logprobs = frontend.post("/v1/completions", body).json()["choices"][0]["logprobs"]
-    assert logprobs["tokens"] == [TOKENIZER.decode_all([token]) for token in ids]
+    assert logprobs["tokens"] == [TOKENIZER.decode([token], show_special=True) for token in ids]
     assert logprobs["token_logprobs"][0] is None
 
 
@@ -257,8 +257,8 @@ def test_logprobs_of_tokens_cut_off_by_a_stop_string_are_dropped(
     kept, text = [], ""
     for token in ids_of("one STOP two"):
         if len(text) < len(shown):
-            kept.append(TOKENIZER.decode_all([token]))
-        text += TOKENIZER.decode_all([token])
+            kept.append(TOKENIZER.decode([token], show_special=True))
+        text += TOKENIZER.decode([token], show_special=True)
     assert names == kept
 
 

@@ -102,7 +102,7 @@ def test_stop_string_and_stop_token_are_shown_on_request(
 
 
 def test_special_tokens_are_shown_on_request(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
-    eos, user = 2, TOKENIZER.encode_rendered("<|user|>")[0]
+    eos, user = 2, TOKENIZER.encode("<|user|>", add_special_tokens=False)[0]
     scheduler.script(lambda request: one_by_one(request, [*ids_of("a"), user, *ids_of("b"), eos]))
 
     def text_of(**fields: object) -> str:

@@ -30,7 +30,7 @@ def test_text_to_tokens_and_back(frontend: Frontend, scheduler: ScriptedSchedule
     assert answer == {"count": len(ids), "max_model_len": CONTEXT, "tokens": ids, "token_strs": None}
     bare = {"prompt": TEXT, "add_special_tokens": False, "return_token_strs": True}
     answer = frontend.post("/tokenize", bare).json()
-    assert answer["tokens"] == TOKENIZER.encode_rendered(TEXT) == ids[1:]
+    assert answer["tokens"] == TOKENIZER.encode(TEXT, add_special_tokens=False) == ids[1:]
     assert answer["token_strs"] == [TOKENIZER.name(token) for token in ids[1:]]
     assert frontend.post("/detokenize", {"tokens": ids[1:]}).json() == {"prompt": TEXT}
     assert frontend.post("/detokenize", {"tokens": ids}).json() == {"prompt": f"<|bos|>{TEXT}"}

@@ -116,8 +116,8 @@ def test_byte_level_ids_over_many_scripts(name: str, tmp_path: Path) -> None:
     ours = ServedTokenizer(tmp_path / "m.gguf")
     for text in TEXTS:
         ids = original.encode(text, add_special_tokens=False).ids
-        assert ours.encode(text) == ours.encode_rendered(text) == ids, text
-        assert ours.decode_all(ids) == original.decode(ids, skip_special_tokens=False)
+        assert ours.encode(text) == ours.encode(text, add_special_tokens=False) == ids, text
+        assert ours.decode(ids, show_special=True) == original.decode(ids, skip_special_tokens=False)
 
 
 def test_sentencepiece_ids_over_many_scripts(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_sentencepiece_ids_over_many_scripts(tmp_path: Path) -> None:
     ours = ServedTokenizer(tmp_path / "m.gguf")
     for text in [*TEXTS, "<s> hello</s> there", "a<s>b"]:
         ids = original.encode(text, add_special_tokens=False).ids
-        assert ours.encode_rendered(text) == ids, text
+        assert ours.encode(text, add_special_tokens=False) == ids, text
         assert ours.encode(text) == [1, *ids]
         assert ours.decode(ids) == original.decode(ids)
 
@@ -176,7 +176,7 @@ def test_special_tokens_template_and_ends(tmp_path: Path) -> None:
     templates = read_json(path, "tokenizer_config.json")["chat_template"]
     assert {entry["name"]: entry["template"] for entry in templates} == {"default": "D", "tool_use": "T"}
     ours = ServedTokenizer(path)
-    assert ours.encode("hi") == [1, *ours.encode_rendered("hi"), 0]
+    assert ours.encode("hi") == [1, *ours.encode("hi", add_special_tokens=False), 0]
     assert ours.eos_token_id == 0
 
 

@@ -114,5 +114,5 @@ def test_log_warns_if_the_end_of_reasoning_is_several_tokens(tmp_path: Path, cap
         )
         assert not caplog.records
         several = OutputFormats.from_config(config, Tokenizer(DEMO_MODEL)).reasoning_end
-    assert Tokenizer(DEMO_MODEL).decode_all(list(several)) == "</think>"
+    assert Tokenizer(DEMO_MODEL).decode(list(several), show_special=True) == "</think>"
     assert f"</think> is {len(several)} tokens" in caplog.text

@@ -43,7 +43,8 @@ class ChatOutput:
         if self.body.continue_final_message:
             start = start_in_message(self.body.messages[-1].plain()["content"], formats.tags)
         else:
-            start = start_in_prompt(tokenizer.decode_all(prompt[-TAIL:]), formats.reasoning, formats.tags)
+            tail = tokenizer.decode(prompt[-TAIL:], show_special=True)
+            start = start_in_prompt(tail, formats.reasoning, formats.tags)
         return replace(self, start=start)
 
     def grammar(self) -> StructuredOutputParams | None:

@@ -53,7 +53,7 @@ class ChoiceEvents(ChoiceWriter):
 
 
 class EventEncoder:
-    """Writes the events of one HTTP response."""
+    """`StreamEncoder` of OpenAI's and vLLM's form."""
 
     def __init__(
         self,
@@ -100,14 +100,12 @@ class EventEncoder:
         return b"".join(map(self._event, self._dialect.deltas(index, chunk)))
 
     def opening(self) -> bytes:
-        """Return the events that precede any text."""
         openings = [self._dialect.opening(index) for index in range(self._num_choices)]
         choices = [opening for opening in openings if opening is not None]
         fields = [self._first_fields, *[_NO_FIELDS] * len(choices)]
         return b"".join(map(self._event, choices, fields))
 
     def closing(self) -> bytes:
-        """Return the events that follow the last choice."""
         if not self._options.include_usage:
             return DONE
         return _event(_encode({**self._head, "choices": [], "usage": self._usage.to_json()})) + DONE

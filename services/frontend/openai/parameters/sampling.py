@@ -1,7 +1,7 @@
 """Sampling parameters: values of the body, else the checkpoint's defaults, else OpenAI's."""
 
 import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,8 +85,8 @@ def sampling_params(
     given = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
     logprobs, prompt_logprobs = _logprobs(body)
     eos = () if body.ignore_eos else defaults.eos_token_ids
-    stop_ids = _within(body.stop_token_ids or (), vocab_size, "stop_token_ids")
-    _within((token for word in bad_words for token in word), vocab_size, "bad_words")
+    stop_ids = checked_ids(body.stop_token_ids or [], vocab_size, "stop_token_ids")
+    checked_ids([token for word in bad_words for token in word], vocab_size, "bad_words")
     try:
         return SamplingParams(
             max(max_tokens, 1),  # echoing only the prompt still takes a step
@@ -107,12 +107,11 @@ def sampling_params(
         raise invalid(str(error)) from None
 
 
-def _within(ids: Iterable[int], vocab_size: int, name: str) -> list[int]:
+def checked_ids(ids: list[int], vocab_size: int, param: str) -> list[int]:
     """Raises: APIError, for ids beyond the model's logits"""
-    ids = list(ids)
-    for token in ids:
-        if not 0 <= token < vocab_size:
-            raise invalid(f"{name}: {token} is not among the {vocab_size} tokens", name)
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        outside = next(token for token in ids if not 0 <= token < vocab_size)
+        raise invalid(f"{param}: token {outside} is not between 0 and {vocab_size - 1}", param)
     return ids
 
 
@@ -122,7 +121,7 @@ def _logit_bias(given: Mapping[str, float], vocab_size: int) -> tuple[tuple[int,
         if not (key.isascii() and key.isdecimal() and len(key) <= 10):
             message = f"logit_bias: {key!r:.80} is not a token id"
             raise invalid(message, "logit_bias", logged="logit_bias: a key is not a token id")
-        (token,) = _within([int(key)], vocab_size, "logit_bias")
+        (token,) = checked_ids([int(key)], vocab_size, "logit_bias")
         if token in biases:
             raise invalid(f"logit_bias names the token {token} twice", "logit_bias")
         if not -MAX_BIAS <= bias <= MAX_BIAS:
@@ -134,7 +133,7 @@ def _logit_bias(given: Mapping[str, float], vocab_size: int) -> tuple[tuple[int,
 
 
 def _allowed(given: list[int] | None, vocab_size: int) -> bytes:
-    return pack(sorted(set(_within(given or (), vocab_size, "allowed_token_ids"))))
+    return pack(sorted(set(checked_ids(given or [], vocab_size, "allowed_token_ids"))))
 
 
 def _logprobs(body: CompletionRequest | ChatRequest) -> tuple[int | None, int | None]:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from protocol.codec import unpack
@@ -12,7 +13,7 @@ from protocol.sampling import BadWords
 from services.frontend.errors import invalid
 from services.frontend.media import MediaProcessing
 from services.frontend.model import ServedModel
-from services.frontend.openai.parameters.sampling import COMPLETION_MAX_TOKENS, bad_words, too_long
+from services.frontend.openai.parameters.sampling import COMPLETION_MAX_TOKENS, bad_words, checked_ids, too_long
 from services.frontend.openai.prompts.conversation import conversation, media_files, num_chars
 from services.frontend.openai.prompts.prompt import Prompt
 from services.frontend.openai.schemas.requests import BaseGenerationRequest, ChatRequest, CompletionRequest
@@ -94,32 +95,29 @@ class PromptEncoder:
         """Raises: APIError"""
         if not words:
             return ()
-        encode = self._model.tokenizer.encode_rendered
+        encode = partial(self._model.tokenizer.encode, add_special_tokens=False)
         return await self.run(sum(map(len, words)), lambda: bad_words(words, encode))
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Raises: APIError, if the text is too long"""
-        if len(text) > MAX_CHARS:
-            raise invalid(f"a text has {len(text)} characters, but at most {MAX_CHARS} are tokenized")
-        tokenizer = self._model.tokenizer
-        encode = tokenizer.encode if add_special_tokens else tokenizer.encode_rendered
-        return await self.run(len(text), lambda: encode(text))
+        return await self._run_encoder(len(text), lambda: self._model.tokenizer.encode(text, add_special_tokens))
 
     async def encode_texts(
         self, first: str, second: str | None, add_special_tokens: bool, most: int | None
     ) -> tuple[list[int], int | None]:
         """See `Tokenizer.encode_texts`. Raises: APIError, if a text is too long"""
+        encode = self._model.tokenizer.encode_texts
         size = len(first) + len(second or "")
+        return await self._run_encoder(size, lambda: encode(first, second, add_special_tokens, most))
+
+    async def _run_encoder(self, size: int, work: Callable[[], T]) -> T:
+        """`size`: characters. Raises: APIError, if they are too many"""
         if size > MAX_CHARS:
             raise invalid(f"a text has {size} characters, but at most {MAX_CHARS} are tokenized")
-        encode = self._model.tokenizer.encode_texts
-        return await self.run(size, lambda: encode(first, second, add_special_tokens, most))
+        return await self.run(size, work)
 
     async def decode(self, ids: list[int], show_special: bool) -> str:
-        """Return the text, with the special tokens' texts if `show_special`."""
-        tokenizer = self._model.tokenizer
-        decode = tokenizer.decode_all if show_special else tokenizer.decode
-        return await self.run(len(ids), lambda: decode(ids))
+        return await self.run(len(ids), lambda: self._model.tokenizer.decode(ids, show_special))
 
     async def _encode(self, text: str, body: BaseGenerationRequest, state: EngineState, param: str) -> list[int]:
         """Encode a text of `body`. Raises: APIError, also if it is too long"""
@@ -205,14 +203,6 @@ def _output_room(body: BaseGenerationRequest) -> int:
         given = body.max_completion_tokens if body.max_completion_tokens is not None else given
         return 1 if given is None else given
     return COMPLETION_MAX_TOKENS if given is None else max(given, 1)
-
-
-def checked_ids(ids: list[int], vocab_size: int, param: str) -> list[int]:
-    """Raises: APIError, for ids beyond the model's logits"""
-    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-        outside = next(token for token in ids if not 0 <= token < vocab_size)
-        raise invalid(f"{param}: token {outside} is not between 0 and {vocab_size - 1}", param)
-    return ids
 
 
 def separate_prompts(given: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:

@@ -15,7 +15,7 @@ def assembler(stops: list[str] | None = None, min_tokens: int = 0) -> TextAssemb
 
 
 def ids_of(text: str) -> list[int]:
-    return TOKENIZER.encode_rendered(text)
+    return TOKENIZER.encode(text, add_special_tokens=False)
 
 
 @given(st.text(max_size=60))

@@ -13,7 +13,7 @@ TEXT = "Grüße, 世界! 👩‍👩‍👧 ok"
 def test_bytes_of_tokens_join_to_the_text_also_within_characters() -> None:
     tokenizer = Tokenizer(DEMO_MODEL)
     vocabulary = TokenTexts(tokenizer)
-    words = [vocabulary[token] for token in tokenizer.encode_rendered(TEXT)]
+    words = [vocabulary[token] for token in tokenizer.encode(TEXT, add_special_tokens=False)]
     assert b"".join(word.raw for word in words).decode() == TEXT
     parts = [word for word in words if "\ufffd" in word.text]
     assert parts, "some tokens hold part of a character"
@@ -52,7 +52,7 @@ def test_words_keep_their_space_and_byte_tokens_are_bytes(tmp_path: Path) -> Non
     }  # fmt: skip
     (tmp_path / "tokenizer.json").write_text(json.dumps(layout))
     tokenizer = Tokenizer(tmp_path)
-    assert tokenizer.decode_all([4]) == "the"
+    assert tokenizer.decode([4], show_special=True) == "the"
     vocabulary = TokenTexts(tokenizer)
     assert [vocabulary[token] for token in (4, 5)] == [TokenText(" the", b" the"), TokenText("the", b"the")]
     assert b"".join(vocabulary[token].raw for token in (1, 2, 3)).decode() == "世"
