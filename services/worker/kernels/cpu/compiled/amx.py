@@ -1,4 +1,3 @@
-# ruff: noqa: ARG001, the signatures are numba's
 """AMX instructions for numba kernels: tiles of bfloat16 and float32 that multiply as matrices.
 
 A tile has 16 rows of 64 bytes. Tiles 0 to 3 are float32 sums, 4 and 5 are rows of activations, 6 and 7 are weights.
@@ -12,11 +11,11 @@ from typing import Any
 
 import numpy as np
 from llvmlite import binding, ir  # type: ignore[import-untyped]
-from numba import njit
+from numba import carray, njit
 from numba.core import types
-from numba.extending import intrinsic
 
 from services.worker.kernels.cpu.compiled import raw
+from services.worker.kernels.cpu.compiled.intrinsics import emits
 from services.worker.kernels.cpu.compiled.simd import I64
 
 ROWS = 16
@@ -30,47 +29,26 @@ def _emit(builder: Any, text: str, operands: list[Any]) -> None:
     builder.asm(kind, text, ",".join(["r"] * len(operands) + ["~{memory}"]), operands, True)
 
 
-def _on_memory(name: str, text: str) -> Any:
-    """An instruction with an address and a stride, in bytes."""
-
-    def operation(typing_context: Any, address: Any, stride: Any) -> Any:
-        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            _emit(builder, text, list(args))
-            return context.get_dummy_value()
-
-        return types.void(types.int64, types.int64), code
-
-    operation.__name__ = operation.__qualname__ = name
-    return intrinsic(operation)
+def _on_memory(text: str) -> Any:
+    """Make an instruction with an address and a stride, in bytes."""
+    return emits(types.void, types.int64, types.int64)(lambda builder, at, stride: _emit(builder, text, [at, stride]))
 
 
-def _on_tiles(name: str, text: str) -> Any:
-    def operation(typing_context: Any) -> Any:
-        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            _emit(builder, text, [])
-            return context.get_dummy_value()
-
-        return types.void(), code
-
-    operation.__name__ = operation.__qualname__ = name
-    return intrinsic(operation)
+def _on_tiles(text: str) -> Any:
+    return emits(types.void)(lambda builder: _emit(builder, text, []))
 
 
-@intrinsic
-def _load_configuration(typing_context: Any, address: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _emit(builder, "ldtilecfg ($0)", list(args))
-        return context.get_dummy_value()
-
-    return types.void(types.int64), code
+@emits(types.void, types.int64)
+def _load_configuration(builder: Any, address: Any) -> None:
+    _emit(builder, "ldtilecfg ($0)", [address])
 
 
-release = _on_tiles("release", "tilerelease")
-zero_0, zero_1, zero_2, zero_3 = (_on_tiles(f"zero_{n}", f"tilezero %tmm{n}") for n in range(4))
-load_4, load_5, load_6, load_7 = (_on_memory(f"load_{n}", f"tileloadd ($0,$1,1), %tmm{n}") for n in range(4, 8))
-store_0, store_1, store_2, store_3 = (_on_memory(f"store_{n}", f"tilestored %tmm{n}, ($0,$1,1)") for n in range(4))
+release = _on_tiles("tilerelease")
+zero_0, zero_1, zero_2, zero_3 = (_on_tiles(f"tilezero %tmm{n}") for n in range(4))
+load_4, load_5, load_6, load_7 = (_on_memory(f"tileloadd ($0,$1,1), %tmm{n}") for n in range(4, 8))
+store_0, store_1, store_2, store_3 = (_on_memory(f"tilestored %tmm{n}, ($0,$1,1)") for n in range(4))
 multiply_0, multiply_1, multiply_2, multiply_3 = (
-    _on_tiles(f"multiply_{n}", f"tdpbf16ps %tmm{6 + n % 2}, %tmm{4 + n // 2}, %tmm{n}") for n in range(4)
+    _on_tiles(f"tdpbf16ps %tmm{6 + n % 2}, %tmm{4 + n // 2}, %tmm{n}") for n in range(4)
 )
 """Tile n of sums += activations of tile 4 + n // 2 times weights of tile 6 + n % 2."""
 
@@ -78,7 +56,7 @@ multiply_0, multiply_1, multiply_2, multiply_3 = (
 @njit(inline="always")
 def configure(memory, rows):  # type: ignore[no-untyped-def]
     """Configure sums and activations with `rows` rows, weights with 16. `memory`: 64 bytes to write to."""
-    configuration = raw.u8_at(memory, 64)
+    configuration = carray(raw.pointer(memory), (64,), np.uint8)
     configuration[:] = 0
     configuration[0] = 1
     for tile in range(8):

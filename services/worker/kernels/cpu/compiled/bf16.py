@@ -1,4 +1,3 @@
-# ruff: noqa: ARG001, the signatures are numba's
 """AVX-512's bfloat16 instructions for numba kernels: rounding, and products of pairs.
 
 `vdpbf16ps` adds the products of two inputs to sixteen sums in one fixed order, so a row's sums do not depend on the
@@ -9,12 +8,12 @@ from typing import Any
 
 from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba.core import cgutils, types
-from numba.extending import intrinsic
 
 from services.worker.kernels.cpu.compiled import simd
 from services.worker.kernels.cpu.compiled.block_formats import QUADS
-from services.worker.kernels.cpu.compiled.building import for_each_size, load, moved, spread, store
-from services.worker.kernels.cpu.compiled.simd import I16, I32, I64, VF, VI
+from services.worker.kernels.cpu.compiled.building import for_each_size, load, moved, store
+from services.worker.kernels.cpu.compiled.intrinsics import emits
+from services.worker.kernels.cpu.compiled.simd import I16, I32, I64, VF, VI, spread
 
 PANELS = 4
 """Panels that rows are multiplied with."""
@@ -33,16 +32,10 @@ def _rounded(builder: Any, first: Any, second: Any) -> Any:
     return builder.asm(kind, "vcvtne2ps2bf16 $2, $1, $0", "=v,v,v", [second, first], False)
 
 
-@intrinsic
-def store_bf16x32(typing_context: Any, address: Any, first: Any, second: Any) -> Any:
+@emits(types.void, types.int64, simd.vector, simd.vector)
+def store_bf16x32(builder: Any, address: Any, first: Any, second: Any) -> None:
     """Round two vectors to bfloat16 and store them one after the other."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rounded = _rounded(builder, args[1], args[2])
-        builder.store(rounded, builder.inttoptr(args[0], _HALVES.as_pointer()), align=2)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, simd.vector, simd.vector), code
+    store(builder, _rounded(builder, first, second), address, 2)
 
 
 def _paired(builder: Any, even: Any, odd: Any) -> Any:
@@ -52,10 +45,8 @@ def _paired(builder: Any, even: Any, odd: Any) -> Any:
     return builder.shuffle_vector(rounded, rounded, ir.Constant(ir.VectorType(I32, 32), order))
 
 
-@intrinsic
-def dot_products(
-    typing_context: Any, rows: Any, x: Any, stride: Any, weights: Any, step: Any, pairs: Any, out: Any
-) -> Any:
+@emits(types.void, *(types.int64,) * 7)
+def dot_products(builder: Any, rows: Any, x: Any, stride: Any, weights: Any, step: Any, pairs: Any, out: Any) -> None:
     """Multiply `rows` rows, up to `ROWS`, with `PANELS` panels of bfloat16.
 
     Args:
@@ -67,46 +58,31 @@ def dot_products(
         out: float32[rows, PANELS, 16], overwritten
     """
 
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rows, x, stride, weights, step, pairs, out = args
+    def multiply(rows: int) -> None:
+        sums = _Sums(builder, rows)
+        with cgutils.for_range(builder, pairs) as loop:
+            offset = builder.mul(loop.index, ir.Constant(I64, WORDS))
+            words = [load(builder, _at(builder, weights, step, panel, offset), VI) for panel in range(PANELS)]
+            sums.add_products(words, x, stride, builder.mul(loop.index, ir.Constant(I64, 4)))
+        sums.store(out)
 
-        def multiply(rows: int) -> None:
-            sums = _Sums(builder, rows)
-            with cgutils.for_range(builder, pairs) as loop:
-                offset = builder.mul(loop.index, ir.Constant(I64, WORDS))
-                words = [load(builder, _at(builder, weights, step, panel, offset), VI) for panel in range(PANELS)]
-                sums.add_products(words, x, stride, builder.mul(loop.index, ir.Constant(I64, 4)))
-            sums.store(out)
-
-        for_each_size(builder, rows, range(1, ROWS + 1), multiply)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 7), code
+    for_each_size(builder, rows, range(1, ROWS + 1), multiply)
 
 
-@intrinsic
-def round_step(typing_context: Any, target: Any, numbers: Any, scale: Any, minimum: Any) -> Any:
+@emits(types.void, *(types.int64,) * 4)
+def round_step(builder: Any, target: Any, numbers: Any, scale: Any, minimum: Any) -> None:
     """Write the weights of a decoded step (`block_formats`) in bfloat16 pairs. All are addresses."""
+    scales, minima = load(builder, scale, VF), load(builder, minimum, VF)
+    bits = ir.Constant(VI, [16] * simd.LANES)
 
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        scale, minimum = (load(builder, address, VF) for address in args[2:])
-        bits = ir.Constant(VI, [16] * simd.LANES)
+    def weights(half: int, quad: int) -> list[Any]:
+        words = load(builder, moved(builder, numbers, WORDS * (half * QUADS + quad)), VI)
+        both = builder.ashr(builder.shl(words, bits), bits), builder.ashr(words, bits)
+        return [simd.build_fma(builder, builder.sitofp(some, VF), scales, minima) for some in both]
 
-        def weights(half: int, quad: int) -> list[Any]:
-            words = load(builder, moved(builder, args[1], WORDS * (half * QUADS + quad)), VI)
-            both = builder.ashr(builder.shl(words, bits), bits), builder.ashr(words, bits)
-            return [
-                simd.call_llvm(builder, "llvm.fma.v16f32", VF, [builder.sitofp(some, VF), scale, minimum])
-                for some in both
-            ]
-
-        for quad in range(QUADS):
-            for number, both in enumerate(zip(weights(0, quad), weights(1, quad), strict=True)):
-                place = moved(builder, args[0], WORDS * (2 * quad + number))
-                store(builder, _paired(builder, *both), place, 2)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 4), code
+    for quad in range(QUADS):
+        for number, both in enumerate(zip(weights(0, quad), weights(1, quad), strict=True)):
+            store(builder, _paired(builder, *both), moved(builder, target, WORDS * (2 * quad + number)), 2)
 
 
 class _Sums:

@@ -1,4 +1,3 @@
-# ruff: noqa: ARG001, the signatures are numba's
 """Formats of quantised weights: ggml's blocks of sixteen outputs side by side, and their decoders.
 
 A panel has sixteen outputs, and four panels lie together. A block of a panel has, one after the other: float16[16]
@@ -19,12 +18,12 @@ from typing import Any, NamedTuple
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit
 from numba.core import cgutils, types
-from numba.extending import intrinsic
 
 from services.worker.kernels.cpu.compiled import simd
-from services.worker.kernels.cpu.compiled.building import load, moved, spread, store
+from services.worker.kernels.cpu.compiled.building import load, moved, store
+from services.worker.kernels.cpu.compiled.intrinsics import CONSTANT, emits
 from services.worker.kernels.cpu.compiled.raw import prefetch_line
-from services.worker.kernels.cpu.compiled.simd import I8, I16, I32, I64, LANES, VF, VI
+from services.worker.kernels.cpu.compiled.simd import I8, I16, I32, I64, LANES, VF, VI, spread
 
 PANEL = 16
 """Outputs of a panel."""
@@ -306,43 +305,37 @@ def step_minima(builder: Any, kind: str, block: Any, step: Any) -> Any:
     return builder.fneg(builder.fmul(minima, builder.sitofp(factors, VF)))
 
 
-@intrinsic(prefer_literal=True)
-def _decode_unit(typing_context: Any, kind: Any, block: Any, unit: Any, numbers: Any, scales: Any, minima: Any) -> Any:
-    """Decode a unit of a block. `kind` is a constant."""
-    name = KINDS[kind.literal_value]
+@emits(types.void, CONSTANT, *(types.int64,) * 5)
+def _decode_unit(builder: Any, kind: int, block: Any, unit: Any, numbers: Any, scales: Any, minima: Any) -> None:
+    """Decode a unit of a block."""
+    name = KINDS[kind]
     own = FORMATS[name]
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        block, unit, numbers, scales, minima = args[1:]
-        groups, steps = ir.Constant(I64, own.groups), builder.mul(unit, ir.Constant(I64, own.unit))
-        turns = ir.Constant(I64, own.turns // own.groups)
-        low, high = ir.Constant(VI, [0xFFFF] * LANES), ir.Constant(VI, [16] * LANES)
-        with cgutils.for_range(builder, groups) as outer:
-            factors = []
-            for step in range(own.unit if own.multiplies else 0):
-                group = builder.add(builder.mul(moved(builder, steps, step), groups), outer.index)
-                factor = group_factor(builder, name, block, group)
-                factors.append(builder.or_(builder.and_(factor, low), builder.shl(factor, high)))
-            with cgutils.for_range(builder, turns) as inner:
-                index = builder.add(builder.mul(outer.index, turns), inner.index)
-                to = builder.add(numbers, builder.mul(index, ir.Constant(I64, 64)))
-                for step, quad, both in code_pairs(builder, name, block, unit, index, None):
-                    for half, pairs in enumerate(both):
-                        if own.zero:
-                            pairs = builder.sub(pairs, ir.Constant(_PAIRS, [own.zero] * 2 * LANES))
-                        if factors:
-                            pairs = builder.mul(pairs, builder.bitcast(factors[step], _PAIRS))
-                        place = moved(builder, to, step * NUMBERS_BYTES + 64 * (half * QUADS + quad))
-                        store(builder, pairs, place, 4)
-        store(builder, block_scale(builder, name, block), scales, 4)
-        for step in range(own.unit):
-            found = ir.Constant(VF, None)
-            if own.has_minima:
-                found = step_minima(builder, name, block, moved(builder, steps, step))
-            store(builder, found, moved(builder, minima, 64 * step), 4)
-        return context.get_dummy_value()
-
-    return types.void(kind, *[types.int64] * 5), code
+    groups, steps = ir.Constant(I64, own.groups), builder.mul(unit, ir.Constant(I64, own.unit))
+    turns = ir.Constant(I64, own.turns // own.groups)
+    low, high = ir.Constant(VI, [0xFFFF] * LANES), ir.Constant(VI, [16] * LANES)
+    with cgutils.for_range(builder, groups) as outer:
+        factors = []
+        for step in range(own.unit if own.multiplies else 0):
+            group = builder.add(builder.mul(moved(builder, steps, step), groups), outer.index)
+            factor = group_factor(builder, name, block, group)
+            factors.append(builder.or_(builder.and_(factor, low), builder.shl(factor, high)))
+        with cgutils.for_range(builder, turns) as inner:
+            index = builder.add(builder.mul(outer.index, turns), inner.index)
+            to = builder.add(numbers, builder.mul(index, ir.Constant(I64, 64)))
+            for step, quad, both in code_pairs(builder, name, block, unit, index, None):
+                for half, pairs in enumerate(both):
+                    if own.zero:
+                        pairs = builder.sub(pairs, ir.Constant(_PAIRS, [own.zero] * 2 * LANES))
+                    if factors:
+                        pairs = builder.mul(pairs, builder.bitcast(factors[step], _PAIRS))
+                    place = moved(builder, to, step * NUMBERS_BYTES + 64 * (half * QUADS + quad))
+                    store(builder, pairs, place, 4)
+    store(builder, block_scale(builder, name, block), scales, 4)
+    for step in range(own.unit):
+        found = ir.Constant(VF, None)
+        if own.has_minima:
+            found = step_minima(builder, name, block, moved(builder, steps, step))
+        store(builder, found, moved(builder, minima, 64 * step), 4)
 
 
 @njit(inline="always")

@@ -5,7 +5,7 @@ from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
 
-from services.worker.kernels.cpu.compiled.simd import I32, I64, LANES, VI
+from services.worker.kernels.cpu.compiled.simd import I64
 
 
 def moved(builder: Any, address: Any, distance: int) -> Any:
@@ -31,9 +31,3 @@ def for_each_size(builder: Any, size: Any, sizes: Sequence[int], build: Callable
         build(number)
         builder.branch(end)
     builder.position_at_end(end)
-
-
-def spread(builder: Any, value: Any, kind: ir.VectorType) -> Any:
-    """Return a vector with the value in each of its sixteen lanes."""
-    one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(I32, 0))
-    return builder.shuffle_vector(one, one, ir.Constant(VI, [0] * LANES))

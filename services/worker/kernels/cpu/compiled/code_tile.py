@@ -7,9 +7,9 @@ from numba.core import cgutils
 
 from services.worker.kernels.cpu.compiled import simd
 from services.worker.kernels.cpu.compiled.block_formats import PANELS, SPAN
-from services.worker.kernels.cpu.compiled.building import load, moved, spread, store
+from services.worker.kernels.cpu.compiled.building import load, moved, store
 from services.worker.kernels.cpu.compiled.rounded_rows import SCALES_AT, TOTALS_AT
-from services.worker.kernels.cpu.compiled.simd import F32, I32, I64, LANES, VF, VI
+from services.worker.kernels.cpu.compiled.simd import F32, I32, I64, LANES, VF, VI, spread
 
 
 def add_byte_products(builder: Any, sums: Any, codes: Any, bytes_: Any) -> Any:
@@ -107,12 +107,11 @@ class CodeTile:
         for number, (row, scale) in enumerate(zip(parts, scales, strict=True)):
             for panel, place in enumerate(row):
                 at = moved(builder, out, 64 * (number * PANELS + panel))
-                operands = [builder.load(place), scale, load(builder, at, VF, 4)]
-                store(builder, simd.call_llvm(builder, "llvm.fma.v16f32", VF, operands), at, 4)
+                total = simd.build_fma(builder, builder.load(place), scale, load(builder, at, VF, 4))
+                store(builder, total, at, 4)
 
     def times(self, value: Any, factor: int) -> Any:
         return self._builder.mul(value, ir.Constant(I64, factor))
 
     def _add_product(self, place: Any, a: Any, b: Any) -> None:
-        operands = [a, b, self._builder.load(place)]
-        self._builder.store(simd.call_llvm(self._builder, "llvm.fma.v16f32", VF, operands), place)
+        self._builder.store(simd.build_fma(self._builder, a, b, self._builder.load(place)), place)

@@ -1,4 +1,3 @@
-# ruff: noqa: ARG001, the signatures are numba's
 """y = W x + b from quantised weights, with products of whole numbers.
 
 Activations are rounded to whole numbers of up to 16 bits, with one scale for 256 inputs, which loses less than
@@ -18,7 +17,6 @@ import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import carray, njit
 from numba.core import cgutils, types
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from services.worker.kernels.cpu.compiled import raw, simd
@@ -45,6 +43,7 @@ from services.worker.kernels.cpu.compiled.block_formats import (
 )
 from services.worker.kernels.cpu.compiled.building import for_each_size, load, moved
 from services.worker.kernels.cpu.compiled.code_tile import CodeTile, add_byte_products, add_products
+from services.worker.kernels.cpu.compiled.intrinsics import CONSTANT, emits
 from services.worker.kernels.cpu.compiled.product import FIELDS
 from services.worker.kernels.cpu.compiled.raw import prefetch_line
 from services.worker.kernels.cpu.compiled.rounded_rows import HALVES_AT, round_row, size_of_row
@@ -91,16 +90,15 @@ PARTS = (0, 1, 2, 3, 4, 3, 6, 4, 8, 3, 4, 3, 6, 6, 6, 8, 8)
 part: it is rounded in another way."""
 
 
-@intrinsic(prefer_literal=True)
+@emits(types.void, CONSTANT, *(types.int64,) * 10)
 def _multiply_codes(
-    typing_context: Any, kind: Any, rows: Any, x: Any, row_bytes: Any, steps: Any, first: Any, number: Any, codes: Any,
+    builder: Any, kind: int, rows: Any, x: Any, row_bytes: Any, steps: Any, first: Any, number: Any, codes: Any,
     out: Any, end: Any, jump: Any
-) -> Any:  # fmt: skip
+) -> None:  # fmt: skip
     """Multiply a span of rows with the panels of an item, which are decoded in registers: `_width` at once, in the
     order of the memory.
 
     Args:
-        kind: a constant
         rows: as many as `PARTS` has, up to `_few_rows`
         x: address of the first rounded row
         row_bytes: from one row to the next
@@ -111,19 +109,10 @@ def _multiply_codes(
         out: float32[rows, PANELS, 16]; products are added
         end, jump: see `next_codes`
     """
-    name = KINDS[kind.literal_value]
+    name = KINDS[kind]
     own = FORMATS[name]
 
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rows, *operands = args[1:]
-        sizes = [rows for rows in sorted({*PARTS}) if 0 < rows <= _few_rows(own)]
-        for_each_size(builder, rows, sizes, lambda rows: multiply(builder, rows, *operands))
-        return context.get_dummy_value()
-
-    def multiply(
-        builder: Any, rows: int, x: Any, row_bytes: Any, steps: Any, first: Any, number: Any, codes: Any, out: Any,
-        end: Any, jump: Any
-    ) -> None:  # fmt: skip
+    def multiply(rows: int) -> None:
         width, are_bytes = _width(own, rows), BYTES and rows == 1
         codes_of, add, zero_code = (
             (code_bytes, add_byte_products, own.zero_byte) if are_bytes else (code_pairs, add_products, own.zero)
@@ -192,14 +181,14 @@ def _multiply_codes(
                     add_blocks(start, tile.times(some.index, width))
         tile.add_to(out)
 
-    return types.void(kind, *[types.int64] * 10), code
+    for_each_size(builder, rows, [rows for rows in sorted({*PARTS}) if 0 < rows <= _few_rows(own)], multiply)
 
 
-@intrinsic
+@emits(types.void, *(types.int64,) * 12)
 def _multiply_decoded(
-    typing_context: Any, rows: Any, x: Any, row_bytes: Any, steps: Any, first: Any, number: Any,
+    builder: Any, rows: Any, x: Any, row_bytes: Any, steps: Any, first: Any, number: Any,
     decoded: Any, scale_steps: Any, has_minima: Any, out: Any, ahead: Any, ahead_bytes: Any
-) -> Any:  # fmt: skip
+) -> None:  # fmt: skip
     """Multiply a span of 3 to `ROWS` rows with `WIDTH` decoded panels.
 
     Args:
@@ -207,42 +196,34 @@ def _multiply_decoded(
             each turn of the innermost loop. The others: see above.
     """
 
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rows, x, row_bytes, steps, first, number, decoded, scale_steps, has_minima, out, ahead, ahead_bytes = args
+    def multiply(rows: int) -> None:
+        tile = CodeTile(builder, rows, WIDTH, x, row_bytes, steps, first)
+        sums, first_panel = tile.vectors(VI, WIDTH), ir.Constant(I64, 0)
 
-        def multiply(rows: int) -> None:
-            tile = CodeTile(builder, rows, WIDTH, x, row_bytes, steps, first)
-            sums, first_panel = tile.vectors(VI, WIDTH), ir.Constant(I64, 0)
+        def loaded(index: Any, kind: ir.VectorType, more: int) -> list[Any]:
+            place = builder.add(decoded, tile.times(index, 64))
+            return [load(builder, moved(builder, place, more + panel * SPAN_BYTES), kind, 4) for panel in range(WIDTH)]
 
-            def loaded(index: Any, kind: ir.VectorType, more: int) -> list[Any]:
-                place = builder.add(decoded, tile.times(index, 64))
-                return [
-                    load(builder, moved(builder, place, more + panel * SPAN_BYTES), kind, 4) for panel in range(WIDTH)
-                ]
+        with cgutils.for_range(builder, builder.udiv(number, scale_steps)) as outer:
+            start = builder.mul(outer.index, scale_steps)
+            tile.set(sums)
+            with cgutils.for_range(builder, tile.times(scale_steps, STEP // 2 // UNROLLED)) as loop:
+                index = builder.add(tile.times(start, STEP // 2), tile.times(loop.index, UNROLLED))
+                here = builder.add(tile.times(first, STEP // 2), index)
+                turn = builder.udiv(index, ir.Constant(I64, UNROLLED))
+                codes = builder.add(ahead, builder.mul(turn, ahead_bytes))
+                for line in range(LINES):
+                    prefetch_line(builder, moved(builder, codes, 64 * line))
+                for some in range(UNROLLED):
+                    numbers = loaded(index, ir.VectorType(I16, 2 * LANES), 64 * some)
+                    tile.add_products(sums, numbers, tile.of_rows(I32, here, 4, 0, 4 * some))
+            with cgutils.for_range(builder, builder.mul(scale_steps, has_minima)) as loop:
+                step = builder.add(start, loop.index)
+                tile.add_minima(loaded(step, VF, MINIMA_AT), builder.add(first, step), first_panel)
+            tile.add_scaled(sums, loaded(outer.index, VF, SCALES_AT), first_panel)
+        tile.add_to(out)
 
-            with cgutils.for_range(builder, builder.udiv(number, scale_steps)) as outer:
-                start = builder.mul(outer.index, scale_steps)
-                tile.set(sums)
-                with cgutils.for_range(builder, tile.times(scale_steps, STEP // 2 // UNROLLED)) as loop:
-                    index = builder.add(tile.times(start, STEP // 2), tile.times(loop.index, UNROLLED))
-                    here = builder.add(tile.times(first, STEP // 2), index)
-                    turn = builder.udiv(index, ir.Constant(I64, UNROLLED))
-                    codes = builder.add(ahead, builder.mul(turn, ahead_bytes))
-                    for line in range(LINES):
-                        prefetch_line(builder, moved(builder, codes, 64 * line))
-                    for some in range(UNROLLED):
-                        numbers = loaded(index, ir.VectorType(I16, 2 * LANES), 64 * some)
-                        tile.add_products(sums, numbers, tile.of_rows(I32, here, 4, 0, 4 * some))
-                with cgutils.for_range(builder, builder.mul(scale_steps, has_minima)) as loop:
-                    step = builder.add(start, loop.index)
-                    tile.add_minima(loaded(step, VF, MINIMA_AT), builder.add(first, step), first_panel)
-                tile.add_scaled(sums, loaded(outer.index, VF, SCALES_AT), first_panel)
-            tile.add_to(out)
-
-        for_each_size(builder, rows, range(3, ROWS + 1), multiply)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 12), code
+    for_each_size(builder, rows, range(3, ROWS + 1), multiply)
 
 
 @njit(inline="always")

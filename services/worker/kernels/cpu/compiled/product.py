@@ -1,4 +1,3 @@
-# ruff: noqa: ARG001, the signatures are numba's
 """y = W x + b in float32, from weights in float32 or bfloat16.
 
 Up to six rows are multiplied together. AVX-512 multiplies them with 64 outputs at once: a weight is loaded once for six
@@ -15,11 +14,11 @@ import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import carray, njit
 from numba.core import cgutils, types
-from numba.extending import intrinsic
 
 from services.worker.kernels.cpu.compiled import raw, simd
-from services.worker.kernels.cpu.compiled.building import for_each_size, load, moved, spread, store
-from services.worker.kernels.cpu.compiled.simd import F32, I64, VF, VI
+from services.worker.kernels.cpu.compiled.building import for_each_size, load, moved, store
+from services.worker.kernels.cpu.compiled.intrinsics import CONSTANT, emits
+from services.worker.kernels.cpu.compiled.simd import F32, I64, VF, VI, spread
 from services.worker.kernels.cpu.thread_team import Kernel, arguments, take
 
 PANEL = 16
@@ -53,15 +52,15 @@ FIELDS = (
 PRODUCT = arguments(*FIELDS)
 
 
-@intrinsic(prefer_literal=True)
+@emits(types.void, *(CONSTANT,) * 3, *(types.int64,) * 8)
 def _multiply_rows(
-    typing_context: Any, wide: Any, half: Any, panels: Any, rows: Any, x: Any, stride: Any, weights: Any, inputs: Any,
+    builder: Any, wide: int, half: int, panels: int, rows: Any, x: Any, stride: Any, weights: Any, inputs: Any,
     bias: Any, out: Any, out_stride: Any
-) -> Any:  # fmt: skip
+) -> None:  # fmt: skip
     """Multiply `rows` rows, up to `ROWS`, with some panels; only one row with several panels that are not `wide`.
 
     Args:
-        wide, half, panels: constants; see `product_kernel`
+        wide, half: see `product_kernel`
         x: address of the first row, float32
         stride: bytes from one row to the next
         weights: address of the first panel
@@ -69,52 +68,44 @@ def _multiply_rows(
         out: address of the first row of sums: float32[panels * PANEL], overwritten
         out_stride: bytes from one row of sums to the next
     """
-    is_wide, is_half, vectors = wide.literal_value, half.literal_value, panels.literal_value
+    size = (BLOCK if wide else PANEL) * (2 if half else 4)
+    panel_bytes = builder.mul(inputs, ir.Constant(I64, size))
 
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rows, x, stride, weights, inputs, bias, out, out_stride = args[3:]
-        size = (BLOCK if is_wide else PANEL) * (2 if is_half else 4)
-        panel_bytes = builder.mul(inputs, ir.Constant(I64, size))
+    def weights_of(here: Any) -> list[Any]:
+        if not wide:
+            places = [builder.add(here, builder.mul(panel_bytes, ir.Constant(I64, n))) for n in range(panels)]
+            return [simd.bf16_pairs(builder, at) if half else load(builder, at, VF, 4) for at in places]
+        places = [moved(builder, here, at) for at in range(0, size, 64)]
+        if not half:
+            return [load(builder, at, VF, 4) for at in places]
+        words = [load(builder, at, VI, 4) for at in places]
+        return [builder.bitcast(some, VF) for both in words for some in simd.halves(builder, both)]
 
-        def weights_of(here: Any) -> list[Any]:
-            if not is_wide:
-                places = [builder.add(here, builder.mul(panel_bytes, ir.Constant(I64, n))) for n in range(vectors)]
-                return [simd.bf16_pairs(builder, at) if is_half else load(builder, at, VF, 4) for at in places]
-            places = [moved(builder, here, at) for at in range(0, size, 64)]
-            if not is_half:
-                return [load(builder, at, VF, 4) for at in places]
-            words = [load(builder, at, VI, 4) for at in places]
-            return [builder.bitcast(some, VF) for both in words for some in simd.halves(builder, both)]
+    def multiply(rows: int) -> None:
+        sums = [[cgutils.alloca_once(builder, VF) for _ in range(panels)] for _ in range(rows)]
+        for row in sums:
+            for number, place in enumerate(row):
+                builder.store(load(builder, moved(builder, bias, number * 64), VF, 4), place)
+        starts = [builder.add(x, builder.mul(stride, ir.Constant(I64, number))) for number in range(rows)]
+        # Kept in registers: LLVM would compute each from the one before in each turn of the loop
+        starts = [builder.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [start], False) for start in starts]
+        with cgutils.for_range(builder, inputs) as loop:
+            here = builder.add(weights, builder.mul(loop.index, ir.Constant(I64, size)))
+            for line in range(0, size if wide else 0, 64):
+                raw.prefetch_line(builder, moved(builder, here, AHEAD // rows + line))
+            values = weights_of(here)
+            for start, row in zip(starts, sums, strict=True):
+                at = builder.add(start, builder.mul(loop.index, ir.Constant(I64, 4)))
+                some = spread(builder, load(builder, at, F32, 4), VF)
+                for place, value in zip(row, values, strict=True):
+                    builder.store(simd.build_fma(builder, some, value, builder.load(place)), place)
+        for number, row in enumerate(sums):
+            start = builder.add(out, builder.mul(out_stride, ir.Constant(I64, number)))
+            for vector, place in enumerate(row):
+                store(builder, builder.load(place), moved(builder, start, vector * 64), 4)
 
-        def multiply(rows: int) -> None:
-            sums = [[cgutils.alloca_once(builder, VF) for _ in range(vectors)] for _ in range(rows)]
-            for row in sums:
-                for number, place in enumerate(row):
-                    builder.store(load(builder, moved(builder, bias, number * 64), VF, 4), place)
-            starts = [builder.add(x, builder.mul(stride, ir.Constant(I64, number))) for number in range(rows)]
-            # Kept in registers: LLVM would compute each from the one before in each turn of the loop
-            starts = [builder.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [start], False) for start in starts]
-            with cgutils.for_range(builder, inputs) as loop:
-                here = builder.add(weights, builder.mul(loop.index, ir.Constant(I64, size)))
-                for line in range(0, size if is_wide else 0, 64):
-                    raw.prefetch_line(builder, moved(builder, here, AHEAD // rows + line))
-                values = weights_of(here)
-                for start, row in zip(starts, sums, strict=True):
-                    at = builder.add(start, builder.mul(loop.index, ir.Constant(I64, 4)))
-                    some = spread(builder, load(builder, at, F32, 4), VF)
-                    for place, value in zip(row, values, strict=True):
-                        operands = [some, value, builder.load(place)]
-                        builder.store(simd.call_llvm(builder, "llvm.fma.v16f32", VF, operands), place)
-            for number, row in enumerate(sums):
-                start = builder.add(out, builder.mul(out_stride, ir.Constant(I64, number)))
-                for vector, place in enumerate(row):
-                    store(builder, builder.load(place), moved(builder, start, vector * 64), 4)
-
-        most = ROWS if is_wide or vectors == 1 else 1
-        for_each_size(builder, rows, range(1, most + 1), multiply)
-        return context.get_dummy_value()
-
-    return types.void(wide, half, panels, *[types.int64] * 8), code
+    most = ROWS if wide or panels == 1 else 1
+    for_each_size(builder, rows, range(1, most + 1), multiply)
 
 
 @njit(inline="always")

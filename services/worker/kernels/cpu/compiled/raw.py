@@ -4,6 +4,7 @@
 Addresses are integers, in bytes.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,18 +13,16 @@ from numba import carray, njit
 from numba.core import types
 from numba.extending import intrinsic
 
+from services.worker.kernels.cpu.compiled.intrinsics import emits
+
 I8, I32, I64 = (ir.IntType(bits) for bits in (8, 32, 64))
 
 
-@intrinsic
-def fetch_add(typing_context: Any, address: Any, value: Any) -> Any:
+@emits(types.int64, types.int64, types.int64)
+def fetch_add(builder: Any, address: Any, value: Any) -> Any:
     """Add to the int64 at `address` atomically and return its previous value. All threads see such changes, and all
     earlier writes, in one order."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.atomic_rmw("add", builder.inttoptr(args[0], I64.as_pointer()), args[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), code
+    return builder.atomic_rmw("add", builder.inttoptr(address, I64.as_pointer()), value, "seq_cst")
 
 
 @intrinsic
@@ -51,53 +50,41 @@ def release(typing_context: Any, address: Any) -> Any:
     return types.void(types.int64), code
 
 
-@intrinsic
-def load_i64(typing_context: Any, address: Any) -> Any:
+@emits(types.int64, types.int64)
+def load_i64(builder: Any, address: Any) -> Any:
     """Load the int64 at `address`, which other threads may change, in the same order."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load_atomic(builder.inttoptr(args[0], I64.as_pointer()), "seq_cst", 8)
-
-    return types.int64(types.int64), code
+    return builder.load_atomic(builder.inttoptr(address, I64.as_pointer()), "seq_cst", 8)
 
 
-@intrinsic
-def store_i64(typing_context: Any, address: Any, value: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store_atomic(args[1], builder.inttoptr(args[0], I64.as_pointer()), "seq_cst", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), code
+@emits(types.void, types.int64, types.int64)
+def store_i64(builder: Any, address: Any, value: Any) -> None:
+    builder.store_atomic(value, builder.inttoptr(address, I64.as_pointer()), "seq_cst", 8)
 
 
-def _access(name: str, bits: int) -> tuple[Any, Any]:
-    """Build a load of a number, as int64, and a store of its lowest bits; other threads do not change it."""
-    kind = ir.IntType(bits)
+def _load(bits: int, extend: Callable[[Any, Any, Any], Any]) -> Any:
+    """Make a load of a number as int64; other threads do not change it."""
 
-    def load(typing_context: Any, address: Any) -> Any:
-        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            found = builder.load(builder.inttoptr(args[0], kind.as_pointer()), align=1)
-            return (builder.sext if name.startswith("i") else builder.zext)(found, I64)
+    @emits(types.int64, types.int64)
+    def load(builder: Any, address: Any) -> Any:
+        return extend(builder, builder.load(builder.inttoptr(address, ir.IntType(bits).as_pointer()), align=1), I64)
 
-        return types.int64(types.int64), code
-
-    def store(typing_context: Any, address: Any, value: Any) -> Any:
-        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            pointer = builder.inttoptr(args[0], kind.as_pointer())
-            builder.store(builder.trunc(args[1], kind), pointer, align=1)
-            return context.get_dummy_value()
-
-        return types.void(types.int64, types.int64), code
-
-    load.__name__ = load.__qualname__ = f"load_{name}"
-    store.__name__ = store.__qualname__ = f"store_{name}"
-    return intrinsic(load), intrinsic(store)
+    return load
 
 
-load_u8, store_u8 = _access("u8", 8)
-load_u16, store_u16 = _access("u16", 16)
-load_u32, store_u32 = _access("u32", 32)
-load_i16, _ = _access("i16", 16)
+def _store(bits: int) -> Any:
+    """Make a store of the lowest bits of an int64; other threads do not read them."""
+
+    @emits(types.void, types.int64, types.int64)
+    def store(builder: Any, address: Any, value: Any) -> None:
+        kind = ir.IntType(bits)
+        builder.store(builder.trunc(value, kind), builder.inttoptr(address, kind.as_pointer()), align=1)
+
+    return store
+
+
+load_u8, load_u16, load_u32 = (_load(bits, ir.IRBuilder.zext) for bits in (8, 16, 32))
+load_i16 = _load(16, ir.IRBuilder.sext)
+store_u8, store_u16, store_u32 = (_store(bits) for bits in (8, 16, 32))
 
 
 def prefetch_line(builder: Any, address: Any) -> None:
@@ -110,13 +97,7 @@ def prefetch_line(builder: Any, address: Any) -> None:
     builder.call(function, [where, *numbers])
 
 
-@intrinsic
-def _prefetch_line(typing_context: Any, address: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        prefetch_line(builder, args[0])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), code
+_prefetch_line = emits(types.void, types.int64)(prefetch_line)
 
 
 @njit(inline="always")
@@ -126,48 +107,29 @@ def prefetch(address, size):  # type: ignore[no-untyped-def]
         _prefetch_line(address + offset)
 
 
-@intrinsic
-def pointer(typing_context: Any, address: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
-
-    return types.voidptr(types.int64), code
+@emits(types.voidptr, types.int64)
+def pointer(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, I8.as_pointer())
 
 
-@intrinsic
-def call(typing_context: Any, function: Any, argument: Any) -> Any:
+@emits(types.void, types.int64, types.int64)
+def call(builder: Any, function: Any, argument: Any) -> None:
     """Call the C function at address `function` with one address."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [I64])
-        builder.call(builder.inttoptr(args[0], kind.as_pointer()), [args[1]])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), code
+    kind = ir.FunctionType(ir.VoidType(), [I64])
+    builder.call(builder.inttoptr(function, kind.as_pointer()), [argument])
 
 
-@intrinsic
-def call_shared(typing_context: Any, share: Any, function: Any, argument: Any, among: Any) -> Any:
+@emits(types.void, *(types.int64,) * 4)
+def call_shared(builder: Any, share: Any, function: Any, argument: Any, among: Any) -> None:
     """Call it on several threads, as `thread_team.shared` says."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [I64, I64, I64, I32])
-        values = [args[1], args[2], args[3], ir.Constant(I32, 0)]
-        builder.call(builder.inttoptr(args[0], kind.as_pointer()), values)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64, types.int64), code
+    kind = ir.FunctionType(ir.VoidType(), [I64, I64, I64, I32])
+    builder.call(builder.inttoptr(share, kind.as_pointer()), [function, argument, among, ir.Constant(I32, 0)])
 
 
 @njit(inline="always")
 def i32_at(address, size):  # type: ignore[no-untyped-def]
     """The int32 array of `size` elements at `address`."""
     return carray(pointer(address), (size,), np.int32)
-
-
-@njit(inline="always")
-def u8_at(address, size):  # type: ignore[no-untyped-def]
-    return carray(pointer(address), (size,), np.uint8)
 
 
 @njit(inline="always")

@@ -1,4 +1,3 @@
-# ruff: noqa: ARG001, the signatures are numba's
 """Rows of activations, rounded to whole numbers of up to 16 bits with one scale for 256 inputs.
 
 A rounded row is one after the other:
@@ -16,11 +15,11 @@ import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit
 from numba.core import types
-from numba.extending import intrinsic
 
 from services.worker.kernels.cpu.compiled import simd
 from services.worker.kernels.cpu.compiled.block_formats import SPAN, STEP
 from services.worker.kernels.cpu.compiled.building import load, moved, store
+from services.worker.kernels.cpu.compiled.intrinsics import CONSTANT, emits
 from services.worker.kernels.cpu.compiled.simd import F32, I16, I32, LANES, VF, VI
 
 HALVES_AT, TOTALS_AT, SCALES_AT = 2 * STEP, 2 * STEP + 8, 2 * STEP + 12
@@ -38,64 +37,49 @@ def _even_and_odd(builder: Any, address: Any, half: int) -> list[Any]:
     return [builder.shuffle_vector(*both, order) for order in orders]
 
 
-@intrinsic(prefer_literal=True)
-def _larger(typing_context: Any, address: Any, half: Any, most: Any) -> Any:
+@emits(simd.vector, types.int64, CONSTANT, simd.vector)
+def _larger(builder: Any, address: Any, half: int, most: Any) -> Any:
     """The larger ones of `most` and the absolute values of 32 inputs. A number that is none is the largest."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        most = builder.bitcast(args[2], VI)
-        for values in _even_and_odd(builder, args[0], half.literal_value):
-            size = builder.and_(values, ir.Constant(VI, [0x7FFFFFFF] * LANES))
-            most = builder.select(builder.icmp_signed(">", size, most), size, most)
-        return builder.bitcast(most, VF)
-
-    return simd.vector(types.int64, half, simd.vector), code
+    most = builder.bitcast(most, VI)
+    for values in _even_and_odd(builder, address, half):
+        size = builder.and_(values, ir.Constant(VI, [0x7FFFFFFF] * LANES))
+        most = builder.select(builder.icmp_signed(">", size, most), size, most)
+    return builder.bitcast(most, VF)
 
 
-@intrinsic(prefer_literal=True)
+@emits(types.void, types.int64, CONSTANT, simd.vector, *(types.int64,) * 3, CONSTANT)
 def _round_step(
-    typing_context: Any, address: Any, half: Any, inverse: Any, to: Any, halves: Any, total: Any, are_bytes: Any
-) -> Any:
-    """Round 32 inputs times `inverse`. `to`, `halves` and `total`: addresses of their parts of a rounded row.
-    `are_bytes` is a constant."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        # The float32 nearest to a small number + 1.5 * 2**23 has that number, rounded, in its lowest bits
-        magic, sums = ir.Constant(VF, [12582912.0] * LANES), ir.Constant(VI, [-2 * 0x4B400000] * LANES)
-        rounded = [
-            builder.bitcast(builder.fadd(builder.fmul(builder.bitcast(values, VF), args[2]), magic), VI)
-            for values in _even_and_odd(builder, args[0], half.literal_value)
-        ]
-        kept = rounded
-        if are_bytes.literal_value:
-            low, bits, round_up = (ir.Constant(VI, [number] * LANES) for number in (255, 8, 128))
-            upper = [builder.lshr(builder.add(some, round_up), bits) for some in rounded]
-            kept = [builder.or_(builder.and_(even, low), builder.shl(odd, bits)) for even, odd in (upper, rounded)]
-        for number, some in enumerate(kept):
-            halves = builder.trunc(some, ir.VectorType(I16, LANES))
-            store(builder, halves, moved(builder, args[3], STEP * number), 2)
-            sums = builder.add(sums, rounded[number])
-        for distance in (4, 2, 1):
-            order = ir.Constant(VI, [lane ^ distance for lane in range(LANES)])
-            sums = builder.add(sums, builder.shuffle_vector(sums, sums, order))
-        ends = [builder.extract_element(sums, ir.Constant(I32, lane)) for lane in (0, LANES // 2)]
-        for number, end in enumerate(ends):
-            store(builder, end, moved(builder, args[4], 4 * number), 4)
-        store(builder, builder.sitofp(builder.add(*ends), F32), args[5], 4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, half, simd.vector, *[types.int64] * 3, are_bytes), code
+    builder: Any, address: Any, half: int, inverse: Any, to: Any, halves: Any, total: Any, are_bytes: int
+) -> None:
+    """Round 32 inputs times `inverse`. `to`, `halves` and `total`: addresses of their parts of a rounded row."""
+    # The float32 nearest to a small number + 1.5 * 2**23 has that number, rounded, in its lowest bits
+    magic, sums = ir.Constant(VF, [12582912.0] * LANES), ir.Constant(VI, [-2 * 0x4B400000] * LANES)
+    rounded = [
+        builder.bitcast(builder.fadd(builder.fmul(builder.bitcast(values, VF), inverse), magic), VI)
+        for values in _even_and_odd(builder, address, half)
+    ]
+    kept = rounded
+    if are_bytes:
+        low, bits, round_up = (ir.Constant(VI, [number] * LANES) for number in (255, 8, 128))
+        upper = [builder.lshr(builder.add(some, round_up), bits) for some in rounded]
+        kept = [builder.or_(builder.and_(even, low), builder.shl(odd, bits)) for even, odd in (upper, rounded)]
+    for number, some in enumerate(kept):
+        store(builder, builder.trunc(some, ir.VectorType(I16, LANES)), moved(builder, to, STEP * number), 2)
+        sums = builder.add(sums, rounded[number])
+    for distance in (4, 2, 1):
+        order = ir.Constant(VI, [lane ^ distance for lane in range(LANES)])
+        sums = builder.add(sums, builder.shuffle_vector(sums, sums, order))
+    ends = [builder.extract_element(sums, ir.Constant(I32, lane)) for lane in (0, LANES // 2)]
+    for number, end in enumerate(ends):
+        store(builder, end, moved(builder, halves, 4 * number), 4)
+    store(builder, builder.sitofp(builder.add(*ends), F32), total, 4)
 
 
-@intrinsic
-def _largest(typing_context: Any, sizes: Any) -> Any:
+@emits(types.float32, simd.vector)
+def _largest(builder: Any, sizes: Any) -> Any:
     """The largest of sixteen numbers that are not negative."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        bits = builder.bitcast(args[0], VI)
-        return builder.bitcast(simd.call_llvm(builder, "llvm.vector.reduce.smax.v16i32", I32, [bits]), F32)
-
-    return types.float32(simd.vector), code
+    bits = builder.bitcast(sizes, VI)
+    return builder.bitcast(simd.call_llvm(builder, "llvm.vector.reduce.smax.v16i32", I32, [bits]), F32)
 
 
 @njit(inline="always")

@@ -1,4 +1,3 @@
-# ruff: noqa: ARG001, the signatures are numba's
 """Vectors of sixteen float32 for numba kernels, in LLVM's instructions, for processors of any vector width.
 
 Kernels define the order of every sum, so a row's result does not depend on other rows, on the number of threads or on
@@ -14,8 +13,9 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from llvmlite.binding import get_host_cpu_features  # type: ignore[import-untyped]
 from numba import config, njit
 from numba.core import types
-from numba.extending import intrinsic, models, register_model
+from numba.extending import models, register_model
 
+from services.worker.kernels.cpu.compiled.intrinsics import emits
 from services.worker.sampling.noise import MIX_A, MIX_B, PRIME
 
 LANES = 16
@@ -48,8 +48,9 @@ WIDE = compiles_for("avx512f")
 """A vector is one of 32 registers, and not two of 16."""
 
 
-def _constant(kind: ir.VectorType, value: float) -> ir.Constant:
-    return ir.Constant(kind, [value] * LANES)
+def _constant(kind: ir.Type, value: float) -> ir.Constant:
+    """Return a number, or a vector with it in each lane."""
+    return ir.Constant(kind, [value] * LANES if isinstance(kind, ir.VectorType) else value)
 
 
 def call_llvm(builder: Any, name: str, result: Any, operands: list[Any]) -> Any:
@@ -58,44 +59,40 @@ def call_llvm(builder: Any, name: str, result: Any, operands: list[Any]) -> Any:
 
 
 def _widen(builder: Any, half: Any, wide: ir.Type, result: ir.Type) -> Any:
-    shift = ir.Constant(wide, 16) if wide == I32 else _constant(wide, 16)
-    return builder.bitcast(builder.shl(builder.zext(half, wide), shift), result)
+    return builder.bitcast(builder.shl(builder.zext(half, wide), _constant(wide, 16)), result)
 
 
 def _narrow(builder: Any, value: Any, wide: ir.Type, half: ir.Type) -> Any:
-    def number(x: int) -> ir.Constant:
-        return ir.Constant(wide, x) if wide == I32 else _constant(wide, x)
-
     bits = builder.bitcast(value, wide)
-    odd = builder.and_(builder.lshr(bits, number(16)), number(1))
-    rounded = builder.add(bits, builder.add(odd, number(0x7FFF)))
-    return builder.trunc(builder.lshr(rounded, number(16)), half)
+    odd = builder.and_(builder.lshr(bits, _constant(wide, 16)), _constant(wide, 1))
+    rounded = builder.add(bits, builder.add(odd, _constant(wide, 0x7FFF)))
+    return builder.trunc(builder.lshr(rounded, _constant(wide, 16)), half)
 
 
-def _access(name: str, kind: ir.Type, is_store: bool, half: bool) -> Any:
-    """Build a load or store: `kind` is F32 or VF in registers, bfloat16 in memory if `half`."""
-    front = vector if kind == VF else types.float32
+def _load(kind: ir.Type, half: bool) -> Any:
+    """Make a load: `kind` is F32 or VF in registers, bfloat16 in memory if `half`."""
     wide, narrow = (VI, VH) if kind == VF else (I32, I16)
-    in_memory, align = (narrow, 2) if half else (kind, 4)
 
-    def load_code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        value = builder.load(builder.inttoptr(args[0], in_memory.as_pointer()), align=align)
+    @emits(vector if kind == VF else types.float32, types.int64)
+    def load(builder: Any, address: Any) -> Any:
+        in_memory, align = (narrow, 2) if half else (kind, 4)
+        value = builder.load(builder.inttoptr(address, in_memory.as_pointer()), align=align)
         return _widen(builder, value, wide, kind) if half else value
 
-    def store_code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        value = _narrow(builder, args[1], wide, narrow) if half else args[1]
-        builder.store(value, builder.inttoptr(args[0], in_memory.as_pointer()), align=align)
-        return context.get_dummy_value()
+    return load
 
-    def load(typing_context: Any, address: Any) -> Any:
-        return front(types.int64), load_code
 
-    def store(typing_context: Any, address: Any, value: Any) -> Any:
-        return types.void(types.int64, front), store_code
+def _store(kind: ir.Type, half: bool) -> Any:
+    """Make a store; see `_load`."""
+    wide, narrow = (VI, VH) if kind == VF else (I32, I16)
 
-    body = store if is_store else load
-    body.__name__ = body.__qualname__ = name
-    return intrinsic(body)
+    @emits(types.void, types.int64, vector if kind == VF else types.float32)
+    def store(builder: Any, address: Any, value: Any) -> None:
+        in_memory = _narrow(builder, value, wide, narrow) if half else value
+        pointer = builder.inttoptr(address, in_memory.type.as_pointer())
+        builder.store(in_memory, pointer, align=2 if half else 4)
+
+    return store
 
 
 def halves(builder: Any, words: Any) -> list[Any]:
@@ -113,196 +110,143 @@ def bf16_pairs(builder: Any, address: Any) -> Any:
     return builder.bitcast(builder.shuffle_vector(*halves(builder, builder.load(pointer, align=2)), order), VF)
 
 
-load_f32x16 = _access("load_f32x16", VF, False, False)
-load_bf16x16 = _access("load_bf16x16", VF, False, True)
-load_f32 = _access("load_f32", F32, False, False)
-load_bf16 = _access("load_bf16", F32, False, True)
-store_f32x16 = _access("store_f32x16", VF, True, False)
-store_bf16x16 = _access("store_bf16x16", VF, True, True)
-store_f32 = _access("store_f32", F32, True, False)
-store_bf16 = _access("store_bf16", F32, True, True)
+load_f32x16, load_bf16x16 = _load(VF, half=False), _load(VF, half=True)
+load_f32, load_bf16 = _load(F32, half=False), _load(F32, half=True)
+store_f32x16, store_bf16x16 = _store(VF, half=False), _store(VF, half=True)
+store_f32, store_bf16 = _store(F32, half=False), _store(F32, half=True)
+
+_binary = emits(vector, vector, vector)
+add = _binary(lambda builder, a, b: builder.fadd(a, b))
+mul = _binary(lambda builder, a, b: builder.fmul(a, b))
+div = _binary(lambda builder, a, b: builder.fdiv(a, b))
+minimum = _binary(lambda builder, a, b: builder.select(builder.fcmp_ordered("<", a, b), a, b))
+maximum = _binary(lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
 
 
-def _binary(name: str, emit: Any) -> Any:
-    def operation(typing_context: Any, a: Any, b: Any) -> Any:
-        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return emit(builder, *args)
-
-        return vector(vector, vector), code
-
-    operation.__name__ = operation.__qualname__ = name
-    return intrinsic(operation)
+def build_fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """Build a * b + c, rounded once."""
+    return call_llvm(builder, "llvm.fma.v16f32", VF, [a, b, c])
 
 
-add = _binary("add", lambda builder, a, b: builder.fadd(a, b))
-mul = _binary("mul", lambda builder, a, b: builder.fmul(a, b))
-div = _binary("div", lambda builder, a, b: builder.fdiv(a, b))
-minimum = _binary("minimum", lambda builder, a, b: builder.select(builder.fcmp_ordered("<", a, b), a, b))
-maximum = _binary("maximum", lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
+fma = emits(vector, vector, vector, vector)(build_fma)
 
 
-@intrinsic
-def fma(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, rounded once."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return call_llvm(builder, "llvm.fma.v16f32", VF, list(args))
-
-    return vector(vector, vector, vector), code
+def spread(builder: Any, value: Any, kind: ir.VectorType) -> Any:
+    """Return a vector with the value in each of its sixteen lanes."""
+    one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(I32, 0))
+    return builder.shuffle_vector(one, one, _constant(VI, 0))
 
 
-@intrinsic
-def splat(typing_context: Any, value: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        one = builder.insert_element(ir.Constant(VF, ir.Undefined), args[0], ir.Constant(I32, 0))
-        zeros = ir.Constant(ir.VectorType(I32, LANES), [0] * LANES)
-        return builder.shuffle_vector(one, ir.Constant(VF, ir.Undefined), zeros)
-
-    return vector(types.float32), code
+splat = emits(vector, types.float32)(lambda builder, value: spread(builder, value, VF))
 
 
-def _reduction(name: str, emit: Any) -> Any:
-    def operation(typing_context: Any, a: Any) -> Any:
-        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            value, width = args[0], LANES // 2
-            while width:  # halves onto halves: one fixed tree
-                mask = ir.Constant(ir.VectorType(I32, LANES), [(i + width) % LANES for i in range(LANES)])
-                value = emit(builder, value, builder.shuffle_vector(value, value, mask))
-                width //= 2
-            return builder.extract_element(value, ir.Constant(I32, 0))
+def _reduction(emit: Any) -> Any:
+    @emits(types.float32, vector)
+    def reduce(builder: Any, value: Any) -> Any:
+        width = LANES // 2
+        while width:  # halves onto halves: one fixed tree
+            mask = ir.Constant(ir.VectorType(I32, LANES), [(i + width) % LANES for i in range(LANES)])
+            value = emit(builder, value, builder.shuffle_vector(value, value, mask))
+            width //= 2
+        return builder.extract_element(value, ir.Constant(I32, 0))
 
-        return types.float32(vector), code
-
-    operation.__name__ = operation.__qualname__ = name
-    return intrinsic(operation)
+    return reduce
 
 
-reduce_add = _reduction("reduce_add", lambda builder, a, b: builder.fadd(a, b))
-reduce_max = _reduction("reduce_max", lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
+reduce_add = _reduction(lambda builder, a, b: builder.fadd(a, b))
+reduce_max = _reduction(lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
 
 
-@intrinsic
-def exp(typing_context: Any, a: Any) -> Any:
+@emits(vector, vector)
+def exp(builder: Any, a: Any) -> Any:
     """e**a within 2 units in the last place; 0 below -87, and e**88 above 88."""
 
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        def f(value: float) -> ir.Constant:
-            return _constant(VF, value)
+    def f(value: float) -> ir.Constant:
+        return _constant(VF, value)
 
-        def mad(x: Any, y: Any, z: Any) -> Any:
-            return call_llvm(builder, "llvm.fma.v16f32", VF, [x, y, z])
-
-        low = builder.fcmp_ordered("<", args[0], f(-87.0))
-        x = builder.select(low, f(-87.0), args[0])
-        x = builder.select(builder.fcmp_ordered(">", x, f(88.0)), f(88.0), x)
-        # x = n ln 2 + r with |r| <= ln(2) / 2, then e**r as a polynomial and 2**n through the exponent bits
-        n = call_llvm(builder, "llvm.floor.v16f32", VF, [mad(x, f(float(np.float32(1.4426950408889634))), f(0.5))])
-        r = mad(n, f(-0.693359375), x)
-        r = mad(n, f(float(np.float32(2.12194440e-4))), r)
-        p = f(float(np.float32(1.9875691500e-4)))
-        for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
-            p = mad(p, r, f(float(np.float32(c))))
-        p = builder.fadd(mad(builder.fmul(r, r), p, r), f(1.0))
-        exponent = builder.shl(builder.add(builder.fptosi(n, VI), _constant(VI, 127)), _constant(VI, 23))
-        value = builder.fmul(p, builder.bitcast(exponent, VF))
-        return builder.select(low, f(0.0), value)
-
-    return vector(vector), code
+    low = builder.fcmp_ordered("<", a, f(-87.0))
+    x = builder.select(low, f(-87.0), a)
+    x = builder.select(builder.fcmp_ordered(">", x, f(88.0)), f(88.0), x)
+    # x = n ln 2 + r with |r| <= ln(2) / 2, then e**r as a polynomial and 2**n through the exponent bits
+    turned = build_fma(builder, x, f(float(np.float32(1.4426950408889634))), f(0.5))
+    n = call_llvm(builder, "llvm.floor.v16f32", VF, [turned])
+    r = build_fma(builder, n, f(-0.693359375), x)
+    r = build_fma(builder, n, f(float(np.float32(2.12194440e-4))), r)
+    p = f(float(np.float32(1.9875691500e-4)))
+    for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        p = build_fma(builder, p, r, f(float(np.float32(c))))
+    p = builder.fadd(build_fma(builder, builder.fmul(r, r), p, r), f(1.0))
+    exponent = builder.shl(builder.add(builder.fptosi(n, VI), _constant(VI, 127)), _constant(VI, 23))
+    value = builder.fmul(p, builder.bitcast(exponent, VF))
+    return builder.select(low, f(0.0), value)
 
 
-@intrinsic
-def log(typing_context: Any, a: Any) -> Any:
+@emits(vector, vector)
+def log(builder: Any, a: Any) -> Any:
     """ln(a) within 2 units in the last place, for normal numbers above 0."""
 
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        def f(value: float) -> ir.Constant:
-            return _constant(VF, float(np.float32(value)))
+    def f(value: float) -> ir.Constant:
+        return _constant(VF, float(np.float32(value)))
 
-        def mad(x: Any, y: Any, z: Any) -> Any:
-            return call_llvm(builder, "llvm.fma.v16f32", VF, [x, y, z])
-
-        # a = 2**e m with m from sqrt(1/2) to sqrt(2), then ln(m) as a polynomial in m - 1
-        bits = builder.bitcast(args[0], VI)
-        shifted = builder.sub(bits, _constant(VI, 0x3F3504F3))
-        exponent = builder.ashr(shifted, _constant(VI, 23))
-        m = builder.bitcast(builder.sub(bits, builder.shl(exponent, _constant(VI, 23))), VF)
-        e, x = builder.sitofp(exponent, VF), builder.fsub(m, f(1.0))
-        p = f(7.0376836292e-2)
-        for c in (-1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1,
-                  2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1):  # fmt: skip
-            p = mad(p, x, f(c))
-        square = builder.fmul(x, x)
-        p = mad(e, f(-2.12194440e-4), builder.fmul(builder.fmul(x, square), p))
-        p = mad(square, f(-0.5), p)
-        return mad(e, f(0.693359375), builder.fadd(x, p))
-
-    return vector(vector), code
+    # a = 2**e m with m from sqrt(1/2) to sqrt(2), then ln(m) as a polynomial in m - 1
+    bits = builder.bitcast(a, VI)
+    shifted = builder.sub(bits, _constant(VI, 0x3F3504F3))
+    exponent = builder.ashr(shifted, _constant(VI, 23))
+    m = builder.bitcast(builder.sub(bits, builder.shl(exponent, _constant(VI, 23))), VF)
+    e, x = builder.sitofp(exponent, VF), builder.fsub(m, f(1.0))
+    p = f(7.0376836292e-2)
+    for c in (-1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1,
+              2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1):  # fmt: skip
+        p = build_fma(builder, p, x, f(c))
+    square = builder.fmul(x, x)
+    p = build_fma(builder, e, f(-2.12194440e-4), builder.fmul(builder.fmul(x, square), p))
+    p = build_fma(builder, square, f(-0.5), p)
+    return build_fma(builder, e, f(0.693359375), builder.fadd(x, p))
 
 
-@intrinsic
-def uniform(typing_context: Any, token: Any, key0: Any, key1: Any) -> Any:
+@emits(vector, *(types.int64,) * 3)
+def uniform(builder: Any, token: Any, key0: Any, key1: Any) -> Any:
     """`services.worker.sampling.noise`'s uniform numbers of the sixteen ids from `token` on."""
 
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        def spread(value: Any) -> Any:
-            word = builder.trunc(value, I32)
-            one = builder.insert_element(ir.Constant(VI, ir.Undefined), word, ir.Constant(I32, 0))
-            return builder.shuffle_vector(one, ir.Constant(VI, ir.Undefined), _constant(VI, 0))
+    def words(value: Any) -> Any:
+        return spread(builder, builder.trunc(value, I32), VI)
 
-        def mix(value: Any, shift: int) -> Any:
-            return builder.xor(value, builder.lshr(value, _constant(VI, shift)))
+    def mix(value: Any, shift: int) -> Any:
+        return builder.xor(value, builder.lshr(value, _constant(VI, shift)))
 
-        tokens = builder.add(spread(args[0]), ir.Constant(VI, list(range(LANES))))
-        x = builder.add(builder.mul(tokens, _constant(VI, PRIME)), spread(args[1]))
-        x = builder.mul(mix(x, 16), _constant(VI, MIX_A))
-        x = builder.xor(x, spread(args[2]))
-        x = builder.mul(mix(x, 15), _constant(VI, MIX_B))
-        x = builder.lshr(mix(x, 16), _constant(VI, 9))
-        half, scale = _constant(VF, 0.5), _constant(VF, 2.0**-23)
-        return builder.fmul(builder.fadd(builder.uitofp(x, VF), half), scale)
-
-    return vector(types.int64, types.int64, types.int64), code
+    tokens = builder.add(words(token), ir.Constant(VI, list(range(LANES))))
+    x = builder.add(builder.mul(tokens, _constant(VI, PRIME)), words(key0))
+    x = builder.mul(mix(x, 16), _constant(VI, MIX_A))
+    x = builder.xor(x, words(key1))
+    x = builder.mul(mix(x, 15), _constant(VI, MIX_B))
+    x = builder.lshr(mix(x, 16), _constant(VI, 9))
+    half, scale = _constant(VF, 0.5), _constant(VF, 2.0**-23)
+    return builder.fmul(builder.fadd(builder.uitofp(x, VF), half), scale)
 
 
-@intrinsic
-def select_at_least(typing_context: Any, x: Any, least: Any, value: Any, other: Any) -> Any:
+@emits(vector, vector, vector, vector, vector)
+def select_at_least(builder: Any, x: Any, least: Any, value: Any, other: Any) -> Any:
     """`value` in the lanes where x >= least, `other` in the other lanes."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.select(builder.fcmp_ordered(">=", args[0], args[1]), args[2], args[3])
-
-    return vector(vector, vector, vector, vector), code
+    return builder.select(builder.fcmp_ordered(">=", x, least), value, other)
 
 
-@intrinsic
-def keep_bits(typing_context: Any, x: Any, bits: Any, other: Any) -> Any:
+@emits(vector, vector, types.int64, vector)
+def keep_bits(builder: Any, x: Any, bits: Any, other: Any) -> Any:
     """`x` in the lanes whose bit is set in the low 16 bits of an integer, `other` in the other lanes."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        lanes = builder.bitcast(builder.trunc(args[1], I16), ir.VectorType(ir.IntType(1), LANES))
-        return builder.select(lanes, args[0], args[2])
-
-    return vector(vector, types.int64, vector), code
+    lanes = builder.bitcast(builder.trunc(bits, I16), ir.VectorType(ir.IntType(1), LANES))
+    return builder.select(lanes, x, other)
 
 
-@intrinsic
-def float_of(typing_context: Any, bits: Any) -> Any:
+@emits(types.float32, types.int64)
+def float_of(builder: Any, bits: Any) -> Any:
     """The float32 with the low 32 bits of an int64."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(builder.trunc(args[0], I32), F32)
-
-    return types.float32(types.int64), code
+    return builder.bitcast(builder.trunc(bits, I32), F32)
 
 
-@intrinsic
-def bits_of(typing_context: Any, value: Any) -> Any:
+@emits(types.int64, types.float32)
+def bits_of(builder: Any, value: Any) -> Any:
     """The bits of a float32, sign-extended to int64."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.sext(builder.bitcast(args[0], I32), I64)
-
-    return types.int64(types.float32), code
+    return builder.sext(builder.bitcast(value, I32), I64)
 
 
 @njit(inline="always")
