@@ -1,5 +1,6 @@
 """Settings of all tests: Triton's interpreter, and temporary files in the directory that pytest removes later."""
 
+import gc
 import getpass
 import os
 import tempfile
@@ -21,11 +22,21 @@ takes one from the thread that it waits for."""
 
 
 @pytest.fixture(scope="session", autouse=True)
+def frozen_modules() -> Iterator[None]:
+    """Leave out what was imported when garbage is collected, which vLLM asks for in each epoch."""
+    gc.freeze()
+    yield
+    gc.unfreeze()  # otherwise libraries report at exit that it leaks
+
+
+@pytest.fixture(scope="session", autouse=True)
 def temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Set the directory of temporary files, except for code that torch compiles for vLLM, which the next run reuses."""
-    compiled = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
+    """Set the directory of temporary files, except for what torch compiles for vLLM and Triton for GPUs: the next run
+    reuses what has not changed."""
+    kept, user = tempfile.gettempdir(), getpass.getuser()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", compiled)
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{kept}/torchinductor_{user}")
+        patch.setenv("TRITON_CACHE_DIR", f"{kept}/triton_{user}")
         patch.setenv("TMPDIR", str(tmp_path_factory.getbasetemp()))
         patch.setattr(tempfile, "tempdir", None)
         yield

@@ -75,7 +75,8 @@ class ServeProcess(HttpServer):
     imports (forked.py), or interpreters, as a user starts them.
     """
 
-    def __init__(self, *arguments: str, forked: bool = True, **environment: str) -> None:
+    def __init__(self, *arguments: str, forked: bool = True, patch: str = "", **environment: str) -> None:
+        """`patch`: code that runs first in the forked process."""
         self.runtime = Path(tempfile.mkdtemp(prefix="ra-"))
         self.log = self.runtime.with_suffix(".log")
         clean = {name: value for name, value in os.environ.items() if not name.startswith("RUNAHEAD_")}
@@ -83,7 +84,7 @@ class ServeProcess(HttpServer):
         with self.log.open("w") as log:
             self.process: PreloadedProcess | subprocess.Popen[bytes] = (
                 PreloadedProcess(
-                    forked_serve.CODE, "serve", *arguments,
+                    f"{patch}\n{forked_serve.CODE}", "serve", *arguments,
                     pipes=(OUTPUT,), log=log, environment={**clean, **settings}, is_parent=True,
                 )
                 if forked
@@ -159,9 +160,11 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 @contextlib.contextmanager
-def serving(*arguments: str, wait: bool = True, forked: bool = True, **environment: str) -> Iterator[ServeProcess]:
+def serving(
+    *arguments: str, wait: bool = True, forked: bool = True, patch: str = "", **environment: str
+) -> Iterator[ServeProcess]:
     """Start a server on a free port and yield it. At the end, kill all its processes and remove its files."""
-    server = ServeProcess("--port", "0", *arguments, forked=forked, **environment)
+    server = ServeProcess("--port", "0", *arguments, forked=forked, patch=patch, **environment)
     try:
         if wait:
             server.wait_ready()

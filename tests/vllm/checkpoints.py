@@ -82,11 +82,10 @@ MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
 }  # fmt: skip
 INT8 = "llama-int8"
 """In compressed-tensors' format. vLLM's CPU build supports GPTQ with AVX-512 only, and FP8 with AMX only."""
-ARCHITECTURES = (*MAKERS, INT8)
 
 
 def make(name: str, directory: Path) -> Path:
-    """Write the checkpoint `name`, one of `ARCHITECTURES`, to the new `directory`. Returns the directory."""
+    """Write the checkpoint `name`, of `MAKERS` or `INT8`, to the new `directory`. Returns the directory."""
     torch.manual_seed(7)
     model = MAKERS[name.removesuffix("-int8")]().eval()
     for parameter_name, parameter in model.named_parameters():

@@ -1,5 +1,6 @@
 """Processes that start with vLLM imported, which takes longer than most tests."""
 
+import gc
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -29,7 +30,7 @@ def processes() -> Iterator[ProcessPoolExecutor]:
     context.set_forkserver_preload(["tests.vllm.reference", "tests.vllm.driver", "vllm.v1.worker.cpu_worker"])
     try:
         multiprocessing.forkserver.ensure_running()
-        with ProcessPoolExecutor(2, context, max_tasks_per_child=1) as pool:
+        with ProcessPoolExecutor(2, context, gc.freeze, max_tasks_per_child=1) as pool:
             yield pool
     finally:
         os.environ.clear()
@@ -37,12 +38,12 @@ def processes() -> Iterator[ProcessPoolExecutor]:
 
 
 @contextmanager
-def serving_preloaded(model: Path, *arguments: str) -> Iterator[ServeProcess]:
+def serving_preloaded(model: Path, *arguments: str, patch: str = "") -> Iterator[ServeProcess]:
     """`serve` of a model; vLLM is imported once for all workers and restarts."""
     with processes():  # starts the fork server
         pass
     with serving(
         str(model), "--backend", "vllm", "--enforce-eager", "--threads", "1", "--block-size", "32", "--dtype",
-        "float32", "--kv-cache-memory-bytes", str(64 << 20), *arguments,
+        "float32", "--kv-cache-memory-bytes", str(64 << 20), *arguments, patch=patch,
     ) as running:  # fmt: skip
         yield running

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -142,22 +143,18 @@ def reference(
     )
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    directory = tmp_path_factory.mktemp("checkpoints")
-    made = {name: checkpoints.make(name, directory / name) for name in checkpoints.ARCHITECTURES}
-    return {name: str(path) for name, path in {DEMO: DEMO_MODEL, **made}.items()}
-
-
 @pytest.fixture(
     scope="module", params=[pytest.param(name, marks=() if name in PER_CHANGE else pytest.mark.soak) for name in CASES]
 )
 def both(
-    request: pytest.FixtureRequest, pool: ProcessPoolExecutor, models: dict[str, str]
+    request: pytest.FixtureRequest, pool: ProcessPoolExecutor, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[ArchitectureAnswers, VllmAnswers]:
     """Answers of a model under this scheduler, and under vLLM's."""
     case = CASES[request.param]
-    mine, vllms = (pool.submit(side, models[case.model], case) for side in (answer, reference))
+    model = DEMO_MODEL
+    if case.model != DEMO:
+        model = checkpoints.make(case.model, tmp_path_factory.mktemp("checkpoints") / case.model)
+    mine, vllms = (pool.submit(side, str(model), case) for side in (answer, reference))
     return mine.result(), vllms.result()
 
 
@@ -222,9 +219,7 @@ def refusal(model: str) -> str:
     return str(refused.value)
 
 
-def test_dtype_that_a_kernel_does_not_support_is_refused_by_name(
-    pool: ProcessPoolExecutor, models: dict[str, str]
-) -> None:
-    text = pool.submit(refusal, models[checkpoints.INT8]).result()
+def test_dtype_that_a_kernel_does_not_support_is_refused_by_name(pool: ProcessPoolExecutor, tmp_path: Path) -> None:
+    text = pool.submit(refusal, str(checkpoints.make(checkpoints.INT8, tmp_path / "model"))).result()
     assert "cannot compute compressed-tensors weights in float32 (int8_scaled_mm_with_quant" in text
     assert text.endswith("use --dtype bfloat16")

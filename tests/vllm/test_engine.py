@@ -48,8 +48,8 @@ def worker() -> Iterator[VllmWorker]:
 def alone(worker: VllmWorker) -> dict[str, VllmStream]:
     """Answers of requests that run alone at depth one."""
     streams = dict(zip(PARAMETER_CASES, all_streams(), strict=True))
-    for stream in streams.values():
-        with VllmRun(worker, 1, prefix_caching=False) as run:
+    with VllmRun(worker, 1, prefix_caching=False) as run:
+        for stream in streams.values():
             run.serve(stream)
     return streams
 

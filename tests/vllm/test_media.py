@@ -7,7 +7,6 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,16 +32,22 @@ from services.frontend.openai.schemas.requests import ChatRequest
 from services.worker.backends.vllm.engine_config import EngineOptions, create_engine_config
 from services.worker.backends.vllm.media_processor import MAX_PIXELS, MediaProcessor
 from services.worker.runner import LoadError
-from tests.e2e.server import PATIENCE, ServeProcess, serving, wait_until
+from tests.e2e.server import PATIENCE, ServeProcess, wait_until
 from tests.vllm import checkpoints, media_checkpoints
 from tests.vllm.driver import BLOCK, VllmRun, VllmStream, VllmWorker
-from tests.vllm.preloaded import processes
+from tests.vllm.preloaded import processes, serving_preloaded
 from tests.vllm.reference import chat
 from tests.vllm.test_lora_served import requests as requests_in
 
 JSON = dict[str, Any]
 CONTEXT, CHUNK = 512, 128
 """A step has room for one image of 91 tokens, and a part of the next one."""
+SIZES = ("--max-model-len", str(CONTEXT), "--max-num-batched-tokens", str(CHUNK))
+LOCAL_FILES = """
+from services.frontend import media_fetcher
+media_fetcher.is_public = lambda address: address.is_loopback
+media_fetcher.FETCH_SECONDS = 3600  # a test waits for the end of a request that nobody waits for any more
+"""
 
 
 def image_url(seed: int, width: int = 100, height: int = 70, form: str = "PNG", **saved: Any) -> str:
@@ -195,21 +200,12 @@ def kind(model: Path) -> str:
     return media_checkpoints.MODELS[model.name]
 
 
-@contextmanager
-def serve(model: Path, *arguments: str, **environment: str) -> Iterator[ServeProcess]:
-    with serving(
-        str(model), "--backend", "vllm", "--enforce-eager", "--threads", "1", "--block-size", str(BLOCK), "--dtype",
-        "float32", "--max-model-len", str(CONTEXT), "--max-num-batched-tokens", str(CHUNK),
-        "--kv-cache-memory-bytes", str(64 << 20), *arguments, forked=False, **environment,
-    ) as running:  # fmt: skip
-        yield running
-
-
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[ServeProcess]:
     """Files at addresses of this machine are allowed."""
-    allowed = ("--allowed-media-domains", "localhost", "10.0.0.1")
-    with serve(model, *allowed, PYTHONPATH=str(Path(__file__).parent / "public_loopback")) as running:
+    with serving_preloaded(
+        model, *SIZES, "--allowed-media-domains", "localhost", "10.0.0.1", patch=LOCAL_FILES
+    ) as running:
         yield running
 
 
@@ -302,7 +298,7 @@ def test_two_ranks_with_drafts_answer_like_one(model: Path, kind: str, server: S
     both = list(zip(conversations(kind), PARAMS, strict=True))
     drafts = json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False})
     with (
-        serve(model, "--tensor-parallel-size", "2", "--speculative-config", drafts) as ranks,
+        serving_preloaded(model, *SIZES, "--tensor-parallel-size", "2", "--speculative-config", drafts) as ranks,
         ThreadPoolExecutor(len(both)) as threads,
     ):
         running = [threads.submit(request, ranks, messages, **params) for messages, params in both]
