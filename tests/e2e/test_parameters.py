@@ -46,16 +46,6 @@ def complete(client: OpenAI, model: str) -> Completions:
     return Completions(client, model)
 
 
-def test_sampling_from_the_most_likely_token_is_greedy(complete: Completions) -> None:
-    sampled = {"temperature": 1.0, "seed": 3, "max_tokens": 8}
-    greedy = complete.text(max_tokens=8)
-    assert complete.text(**sampled) != greedy
-    restrictions: list[dict[str, Any]] = [
-        {"top_p": 1e-6}, {"extra_body": {"top_k": 1}}, {"extra_body": {"min_p": 1.0}},
-    ]  # fmt: skip
-    assert [complete.text(**sampled, **restriction) for restriction in restrictions] == [greedy] * 3
-
-
 def test_log_probabilities_of_an_output_equal_those_as_a_prompt(complete: Completions, server: ServeProcess) -> None:
     """The log-probability of a token does not depend on whether it was sampled or is part of the prompt."""
     body = {"prompt": PROMPT}

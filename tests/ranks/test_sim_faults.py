@@ -11,7 +11,7 @@ from protocol.steps import SchedulerOutput
 from services.worker.backends.sim.ranks.group_exchange import HEADER
 from tests.ranks.failures import RankFailure
 from tests.ranks.sim_group import MakeGroup, SimGroup
-from tests.unit.worker.plans import BLOCK, VOCAB, PlanBuilder, alone, prompt, sampled, tokens
+from tests.unit.worker.plans import BLOCK, VOCAB, PlanBuilder, prompt, sampled
 
 TOKENS = 6
 """Length of each prompt."""
@@ -33,15 +33,6 @@ class StagedRequests:
 
 
 # -- between stages ----------------------------------------------------------------------------------------------
-
-
-def test_undisturbed_stages_give_the_tokens_of_one_rank(make_group: MakeGroup) -> None:
-    running = StagedRequests(make_group(1, 2))
-    running.step()
-    running.step()
-    got = [tokens(result) for result in running.group.results()]
-    for request, seed in ((running.a, 1), (running.b, 2)):
-        assert [step[request.slot] for step in got] == alone(prompt(seed, TOKENS), sampled(seed), 3)[1:]
 
 
 def test_lost_feedback(make_group: MakeGroup) -> None:

@@ -8,7 +8,6 @@ import pytest
 from protocol.codec import pack
 from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT
 from services.worker.distributed.pipeline import STEPS_AHEAD
-from tests.ranks.failures import RankFailure
 from tests.ranks.recorded_run import record
 from tests.ranks.sim_group import MakeGroup
 from tests.unit.worker.plans import GREEDY, PlanBuilder, alone, prompt, tokens
@@ -89,17 +88,6 @@ def test_a_new_epoch_after_an_abort(make_group: MakeGroup, tp: int, pp: int) -> 
     for step in recorded.steps:
         group.launch(*step)
     assert [tokens(result) for result in group.results()] == recorded.tokens
-
-
-def test_waiting_for_a_token_can_be_aborted(make_group: MakeGroup) -> None:
-    """The first stage needs an id whose step never reaches the last stage."""
-    group, plans = make_group(1, 2), PlanBuilder()
-    request = plans.admit(prompt(1, 6))
-    group.launch_on(group.stage(0), plans.step(request))
-    group.launch_on(group.stage(0), plans.step(request))
-    group.abort()
-    with pytest.raises(RankFailure, match="RanksLost"):
-        group.stage(0).last_answer()
 
 
 def test_a_single_rank_loads_no_torch() -> None:

@@ -21,16 +21,6 @@ def num_aborted(recorder: EventRecorder) -> int:
     return ends.count(FinishReason.ABORT)
 
 
-def test_abort_while_waiting() -> None:
-    world = World(Limits(1, 64, 64, 16, 4), 2)
-    kept, waiting = (world.add(prompt_of(8, seed=i), params(5)) for i in range(2))
-    world.dispatch()
-    assert world.stage(waiting) == "waiting"
-    world.abort(waiting)
-    world.drain()
-    assert (waiting.tokens, kept.finish is not None) == ([], True)
-
-
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_abort_with_a_prefill_chunk_in_flight(depth: int) -> None:
     world = World(Limits(4, 16, 128, 32, 4), depth)
@@ -41,20 +31,6 @@ def test_abort_with_a_prefill_chunk_in_flight(depth: int) -> None:
     assert world.epoch.kv.pool.num_free < 32, "the blocks that the chunk still writes are behind the fence"
     world.drain()
     assert stream.tokens == []
-
-
-@pytest.mark.parametrize("depth", DEPTHS[1:])
-def test_abort_with_several_steps_in_flight(depth: int) -> None:
-    world = World(ROOMY, depth)
-    stream = world.add(prompt_of(30), params(50, eos=False))
-    world.step()
-    world.step()
-    world.dispatch()
-    assert len(world.engine.queue) == depth
-    before = len(stream.tokens)
-    world.abort(stream)
-    world.drain()
-    assert len(stream.tokens) == before
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -113,16 +89,6 @@ def test_a_request_that_needs_the_whole_pool(depth: int) -> None:
     world.drain()
     assert len(whole.tokens) == 13
     assert small.finish is not None
-
-
-def test_a_request_that_can_never_fit_is_refused_with_both_numbers() -> None:
-    world = World(Limits(4, 64, 64, 8, 4), 2)
-    never = world.add(prompt_of(20), params(14, eos=False))
-    world.drain()
-    assert never.finish is not None
-    assert never.finish.reason is FinishReason.INVALID
-    assert "33" in never.finish.message
-    assert "32" in never.finish.message
 
 
 class WorstFirst(ChunkedPolicy):

@@ -179,13 +179,6 @@ def test_preemption(state: int, is_applied: bool) -> None:
     assert (len(stream.tokens), len(other.tokens)) == (20, 20)
 
 
-def test_reset_of_the_prefix_cache() -> None:
-    world, stream, _ = left_out()
-    world.reset_prefix_cache(reset_running=True)
-    world.drain()
-    assert len(stream.tokens) == 20
-
-
 def test_masks_survive_lost_workers() -> None:
     """They belong to the request's tokens: they are made once, whichever workers use them."""
     world, stream, other = left_out()

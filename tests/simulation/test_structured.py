@@ -154,13 +154,6 @@ def test_preemption(state: int) -> None:
     assert stream.finish.num_preemptions == 1
 
 
-def test_reset_of_the_prefix_cache() -> None:
-    world, stream, _ = deferred()
-    world.reset_prefix_cache(reset_running=True)
-    world.drain()
-    assert len(stream.tokens) == 20
-
-
 def test_the_token_before_ends_the_request() -> None:
     """Its row has no constraint then, and its sampled token is ignored."""
     world = World(ROOMY, 2)

@@ -218,34 +218,6 @@ def test_abort_in_the_middle_of_a_prompt(depth: int, worker: VllmWorker, alone: 
             assert_equal(stream, alone[name])
 
 
-@each_depth
-def test_number_reused_while_steps_of_the_first_request_are_in_flight(
-    depth: int, worker: VllmWorker, alone: dict[str, VllmStream]
-) -> None:
-    """Identity matching: a late row is never taken for a row of the slot's next request."""
-    with VllmRun(worker, depth) as run:
-        for turns in (2, 3, 5):
-            first = run.add(1, VllmStream(prompt_of(2, 70), SAMPLED))
-            for _ in range(turns):
-                run.run_step()
-            run.dispatch()
-            run.abort(1)
-            assert first.aborted
-            again = run.add(1, all_streams()[0])
-            run.finish()
-            assert_equal(again, alone["greedy"])
-
-
-def test_more_requests_than_slots(worker: VllmWorker) -> None:
-    with VllmRun(worker, 1) as run:
-        expected = [
-            s.tokens for s in run.serve(*(VllmStream(prompt_of(n, 3 + n), SAMPLED) for n in range(3 * MAX_SEQS)))
-        ]
-    with VllmRun(worker, 3) as run:
-        got = [s.tokens for s in run.serve(*(VllmStream(prompt_of(n, 3 + n), SAMPLED) for n in range(3 * MAX_SEQS)))]
-    assert got == expected
-
-
 @pytest.mark.parametrize("name", ["greedy", "sampled", "repetition_penalty", "grammar, sampled, penalties"])
 def test_request_continues_in_the_next_epoch(name: str, worker: VllmWorker, alone: dict[str, VllmStream]) -> None:
     """Another worker receives only its tokens: they stay output, and its random numbers continue."""

@@ -72,16 +72,3 @@ def test_two_equal_prompts_share_blocks_within_one_step(family: Family) -> None:
     driver.generate([first, second], TOKENS)
     expected, _ = family.reference(prompt, TOKENS, first.output)
     assert first.output == second.output == expected
-
-
-def test_preempted_and_recomputed(family: Family) -> None:
-    driver = RunnerDriver(family.path)
-    prompt, others = prompts(family)[0], [driver.add(p) for p in prompts(family)[1:]]
-    alone = driver.add(prompt)
-    driver.generate([alone], TOKENS)
-    victim = driver.add(prompt)
-    driver.generate([victim, *others], 30)
-    again = driver.preempt(victim)
-    driver.generate([again, *others], TOKENS, chunk=8)
-    assert again.output == alone.output
-    assert all(r.output == family.reference(r.prompt, TOKENS, r.output)[0] for r in others)

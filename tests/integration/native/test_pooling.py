@@ -65,16 +65,6 @@ def test_mean_begins_anew_in_its_next_slot_after_a_preemption(llama: Family) -> 
     assert_right(llama, again)
 
 
-def test_a_slot_forgets_the_request_before(llama: Family) -> None:
-    driver = RunnerDriver(llama.path)
-    for prompt in (LONG, SHORT, LONG[::-1]):
-        request = driver.add(prompt, ONE, pooling=Pooling.MEAN)
-        driver.generate([request], 1, chunk=7)
-        assert_right(llama, request)
-        driver.finish(request)
-        driver.free_slots.insert(0, driver.free_slots.pop())
-
-
 def test_last_token_behind_a_cached_prefix(llama: Family) -> None:
     driver = RunnerDriver(llama.path)
     first = driver.add(LONG, ONE, pooling=Pooling.LAST)

@@ -1,4 +1,4 @@
-"""The runner's own rules: what it reports, what it refuses, and that sampling depends on the request alone."""
+"""The runner's own rules: what it reports, what it refuses, and what a slot keeps."""
 
 import copy
 import json
@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 
@@ -23,7 +22,6 @@ from services.worker.runner import LoadError
 from tests.integration.native.conftest import Family
 from tests.integration.native.driver import BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS, RunnerDriver, i32, ints
 
-WARM = SamplingParams(max_tokens=100, temperature=0.8, top_p=0.95, top_k=50, seed=11)
 PROMPT = list(range(20, 49))
 
 
@@ -85,21 +83,6 @@ def test_equal_checkpoints_have_equal_hashes(make_family: Callable[[str], Family
     assert len(set(hashes)) == 3
 
 
-@pytest.mark.parametrize("chunk", [3, 100])
-def test_sampled_tokens_do_not_depend_on_chunks_batch_or_preemption(driver: RunnerDriver, chunk: int) -> None:
-    alone = driver.add(PROMPT, WARM)
-    driver.generate([alone], 40)
-    request = driver.add(PROMPT, WARM)
-    others = [driver.add(PROMPT[i:], SamplingParams(100, 1.0, seed=i)) for i in range(5)]
-    driver.generate([*others, request], 17, chunk)
-    again = driver.preempt(request)
-    driver.generate([again, *others], 40, chunk)
-    assert again.output == alone.output
-    other_seed = driver.add(PROMPT, SamplingParams(100, 0.8, top_p=0.95, top_k=50, seed=12))
-    driver.generate([other_seed], 40)
-    assert other_seed.output != alone.output
-
-
 def test_a_request_may_skip_steps(driver: RunnerDriver) -> None:
     """Its last token waits on the device, in its slot, however many steps run meanwhile (slot history)."""
     alone = driver.add(PROMPT)
@@ -110,18 +93,6 @@ def test_a_request_may_skip_steps(driver: RunnerDriver) -> None:
         rows = [(other, 1)] + [(skipping, 1)] * (number % 5 == 0 and len(skipping.output) < 12)
         driver.step(rows)
     assert skipping.output == alone.output
-
-
-def test_result_of_a_step_does_not_see_the_next_one(driver: RunnerDriver) -> None:
-    """The handle of step N is read after step N + 1 has run (immutable result)."""
-    expected = driver.add(PROMPT)
-    driver.generate([expected], 3)
-    request = driver.add(PROMPT)
-    handles = []
-    for count in (len(PROMPT), 1, 1):
-        driver.runner.execute_model(driver.plan([(request, count)]))
-        handles.append(driver.runner.sample_tokens(None))
-    assert [ints(handle.get().token_ids) for handle in handles] == [[token] for token in expected.output]
 
 
 def test_rows_that_do_not_sample_return_nothing(driver: RunnerDriver) -> None:
@@ -183,26 +154,6 @@ def test_slot_is_reset_when_it_is_given_away(driver: RunnerDriver) -> None:
     assert second.slot == first.slot
     driver.generate([second], 20)
     assert second.output == expected.output
-
-
-def test_min_tokens_delays_the_end(driver: RunnerDriver) -> None:
-    plain = driver.add(PROMPT)
-    driver.generate([plain], 8)
-    ends = tuple(set(plain.output))
-    held = driver.add(PROMPT, SamplingParams(100, 0.0, min_tokens=5, stop_token_ids=ends))
-    driver.generate([held], 8)
-    assert not set(held.output[:5]) & set(ends)
-
-
-def test_grammar_decides_what_is_sampled(driver: RunnerDriver, llama: Family) -> None:
-    request = driver.add(PROMPT)
-    masks = np.zeros((1, -(-llama.vocab_size // 32)), np.int32)
-    masks[0, 3] = 1 << 7
-    plan = driver.plan([(request, len(PROMPT))])
-    plan = msgspec.structs.replace(plan, has_structured_output_requests=True, masked=i32(request.slot))
-    driver.runner.execute_model(plan)
-    grammar = GrammarOutput(1, plan.step_id, i32(request.slot), masks.tobytes())
-    assert ints(driver.runner.sample_tokens(grammar).get().token_ids) == [3 * 32 + 7]
 
 
 def test_grammar_of_another_step_is_refused(driver: RunnerDriver) -> None:

@@ -185,17 +185,6 @@ def test_rows_change_places_and_requests_skip_steps(llama: Family, alone: list[D
 
 
 @pytest.mark.usefixtures("scripted")
-def test_preempted_requests_go_on_without_their_drafts(llama: Family, alone: list[DrivenRequest]) -> None:
-    driver = RunnerDriver(llama.path, speculation=Speculation("scripted", 3))
-    requests = crowd(driver, alone)
-    driver.generate(requests, 9)
-    again = [driver.preempt(request) for request in requests]
-    script(driver).answers = {request.slot: reference.tokens for request, reference in zip(again, alone, strict=True)}
-    driver.generate(again, TOKENS, chunk=13, depth=2)
-    assert_equal(again, alone)
-
-
-@pytest.mark.usefixtures("scripted")
 def test_keys_of_rejected_drafts_are_overwritten(llama: Family) -> None:
     """After many wrong drafts the next logits are the same bits as without any."""
     plain, driver = RunnerDriver(llama.path), RunnerDriver(llama.path, speculation=Speculation("scripted", 3))

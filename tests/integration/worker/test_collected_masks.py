@@ -103,20 +103,6 @@ def test_a_later_plan_ends_the_wait(scheduler: ScriptedWorkerServer, runner: Cal
     assert results[0].get(a.slot, []) == [5] * len(used)
 
 
-def test_rows_of_others_do_not_wait_for_a_message(scheduler: ScriptedWorkerServer, runner: CallingThreadRunner) -> None:
-    """The second plan came before the masks of the first step."""
-    plans = PlanBuilder()
-    a, b, c = (plans.admit(prompt(seed, 6)) for seed in (1, 2, 3))
-    scheduler.send(plans.step(c, masked=[c]), plans.step(b), plans.step(a, b, masked=[a]))
-    results = [ragged(result) for result in scheduler.results(3) if isinstance(result, ModelRunnerOutput)]
-    assert [result.get(b.slot, []) for result in results] == [
-        [],
-        *([token] for token in alone(prompt(2, 6), GREEDY, 2)),
-    ]
-    assert (results[0][c.slot], results[2][a.slot]) == ([], [])
-    assert runner.calls == [call for step in (1, 2, 3) for call in (f"execute {step}", "sample with []")]
-
-
 def test_an_epoch_ends_while_a_step_waits(scheduler: ScriptedWorkerServer, runner: CallingThreadRunner) -> None:
     plans, request = one_request()
     scheduler.send(plans.step(request, masked=[request]), plans.step(request, masked=[request]))

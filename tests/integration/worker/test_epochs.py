@@ -61,19 +61,6 @@ def test_an_epoch_may_end_before_it_serves(scheduler: ScriptedWorkerServer, tmp_
         assert worker.exit_status() == 0
 
 
-def test_plans_of_the_epoch_before_are_not_executed(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
-    with worker_thread(scheduler, tmp_path) as worker:
-        scheduler.serve(1)
-        plans = PlanBuilder()
-        late = plans.step(plans.admit(prompt(3, 4)))
-        scheduler.end(1)
-        scheduler.serve(2)
-        scheduler.send(late)
-        assert answers(scheduler, 2, 3) == alone(prompt(1, 6), GREEDY, 3)
-        scheduler.send(Shutdown())
-        assert worker.exit_status() == 0
-
-
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_a_worker_with_a_stuck_step_exits(scheduler: ScriptedWorkerServer, tmp_path: Path, is_lost: bool) -> None:
     """The forward pass never returns and waits in no collective: the process exits with a status of its own.

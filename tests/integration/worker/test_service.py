@@ -156,24 +156,6 @@ def test_messages_of_other_epochs_and_bad_frames_are_ignored(
     assert "InitializeCache is not allowed while SERVING" in caplog.text
 
 
-def test_sampling_waits_for_masks_while_nobody_else_could_begin(
-    scheduler: ScriptedWorkerServer, tmp_path: Path
-) -> None:
-    with worker_thread(scheduler, tmp_path):
-        scheduler.serve()
-        plans, request = one_request()
-        words = -(-VOCAB // 32)
-        only_five = pack([1 << 5] + [0] * (words - 1))
-        plan = plans.step(request, masked=[request])
-        scheduler.send(plan)
-        scheduler.wait_heartbeat()  # time passes without a result
-        assert not any(isinstance(message, ModelRunnerOutput) for message in scheduler.received)
-        scheduler.send(grammar_output(plan, [request.slot], only_five), plans.step(request))
-        first, second = scheduler.results(2)
-        assert tokens(first) == {request.slot: 5}
-        assert second.step_id == 2
-
-
 # -- faults: each is reported in the place of its step's result, and nothing after it ------------------------------
 
 

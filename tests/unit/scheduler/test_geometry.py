@@ -96,12 +96,6 @@ def test_the_rows_that_fit_are_taken_in_turn() -> None:
     assert cut > 200
 
 
-def test_the_worked_volume_waits_until_one_has_finished() -> None:
-    """Four requests at tkv 426 exceed 1536: 4 x 426 = 1704. Three do not."""
-    assert Geometry.peak_volume(426, [426, 426, 426]) == 1704
-    assert Geometry.peak_volume(426, [426, 426]) == 1278
-
-
 def brute_force(newcomer: int, decoders: list[int]) -> int:
     """Return the largest volume over all later lengths; a row that ends later than a length is in that step."""
     everybody = [newcomer, *decoders]

@@ -136,24 +136,6 @@ def test_impossible_reports_are_refused(fields: dict[str, bytes], says: str) -> 
         engine.on_result(result_of(first, **fields))
 
 
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"counts": pack([0]), "token_ids": b""}, "no token for slot 0 and no reason"),
-        ({"counts": pack([2]), "token_ids": pack([7, 7])}, "2 tokens for slot 0, which had 0 drafts"),
-        ({"generations": pack([2])}, "not those of its plan"),
-        ({"token_ids": pack([50])}, "outside the vocabulary of 50"),
-        ({"token_ids": pack([-1])}, "negative"),
-        ({"token_ids": b""}, "0 tokens, but its rows count 1"),
-    ],
-)
-def test_rows_that_are_not_the_plan_s_are_refused(fields: dict[str, bytes], says: str) -> None:
-    engine, (first, second) = prefilling()
-    engine.on_result(result_of(first))
-    with pytest.raises(UnknownResult, match=says):
-        engine.on_result(result_of(second, **fields))
-
-
 def test_decodes_report_no_progress() -> None:
     engine = core(depth=1)
     add(engine, 0, 3, 4)
