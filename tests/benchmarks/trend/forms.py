@@ -49,7 +49,6 @@ def _efficiency() -> list[Shown]:
     return [
         Shown("over its own kernels", "ratio", each, "repeats > static batch > * > tokens_per_s"),
         Shown("over bare torch", "over_bare_torch", each, "repeats > bare torch > * > tokens_per_s"),
-        Shown("output tokens/s", "output_throughput > runahead", each),
     ]
 
 
@@ -318,6 +317,10 @@ FORMS = (
          for n in (1, 256) for kind in ("int8", "int4")],
     ),
     # The longest ones come last: where the time ends before, they are left out.
+    ShortForm(
+        "engine_efficiency_float32", "engine_efficiency", "The same for m155 in float32",
+        "--dtype float32 --repeats 1 --waves 2", _efficiency(), seconds=240,
+    ),
     ShortForm(
         "engines_served", "engines_served",
         "How are engines used behind our frontend, and behind SGLang's routers, and what is lost when one dies?",
