@@ -26,7 +26,7 @@ def frozen_modules() -> Iterator[None]:
     """Leave out what was imported when garbage is collected, which vLLM asks for in each epoch."""
     gc.freeze()
     yield
-    gc.unfreeze()  # otherwise libraries report at exit that it leaks
+    gc.unfreeze()  # otherwise libraries report leaks at exit
 
 
 @pytest.fixture(scope="session", autouse=True)
