@@ -56,7 +56,7 @@ def _processor() -> Iterator[str]:
         print(f"            {selection.choose('auto', 'cpu', dtype, features).describe(features)}")
     if "avx2" not in features:
         yield "The processor has no AVX2: kernels use narrow vectors and take several times as long."
-    if not {selection.TILES, selection.ONEDNN_BFLOAT16} & features:
+    if not {*selection.OWN_BFLOAT16} & features:
         yield "The processor has no bfloat16 arithmetic: bfloat16 weights save memory, but no time."
     if sys.platform == "linux" and cores < (present := len(os.sched_getaffinity(0))):
         yield f"The container may use {cores} of {present} cores: give it whole cores, or set --threads."

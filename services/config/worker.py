@@ -100,8 +100,8 @@ class BackendConfig(ServiceConfig):
     )
     batch_invariant: bool = Field(
         False,
-        description="native: compute each row with the same bits whatever other rows are in its step, also where "
-        "oneDNN would compute bfloat16 products. The other kernels do so without this.",
+        description="native: require kernels that compute each row with the same bits whatever other rows are in its "
+        "step. Those for the CPU do so without this; --device cuda and --kernels reference do not.",
     )
     load_format: str = Field("auto", description="vllm: file format of the weights.")
     runner: Literal["auto", "generate", "pooling"] = Field(

@@ -20,8 +20,6 @@ from services.worker.kernels.interface.kernels import Kernels
 from services.worker.runner import LoadError
 
 Implementation = Literal["compiled", "reference"]
-ONEDNN_BFLOAT16 = "onednn_bfloat16"
-"""oneDNN computes bfloat16 products and packs weights for them."""
 WIDE = "wide"
 """Our own kernels can use AVX-512."""
 TILES = "tiles"
@@ -77,11 +75,7 @@ TABLE = (
     KernelChoice(
         *("compiled", "cpu", torch.bfloat16, (PAIRS,), torch.bfloat16), *("our own, AVX-512, bfloat16", _HELPERS)
     ),
-    KernelChoice(
-        *("compiled", "cpu", torch.bfloat16, (ONEDNN_BFLOAT16,), torch.bfloat16),
-        *("oneDNN, bfloat16", "torch's OpenMP threads", False, False),
-    ),
-    # Without bfloat16 arithmetic torch's own bfloat16 products take three to seven times as long as float32 ones.
+    # Without bfloat16 arithmetic, products of bfloat16 by oneDNN and torch take two to seven times as long as these.
     KernelChoice(
         *("compiled", "cpu", torch.bfloat16, (WIDE,), torch.float32),
         *("our own, AVX-512, float32 from bfloat16 weights", _HELPERS),
@@ -166,11 +160,8 @@ def device_features(device: str) -> frozenset[str]:
 
 
 def processor_features() -> frozenset[str]:
-    """Return the features of this machine's processor: those in `NAMED`, and those of torch's libraries."""
+    """Return the features of this machine's processor: those in `NAMED`, and those that our own kernels can use."""
     found = {name for name, has in torch.cpu.get_capabilities().items() if has is True and name in NAMED}
-    if torch.backends.mkldnn.is_available():
-        supported = torch.ops.mkldnn._is_mkldnn_bf16_supported  # noqa: SLF001  torch has no public query
-        found |= {ONEDNN_BFLOAT16} if supported() else set()
     if "avx512_f" in found and _compiles_for_this(os.environ):
         found.add(WIDE)
         if "avx512_bf16" in found:

@@ -291,13 +291,6 @@ FORMS = (
          for load in ("m155, decode 16 x 1,024", "m155, prefill 1,024") for dtype in ("bfloat16", "float32")],
     ),
     ShortForm(
-        "bfloat16_steps", "bfloat16_steps", "How fast are own products in bfloat16 beside oneDNN's? Whole steps",
-        "--models m4 m155 --batches 1 16 --repeats 2",
-        [Shown(f"{model} at {n}: {what}, own over oneDNN", f"{what}, {name} > {model} at {n}")
-         for model in ("m4", "m155") for n in (1, 16) for what in ("decode step", "prefill")
-         for name in ("AVX-512", "AMX")],
-    ),
-    ShortForm(
         "float32_products", "float32_products", "How fast are our own float32 products beside torch's?",
         "--models m155 --rows 1 256 --seconds 2",
         [Shown(f"m155, {n} rows, {kind}: time over torch's", f"rows > model=m155; rows={n} > {kind} over it")
@@ -310,11 +303,11 @@ FORMS = (
     ),
     ShortForm(
         "quantized_products", "quantized_products",
-        "How fast are products with int8 and int4 weights beside oneDNN's in bfloat16?",
+        "How fast are our products with bfloat16, int8 and int4 weights beside oneDNN's in bfloat16?",
         "--shapes 'm155 gate_up' --turns 3",
         [Shown(f"m155 gate_up, {n} rows, {kind}: time over oneDNN's",
                 f"rows > product=m155 gate_up; rows={n} > {kind} over it")
-         for n in (1, 256) for kind in ("int8", "int4")],
+         for n in (1, 256) for kind in ("bfloat16", "int8", "int4")],
     ),
     # The longest ones come last: where the time ends before, they are left out.
     ShortForm(

@@ -165,7 +165,7 @@ def test_grammar_of_another_step_is_refused(driver: RunnerDriver) -> None:
         driver.runner.sample_tokens(GrammarOutput(1, plan.step_id + 1, b"", b""))
 
 
-@pytest.mark.parametrize("features", [(), (selection.WIDE,), (selection.ONEDNN_BFLOAT16,), (selection.TILES,)], ids=str)
+@pytest.mark.parametrize("features", [(), (selection.WIDE,), (selection.PAIRS,), (selection.TILES,)], ids=str)
 @pytest.mark.parametrize("name", ["llama-tied", "mistral-window", "qwen3"])
 def test_bfloat16_stays_close_to_float32(
     make_family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch, name: str, features: tuple[str, ...]

@@ -8,7 +8,7 @@ from services.worker.backends.native.sampling.logprobs import ScoresOnTheirWay
 from services.worker.backends.native.sampling.sampler import SampledTokens
 from services.worker.device.cpu import CpuDevice
 from services.worker.kernels.interface.kernels import Kernels
-from services.worker.kernels.selection import OWN_BFLOAT16, TABLE, WIDE, create, processor_features
+from services.worker.kernels.selection import TABLE, create, processor_features
 
 IMPLEMENTATIONS = ("compiled", "reference")
 F32, BF16 = torch.float32, torch.bfloat16
@@ -24,7 +24,9 @@ def scores_of(result: SampledTokens) -> LogprobRows:
 
 
 def make(implementation: str, dtype: torch.dtype = F32, activations: torch.dtype | None = None) -> Kernels:
-    """One row of the table, without our own products of bfloat16; `activations` choose between those for one dtype."""
-    wanted, excluded = activations or dtype, {*OWN_BFLOAT16, WIDE} - (processor_features() & {WIDE})
-    rows = [c for c in TABLE if (c.implementation, c.dtype) == (implementation, dtype) and not excluded & {*c.needs}]
-    return create(next(c for c in rows if c.activations == wanted or implementation == "reference"))
+    """The first row of the table with these dtypes that this processor can compute; where it has no products of
+    bfloat16, one whose other operations it can compute. `activations`: None: `dtype`."""
+    kind = implementation, "cpu", dtype
+    rows = [choice for choice in TABLE if (choice.implementation, choice.device, choice.dtype) == kind]
+    rows = [c for c in rows if c.activations == (activations or dtype) or implementation == "reference"]
+    return create(next((c for c in rows if {*c.needs} <= processor_features()), rows[0]))

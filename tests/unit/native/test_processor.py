@@ -31,7 +31,7 @@ print(json.dumps({
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="AVX2 is an extension of x86-64")
 def test_every_library_computes_with_avx2() -> None:
-    """Neither torch nor numba uses wider vectors, and oneDNN has no bfloat16."""
+    """Neither torch nor numba uses wider vectors."""
     variables = dict(line.split("=", 1) for line in VARIABLES.read_text().splitlines())
     process = subprocess.run(
         [sys.executable, "-c", REPORT], env=os.environ | variables, capture_output=True, text=True, check=True

@@ -7,16 +7,7 @@ import pytest
 import torch
 
 from services.config import WorkerConfig
-from services.worker.kernels.selection import (
-    ONEDNN_BFLOAT16,
-    PAIRS,
-    TABLE,
-    TILES,
-    WIDE,
-    choose,
-    create,
-    processor_features,
-)
+from services.worker.kernels.selection import PAIRS, TABLE, TILES, WIDE, choose, create, processor_features
 from services.worker.runner import LoadError
 from tests.unit.native.implementations import BF16, F32, make
 
@@ -25,11 +16,11 @@ from tests.unit.native.implementations import BF16, F32, make
     ("wanted", "dtype", "features", "implementation", "activations"),
     [
         ("auto", F32, (), "compiled", F32),
-        ("auto", F32, (ONEDNN_BFLOAT16, "amx_bf16"), "compiled", F32),
-        ("auto", BF16, (ONEDNN_BFLOAT16,), "compiled", BF16),
+        ("auto", F32, (WIDE, PAIRS, TILES), "compiled", F32),
+        ("auto", BF16, (PAIRS,), "compiled", BF16),
         ("auto", BF16, ("avx2",), "compiled", F32),
         ("compiled", BF16, (), "compiled", F32),
-        ("reference", F32, (ONEDNN_BFLOAT16,), "reference", F32),
+        ("reference", F32, (TILES,), "reference", F32),
         ("reference", BF16, (), "reference", BF16),
     ],
 )
@@ -44,20 +35,15 @@ def test_first_row_that_fits(
 @pytest.mark.parametrize(
     ("dtype", "features", "quantized", "invariant", "products"),
     [
-        (BF16, (ONEDNN_BFLOAT16, TILES), False, False, "our own, AMX, bfloat16"),
-        (BF16, (ONEDNN_BFLOAT16, PAIRS, TILES), False, False, "our own, AMX, bfloat16"),
-        (BF16, (ONEDNN_BFLOAT16, PAIRS), False, False, "our own, AVX-512, bfloat16"),
-        (BF16, (ONEDNN_BFLOAT16, PAIRS), True, True, "our own, AVX-512, bfloat16"),
-        (BF16, (ONEDNN_BFLOAT16,), False, False, "oneDNN, bfloat16"),
-        (BF16, (ONEDNN_BFLOAT16, TILES), True, False, "our own, AMX, bfloat16"),
-        (BF16, (ONEDNN_BFLOAT16, TILES), False, True, "our own, AMX, bfloat16"),
-        (BF16, (ONEDNN_BFLOAT16,), True, False, "our own, float32 from bfloat16 weights"),
-        (BF16, (ONEDNN_BFLOAT16,), False, True, "our own, float32 from bfloat16 weights"),
-        (BF16, (ONEDNN_BFLOAT16, WIDE), False, True, "our own, AVX-512, float32 from bfloat16 weights"),
-        (BF16, (ONEDNN_BFLOAT16, WIDE), False, False, "oneDNN, bfloat16"),
-        (BF16, (ONEDNN_BFLOAT16, PAIRS, WIDE), False, False, "our own, AVX-512, bfloat16"),
-        (F32, (ONEDNN_BFLOAT16,), True, True, "our own, float32"),
-        (F32, (ONEDNN_BFLOAT16, PAIRS, WIDE), True, True, "our own, AVX-512, float32"),
+        (BF16, (PAIRS, TILES, WIDE), False, False, "our own, AMX, bfloat16"),
+        (BF16, (PAIRS, TILES, WIDE), True, True, "our own, AMX, bfloat16"),
+        (BF16, (PAIRS, WIDE), False, False, "our own, AVX-512, bfloat16"),
+        (BF16, (PAIRS, WIDE), True, True, "our own, AVX-512, bfloat16"),
+        (BF16, (WIDE,), False, False, "our own, AVX-512, float32 from bfloat16 weights"),
+        (BF16, (WIDE,), True, True, "our own, AVX-512, float32 from bfloat16 weights"),
+        (BF16, (), True, True, "our own, float32 from bfloat16 weights"),
+        (F32, (), True, True, "our own, float32"),
+        (F32, (PAIRS, WIDE), True, True, "our own, AVX-512, float32"),
     ],
 )
 def test_products_of_quantised_weights_and_of_batch_invariance(
@@ -78,10 +64,10 @@ def test_a_device_without_kernels_is_refused() -> None:
 
 
 def test_the_choice_is_described_in_one_line() -> None:
-    line = choose("auto", "cpu", BF16, (ONEDNN_BFLOAT16,)).describe((ONEDNN_BFLOAT16, "amx_bf16", "avx2"))
+    line = choose("auto", "cpu", BF16, (WIDE,)).describe((WIDE, "amx_bf16", "avx2"))
     assert (
-        line == "kernels: compiled (cpu: avx2, amx_bf16); dtype: bfloat16; products: oneDNN, bfloat16; "
-        "threads: torch's OpenMP threads"
+        line == "kernels: compiled (cpu: avx2, amx_bf16); dtype: bfloat16; products: our own, AVX-512, float32 from "
+        "bfloat16 weights; threads: helpers that are not waited for"
     )
     assert all("\n" not in choice.describe(processor_features()) for choice in TABLE)
 

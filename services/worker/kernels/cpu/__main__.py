@@ -33,19 +33,23 @@ SINGLE = (
 )
 """Kernels without variants."""
 FEATURES = processor_features()
+HALVES = [(False,), (True,)] if {*OWN_BFLOAT16} & FEATURES else [(False,)]
+"""Activations are bfloat16, or not."""
+CACHES = [(False, False), (False, True), *([(True, True)] if (True,) in HALVES else [])]
+"""The same, and whether keys and values are."""
 COMMON = ("Q4_K", "Q6_K", "Q8_0", "Q4_0", "Q4_1")
 """Formats whose coders are compiled before they are needed."""
 # The kernels that take longest are the first ones.
 KERNELS: list[tuple[Callable[..., object], Sequence[tuple[object, ...]]]] = [
-    (attention_kernel, [(False, False), (False, True), (True, True)]),
+    (attention_kernel, CACHES),
     (coded_product_kernel, [(1,)]),
     *((format_table, [(KINDS.index(name),)]) for name in COMMON),
     (product_kernel, [(WIDE in FEATURES, half, 1) for half in (False, True)]),
-    (rows_kernel, [(True,), *([(False,)] if {*OWN_BFLOAT16} & FEATURES else [])]),
-    (norm_kernel, [(False,), (True,)]),
-    (gate_kernel, [(False,), (True,)]),
-    (write_kernel, [(False, False), (False, True), (True, True)]),
-    (copy_kernel, [(False, False), (True, False)]),
+    (rows_kernel, [(False,), (True,)]),
+    (norm_kernel, HALVES),
+    (gate_kernel, HALVES),
+    (write_kernel, CACHES),
+    (copy_kernel, [(False,), (True,)]),
     *((kernel, [()]) for kernel in SINGLE),
 ]
 """Each kernel with the arguments of its variants."""

@@ -64,7 +64,7 @@ def _help(state):  # type: ignore[no-untyped-def]
         raw.fetch_add(state + INSIDE, -1)
 
 
-def _share(function, block, state, flags):  # type: ignore[no-untyped-def]  # noqa: ARG001 - GOMP_parallel's signature
+def _share(function, block, state):  # type: ignore[no-untyped-def]
     raw.store_i64(state + FUNCTION, function)
     raw.store_i64(state + BLOCK, block)
     raw.fetch_add(state + INSIDE, OPEN)
@@ -84,10 +84,10 @@ def _share(function, block, state, flags):  # type: ignore[no-untyped-def]  # no
 
 
 _helping = cfunc(types.void(types.int64), nopython=True, cache=True)(_help)
-_SHARING = types.void(types.int64, types.int64, types.int64, types.int32)
+_SHARING = types.void(types.int64, types.int64, types.int64)
 _sharing = cfunc(_SHARING, nopython=True, cache=True)(_share)
 SHARE: int = _sharing.address
-"""Address of a C function with the arguments of `GOMP_parallel`; the third one is the address of the state."""
+"""Address of a C function of a kernel, its argument block and the state of the helpers."""
 
 
 class Helpers:

@@ -23,7 +23,6 @@ class CpuKernels(Kernels):
         self, activations: torch.dtype, dtype: torch.dtype, own: str | None = None, wide: bool = False
     ) -> None:
         self._dtype, self._wide = dtype, wide
-        self._uses_torch = activations != torch.float32 and own is None
         self.device, self.network = CpuDevice(), CpuNetwork(activations, dtype, own, wide)
         self.rows, self.sampling, self.drafting = CpuRows(), CpuSampling(), CpuDrafting()
 
@@ -31,7 +30,6 @@ class CpuKernels(Kernels):
         return CpuNetwork(torch.float32, self._dtype, wide=self._wide)
 
     def use_threads(self, number: int) -> None:
-        """If the products are our own, torch computes little, and its threads would spin on cores that other threads
-        need. It therefore gets no threads."""
+        """torch computes little, and its threads would spin on cores that other threads need. It gets none."""
         set_num_threads(number)
-        torch.set_num_threads(number if self._uses_torch else 1)
+        torch.set_num_threads(1)

@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 class Launcher:
-    """For one calling thread. `beside_torch`: see `thread_team.shared`."""
+    """For one calling thread."""
 
-    def __init__(self, beside_torch: bool = False) -> None:
-        self._replay, self._beside_torch = replay_kernel(), beside_torch
+    def __init__(self) -> None:
+        self._replay = replay_kernel()
         self._recorder: KernelRecorder | None = None
 
     def launch(
@@ -41,21 +41,15 @@ class Launcher:
             rows = len(counted)
             kernel.run(items * -(-rows // chunk), values, items * rows)
 
-    def call(self, function: Function, x: torch.Tensor, out: torch.Tensor, in_place: bool = True) -> torch.Tensor:
-        """Call a function of the host, now or in the recording.
-
-        Args:
-            in_place: True: a recording copies the result to `out`; False: it stays where the function allocates it
-
-        Returns: the result; in a recording, `out` as its placeholder.
-        """
+    def call(self, function: Function, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Call a function of the host now, and return its result; or in the recording, which copies it to `out`."""
         if self._recorder is None:
             return function(x)
-        self._recorder.call(function, x, out, in_place)
+        self._recorder.call(function, x, out)
         return out
 
     def record(self, body: Callable[[B], T], buffers: B) -> CpuRecording[T]:
-        self._recorder = recorder = KernelRecorder(buffers, self._replay, self._beside_torch)
+        self._recorder = recorder = KernelRecorder(buffers, self._replay)
         try:
             return CpuRecording(recorder, body(buffers))
         finally:

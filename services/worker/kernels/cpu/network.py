@@ -18,7 +18,6 @@ from services.worker.kernels.cpu.products import (
     NARROW,
     OWN_BFLOAT16,
     WIDE,
-    OneDnnProduct,
     PanelProduct,
     StackedProduct,
     coded_panel_product,
@@ -42,11 +41,10 @@ T = TypeVar("T")
 
 
 class CpuNetwork(NetworkKernels):
-    """All kernels are our own except products by oneDNN, which a recording calls between its kernels.
-
+    """
     Args:
-        own: the feature of the processor with which our own kernels compute products of bfloat16 activations; None:
-            oneDNN computes them
+        own: the feature of the processor with which products of bfloat16 activations are computed; None: activations
+            are float32
         wide: products of float32 activations use AVX-512
     """
 
@@ -55,30 +53,24 @@ class CpuNetwork(NetworkKernels):
     ) -> None:
         self.activations, self._cache, self._own = activations, cache, own
         self._float32 = WIDE if wide else NARROW
-        half = activations == torch.bfloat16
-        self._launcher = Launcher(beside_torch=half and own is None)
-        self._norm, self._most_likely = norm_kernel(half), most_likely_kernel()
+        self._launcher = Launcher()
+        self._norm, self._most_likely = norm_kernel(activations == torch.bfloat16), most_likely_kernel()
         self._gates: dict[Activation, Kernel] = {}
         self.routing = CpuRouting()
-        self._copies = {
-            torch.float32: copy_kernel(half=False, beside_torch=half),
-            torch.bfloat16: copy_kernel(half=True, beside_torch=half),
-        }
+        self._copies = {torch.float32: copy_kernel(half=False), torch.bfloat16: copy_kernel(half=True)}
 
     def pack(self, weight: Weight, is_table: bool = False) -> Packed:
         if isinstance(weight, QuantizedWeight):
             return tuple(coded_panels(kind, parts) for kind, parts in weight.by_type())
         if self._own is not None:
             return (paired_panels(weight),)
-        if is_table or self.activations != torch.float32:
+        if is_table:
             return weight
         return (float32_panels(weight, self._float32),)
 
     def linear(self, weight: Packed, bias: torch.Tensor | None = None) -> Linear:
         packed = weight if isinstance(weight, tuple) else self.pack(weight)
-        if isinstance(packed, torch.Tensor):
-            return OneDnnProduct(self._launcher, packed.to(self.activations), bias)
-        assert isinstance(packed, tuple), "quantised weights are packed"
+        assert isinstance(packed, tuple), "weights of products are packed"
         if len(packed) == 1:
             return self._product(packed[0], bias)
         biases = [None] * len(packed) if bias is None else bias.split([each.outputs for each in packed])
@@ -106,8 +98,7 @@ class CpuNetwork(NetworkKernels):
     def _from_panels(self, panels: PackedRows, bias: torch.Tensor | None) -> PanelProduct:
         if self._own is not None:
             return OWN_BFLOAT16[self._own](self._launcher, panels, bias)
-        half = self.activations == torch.bfloat16
-        return coded_panel_product(self._launcher, panels, bias, half)
+        return coded_panel_product(self._launcher, panels, bias, half=False)
 
     def bytes_per_block(self, shape: CacheShape) -> int:
         layers, kv_heads, head_dim, block_size, dtype = shape

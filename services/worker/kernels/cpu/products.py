@@ -1,7 +1,4 @@
-"""y = x W^T + b: by our own kernels, or in bfloat16 by oneDNN.
-
-With our own kernels, a row has the same bits in a batch of any size (batch invariance, docs/invariants.md).
-"""
+"""y = x W^T + b. A row has the same bits in a batch of any size (batch invariance, docs/invariants.md)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,8 +14,6 @@ from services.worker.kernels.cpu.panels import OUTPUTS, PAIRED, format_address
 from services.worker.kernels.cpu.thread_team import Kernel
 from services.worker.kernels.packed_weight import PackedRows
 from services.worker.kernels.selection import PAIRS, TILES
-
-_ONEDNN = torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001  torch has no public product with a packed weight
 
 
 @dataclass(frozen=True)
@@ -140,25 +135,6 @@ def pair_panel_product(launcher: Launcher, panels: PackedRows, bias: torch.Tenso
 
 OWN_BFLOAT16 = {TILES: tile_panel_product, PAIRS: pair_panel_product}
 """Our own products with bfloat16 activations, by the feature of the processor that they need."""
-
-
-class OneDnnProduct:
-    """A product with bfloat16 activations. oneDNN allocates the result."""
-
-    def __init__(self, launcher: Launcher, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._launcher = launcher
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)  # noqa: SLF001  as above
-        self._bias = bias
-        self._outputs, self.num_bytes = len(weight), weight.nbytes
-
-    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        return self._launcher.call(self._multiply, x, out, in_place=False)
-
-    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
-        if not len(x):
-            return x.new_empty(0, self._outputs)
-        result: torch.Tensor = _ONEDNN(x, self._weight, self._bias, "none", [], "")
-        return result
 
 
 def _padded(bias: torch.Tensor | None, outputs: int, block: int) -> torch.Tensor:

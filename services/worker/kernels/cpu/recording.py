@@ -3,13 +3,11 @@
 Each recorded call has a prepared argument block, whose addresses do not change. Only numbers of rows differ from run to
 run; a call reads its number from the cell of its kind of rows.
 
-Between sequences of kernels, a recording calls functions of the host. If such a function allocates its result, the
-recorded buffer is a placeholder: the address of the result is written to the argument blocks of the kernels that read
-it.
+Between sequences of kernels, a recording calls functions of the host.
 """
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -75,14 +73,14 @@ def replay_kernel() -> Kernel:
 class Sequence:
     """Recorded kernels that follow one another. For one calling thread."""
 
-    def __init__(self, replay: Kernel, beside_torch: bool) -> None:
+    def __init__(self, replay: Kernel) -> None:
         self._kernels: list[Kernel] = []
         self._calls = np.empty(0, _CALL)
-        self._replay, self._beside_torch = replay.again(), beside_torch
+        self._replay = replay.again()
         self._filled: tuple[int, ...] = ()
 
-    def add(self, kernel: Kernel, values: tuple[Any, ...], rows: Cell, items: int, chunk: int, field: str) -> Kernel:
-        """Append `kernel` with `values` for its fields. Return a copy with an argument block of its own.
+    def add(self, kernel: Kernel, values: tuple[Any, ...], rows: Cell, items: int, chunk: int, field: str) -> None:
+        """Append a copy of `kernel` with an argument block of its own, and `values` for its fields.
 
         Args:
             items: for each `chunk` rows, or part of it
@@ -94,7 +92,6 @@ class Sequence:
         call = np.array([(own.function, own.address, rows.ctypes.data, items, chunk, rows_field, own.cost)], _CALL)
         self._kernels.append(own)
         self._calls = np.concatenate((self._calls, call))
-        return own
 
     @property
     def calls(self) -> tuple[int, int]:
@@ -102,58 +99,31 @@ class Sequence:
         return self._calls.ctypes.data, len(self._calls)
 
     def run(self) -> None:
-        values = *self.calls, *thread_team.shared(self._beside_torch)
+        values = *self.calls, *thread_team.shared()
         if values != self._filled:
             self._replay.fill(values)
             self._filled = values
         self._replay.call()
 
 
-class Placeholder:
-    """A buffer that represents results in other memory."""
-
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self.tensor = buffer
-        """The last result; kept so that its memory stays valid until the next one."""
-
-
 class HostCall:
-    """A function of the host inside a recording.
+    """A function of the host inside a recording. `x`, `out`: buffers."""
 
-    Args:
-        x: a buffer or a placeholder
-        out: the buffer that the result is copied to, or the placeholder of the result
-    """
-
-    def __init__(
-        self, function: Function, x: torch.Tensor | Placeholder, out: torch.Tensor | Placeholder, rows: Cell
-    ) -> None:
+    def __init__(self, function: Function, x: torch.Tensor, out: torch.Tensor, rows: Cell) -> None:
         self._function, self._x, self._out, self._rows = function, x, out, rows
-        self.readers: list[Cell] = []
-        """Argument fields that get the address of a placeholder's result."""
 
     def run(self) -> None:
         rows = int(self._rows[0])
-        x = self._x.tensor if isinstance(self._x, Placeholder) else self._x
-        result = self._function(x[:rows])
-        if isinstance(self._out, torch.Tensor):
-            self._out[:rows] = result
-            return
-        self._out.tensor, at = result, result.data_ptr()
-        for reader in self.readers:
-            reader[0] = at
+        self._out[:rows] = self._function(self._x[:rows])
 
 
 class KernelRecorder:
     """A recording that is being made."""
 
-    def __init__(self, buffers: Buffers, replay: Kernel, beside_torch: bool) -> None:
-        self._buffers, self._replay, self._beside_torch = buffers, replay, beside_torch
+    def __init__(self, buffers: Buffers, replay: Kernel) -> None:
+        self._buffers, self._replay = buffers, replay
         self.cells = {kind: np.zeros(1, np.int64) for kind in buffers.capacity}
         self.parts: list[Sequence | HostCall] = []
-        self._placeholders: dict[int, Placeholder] = {}
-        self._writers: dict[int, HostCall] = {}
-        """The last call whose result a placeholder represents. Both dictionaries are by address."""
 
     def add(
         self,
@@ -167,26 +137,12 @@ class KernelRecorder:
         """Append a kernel over the rows of the buffer `counted`; the rest as for `Sequence.add`."""
         last = self.parts[-1] if self.parts else None
         if not isinstance(last, Sequence):
-            self.parts.append(last := Sequence(self._replay, self._beside_torch))
-        own = last.add(kernel, values, self._cell(counted), items, chunk, field)
-        for number, value in enumerate(values):
-            if value in self._writers:
-                self._writers[value].readers.append(own.cell_of(number))
+            self.parts.append(last := Sequence(self._replay))
+        last.add(kernel, values, self._cell(counted), items, chunk, field)
 
-    def call(self, function: Function, x: torch.Tensor, out: torch.Tensor, in_place: bool) -> None:
-        """Append a call of the host. `in_place`: its result is copied to `out`; otherwise `out` is its placeholder."""
-        at, source = out.data_ptr(), self._placeholders.get(x.data_ptr(), x)
-        target = out if in_place else self._placeholders.setdefault(at, Placeholder(out))
-        part = HostCall(function, source, target, self._cell(x))
-        if not in_place:
-            self._writers[at] = part
-        self.parts.append(part)
-
-    def in_place_of(self, result: object) -> object:
-        """Return the result of a recorded function, or its placeholder."""
-        if isinstance(result, torch.Tensor):
-            return self._placeholders.get(result.data_ptr(), result)
-        return result
+    def call(self, function: Function, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Append a call of the host, whose result is copied to `out`."""
+        self.parts.append(HostCall(function, x, out, self._cell(x)))
 
     def _cell(self, counted: torch.Tensor) -> Cell:
         return self.cells[self._buffers.kind_of(counted)]
@@ -197,15 +153,12 @@ class CpuRecording(Generic[T]):
 
     def __init__(self, recorder: KernelRecorder, result: T) -> None:
         self._cells, self._parts, self._result = recorder.cells, recorder.parts, result
-        self._placeholder = recorder.in_place_of(result)
 
     def run(self, **counts: int) -> T:
         for kind, count in counts.items():
             self._cells[kind][0] = count
         for part in self._parts:
             part.run()
-        if isinstance(self._placeholder, Placeholder):
-            return cast(T, self._placeholder.tensor)
         return self._result
 
     def capture(self, progress: Captured) -> int:

@@ -12,10 +12,8 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import numpy as np
-import torch
 from numba import cfunc, njit
 from numba.core import types
-from numpy.typing import NDArray
 
 from services.worker.kernels.cpu.compiled.raw import fetch_add
 from services.worker.kernels.cpu.helpers import SHARE, Helpers
@@ -24,7 +22,7 @@ HEADER = ("next", np.int64), ("items", np.int64)
 """First fields of every argument block: the counter, and the number of items."""
 Field = tuple[str, type[np.generic]]
 Share = tuple[int, int]
-"""The address of a function like `GOMP_parallel(function, data, threads, flags)`, and its third argument."""
+"""The address of `helpers.SHARE`, and its third argument."""
 ALONE: Share = (0, 0)
 """Not shared."""
 
@@ -40,17 +38,8 @@ def take(address):  # type: ignore[no-untyped-def]
     return fetch_add(address, 1)
 
 
-def openmp_address() -> int:
-    """Address of `GOMP_parallel`; 0 where torch has another library."""
-    try:
-        return ctypes.cast(ctypes.CDLL("libgomp.so.1").GOMP_parallel, ctypes.c_void_p).value or 0
-    except (OSError, AttributeError):
-        return 0
-
-
-_OPENMP = openmp_address()
-_SHARE = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32)
-_CALLABLE = {address: _SHARE(address) for address in (_OPENMP, SHARE) if address}
+_SHARE = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+_share = _SHARE(SHARE)
 
 
 class _ThreadHelpers(threading.local):
@@ -69,16 +58,8 @@ def set_num_threads(number: int) -> None:
     _threads = number if sys.platform == "linux" else 1
 
 
-def shared(beside_torch: bool = False) -> Share:
-    """Return how the calling thread shares a kernel with others.
-
-    Args:
-        beside_torch: operations of torch run before and after the kernel. The kernel is then shared with torch's OpenMP
-            threads, which spin between operations.
-    """
-    if beside_torch:
-        threads = torch.get_num_threads()
-        return (_OPENMP, threads) if _OPENMP and threads > 1 else ALONE
+def shared() -> Share:
+    """Return how the calling thread shares a kernel with others."""
     if not (others := _threads - 1):
         return ALONE
     if _own.helpers is None or _own.helpers.number != others:
@@ -110,16 +91,13 @@ class Kernel:
         body: `body(address)` in numba's subset of Python; `address` is that of the argument block.
         arguments: of the block, as the function `arguments` returns it
         cost: smallest amount of work for which another thread is used, in items or in the unit of `run`'s `work`.
-        beside_torch: see `shared`
     """
 
-    def __init__(
-        self, body: Callable[[int], None], arguments: "np.dtype[np.void]", cost: int, beside_torch: bool = False
-    ) -> None:
+    def __init__(self, body: Callable[[int], None], arguments: "np.dtype[np.void]", cost: int) -> None:
         self._compiled = compiled(body)
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_int64)(self._compiled.address)
         self.function: int = self._compiled.address
-        self.cost, self._arguments, self._beside_torch = cost, arguments, beside_torch
+        self.cost, self._arguments = cost, arguments
         self.renew_arguments()
 
     def renew_arguments(self) -> None:
@@ -145,10 +123,6 @@ class Kernel:
         offset = self._block.dtype.fields[field][1]  # type: ignore[index]
         return self.address + int(offset)
 
-    def cell_of(self, number: int) -> NDArray[np.int64]:
-        """Argument `number` of the block as int64[1]; it is an address."""
-        return self._block[self._arguments.names[len(HEADER) + number]]  # type: ignore[index]
-
     def call(self) -> None:
         """Run on the calling thread with the present argument block."""
         self._call(self.address)
@@ -160,8 +134,8 @@ class Kernel:
     def run(self, items: int, values: tuple[Any, ...], work: int = 0) -> None:
         """Run over `items` items with the values of the fields, in order. `work`: the amount of work; 0: the items."""
         self.fill(values, items)
-        share, among = ALONE if (work or items) < 2 * self.cost else shared(self._beside_torch)
+        share, among = ALONE if (work or items) < 2 * self.cost else shared()
         if share:
-            _CALLABLE[share](self.function, self.address, among, 0)
+            _share(self.function, self.address, among)
         else:
             self._call(self.address)

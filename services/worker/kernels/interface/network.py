@@ -33,7 +33,7 @@ class NetworkKernels:
 
     def pack(self, weight: Weight, is_table: bool = False) -> Packed:
         """Bring a weight into the layout of `linear`, or of `embedding` if it `is_table`. Kernels without a layout of
-        their own, or whose layout a library hides, return the weight."""
+        their own return the weight."""
         return weight
 
     def linear(self, weight: Packed, bias: torch.Tensor | None = None) -> Linear:

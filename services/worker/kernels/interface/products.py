@@ -17,7 +17,7 @@ class Linear(Protocol):
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Map activations[rows, in] to activations[rows, out].
 
-        Returns: the result: `out` with float32 activations; otherwise a library may have allocated it.
+        Returns: `out`.
         """
         ...
 

@@ -63,7 +63,7 @@ def test_a_kernel_does_not_wait_for_absent_helpers(kernel: Kernel) -> None:
     nobody = Helpers(0)
     own, out, met = kernel.again(), np.zeros(9, np.int64), np.zeros(1, np.int64)
     own.fill((out.ctypes.data, met.ctypes.data, 0), items=9)
-    caller = Kernel(share, arguments(*((name, np.int64) for name in ("function", "block", "among", "how"))), 1)
+    caller = Kernel(share, arguments(*((name, np.int64) for name in ("function", "block", "state", "share"))), 1)
     caller.run(1, (own.function, own.address, nobody.state, SHARE))
     assert out.tolist() == [1] * 9
 

@@ -119,7 +119,7 @@ def write_kernel(half: bool, half_cache: bool) -> Kernel:
                         simd.store1(target + d * a.lanes * CSIZE, turned[d], CHALF)
         raw.release(start)
 
-    return Kernel(write, WRITE, cost=8, beside_torch=half)
+    return Kernel(write, WRITE, cost=8)
 
 
 @njit(inline="always")
@@ -378,4 +378,4 @@ def attention_kernel(half: bool, half_cache: bool) -> Kernel:
                 r = last + 1
         raw.release(scores)
 
-    return Kernel(attend, ATTEND, cost=2, beside_torch=half)
+    return Kernel(attend, ATTEND, cost=2)

@@ -19,9 +19,8 @@ COPY = arguments(
 )
 
 
-def copy_kernel(half: bool, beside_torch: bool) -> Kernel:
-    """One item is one row. Set the cost to that of the width. `half`: the source is bfloat16. `beside_torch`: see
-    `thread_team.shared`."""
+def copy_kernel(half: bool) -> Kernel:
+    """One item is one row. Set the cost to that of the width. `half`: the source is bfloat16."""
     HALF, SIZE = int(half), 2 if half else 4
 
     def copy(address):  # type: ignore[no-untyped-def]
@@ -46,4 +45,4 @@ def copy_kernel(half: bool, beside_torch: bool) -> Kernel:
                     one += simd.load_f32(out + i * 4)
                 simd.store_f32(out + i * 4, one)
 
-    return Kernel(copy, COPY, cost=1, beside_torch=beside_torch)
+    return Kernel(copy, COPY, cost=1)

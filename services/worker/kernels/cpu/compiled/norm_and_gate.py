@@ -81,7 +81,7 @@ def norm_kernel(half: bool) -> Kernel:
             for i in range(whole, width):
                 simd.store1(out + i * SIZE, simd.load_f32(x + i * 4), HALF)
 
-    return Kernel(norm, NORM, cost=16, beside_torch=half)
+    return Kernel(norm, NORM, cost=16)
 
 
 SILU, GELU_TANH, CLAMPED_SILU = 0, 1, 2
@@ -131,4 +131,4 @@ def gate_kernel(half: bool, activation: Activation = "silu") -> Kernel:
                     power = g * SLOPE
                 simd.store1(out + i * SIZE, g / (np.float32(1) + np.exp(power)) * u, HALF)
 
-    return Kernel(gate, GATE, cost=8, beside_torch=half)
+    return Kernel(gate, GATE, cost=8)

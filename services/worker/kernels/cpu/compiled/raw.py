@@ -122,8 +122,8 @@ def call(builder: Any, function: Any, argument: Any) -> None:
 @emits(types.void, *(types.int64,) * 4)
 def call_shared(builder: Any, share: Any, function: Any, argument: Any, among: Any) -> None:
     """Call it on several threads, as `thread_team.shared` says."""
-    kind = ir.FunctionType(ir.VoidType(), [I64, I64, I64, I32])
-    builder.call(builder.inttoptr(share, kind.as_pointer()), [function, argument, among, ir.Constant(I32, 0)])
+    kind = ir.FunctionType(ir.VoidType(), [I64, I64, I64])
+    builder.call(builder.inttoptr(share, kind.as_pointer()), [function, argument, among])
 
 
 @njit(inline="always")
