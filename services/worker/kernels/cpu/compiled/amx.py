@@ -10,7 +10,7 @@ Each thread has its own tiles. A kernel configures them first and releases them 
 from typing import Any
 
 import numpy as np
-from llvmlite import binding, ir  # type: ignore[import-untyped]
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import carray, njit
 from numba.core import types
 
@@ -21,7 +21,6 @@ from services.worker.kernels.cpu.compiled.simd import I64
 ROWS = 16
 """Rows and columns of a tile of sums."""
 TILE_BYTES = 1024
-binding.initialize_native_asmparser()
 
 
 def _emit(builder: Any, text: str, operands: list[Any]) -> None:

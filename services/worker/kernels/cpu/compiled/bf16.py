@@ -6,7 +6,7 @@ rows beside it.
 
 from typing import Any
 
-from llvmlite import binding, ir  # type: ignore[import-untyped]
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils, types
 
 from services.worker.kernels.cpu.compiled import simd
@@ -22,7 +22,6 @@ ROWS = 6
 registers."""
 WORDS = 64
 """Bytes of the weights of two inputs of a panel: sixteen words of two bfloat16."""
-binding.initialize_native_asmparser()
 _HALVES = ir.VectorType(I16, 32)
 
 

@@ -91,6 +91,11 @@ class Format(NamedTuple):
         return self.zero == 0 and not self.has_minima
 
     @property
+    def has_bytes(self) -> bool:
+        """Each code is a byte of a word."""
+        return 4 * sum(number for _, number in self.words) == self.inputs
+
+    @property
     def zero_byte(self) -> int:
         """Unsigned code of a weight of zero."""
         return 128 if self.is_signed else self.zero

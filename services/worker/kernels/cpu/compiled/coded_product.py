@@ -56,6 +56,8 @@ ROWS, WIDTH = (6, 2) if simd.WIDE else (6, 1)
 """Largest numbers of rows and panels that are multiplied together once the panels are decoded."""
 UNROLLED = 4
 """Pairs of inputs of one turn of the innermost loop."""
+TURNS = SPAN * STEP // 2 // UNROLLED
+"""Turns for a span."""
 LINES = 2 * WIDTH
 """Lines of codes that are read from memory in such a turn: those of eight bits, or more."""
 CHUNK = 32 * ROWS
@@ -85,7 +87,7 @@ TASK = np.dtype(
 )
 """A coder's arguments."""
 TASK_BYTES = 128
-PARTS = (0, 1, 2, 3, 4, 3, 6, 4, 8, 3, 4, 3, 6, 6, 6, 8, 8)
+PARTS = (0, 1, 2, 3, 4, 3, 6, 4, 8)
 """Rows that are multiplied first with codes that are decoded in registers, by the number of rows. One row is never a
 part: it is rounded in another way."""
 
@@ -258,7 +260,6 @@ def _compiled() -> Kernel:
         row_bytes = size_of_row(steps)
         most, item_bytes = min(a.rows, CHUNK), steps // own[1] * own[2] * PANELS
         span_bytes = SPAN // own[1] * own[2] * PANELS
-        ahead_bytes = span_bytes // PANELS * WIDTH // (SPAN * STEP // 2 // UNROLLED)
         buffer = raw.allocate(64 + TASK_BYTES + WIDTH * SPAN_BYTES + most * (BLOCK * 4 + row_bytes))
         place = (buffer + 63) // 64 * 64
         decoded = place + TASK_BYTES
@@ -302,11 +303,13 @@ def _compiled() -> Kernel:
                     task.out = out if is_few else decoded
                     raw.call(coder, place)
                     done = rows if is_few else 0
+                    # Each part of the rows reads as many of the codes that are needed next
+                    codes = ahead + panel * (span_bytes // PANELS)
+                    ahead_bytes = span_bytes // PANELS * WIDTH // (TURNS * ((rows + ROWS - 1) // ROWS))
                     while done < rows:
                         # Equal parts: seven rows are four and three
                         parts = (rows - done + ROWS - 1) // ROWS
                         some = (rows - done + parts - 1) // parts
-                        codes = ahead + panel * (span_bytes // PANELS)
                         # Read from the task: kept in registers, they would displace sums
                         x, size = task.x + done * task.row_bytes, task.row_bytes
                         _multiply_decoded(
@@ -314,6 +317,7 @@ def _compiled() -> Kernel:
                             out + done * BLOCK * 4, codes, ahead_bytes,
                         )  # fmt: skip
                         done += some
+                        codes += ahead_bytes * TURNS
             _write(a, sums, start, rows, block * BLOCK)
             item = following
         raw.release(buffer)
@@ -345,7 +349,7 @@ def _coder(kind: int) -> Any:
 
 def _few_rows(own: Format) -> int:
     """Return the largest number of rows that do not pay for decoded panels."""
-    return 16 // own.unit if simd.WIDE else 3
+    return (8 if own.has_bytes else 4) if simd.WIDE else 3
 
 
 def _width(own: Format, rows: int) -> int:

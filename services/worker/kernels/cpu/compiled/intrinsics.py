@@ -4,9 +4,11 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from llvmlite.binding import initialize_native_asmparser  # type: ignore[import-untyped]
 from numba.core import types
 from numba.extending import intrinsic
 
+initialize_native_asmparser()  # some intrinsics have instructions as text
 CONSTANT = None
 """Type of an operand that the kernel gives as a constant: the function gets its value."""
 
