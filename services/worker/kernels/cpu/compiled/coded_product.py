@@ -214,8 +214,10 @@ def _multiply_decoded(
                 here = builder.add(tile.times(first, STEP // 2), index)
                 turn = builder.udiv(index, ir.Constant(I64, UNROLLED))
                 codes = builder.add(ahead, builder.mul(turn, ahead_bytes))
-                for line in range(LINES):
-                    prefetch_line(builder, moved(builder, codes, 64 * line))
+                prefetch_line(builder, codes)
+                with builder.if_then(builder.icmp_signed(">", ahead_bytes, ir.Constant(I64, 64))):
+                    for line in range(1, LINES):
+                        prefetch_line(builder, moved(builder, codes, 64 * line))
                 for some in range(UNROLLED):
                     numbers = loaded(index, ir.VectorType(I16, 2 * LANES), 64 * some)
                     tile.add_products(sums, numbers, tile.of_rows(I32, here, 4, 0, 4 * some))
