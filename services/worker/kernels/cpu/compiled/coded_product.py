@@ -87,7 +87,7 @@ TASK = np.dtype(
 )
 """A coder's arguments."""
 TASK_BYTES = 128
-PARTS = (0, 1, 2, 3, 4, 3, 6, 4, 8)
+PARTS = (0, 1, 2, 3, 4, 3, 6, 4, 8, 3, 4, 3, 6, 6, 6, 8, 8)
 """Rows that are multiplied first with codes that are decoded in registers, by the number of rows. One row is never a
 part: it is rounded in another way."""
 
@@ -350,8 +350,10 @@ def _coder(kind: int) -> Any:
 
 
 def _few_rows(own: Format) -> int:
-    """Return the largest number of rows that do not pay for decoded panels."""
-    return (8 if own.has_bytes else 4) if simd.WIDE else 3
+    """Return the largest number of rows that do not pay for decoded panels: on Zen 3, Zen 4 and Cascade Lake."""
+    if not simd.WIDE:
+        return 3
+    return 16 // own.unit if simd.IS_AMD else 8 if own.has_bytes else 4
 
 
 def _width(own: Format, rows: int) -> int:
