@@ -269,15 +269,18 @@ def _compiled() -> Kernel:
         rounded = sums + most * BLOCK * 4
         task = carray(raw.pointer(place), 1, TASK)[0]
         task.x, task.row_bytes, task.row_steps = rounded, row_bytes, steps
-        present = -1  # first row of those that are rounded: most items have the rows of the one before
+        # Without divisions, which take as long as a tenth of a small item
+        first_item, start, rows, is_few, ahead_bytes = 0, 0, 0, False, 0
         item = take(address)
         while item < a.items:
             following = take(address)  # its codes are read beforehand
-            block, start = item % items, item // items * CHUNK
-            rows = min(CHUNK, a.rows - start)
-            is_few = rows <= few
-            if present != start:
-                present = start
+            while item - first_item >= items:
+                first_item, start, rows = first_item + items, start + CHUNK, 0
+            if rows == 0:  # most items have the rows of the one before
+                rows = min(CHUNK, a.rows - start)
+                is_few = rows <= few
+                # Each part of the rows reads as many of the codes that are needed next
+                ahead_bytes = span_bytes // PANELS * WIDTH // (TURNS * ((rows + ROWS - 1) // ROWS))
                 for row in range(rows):
                     x, to = (start + row) * a.inputs, rounded + row * row_bytes
                     if a.half and rows == 1:
@@ -288,8 +291,11 @@ def _compiled() -> Kernel:
                         round_row(a.x + x * 4, steps, limit, to, 0, BYTES)
                     else:
                         round_row(a.x + x * 4, steps, limit, to, 0, 0)
+            block, later = item - first_item, following - first_item
+            while later >= items:
+                later -= items
             task.end = a.weight + (block + 1) * item_bytes
-            task.jump = (following % items - block - 1) * item_bytes if following < a.items else -item_bytes
+            task.jump = (later - block - 1) * item_bytes if following < a.items else -item_bytes
             task.rows, task.width = (rows, PANELS) if is_few else (0, WIDTH)
             for number in range(rows * PANELS):
                 simd.store_f32x16(sums + number * 64, simd.splat(np.float32(0)))
@@ -305,9 +311,7 @@ def _compiled() -> Kernel:
                     task.out = out if is_few else decoded
                     raw.call(coder, place)
                     done = rows if is_few else 0
-                    # Each part of the rows reads as many of the codes that are needed next
                     codes = ahead + panel * (span_bytes // PANELS)
-                    ahead_bytes = span_bytes // PANELS * WIDTH // (TURNS * ((rows + ROWS - 1) // ROWS))
                     while done < rows:
                         # Equal parts: seven rows are four and three
                         parts = (rows - done + ROWS - 1) // ROWS
