@@ -58,7 +58,7 @@ class CpuDrafting(DraftingKernels):
         if not isinstance(places, CpuRecording) or not isinstance(rows, CpuRecording):
             raise TypeError("drafts are computed from recorded kernels")
         sequences = *places.single("places"), *rows.single("rows")
-        numbers = *sequences, *thread_team.shared(), proposed.shape[1], *layout, min_acceptance
+        numbers = *sequences, thread_team.helper_state(), proposed.shape[1], *layout, min_acceptance
         addresses = (tensor.data_ptr() for tensor in tensors)
         at = 0 if tokens is None else tokens.data_ptr()
         self._draft.run(1, (*numbers, *addresses, tensors.hidden.shape[1], at, proposed.ctypes.data))

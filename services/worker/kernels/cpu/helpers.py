@@ -15,7 +15,7 @@ import threading
 import weakref
 
 import numpy as np
-from numba import cfunc
+from numba import cfunc, njit
 from numba.core import types
 from numpy.typing import NDArray
 
@@ -64,7 +64,9 @@ def _help(state):  # type: ignore[no-untyped-def]
         raw.fetch_add(state + INSIDE, -1)
 
 
-def _share(function, block, state):  # type: ignore[no-untyped-def]
+@njit(types.void(types.int64, types.int64, types.int64), cache=True, nogil=True)
+def share(function, block, state):  # type: ignore[no-untyped-def]
+    """Call a kernel with its argument block, shared with the helpers that have this state."""
     raw.store_i64(state + FUNCTION, function)
     raw.store_i64(state + BLOCK, block)
     raw.fetch_add(state + INSIDE, OPEN)
@@ -84,10 +86,6 @@ def _share(function, block, state):  # type: ignore[no-untyped-def]
 
 
 _helping = cfunc(types.void(types.int64), nopython=True, cache=True)(_help)
-_SHARING = types.void(types.int64, types.int64, types.int64)
-_sharing = cfunc(_SHARING, nopython=True, cache=True)(_share)
-SHARE: int = _sharing.address
-"""Address of a C function of a kernel, its argument block and the state of the helpers."""
 
 
 class Helpers:

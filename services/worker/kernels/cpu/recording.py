@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from services.worker.kernels.cpu import thread_team
 from services.worker.kernels.cpu.compiled import raw
+from services.worker.kernels.cpu.helpers import share
 from services.worker.kernels.cpu.thread_team import Kernel, arguments
 from services.worker.kernels.interface.buffers import Buffers
 from services.worker.kernels.interface.recording import Captured
@@ -37,15 +38,14 @@ _CALL = np.dtype(
 REPLAY = arguments(
     ("calls", np.int64),  # _CALL[number]
     ("number", np.int64),
-    ("share", np.int64),  # see `thread_team.shared`
-    ("among", np.int64),
+    ("helpers", np.int64),  # see `thread_team.helper_state`
 )
 Function = Callable[[torch.Tensor], torch.Tensor]
 
 
 @njit(inline="always")
-def run(calls, number, share, among):  # type: ignore[no-untyped-def]
-    """Run recorded calls in order; the last two are what `thread_team.shared` returns."""
+def run(calls, number, state):  # type: ignore[no-untyped-def]
+    """Run recorded calls in order. `state`: of the helpers, as `thread_team.helper_state` returns it."""
     every = carray(raw.pointer(calls), (number,), _CALL)
     for i in range(number):
         one = every[i]
@@ -54,10 +54,10 @@ def run(calls, number, share, among):  # type: ignore[no-untyped-def]
         header[0], header[1] = 0, one.items * ((rows + one.chunk - 1) // one.chunk)
         if one.rows_field != 0:
             raw.i64_at(one.rows_field, 1)[0] = rows
-        if share == 0 or one.items * rows < 2 * one.cost:
+        if state == 0 or one.items * rows < 2 * one.cost:
             raw.call(one.function, one.block)
         else:
-            raw.call_shared(share, one.function, one.block, among)
+            share(one.function, one.block, state)
 
 
 def replay_kernel() -> Kernel:
@@ -65,7 +65,7 @@ def replay_kernel() -> Kernel:
 
     def replay(address):  # type: ignore[no-untyped-def]
         a = carray(raw.pointer(address), 1, REPLAY)[0]
-        run(a.calls, a.number, a.share, a.among)
+        run(a.calls, a.number, a.helpers)
 
     return Kernel(replay, REPLAY, cost=1)
 
@@ -99,7 +99,7 @@ class Sequence:
         return self._calls.ctypes.data, len(self._calls)
 
     def run(self) -> None:
-        values = *self.calls, *thread_team.shared()
+        values = *self.calls, thread_team.helper_state()
         if values != self._filled:
             self._replay.fill(values)
             self._filled = values

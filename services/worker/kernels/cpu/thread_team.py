@@ -16,15 +16,11 @@ from numba import cfunc, njit
 from numba.core import types
 
 from services.worker.kernels.cpu.compiled.raw import fetch_add
-from services.worker.kernels.cpu.helpers import SHARE, Helpers
+from services.worker.kernels.cpu.helpers import Helpers, share
 
 HEADER = ("next", np.int64), ("items", np.int64)
 """First fields of every argument block: the counter, and the number of items."""
 Field = tuple[str, type[np.generic]]
-Share = tuple[int, int]
-"""The address of `helpers.SHARE`, and its third argument."""
-ALONE: Share = (0, 0)
-"""Not shared."""
 
 
 def arguments(*fields: Field) -> "np.dtype[np.void]":
@@ -36,10 +32,6 @@ def arguments(*fields: Field) -> "np.dtype[np.void]":
 def take(address):  # type: ignore[no-untyped-def]
     """Take the next item."""
     return fetch_add(address, 1)
-
-
-_SHARE = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
-_share = _SHARE(SHARE)
 
 
 class _ThreadHelpers(threading.local):
@@ -58,14 +50,14 @@ def set_num_threads(number: int) -> None:
     _threads = number if sys.platform == "linux" else 1
 
 
-def shared() -> Share:
-    """Return how the calling thread shares a kernel with others."""
+def helper_state() -> int:
+    """Return the state of the calling thread's helpers (`helpers.share`); 0: it has none."""
     if not (others := _threads - 1):
-        return ALONE
+        return 0
     if _own.helpers is None or _own.helpers.number != others:
         _own.helpers = None  # they leave first
         _own.helpers = Helpers(others)
-    return SHARE, _own.helpers.state
+    return _own.helpers.state
 
 
 _compiled: dict[tuple[object, ...], Any] = {}
@@ -134,8 +126,7 @@ class Kernel:
     def run(self, items: int, values: tuple[Any, ...], work: int = 0) -> None:
         """Run over `items` items with the values of the fields, in order. `work`: the amount of work; 0: the items."""
         self.fill(values, items)
-        share, among = ALONE if (work or items) < 2 * self.cost else shared()
-        if share:
-            _share(self.function, self.address, among)
+        if (work or items) >= 2 * self.cost and (state := helper_state()):
+            share(self.function, self.address, state)
         else:
             self._call(self.address)

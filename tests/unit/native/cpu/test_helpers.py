@@ -8,8 +8,8 @@ import pytest
 from numba import carray
 
 from services.worker.kernels.cpu.compiled import raw
-from services.worker.kernels.cpu.helpers import SHARE, Helpers
-from services.worker.kernels.cpu.thread_team import Kernel, arguments, set_num_threads, shared, take
+from services.worker.kernels.cpu.helpers import Helpers, share
+from services.worker.kernels.cpu.thread_team import Kernel, arguments, helper_state, set_num_threads, take
 
 BLOCK = arguments(("out", np.int64), ("met", np.int64), ("wanted", np.int64))
 
@@ -63,15 +63,8 @@ def test_a_kernel_does_not_wait_for_absent_helpers(kernel: Kernel) -> None:
     nobody = Helpers(0)
     own, out, met = kernel.again(), np.zeros(9, np.int64), np.zeros(1, np.int64)
     own.fill((out.ctypes.data, met.ctypes.data, 0), items=9)
-    caller = Kernel(share, arguments(*((name, np.int64) for name in ("function", "block", "state", "share"))), 1)
-    caller.run(1, (own.function, own.address, nobody.state, SHARE))
+    share(own.function, own.address, nobody.state)
     assert out.tolist() == [1] * 9
-
-
-def share(address):  # type: ignore[no-untyped-def]
-    """Another kernel, shared: as a kernel that runs others does it."""
-    words = raw.i64_at(address, 6)
-    raw.call_shared(words[5], words[2], words[3], words[4])
 
 
 def test_each_calling_thread_has_helpers_of_its_own(kernel: Kernel) -> None:
@@ -82,7 +75,7 @@ def test_each_calling_thread_has_helpers_of_its_own(kernel: Kernel) -> None:
 
     def work(number: int) -> None:
         own = kernel.again()
-        states[number] = shared()[1]
+        states[number] = helper_state()
         together.wait(60)
         wrong.extend(items for items in [*range(2, 40)] * 20 if run(own, items) != [1] * items)
 

@@ -14,8 +14,7 @@ DRAFT = arguments(
     ("after", np.int64),  # recorded calls over rows, from attention to the most likely tokens
     ("after_size", np.int64),
     ("num_rows", np.int64),
-    ("share", np.int64),  # see `thread_team.shared`
-    ("among", np.int64),
+    ("helpers", np.int64),  # see `thread_team.helper_state`
     ("k", np.int64),
     ("places", np.int64),  # in the first round
     ("rows", np.int64),
@@ -89,10 +88,10 @@ def draft_kernel() -> Kernel:
         sharpness = raw.f32_at(a.sharpness, rows)
         for number in range(max(k, 1)):
             raw.i64_at(a.num_places, 1)[0], raw.i64_at(a.num_rows, 1)[0] = places, rows
-            recording.run(a.before, a.before_size, a.share, a.among)
+            recording.run(a.before, a.before_size, a.helpers)
             if rows == 0 or k == 0:
                 break
-            recording.run(a.after, a.after_size, a.share, a.among)
+            recording.run(a.after, a.after_size, a.helpers)
             left = 0
             for row in range(rows):
                 together = chance[row] * sure[row]

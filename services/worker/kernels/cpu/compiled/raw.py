@@ -119,13 +119,6 @@ def call(builder: Any, function: Any, argument: Any) -> None:
     builder.call(builder.inttoptr(function, kind.as_pointer()), [argument])
 
 
-@emits(types.void, *(types.int64,) * 4)
-def call_shared(builder: Any, share: Any, function: Any, argument: Any, among: Any) -> None:
-    """Call it on several threads, as `thread_team.shared` says."""
-    kind = ir.FunctionType(ir.VoidType(), [I64, I64, I64])
-    builder.call(builder.inttoptr(share, kind.as_pointer()), [function, argument, among])
-
-
 @njit(inline="always")
 def i32_at(address, size):  # type: ignore[no-untyped-def]
     """The int32 array of `size` elements at `address`."""
