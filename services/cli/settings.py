@@ -179,14 +179,21 @@ def _check_names(environ: Mapping[str, str], fields: Collection[str]) -> None:
         raise ConfigurationError(f"environment {variable}: there is no such setting{meant}")
 
 
+_OF_KEYS = ("missing", "extra_forbidden")
+"""pydantic's types of problems that a key of an object has, and not a value."""
+
+
 def _describe(error: ValidationError, fields: Mapping[str, FieldInfo], origins: Mapping[str, str]) -> str:
     """Return the first problem in one line, with the allowed values. Secrets are not repeated."""
     problem, *others = error.errors(include_url=False)
     message: Any = problem.get("ctx", {}).get("error") or problem["msg"]
     if not problem["loc"]:
         return str(message)
+    if len(problem["loc"]) > 1 and problem["type"] in _OF_KEYS:
+        message = f"{problem['loc'][-1]}: {_lower(str(message))}"
     for other in others:  # a value that matches none of several types has a problem for each
-        if (other["loc"][:1], other["input"]) == (problem["loc"][:1], problem["input"]):
+        same = (other["loc"][:1], other["input"]) == (problem["loc"][:1], problem["input"])
+        if same and other["type"] not in _OF_KEYS:
             message = f"{message} or {str(other['msg']).removeprefix('Input should be ')}"
     name = str(problem["loc"][0])
     if name not in fields:

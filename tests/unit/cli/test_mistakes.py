@@ -83,6 +83,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("serve", DEMO, "--api-key-file", "/no/such/keys"), "--api-key-file: cannot read /no/such/keys"),
     (("serve", DEMO, "--ssl-keyfile", "key.pem"), "--ssl-keyfile needs --ssl-certfile"),
     (("serve", DEMO, "--config", "{yaml}"), "unknown keys: max-num-seq (max-num-seqs?)"),
+    (("serve", DEMO, "--speculative-config", "{}"), "--speculative-config: method: field required"),
     (("serve", DEMO, "--speculative-config", "ngram"), "--speculative-config: is not JSON"),
     (("serve", "--served-model-name", "a", DEMO), "MODEL before --served-model-name"),
     (("serve", "-tp", "2"), "No such option: -tp; use --tensor-parallel-size"),
