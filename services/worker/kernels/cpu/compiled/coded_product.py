@@ -59,7 +59,7 @@ UNROLLED = 4
 TURNS = SPAN * STEP // 2 // UNROLLED
 """Turns for a span."""
 LINES = 2 * WIDTH
-"""Lines of codes that are read from memory in such a turn: those of eight bits, or more."""
+"""Most lines of codes that are read ahead in such a turn: those of eight bits, if the rows have one part."""
 CHUNK = 32 * ROWS
 """Maximum number of rows of one item."""
 WORTH = 1 << 18
@@ -269,7 +269,7 @@ def _compiled() -> Kernel:
         rounded = sums + most * BLOCK * 4
         task = carray(raw.pointer(place), 1, TASK)[0]
         task.x, task.row_bytes, task.row_steps = rounded, row_bytes, steps
-        # Without divisions, which take as long as a tenth of a small item
+        # Kept from item to item: no item needs a division
         first_item, start, rows, is_few, ahead_bytes = 0, 0, 0, False, 0
         item = take(address)
         while item < a.items:

@@ -47,6 +47,7 @@ def compiles_for(feature: str) -> bool:
 WIDE = compiles_for("avx512f")
 """A vector is one of 32 registers, and not two of 16."""
 IS_AMD = compiles_for("sse4a")
+"""Only AMD's processors have this feature."""
 
 
 def _constant(kind: ir.Type, value: float) -> ir.Constant:
