@@ -129,6 +129,8 @@ class FrontendService:
         serving = asyncio.create_task(self.server.serve([self._listener]))
         await asyncio.wait({connection, serving}, return_when=asyncio.FIRST_COMPLETED)
         self.engine.drain()
+        if connection.done():  # nobody reads the outputs of open requests any more
+            self.engine.fail_all(APIError(503, "the server ends without its engine; the request was not completed"))
         self.server.should_exit = True
         try:
             await serving
