@@ -46,6 +46,14 @@ async def test_scheduler_with_another_tokenizer_is_refused(tmp_path: Path, their
     server.close()
 
 
+async def test_a_bug_in_the_checks_ends_the_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without checks it would send no signs of life, and no request would end."""
+    client = EngineClient(numbered([f"ipc://{tmp_path}/c"]), 1, 10.0, 300.0, 600.0)
+    monkeypatch.setattr(client.ledger, "stuck", None)
+    with pytest.raises(TypeError, match="not callable"):
+        await asyncio.wait_for(client.run(), 20)
+
+
 async def test_a_frontend_whose_lease_has_ended_connects_again(tmp_path: Path) -> None:
     """Its requests have ended with the lease, so it must submit them on a new connection."""
     server = Server(f"ipc://{tmp_path}/c", {"frontend"})
