@@ -210,7 +210,8 @@ class ResponseStream:
         """Feed the requests that are due. Return the bytes of one write; "" if there is nothing to write now."""
         self._is_queued = False
         waiter, sink = self._waiter, self._sink
-        if waiter is None or waiter.done() or (sink is not None and sink.is_full):
+        is_held = sink is not None and sink.is_full and self._error is None  # it stays full if its client has left
+        if waiter is None or waiter.done() or is_held:
             return b""
         due, self._due = self._due, []
         parts, room = [], MAX_TOKENS_PER_FLUSH
