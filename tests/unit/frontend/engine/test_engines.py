@@ -53,6 +53,11 @@ class ScriptedEngine:
         self.subscriptions: list[Subscribe] = []
         self.loads: list[ControlCache] = []
         self.role, self.kv_peers, self.loads_ahead = "both", list[str](), True
+        self.num_signs = 0
+        """Signs of life on all connections."""
+        self.deaf_after: int | None = None
+        """Signs of life after which none arrives; its states still do."""
+        self.unanswered: list[float] = []
 
     def turn(self) -> None:
         for peer, message in self.server.messages(self._decoder):
@@ -62,6 +67,7 @@ class ScriptedEngine:
                 case AbortRequest(numbers=numbers):
                     self.aborted += numbers
                 case FrontendAlive(number=number):
+                    self.num_signs += 1
                     self.send_state(number)
                 case Subscribe():
                     self.subscriptions.append(message)
@@ -73,10 +79,11 @@ class ScriptedEngine:
                         self.send_state()
 
     def send_state(self, number: int = 0) -> None:
+        heard = number if self.deaf_after is None else min(number, self.deaf_after)
         state = EngineState(
             self.phase, self.detail, incarnation=self.incarnation, identity=self.identity, max_model_len=100, lease=1,
-            block_size=BLOCK, round_trips=RoundTrips(number), info={"role": self.role}, kv_peers=self.kv_peers,
-            loads_ahead=self.loads_ahead,
+            block_size=BLOCK, round_trips=RoundTrips(heard, self.unanswered), info={"role": self.role},
+            kv_peers=self.kv_peers, loads_ahead=self.loads_ahead,
         )  # fmt: skip
         with contextlib.suppress(PeerGone):  # the frontend has left this engine
             self.server.send(self.peers[-1], state)
