@@ -98,8 +98,9 @@ class FrontendService:
         self._responses = self._open.enter_context(response_files(config))
         parts = (self.engine, self._metrics, self._request_log, self._responses, export_trace, page)
         app = build(config, model, *parts)
-        shed = app.state.context.answering.shed
-        self.app = with_cors(Guards(app, config, config.max_body_bytes, frozenset(page), shed), config)
+        answering = app.state.context.answering
+        self._open.callback(answering.prompts.close)
+        self.app = with_cors(Guards(app, config, config.max_body_bytes, frozenset(page), answering.shed), config)
         """The application behind the checks of every request."""
         self.server = _Server(
             uvicorn.Config(
