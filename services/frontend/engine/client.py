@@ -288,7 +288,7 @@ class EngineClient:
             try:
                 self._place(entry)
             except APIError as error:
-                self._end(entry.stream, error)
+                entry.stream.finish(error)
         for move in self.placement.moves():
             self._move(move)
         for name in self.ledger.owners_of_unsent():
@@ -383,12 +383,7 @@ class EngineClient:
         """End open requests with `error`."""
         self.abort(streams)
         for stream in streams:
-            self._end(stream, error)
-
-    @staticmethod
-    def _end(stream: RequestStream, error: APIError) -> None:
-        stream.end = error
-        stream.response.mark_due(stream)
+            stream.finish(error)
 
     async def reset_prefix_cache(self, reset_running: bool) -> bool:
         """Empty the prefix caches. Return False if running requests still share blocks.

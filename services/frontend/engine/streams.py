@@ -60,6 +60,11 @@ class RequestStream(ABC):
         self.has_ended = False
         """Set by `feed` when it has returned the last bytes; nothing is fed after that."""
 
+    def finish(self, end: Finish | APIError) -> None:
+        """Feed the end behind the outputs that have arrived."""
+        self.end = end
+        self.response.mark_due(self)
+
     @abstractmethod
     def feed(self, tokens: list[int], end: Finish | None, now: float) -> bytes:
         """Take the next outputs, in order. Return the bytes to write; a response that is not streamed has none.
