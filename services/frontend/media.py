@@ -76,6 +76,12 @@ class MediaProcessing:
     def is_alive(self) -> bool:
         return self._process is not None and self._process.is_alive
 
+    def close(self) -> None:
+        """End the process, also during a job, and drop the jobs that wait: this one's exit waits for the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if (process := self._process) is not None:
+            process.kill()
+
     def check(self, files: Sequence[MediaFile]) -> None:
         """Raises: APIError, for files that are neither data URLs nor at allowed addresses, and for too many"""
         for kind, count in Counter(file.kind for file in files).items():
@@ -132,15 +138,14 @@ class MediaProcessing:
         if self._process is not None and (self._settings != settings or not self._process.is_alive):
             self._process = self._process.close()
         if self._process is None:
-            process, self._settings = HelperProcess(MODULE), settings
+            self._process, self._settings = HelperProcess(MODULE), settings
             try:
-                started = _OUTCOMES.decode(process.exchange(encode(settings), START_SECONDS))
+                started = _OUTCOMES.decode(self._process.exchange(encode(settings), START_SECONDS))
             except (EOFError, OSError):
                 started = MediaFailed(f"their process did not start; is vLLM installed beside {sys.executable}?")
             if not isinstance(started, ProcessedMedia):
-                process.close()
+                self._process = self._process.close()
                 return started
-            self._process = process
         try:
             return _OUTCOMES.decode(self._process.exchange(message, JOB_SECONDS))
         except (EOFError, OSError, ProtocolError):

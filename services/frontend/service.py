@@ -98,8 +98,9 @@ class FrontendService:
         self._responses = self._open.enter_context(response_files(config))
         parts = (self.engine, self._metrics, self._request_log, self._responses, export_trace, page)
         app = build(config, model, *parts)
-        shed = app.state.context.answering.shed
-        self.app = with_cors(Guards(app, config, config.max_body_bytes, frozenset(page), shed), config)
+        answering = app.state.context.answering
+        self._open.callback(answering.prompts.close)
+        self.app = with_cors(Guards(app, config, config.max_body_bytes, frozenset(page), answering.shed), config)
         """The application behind the checks of every request."""
         self.server = _Server(
             uvicorn.Config(
@@ -129,6 +130,8 @@ class FrontendService:
         serving = asyncio.create_task(self.server.serve([self._listener]))
         await asyncio.wait({connection, serving}, return_when=asyncio.FIRST_COMPLETED)
         self.engine.drain()
+        if connection.done():  # nobody reads the outputs of open requests any more
+            self.engine.fail_all(APIError(503, "the server ends without its engine; the request was not completed"))
         self.server.should_exit = True
         try:
             await serving

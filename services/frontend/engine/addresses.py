@@ -32,9 +32,6 @@ class EngineAddress:
     """Public key (z85) of its scheduler; "": that of the directory with this frontend's keys."""
 
 
-Listener = Callable[[list[EngineAddress]], None]
-
-
 def numbered(endpoints: list[str]) -> list[EngineAddress]:
     """Return addresses whose names are 0, 1, 2 ..."""
     return [EngineAddress(str(index), endpoint) for index, endpoint in enumerate(endpoints)]
@@ -69,7 +66,7 @@ def parse(text: str, security: Security) -> tuple[list[EngineAddress], list[str]
     return list(found.values()), problems
 
 
-async def follow(source: str, security: Security, listener: Listener) -> None:
+async def follow(source: str, security: Security, listener: Callable[[list[EngineAddress]], None]) -> None:
     """Pass the engines of a file, or those that dns://NAME:PORT resolves to, and again when they change, until
     cancelled. A file that cannot be read, or a name that does not resolve, changes nothing. What is wrong with lines of
     a file is logged, once for each change."""

@@ -42,7 +42,7 @@ from services.frontend.engine.engines import Engines
 from services.frontend.engine.ledger import NOBODY, LedgerEntry, RequestLedger
 from services.frontend.engine.streams import FlushQueue, RequestStream
 from services.frontend.errors import APIError, invalid
-from services.frontend.placement import Hold, LoadAhead, Move, Place, Placement, Reason
+from services.frontend.placement import Decision, Hold, LoadAhead, Move, Place, Placement, Reason
 from services.frontend.steps.ring import StepRing
 
 log = logging.getLogger("runahead.frontend")
@@ -86,11 +86,6 @@ class MoveEntry(TypedDict):
     """lost, draining, slow or prefilled."""
     output_tokens: int
     """Tokens that the former engine had delivered."""
-
-
-def _computes_only_prompt(reason: Reason, request: GenerateRequest) -> bool:
-    """Return whether a request goes to an engine for its prompt alone (prefilled stream). An embedding is no more."""
-    return reason is Reason.PREFILL and request.pooling is Pooling.NONE
 
 
 class EngineClient:
@@ -263,20 +258,27 @@ class EngineClient:
 
         Raises: APIError, if no engine takes it; it is closed then
         """
-        request, identity = entry.request, entry.identity or self.engines.identity
-        match self.placement.place(entry.key, request.token_ids, request.salt, identity):
-            case Place(engine=name, reason=reason, holder=holder):
+        match self._decide(entry):
+            case Place(engine=name, reason=reason):
                 self.decisions["place", name, reason] += 1
-                entry.set_kv_peers(self._kv_peers(holder))
-                entry.only_prompt = _computes_only_prompt(reason, request)
                 self.ledger.assign(entry, name)
                 self.engines[name].submit_open()
             case Hold():
                 pass
             case refused:
                 self.decisions["refuse", NOBODY, "no_engine"] += 1
-                self.ledger.close(request.number)
+                self.ledger.close(entry.request.number)
                 raise APIError(503, f"{refused.message}; try again later", retry_after=refused.retry_after)
+
+    def _decide(self, entry: LedgerEntry) -> Decision:
+        """Return what placement decides for a request, in which the fields that depend on its engine are set."""
+        request, identity = entry.request, entry.identity or self.engines.identity
+        decision = self.placement.place(entry.key, request.token_ids, request.salt, identity)
+        if isinstance(decision, Place):
+            entry.set_kv_peers(self._kv_peers(decision.holder))
+            # The prompt is all that an embedding needs
+            entry.only_prompt = decision.reason is Reason.PREFILL and request.pooling is Pooling.NONE
+        return decision
 
     def _settle(self) -> None:
         """Place the requests that have no owner, move those that must leave theirs, and send what is unsent."""
@@ -286,7 +288,7 @@ class EngineClient:
             try:
                 self._place(entry)
             except APIError as error:
-                self._end(entry.stream, error)
+                entry.stream.finish(error)
         for move in self.placement.moves():
             self._move(move)
         for name in self.ledger.owners_of_unsent():
@@ -346,13 +348,11 @@ class EngineClient:
             return False
         entry.num_rejections += 1
         self.engines.report(engine)
-        request, identity = entry.request, entry.identity or self.engines.identity
-        match self.placement.place(entry.key, request.token_ids, request.salt, identity):
-            case Place(engine=name, reason=reason) if name != engine.name:
-                entry.only_prompt = _computes_only_prompt(reason, request)
-                self.ledger.move(finish.number, self._next_number(), name, is_fault=False)
-                return True
-        return False
+        decision = self._decide(entry)
+        if not isinstance(decision, Place) or decision.engine == engine.name:
+            return False
+        self.ledger.move(finish.number, self._next_number(), decision.engine, is_fault=False)
+        return True
 
     def _kv_peers(self, engine: str) -> list[str]:
         """Return where workers fetch KV blocks of an engine; []: nowhere. The workers of a lost scheduler may live."""
@@ -383,12 +383,7 @@ class EngineClient:
         """End open requests with `error`."""
         self.abort(streams)
         for stream in streams:
-            self._end(stream, error)
-
-    @staticmethod
-    def _end(stream: RequestStream, error: APIError) -> None:
-        stream.end = error
-        stream.response.mark_due(stream)
+            stream.finish(error)
 
     async def reset_prefix_cache(self, reset_running: bool) -> bool:
         """Empty the prefix caches. Return False if running requests still share blocks.

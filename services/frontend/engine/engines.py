@@ -48,8 +48,8 @@ class Engines(Mapping[str, ConnectedEngine]):
         self._steps, self._on_change = steps, on_change
         self._by_name: dict[str, ConnectedEngine] = {}
         self._connections: dict[str, asyncio.Task[None]] = {}
-        self._refused: asyncio.Future[None] | None = None
-        """Set while connections are made: ends with the refusal of the only engine."""
+        self._ended: asyncio.Future[None] | None = None
+        """Set while connections are made: ends with the refusal of the only engine, or a bug."""
         self.primary: ConnectedEngine | None = None
         """The engine whose sizes hold for new requests."""
         self.identity = ""
@@ -79,14 +79,14 @@ class Engines(Mapping[str, ConnectedEngine]):
 
         Raises: HandshakeRefused, if the only engine, or this frontend, refuses the connection
         """
-        self._refused = asyncio.get_running_loop().create_future()
+        self._ended = asyncio.get_running_loop().create_future()
         for engine in self.values():
             self._connect(engine)
         watch = asyncio.create_task(self._watch(check))
         try:
-            await self._refused
+            await self._ended
         finally:
-            self._refused = None
+            self._ended = None
             for task in (watch, *self._connections.values()):
                 task.cancel()
             await asyncio.wait({watch, *self._connections.values()})
@@ -94,14 +94,17 @@ class Engines(Mapping[str, ConnectedEngine]):
     async def _watch(self, check: Callable[[float], None]) -> None:
         """Send signs of life, and check."""
         next_sign = 0.0
-        while True:
-            await asyncio.sleep(CHECK_INTERVAL)
-            now = time.monotonic()
-            if now >= next_sign:
-                next_sign = now + SIGN_INTERVAL
-                for engine in self.values():
-                    engine.connection.send_sign()
-            check(now)
+        try:
+            while True:
+                await asyncio.sleep(CHECK_INTERVAL)
+                now = time.monotonic()
+                if now >= next_sign:
+                    next_sign = now + SIGN_INTERVAL
+                    for engine in self.values():
+                        engine.connection.send_sign()
+                check(now)
+        except Exception as error:  # without signs of life the engines end all requests
+            self._end(error)
 
     def set_addresses(self, addresses: Sequence[EngineAddress]) -> None:
         """Connect to the engines of this list. The streams of those that it no longer has move to others."""
@@ -122,7 +125,7 @@ class Engines(Mapping[str, ConnectedEngine]):
                 self._disconnect(known)
             engine = self._by_name[name] = self._make(address)
             self.report(engine)
-            if self._refused is not None:
+            if self._ended is not None:
                 self._connect(engine)
         self._follow_blocks()
         self.elect()
@@ -143,16 +146,19 @@ class Engines(Mapping[str, ConnectedEngine]):
                 await engine.connection.run()
             except HandshakeRefused as error:
                 if len(self) == 1:
-                    if self._refused is not None and not self._refused.done():
-                        self._refused.set_exception(error)
+                    self._end(error)
                     return
                 log.error("engine %s is not used: %s", engine.name, error)
                 engine.on_refused(str(error))
             except Exception as error:
-                if self._refused is not None and not self._refused.done():
-                    self._refused.set_exception(error)
+                self._end(error)
                 return
             await asyncio.sleep(REFUSED_PAUSE)
+
+    def _end(self, error: Exception) -> None:
+        """Let `run` raise an error."""
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_exception(error)
 
     def _disconnect(self, engine: ConnectedEngine) -> None:
         if (task := self._connections.pop(engine.name, None)) is not None:

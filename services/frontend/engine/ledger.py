@@ -242,8 +242,7 @@ class RequestLedger:
     def end(self, number: int, end: Finish | APIError) -> None:
         """Remove a request and pass its end to it. Unknown numbers are ignored."""
         if (entry := self.close(number)) is not None:
-            entry.stream.end = end
-            entry.stream.response.mark_due(entry.stream)
+            entry.stream.finish(end)
 
     def deliver(self, numbers: list[int], indices: list[int], tokens: list[int]) -> None:
         """Pass each token to its request, if it is the next one. A repeated one is counted; a gap is an error."""

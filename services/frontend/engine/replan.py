@@ -4,6 +4,7 @@ The supervisor of `serve` starts and stops processes; what happens between is de
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -45,6 +46,8 @@ class Replans:
     def __init__(self, client: EngineClient, control: str | None) -> None:
         self._client, self._control = client, control
         self._running: asyncio.Task[None] | None = None
+        self._begins = False
+        """The supervisor checks settings and starts an engine."""
         self.status: ReplanStatus = {"phase": "none", "engine": "", "detail": ""}
         """The last change."""
 
@@ -58,10 +61,14 @@ class Replans:
 
         Raises: APIError
         """
-        if self._running is not None and not self._running.done():
+        if self._begins or (self._running is not None and not self._running.done()):
             raise APIError(409, "another change of engines is under way; /engines/replan shows it")
         self._client.check_ready()
-        answer = await self._ask({"do": "start", "settings": settings})
+        self._begins = True
+        try:
+            answer = await self._ask({"do": "start", "settings": settings})
+        finally:
+            self._begins = False
         if "error" in answer:
             raise APIError(400, answer["error"])
         name, replaced = answer["engine"], answer["replaces"]
@@ -78,8 +85,16 @@ class Replans:
             await self._wait_ready(name, time.monotonic() + start_timeout)
         except (ReplanFailed, APIError) as error:
             self._set("failed", name, str(error))
-            await self._ask({"do": "stop", "engine": name})
+            with contextlib.suppress(APIError):  # there is no supervisor
+                await self._ask({"do": "stop", "engine": name})
             return
+        try:
+            await self._replace(name, replaced, drain_timeout)
+        except APIError as error:
+            self._set("failed", name, str(error))
+
+    async def _replace(self, name: str, replaced: list[str], drain_timeout: float) -> None:
+        """Raises: APIError, if the supervisor does not answer, or the new engine does not serve any more"""
         await self._ask({"do": "adopt", "engine": name})
         self._set("moving", name, f"streams leave {', '.join(replaced)}")
         for old in replaced:

@@ -60,6 +60,11 @@ class RequestStream(ABC):
         self.has_ended = False
         """Set by `feed` when it has returned the last bytes; nothing is fed after that."""
 
+    def finish(self, end: Finish | APIError) -> None:
+        """Feed the end behind the outputs that have arrived."""
+        self.end = end
+        self.response.mark_due(self)
+
     @abstractmethod
     def feed(self, tokens: list[int], end: Finish | None, now: float) -> bytes:
         """Take the next outputs, in order. Return the bytes to write; a response that is not streamed has none.
@@ -210,7 +215,8 @@ class ResponseStream:
         """Feed the requests that are due. Return the bytes of one write; "" if there is nothing to write now."""
         self._is_queued = False
         waiter, sink = self._waiter, self._sink
-        if waiter is None or waiter.done() or (sink is not None and sink.is_full):
+        is_held = sink is not None and sink.is_full and self._error is None  # it stays full if its client has left
+        if waiter is None or waiter.done() or is_held:
             return b""
         due, self._due = self._due, []
         parts, room = [], MAX_TOKENS_PER_FLUSH

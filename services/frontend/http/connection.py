@@ -158,7 +158,10 @@ class Connection(H11Protocol):
         self.app_state.pop("connection", None)  # breaks a reference cycle
 
     def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are not HTTP with an error body, then close the connection."""
+        """Answer bytes that are not HTTP with an error body, unless an answer has begun. Then close the connection."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.close()
+            return
         body = invalid("this is not a valid HTTP request").encoded()
         headers: list[tuple[bytes, bytes]] = [
             (b"content-type", b"application/json"),

@@ -29,9 +29,6 @@ class BlockIndex:
         """Bits that entries may still have, and the rotation after which none has: entries lose them when they become
         young again."""
 
-    def __len__(self) -> int:
-        return len(self._holders)
-
     @property
     def num_stored(self) -> int:
         """Names that are stored; some are counted twice."""

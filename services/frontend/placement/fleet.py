@@ -1,6 +1,5 @@
 """Columns of the engines that a frontend knows, by row."""
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -53,9 +52,6 @@ class EngineColumns:
         """When the streams that moved here are recomputed, at the pace of moves; monotonic seconds."""
         self.slow_since = columns[5]
         """When it was first found far slower than others; inf: it is not. Monotonic seconds."""
-
-    def __iter__(self) -> Iterator[tuple[str, int]]:
-        return iter(self.row_of.items())
 
     def report(self, name: str, report: EngineReport) -> int:
         """Set the columns of an engine. Return its row if its condition has changed, else -1."""

@@ -21,12 +21,9 @@ class TwoGenerations(Generic[V]):
         """May have outdated values of entries that are also in `young`."""
         self.rotations = 0
 
-    def __len__(self) -> int:
-        return len(self.young) + len(self.old.keys() - self.young.keys())
-
     @property
     def num_stored(self) -> int:
-        """Entries of both generations. Unlike `len`, it takes no time, and counts those in both twice."""
+        """Entries of both generations; those in both are counted twice."""
         return len(self.young) + len(self.old)
 
     def get(self, name: bytes) -> V | None:

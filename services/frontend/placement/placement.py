@@ -301,7 +301,7 @@ class Placement:
         return self._policy.choose(PlacementView(self._fleet, rows, num_tokens, hits, self._count - 1, random))
 
     def _no_engine(self, identity: str) -> Hold | RefuseRequest:
-        reports = (self._fleet.reports[row] for _, row in self._fleet if row not in self._removed)
+        reports = (self._fleet.reports[row] for row in self._fleet.row_of.values() if row not in self._removed)
         serving = [report for report in reports if report.condition in MAY_SERVE]
         if not identity or any(report.identity in ("", identity) for report in serving):
             if serving:

@@ -44,9 +44,6 @@ class StepRing:
         self._news = asyncio.Event()
         """Set, and replaced, when viewers must look again."""
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def on_connected(self) -> None:
         """Forget the clock of the last scheduler, which may have run on another machine."""
         self._clock_differences.clear()

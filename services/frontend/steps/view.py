@@ -10,7 +10,7 @@ from protocol.codec import unpack
 from protocol.epochs import incarnation_of, number_of
 from protocol.record_fields import event_fields, request_fields, row_columns, step_fields
 from protocol.records import EngineEvent, RequestRecord, StepRecord
-from services.frontend.steps.ring import Recorded, RingEntry
+from services.frontend.steps.ring import RingEntry
 
 _encoder = msgspec.json.Encoder()
 
@@ -25,24 +25,16 @@ def entry_json(entry: RingEntry, with_rows: bool) -> bytes:
 
 
 def _fields(entry: RingEntry) -> dict[str, Any]:
-    fields: dict[str, Any] = {"sequence": entry.sequence}
-    fields.update(_record_fields(entry.record))
-    return fields
-
-
-def _record_fields(record: Recorded) -> dict[str, Any]:
-    match record:
-        case StepRecord():
-            fields = step_fields(record)
-            fields.update(_epoch_pair(record.epoch))
-            fields.update(_sums(record))
-            return fields
-        case EngineEvent():
-            return event_fields(record) | _epoch_pair(record.epoch)
-        case RequestRecord():
-            return request_fields(record)
+    sequence: dict[str, Any] = {"sequence": entry.sequence}
+    match entry.record:
+        case StepRecord() as record:
+            return sequence | step_fields(record) | _epoch_pair(record.epoch) | _sums(record)
+        case EngineEvent() as record:
+            return sequence | event_fields(record) | _epoch_pair(record.epoch)
+        case RequestRecord() as record:
+            return sequence | request_fields(record)
         case count:
-            return {"kind": "dropped", "count": count}
+            return sequence | {"kind": "dropped", "count": count}
 
 
 def _epoch_pair(epoch: int) -> dict[str, int]:

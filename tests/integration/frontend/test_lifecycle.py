@@ -7,6 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from protocol.codec import unpack
 from protocol.requests import EnginePhase, EngineState, GenerateRequest, RequestOutputs
@@ -236,6 +237,19 @@ def test_refused_handshake_ends_the_frontend_with_the_reason() -> None:
     with scripted(patch, state=loading) as (frontend, _):
         assert frontend.wait() == 4
         assert "99.0" in frontend.log
+
+
+def test_scheduler_with_another_tokenizer_ends_open_requests_and_the_frontend() -> None:
+    with scripted() as (frontend, scheduler):
+        answers: list[httpx.Response] = []
+        asking = threading.Thread(target=lambda: answers.append(frontend.post(COMPLETIONS, {"prompt": "x"})))
+        asking.start()
+        scheduler.request()
+        scheduler.send(replace(READY, tokenizer="another"))
+        assert frontend.wait() == 4
+        asking.join(PATIENCE)
+        assert answers[0].status_code == 503
+        assert "tokenizer mismatch" in frontend.log
 
 
 def test_a_frontend_whose_loop_hangs_ends_itself_and_says_where() -> None:

@@ -56,6 +56,16 @@ def test_a_process_that_does_not_start_is_an_error_of_the_server(monkeypatch: py
     assert raised.value.status == 500
 
 
+async def test_a_job_in_progress_does_not_delay_the_exit(processing: MediaProcessing) -> None:
+    job = asyncio.create_task(processing.process(MODEL, [1, 2], [MediaFile("image", "hang")]))
+    async with asyncio.timeout(20):
+        while not processing.is_alive:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        processing.close()
+        with pytest.raises(APIError):
+            await job
+
+
 async def test_more_requests_than_may_wait_are_refused(
     processing: MediaProcessing, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,10 @@ class PromptEncoder:
         self._large = ThreadPoolExecutor(1, "tokenizer-large")
         self._media = MediaProcessing(model.directory, model.media_domains, model.max_media_bytes)
 
+    def close(self) -> None:
+        """End the process that reads files."""
+        self._media.close()
+
     async def for_completion(self, body: CompletionRequest, state: EngineState) -> list[Prompt]:
         """Raises: APIError"""
         given_prompts = separate_prompts(body.prompt)

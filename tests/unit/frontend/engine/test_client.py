@@ -1,7 +1,6 @@
 """The client of the engine against a real socket."""
 
 import asyncio
-import contextlib
 from pathlib import Path
 
 import pytest
@@ -14,16 +13,15 @@ from protocol.requests import (
     EngineState,
     Finish,
     FinishReason,
-    FrontendAlive,
     GenerateRequest,
-    RoundTrips,
 )
 from protocol.sampling import SamplingParams
-from protocol.transport import HandshakeRefused, PeerGone, Server
+from protocol.transport import HandshakeRefused, Server
 from services.frontend.engine import engines as engines_module
 from services.frontend.engine.addresses import numbered
 from services.frontend.engine.client import NO_PROMPT, EngineClient
 from services.frontend.engine.streams import FlushQueue, ResponseStream
+from tests.unit.frontend.engine.test_engines import ScriptedEngine
 from tests.unit.frontend.engine.test_streams import RecordingStream
 
 
@@ -44,6 +42,14 @@ async def test_scheduler_with_another_tokenizer_is_refused(tmp_path: Path, their
             await running
     await asyncio.wait({running})
     server.close()
+
+
+async def test_a_bug_in_the_checks_ends_the_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without checks it would send no signs of life, and no request would end."""
+    client = EngineClient(numbered([f"ipc://{tmp_path}/c"]), 1, 10.0, 300.0, 600.0)
+    monkeypatch.setattr(client.ledger, "stuck", None)
+    with pytest.raises(TypeError, match="not callable"):
+        await asyncio.wait_for(client.run(), 20)
 
 
 async def test_a_frontend_whose_lease_has_ended_connects_again(tmp_path: Path) -> None:
@@ -111,36 +117,6 @@ async def test_a_message_that_the_scheduler_cannot_read_costs_its_request_and_no
     server.close()
 
 
-class AnsweringScheduler:
-    """A scheduler of one frontend that answers its signs of life, up to a number."""
-
-    def __init__(self, directory: Path) -> None:
-        self.server = Server(f"ipc://{directory}/c", {"frontend"})
-        self._decoder = Decoder(ClientMessage)
-        self.peers: list[bytes] = []
-        self.received = 0
-        """Signs of life on all connections."""
-        self.deaf_after: int | None = None
-        """Signs of life after which none arrives; its states still do."""
-        self.unanswered: list[float] = []
-
-    def turn(self) -> None:
-        """Receive, and answer each sign of life with the state."""
-        for peer, message in self.server.messages(self._decoder):
-            if peer not in self.peers:
-                self.peers.append(peer)
-                self._send(peer, 0)
-            elif isinstance(message, FrontendAlive):
-                self.received += 1
-                with contextlib.suppress(PeerGone):  # the frontend may have left after this sign
-                    self._send(peer, message.number)
-
-    def _send(self, peer: bytes, number: int) -> None:
-        heard = number if self.deaf_after is None else min(number, self.deaf_after)
-        trips = RoundTrips(heard, self.unanswered)
-        self.server.send(peer, EngineState(EnginePhase.READY, incarnation=7, round_trips=trips))
-
-
 @pytest.fixture
 def rapid_signs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Signs of life follow each other within milliseconds. Their limits count them, and no time."""
@@ -150,10 +126,10 @@ def rapid_signs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("rapid_signs")
 async def test_a_scheduler_that_hears_nothing_is_left_although_it_sends_states(tmp_path: Path) -> None:
-    scheduler = AnsweringScheduler(tmp_path)
+    scheduler = ScriptedEngine(f"ipc://{tmp_path}/c", 7)
     client = EngineClient(numbered([scheduler.server.endpoint]), 1, 5.0, 300.0, 600.0)
     running = asyncio.create_task(client.run())
-    while scheduler.received < 40:
+    while scheduler.num_signs < 40:
         scheduler.turn()
         await asyncio.sleep(0)
     assert client.ready
@@ -162,7 +138,7 @@ async def test_a_scheduler_that_hears_nothing_is_left_although_it_sends_states(t
     while client.ready:
         scheduler.turn()
         await asyncio.sleep(0)
-    assert 40 < scheduler.received <= 47, "the seventh sign without an answer is the last one"
+    assert 40 < scheduler.num_signs <= 47, "the seventh sign without an answer is the last one"
     assert client.state.phase is EnginePhase.RECOVERING
     scheduler.deaf_after = None
     while not client.ready:
@@ -171,12 +147,12 @@ async def test_a_scheduler_that_hears_nothing_is_left_although_it_sends_states(t
     assert len(scheduler.peers) == 2
     running.cancel()
     await asyncio.wait({running})
-    scheduler.server.close()
+    scheduler.close()
 
 
 @pytest.mark.usefixtures("rapid_signs")
 async def test_an_engine_with_a_rank_that_does_not_answer_is_not_ready(tmp_path: Path) -> None:
-    scheduler = AnsweringScheduler(tmp_path)
+    scheduler = ScriptedEngine(f"ipc://{tmp_path}/c", 7)
     client = EngineClient(numbered([scheduler.server.endpoint]), 1, 5.0, 300.0, 600.0)
     running = asyncio.create_task(client.run())
     for unanswered, ready in (([5.0, 0.0], True), ([5.0, 6.0], False), ([0.0, 0.0], True)):
@@ -193,4 +169,4 @@ async def test_an_engine_with_a_rank_that_does_not_answer_is_not_ready(tmp_path:
             client.check_ready()  # requests are taken, and wait
     running.cancel()
     await asyncio.wait({running})
-    scheduler.server.close()
+    scheduler.close()

@@ -33,7 +33,7 @@ from services.frontend.engine.addresses import numbered
 from services.frontend.engine.client import NO_PROMPT, EngineClient
 from services.frontend.engine.ledger import GUILTY
 from services.frontend.engine.streams import FlushQueue, ResponseStream
-from services.frontend.placement import Reason
+from services.frontend.placement import Place, Reason
 from tests.unit.frontend.engine.test_streams import RecordingStream
 
 MODEL, OTHER_MODEL = "one model", "another model"
@@ -53,6 +53,11 @@ class ScriptedEngine:
         self.subscriptions: list[Subscribe] = []
         self.loads: list[ControlCache] = []
         self.role, self.kv_peers, self.loads_ahead = "both", list[str](), True
+        self.num_signs = 0
+        """Signs of life on all connections."""
+        self.deaf_after: int | None = None
+        """Signs of life after which none arrives; its states still do."""
+        self.unanswered: list[float] = []
 
     def turn(self) -> None:
         for peer, message in self.server.messages(self._decoder):
@@ -62,6 +67,7 @@ class ScriptedEngine:
                 case AbortRequest(numbers=numbers):
                     self.aborted += numbers
                 case FrontendAlive(number=number):
+                    self.num_signs += 1
                     self.send_state(number)
                 case Subscribe():
                     self.subscriptions.append(message)
@@ -73,10 +79,11 @@ class ScriptedEngine:
                         self.send_state()
 
     def send_state(self, number: int = 0) -> None:
+        heard = number if self.deaf_after is None else min(number, self.deaf_after)
         state = EngineState(
             self.phase, self.detail, incarnation=self.incarnation, identity=self.identity, max_model_len=100, lease=1,
-            block_size=BLOCK, round_trips=RoundTrips(number), info={"role": self.role}, kv_peers=self.kv_peers,
-            loads_ahead=self.loads_ahead,
+            block_size=BLOCK, round_trips=RoundTrips(heard, self.unanswered), info={"role": self.role},
+            kv_peers=self.kv_peers, loads_ahead=self.loads_ahead,
         )  # fmt: skip
         with contextlib.suppress(PeerGone):  # the frontend has left this engine
             self.server.send(self.peers[-1], state)
@@ -312,6 +319,23 @@ async def test_an_engine_loads_what_is_complete_of_a_prompt_that_will_go_on_ther
         assert len(decoding.loads) == knows
         decoding.send(moved.number, 1, 8, ends=True)
         await engines.until(lambda: stream.end is not None)
+
+
+async def test_a_request_that_its_engine_rejects_fetches_blocks_from_no_former_holder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet(tmp_path) as engines:
+        first, second = engines.engines
+        first.kv_peers, second.kv_peers = ["tcp://first"], ["tcp://second"]
+        await engines.serve()
+        decisions = iter([Place("0", Reason.LOAD, holder="1"), Place("1", Reason.LOAD)])
+        monkeypatch.setattr(engines.client.placement, "place", lambda *_: next(decisions))
+        _, owner, other = await engines.submit([1])
+        [request] = owner.requests
+        assert request.kv_peers == ["tcp://second"]
+        owner.send(request.number, 0, ends=True, why=FinishReason.REJECTED)
+        await engines.until(lambda: other.requests)
+        assert other.requests[0].kv_peers == []
 
 
 async def test_the_blocks_of_an_only_engine_are_not_followed(tmp_path: Path) -> None:

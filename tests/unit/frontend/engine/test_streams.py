@@ -189,14 +189,15 @@ async def test_failed_request_ends_the_response_behind_the_tokens_that_are_left(
     assert connection.written == [b"x"]
 
 
-async def test_disconnect_overtakes_what_waits_and_nothing_is_fed_after_it() -> None:
-    response = ResponseStream(FlushQueue())
-    stream = RecordingStream(response)
-    reading = asyncio.create_task(response.last(FakeConnection()))
+@pytest.mark.parametrize("is_full", [False, True])
+async def test_disconnect_overtakes_what_waits_and_nothing_is_fed_after_it(is_full: bool) -> None:
+    response, connection = ResponseStream(FlushQueue()), FakeConnection()
+    stream, connection.is_full = RecordingStream(response), is_full
+    reading = asyncio.create_task(response.last(connection))
     stream.arrive(7)
     response.fail(APIError(GONE, "it left"))
     with pytest.raises(APIError, match="it left"):
-        await reading
+        await asyncio.wait_for(reading, 20)
     stream.arrive(8)
     await turns(3)
     assert stream.fed == []

@@ -178,7 +178,7 @@ class PlacementMachine(RuleBasedStateMachine):
             if report.condition is ready and (not model or report.identity == model)
         }
         if {*roles.values()} > {Role.PREFILL}:
-            assert roles[move.target] is not Role.PREFILL
+            assert roles.get(move.target, Role.PREFILL) is not Role.PREFILL
             if roles.get(fetches := self.fetches.get(key, ""), Role.PREFILL) is not Role.PREFILL:
                 assert move.target == fetches, "it has the blocks"
         else:
@@ -201,7 +201,7 @@ class PlacementMachine(RuleBasedStateMachine):
     @invariant()
     def index_is_bounded(self) -> None:
         longest = max(len(tokens) for tokens in PROMPTS) // 4 // BLOCK_SIZE
-        assert self.records == [] or len(self.core._index) <= 2 * (16 + longest)  # noqa: SLF001
+        assert self.records == [] or self.core.num_block_names <= 2 * (16 + longest)
 
     def teardown(self) -> None:
         recording = [*map(decode_record, map(encode_record, self.records))]

@@ -28,14 +28,14 @@ def test_a_viewer_that_reads_too_slowly_misses_the_oldest() -> None:
     assert ([entry.sequence for entry in entries], missed) == ([7, 8, 9], 4)
     assert ring.read(10, 3) == ([], 0)
     assert ring.read(99, 3) == ([], 0)
-    assert len(ring) == 4
+    assert len(ring.read(0, 99)[0]) == 4
 
 
 def test_the_rows_of_large_steps_bound_the_ring_too() -> None:
     ring = StepRing(1000)
     for step_id in range(1, 101):
         ring.add(batch(step(step_id, rows=MAX_ROWS // 10)), now=0.0)
-    assert len(ring) == 10
+    assert len(ring.read(0, 1000)[0]) == 10
 
 
 def test_an_answer_with_many_rows_ends_early() -> None:
