@@ -79,6 +79,13 @@ class FrontendConfig(HttpConfig):
         description="Host name from which images and sounds at addresses are fetched, such as media.example.com; "
         "--backend vllm only. It takes several; names at private addresses are refused. Default: none.",
     )
+    stream_interval: int = Field(
+        1,
+        ge=1,
+        description="Tokens of an answer that an event of a stream has; the first one comes alone. More than 1 costs "
+        "frontend and clients less, for short steps; a stop string is found up to so many tokens later. Requests may "
+        "ask for more.",
+    )
     unknown_parameters: Literal["warn", "refuse", "ignore"] = Field(
         "warn",
         description="Treatment of fields of a request body that neither OpenAI nor vLLM has: ignored with a log "

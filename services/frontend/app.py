@@ -63,7 +63,7 @@ def build(
         engine,
         model,
         metrics,
-        Answering(engine, model, metrics, request_log, export_trace),
+        Answering(engine, model, metrics, request_log, export_trace, config.stream_interval),
         BodyParser(config.unknown_parameters),
         Replans(engine, config.control_socket),
         responses,

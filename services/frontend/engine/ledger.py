@@ -253,7 +253,7 @@ class RequestLedger:
             if index == len(stream.output):
                 stream.output.append(token)
                 stream.tokens.append(token)
-                if not stream.is_due:  # as `mark_due` would find, without a call per token
+                if not stream.is_due and len(stream.tokens) >= stream.interval:  # no call per token
                     stream.response.mark_due(stream)
             elif index < len(stream.output):
                 stream.duplicates += 1

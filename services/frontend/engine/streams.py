@@ -41,7 +41,7 @@ class RawLogprobs(NamedTuple):
 class RequestStream(ABC):
     """Outputs of one open engine request that arrived since the last flush. Subclasses turn them into bytes."""
 
-    __slots__ = ("duplicates", "end", "has_ended", "is_due", "number", "output", "response", "tokens")
+    __slots__ = ("duplicates", "end", "has_ended", "interval", "is_due", "number", "output", "response", "tokens")
 
     def __init__(self, response: "ResponseStream") -> None:
         response.num_open += 1
@@ -55,6 +55,8 @@ class RequestStream(ABC):
         self.output: list[int] = []
         """Every output token that has arrived, each once and in order: what a scheduler needs to continue."""
         self.end: Finish | APIError | None = None
+        self.interval = 1
+        """Number of tokens that make this request due. The first token does not wait for others."""
         self.is_due = False
         """True if the next flush feeds this request."""
         self.has_ended = False
@@ -132,6 +134,7 @@ class ResponseStream:
     __slots__ = (
         "_due",
         "_error",
+        "_interval",
         "_is_queued",
         "_queue",
         "_sink",
@@ -143,13 +146,14 @@ class ResponseStream:
         "write",
     )
 
-    def __init__(self, queue: FlushQueue, request_id: str = "") -> None:
+    def __init__(self, queue: FlushQueue, request_id: str = "", interval: int = 1) -> None:
         """
         Args:
             request_id: the HTTP request's id, for logs.
+            interval: tokens of a request that are fed together, after its first one and before its end.
         """
         self.request_id = request_id
-        self._queue = queue
+        self._queue, self._interval = queue, interval
         self._due: list[RequestStream] = []
         self._error: APIError | None = None
         self._is_queued = False
@@ -233,7 +237,7 @@ class ResponseStream:
                         continue
                     tokens, stream.tokens, end = tokens[:room], tokens[room:], None
                 else:
-                    stream.tokens, stream.is_due = [], False
+                    stream.tokens, stream.is_due, stream.interval = [], False, self._interval
                 room -= len(tokens)
                 if isinstance(end, APIError):
                     raise end

@@ -64,11 +64,13 @@ class Answering:
         metrics: Metrics,
         request_log: EndedRequestLog,
         export_trace: TraceExport | None = None,
+        stream_interval: int = 1,
     ) -> None:
         self.engine = engine
         self.model = model
         self.metrics = metrics
         self._export_trace = export_trace
+        self._stream_interval = stream_interval
         self._log = request_log
         self.prompts = PromptEncoder(model)
         self._texts = TokenTexts(model.tokenizer)
@@ -173,7 +175,7 @@ class Answering:
         Raises: APIError
         """
         summary: RequestSummary = request.http.state.summary
-        options = AnswerOptions.from_body(request.body)
+        options = AnswerOptions.from_body(request.body, self._stream_interval)
         formatter = LogprobFormatter(self._texts, bool(request.body.return_tokens_as_token_ids))
         shared = request.usage, formatter, options, time.monotonic(), summary
         context = ChoiceContext(self.engine, self.model.tokenizer, self.metrics, *shared)

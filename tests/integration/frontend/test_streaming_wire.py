@@ -82,6 +82,22 @@ def test_any_text_is_preserved_however_it_is_read(
     assert all(events_of(chunk) for chunk in answer.chunks), "no event is spread over two writes"
 
 
+def test_event_has_as_many_tokens_as_the_request_asks_for(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+    scheduler.script(silent)
+    said = ids_of(" eight tokens come one by one")[:8]
+    with SseClient(frontend) as client:
+        client.post(prompt="x", stream_interval=3, return_token_ids=True)
+        number, written = begin(client, scheduler), []
+        for index, token in enumerate(said):
+            scheduler.send(tokens(number, [token], 1 + index))
+            if index in (2, 5):
+                written += events_of(client.read())
+        scheduler.send(ended(number))
+        *rest, done = events_of(client.read_all().body)[1 + len(written) :]
+    ids = [json.loads(event)["choices"][0]["token_ids"] for event in (*written, *rest)]
+    assert (ids, done) == ([said[:3], said[3:6], said[6:]], "[DONE]")
+
+
 def test_official_client_reads_line_ends_of_all_kinds(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     scheduler.script(answering(LINE_ENDS))
     with frontend.client().completions.create(model="demo", prompt="x", stream=True) as stream:

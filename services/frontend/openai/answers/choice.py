@@ -39,9 +39,15 @@ class AnswerOptions:
     token_ids: bool = False
     include_stop: bool = False
     show_special: bool = False
+    stream_interval: int = 1
+    """Tokens of a choice that are written together."""
 
     @classmethod
-    def from_body(cls, body: CompletionRequest | ChatRequest) -> "AnswerOptions":
+    def from_body(cls, body: CompletionRequest | ChatRequest, stream_interval: int = 1) -> "AnswerOptions":
+        """
+        Args:
+            stream_interval: the least one of a stream.
+        """
         is_completion = isinstance(body, CompletionRequest)
         return cls(
             stops=body.stops(),
@@ -52,6 +58,7 @@ class AnswerOptions:
             token_ids=bool(body.return_token_ids),
             include_stop=bool(body.include_stop_str_in_output),
             show_special=body.skip_special_tokens is False,
+            stream_interval=max(stream_interval, body.stream_interval or 1) if body.stream else 1,
         )
 
 

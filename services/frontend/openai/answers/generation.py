@@ -20,7 +20,8 @@ class Generation:
 
     def __init__(self, context: ChoiceContext, shared: GenerateRequest, writer: AnswerWriter) -> None:
         self.choices: list[Choice] = []
-        self.response = ResponseStream(context.engine.flush_queue, shared.request_id)
+        interval = context.options.stream_interval
+        self.response = ResponseStream(context.engine.flush_queue, shared.request_id, interval)
         self._context, self._shared, self._writer = context, shared, writer
 
     def close(self) -> None:

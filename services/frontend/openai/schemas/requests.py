@@ -135,6 +135,8 @@ class BaseGenerationRequest(SampledRequest):
     """Fields of both completions and chat."""
 
     stream_options: StreamOptions | None = None
+    stream_interval: int | None = Field(None, ge=1, lt=2**31)
+    """Tokens of an answer that an event of a stream has, at least `--stream-interval`; the first one comes alone."""
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     stop: fields.Stop | fields.Stops | None = None
     n: int | None = Field(1, ge=1, le=fields.MAX_CHOICES)

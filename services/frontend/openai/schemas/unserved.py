@@ -44,7 +44,6 @@ NEUTRAL: Neutral = {
     "return_token_offsets": (False,),
     "return_prompt_text": (False,),
     "repetition_detection": (),
-    "stream_interval": (1,),
     "padding": ("do_not_pad",),
     "embed_dtype": ("float32",),
     "endianness": ("native", "little"),
