@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -135,6 +136,12 @@ def test_rendering_that_takes_too_long_is_ended() -> None:
     sandbox = Sandbox()
     with pytest.raises(TemplateLimit, match="too long"):
         sandbox.render(sandbox.from_string(endless), {}, seconds=0.05)
+
+
+def test_template_is_not_refused_because_the_machine_is_busy() -> None:
+    sandbox = Sandbox()
+    pause = sandbox.from_string("{{ pause(0.1) }}{{ messages | length }}")
+    assert sandbox.render(pause, {"pause": time.sleep}, seconds=0.05) == "None0"
 
 
 @pytest.mark.parametrize(
