@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from services.checkpoint import DEMO_MODEL, CheckpointError
 from services.frontend.errors import APIError
 from services.frontend.templates.chat_template import ChatTemplate, Conversation, find_template
-from services.frontend.templates.jobs import LimitReached, Rendered, RenderJob, TemplateSources
+from services.frontend.templates.jobs import Rendered, RenderJob, TemplateSources
 from services.frontend.templates.renderer import Renderer
 from services.frontend.templates.sandbox import Sandbox, TemplateLimit
 from services.frontend.text.tokenizer import Tokenizer
@@ -202,13 +202,13 @@ def test_expression_that_takes_memory_while_compiled_does_not_take_it_here() -> 
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
 
 
-def test_killed_renderer_is_replaced() -> None:
+def test_renderer_that_was_killed_while_idle_is_replaced() -> None:
     renderer = Renderer(TemplateSources("{{ messages[0].role }}", None, {}))
     job = RenderJob(MESSAGES, None, True, {}, 1.0)
     assert renderer.render(job) == Rendered("system")
     assert renderer.pid is not None
     os.kill(renderer.pid, signal.SIGKILL)
-    assert isinstance(renderer.render(job), LimitReached)
+    os.waitid(os.P_PID, renderer.pid, os.WEXITED | os.WNOWAIT)
     assert renderer.render(job) == Rendered("system")
 
 
