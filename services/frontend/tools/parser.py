@@ -88,7 +88,7 @@ class ToolParser(ABC):
         Args:
             tools: JSON schema of each tool's arguments.
 
-        Raises: TooDeep
+        Raises: APIError, if a schema is nested too deeply
         """
         return None if cls.listed is None else list_format(cls.listed, tools, max_calls)
 

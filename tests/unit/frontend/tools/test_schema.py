@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.frontend.tools.schema import MAX_DEPTH, TooDeep, arguments_schema, calls_schema
+from services.frontend.errors import APIError
+from services.frontend.tools.schema import MAX_DEPTH, arguments_schema, calls_schema
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TREE = {
@@ -69,5 +70,5 @@ def test_parameters_that_are_nested_too_deeply_are_refused() -> None:
     deep: dict[str, Any] = {}
     for _ in range(MAX_DEPTH + 1):
         deep = {"not": deep}
-    with pytest.raises(TooDeep):
+    with pytest.raises(APIError, match="nested too deeply"):
         calls_schema({"f": deep}, None)
