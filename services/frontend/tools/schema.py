@@ -84,7 +84,7 @@ def _moved(schema: Any, path: str, depth: int) -> Any:
         return schema
     moved: dict[str, Any] = {}
     for name, value in schema.items():
-        if name == "$ref" and isinstance(value, str) and value.startswith("#"):
+        if name == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):  # no anchor
             moved[name] = path + value[1:]
         elif name in _VALUES:
             moved[name] = value

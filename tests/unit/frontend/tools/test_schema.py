@@ -13,7 +13,12 @@ from services.frontend.tools.schema import MAX_DEPTH, arguments_schema, calls_sc
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TREE = {
     "type": "object",
-    "properties": {"tree": {"$ref": "#/$defs/node"}, "self": {"$ref": "#"}, "$ref": {"type": "integer"}},
+    "properties": {
+        "tree": {"$ref": "#/$defs/node"},
+        "self": {"$ref": "#"},
+        "$ref": {"type": "integer"},
+        "named": {"$ref": "#leaf"},
+    },
     "required": ["tree"],
     "additionalProperties": False,
     "$defs": {
@@ -26,7 +31,7 @@ TREE = {
             "required": ["children"],
         }
     },
-    "definitions": {"leaf": {"const": {"$ref": "#"}}},
+    "definitions": {"leaf": {"$anchor": "leaf", "const": {"$ref": "#"}}},
 }
 TOOLS: dict[str, dict[str, Any] | None] = {"weather": CITY, "grow": TREE, "now": None, "empty": {}}
 
@@ -41,7 +46,8 @@ ARGUMENTS = st.sampled_from(
         {"tree": {"children": [{}]}}, {"tree": {"children": []}, "self": {"tree": 5}}, [], "x", {"zone": 1},
         {"tree": {"children": []}, "self": {"tree": {"children": []}}}, {"tree": {"children": [], "default": {}}},
         {"tree": {"children": [], "default": {"$ref": "#"}}}, {"tree": {"children": []}, "$ref": 7},
-        {"tree": {"children": []}, "$ref": "#"},
+        {"tree": {"children": []}, "$ref": "#"}, {"tree": {"children": []}, "named": {"$ref": "#"}},
+        {"tree": {"children": []}, "named": {}},
     ]
 )  # fmt: skip
 
