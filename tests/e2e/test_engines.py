@@ -16,6 +16,7 @@ from openai import AsyncOpenAI
 from services.checkpoint import DEMO_MODEL
 from tests.e2e.server import ServeProcess, serving, wait_until
 from tests.e2e.streams import (
+    TOOL,
     answers,
     answers_of,
     assert_nothing_is_kept,
@@ -62,8 +63,6 @@ def services_of(server: ServeProcess) -> list[str]:
     return [*server.services]
 
 
-CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 40}}, "required": ["city"]}
-TOOL: Any = {"type": "function", "function": {"name": "find_city", "parameters": CITY}}
 OTHER_KINDS = 40
 
 

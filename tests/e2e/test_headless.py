@@ -14,7 +14,7 @@ from services.cli.preflight import free_port
 from services.cli.transport_keys import make_keys
 from tests.e2e.separate import CODE
 from tests.e2e.server import HttpServer, ServeProcess, wait_until
-from tests.e2e.streams import answers
+from tests.e2e.streams import answers, engines_of
 from tests.preloaded import PreloadedProcess
 
 
@@ -29,9 +29,6 @@ class FrontendProcess(HttpServer):
                 *("--engines", str(directory / "engines"), "--transport-keys", str(directory / "frontend")),
                 log=log, environment=clean,
             )  # fmt: skip
-
-    def states(self) -> dict[str, str]:
-        return {engine["name"]: engine["state"] for engine in json.loads(self.get("/engines")[1])["engines"]}
 
 
 @pytest.fixture
@@ -55,7 +52,7 @@ async def test_the_streams_of_an_engine_that_is_stopped_move(tmp_path: Path, eng
     frontend = FrontendProcess(tmp_path)
     try:
         wait_until(lambda: frontend.get("/readyz")[0] == 200, "an engine serves")
-        wait_until(lambda: set(frontend.states().values()) == {"ready"}, "both engines serve")
+        wait_until(lambda: {e["state"] for e in engines_of(frontend).values()} == {"ready"}, "both engines serve")
         async with frontend.async_client() as client:
             undisturbed = await answers(client)
             engines["left"].find_services()
