@@ -52,11 +52,6 @@ class Renderer:
             raise broken(outcome.reason)
         return process
 
-    @property
-    def pid(self) -> int | None:
-        """Process id of the renderer; None until it is started again."""
-        return self._process.pid if self._process is not None else None
-
     def render(self, job: RenderJob) -> Outcome:
         with self._lock:
             if self._process is None or not self._process.is_alive:  # a process that ends while idle harms no request
