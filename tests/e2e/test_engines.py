@@ -14,7 +14,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from services.checkpoint import DEMO_MODEL
-from tests.e2e.server import ServeProcess, serving, wait_until
+from tests.e2e.server import NATIVE, SIM, ServeProcess, serving, wait_until
 from tests.e2e.streams import (
     TOOL,
     answers,
@@ -29,8 +29,6 @@ from tests.e2e.streams import (
     text_and_error,
 )
 
-SIM = ("--backend", "sim", "--sim-step-ms", "20")
-NATIVE = ("--threads", "1", "--kv-cache-memory-bytes", str(64 << 20))
 TWO = ("--data-parallel-size", "2")
 ADMIN = "--enable-admin-routes"
 

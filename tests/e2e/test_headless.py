@@ -13,7 +13,7 @@ from services.checkpoint import DEMO_MODEL
 from services.cli.preflight import free_port
 from services.cli.transport_keys import make_keys
 from tests.e2e.separate import CODE
-from tests.e2e.server import HttpServer, ServeProcess, wait_until
+from tests.e2e.server import SIM, HttpServer, ServeProcess, wait_until
 from tests.e2e.streams import answers, engines_of
 from tests.preloaded import PreloadedProcess
 
@@ -41,8 +41,7 @@ def engines(tmp_path: Path) -> Iterator[dict[str, ServeProcess]]:
             endpoint = f"tcp://127.0.0.1:{free_port('127.0.0.1', 0)}"
             lines += f"{endpoint} - {name}\n"
             keys = "--transport-keys", str(tmp_path / "scheduler")
-            sim = "--backend", "sim", "--sim-step-ms", "20"
-            found[name] = ServeProcess("--headless", "--client-endpoint", endpoint, *keys, *sim)
+            found[name] = ServeProcess("--headless", "--client-endpoint", endpoint, *keys, *SIM)
             stack.callback(found[name].clean_up)
         (tmp_path / "engines").write_text(lines)
         yield found
