@@ -42,10 +42,6 @@ class HelperProcess:
         self.close = weakref.finalize(self, _end, self._process, self._connection)
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
     def is_alive(self) -> bool:
         return self._process.poll() is None
 

@@ -15,7 +15,7 @@ from services.frontend.anthropic import endpoints as anthropic
 from services.frontend.context import AppContext
 from services.frontend.engine.client import EngineClient
 from services.frontend.engine.replan import Replans
-from services.frontend.errors import APIError, error_response, invalid
+from services.frontend.errors import APIError, error_response, internal_error, invalid
 from services.frontend.metrics import Metrics
 from services.frontend.model import ServedModel
 from services.frontend.openai import endpoints as openai
@@ -100,5 +100,4 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def on_bug(http: HTTPRequest, _: Exception) -> Response:
         log.error("request failed with a bug: request_id=%s; its traceback follows", http.state.request_id)
-        failed = APIError(500, "an internal error occurred; the log has its details")
-        return error_response(failed, http.url.path, http.state.request_id)
+        return error_response(internal_error(), http.url.path, http.state.request_id)

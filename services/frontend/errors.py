@@ -115,6 +115,11 @@ def invalid(message: str, param: str | None = None, logged: str | None = None) -
     return APIError(400, message, param, logged=logged)
 
 
+def internal_error() -> APIError:
+    """Return the end of a request that met a bug. The caller logs the traceback."""
+    return APIError(500, "an internal error occurred; the log has its details")
+
+
 def no_such_model(name: str, names: Sequence[str]) -> APIError:
     """`names`: those of the models that are served."""
     message = f"the model {name!r:.200} does not exist; this server has {', '.join(names)}"

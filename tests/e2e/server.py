@@ -24,6 +24,10 @@ from tests.preloaded import OUTPUT, PreloadedProcess
 PATIENCE = 120.0
 """Seconds after which a condition that does not hold is a failure."""
 
+SIM = ("--backend", "sim", "--sim-step-ms", "20")
+"""Steps of 20 ms, so that streams last on any machine."""
+NATIVE = ("--threads", "1", "--kv-cache-memory-bytes", str(64 << 20))
+
 
 def wait_until(condition: Callable[[], object], what: str) -> None:
     deadline = time.monotonic() + PATIENCE

@@ -14,8 +14,9 @@ import pytest
 from openai import AsyncOpenAI
 
 from services.checkpoint import DEMO_MODEL
-from tests.e2e.server import ServeProcess, serving, wait_until
+from tests.e2e.server import NATIVE, SIM, ServeProcess, serving, wait_until
 from tests.e2e.streams import (
+    TOOL,
     answers,
     answers_of,
     assert_nothing_is_kept,
@@ -28,8 +29,6 @@ from tests.e2e.streams import (
     text_and_error,
 )
 
-SIM = ("--backend", "sim", "--sim-step-ms", "20")
-NATIVE = ("--threads", "1", "--kv-cache-memory-bytes", str(64 << 20))
 TWO = ("--data-parallel-size", "2")
 ADMIN = "--enable-admin-routes"
 
@@ -62,8 +61,6 @@ def services_of(server: ServeProcess) -> list[str]:
     return [*server.services]
 
 
-CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 40}}, "required": ["city"]}
-TOOL: Any = {"type": "function", "function": {"name": "find_city", "parameters": CITY}}
 OTHER_KINDS = 40
 
 

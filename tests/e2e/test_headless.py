@@ -13,8 +13,8 @@ from services.checkpoint import DEMO_MODEL
 from services.cli.preflight import free_port
 from services.cli.transport_keys import make_keys
 from tests.e2e.separate import CODE
-from tests.e2e.server import HttpServer, ServeProcess, wait_until
-from tests.e2e.streams import answers
+from tests.e2e.server import SIM, HttpServer, ServeProcess, wait_until
+from tests.e2e.streams import answers, engines_of
 from tests.preloaded import PreloadedProcess
 
 
@@ -30,9 +30,6 @@ class FrontendProcess(HttpServer):
                 log=log, environment=clean,
             )  # fmt: skip
 
-    def states(self) -> dict[str, str]:
-        return {engine["name"]: engine["state"] for engine in json.loads(self.get("/engines")[1])["engines"]}
-
 
 @pytest.fixture
 def engines(tmp_path: Path) -> Iterator[dict[str, ServeProcess]]:
@@ -44,8 +41,7 @@ def engines(tmp_path: Path) -> Iterator[dict[str, ServeProcess]]:
             endpoint = f"tcp://127.0.0.1:{free_port('127.0.0.1', 0)}"
             lines += f"{endpoint} - {name}\n"
             keys = "--transport-keys", str(tmp_path / "scheduler")
-            sim = "--backend", "sim", "--sim-step-ms", "20"
-            found[name] = ServeProcess("--headless", "--client-endpoint", endpoint, *keys, *sim)
+            found[name] = ServeProcess("--headless", "--client-endpoint", endpoint, *keys, *SIM)
             stack.callback(found[name].clean_up)
         (tmp_path / "engines").write_text(lines)
         yield found
@@ -55,7 +51,7 @@ async def test_the_streams_of_an_engine_that_is_stopped_move(tmp_path: Path, eng
     frontend = FrontendProcess(tmp_path)
     try:
         wait_until(lambda: frontend.get("/readyz")[0] == 200, "an engine serves")
-        wait_until(lambda: set(frontend.states().values()) == {"ready"}, "both engines serve")
+        wait_until(lambda: {e["state"] for e in engines_of(frontend).values()} == {"ready"}, "both engines serve")
         async with frontend.async_client() as client:
             undisturbed = await answers(client)
             engines["left"].find_services()

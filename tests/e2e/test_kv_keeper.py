@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.server import ServeProcess, is_alive, serving, wait_until
-from tests.e2e.test_tiers import NATIVE, PREFIX, SIM, answer
+from tests.e2e.server import NATIVE, ServeProcess, is_alive, serving, wait_until
+from tests.e2e.test_tiers import PREFIX, SIM, answer
 
 
 @contextmanager

@@ -14,11 +14,9 @@ import pytest
 
 from services.checkpoint import DEMO_MODEL
 from tests.e2e.forked import STOPPED_GRACE
-from tests.e2e.server import ServeProcess, is_alive, serving, wait_until
+from tests.e2e.server import SIM, ServeProcess, is_alive, serving, wait_until
 from tests.e2e.streams import assert_nothing_is_kept, open_streams, restart
 
-SLOW_SIM = ("--backend", "sim", "--sim-step-ms", "20")
-"""Steps of 20 ms, so that streams last on any machine."""
 STREAMS, TOKENS = 64, 64
 
 
@@ -29,7 +27,7 @@ async def usage(stream: Any) -> int:
 
 
 async def test_sigterm_finishes_every_stream_and_refuses_new_ones() -> None:
-    with serving(*SLOW_SIM, forked=False) as server:
+    with serving(*SIM, forked=False) as server:
         async with server.async_client() as client:
             streams = await open_streams(client, STREAMS, TOKENS)
             server.signal(signal.SIGTERM)
@@ -42,7 +40,7 @@ async def test_sigterm_finishes_every_stream_and_refuses_new_ones() -> None:
 
 
 async def test_second_sigterm_ends_open_streams() -> None:
-    with serving(*SLOW_SIM) as server:
+    with serving(*SIM) as server:
         async with server.async_client() as client:
             streams = await open_streams(client, 4)
             server.signal(signal.SIGTERM)
@@ -76,7 +74,7 @@ async def frontend_is_replaced(server: ServeProcess, number: int) -> None:
 
 
 async def test_a_killed_frontend_is_replaced_until_it_dies_too_often() -> None:
-    with serving(*SLOW_SIM) as server:
+    with serving(*SIM) as server:
         await frontend_is_replaced(server, signal.SIGKILL)
         assert "frontend was killed by SIGKILL; restarting" in server.log.read_text()
         for _ in range(2):
@@ -88,7 +86,7 @@ async def test_a_killed_frontend_is_replaced_until_it_dies_too_often() -> None:
 
 
 async def test_a_frontend_that_was_stopped_for_long_is_replaced() -> None:
-    with serving(*SLOW_SIM, **{STOPPED_GRACE: "0.5"}) as server:
+    with serving(*SIM, **{STOPPED_GRACE: "0.5"}) as server:
         await frontend_is_replaced(server, signal.SIGSTOP)
         assert "frontend was stopped for 0.5 s and is killed" in server.log.read_text()
 
@@ -132,10 +130,10 @@ def test_truncated_model_file_is_one_line_and_a_failure(tmp_path: Path, name: st
 
 def test_public_address_warns_without_a_key_and_requires_a_given_key() -> None:
     """Both idle servers stop on one signal."""
-    with serving(*SLOW_SIM, "--host", "0.0.0.0", forked=False) as server:
+    with serving(*SIM, "--host", "0.0.0.0", forked=False) as server:
         assert "WARNING: anyone who can reach 0.0.0.0" in server.log.read_text()
         stop(server, signal.SIGTERM)
-    with serving(*SLOW_SIM, "--host", "0.0.0.0", RUNAHEAD_API_KEY="sesame", forked=False) as server:
+    with serving(*SIM, "--host", "0.0.0.0", RUNAHEAD_API_KEY="sesame", forked=False) as server:
         assert "WARNING" not in server.log.read_text()
         assert server.get("/v1/models")[0] == 401
         assert all("sesame" not in " ".join(service.cmdline()) for service in server.services.values())

@@ -6,14 +6,10 @@ import signal
 import pytest
 from openai import AsyncOpenAI
 
-from tests.e2e.server import ServeProcess, is_alive, serving, wait_until
+from tests.e2e.server import NATIVE, SIM, ServeProcess, is_alive, serving, wait_until
 from tests.e2e.streams import open_streams
 
 TOKENS = 48
-SIM = ("--backend", "sim", "--sim-step-ms", "20")
-NATIVE = ("--threads", "1", "--kv-cache-memory-bytes", str(64 << 20))
-
-
 TP2 = ("--tensor-parallel-size", "2", *NATIVE)
 
 

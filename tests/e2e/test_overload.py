@@ -5,9 +5,9 @@ from collections import Counter
 
 import httpx
 
-from tests.e2e.server import serving
+from tests.e2e.server import SIM, serving
 
-LAYOUT = ("--backend", "sim", "--sim-step-ms", "20", "--max-num-seqs", "4", "--max-queue-seconds", "1")
+LAYOUT = (*SIM, "--max-num-seqs", "4", "--max-queue-seconds", "1")
 """A request of 10 tokens takes 0.2 s, so that 20 of them end each second."""
 
 

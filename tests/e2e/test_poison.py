@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from openai import APIStatusError, AsyncOpenAI
 
-from tests.e2e.server import ServeProcess, serving
+from tests.e2e.server import SIM, ServeProcess, serving
 from tests.examples.install import register
 
 POISON = 7
-SIM = ("--backend", "sim", "--sim-step-ms", "20", "--max-num-seqs", "16")
+LAYOUT = (*SIM, "--max-num-seqs", "16")
 POLICY = f'''
 import os
 from services.scheduler.policies import ChunkedPolicy
@@ -69,7 +69,7 @@ async def poisoned(server: ServeProcess, says: str) -> None:
 
 @pytest.mark.parametrize("fault", ["error", pytest.param("exit", marks=pytest.mark.soak)])
 async def test_a_request_that_makes_its_step_fail_is_refused_and_the_others_finish(fault: str) -> None:
-    with serving(*SIM, "--sim-fault-token", str(POISON), "--sim-fault", fault) as server:
+    with serving(*LAYOUT, "--sim-fault-token", str(POISON), "--sim-fault", fault) as server:
         await poisoned(server, "the model workers were lost 3 times while they computed this request")
         assert server.metric("epochs_lost_total") == 3
 
@@ -78,7 +78,7 @@ async def test_a_request_that_kills_the_scheduler_is_refused_and_the_others_fini
     (tmp_path / "poisoned_policy.py").write_text(POLICY)
     register(tmp_path, "poisoned", {"runahead.policies": {"poisoned": "poisoned_policy:PoisonedPolicy"}})
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    with serving(*SIM, "--batching-policy", "poisoned", PYTHONPATH=path) as server:
+    with serving(*LAYOUT, "--batching-policy", "poisoned", PYTHONPATH=path) as server:
         await poisoned(server, "the scheduler died 3 times while it had this request")
         log = server.log.read_text()
         assert log.count("scheduler exited with status 9") == 3, log
@@ -88,10 +88,10 @@ async def test_a_request_that_kills_the_scheduler_is_refused_and_the_others_fini
 async def test_a_step_without_memory_is_retried_with_smaller_steps() -> None:
     """A prompt of 900 tokens does not fit one step of at most 2,048. The worker stays, and no request is blamed."""
     prompt = [100 + i % 900 for i in range(900)]
-    with serving(*SIM, "--max-num-batched-tokens", "2048") as server:
+    with serving(*LAYOUT, "--max-num-batched-tokens", "2048") as server:
         async with server.async_client() as client:
             undisturbed = await answer(client, prompt)
-    with serving(*SIM, "--max-num-batched-tokens", "2048", "--sim-max-step-tokens", "600") as server:
+    with serving(*LAYOUT, "--max-num-batched-tokens", "2048", "--sim-max-step-tokens", "600") as server:
         worker = server.services["worker"]
         async with server.async_client() as client:
             assert await answer(client, prompt) == undisturbed

@@ -10,8 +10,9 @@ import pytest
 from openai import APIError
 
 from tests.e2e.forked import STOPPED_GRACE
-from tests.e2e.server import ServeProcess, serving, wait_until
+from tests.e2e.server import NATIVE, SIM, ServeProcess, serving, wait_until
 from tests.e2e.streams import (
+    TOOL,
     answers,
     assert_no_file_is_left,
     assert_nothing_is_kept,
@@ -22,15 +23,14 @@ from tests.e2e.streams import (
     restart,
 )
 
-SIM = ("--backend", "sim", "--sim-step-ms", "20")
 SILENCE = 2.0
 """Seconds after which frontends and workers turn away from a silent scheduler."""
 DRAFTS = json.dumps({"method": "ngram", "num_speculative_tokens": 3})
-NATIVE = ("--threads", "1", "--kv-cache-memory-bytes", str(64 << 20), "--speculative-config", DRAFTS)
+DRAFTING = (*NATIVE, "--speculative-config", DRAFTS)
 
 
 @pytest.mark.parametrize(
-    ("layout", "loads"), [((*SIM, "--speculative-config", DRAFTS), 0), (NATIVE, 1)], ids=["simulated", "demo model"]
+    ("layout", "loads"), [((*SIM, "--speculative-config", DRAFTS), 0), (DRAFTING, 1)], ids=["simulated", "demo model"]
 )
 async def test_streams_continue_with_the_next_scheduler(layout: tuple[str, ...], loads: int) -> None:
     """Kill it twice. Workers keep their weights, and requests that arrive meanwhile wait."""
@@ -94,7 +94,7 @@ def recomputed(server: ServeProcess) -> float:
         pytest.param(SIM, ["worker"], marks=pytest.mark.soak),
         ((*SIM, "--tensor-parallel-size", "2"), ["worker-1"]),
         ((*SIM, "--pipeline-parallel-size", "2"), ["worker-0"]),
-        (NATIVE, ["worker", "scheduler"]),
+        (DRAFTING, ["worker", "scheduler"]),
     ],
 )
 async def test_the_next_process_finds_the_blocks_of_the_one_before(
@@ -119,7 +119,7 @@ async def test_the_next_process_finds_the_blocks_of_the_one_before(
 async def test_streams_continue_when_the_scheduler_dies_at_random_moments(seed: int) -> None:
     """Three deaths per server, the most that `serve` allows within a minute: 21 moments."""
     rng = random.Random(seed)
-    with serving(*NATIVE) as server:
+    with serving(*DRAFTING) as server:
         async with server.async_client() as client:
             undisturbed = await answers(client)
             for _ in range(3):
@@ -132,10 +132,6 @@ async def test_streams_continue_when_the_scheduler_dies_at_random_moments(seed: 
             assert server.metric("weight_loads") == 1
 
 
-CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 40}}, "required": ["city"]}
-TOOL: Any = {"type": "function", "function": {"name": "find_city", "parameters": CITY}}
-
-
 def num_open(server: ServeProcess) -> int:
     """Return the number of open requests."""
     found: int = json.loads(server.get("/load")[1])["server_load"]
@@ -144,7 +140,7 @@ def num_open(server: ServeProcess) -> int:
 
 async def test_tool_calls_and_embeddings_continue_with_the_next_scheduler() -> None:
     """The scheduler is stopped in the middle of a tool call, and killed before it reads further requests."""
-    with serving(*NATIVE) as server:
+    with serving(*DRAFTING) as server:
         async with server.async_client() as client:
             model = (await client.models.list()).data[0].id
 

@@ -8,10 +8,9 @@ from functools import partial
 import httpx
 import pytest
 
-from tests.e2e.server import ServeProcess, serving, wait_until
+from tests.e2e.server import NATIVE, ServeProcess, serving, wait_until
 from tests.e2e.streams import answers_of, assert_nothing_is_kept, engines_of, kill_engine
 
-NATIVE = ("--threads", "1", "--kv-cache-memory-bytes", str(64 << 20))
 ROLES = ("--data-parallel-size", "2", "--prefill-engines", "1", "--enable-admin-routes")
 PREFILL, DECODE = "0", "1"
 LONG = [f"{name} " + "word " * 600 for name in ("undisturbed", PREFILL, DECODE)]

@@ -9,9 +9,8 @@ import httpx
 from openai import APIError, AsyncOpenAI
 
 from tests.e2e.second_frontend import second_frontend
-from tests.e2e.server import serving
+from tests.e2e.server import SIM, serving
 
-SIM = ("--backend", "sim", "--sim-step-ms", "20")
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "string"}}, "required": ["a", "b"]}
 KINDS: list[dict[str, Any]] = [
     {

@@ -12,12 +12,11 @@ import pytest
 from protocol.block_names import extend_names
 from protocol.codec import pack
 from services.units import size_text
-from tests.e2e.server import ServeProcess, serving, wait_until
+from tests.e2e.server import NATIVE, ServeProcess, serving, wait_until
 from tests.soak.tiers import tier_faults
 
 SIM = ("--backend", "sim", "--sim-step-ms", "1", "--sim-prefill-token-us", "1000")
 """Computing a prompt takes much longer than loading it."""
-NATIVE = ("--threads", "1", "--kv-cache-memory-bytes", str(64 << 20))
 PROMPT, BLOCK_SIZE = 300, 16
 PREFIX = PROMPT // BLOCK_SIZE * BLOCK_SIZE
 TOKENS = [300 + i % 100 for i in range(PROMPT)]

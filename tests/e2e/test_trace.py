@@ -1,19 +1,13 @@
 """`runahead trace` of a running server."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 from openai import OpenAI
 
 from tests.e2e.server import ServeProcess, wait_until
+from tests.unit.cli.command import run_process
 from tests.unit.cli.trace_format import check
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "services.cli", "trace", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_the_last_steps_of_a_server_become_a_trace(sim: ServeProcess, tmp_path: Path) -> None:
@@ -31,8 +25,8 @@ def test_the_last_steps_of_a_server_become_a_trace(sim: ServeProcess, tmp_path: 
 
     wait_until(has_ended, "the end is recorded")
     file = tmp_path / "trace.json"
-    done = run("--url", f"{sim.url}/v1", "-o", str(file))
-    assert (done.returncode, done.stderr) == (0, "")
+    done = run_process("trace", "--url", f"{sim.url}/v1", "-o", str(file))
+    assert (done.status, done.stderr) == (0, "")
     assert done.stdout.endswith(f"written to {file}; open it in Perfetto\n")
     trace = json.loads(file.read_text())
     arrows = check(trace)
@@ -47,13 +41,13 @@ def test_the_last_steps_of_a_server_become_a_trace(sim: ServeProcess, tmp_path: 
 
 def test_a_file_or_a_server_that_is_not_there_is_one_line(sim: ServeProcess, tmp_path: Path) -> None:
     for arguments in (("--url", "http://127.0.0.1:1"), ("--url", sim.url)):
-        done = run(*arguments, "-o", str(tmp_path / "missing" / "trace.json"))
-        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+        done = run_process("trace", *arguments, "-o", str(tmp_path / "missing" / "trace.json"))
+        assert (done.status, done.stdout, done.stderr.count("\n")) == (1, "", 1)
 
 
 def test_steps_of_the_next_seconds_are_recorded(sim: ServeProcess, tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
-    done = run("--url", sim.url, "--seconds", "0.2", "-o", str(file))
-    assert done.returncode == 0
+    done = run_process("trace", "--url", sim.url, "--seconds", "0.2", "-o", str(file))
+    assert done.status == 0
     assert int(done.stdout.split()[0]) < 20, "steps of the first test are older"
     check(json.loads(file.read_text()))

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from protocol.requests import Finish
-from services.frontend.errors import APIError
+from services.frontend.errors import APIError, internal_error
 
 log = logging.getLogger("runahead.frontend")
 
@@ -244,6 +244,9 @@ class ResponseStream:
                 parts.append(stream.feed(tokens, end, now))
                 self.num_open -= stream.has_ended
         except Exception as error:
+            if not isinstance(error, APIError):
+                log.exception("a response failed with a bug: request_id=%s", self.request_id)
+                error = internal_error()
             waiter.set_exception(error)
             return b""
         if self._due:

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from services.frontend.engine.streams import ResponseStream
-from services.frontend.errors import GONE, APIError
+from services.frontend.errors import GONE, APIError, internal_error
 from services.frontend.responses_api.answers import ResponseEvents, ResponseInProgress
 from services.frontend.responses_api.response_file import CANCEL, FileContent, FileLog, follow_file, not_written
 from services.frontend.responses_api.responses import ResponseObject
@@ -60,7 +60,7 @@ class BackgroundRun:
             failure, last = error, encoder.error(error)
         except Exception:
             log.exception("a response in the background failed with a bug: request_id=%s", stream.request_id)
-            failure = APIError(500, "an internal error occurred; the log has its details")
+            failure = internal_error()
             last = encoder.error(failure)
         self.events.write(last, self._last)
         return failure

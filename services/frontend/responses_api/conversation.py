@@ -94,9 +94,7 @@ def _join(
 ) -> None:
     """Add a part of an answer to the last message, or begin a new one where the last cannot take it."""
     last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
-    is_new = last is None or (call is None and "tool_calls" in last)
-    is_new = is_new or (last is not None and call is None and bool(last["content"]))
-    if is_new or last is None:
+    if last is None or (call is None and (last["content"] or "tool_calls" in last)):
         messages.append(last := {"role": "assistant", "content": ""})
     if content is not None:
         last["content"] = content

@@ -18,7 +18,7 @@ from protocol.codec import pack, unpack
 from protocol.requests import GenerateRequest
 from protocol.sampling import SamplingParams
 from services.frontend.context import AppContext, Context, recorded
-from services.frontend.errors import GONE, APIError, invalid
+from services.frontend.errors import GONE, APIError, internal_error, invalid
 from services.frontend.model import ServedModel
 from services.frontend.openai.answering import Answering, AnswerRequest
 from services.frontend.openai.answers.chat_output import AnswerParser, ChatOutput
@@ -246,7 +246,7 @@ def _go_on(http: HTTPRequest, context: AppContext, orphan: Orphan) -> None:
             raise
         if not isinstance(error, APIError):
             log.exception("a response of a lost frontend cannot go on: id=%s", orphan.id)
-            error = APIError(500, "an internal error occurred; the log has its details")
+            error = internal_error()
         orphan.fail(error)
 
 

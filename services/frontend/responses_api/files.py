@@ -60,6 +60,8 @@ BLOCK = 4096
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  only a directory inside it is used, which is private
 PREFIX = "runahead-responses-"
 _ID = re.compile(r"resp_[0-9a-f]{32}")
+_FOLDER = re.compile(r"[0-9a-f]{32}")
+_FILE = re.compile(rf"{_ID.pattern}\.(jsonl|cancel)")
 
 
 @dataclass(frozen=True)
@@ -270,8 +272,8 @@ class ResponseFiles:
         Raises: OSError
         """
         shares: dict[str, list[tuple[float, int, str]]] = defaultdict(list)
-        for folder in _entries(self._directory):
-            for entry in _entries(folder):
+        for folder in _entries(self._directory, _FOLDER):
+            for entry in _entries(folder, _FILE):
                 with contextlib.suppress(FileNotFoundError):
                     found = os.stat(entry)
                     shares[folder].append((found.st_mtime, max(found.st_blocks * 512, found.st_size), entry))
@@ -296,10 +298,11 @@ class ResponseFiles:
                 del shares[folder], sizes[folder]
 
 
-def _entries(folder: str | Path) -> list[str]:
+def _entries(folder: str | Path, names: re.Pattern[str]) -> list[str]:
+    """Return the paths of the entries with these names; the directory may have others, which are not the store's."""
     try:
         with os.scandir(folder) as entries:
-            return [entry.path for entry in entries]
+            return [entry.path for entry in entries if names.fullmatch(entry.name)]
     except (FileNotFoundError, NotADirectoryError):
         return []
 

@@ -15,7 +15,7 @@ from services.frontend.templates.jobs import LimitReached, Rendered, RenderJob, 
 from services.frontend.templates.renderer import Renderer, broken
 
 RENDER_SECONDS = 1.0
-"""Time limit for rendering the messages of one request."""
+"""Limit of processor time to render the messages of one request."""
 TRIAL_SECONDS = 2.0
 """The same for each of the conversations that a template is tried with."""
 MAX_VALUES, MAX_VALUE_DEPTH, MAX_VALUE_CHARS = 1024, 8, 65_536

@@ -28,7 +28,7 @@ class RenderJob(msgspec.Struct, array_like=True):
     variables: dict[str, Any]
     """Values for other variables; those that the template does not have are ignored."""
     seconds: float
-    """Limit of the time."""
+    """Limit of processor time."""
 
 
 class Rendered(msgspec.Struct, array_like=True, tag=True):

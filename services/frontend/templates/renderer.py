@@ -21,7 +21,7 @@ log = logging.getLogger("runahead.frontend")
 START_SECONDS = 60.0
 """Time limit for a renderer to start and compile the templates."""
 PATIENCE_SECONDS = 5.0
-"""Time beyond a job's own limit after which the renderer is killed."""
+"""Time beyond a job's own limit after which the renderer is killed: it may share its core."""
 
 
 def broken(reason: str) -> CheckpointError:
@@ -52,14 +52,10 @@ class Renderer:
             raise broken(outcome.reason)
         return process
 
-    @property
-    def pid(self) -> int | None:
-        """Process id of the renderer; None until it is started again."""
-        return self._process.pid if self._process is not None else None
-
     def render(self, job: RenderJob) -> Outcome:
         with self._lock:
-            self._process = self._process or self._started()
+            if self._process is None or not self._process.is_alive:  # a process that ends while idle harms no request
+                self._process = self._started()
             try:
                 outcome: Outcome = decode(self._process.exchange(encode(job), job.seconds + PATIENCE_SECONDS), Outcome)
                 return outcome

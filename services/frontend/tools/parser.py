@@ -88,7 +88,7 @@ class ToolParser(ABC):
         Args:
             tools: JSON schema of each tool's arguments.
 
-        Raises: TooDeep
+        Raises: APIError, if a schema is nested too deeply
         """
         return None if cls.listed is None else list_format(cls.listed, tools, max_calls)
 
@@ -239,7 +239,9 @@ class ToolParser(ABC):
         buffer = self._buffer
         if (yield from buffer.peek()) == '"':
             text = (yield from read_text(buffer)).strip(_SPACE)
-            _check_object(text)
+            if not text.startswith("{"):
+                raise ParseError
+            check_value(text)
         elif name:
             yield from self._object(name)
             return ""
@@ -337,10 +339,3 @@ class ToolParser(ABC):
         self.num_calls += 1
         self._has_calls = self._is_after_call = True
         self._buffer.drop_kept()
-
-
-def _check_object(text: str) -> None:
-    """Raises: ParseError, if the text is not exactly one JSON object"""
-    if not text.startswith("{"):
-        raise ParseError
-    check_value(text)

@@ -4,6 +4,8 @@ twice the length."""
 from collections.abc import Mapping
 from typing import Any
 
+from services.frontend.errors import invalid
+
 JSON = dict[str, Any]
 MAX_DEPTH = 64
 MAX_NAME = 128
@@ -19,10 +21,6 @@ _FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": 
 """The form in which chat templates write JSON. Fixed white space keeps a weak model from writing it endlessly."""
 
 
-class TooDeep(ValueError):
-    pass
-
-
 def arguments_schema(parameters: JSON | None) -> JSON:
     """Return the schema of one tool's arguments."""
     return {**_object(parameters), "x-guidance": _FORM}
@@ -34,7 +32,7 @@ def calls_schema(tools: Mapping[str, JSON | None], max_calls: int | None, key: s
     Args:
         key: name of the member with the parameters.
 
-    Raises: TooDeep
+    Raises: APIError, if parameters are nested too deeply
     """
     schemas = {f"tool{i}": _object(parameters) for i, parameters in enumerate(tools.values())}
     parameters_of = {name: {"$ref": f"#/$defs/{each}"} for name, each in zip(tools, schemas, strict=True)}
@@ -63,7 +61,7 @@ def json_format(schema: JSON) -> JSON:
 
 
 def list_format(mark: str, tools: Mapping[str, JSON | None], max_calls: int | None) -> JSON:
-    """Return the format of `mark` and an array of calls with "arguments". Raises: TooDeep"""
+    """Return the format of `mark` and an array of calls with "arguments". Raises: APIError"""
     calls = json_format(calls_schema(tools, max_calls, "arguments"))
     return {"type": "sequence", "elements": [{"type": "const_string", "value": mark}, calls]}
 
@@ -77,16 +75,16 @@ def _object(parameters: JSON | None) -> JSON:
 
 
 def _moved(schema: Any, path: str, depth: int) -> Any:
-    """Return the schema with its references to itself rewritten for its new position `path`. Raises: TooDeep"""
+    """Return the schema with its references to itself rewritten for its new position `path`. Raises: APIError"""
     if depth > MAX_DEPTH:
-        raise TooDeep(f"more than {MAX_DEPTH} levels")
+        raise invalid(f"tools: parameters are nested too deeply: more than {MAX_DEPTH} levels", "tools")
     if isinstance(schema, list):
         return [_moved(item, path, depth + 1) for item in schema]
     if not isinstance(schema, dict):
         return schema
     moved: dict[str, Any] = {}
     for name, value in schema.items():
-        if name == "$ref" and isinstance(value, str) and value.startswith("#"):
+        if name == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):  # no anchor
             moved[name] = path + value[1:]
         elif name in _VALUES:
             moved[name] = value

@@ -55,6 +55,21 @@ def test_old_files_are_deleted(tmp_path: Path) -> None:
     assert (is_stored(files, "a", old), is_stored(files, "a", young)) == (False, True)
 
 
+def test_files_of_others_in_the_directory_are_kept(tmp_path: Path) -> None:
+    files = ResponseFiles(tmp_path, clock=lambda: 1000.0, max_files=0)
+    id = added(files, tmp_path, "a", 0)
+    (folder,) = tmp_path.iterdir()
+    others = [tmp_path / "photos" / "a.jpg", folder / "b.jpg", folder / "directory"]
+    others[0].parent.mkdir()
+    others[2].mkdir()
+    for path in others[:2]:
+        path.touch()
+        os.utime(path, (0, 0))
+    files.prune()
+    assert all(path.exists() for path in others)
+    assert not is_stored(files, "a", id)
+
+
 @pytest.mark.parametrize("bounds", [{"max_bytes": 6 * BLOCK}, {"max_files": 6}])
 def test_the_key_that_has_most_loses_its_oldest(tmp_path: Path, bounds: Any) -> None:
     files = ResponseFiles(tmp_path, clock=lambda: 1000.0, **bounds)

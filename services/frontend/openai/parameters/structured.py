@@ -25,18 +25,16 @@ def constraint_field(body: BaseGenerationRequest) -> str | None:
 def structured_params(body: BaseGenerationRequest) -> StructuredOutputParams | None:
     """Raises: APIError, for fields that contradict one another. The scheduler compiles the grammar later."""
     name = constraint_field(body)
-    by_format = _from_format(body.response_format) if body.response_format is not None else None
-    if name is None:
+    found = _from_format(body.response_format) if body.response_format is not None else None
+    if body.structured_outputs is not None:
+        if found is not None:
+            raise invalid("response_format and structured_outputs are both given; leave one out", name)
+        found = _from_outputs(body.structured_outputs)
+    if found is None:
         return None
-    if body.structured_outputs is not None and by_format is not None:
-        raise invalid("response_format and structured_outputs are both given; leave one out", name)
     if body.ignore_eos:
         raise invalid(f"ignore_eos cannot be combined with {name}: the answer ends where it is complete", name)
-    if body.structured_outputs is not None:
-        kind, text = _from_outputs(body.structured_outputs)
-    else:
-        assert by_format is not None
-        kind, text = by_format
+    kind, text = found
     if len(text) > MAX_GRAMMAR_CHARS:
         raise invalid(f"{name} has {len(text)} characters as text; at most {MAX_GRAMMAR_CHARS} are allowed", name)
     return StructuredOutputParams(kind, text)

@@ -86,10 +86,7 @@ class ToolChoice:
                 raise invalid(message, "tool_choice", logged=f"tool_choice: the name {problem}")
             grammar = _grammar(schema.arguments_schema(tools[name]))
             return cls(Mode.NAMED, frozenset({name}), 1, grammar, NamedParser)
-        try:
-            grammar = _grammar(schema.calls_schema(tools, max_calls))
-        except schema.TooDeep as error:
-            raise invalid(f"tools: parameters are nested too deeply: {error}", "tools") from None
+        grammar = _grammar(schema.calls_schema(tools, max_calls))
         return cls(Mode.REQUIRED, frozenset(tools), max_calls, grammar, RequiredParser)
 
 
@@ -114,11 +111,7 @@ def _either(
     field, constraint = constraint_field(body), structured_params(body)
     if field is None or constraint is None:
         return None
-    content = as_tag_format(constraint)
-    try:
-        calls = model_format.grammar(tools, max_calls)
-    except schema.TooDeep as error:
-        raise invalid(f"tools: parameters are nested too deeply: {error}", "tools") from None
+    content, calls = as_tag_format(constraint), model_format.grammar(tools, max_calls)
     if content is None or calls is None:
         what = "this format of calls" if calls is None else "this form of content"
         raise invalid(

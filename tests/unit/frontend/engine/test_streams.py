@@ -226,3 +226,17 @@ async def test_request_that_cannot_be_fed_ends_the_response() -> None:
     Failing(response).arrive(12)
     with pytest.raises(APIError, match="a token was lost"):
         await response.first()
+
+
+async def test_a_bug_ends_its_response_with_an_error_that_hides_it(caplog: pytest.LogCaptureFixture) -> None:
+    class Buggy(RecordingStream):
+        def feed(self, tokens: list[int], end: Finish | None, now: float) -> bytes:
+            raise KeyError("secret")
+
+    response = ResponseStream(FlushQueue(), "r-1")
+    Buggy(response).arrive(7)
+    with pytest.raises(APIError, match="an internal error") as failed:
+        await response.last()
+    assert failed.value.status == 500
+    assert "request_id=r-1" in caplog.text
+    assert "KeyError" in caplog.text

@@ -7,12 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.frontend.tools.schema import MAX_DEPTH, TooDeep, arguments_schema, calls_schema
+from services.frontend.errors import APIError
+from services.frontend.tools.schema import MAX_DEPTH, arguments_schema, calls_schema
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TREE = {
     "type": "object",
-    "properties": {"tree": {"$ref": "#/$defs/node"}, "self": {"$ref": "#"}, "$ref": {"type": "integer"}},
+    "properties": {
+        "tree": {"$ref": "#/$defs/node"},
+        "self": {"$ref": "#"},
+        "$ref": {"type": "integer"},
+        "named": {"$ref": "#leaf"},
+    },
     "required": ["tree"],
     "additionalProperties": False,
     "$defs": {
@@ -25,7 +31,7 @@ TREE = {
             "required": ["children"],
         }
     },
-    "definitions": {"leaf": {"const": {"$ref": "#"}}},
+    "definitions": {"leaf": {"$anchor": "leaf", "const": {"$ref": "#"}}},
 }
 TOOLS: dict[str, dict[str, Any] | None] = {"weather": CITY, "grow": TREE, "now": None, "empty": {}}
 
@@ -40,7 +46,8 @@ ARGUMENTS = st.sampled_from(
         {"tree": {"children": [{}]}}, {"tree": {"children": []}, "self": {"tree": 5}}, [], "x", {"zone": 1},
         {"tree": {"children": []}, "self": {"tree": {"children": []}}}, {"tree": {"children": [], "default": {}}},
         {"tree": {"children": [], "default": {"$ref": "#"}}}, {"tree": {"children": []}, "$ref": 7},
-        {"tree": {"children": []}, "$ref": "#"},
+        {"tree": {"children": []}, "$ref": "#"}, {"tree": {"children": []}, "named": {"$ref": "#"}},
+        {"tree": {"children": []}, "named": {}},
     ]
 )  # fmt: skip
 
@@ -69,5 +76,5 @@ def test_parameters_that_are_nested_too_deeply_are_refused() -> None:
     deep: dict[str, Any] = {}
     for _ in range(MAX_DEPTH + 1):
         deep = {"not": deep}
-    with pytest.raises(TooDeep):
+    with pytest.raises(APIError, match="nested too deeply"):
         calls_schema({"f": deep}, None)
