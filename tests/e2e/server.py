@@ -8,10 +8,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -19,17 +18,9 @@ from openai import AsyncOpenAI, OpenAI
 
 from services.checkpoint import DEMO_MODEL
 from tests.e2e import forked as forked_serve
+from tests.metrics import samples
 from tests.preloaded import OUTPUT, PreloadedProcess
-
-PATIENCE = 120.0
-"""Seconds after which a condition that does not hold is a failure."""
-
-
-def wait_until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, f"not true in time: {what}"
-        time.sleep(0.02)
+from tests.waiting import PATIENCE, wait_until
 
 
 class HttpServer:
@@ -37,8 +28,8 @@ class HttpServer:
 
     url = ""
 
-    def client(self) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
+    def client(self, key: str = "none") -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE)
 
     def async_client(self) -> AsyncOpenAI:
         return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
@@ -63,9 +54,9 @@ class HttpServer:
 
     def metric(self, name: str) -> float:
         """Return a gauge or counter by its name without prefix, summed over its labels."""
-        found = re.findall(rf"^runahead:{name}(?:\{{.*\}})? (\S+)$", self.get("/metrics")[1], re.MULTILINE)
+        found = samples(self.get("/metrics")[1], f"runahead:{name}")
         assert found, f"no metric {name}"
-        return sum(map(float, found))
+        return sum(sample.value for sample in found)
 
 
 class ServeProcess(HttpServer):

@@ -80,7 +80,7 @@ async def test_a_killed_frontend_is_replaced_until_it_dies_too_often() -> None:
         await frontend_is_replaced(server, signal.SIGKILL)
         assert "frontend was killed by SIGKILL; restarting" in server.log.read_text()
         for _ in range(2):
-            await restart(server, "frontend", signal.SIGKILL)
+            await restart(server, "frontend")
         server.services["frontend"].kill()
         assert server.wait() == 128 + signal.SIGKILL
         assert server.last_line() == "runahead: frontend was killed by SIGKILL"
