@@ -15,6 +15,7 @@ matrices. The costs of the simulation are fitted to the steps of `chunked`; thos
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -163,28 +164,27 @@ def predict(policy: str, setting: Setting) -> PipelineRun:
     return simulate(POLICIES[policy](), limits, DEPTH, setting.costs, jobs)
 
 
-def show_both(measured: Mapping[str, StagesRun], predicted: Mapping[str, PipelineRun]) -> None:
-    """Print each policy's measured time and bubbles beside the predicted ones."""
-    for name, run in measured.items():
-        seconds, total = run.seconds, predicted[name].total
+def compared(runs: Mapping[str, StagesRun], predictions: Mapping[str, PipelineRun]) -> dict[str, Any]:
+    """Print each policy's measured time and bubbles beside the predicted ones. Return the metrics and the ratios of the
+    policies."""
+    for name, run in runs.items():
+        seconds, total = run.seconds, predictions[name].total
         print(
             f"{name}: measured {seconds:.2f} s, predicted {total:.2f} s ({seconds / total - 1:+.1%}); "
-            f"bubbles {np.mean(run.bubbles):.1%}, predicted {np.mean(predicted[name].bubbles):.1%}"
+            f"bubbles {np.mean(run.bubbles):.1%}, predicted {np.mean(predictions[name].bubbles):.1%}"
         )
+    return {
+        "measured": {name: run.figures() for name, run in runs.items()},
+        "predicted": {name: figures(run) for name, run in predictions.items()},
+        "measured_ratio": runs["chunked"].seconds / runs["balanced"].seconds,
+        "predicted_ratio": ratio(predictions),
+    }
 
 
-def compare() -> tuple[dict[str, object], dict[str, object]]:
-    """Return the measured and the predicted metrics by policy, with the ratio of the policies."""
+def compare_sim() -> dict[str, Any]:
     setting = quarter()
     runs = {name: measure(name, setting) for name in POLICIES}
-    predictions = {name: predict(name, setting) for name in POLICIES}
-    measured: dict[str, object] = {name: run.figures() for name, run in runs.items()}
-    predicted: dict[str, object] = {name: figures(run) for name, run in predictions.items()}
-    measured["ratio"] = runs["chunked"].seconds / runs["balanced"].seconds
-    predicted["ratio"] = predictions["chunked"].total / predictions["balanced"].total
-    print()
-    show_both(runs, predictions)
-    return measured, predicted
+    return compared(runs, {name: predict(name, setting) for name in POLICIES})
 
 
 # -- native stages ------------------------------------------------------------------------------------------------
@@ -225,20 +225,13 @@ def fitted(run: StagesRun) -> Costs:
     return Costs(base=max(0.0, float(base)), token=max(0.0, float(token)))
 
 
-def compare_native(model: str, requests: int) -> dict[str, object]:
+def compare_native(model: str, requests: int) -> dict[str, Any]:
     runs = {name: measure_native(name, model, requests) for name in POLICIES}
     costs, jobs = fitted(runs["chunked"]), [PipelineJob(LENGTH, LENGTH)] * requests
     predicted = pair(native_limits(requests), NATIVE_DEPTH, costs, jobs)
     fit = f"{1e3 * costs.base:.2f} ms per step, {1e6 * costs.token:.1f} us per token"
     print(f"\n{model} on {NATIVE_STAGES} native stages: {fit}")
-    show_both(runs, predicted)
-    return {
-        "costs": {"base": costs.base, "token": costs.token},
-        "measured": {name: run.figures() for name, run in runs.items()},
-        "predicted": {name: figures(run) for name, run in predicted.items()},
-        "measured_ratio": runs["chunked"].seconds / runs["balanced"].seconds,
-        "predicted_ratio": ratio(predicted),
-    }
+    return {"costs": {"base": costs.base, "token": costs.token}, **compared(runs, predicted)}
 
 
 def main() -> None:
@@ -251,7 +244,7 @@ def main() -> None:
     jobs = [PipelineJob(LENGTH, LENGTH)] * REQUESTS
     runs = [pair(setting.limits, DEPTH, setting.costs, jobs) for setting in SETTINGS]
     ratios = [ratio(both) for both in runs]
-    measured, predicted = ({}, {}) if args.no_processes else compare()
+    sim = {} if args.no_processes else compare_sim()
     native = {} if args.no_processes else compare_native(args.native_model, args.native_requests)
     report(
         "balanced_policy",
@@ -260,8 +253,8 @@ def main() -> None:
         figures={
             "published_setting_ratio": ratios[PUBLISHED],
             "worst_ratio": min(ratios[:-1]),
-            "measured_ratio": measured.get("ratio"),
-            "predicted_ratio": predicted.get("ratio"),
+            "measured_ratio": sim.get("measured_ratio"),
+            "predicted_ratio": sim.get("predicted_ratio"),
             "native_measured_ratio": native.get("measured_ratio"),
             "native_predicted_ratio": native.get("predicted_ratio"),
         },
@@ -275,8 +268,7 @@ def main() -> None:
         },
         repeats={
             "runs": [{name: figures(run) for name, run in both.items()} for both in runs],
-            "measured": measured,
-            "predicted": predicted,
+            "sim": sim,
             "native": native,
         },
     )

@@ -7,12 +7,11 @@ all time between steps, including the time in which ranks wait for one another.
 """
 
 import argparse
-import statistics
 
 import numpy as np
 
 from tests.benchmarks.support.engine_client import engine
-from tests.benchmarks.support.report import add_ints, report
+from tests.benchmarks.support.report import add_ints, medians, report
 
 SIZES = (1, 2, 4)
 DEPTHS = (1, 2)
@@ -68,19 +67,16 @@ def main() -> None:
             for depth in DEPTHS:
                 runs[ranks][depth].append(measure(ranks, depth, args))
 
-    def median(ranks: int, depth: int) -> dict[str, float]:
-        found = runs[ranks][depth]
-        return {name: statistics.median(run[name] for run in found) for name in found[0]}
-
+    median = {ranks: {depth: medians(runs[ranks][depth]) for depth in DEPTHS} for ranks in SIZES}
     report(
         "phased_policy",
         title=f"phased on a rigid device (simulated): medians of {args.repeats}",
-        rows=[{"TP": ranks, "depth": depth, **median(ranks, depth)} for ranks in SIZES for depth in DEPTHS],
+        rows=[{"TP": ranks, "depth": depth, **median[ranks][depth]} for ranks in SIZES for depth in DEPTHS],
         figures={
-            f"idle_depth{depth}": {str(ranks): median(ranks, depth)["idle_fraction"] for ranks in SIZES}
+            f"idle_depth{depth}": {str(ranks): median[ranks][depth]["idle_fraction"] for ranks in SIZES}
             for depth in DEPTHS
         }
-        | {"not_busy_depth2": {str(ranks): median(ranks, 2)["not_busy"] for ranks in SIZES}},
+        | {"not_busy_depth2": {str(ranks): median[ranks][2]["not_busy"] for ranks in SIZES}},
         settings={"block": BLOCK, "chunk": CHUNK, **vars(args)},
         repeats={str(ranks): {str(depth): runs[ranks][depth] for depth in DEPTHS} for ranks in SIZES},
     )

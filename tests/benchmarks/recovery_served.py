@@ -68,7 +68,6 @@ async def kill(server: ServeProcess, victim: str, load: Load, answers: asyncio.F
 
 def _seconds(match: re.Match[str] | None) -> float:
     """Return the time of a line of the log, seconds since 1970."""
-    assert match is not None
     return datetime.strptime(match[1], "%Y-%m-%d %H:%M:%S,%f").astimezone().timestamp()
 
 
@@ -113,7 +112,6 @@ async def context_pauses(contexts: list[int], repeats: int) -> list[dict[str, An
                     prompt = [300 + i % 1000 for i in range(context)]
                     body = {"prompt": prompt, "max_tokens": 150, "extra_body": {"ignore_eos": True}}
                     load = Load(client, [body])
-                    load.model = (await client.models.list()).data[0].id
                     for _ in range(repeats):
                         load.last_token = 0.0
                         answer = asyncio.create_task(load.ask(0))
@@ -142,7 +140,6 @@ async def moved_pauses(contexts: list[int], repeats: int) -> list[dict[str, Any]
                         prompt = [first + i % 1000 for i in range(context)]
                         body = {"prompt": prompt, "max_tokens": 250, "extra_body": {"ignore_eos": True}}
                         load = Load(client, [body])
-                        load.model = (await client.models.list()).data[0].id
                         pauses.append(await move(http, cause, load))
                     row[f"{cause}: pause_s"] = statistics.median(pauses)
         print(row, flush=True)

@@ -22,7 +22,7 @@ from protocol.requests import FinishReason
 from protocol.sampling import GrammarKind, StructuredOutputParams
 from services.scheduler.grammar.masks import FAILPOINT
 from tests.benchmarks.support.engine_client import engine
-from tests.benchmarks.support.report import add_ints, report
+from tests.benchmarks.support.report import add_ints, medians, report
 
 RECORD = {
     "type": "object",
@@ -78,7 +78,6 @@ def measure(
                         raise SystemExit(f"request {finish.number}: {finish.reason.name} {finish.message}")
                 for number in np.frombuffer(message.numbers, np.uint32).tolist():
                     arrivals[number].append(now)
-        assert client.state is not None
         stats = client.state.stats
     if any(len(times) < 100 for times in arrivals):
         raise SystemExit("a request has too few tokens; increase --output")
@@ -115,9 +114,7 @@ def main() -> None:
         for case, (constrained, delay) in cases.items():
             os.environ[FAILPOINT] = str(delay)
             repeats[case].append(measure(constrained, args.requests, args.output, args.distinct, worker))
-    median = {
-        case: {name: statistics.median(run[name] for run in runs) for name in runs[0]} for case, runs in repeats.items()
-    }
+    median = {case: medians(runs) for case, runs in repeats.items()}
 
     def ratio(name: str, case: str = "constrained") -> float:
         return median[case][name] / median["unconstrained"][name]
