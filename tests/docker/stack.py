@@ -84,8 +84,8 @@ class Stack(HttpServer):
             **environment,
         }
 
-    def compose(self, *arguments: str, timeout: float = 300) -> str:
-        return output([*self._command, *arguments], self.environment, timeout)
+    def compose(self, *arguments: str) -> str:
+        return output([*self._command, *arguments], self.environment, timeout=300)
 
     def up(self, workers: int = 1) -> None:
         self.compose("up", "--detach", "--no-build", "--scale", f"worker={workers}")
