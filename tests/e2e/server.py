@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from signal import SIGTERM
 
 import psutil
 from openai import AsyncOpenAI, OpenAI
@@ -87,7 +88,6 @@ class ServeProcess(HttpServer):
         self.services: dict[str, psutil.Process] = {}
 
     def wait_ready(self) -> None:
-        assert self.process.stdout is not None
         self.welcome = self.process.stdout.readline().decode()
         match = re.search(r"https?://\S+(?=/v1 )", self.welcome)
         assert match, f"not ready; its log:\n{self.log.read_text()}"
@@ -110,6 +110,12 @@ class ServeProcess(HttpServer):
 
     def wait(self) -> int:
         return self.process.wait(PATIENCE)
+
+    def stop(self, number: int = SIGTERM) -> None:
+        """Let it end in order."""
+        self.signal(number)
+        assert self.wait() == 0, self.log.read_text()
+        self.assert_nothing_is_left()
 
     def last_line(self) -> str:
         return self.log.read_text().splitlines()[-1]

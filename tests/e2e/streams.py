@@ -23,6 +23,8 @@ SCHEMA = {
     "required": ["name", "sizes"],
     "additionalProperties": False,
 }
+CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 40}}, "required": ["city"]}
+TOOL: Any = {"type": "function", "function": {"name": "find_city", "parameters": CITY}}
 Fault = Callable[[], Awaitable[None]]
 
 

@@ -4,7 +4,6 @@ import asyncio
 import json
 import random
 import shutil
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from openai import AsyncOpenAI
 from services.checkpoint import DEMO_MODEL
 from tests.e2e.server import ServeProcess, serving, wait_until
 from tests.e2e.streams import (
+    TOOL,
     answers,
     answers_of,
     assert_nothing_is_kept,
@@ -62,8 +62,6 @@ def services_of(server: ServeProcess) -> list[str]:
     return [*server.services]
 
 
-CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 40}}, "required": ["city"]}
-TOOL: Any = {"type": "function", "function": {"name": "find_city", "parameters": CITY}}
 OTHER_KINDS = 40
 
 
@@ -189,9 +187,7 @@ async def test_streams_move_when_settings_change(pair: ServeProcess, undisturbed
     assert completed(pair) - before == rounds * len(bodies())
     left = ["frontend", f"scheduler-{last}", f"worker-{last}"]
     wait_until(lambda: sorted(services_of(pair)) == left, "the old processes have ended")
-    pair.signal(signal.SIGTERM)
-    assert pair.wait() == 0, pair.log.read_text()
-    pair.assert_nothing_is_left()
+    pair.stop()
 
 
 async def test_streams_end_with_an_error_when_the_weights_change() -> None:

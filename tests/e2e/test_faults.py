@@ -100,7 +100,6 @@ async def test_streams_continue_when_the_scheduler_never_returns_from_a_loop(
                 answer = await client.completions.create(
                     model=model, prompt=[100, FAULTY, 300], max_tokens=3, temperature=0
                 )
-                assert answer.usage is not None
                 assert answer.usage.completion_tokens == 3
 
             assert await answers(client, disturb) == undisturbed_sim

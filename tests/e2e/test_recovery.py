@@ -12,6 +12,7 @@ from openai import APIError
 from tests.e2e.forked import STOPPED_GRACE
 from tests.e2e.server import ServeProcess, serving, wait_until
 from tests.e2e.streams import (
+    TOOL,
     answers,
     assert_no_file_is_left,
     assert_nothing_is_kept,
@@ -59,9 +60,7 @@ async def test_streams_continue_with_the_next_scheduler(layout: tuple[str, ...],
         assert requests_total(server) == {"completed": 3 * len(bodies()) + 2}
         server.find_services()
         assert_no_file_is_left(server, files)
-        server.signal(signal.SIGTERM)
-        assert server.wait() == 0, server.log.read_text()
-        server.assert_nothing_is_left()
+        server.stop()
 
 
 async def stream_with_a_kill(server: ServeProcess, service: str | None) -> str:
@@ -130,10 +129,6 @@ async def test_streams_continue_when_the_scheduler_dies_at_random_moments(seed: 
 
                 assert await answers(client, kill) == undisturbed
             assert server.metric("weight_loads") == 1
-
-
-CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 40}}, "required": ["city"]}
-TOOL: Any = {"type": "function", "function": {"name": "find_city", "parameters": CITY}}
 
 
 def num_open(server: ServeProcess) -> int:
