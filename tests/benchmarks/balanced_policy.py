@@ -134,7 +134,6 @@ def measure(policy: str, setting: Setting) -> StagesRun:
         "max_num_batched_tokens": setting.budget,
         "max_num_seqs": SEATS // QUARTER,
         "max_model_len": 512 // QUARTER,
-        "log_level": "warning",
     }
     worker = {
         "sim_step_ms": costs.base * STAGES * 1e3,
@@ -144,7 +143,6 @@ def measure(policy: str, setting: Setting) -> StagesRun:
         "sim_context_token_ns": costs.context * STAGES * 1e9,
         "sim_hop_ms": costs.hop * 1e3,
         "sim_hop_token_us": costs.hop_token * 1e6,
-        "log_level": "warning",
     }
     prompts = [rng.integers(300, 30_000, length).astype(np.int32) for _ in range(REQUESTS // QUARTER)]
     return run_stages(STAGES, prompts, length, scheduler, worker)
@@ -209,9 +207,8 @@ def measure_native(policy: str, model: str, requests: int) -> StagesRun:
         "max_num_seqs": limits.max_num_seqs,
         "max_model_len": limits.max_model_len,
         "enable_prefix_caching": False,
-        "log_level": "warning",
     }
-    worker = {"model": path, "threads": 1, "dtype": "float32", "log_level": "warning"}
+    worker = {"model": path, "threads": 1, "dtype": "float32"}
     prompts = [rng.integers(300, 1000, LENGTH).astype(np.int32) for _ in range(requests)]
     return run_native_stages(NATIVE_STAGES, prompts, LENGTH, scheduler, worker)
 

@@ -32,7 +32,6 @@ def measure(ranks: int, depth: int, args: argparse.Namespace) -> dict[str, float
         "phased_max_volume": args.volume,
         "tensor_parallel_size": ranks,
         "batch_queue_depth": depth,
-        "log_level": "warning",
     }
     worker = {
         "backend": "sim",
@@ -41,7 +40,6 @@ def measure(ranks: int, depth: int, args: argparse.Namespace) -> dict[str, float
         "sim_prefill_token_us": 20.0,
         "sim_vocab_size": 1024,
         "sim_max_volume": args.volume,
-        "log_level": "warning",
     }
     with engine(scheduler, worker, ranks) as client:
         for number in range(args.total):  # prompts of one to three chunks

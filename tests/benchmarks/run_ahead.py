@@ -44,11 +44,11 @@ def run(
 ) -> dict[str, float]:
     """Return the metrics of one run of a variant."""
     rng = np.random.default_rng(0)
-    limits = {"max_num_seqs": requests, "batch_queue_depth": variant.depth, "log_level": "warning", **scheduler}
+    limits = {"max_num_seqs": requests, "batch_queue_depth": variant.depth, **scheduler}
     with tempfile.TemporaryDirectory(prefix="recording-") as directory:
         if variant.records:
             limits["record"] = directory
-        with engine(limits, {"log_level": "warning", **worker}) as client:
+        with engine(limits, worker) as client:
             if variant.subscribes:
                 client.subscribe()
             for number in range(requests):  # different lengths, so that blocks fill in different steps

@@ -54,13 +54,8 @@ def measure(
         distinct: number of different schemas of the constrained requests.
     """
     rng = np.random.default_rng(0)
-    limits: dict[str, object] = {
-        "max_num_seqs": requests,
-        "max_model_len": 2048,
-        "block_size": 32,
-        "log_level": "warning",
-    }
-    with engine(limits, {"log_level": "warning", **worker}) as client:
+    limits: dict[str, object] = {"max_num_seqs": requests, "max_model_len": 2048, "block_size": 32}
+    with engine(limits, worker) as client:
         for number in range(requests):  # different lengths, so that blocks fill in different steps
             tokens = rng.integers(300, 1000, 64 + number % 16).astype(np.int32)
             structured = None
