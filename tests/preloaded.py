@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Collection, Mapping
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import IO, BinaryIO
 
 MODULES = [
@@ -28,8 +29,41 @@ MODULES = [
 INPUT, OUTPUT, ERRORS = 0, 1, 2
 
 
-class PreloadedProcess:
-    """`python -c CODE ARGUMENTS` in a forked process, with the part of `subprocess.Popen` that tests need."""
+class ForkedProcess:
+    """A process of `multiprocessing` with a part of `subprocess.Popen`."""
+
+    _process: BaseProcess
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """Return the exit status; minus the number of the signal that ended the process; None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit status.
+
+        Raises: subprocess.TimeoutExpired
+        """
+        self._process.join(timeout)
+        status = self.poll()
+        if status is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class PreloadedProcess(ForkedProcess):
+    """`python -c CODE ARGUMENTS` in a forked process."""
 
     stdin: BinaryIO
     stdout: BinaryIO
@@ -73,33 +107,6 @@ class PreloadedProcess:
         self._process.start()
         for connection in theirs.values():
             connection.close()
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
-
-    def poll(self) -> int | None:
-        """Return the exit status; minus the number of the signal that ended the process; None while it runs."""
-        return self._process.exitcode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Return the exit status.
-
-        Raises: subprocess.TimeoutExpired
-        """
-        self._process.join(timeout)
-        status = self.poll()
-        if status is None:
-            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
-        return status
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
 
 
 def _run(code: str, arguments: tuple[str, ...], environment: dict[str, str], streams: dict[int, Connection]) -> None:

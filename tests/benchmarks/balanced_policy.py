@@ -15,6 +15,7 @@ matrices. The costs of the simulation are fitted to the steps of `chunked`; thos
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -133,7 +134,6 @@ def measure(policy: str, setting: Setting) -> StagesRun:
         "max_num_batched_tokens": setting.budget,
         "max_num_seqs": SEATS // QUARTER,
         "max_model_len": 512 // QUARTER,
-        "log_level": "warning",
     }
     worker = {
         "sim_step_ms": costs.base * STAGES * 1e3,
@@ -143,7 +143,6 @@ def measure(policy: str, setting: Setting) -> StagesRun:
         "sim_context_token_ns": costs.context * STAGES * 1e9,
         "sim_hop_ms": costs.hop * 1e3,
         "sim_hop_token_us": costs.hop_token * 1e6,
-        "log_level": "warning",
     }
     prompts = [rng.integers(300, 30_000, length).astype(np.int32) for _ in range(REQUESTS // QUARTER)]
     return run_stages(STAGES, prompts, length, scheduler, worker)
@@ -163,28 +162,27 @@ def predict(policy: str, setting: Setting) -> PipelineRun:
     return simulate(POLICIES[policy](), limits, DEPTH, setting.costs, jobs)
 
 
-def show_both(measured: Mapping[str, StagesRun], predicted: Mapping[str, PipelineRun]) -> None:
-    """Print each policy's measured time and bubbles beside the predicted ones."""
-    for name, run in measured.items():
-        seconds, total = run.seconds, predicted[name].total
+def compared(runs: Mapping[str, StagesRun], predictions: Mapping[str, PipelineRun]) -> dict[str, Any]:
+    """Print each policy's measured time and bubbles beside the predicted ones. Return the metrics and the ratios of the
+    policies."""
+    for name, run in runs.items():
+        seconds, total = run.seconds, predictions[name].total
         print(
             f"{name}: measured {seconds:.2f} s, predicted {total:.2f} s ({seconds / total - 1:+.1%}); "
-            f"bubbles {np.mean(run.bubbles):.1%}, predicted {np.mean(predicted[name].bubbles):.1%}"
+            f"bubbles {np.mean(run.bubbles):.1%}, predicted {np.mean(predictions[name].bubbles):.1%}"
         )
+    return {
+        "measured": {name: run.figures() for name, run in runs.items()},
+        "predicted": {name: figures(run) for name, run in predictions.items()},
+        "measured_ratio": runs["chunked"].seconds / runs["balanced"].seconds,
+        "predicted_ratio": ratio(predictions),
+    }
 
 
-def compare() -> tuple[dict[str, object], dict[str, object]]:
-    """Return the measured and the predicted metrics by policy, with the ratio of the policies."""
+def compare_sim() -> dict[str, Any]:
     setting = quarter()
     runs = {name: measure(name, setting) for name in POLICIES}
-    predictions = {name: predict(name, setting) for name in POLICIES}
-    measured: dict[str, object] = {name: run.figures() for name, run in runs.items()}
-    predicted: dict[str, object] = {name: figures(run) for name, run in predictions.items()}
-    measured["ratio"] = runs["chunked"].seconds / runs["balanced"].seconds
-    predicted["ratio"] = predictions["chunked"].total / predictions["balanced"].total
-    print()
-    show_both(runs, predictions)
-    return measured, predicted
+    return compared(runs, {name: predict(name, setting) for name in POLICIES})
 
 
 # -- native stages ------------------------------------------------------------------------------------------------
@@ -209,9 +207,8 @@ def measure_native(policy: str, model: str, requests: int) -> StagesRun:
         "max_num_seqs": limits.max_num_seqs,
         "max_model_len": limits.max_model_len,
         "enable_prefix_caching": False,
-        "log_level": "warning",
     }
-    worker = {"model": path, "threads": 1, "dtype": "float32", "log_level": "warning"}
+    worker = {"model": path, "threads": 1, "dtype": "float32"}
     prompts = [rng.integers(300, 1000, LENGTH).astype(np.int32) for _ in range(requests)]
     return run_native_stages(NATIVE_STAGES, prompts, LENGTH, scheduler, worker)
 
@@ -225,20 +222,13 @@ def fitted(run: StagesRun) -> Costs:
     return Costs(base=max(0.0, float(base)), token=max(0.0, float(token)))
 
 
-def compare_native(model: str, requests: int) -> dict[str, object]:
+def compare_native(model: str, requests: int) -> dict[str, Any]:
     runs = {name: measure_native(name, model, requests) for name in POLICIES}
     costs, jobs = fitted(runs["chunked"]), [PipelineJob(LENGTH, LENGTH)] * requests
     predicted = pair(native_limits(requests), NATIVE_DEPTH, costs, jobs)
     fit = f"{1e3 * costs.base:.2f} ms per step, {1e6 * costs.token:.1f} us per token"
     print(f"\n{model} on {NATIVE_STAGES} native stages: {fit}")
-    show_both(runs, predicted)
-    return {
-        "costs": {"base": costs.base, "token": costs.token},
-        "measured": {name: run.figures() for name, run in runs.items()},
-        "predicted": {name: figures(run) for name, run in predicted.items()},
-        "measured_ratio": runs["chunked"].seconds / runs["balanced"].seconds,
-        "predicted_ratio": ratio(predicted),
-    }
+    return {"costs": {"base": costs.base, "token": costs.token}, **compared(runs, predicted)}
 
 
 def main() -> None:
@@ -251,7 +241,7 @@ def main() -> None:
     jobs = [PipelineJob(LENGTH, LENGTH)] * REQUESTS
     runs = [pair(setting.limits, DEPTH, setting.costs, jobs) for setting in SETTINGS]
     ratios = [ratio(both) for both in runs]
-    measured, predicted = ({}, {}) if args.no_processes else compare()
+    sim = {} if args.no_processes else compare_sim()
     native = {} if args.no_processes else compare_native(args.native_model, args.native_requests)
     report(
         "balanced_policy",
@@ -260,8 +250,8 @@ def main() -> None:
         figures={
             "published_setting_ratio": ratios[PUBLISHED],
             "worst_ratio": min(ratios[:-1]),
-            "measured_ratio": measured.get("ratio"),
-            "predicted_ratio": predicted.get("ratio"),
+            "measured_ratio": sim.get("measured_ratio"),
+            "predicted_ratio": sim.get("predicted_ratio"),
             "native_measured_ratio": native.get("measured_ratio"),
             "native_predicted_ratio": native.get("predicted_ratio"),
         },
@@ -275,8 +265,7 @@ def main() -> None:
         },
         repeats={
             "runs": [{name: figures(run) for name, run in both.items()} for both in runs],
-            "measured": measured,
-            "predicted": predicted,
+            "sim": sim,
             "native": native,
         },
     )

@@ -6,11 +6,10 @@ while it served. `peers` compares with vLLM.
 
 import argparse
 import statistics
-from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.support.processor_time import processor_times, usage_rows
-from tests.benchmarks.support.random_llama import SHAPES, random_llama
+from tests.benchmarks.support.random_llama import SHAPES, named_model
 from tests.benchmarks.support.report import add_ints, print_table, report
 from tests.benchmarks.support.servers import ServerProcess, runahead_process, served, without_engine
 
@@ -44,7 +43,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     add_ints(parser, threads=2, concurrency=16, input_len=128, output_len=128, waves=4, repeats=3)
     args = parser.parse_args()
-    model = random_llama(args.model) if args.model in SHAPES else Path(args.model)
+    model = named_model(args.model)
     common = {"threads": args.threads, "dtype": args.dtype}
     batch = {"batch": args.concurrency, "prompt": args.input_len, "output": args.output_len, "waves": args.waves}
     repeats: dict[str, list[dict[str, object]]] = {"runahead": [], "static batch": [], "bare torch": []}

@@ -13,7 +13,6 @@ import json
 import os
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -28,8 +27,10 @@ from typing import Any
 
 import aiohttp
 
+from services.cli.preflight import free_port
 from tests.benchmarks.support.report import add_ints, report
-from tests.benchmarks.support.servers import PATIENCE, started, wait_for
+from tests.benchmarks.support.servers import ServerProcess, started, wait_for
+from tests.waiting import wait_until
 
 ROUTERS_ENVIRONMENT = Path(".venv-routers")
 """Environment with the routers; `make bench NAME=engines_served` makes it."""
@@ -37,7 +38,7 @@ ROUTERS = {
     "sglang-router": ("bin/python", "-m", "sglang_router.launch_router"),
     "smg": ("bin/python", "-m", "smg", "launch"),
 }
-OURS = "runahead"
+OURS, HOST = "runahead", "127.0.0.1"
 WORDS = 12
 """Tokens of a sentence, about."""
 
@@ -76,16 +77,11 @@ class EngineGroup:
 
     def kill_one(self) -> None:
         """Kill all processes of an engine."""
-        os.killpg(self.engines[-1].pid, signal.SIGSTOP)  # so that no supervisor sees the end of its children
-        for path in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):
-                if int(path.read_text().rsplit(")", 1)[1].split()[3]) == self.engines[-1].pid:
-                    os.kill(int(path.parent.name), signal.SIGKILL)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+        session = self.engines[-1].pid
+        os.killpg(session, signal.SIGSTOP)  # so that no supervisor sees the end of its children
+        for process in ServerProcess("", session).processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(process.name), signal.SIGKILL)
 
 
 @contextmanager
@@ -100,22 +96,20 @@ def ours(count: int, shape: EngineShape) -> Iterator[EngineGroup]:
             )
             for n in range(count)
         ]  # fmt: skip
-        url = f"http://127.0.0.1:{(port := free_port())}"
+        url = f"http://{HOST}:{(port := free_port(HOST, 0))}"
         frontend = [*runahead, "frontend", f"--port={port}", f"--engines={directory}/engines", "--log-level=warning",
                     "--enable-admin-routes"]  # fmt: skip
         process = stack.enter_context(started(frontend))
         wait_for(f"{url}/readyz", process)
-        deadline = time.monotonic() + PATIENCE
-        while any(engine["state"] != "ready" for engine in _get(f"{url}/engines")["engines"]):
-            assert time.monotonic() < deadline, "an engine does not become ready"
-            time.sleep(0.2)
+        ready = lambda: all(engine["state"] == "ready" for engine in _get(f"{url}/engines")["engines"])  # noqa: E731
+        wait_until(ready, "all engines are ready")
         yield EngineGroup(url, engines)
 
 
 @contextmanager
 def routed(router: str, count: int, shape: EngineShape) -> Iterator[EngineGroup]:
     with ExitStack() as stack:
-        ports = [free_port() for _ in range(count)]
+        ports = [free_port(HOST, 0) for _ in range(count)]
         engines = [
             stack.enter_context(
                 started([sys.executable, "-m", "services.cli", "serve", f"--port={port}", *shape.flags()],
@@ -123,21 +117,18 @@ def routed(router: str, count: int, shape: EngineShape) -> Iterator[EngineGroup]
             )
             for port in ports
         ]  # fmt: skip
-        urls = [f"http://127.0.0.1:{port}" for port in ports]
+        urls = [f"http://{HOST}:{port}" for port in ports]
         for url, process in zip(urls, engines, strict=True):
             wait_for(f"{url}/readyz", process)
-        url = f"http://127.0.0.1:{(port := free_port())}"
+        url = f"http://{HOST}:{(port := free_port(HOST, 0))}"
         program, *arguments = ROUTERS[router]
         command = [
-            str(ROUTERS_ENVIRONMENT / program), *arguments, "--worker-urls", *urls, "--host=127.0.0.1",
-            f"--port={port}", "--policy=cache_aware", "--log-level=error", f"--prometheus-port={free_port()}",
+            str(ROUTERS_ENVIRONMENT / program), *arguments, "--worker-urls", *urls, f"--host={HOST}",
+            f"--port={port}", "--policy=cache_aware", "--log-level=error", f"--prometheus-port={free_port(HOST, 0)}",
         ]  # fmt: skip
         process = stack.enter_context(started(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
         wait_for(f"{url}/v1/models", process)
-        deadline = time.monotonic() + PATIENCE
-        while not _get(f"{url}/v1/models").get("data"):
-            assert time.monotonic() < deadline, f"{router} finds no engine"
-            time.sleep(0.2)
+        wait_until(lambda: _get(f"{url}/v1/models").get("data"), f"{router} finds an engine")
         yield EngineGroup(url, engines)
 
 

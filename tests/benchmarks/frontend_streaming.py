@@ -17,7 +17,6 @@ import multiprocessing.connection
 import selectors
 import signal
 import socket
-import statistics
 import sys
 import tempfile
 import time
@@ -49,7 +48,7 @@ from protocol.transport import PeerSlow, Server
 from services.checkpoint import DEMO_MODEL
 from services.config import FrontendConfig
 from services.frontend.text.tokenizer import Tokenizer
-from tests.benchmarks.support.report import add_ints, report
+from tests.benchmarks.support.report import add_ints, medians, report
 from tests.benchmarks.support.servers import vllm_process
 
 PACED = Path(__file__).parent / "support" / "vllm_paced.py"
@@ -406,7 +405,7 @@ def main() -> None:
         per_core_s: dict[str, float] = {}
         for name, found in rounds(case, args.repeats, args.vllm).items():
             repeats[f"{case.name}, {name}"] = found
-            median = {figure: statistics.median(one[figure] for one in found) for figure in found[0]}
+            median = medians(found)
             per_core_s[name] = median["per_core_s"]
             rows.append({"streams": case.name, "server": name, **median})
         for figure, base in zip(over, (PER_TOKEN, PEER), strict=True):

@@ -10,8 +10,6 @@ if it was built (make bench NAME=peers). vLLM's offloading refuses processors wi
 """
 
 import argparse
-import asyncio
-import random
 import statistics
 import tempfile
 import time
@@ -19,15 +17,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
-from openai import AsyncOpenAI
-
 from services.process import processor_seconds
 from tests.benchmarks.peers import packaged_gguf
 from tests.benchmarks.support import llama_cpp
 from tests.benchmarks.support.report import add_ints, report
 from tests.benchmarks.support.servers import ServerProcess, runahead_process, served
 
-BLOCK, VOCAB = 16, 40_000
+BLOCK = 16
 NO_KEEPER = (
     "import contextlib, sys, services.cli.serve as serve\n"
     "serve.keeping = lambda *_: contextlib.nullcontext({})\n"
@@ -56,42 +52,15 @@ class Pass(NamedTuple):
     """Mean seconds to the first token."""
 
 
-async def one(client: AsyncOpenAI, model: str, prompt: list[int], output_len: int) -> float:
-    """Return the seconds to the first token of an answer, which is read to its end."""
-    began, first = time.monotonic(), 0.0
-    stream = await client.completions.create(
-        model=model, prompt=prompt, max_tokens=output_len, temperature=0, stream=True,
-        extra_body={"ignore_eos": True},
-    )  # fmt: skip
-    async for _ in stream:
-        first = first or time.monotonic() - began
-    return first
-
-
-async def passes(url: str, prompts: list[list[int]], args: argparse.Namespace) -> list[Pass]:
-    """Ask for all prompts in turn, several times. The first pass, which computes all, is not returned."""
-    found = []
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600) as client:
-        model = (await client.models.list()).data[0].id
-        for _ in range(args.passes + 1):
-            began, seats = time.monotonic(), asyncio.Semaphore(args.streams)
-
-            async def seated(prompt: list[int], seats: asyncio.Semaphore = seats) -> float:
-                async with seats:
-                    return await one(client, model, prompt, args.output_len)
-
-            firsts = await asyncio.gather(*map(seated, prompts))
-            total = sum(len(prompt) + args.output_len for prompt in prompts)
-            found.append(Pass(total / (time.monotonic() - began), statistics.mean(firsts)))
-    return found[1:]
-
-
 def repeated(start: Start, args: argparse.Namespace) -> list[Pass]:
-    rng = random.Random(1)
-    count = round(args.times * args.cache_tokens / args.input_len)
-    prompts = [[rng.randrange(300, VOCAB) for _ in range(args.input_len)] for _ in range(count)]
+    """Ask for all prompts in turn, several times. The first pass, which computes all, is not returned."""
+    waves = round(args.times * args.cache_tokens / args.input_len / args.streams)
     with start() as server:
-        return asyncio.run(passes(server.url, prompts, args))
+        loads = [
+            served(server.url, args.streams, args.input_len, args.output_len, waves, warmups=0)
+            for _ in range(args.passes + 1)
+        ]
+    return [Pass(load["total_token_throughput"], load["mean_ttft_ms"] / 1e3) for load in loads[1:]]
 
 
 def new_prompts(start: Start, args: argparse.Namespace) -> NewLoad:

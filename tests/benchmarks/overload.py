@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import json
 import math
-import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ import psutil
 
 from tests.benchmarks.support.report import report
 from tests.e2e.server import ServeProcess, serving
+from tests.metrics import samples
 
 SEATS, STEP_MS, OUTPUT = 4, 20.0, 32
 MOST = SEATS / (OUTPUT * STEP_MS / 1000)
@@ -122,10 +122,8 @@ def processor_waits(server: ServeProcess) -> float:
 
 def refusal_buckets(server: ServeProcess) -> dict[float, float]:
     """Return how many refusals took at most so many seconds in the frontend."""
-    found = re.findall(
-        r'^runahead:request_refusal_seconds_bucket\{.*le="(.*?)".*\} (\S+)$', server.get("/metrics")[1], re.MULTILINE
-    )
-    return {float(bound): float(count) for bound, count in found}
+    found = samples(server.get("/metrics")[1], "runahead:request_refusal_seconds_bucket")
+    return {float(labels["le"]): count for labels, count in found}
 
 
 def bucket_of(share: float, before: dict[float, float], after: dict[float, float]) -> float:

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.support import llama_cpp
-from tests.benchmarks.support.processor_time import total_seconds
+from tests.benchmarks.support.processor_time import cpu_seconds
 from tests.benchmarks.support.random_gguf import KINDS, SHAPES, random_gguf
 from tests.benchmarks.support.random_llama import SHAPES as LLAMAS
-from tests.benchmarks.support.random_llama import random_llama
+from tests.benchmarks.support.random_llama import named_model
 from tests.benchmarks.support.report import add_ints, report
 from tests.benchmarks.support.servers import (
     VLLM_ENVIRONMENT,
@@ -199,9 +199,7 @@ def _arguments() -> argparse.Namespace:
 
 def _model(name: str) -> Path:
     shape, _, kind = name.partition(".")
-    if name in LLAMAS:
-        return random_llama(name)
-    return random_gguf(shape, kind) if shape in SHAPES and kind in KINDS else Path(name)
+    return random_gguf(shape, kind) if shape in SHAPES and kind in KINDS else named_model(name)
 
 
 def packaged_gguf() -> Path:
@@ -236,9 +234,9 @@ def _measured(server: ServerProcess, args: argparse.Namespace, streams: int) -> 
     """Return the metrics of a load, and how many cores the server's processes kept busy."""
     lengths, waves = (args.input_len, args.output_len), max(args.waves, -(-ONES // streams))
     served(server.url, 2, *lengths, waves=1, warmups=0, seed=1)
-    before = total_seconds(server)
+    before = sum(cpu_seconds(server).values())
     load = served(server.url, streams, *lengths, waves, warmups=0)
-    busy = (total_seconds(server) - before) / load["duration"]
+    busy = (sum(cpu_seconds(server).values()) - before) / load["duration"]
     return {**load, "busy_cores": busy, "resident_bytes": server.resident_bytes()}
 
 

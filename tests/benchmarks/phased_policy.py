@@ -7,12 +7,11 @@ all time between steps, including the time in which ranks wait for one another.
 """
 
 import argparse
-import statistics
 
 import numpy as np
 
 from tests.benchmarks.support.engine_client import engine
-from tests.benchmarks.support.report import add_ints, report
+from tests.benchmarks.support.report import add_ints, medians, report
 
 SIZES = (1, 2, 4)
 DEPTHS = (1, 2)
@@ -33,7 +32,6 @@ def measure(ranks: int, depth: int, args: argparse.Namespace) -> dict[str, float
         "phased_max_volume": args.volume,
         "tensor_parallel_size": ranks,
         "batch_queue_depth": depth,
-        "log_level": "warning",
     }
     worker = {
         "backend": "sim",
@@ -42,7 +40,6 @@ def measure(ranks: int, depth: int, args: argparse.Namespace) -> dict[str, float
         "sim_prefill_token_us": 20.0,
         "sim_vocab_size": 1024,
         "sim_max_volume": args.volume,
-        "log_level": "warning",
     }
     with engine(scheduler, worker, ranks) as client:
         for number in range(args.total):  # prompts of one to three chunks
@@ -68,19 +65,16 @@ def main() -> None:
             for depth in DEPTHS:
                 runs[ranks][depth].append(measure(ranks, depth, args))
 
-    def median(ranks: int, depth: int) -> dict[str, float]:
-        found = runs[ranks][depth]
-        return {name: statistics.median(run[name] for run in found) for name in found[0]}
-
+    median = {ranks: {depth: medians(runs[ranks][depth]) for depth in DEPTHS} for ranks in SIZES}
     report(
         "phased_policy",
         title=f"phased on a rigid device (simulated): medians of {args.repeats}",
-        rows=[{"TP": ranks, "depth": depth, **median(ranks, depth)} for ranks in SIZES for depth in DEPTHS],
+        rows=[{"TP": ranks, "depth": depth, **median[ranks][depth]} for ranks in SIZES for depth in DEPTHS],
         figures={
-            f"idle_depth{depth}": {str(ranks): median(ranks, depth)["idle_fraction"] for ranks in SIZES}
+            f"idle_depth{depth}": {str(ranks): median[ranks][depth]["idle_fraction"] for ranks in SIZES}
             for depth in DEPTHS
         }
-        | {"not_busy_depth2": {str(ranks): median(ranks, 2)["not_busy"] for ranks in SIZES}},
+        | {"not_busy_depth2": {str(ranks): median[ranks][2]["not_busy"] for ranks in SIZES}},
         settings={"block": BLOCK, "chunk": CHUNK, **vars(args)},
         repeats={str(ranks): {str(depth): runs[ranks][depth] for depth in DEPTHS} for ranks in SIZES},
     )

@@ -6,7 +6,6 @@ get the same load. Ray runs as after `ray start --head`, with its dashboard and 
 
 import argparse
 import os
-import statistics
 import subprocess
 import tempfile
 import time
@@ -20,7 +19,7 @@ from typing import Any
 import psutil
 
 from services.checkpoint import DEMO_MODEL
-from tests.benchmarks.support.report import add_ints, report
+from tests.benchmarks.support.report import add_ints, medians, report
 from tests.benchmarks.support.servers import end_on_sigterm, served
 from tests.ray.cluster import BIN, OWN_PORT, PROXY_PORT
 from tests.ray.hosts import Host, hosts, why_not
@@ -139,10 +138,7 @@ def main() -> None:
         raise SystemExit(f"hosts of the benchmark: {reason}")
     with tempfile.TemporaryDirectory() as directory, hosts(1, Path(directory)) as (host,):
         repeats = [repeat(host, args) for _ in range(args.repeats)]
-    median = {
-        way: {label: statistics.median(rows[way][label] for rows in repeats) for label in row}
-        for way, row in repeats[0].items()
-    }
+    median = {way: medians([rows[way] for rows in repeats]) for way in repeats[0]}
     idle = median.pop("idle, share of a core")
     report(
         "ray_served",

@@ -134,7 +134,6 @@ class SchedulerLoad:
         self._planner, _ = build(streams)
         self._planner.schedule()
         planned = self._planner.schedule()
-        assert planned is not None
         self._plan: SchedulerOutput = planned[1]
         self._step_ids = count(1)
 

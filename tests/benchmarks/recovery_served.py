@@ -19,6 +19,7 @@ import re
 import signal
 import statistics
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -27,6 +28,7 @@ import httpx
 from services.checkpoint.default_model import packaged_model
 from tests.benchmarks.support.report import add_ints, report
 from tests.e2e.server import ServeProcess, serving
+from tests.e2e.streams import engines_of
 from tests.soak.load import Load, bodies
 
 DRAFTS = json.dumps({"method": "ngram", "num_speculative_tokens": 3})
@@ -37,6 +39,7 @@ KILLS_PER_SERVER = 3
 """As many as `serve` restarts a service within a minute."""
 VICTIMS = ("worker", "scheduler")
 MOVES = ("killed", "drained")
+TWO_ENGINES = ("--threads", "1", "--data-parallel-size", "2", "--enable-admin-routes")
 SHARES = 0.05, 0.6
 """Share of the answers that has arrived when a service is killed."""
 
@@ -68,7 +71,6 @@ async def kill(server: ServeProcess, victim: str, load: Load, answers: asyncio.F
 
 def _seconds(match: re.Match[str] | None) -> float:
     """Return the time of a line of the log, seconds since 1970."""
-    assert match is not None
     return datetime.strptime(match[1], "%Y-%m-%d %H:%M:%S,%f").astimezone().timestamp()
 
 
@@ -101,82 +103,56 @@ async def moments(victim: str, count: int, streams: int, tokens: int, seed: int)
     return found
 
 
-async def context_pauses(contexts: list[int], repeats: int) -> list[dict[str, Any]]:
-    """Return the pause of one stream for each length of its context and each victim."""
+Disturb = Callable[[ServeProcess, str, Load, asyncio.Future[Any]], Awaitable[float]]
+"""Let a cause strike while an answer is streamed. Return the pause, seconds."""
+
+
+async def pauses_of(
+    causes: Sequence[str], disturb: Disturb, settings: Sequence[str], contexts: list[int], repeats: int
+) -> list[dict[str, Any]]:
+    """Return the pause of one stream for each length of its context and each cause."""
     rows: list[dict[str, Any]] = []
     for context in contexts:
         row: dict[str, Any] = {"context": context}
-        for victim in VICTIMS:
-            pauses = []
-            with serving("--max-num-seqs", "1", RUNAHEAD_MODEL="") as server:
+        for cause in causes:
+            pauses = list[float]()
+            with serving("--max-num-seqs", "1", *settings, RUNAHEAD_MODEL="") as server:
                 async with server.async_client() as client:
-                    prompt = [300 + i % 1000 for i in range(context)]
-                    body = {"prompt": prompt, "max_tokens": 150, "extra_body": {"ignore_eos": True}}
-                    load = Load(client, [body])
-                    load.model = (await client.models.list()).data[0].id
-                    for _ in range(repeats):
-                        load.last_token = 0.0
+                    for number in range(repeats):
+                        prompt = [300 + 100 * number + i % 1000 for i in range(context)]  # one that no engine knows
+                        body = {"prompt": prompt, "max_tokens": 250, "extra_body": {"ignore_eos": True}}
+                        load = Load(client, [body])
                         answer = asyncio.create_task(load.ask(0))
                         while not load.last_token:  # noqa: ASYNC110  precise enough
                             await asyncio.sleep(0.01)
-                        pauses.append((await kill(server, victim, load, answer))[1])
+                        pauses.append(await disturb(server, cause, load, answer))
                         await answer
-            row[f"{victim}: pause_s"] = statistics.median(pauses)
+            row[f"{cause}: pause_s"] = statistics.median(pauses)
         print(row, flush=True)
         rows.append(row)
     return rows
 
 
-async def moved_pauses(contexts: list[int], repeats: int) -> list[dict[str, Any]]:
-    """Return the pause of one stream for each length of its context and each cause of its move."""
-    rows: list[dict[str, Any]] = []
-    settings = "--max-num-seqs", "1", "--threads", "1", "--data-parallel-size", "2", "--enable-admin-routes"
-    for context in contexts:
-        row: dict[str, Any] = {"context": context}
-        with serving(*settings, RUNAHEAD_MODEL="") as server:
-            async with server.async_client() as client, httpx.AsyncClient(base_url=server.url) as http:
-                for cause in MOVES:
-                    pauses = list[float]()
-                    for number in range(repeats):
-                        first = 300 + 100 * number + 50 * (cause == "drained")  # a prompt that no engine knows
-                        prompt = [first + i % 1000 for i in range(context)]
-                        body = {"prompt": prompt, "max_tokens": 250, "extra_body": {"ignore_eos": True}}
-                        load = Load(client, [body])
-                        load.model = (await client.models.list()).data[0].id
-                        pauses.append(await move(http, cause, load))
-                    row[f"{cause}: pause_s"] = statistics.median(pauses)
-        print(row, flush=True)
-        rows.append(row)
-    return rows
+async def kill_once(server: ServeProcess, victim: str, load: Load, answer: asyncio.Future[Any]) -> float:
+    return (await kill(server, victim, load, answer))[1]
 
 
-async def move(http: httpx.AsyncClient, cause: str, load: Load) -> float:
-    """Let a stream move. Return the longest time without a token after that, seconds."""
-    answer = asyncio.create_task(load.ask(0))
-    while not load.last_token:  # noqa: ASYNC110  precise enough
-        await asyncio.sleep(0.01)
-    [stream] = (await http.get("/engines/streams")).json()["streams"]
-    engines = (await http.get("/engines")).json()["engines"]
-    [owner] = [engine for engine in engines if engine["name"] == stream["engine"]]
-    last, pause = load.last_token, 0.0
-    if cause == "drained":
-        await http.post(f"/engines/{owner['name']}/drain")
-    else:
-        for pid in owner["pids"]:
-            os.kill(pid, signal.SIGKILL)
-    while not answer.done():
-        await asyncio.sleep(0.001)
-        pause, last = max(pause, load.last_token - last), load.last_token
-    await answer
-    await http.post(f"/engines/{owner['name']}/drain", params={"cancel": True})
-    while not await all_ready(http):  # noqa: ASYNC110  other processes
-        await asyncio.sleep(0.1)
+async def move(server: ServeProcess, cause: str, load: Load, answer: asyncio.Future[Any]) -> float:
+    """Let the stream move. Return the longest time without a token after that, seconds."""
+    async with httpx.AsyncClient(base_url=server.url) as http:
+        [stream] = (await http.get("/engines/streams")).json()["streams"]
+        last, pause, owner = load.last_token, 0.0, f"/engines/{stream['engine']}/drain"
+        if cause == "drained":
+            await http.post(owner)
+        else:
+            for pid in engines_of(server)[stream["engine"]]["pids"]:
+                os.kill(pid, signal.SIGKILL)
+        while not answer.done():
+            await asyncio.sleep(0.001)
+            pause, last = max(pause, load.last_token - last), load.last_token
+        await http.post(owner, params={"cancel": True})
+    await asyncio.to_thread(server.wait_engines, 2)
     return pause
-
-
-async def all_ready(http: httpx.AsyncClient) -> bool:
-    engines = (await http.get("/engines")).json()["engines"]
-    return all(engine["state"] == "ready" for engine in engines)
 
 
 def main() -> None:
@@ -189,8 +165,8 @@ def main() -> None:
     if args.contexts:
         if packaged_model() is None:
             raise SystemExit("the default model is not installed: make setup")
-        measure, causes = (moved_pauses, MOVES) if args.moves else (context_pauses, VICTIMS)
-        rows = asyncio.run(measure(args.contexts, args.repeats))
+        causes, disturb, settings = (MOVES, move, TWO_ENGINES) if args.moves else (VICTIMS, kill_once, ())
+        rows = asyncio.run(pauses_of(causes, disturb, settings, args.contexts, args.repeats))
         pauses = {cause: {str(row["context"]): row[f"{cause}: pause_s"] for row in rows} for cause in causes}
         figures = {"pause_seconds": pauses}
         report("recovery_served", "Pause by length of the context", rows, figures, {"model": "default"}, rows)

@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import json
 import random
-import re
 import sys
 import time
 from urllib.request import urlopen
@@ -17,9 +16,11 @@ from urllib.request import urlopen
 import aiohttp
 import numpy as np
 
-from tests.benchmarks.engines_served import free_port
+from services.cli.preflight import free_port
 from tests.benchmarks.support.report import report
 from tests.benchmarks.support.servers import started, wait_for
+from tests.metrics import total
+from tests.waiting import wait_until
 
 DEVICE = (
     "--backend=sim", "--sim-step-ms=10", "--sim-prefill-token-us=100", "--sim-decode-us=200", "--log-level=warning",
@@ -85,19 +86,19 @@ class MixedLoad:
 
 
 def measured(mode: str, args: argparse.Namespace) -> dict[str, float | str]:
-    port = free_port()
+    port = free_port("127.0.0.1", 0)
     with started([sys.executable, "-m", "services.cli", "serve", f"--port={port}", *DEVICE, *MODES[mode]]) as process:
         url = f"http://127.0.0.1:{port}"
         wait_for(f"{url}/readyz", process)
-        time.sleep(3.0)  # the other engine
+
+        def page() -> str:
+            with urlopen(f"{url}/metrics") as response:
+                return str(response.read().decode())
+
+        wait_until(lambda: total(page(), "runahead:engine_ready") == 2, "both engines are ready")
         load = MixedLoad(url, args)
         asyncio.run(load.run())
-        with urlopen(f"{url}/metrics") as response:
-            metrics = response.read().decode()
-
-    def total(name: str) -> float:
-        return sum(map(float, re.findall(rf"^vllm:external_prefix_cache_{name}_total{{.*}} (\S+)$", metrics, re.M)))
-
+        hits, queries = (total(page(), f"vllm:external_prefix_cache_{name}_total") for name in ("hits", "queries"))
     return {
         "mode": mode,
         "gap p50, ms": 1e3 * float(np.percentile(load.gaps, 50)),
@@ -106,7 +107,7 @@ def measured(mode: str, args: argparse.Namespace) -> dict[str, float | str]:
         "long: TTFT p50, s": float(np.median(load.first)),
         "long: second token p50, s": float(np.median(load.second)),
         "long prompts": float(len(load.first)),
-        "fetched, %": 100 * total("hits") / (total("queries") or 1.0),
+        "fetched, %": 100 * hits / (queries or 1.0),
     }
 
 

@@ -7,7 +7,6 @@ shares the CPU with the scheduler. The load comes over the scheduler's socket fo
 """
 
 import argparse
-import statistics
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,9 +17,9 @@ import numpy as np
 from services.scheduler.recording import EventRecording
 from tests.benchmarks.support.engine_client import engine
 from tests.benchmarks.support.random_llama import VOCAB, random_llama
-from tests.benchmarks.support.report import add_ints, report
+from tests.benchmarks.support.report import add_ints, medians, report
 
-PLAIN = "2"
+PLAIN, PROMPT = "2", 64
 
 
 class Variant(NamedTuple):
@@ -44,40 +43,25 @@ def run(
     variant: Variant, requests: int, output: int, scheduler: Mapping[str, object], worker: Mapping[str, object]
 ) -> dict[str, float]:
     """Return the metrics of one run of a variant."""
-    load = (variant.depth, requests, 64, output)
-    if not variant.records:
-        return measure(*load, scheduler, worker, variant.subscribes)
+    rng = np.random.default_rng(0)
+    limits = {"max_num_seqs": requests, "batch_queue_depth": variant.depth, **scheduler}
     with tempfile.TemporaryDirectory(prefix="recording-") as directory:
-        Path(directory).chmod(0o700)
-        metrics = measure(*load, {**scheduler, "record": directory}, worker)
-        if next(EventRecording(Path(directory)).records(), None) is None:
+        if variant.records:
+            limits["record"] = directory
+        with engine(limits, worker) as client:
+            if variant.subscribes:
+                client.subscribe()
+            for number in range(requests):  # different lengths, so that blocks fill in different steps
+                tokens = rng.integers(300, 1000, PROMPT + number % 16).astype(np.int32)
+                client.generate(tokens, number, output)
+            while client.finished < requests:
+                client.receive()
+            if variant.subscribes and not client.records:
+                raise SystemExit("the engine sent no step records")
+            metrics = client.window(requests)
+        if variant.records and next(EventRecording(Path(directory)).records(), None) is None:
             raise SystemExit("the engine recorded nothing")
     return metrics
-
-
-def measure(
-    depth: int,
-    requests: int,
-    prompt: int,
-    output: int,
-    scheduler: Mapping[str, object],
-    worker: Mapping[str, object],
-    subscribes: bool = False,
-) -> dict[str, float]:
-    """Return the metrics of one run at one depth. `subscribes`: the client receives step records."""
-    rng = np.random.default_rng(0)
-    limits = {"max_num_seqs": requests, "batch_queue_depth": depth, "log_level": "warning", **scheduler}
-    with engine(limits, {"log_level": "warning", **worker}) as client:
-        if subscribes:
-            client.subscribe()
-        for number in range(requests):  # different lengths, so that blocks fill in different steps
-            tokens = rng.integers(300, 1000, prompt + number % 16).astype(np.int32)
-            client.generate(tokens, number, output)
-        while client.finished < requests:
-            client.receive()
-        if subscribes and not client.records:
-            raise SystemExit("the engine sent no step records")
-        return client.window(requests)
 
 
 def main() -> None:
@@ -100,13 +84,7 @@ def main() -> None:
         for case, (requests, output, limits, worker) in cases.items():
             for name, variant in VARIANTS.items():
                 repeats[case][name].append(run(variant, requests, output, limits, worker))
-    median = {
-        case: {
-            depth: {name: statistics.median(run[name] for run in runs) for name in runs[0]}
-            for depth, runs in by_depth.items()
-        }
-        for case, by_depth in repeats.items()
-    }
+    median = {case: {depth: medians(runs) for depth, runs in by_depth.items()} for case, by_depth in repeats.items()}
 
     def figure(case: str, name: str) -> dict[str, float]:
         return {variant: median[case][variant][name] for variant in median[case]}
@@ -132,7 +110,7 @@ def main() -> None:
                 for case in cases
             },
         },
-        settings={"prompt": 64, "vocab": VOCAB, **vars(args), "sim": sim, "native_worker": native},
+        settings={"prompt": PROMPT, "vocab": VOCAB, **vars(args), "sim": sim, "native_worker": native},
         repeats=repeats,
     )
 

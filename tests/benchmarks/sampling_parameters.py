@@ -10,15 +10,13 @@ import argparse
 import statistics
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 
 from protocol.sampling import SamplingParams
-from protocol.steps import NewRequest
 from services.cli.bench.load import prompts
 from services.config import BenchConfig, WorkerConfig
-from tests.benchmarks.support.random_llama import SHAPES, random_llama
+from tests.benchmarks.support.random_llama import SHAPES, named_model
 from tests.benchmarks.support.report import add_ints, report
 from tests.benchmarks.support.static_batch import I32, StaticBatch
 
@@ -34,20 +32,12 @@ class SteppedBatch(StaticBatch):
 
     def steps(self, tokens: I32, params: list[SamplingParams]) -> Iterator[Times]:
         """Prefill `tokens`, int32[batch, prompt], and yield the times of each decode step."""
-        slots = np.arange(self.batch, dtype=np.int32)
-        self.wave += 1
-        table = np.arange(self.batch * self.blocks, dtype=np.int32).reshape(self.batch, self.blocks)
-        new = [
-            NewRequest(slot, self.wave, tokens[slot].tobytes(), self.prompt, table[slot].tobytes(), params[slot])
-            for slot in range(self.batch)
-        ]
-        starts = np.zeros_like(slots)
-        self.launch(slots, starts, starts + self.prompt, new).get()
-        for position in range(self.prompt, self.prompt + self.output - 1):
+        self.prefill(tokens, params)
+        for position in self.positions:
             began = time.perf_counter(), time.process_time()
-            self.launch(slots, starts + position, np.ones_like(slots), []).get()
+            self.decode(position).get()
             yield time.perf_counter() - began[0], time.process_time() - began[1]
-        self.runner.release(slots)
+        self.release()
 
 
 def main() -> None:
@@ -56,7 +46,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float32"])
     add_ints(parser, threads=2, batch=256, affected=64, logprobs=5, prompt=128, output=64, waves=2)
     args = parser.parse_args()
-    model = random_llama(args.model) if args.model in SHAPES else Path(args.model)
+    model = named_model(args.model)
     cases: dict[str, dict[str, object]] = {
         "nothing": {},
         "penalties": PENALTIES,

@@ -6,13 +6,12 @@ without requests does not compute. m135 has the shape of SmolLM2-135M.
 """
 
 import argparse
-import statistics
 from contextlib import ExitStack
 from typing import Any
 
 from tests.benchmarks.support.random_llama import SHAPES, random_llama
-from tests.benchmarks.support.report import add_ints, report
-from tests.benchmarks.support.servers import BACKENDS, forward_seconds, runahead, served
+from tests.benchmarks.support.report import add_ints, medians, report
+from tests.benchmarks.support.servers import BACKENDS, forward_seconds, runahead_process, served
 
 DEPTHS = (1, 2)
 COLUMNS = {
@@ -35,9 +34,9 @@ def measure(model: str, backend: str, args: argparse.Namespace) -> Loads:
     """Serve the load `args.repeats` times at each depth."""
     loads: Loads = {depth: [] for depth in DEPTHS}
     with ExitStack() as stack:
-        urls = {
+        servers = {
             depth: stack.enter_context(
-                runahead(
+                runahead_process(
                     random_llama(model),
                     f"--backend={backend}",
                     f"--batch-queue-depth={depth}",
@@ -53,17 +52,16 @@ def measure(model: str, backend: str, args: argparse.Namespace) -> Loads:
         }
         for number in range(args.repeats):
             for depth in DEPTHS if number % 2 == 0 else reversed(DEPTHS):
-                before = forward_seconds(urls[depth])
-                load = served(urls[depth], args.concurrency, args.input_len, args.output_len, args.waves)
-                forward, gap = (
-                    after - first for first, after in zip(before, forward_seconds(urls[depth]), strict=True)
-                )
+                url = servers[depth].url
+                before = forward_seconds(url)
+                load = served(url, args.concurrency, args.input_len, args.output_len, args.waves)
+                forward, gap = (after - first for first, after in zip(before, forward_seconds(url), strict=True))
                 loads[depth].append({**load, "gap_share": gap / forward})
     return loads
 
 
-def medians(loads: Loads, depth: int) -> dict[str, float]:
-    return {name: statistics.median(load[key] for load in loads[depth]) for name, key in COLUMNS.items()}
+def columns(loads: Loads, depth: int) -> dict[str, float]:
+    return medians([{name: load[key] for name, key in COLUMNS.items()} for load in loads[depth]])
 
 
 def main() -> None:
@@ -78,13 +76,13 @@ def main() -> None:
         "served_depths",
         title=f"{args.dtype}, {args.threads} threads, concurrency {args.concurrency}: medians of {args.repeats}; ms",
         rows=[
-            {"model, backend": case, "depth": depth, **medians(loads, depth)}
+            {"model, backend": case, "depth": depth, **columns(loads, depth)}
             for case, loads in cases.items()
             for depth in DEPTHS
         ],
         figures={
             f"{case}: depth 2 over depth 1": {
-                name: medians(loads, 2)[name] / medians(loads, 1)[name] for name in COLUMNS
+                name: columns(loads, 2)[name] / columns(loads, 1)[name] for name in COLUMNS
             }
             for case, loads in cases.items()
         },

@@ -106,12 +106,9 @@ def compared(
 ) -> Runs:
     """Run all engines in turn with the same prompts, then with the next ones."""
     runs: dict[int, dict[str, list[EngineRun]]] = {c: {name: [] for name in engines} for c in args.streams}
-    worker = {"threads": args.threads, "log_level": "warning", "kv_cache_memory_bytes": 256 << 20}
+    worker = {"threads": args.threads, "kv_cache_memory_bytes": 256 << 20}
     with ExitStack() as stack:
-        clients = {
-            name: stack.enter_context(engine({"log_level": "warning", **settings}, worker))
-            for name, settings in engines.items()
-        }
+        clients = {name: stack.enter_context(engine(settings, worker)) for name, settings in engines.items()}
         for client in clients.values():  # a warm-up, in which the number of drafts adapts
             run_prompts(client, prompts[:4], 4, params)
         for _ in range(args.repeats):
@@ -154,8 +151,8 @@ def acceptance_equal(methods: Mapping[str, int], prompts: Prompts, params: Sampl
     for method, settings in speculative(methods, adaptive=False).items():
         counts = []
         for depth in (1, 2):
-            limits = {"batch_queue_depth": depth, "log_level": "warning", "enable_prefix_caching": False}
-            with engine({**limits, **settings}, {"threads": threads, "log_level": "warning"}) as client:
+            limits = {"batch_queue_depth": depth, "enable_prefix_caching": False}
+            with engine({**limits, **settings}, {"threads": threads}) as client:
                 run_prompts(client, prompts, len(prompts), params)
                 finishes = sorted(client.finishes, key=lambda finish: finish.number)
                 counts.append([(each.num_draft_tokens, each.num_accepted_tokens) for each in finishes])

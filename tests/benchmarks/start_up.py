@@ -1,20 +1,14 @@
 """Start-up: seconds and CPU time from `runahead serve` to the line that names its URL, on a prepared environment."""
 
 import argparse
-import re
-import signal
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-from tests.benchmarks.support.random_llama import SHAPES, random_llama
+from tests.benchmarks.support.processor_time import cpu_seconds
+from tests.benchmarks.support.random_llama import SHAPES, named_model
 from tests.benchmarks.support.report import report
-
-SERVICE = re.compile(rb"services\.cli\.child\0(\w+)")
-TICKS = 100
-"""Clock ticks per second in /proc."""
+from tests.benchmarks.support.servers import runahead_process
 
 
 def main() -> None:
@@ -23,7 +17,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("flags", nargs="*", help="of `runahead serve`")
     args = parser.parse_args()
-    model = str(random_llama(args.model)) if args.model in SHAPES else args.model
+    model = named_model(args.model)
     _start(model, args.flags)  # compiles what is not compiled, and reads the files into memory
     repeats = [_start(model, args.flags) for _ in range(args.repeats)]
     rows = [
@@ -40,30 +34,10 @@ def main() -> None:
     )
 
 
-def _start(model: str, flags: list[str]) -> dict[str, float]:
-    command = [sys.executable, "-m", "services.cli", "serve", model, "--port=0", "--log-level=warning", *flags]
+def _start(model: Path, flags: list[str]) -> dict[str, float]:
     began = time.monotonic()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
-        try:
-            line = process.stdout.readline() if process.stdout else b""
-            ready = time.monotonic() - began
-            if b"Serving" not in line:
-                raise SystemExit("the server did not start")
-            return {"ready s": ready, "serve": _cpu_seconds(process.pid), **_children(process.pid)}
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait()
-
-
-def _children(parent: int) -> dict[str, float]:
-    pids = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    found = {pid: SERVICE.search(Path(f"/proc/{pid}/cmdline").read_bytes()) for pid in pids}
-    return {match[1].decode(): _cpu_seconds(int(pid)) for pid, match in found.items() if match is not None}
-
-
-def _cpu_seconds(pid: int) -> float:
-    user, system = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13]
-    return (int(user) + int(system)) / TICKS
+    with runahead_process(model, *flags) as server:
+        return {"ready s": time.monotonic() - began, **cpu_seconds(server)}
 
 
 if __name__ == "__main__":

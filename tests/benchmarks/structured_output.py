@@ -22,7 +22,7 @@ from protocol.requests import FinishReason
 from protocol.sampling import GrammarKind, StructuredOutputParams
 from services.scheduler.grammar.masks import FAILPOINT
 from tests.benchmarks.support.engine_client import engine
-from tests.benchmarks.support.report import add_ints, report
+from tests.benchmarks.support.report import add_ints, medians, report
 
 RECORD = {
     "type": "object",
@@ -54,13 +54,8 @@ def measure(
         distinct: number of different schemas of the constrained requests.
     """
     rng = np.random.default_rng(0)
-    limits: dict[str, object] = {
-        "max_num_seqs": requests,
-        "max_model_len": 2048,
-        "block_size": 32,
-        "log_level": "warning",
-    }
-    with engine(limits, {"log_level": "warning", **worker}) as client:
+    limits: dict[str, object] = {"max_num_seqs": requests, "max_model_len": 2048, "block_size": 32}
+    with engine(limits, worker) as client:
         for number in range(requests):  # different lengths, so that blocks fill in different steps
             tokens = rng.integers(300, 1000, 64 + number % 16).astype(np.int32)
             structured = None
@@ -78,7 +73,6 @@ def measure(
                         raise SystemExit(f"request {finish.number}: {finish.reason.name} {finish.message}")
                 for number in np.frombuffer(message.numbers, np.uint32).tolist():
                     arrivals[number].append(now)
-        assert client.state is not None
         stats = client.state.stats
     if any(len(times) < 100 for times in arrivals):
         raise SystemExit("a request has too few tokens; increase --output")
@@ -115,9 +109,7 @@ def main() -> None:
         for case, (constrained, delay) in cases.items():
             os.environ[FAILPOINT] = str(delay)
             repeats[case].append(measure(constrained, args.requests, args.output, args.distinct, worker))
-    median = {
-        case: {name: statistics.median(run[name] for run in runs) for name in runs[0]} for case, runs in repeats.items()
-    }
+    median = {case: medians(runs) for case, runs in repeats.items()}
 
     def ratio(name: str, case: str = "constrained") -> float:
         return median[case][name] / median["unconstrained"][name]

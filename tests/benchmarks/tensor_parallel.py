@@ -5,12 +5,10 @@ repeat are measured one after the other, so that noise of the machine affects al
 """
 
 import argparse
-import statistics
-from pathlib import Path
 
 from services.checkpoint import DEMO_MODEL
-from tests.benchmarks.support.random_llama import SHAPES, random_llama
-from tests.benchmarks.support.report import add_ints, report
+from tests.benchmarks.support.random_llama import SHAPES, named_model
+from tests.benchmarks.support.report import add_ints, medians, report
 from tests.benchmarks.support.servers import without_engine
 
 
@@ -24,10 +22,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2])
     add_ints(parser, batch=16, prompt=128, output=64, waves=1, repeats=3)
     args = parser.parse_args()
-    paths = {
-        name: str(DEMO_MODEL) if name == "demo" else str(random_llama(name) if name in SHAPES else Path(name))
-        for name in args.models
-    }
+    paths = {name: DEMO_MODEL if name == "demo" else named_model(name) for name in args.models}
     batch = {"threads": 1, "dtype": args.dtype, "batch": args.batch, "prompt": args.prompt, "output": args.output}
     batch["waves"] = args.waves
     repeats: dict[str, dict[int, list[dict[str, float]]]] = {name: {size: [] for size in args.sizes} for name in paths}
@@ -37,11 +32,9 @@ def main() -> None:
                 repeats[name][size].append(without_engine("static_batch.py", model=path, ranks=size, **batch))
     rows, ratios = [], {}
     for name, sizes in repeats.items():
-        medians = {
-            size: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for size, runs in sizes.items()
-        }
-        for size, median in medians.items():
-            ratio = median["tokens_per_s"] / medians[args.sizes[0]]["tokens_per_s"]
+        by_size = {size: medians(runs) for size, runs in sizes.items()}
+        for size, median in by_size.items():
+            ratio = median["tokens_per_s"] / by_size[args.sizes[0]]["tokens_per_s"]
             ratios[f"{name}_tp{size}"] = ratio
             rows.append(
                 {

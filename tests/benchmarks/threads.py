@@ -15,7 +15,7 @@ from typing import Any
 from services.worker.machine import cores
 from tests.benchmarks.support.random_llama import SHAPES, random_llama
 from tests.benchmarks.support.report import report
-from tests.benchmarks.support.servers import BACKENDS, runahead, served
+from tests.benchmarks.support.servers import BACKENDS, runahead_process, served
 
 TOKENS, WAVES = 64, {1: 6, 16: 2, 64: 3}
 """Tokens of each prompt and answer; streams -> requests of each."""
@@ -37,9 +37,9 @@ def busy_core() -> Iterator[None]:
 def measure(model: str, backend: str, args: argparse.Namespace) -> Loads:
     loads: Loads = {}
     with ExitStack() as stack:
-        urls = {
+        servers = {
             threads: stack.enter_context(
-                runahead(
+                runahead_process(
                     random_llama(model),
                     f"--backend={backend}",
                     f"--threads={threads}",
@@ -52,14 +52,14 @@ def measure(model: str, backend: str, args: argparse.Namespace) -> Loads:
             )
             for threads in (0, *range(1, cores() + 1))
         }
-        for url in urls.values():
-            served(url, max(args.streams), TOKENS, TOKENS, 1)
+        for server in servers.values():
+            served(server.url, max(args.streams), TOKENS, TOKENS, 1)
         for _ in range(args.repeats):
             for streams in args.streams:
-                for threads, url in urls.items():
+                for threads, server in servers.items():
                     for is_busy in (False, True):
                         with busy_core() if is_busy else ExitStack():
-                            load = served(url, streams, TOKENS, TOKENS, WAVES.get(streams, 2))
+                            load = served(server.url, streams, TOKENS, TOKENS, WAVES.get(streams, 2))
                         loads.setdefault((streams, threads, is_busy), []).append(load["output_throughput"])
     return loads
 

@@ -79,7 +79,7 @@ def send(client: BenchmarkClient, shape: LoadShape) -> None:
 def serve(directory: Path, shape: LoadShape, scheduler: Settings, worker: Settings) -> Served:
     """Serve the load once and record it."""
     directory.mkdir(mode=0o700)
-    with engine({**scheduler, "record": str(directory), "log_level": "warning"}, worker) as client:
+    with engine({**scheduler, "record": str(directory)}, worker) as client:
         send(client, shape)
         time.sleep(0.5)  # the recording is complete
     return Served(directory, History.read(EventRecording(directory)))

@@ -39,7 +39,6 @@ def serving(*arguments: str) -> Iterator[RunningServer]:
             text=True,
         )
         try:
-            assert process.stdout is not None
             match = re.search(r"Serving (\S+) at (\S+)/v1", process.stdout.readline())
             assert match, "the server did not start"
             yield RunningServer(match[2], match[1])

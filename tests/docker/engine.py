@@ -79,7 +79,6 @@ class DockerEngine:
             tar = subprocess.Popen(["tar", "-C", directory, *excluded, "-c", "."], stdout=subprocess.PIPE)
             importing = [self.client, "import", "-", name]
             subprocess.run(importing, stdin=tar.stdout, env=self.environment, check=True, stdout=subprocess.DEVNULL)
-            assert tar.stdout is not None
             tar.stdout.close()
             assert tar.wait() == 0
 

@@ -6,8 +6,6 @@ import re
 import socket
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +14,7 @@ from typing import Any
 from openai import OpenAI
 
 from tests.docker.engine import DockerEngine, output
+from tests.e2e.server import HttpServer
 
 PATIENCE = 180.0
 """Seconds after which a condition that does not hold is a failure."""
@@ -63,7 +62,7 @@ class Container:
         return int(bound["HostPort"])
 
 
-class Stack:
+class Stack(HttpServer):
     """One Compose project."""
 
     def __init__(self, engine: DockerEngine, name: str, overlays: Sequence[str] = (), **environment: str) -> None:
@@ -85,8 +84,8 @@ class Stack:
             **environment,
         }
 
-    def compose(self, *arguments: str, timeout: float = 300) -> str:
-        return output([*self._command, *arguments], self.environment, timeout)
+    def compose(self, *arguments: str) -> str:
+        return output([*self._command, *arguments], self.environment, timeout=300)
 
     def up(self, workers: int = 1) -> None:
         self.compose("up", "--detach", "--no-build", "--scale", f"worker={workers}")
@@ -125,24 +124,8 @@ class Stack:
         return [int(tensor) * int(stages) for tensor, stages in found]
 
     @property
-    def url(self) -> str:
+    def url(self) -> str:  # type: ignore[override]  # containers may be replaced
         return f"http://127.0.0.1:{self.containers('frontend')[0].host_port}"
-
-    def openai(self, key: str = "none") -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE)
-
-    def get(self, path: str) -> tuple[int, str]:
-        try:
-            with urllib.request.urlopen(self.url + path, timeout=30) as response:
-                return response.status, response.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
-
-    def metric(self, name: str) -> float:
-        """Return a gauge or counter by its name without prefix, summed over its labels."""
-        found = re.findall(rf"^runahead:{name}(?:\{{.*\}})? (\S+)$", self.get("/metrics")[1], re.MULTILINE)
-        assert found, f"no metric {name}"
-        return sum(map(float, found))
 
 
 @contextmanager
@@ -208,7 +191,7 @@ class StreamingLoad:
 
     def _run(self, number: int) -> None:
         prompt = PROMPTS[number % len(PROMPTS)]
-        with self.stack.openai() as client:
+        with self.stack.client() as client:
             while not self._stop.is_set() and not self.failures:
                 try:
                     text = streamed(client, prompt, TOKENS)

@@ -37,13 +37,13 @@ def stack(engine: DockerEngine) -> Iterator[Stack]:
 @pytest.fixture(scope="module")
 def expected(stack: Stack) -> dict[str, str]:
     """Texts of one worker without faults, by prompt."""
-    with stack.openai() as client:
+    with stack.client() as client:
         return {prompt: streamed(client, prompt, TOKENS) for prompt in PROMPTS}
 
 
 def test_streams_come_from_three_containers(stack: Stack, expected: dict[str, str]) -> None:
     assert [container.service for container in stack.containers()] == ["frontend", "scheduler", "worker"]
-    with stack.openai() as client:
+    with stack.client() as client:
         model = client.models.list().data[0].id
         chat = client.chat.completions.create(
             model=model, messages=[{"role": "user", "content": "Hello"}], max_tokens=8, temperature=0, stream=True
@@ -190,7 +190,7 @@ def test_crashed_scheduler_is_restarted_and_changes_no_stream(stack: Stack, expe
     (scheduler,), (worker,) = stack.containers("scheduler"), stack.containers("worker")
     resubmitted, loads = stack.metric("requests_resubmitted_total"), stack.metric("weight_loads")
     kill = partial(os.kill, scheduler.details["State"]["Pid"], signal.SIGKILL)
-    with stack.openai() as client:
+    with stack.client() as client:
         wanted = streamed(client, PROMPTS[0], LONG)
         with StreamingLoad(stack, expected).on() as load:
             load.wait_for_more()
@@ -218,7 +218,7 @@ def test_stopped_worker_is_unhealthy_until_it_continues(stack: Stack) -> None:
 
 def test_metrics_count_generated_tokens_and_requests(stack: Stack, expected: dict[str, str]) -> None:
     before = stack.metric("generation_tokens_total")
-    with stack.openai() as client:
+    with stack.client() as client:
         streamed(client, PROMPTS[0], TOKENS)
     stack.wait_until(lambda: stack.metric("generation_tokens_total") == before + TOKENS, "the tokens are counted")
     assert stack.metric("num_requests_running") == 0
@@ -227,7 +227,7 @@ def test_metrics_count_generated_tokens_and_requests(stack: Stack, expected: dic
 
 def test_stop_waits_for_open_streams(stack: Stack) -> None:
     """Must be the last test, because it stops the stack."""
-    with stack.openai() as client:
+    with stack.client() as client:
         model = client.models.list().data[0].id
         stream = client.completions.create(
             model=model, prompt="A list", max_tokens=1500, temperature=0, stream=True, extra_body={"ignore_eos": True}

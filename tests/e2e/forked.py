@@ -1,7 +1,7 @@
 """`runahead serve` without starting interpreters: the supervisor runs in a forked process and forks its services.
 
-What the services import takes longer than most tests. `ForkedService` has the part of `subprocess.Popen` that the
-supervisor uses; the services run the same entry point with the same arguments and environment.
+What the services import takes longer than most tests. The services run the same entry point with the same arguments and
+environment.
 """
 
 import multiprocessing
@@ -16,6 +16,7 @@ from typing import Any
 
 from services.cli import supervisor
 from services.cli.supervisor import STOP_SIGNALS
+from tests.preloaded import ForkedProcess
 
 CODE = "import sys; from tests.e2e.forked import main; sys.exit(main())"
 ENTRY_POINT = "services.cli.child"
@@ -25,7 +26,7 @@ STARTED = subprocess.Popen
 """Services start their own child processes with it."""
 
 
-class ForkedService:
+class ForkedService(ForkedProcess):
     """A service of `serve` in a forked process."""
 
     __class_getitem__ = classmethod(GenericAlias)
@@ -45,27 +46,8 @@ class ForkedService:
         self.stdout = os.fdopen(reader, "rb", 0)
 
     @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
-
-    @property
     def returncode(self) -> int | None:
-        return self._process.exitcode
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def wait(self) -> int | None:
-        self._process.join()
         return self.poll()
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
 
 
 def _run(arguments: Sequence[str], environment: dict[str, str], output: int) -> None:

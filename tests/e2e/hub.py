@@ -2,29 +2,25 @@
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+
+from tests.http_server import http_server
 
 COMMIT = "0123456789012345678901234567890123456789"
 
 
-class LocalHub(ThreadingHTTPServer):
+class LocalHub:
     """Repositories by name, each with its files by path. One commit, on the branch `main`."""
 
-    daemon_threads = True
+    url = ""
 
     def __init__(self, repositories: Mapping[str, Mapping[str, bytes]]) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
         self.repositories = repositories
         self.downloads: list[str] = []
         """Files that were sent, as repository/path."""
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
 
     def environment(self, cache: Path) -> dict[str, str]:
         """Return environment variables of a process that uses this hub and nothing else."""
@@ -32,7 +28,7 @@ class LocalHub(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: LocalHub
+    hub: LocalHub
 
     def do_HEAD(self) -> None:
         self._answer(with_body=False)
@@ -45,7 +41,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, with_body: bool) -> None:
         path = self.path.partition("?")[0]
-        for name, files in self.server.repositories.items():
+        for name, files in self.hub.repositories.items():
             if path == f"/api/models/{name}/revision/main":
                 siblings = [{"rfilename": file} for file in files]
                 return self._send(json.dumps({"id": name, "sha": COMMIT, "siblings": siblings}).encode())
@@ -58,7 +54,7 @@ class _Handler(BaseHTTPRequestHandler):
             for file, data in files.items():
                 if path == f"/{name}/resolve/{COMMIT}/{file}":
                     if with_body:
-                        self.server.downloads.append(f"{name}/{file}")
+                        self.hub.downloads.append(f"{name}/{file}")
                     return self._send(data, with_body)
         self.send_response(404)
         self.send_header("X-Error-Code", "RepoNotFound")
@@ -83,11 +79,5 @@ def _etag(data: bytes) -> str:
 def local_hub(repositories: Mapping[str, Mapping[str, bytes]]) -> Iterator[LocalHub]:
     """Serve the repositories on a thread."""
     hub = LocalHub(repositories)
-    thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-    thread.start()
-    try:
+    with http_server(type("_HubHandler", (_Handler,), {"hub": hub})) as hub.url:
         yield hub
-    finally:
-        hub.shutdown()
-        thread.join()
-        hub.server_close()

@@ -8,32 +8,24 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from signal import SIGTERM
 
 import psutil
 from openai import AsyncOpenAI, OpenAI
 
 from services.checkpoint import DEMO_MODEL
 from tests.e2e import forked as forked_serve
+from tests.metrics import samples
 from tests.preloaded import OUTPUT, PreloadedProcess
-
-PATIENCE = 120.0
-"""Seconds after which a condition that does not hold is a failure."""
+from tests.waiting import PATIENCE, wait_until
 
 SIM = ("--backend", "sim", "--sim-step-ms", "20")
 """Steps of 20 ms, so that streams last on any machine."""
 NATIVE = ("--threads", "1", "--kv-cache-memory-bytes", str(64 << 20))
-
-
-def wait_until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, f"not true in time: {what}"
-        time.sleep(0.02)
 
 
 class HttpServer:
@@ -41,8 +33,8 @@ class HttpServer:
 
     url = ""
 
-    def client(self) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
+    def client(self, key: str = "none") -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE)
 
     def async_client(self) -> AsyncOpenAI:
         return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
@@ -67,9 +59,9 @@ class HttpServer:
 
     def metric(self, name: str) -> float:
         """Return a gauge or counter by its name without prefix, summed over its labels."""
-        found = re.findall(rf"^runahead:{name}(?:\{{.*\}})? (\S+)$", self.get("/metrics")[1], re.MULTILINE)
+        found = samples(self.get("/metrics")[1], f"runahead:{name}")
         assert found, f"no metric {name}"
-        return sum(map(float, found))
+        return sum(sample.value for sample in found)
 
 
 class ServeProcess(HttpServer):
@@ -100,7 +92,6 @@ class ServeProcess(HttpServer):
         self.services: dict[str, psutil.Process] = {}
 
     def wait_ready(self) -> None:
-        assert self.process.stdout is not None
         self.welcome = self.process.stdout.readline().decode()
         match = re.search(r"https?://\S+(?=/v1 )", self.welcome)
         assert match, f"not ready; its log:\n{self.log.read_text()}"
@@ -123,6 +114,12 @@ class ServeProcess(HttpServer):
 
     def wait(self) -> int:
         return self.process.wait(PATIENCE)
+
+    def stop(self, number: int = SIGTERM) -> None:
+        """Let it end in order."""
+        self.signal(number)
+        assert self.wait() == 0, self.log.read_text()
+        self.assert_nothing_is_left()
 
     def last_line(self) -> str:
         return self.log.read_text().splitlines()[-1]

@@ -2,16 +2,17 @@
 
 import asyncio
 import json
-import re
 import signal
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from openai import APIError, AsyncOpenAI
 
 from tests.e2e.server import HttpServer, ServeProcess, wait_until
+from tests.metrics import samples, total
 
 SCHEMA = {
     "type": "object",
@@ -122,24 +123,19 @@ async def text_and_error(client: AsyncOpenAI, prompt: str, max_tokens: int) -> t
     return found, ""
 
 
-async def restart(server: ServeProcess, name: str, number: int) -> None:
-    """Send a signal to a service and wait for the next one."""
-    before = server.services[name]
-    before.send_signal(number)
-    while server.services[name] == before:
+async def restart(server: ServeProcess, *names: str, number: int = signal.SIGKILL) -> None:
+    """Send a signal to services and wait for the next ones."""
+    before = {name: server.services[name] for name in names}
+    for process in before.values():
+        process.send_signal(number)
+    while any(server.services[name] == process for name, process in before.items()):
         await asyncio.sleep(0.02)
         server.find_services()
 
 
 async def kill_engine(server: ServeProcess, name: str) -> None:
     """Kill the scheduler and the worker of an engine, and wait until the supervisor has started others."""
-    services = [f"scheduler-{name}", f"worker-{name}"]
-    before = [server.services[service] for service in services]
-    for process in before:
-        process.send_signal(signal.SIGKILL)
-    while any(server.services[s] == b for s, b in zip(services, before, strict=True)):
-        await asyncio.sleep(0.02)
-        server.find_services()
+    await restart(server, f"scheduler-{name}", f"worker-{name}")
 
 
 def num_files(server: ServeProcess) -> dict[str, int]:
@@ -158,12 +154,9 @@ def assert_no_file_is_left(server: ServeProcess, before: dict[str, int]) -> None
 
 def requests_total(server: HttpServer) -> dict[str, float]:
     """Return the requests that have ended, by outcome."""
-    found = re.findall(
-        r'^runahead:requests_total\{.*outcome="(\w+)".*\} (\S+)$', server.get("/metrics")[1], re.MULTILINE
-    )
-    totals: dict[str, float] = {}
-    for outcome, count in found:
-        totals[outcome] = totals.get(outcome, 0.0) + float(count)
+    totals = defaultdict[str, float](float)
+    for labels, count in samples(server.get("/metrics")[1], "runahead:requests_total"):
+        totals[labels["outcome"]] += count
     return totals
 
 
@@ -183,8 +176,7 @@ def engines_of(server: HttpServer) -> dict[str, dict[str, Any]]:
 
 def moves(server: HttpServer) -> float:
     """Return the number of moved streams."""
-    has_any = "stream_moves_total{" in server.get("/metrics")[1]
-    return server.metric("stream_moves_total") if has_any else 0.0
+    return total(server.get("/metrics")[1], "runahead:stream_moves_total")
 
 
 def assert_nothing_is_kept(server: HttpServer) -> None:

@@ -11,7 +11,6 @@ def test_reset_prefix_cache_empties_the_cache(sim: ServeProcess) -> None:
     def cached() -> int:
         with sim.client() as client:
             answer = client.completions.create(model=client.models.list().data[0].id, prompt=prompt, max_tokens=2)
-        assert answer.usage is not None
         details = answer.usage.prompt_tokens_details
         return (details.cached_tokens or 0) if details is not None else 0
 

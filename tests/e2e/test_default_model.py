@@ -193,8 +193,6 @@ def test_two_ranks_with_unequal_shares_give_the_tokens_of_one(ask: OpenAI) -> No
     with serving(*COMMON, "--tensor-parallel-size=2", RUNAHEAD_MODEL="") as two, two.client() as client:
         assert two.metric("num_workers") == 2
         for one, other in zip(alone, client.completions.create(prompt=prompts, **asked).choices, strict=True):
-            assert one.logprobs is not None
-            assert other.logprobs is not None
             ours, theirs = one.logprobs.tokens or [], other.logprobs.tokens or []
             tops = [sorted(top.values()) for top in one.logprobs.top_logprobs or []]
             ties = [at for at, values in enumerate(tops) if values[-1] - values[-2] < TIE]

@@ -4,7 +4,6 @@ import asyncio
 import json
 import random
 import shutil
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -186,9 +185,7 @@ async def test_streams_move_when_settings_change(pair: ServeProcess, undisturbed
     assert completed(pair) - before == rounds * len(bodies())
     left = ["frontend", f"scheduler-{last}", f"worker-{last}"]
     wait_until(lambda: sorted(services_of(pair)) == left, "the old processes have ended")
-    pair.signal(signal.SIGTERM)
-    assert pair.wait() == 0, pair.log.read_text()
-    pair.assert_nothing_is_left()
+    pair.stop()
 
 
 async def test_streams_end_with_an_error_when_the_weights_change() -> None:

@@ -51,7 +51,7 @@ async def test_streams_continue_when_a_worker_dies_in_native_code(undisturbed_si
     with serving(*SIM) as server:
         async with server.async_client() as client:
             for lost, number in enumerate((signal.SIGSEGV, signal.SIGABRT), 1):
-                assert await answers(client, partial(restart, server, "worker", number)) == undisturbed_sim
+                assert await answers(client, partial(restart, server, "worker", number=number)) == undisturbed_sim
                 assert server.metric("epochs_lost_total") == lost
                 assert f"worker was killed by {number.name}; restarting" in server.log.read_text()
             assert_nothing_is_kept(server)
@@ -100,7 +100,6 @@ async def test_streams_continue_when_the_scheduler_never_returns_from_a_loop(
                 answer = await client.completions.create(
                     model=model, prompt=[100, FAULTY, 300], max_tokens=3, temperature=0
                 )
-                assert answer.usage is not None
                 assert answer.usage.completion_tokens == 3
 
             assert await answers(client, disturb) == undisturbed_sim

@@ -21,7 +21,6 @@ def keeper(path: Path, seconds: int) -> Iterator[subprocess.Popen[str]]:
         [sys.executable, "-m", "services.cli", *arguments], stdout=subprocess.PIPE, text=True
     ) as process:
         try:
-            assert process.stdout is not None
             assert "Keeping KV memory" in process.stdout.readline()
             yield process
         finally:

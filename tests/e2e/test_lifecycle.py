@@ -78,7 +78,7 @@ async def test_a_killed_frontend_is_replaced_until_it_dies_too_often() -> None:
         await frontend_is_replaced(server, signal.SIGKILL)
         assert "frontend was killed by SIGKILL; restarting" in server.log.read_text()
         for _ in range(2):
-            await restart(server, "frontend", signal.SIGKILL)
+            await restart(server, "frontend")
         server.services["frontend"].kill()
         assert server.wait() == 128 + signal.SIGKILL
         assert server.last_line() == "runahead: frontend was killed by SIGKILL"
@@ -132,19 +132,13 @@ def test_public_address_warns_without_a_key_and_requires_a_given_key() -> None:
     """Both idle servers stop on one signal."""
     with serving(*SIM, "--host", "0.0.0.0", forked=False) as server:
         assert "WARNING: anyone who can reach 0.0.0.0" in server.log.read_text()
-        stop(server, signal.SIGTERM)
+        server.stop()
     with serving(*SIM, "--host", "0.0.0.0", RUNAHEAD_API_KEY="sesame", forked=False) as server:
         assert "WARNING" not in server.log.read_text()
         assert server.get("/v1/models")[0] == 401
         assert all("sesame" not in " ".join(service.cmdline()) for service in server.services.values())
         assert all("RUNAHEAD_API_KEY" not in service.environ() for service in server.services.values())
-        stop(server, signal.SIGINT)
-
-
-def stop(server: ServeProcess, number: int) -> None:
-    server.signal(number)
-    assert server.wait() == 0, server.log.read_text()
-    server.assert_nothing_is_left()
+        server.stop(signal.SIGINT)
 
 
 def test_a_runtime_directory_that_cannot_be_written_is_one_line() -> None:

@@ -78,9 +78,7 @@ async def test_killed_workers_are_restarted_and_streams_continue(layout: tuple[s
                 ranks = ["worker-0", "worker-1"]
                 assert await answers_with_loss_during_recovery(client, server, ranks) == undisturbed
             server.find_services()
-            server.signal(signal.SIGTERM)
-            assert server.wait() == 0, server.log.read_text()
-            server.assert_nothing_is_left()
+            server.stop()
 
 
 @pytest.mark.parametrize(

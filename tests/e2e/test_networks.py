@@ -1,7 +1,6 @@
 """`serve` with TLS, behind a proxy's path, and on a Unix socket."""
 
 import re
-import signal
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,25 +11,20 @@ import httpx
 import pytest
 
 from services.cli.healthcheck import Unhealthy, healthcheck
-from tests.e2e.server import ServeProcess
+from tests.e2e.server import ServeProcess, serving
 
 CERTIFICATES = Path(__file__).parents[1] / "integration" / "frontend" / "certificates"
 AUTHORITY, CERTIFICATE, KEY = (str(CERTIFICATES / name) for name in ("ca.pem", "server.pem", "server.key"))
-SIM = ("--backend", "sim", "--port", "0")
+SIM = ("--backend", "sim")
 TLS = ("--ssl-certfile", CERTIFICATE, "--ssl-keyfile", KEY)
 BODY = {"prompt": "Hi", "max_tokens": 3, "stream": True}
 
 
 @contextmanager
 def served(*arguments: str) -> Iterator[ServeProcess]:
-    server = ServeProcess(*SIM, *arguments)
-    try:
-        server.wait_ready()
+    with serving(*SIM, *arguments) as server:
         yield server
-        server.signal(signal.SIGTERM)
-        assert server.wait() == 0
-    finally:
-        server.clean_up()
+        server.stop()
 
 
 def trusting() -> ssl.SSLContext:
@@ -89,22 +83,16 @@ def test_unix_socket(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_used_is_one_line_before_any_service_starts(arguments: tuple[str, ...], words: str) -> None:
-    server = ServeProcess(*SIM, *arguments)
-    try:
-        assert server.process.wait(30) == 2
+    with serving(*SIM, *arguments, wait=False) as server:
+        assert server.wait() == 2
         (line,) = server.log.read_text().splitlines()
         assert words in line
-    finally:
-        server.clean_up()
 
 
 def test_taken_unix_socket_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("x")
-    server = ServeProcess(*SIM, "--uds", str(path))
-    try:
-        assert server.process.wait(60) != 0
+    with serving(*SIM, "--uds", str(path), wait=False) as server:
+        assert server.wait() != 0
         assert server.log.read_text() == f"runahead: --uds: {path} is a file; give a path that a socket can have\n"
-    finally:
-        server.clean_up()
     assert path.read_text() == "x"

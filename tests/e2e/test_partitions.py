@@ -60,7 +60,6 @@ def test_an_idle_engine_whose_link_is_broken_is_not_ready(services: SeparateServ
     with services.client() as client:
         model = client.models.list().data[0].id
         answer = client.completions.create(model=model, prompt="Hi", max_tokens=5, extra_body={"ignore_eos": True})
-        assert answer.usage is not None
         assert answer.usage.completion_tokens == 5
 
 

@@ -85,8 +85,7 @@ def test_a_recorded_server_replays_exactly(
     with serving("--record", str(directory), "--kv-events-config", kv_events, *tokens, *SETTINGS) as server:
         asyncio.run(talk(server))
         wait_until(lambda: server.metric("num_requests_running") == 0, "all requests have ended")
-        server.signal(signal.SIGTERM)
-        assert server.wait() == 0
+        server.stop()
     recording = EventRecording(directory)
     happened = Counter(type(record) for record in recording.records())
     assert not recording.torn

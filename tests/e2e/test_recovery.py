@@ -45,7 +45,7 @@ async def test_streams_continue_with_the_next_scheduler(layout: tuple[str, ...],
                 late: list[Any] = []
 
                 async def kill(late: list[Any] = late) -> None:
-                    await restart(server, "scheduler", signal.SIGKILL)
+                    await restart(server, "scheduler")
                     late.append(
                         await client.completions.create(model=model, prompt="Late", max_tokens=3, temperature=0)
                     )
@@ -59,9 +59,7 @@ async def test_streams_continue_with_the_next_scheduler(layout: tuple[str, ...],
         assert requests_total(server) == {"completed": 3 * len(bodies()) + 2}
         server.find_services()
         assert_no_file_is_left(server, files)
-        server.signal(signal.SIGTERM)
-        assert server.wait() == 0, server.log.read_text()
-        server.assert_nothing_is_left()
+        server.stop()
 
 
 async def stream_with_a_kill(server: ServeProcess, service: str | None) -> str:
@@ -126,7 +124,7 @@ async def test_streams_continue_when_the_scheduler_dies_at_random_moments(seed: 
 
                 async def kill() -> None:
                     await asyncio.sleep(3 * rng.random())
-                    await restart(server, "scheduler", signal.SIGKILL)
+                    await restart(server, "scheduler")
 
                 assert await answers(client, kill) == undisturbed
             assert server.metric("weight_loads") == 1
@@ -171,7 +169,7 @@ async def test_tool_calls_and_embeddings_continue_with_the_next_scheduler() -> N
             scheduler.send_signal(signal.SIGSTOP)
             embedding = [asyncio.create_task(embed(text)) for text in texts]
             await asyncio.to_thread(wait_until, lambda: num_open(server) >= 4, "the frontend has them")
-            await restart(server, "scheduler", signal.SIGKILL)
+            await restart(server, "scheduler")
             assert await calling == called
             assert '"city"' in called
             for before, after in zip(embedded, await asyncio.gather(*embedding), strict=True):
@@ -186,7 +184,7 @@ async def test_streams_end_with_an_error_when_the_server_gives_up(service: str) 
         async with server.async_client() as client:
             streams = await open_streams(client, 4)
             for _ in range(3):
-                await restart(server, service, signal.SIGKILL)
+                await restart(server, service)
             server.services[service].kill()
             for stream in streams:
                 with pytest.raises(APIError, match="stopped"):
@@ -218,7 +216,7 @@ async def test_a_scheduler_that_was_stopped_for_long_exits_when_it_wakes(undistu
                 long = asyncio.create_task(asyncio.sleep(SILENCE + 0.5))
                 await asyncio.to_thread(wait_until, lambda: server.get("/readyz")[0] == 503, "the frontend has noticed")
                 await long
-                await restart(server, "scheduler", signal.SIGCONT)
+                await restart(server, "scheduler", number=signal.SIGCONT)
 
             assert await answers(client, stop) == undisturbed_sim
             assert "scheduler exited with status 8" in server.log.read_text()

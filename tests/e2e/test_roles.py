@@ -1,7 +1,6 @@
 """An engine that computes prompts beside one that decodes: answers are those of one engine, whichever dies."""
 
 import asyncio
-import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -10,6 +9,7 @@ import pytest
 
 from tests.e2e.server import NATIVE, ServeProcess, serving, wait_until
 from tests.e2e.streams import answers_of, assert_nothing_is_kept, engines_of, kill_engine
+from tests.metrics import total
 
 ROLES = ("--data-parallel-size", "2", "--prefill-engines", "1", "--enable-admin-routes")
 PREFILL, DECODE = "0", "1"
@@ -18,15 +18,14 @@ LONG = [f"{name} " + "word " * 600 for name in ("undisturbed", PREFILL, DECODE)]
 LENGTH = 600
 
 
-def counted(server: ServeProcess, name: str, labels: str = "") -> int:
-    """Return the sum of a counter that may not exist yet. `labels`: part of those that count."""
-    pattern = rf"^runahead:{name}(?:{{.*{labels}.*}})? (\S+)$"
-    return round(sum(map(float, re.findall(pattern, server.get("/metrics")[1], re.MULTILINE))))
+def counted(server: ServeProcess, name: str, **labels: str) -> int:
+    """Return the sum of a counter that may not exist yet."""
+    return round(total(server.get("/metrics")[1], f"runahead:{name}", **labels))
 
 
 def moved(server: ServeProcess) -> int:
     """Return how many streams have moved because their prompt was computed."""
-    return counted(server, "stream_moves_total", 'reason="prefilled"')
+    return counted(server, "stream_moves_total", reason="prefilled")
 
 
 async def kill_at_first_move(server: ServeProcess, victim: str, count: int) -> None:

@@ -49,11 +49,10 @@ class HttpFrontend(HttpServer):
 
 
 class Cluster:
-    def __init__(self, hosts: list[Host], cpus: int = CPUS, **variables: str) -> None:
+    def __init__(self, hosts: list[Host], **variables: str) -> None:
         self.hosts = hosts
         self.address = f"{hosts[0].address}:{GCS_PORT}"
         self.environment = environment(**variables)
-        self._cpus = cpus
 
     def start(self) -> None:
         """Start Ray on every host, and Serve with a proxy on each that other hosts reach."""
@@ -67,7 +66,7 @@ class Cluster:
         place = head if host is self.hosts[0] else ["--address", self.address]
         host.run(
             [
-                str(BIN / "ray"), "start", *place, "--node-ip-address", host.address, "--num-cpus", str(self._cpus),
+                str(BIN / "ray"), "start", *place, "--node-ip-address", host.address, "--num-cpus", str(CPUS),
                 "--disable-usage-stats", "--object-store-memory", str(80 << 20),
             ],
             self.environment | variables,

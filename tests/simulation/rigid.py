@@ -190,7 +190,6 @@ class RigidWorld(World):
         self,
         limits: Limits,
         depth: int,
-        vocab: int = 64,
         use_priority: bool = False,
         interleave: bool = True,
         max_volume: int = 0,
@@ -204,8 +203,8 @@ class RigidWorld(World):
         self.kinds: list[str] = []
         """One letter per step: P for prefill, D for decode."""
         policy = policy or PhasedPolicy(limits, interleave, max_volume, pausing)
-        super().__init__(limits, depth, vocab, use_priority, policy, trace, conserves_work=False)
-        self.worker = RigidWorker(limits, vocab, max_volume, progress)
+        super().__init__(limits, depth, use_priority=use_priority, policy=policy, trace=trace, conserves_work=False)
+        self.worker = RigidWorker(limits, self.vocab, max_volume, progress)
         self.checker = RigidChecker(self.engine)
 
     def replace_workers(self) -> None:

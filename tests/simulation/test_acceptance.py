@@ -177,7 +177,6 @@ def test_eos_on_the_first_and_on_the_last_allowed_token(tokens: int, depth: int)
     stream = world.add(prompt, sampling)
     world.drain()
     assert len(stream.tokens) == tokens
-    assert stream.finish is not None
     assert (stream.finish.reason, stream.finish.stop_reason) == (FinishReason.STOP, None)
 
 
@@ -191,14 +190,12 @@ def test_a_stop_token_arrives_while_the_request_is_preempted() -> None:
     world.complete()
     world.add(prompt_of(10), params(4, eos=False), priority=-1)
     world.dispatch()
-    assert stream.request is not None
     assert stream.request.status is RequestStatus.PREEMPTED
     assert stream.request.stale_rows == 2
     world.complete()
     world.complete()
     world.publish()
     assert stream.request.status is RequestStatus.FINISHED
-    assert stream.finish is not None
     assert (stream.finish.stop_reason, len(stream.tokens)) == (third, 3)
     assert stream.request not in list(world.store.waiting)
     world.drain()

@@ -30,7 +30,6 @@ def test_running_requests_go_on_with_their_confirmed_tokens(depth: int) -> None:
     assert confirmed == [6] * 4
     change_workers(world)
     for stream in streams:
-        assert stream.request is not None
         assert stream.request.status is RequestStatus.PREEMPTED
     world.dispatch()
     first = world.plans[-len(world.engine.queue)]
@@ -106,7 +105,6 @@ def test_a_request_that_waited_for_stale_rows_need_not_wait_for_lost_ones(depth:
     world.add(prompt_of(8, seed=1), params(2, eos=False), priority=-1)
     world.complete()
     world.dispatch()
-    assert displaced.request is not None
     assert displaced.request.stale_rows == depth - 1
     world.end_epoch()
     assert world.coverage["epochs: ended with stale rows"] == 1
@@ -180,7 +178,6 @@ def test_a_group_with_less_memory_ends_what_does_not_fit_and_only_that(num_block
         assert (len(large.tokens), len(waits.tokens)) == (20, 2)
         return
     for stream in (large, waits):
-        assert stream.finish is not None
         assert stream.finish.reason is FinishReason.ERROR
         assert "less memory" in stream.finish.message
     assert len(large.tokens) == before
@@ -193,7 +190,6 @@ def test_a_request_that_finished_in_the_turn_of_the_loss_keeps_its_finish() -> N
     world.complete()
     world.end_epoch()
     world.publish()
-    assert done.finish is not None
     assert done.finish.reason is FinishReason.LENGTH
     world.start_epoch(world.limits, ChunkedPolicy())
     world.drain()

@@ -37,9 +37,9 @@ def late(depth: int = 2) -> tuple[World, SimulatedStream, SimulatedStream]:
     return world, stream, other
 
 
-def left_out(depth: int = 2) -> tuple[World, SimulatedStream, SimulatedStream]:
+def left_out() -> tuple[World, SimulatedStream, SimulatedStream]:
     """Return a world in which the result of such a step was applied."""
-    world, stream, other = late(depth)
+    world, stream, other = late()
     world.leave_out()
     world.complete()
     world.dispatch()

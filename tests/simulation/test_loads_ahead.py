@@ -27,7 +27,6 @@ def world() -> World:
     computing.drain()
     world = World(LIMITS, 2, tier=SimulatedTier())
     world.checker.known.update(computing.checker.known)
-    assert world.tier is not None
     world.tier.kept = {name: [*computing.checker.known[name]] for name in names_of(PROMPT)[:4]}
     return world
 
@@ -35,7 +34,6 @@ def world() -> World:
 def begun(world: World, num_blocks: int) -> LoadUnderWay:
     world.load_ahead(names_of(PROMPT)[:num_blocks])
     world.dispatch()
-    assert world.tier is not None
     [load] = world.tier.loads
     return load
 
@@ -52,7 +50,6 @@ def test_a_request_finds_what_was_loaded_before_it_came(world: World) -> None:
     assert not world.engine.has_requests
     stream = world.add(PROMPT, params(2))
     world.dispatch()
-    assert world.tier is not None
     [rest] = world.tier.loads
     assert len(rest.blocks) == 2, "it asks for the rest"
     answer(world, rest)
@@ -76,7 +73,6 @@ def test_a_request_that_comes_meanwhile_waits_and_asks_for_what_is_missing(world
     assert len(world.epoch.kv.pool.by_hash) == 4, "the load goes on without it"
     if not is_aborted:
         world.dispatch()
-        assert world.tier is not None
         [rest] = world.tier.loads
         assert len(rest.blocks) == 2
         answer(world, rest)

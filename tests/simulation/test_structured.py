@@ -77,7 +77,6 @@ def test_a_step_is_sampled_before_the_next_one_executes(depth: int, stages: int)
             newest |= {slot: message.step_id for slot, samples_ in zip(slots, samples, strict=True) if samples_}
             newest |= {new.slot: 0 for new in message.new if new.slot not in slots}
         elif isinstance(message, GrammarOutput):
-            assert waiting is not None
             assert message.step_id == waiting.step_id
             assert all(before.get(slot, 0) <= confirmed for slot in unpack(message.slots).tolist())
             waiting = None
@@ -105,7 +104,6 @@ def test_what_cannot_be_compiled_ends_with_the_reason_and_alone() -> None:
     other = world.add([3, 4], params(5, eos=False))
     world.compiled()
     world.drain()
-    assert refused.finish is not None
     assert (refused.finish.reason, refused.finish.message) == (FinishReason.INVALID, "it cannot be compiled")
     assert len(other.tokens) == 5
 
@@ -150,7 +148,6 @@ def test_preemption(state: int) -> None:
     assert (not world.engine.queue.unmasked) == (state == DROP), "a delivered token still needs its mask"
     world.drain()
     assert (len(stream.tokens), len(others[0].tokens)) == (20, 20)
-    assert stream.finish is not None
     assert stream.finish.num_preemptions == 1
 
 
@@ -167,10 +164,8 @@ def test_the_token_before_ends_the_request() -> None:
     world.dispatch()
     assert world.stage(stream) == "sampling deferred"
     world.complete()
-    assert stream.request is not None
     assert stream.request.finished
     world.drain()
-    assert stream.finish is not None
     assert (stream.tokens, stream.finish.stop_reason) == ([stop], stop)
     assert len(other.tokens) == 9
     assert world.coverage["sampling: of a request that ended before"] == 1
@@ -199,7 +194,6 @@ def test_workers_lost_for_good() -> None:
     world.fail_all("the workers are gone")
     world.publish()
     for one in (stream, compiling, *others):
-        assert one.finish is not None
         assert (one.finish.reason, one.finish.message) == (FinishReason.ERROR, "the workers are gone")
     world.compiled()
     assert not world.engine.requests
@@ -211,7 +205,6 @@ def test_a_grammar_is_ready_when_smaller_workers_have_taken_over() -> None:
     fits = world.add(prompt_of(10), params(3, eos=False), structured=structured(5))
     world.end_epoch()
     world.start_epoch(replace(ROOMY, max_model_len=64, num_blocks=4), ChunkedPolicy())
-    assert waits.finish is not None
     assert waits.finish.reason is FinishReason.ERROR
     world.drain()
     assert world.coverage["grammars: of an ended request"] == 1
@@ -231,7 +224,6 @@ def test_a_grammar_that_fails_at_run_time_ends_only_its_request(after: int, dept
         world.add(prompt_of(9, 2), params(12, eos=False)),
     ]
     world.drain()
-    assert bad.finish is not None
     assert bad.finish.reason is FinishReason.ERROR
     assert "simplify the grammar" in bad.finish.message
     assert len(bad.tokens) == after
@@ -249,7 +241,6 @@ def test_a_grammar_that_fails_for_a_token_that_is_delivered_late() -> None:
     urgent = world.add([1], params(2, eos=False), priority=-1)
     world.drain()
     assert bad.request.status is RequestStatus.FINISHED
-    assert bad.finish is not None
     assert (bad.finish.reason, len(bad.tokens)) == (FinishReason.ERROR, 1)
     assert len(urgent.tokens) == 2
 
@@ -290,7 +281,6 @@ def test_an_embedding_that_comes_when_its_request_was_displaced(pooling: Pooling
     world.dispatch()
     urgent = world.add([1], params(2, eos=False), priority=-1)
     world.dispatch()
-    assert pooled.request is not None
     assert pooled.request.status is RequestStatus.PREEMPTED
     world.complete()
     assert pooled.request.status is RequestStatus.FINISHED

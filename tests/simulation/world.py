@@ -168,7 +168,6 @@ class World:
         policy: BatchingPolicy | None = None,
         trace: Callable[[str], None] | None = None,
         conserves_work: bool = True,
-        epoch: int = 1,
         speculating: Speculating | None = None,
         seed: int = 0,
         observer: Observer | None = None,
@@ -196,7 +195,6 @@ class World:
             self.policy,
             depth,
             vocab,
-            epoch=epoch,
             drafting=None if speculating is None else speculating.drafting(seed),
             use_priority=use_priority,
             compiler=self.compilation,
@@ -206,7 +204,7 @@ class World:
         if observer is not None:
             self.engine.observers.add(observer)
         self.engine.observers.add(self)
-        self.worker = OracleWorker(limits, vocab, epoch, speculating, self._future)
+        self.worker = OracleWorker(limits, vocab, speculating=speculating, foresight=self._future)
         self.names = BlockNames.empty(limits.num_blocks, limits.block_size, len(limits.groups))
         """The names of blocks that the workers keep."""
         self.dropped: set[bytes] = set()
@@ -378,7 +376,6 @@ class World:
 
     def preempt(self, stream: SimulatedStream, stale: int = DELIVER) -> None:
         """Preempt a running request, whatever the scheduler would do."""
-        assert stream.request is not None
         self.engine.lifecycle.preempt(stream.request.slot, PreemptionCause.RESET, stale)
         self._transition()
 
@@ -514,7 +511,6 @@ class World:
         """
         self.publish()
         for stream in self._by_key.values():
-            assert stream.request is not None
             known = stream.request.token_ids.tolist()
             assert known == stream.prompt + stream.tokens, (
                 f"{stream.number}: confirmed tokens: some were lost or doubled"
@@ -608,7 +604,6 @@ class World:
             frame = encode(message)
             self._on_sent(frame)
             if isinstance(message, LoadBlocks):
-                assert self.tier is not None
                 self.tier.begin(message, self.names)
                 self.dropped.update(split_names(message.dropped))
             elif not isinstance(message, GrammarOutput):
@@ -668,7 +663,6 @@ class World:
 
     def report_load(self, load: LoadUnderWay) -> None:
         """The workers report how many blocks of a load they have filled."""
-        assert self.tier is not None
         self.tier.loads.remove(load)
         self.log("load", load.message.ticket, load.filled, "of", len(load.blocks))
         if load.message.epoch != self.epoch.number:

@@ -54,13 +54,13 @@ class Load:
 
     async def learn(self) -> None:
         """Take the answers of a server without faults as the right ones."""
-        self.model = (await self.client.models.list()).data[0].id
         answers = await asyncio.gather(*map(self.ask, range(len(self.bodies))))
         self.expected = dict(enumerate(answers))
 
     async def ask(self, index: int) -> Answer:
         """Return the answer to one request. Raises: openai.APIError"""
         answer: Answer = {}
+        self.model = self.model or (await self.client.models.list()).data[0].id
         stream = await self.client.completions.create(model=self.model, stream=True, **self.bodies[index])
         async for chunk in stream:
             self.last_token = time.monotonic()

@@ -3,7 +3,6 @@ killed or damaged is, at any moment. Answers stay equal."""
 
 import asyncio
 import random
-import re
 import tempfile
 import time
 from collections import Counter
@@ -16,6 +15,7 @@ import psutil
 
 from services.worker.tiers.disk import TEMPORARY
 from tests.e2e.server import ServeProcess, serving
+from tests.metrics import samples
 from tests.soak.load import Load
 from tests.soak.served import with_log
 
@@ -80,9 +80,7 @@ async def _round(
     everything = [server.process.pid, *(child.pid for child in psutil.Process(server.process.pid).children(True))]
     async with server.async_client() as client:
         load = Load(client, bodies(), expected)
-        if expected:
-            load.model = (await client.models.list()).data[0].id
-        else:
+        if not expected:
             try:
                 await load.learn()
             except openai.APIError as error:
@@ -103,10 +101,10 @@ async def _round(
         await asyncio.gather(*streams, return_exceptions=True)
         begun = [asyncio.create_task(load.ask(index)) for index in range(PROMPTS)]
         await asyncio.sleep(rng.uniform(0.05, 0.5))
-        text = (await asyncio.to_thread(server.get, "/metrics"))[1]
+        page = (await asyncio.to_thread(server.get, "/metrics"))[1]
         for name in ("kv_tier_hit_tokens_total", "stream_moves_total"):  # of the schedulers that live
-            for labels, count in re.findall(rf"^runahead:{name}{{(.*)}} (\S+)$", text, re.MULTILINE):
-                happened[f"{name} {''.join(re.findall('tier=.(.*?).,?$', labels))}".strip()] += int(float(count))
+            for labels, count in samples(page, f"runahead:{name}"):
+                happened[f"{name} {labels.get('tier', '')}".strip()] += int(count)
         server.find_services()
         for pid in {*everything, *(service.pid for service in server.services.values())}:
             if psutil.pid_exists(pid) and _is_of(pid, everything[0]):

@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.benchmarks.support.report import add_ints
+
 # torch has no public names for oneDNN's products.
 bfloat16_supported = torch.ops.mkldnn._is_mkldnn_bf16_supported  # noqa: SLF001
 pack_weight = torch.ops.mkldnn._reorder_linear_weight  # noqa: SLF001
@@ -86,8 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--dtype", default="bfloat16")
-    for name, default in (("threads", 2), ("batch", 16), ("prompt", 128), ("output", 128), ("waves", 4)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    add_ints(parser, threads=2, batch=16, prompt=128, output=128, waves=4)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     model = BareLlama(args.model, getattr(torch, args.dtype), args.batch, args.prompt + args.output)

@@ -35,16 +35,15 @@ def engine(
     with tempfile.TemporaryDirectory(prefix="runahead-") as directory, ExitStack() as stack:
         clients, workers = f"ipc://{directory}/c", f"ipc://{directory}/w"
         log = stack.enter_context((Path(directory) / "log").open("w+"))
-        demo: dict[str, object] = {"model": str(DEMO_MODEL)}
         worker_python = BACKENDS.get(str(worker.get("backend")), lambda: sys.executable)()
-        worker_model = {} if worker.get("sim_vocab_size") else demo  # such a simulator reads no files
+        common: dict[str, object] = {"model": str(DEMO_MODEL), "log_level": "warning"}
+        scheduler = {"client_endpoint": clients, "worker_endpoint": workers, **common, **scheduler}
+        if worker.get("sim_vocab_size"):  # such a simulator reads no files
+            del common["model"]
+        worker = {"scheduler_endpoint": workers, **common, **worker}
         for python, service, settings in (
-            (
-                sys.executable,
-                "scheduler",
-                {"client_endpoint": clients, "worker_endpoint": workers, **demo, **scheduler},
-            ),
-            *[(worker_python, "worker", {"scheduler_endpoint": workers, **worker_model, **worker})] * num_workers,
+            (sys.executable, "scheduler", scheduler),
+            *[(worker_python, "worker", worker)] * num_workers,
         ):
             flags = [_flag(name.replace("_", "-"), value) for name, value in settings.items()]
             process = subprocess.Popen([python, "-m", "services.cli", service, *flags], stderr=log, stdout=log)

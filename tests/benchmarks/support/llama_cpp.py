@@ -1,11 +1,11 @@
 """The server of llama.cpp as a process. `build_llama_cpp` builds it."""
 
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from services.cli.preflight import free_port
 from tests.benchmarks.support.servers import ServerProcess, started, wait_for
 
 DIRECTORY = Path("build/llama.cpp")
@@ -37,9 +37,7 @@ def llama_cpp(
         context: tokens of one slot.
         cache_ram: MiB of prompts that have left the slots; None: slots do not keep prompts, either.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port("127.0.0.1", 0)
     command = [
         str(SERVER), f"--model={model}", "--host=127.0.0.1", f"--port={port}", f"--threads={threads}",
         f"--threads-batch={threads}", f"--parallel={streams}", f"--ctx-size={streams * context}", "--cont-batching",

@@ -3,7 +3,8 @@
 import os
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import psutil
@@ -42,18 +43,30 @@ def processor_times(server: ServerProcess) -> dict[str, Seconds]:
 def seconds_by_process(server: ServerProcess) -> dict[str, float]:
     """Return the processor time so far of each service and of the supervisor, with the resolution of the kernel's
     scheduler: a tick of `processor_times` is too long for what an idle process uses."""
-    found = {}
+
+    def precise(process: Path) -> float:
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in (process / "task").iterdir()) / 1e9
+
+    return _by_service(server, precise)
+
+
+def cpu_seconds(server: ServerProcess) -> dict[str, float]:
+    """Return the processor time so far of each service, also of threads that have ended, and of all other processes of
+    the server as that of the supervisor."""
+
+    def ticks(process: Path) -> float:
+        times = psutil.Process(int(process.name)).cpu_times()
+        return float(times.user + times.system)
+
+    return _by_service(server, ticks)
+
+
+def _by_service(server: ServerProcess, seconds: Callable[[Path], float]) -> dict[str, float]:
+    found = defaultdict[str, float](float)
     for process in server.processes():
         match = _SERVICE.search((process / "cmdline").read_text())
-        tasks = (task / "schedstat" for task in (process / "task").iterdir())
-        found[match[1] if match else "supervisor"] = sum(int(t.read_text().split()[0]) for t in tasks) / 1e9
+        found[match[1] if match else "supervisor"] += seconds(process)
     return found
-
-
-def total_seconds(server: ServerProcess) -> float:
-    """Return the processor time so far of all processes of any server."""
-    times = (psutil.Process(int(process.name)).cpu_times() for process in server.processes())
-    return sum(each.user + each.system for each in times)
 
 
 def usage_rows(

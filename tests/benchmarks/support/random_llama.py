@@ -33,20 +33,24 @@ def random_llama(name: str) -> Path:
     if (directory / "config.json").is_file():
         return directory
     directory.mkdir(parents=True, exist_ok=True)
-    config = _config(**SHAPES[name])
+    config = config_json(**{"intermediate_size": 3 * SHAPES[name]["hidden_size"], **SHAPES[name]})
     save_file(_weights(config), directory / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(directory)
     (directory / "config.json").write_text(json.dumps(config, indent=1))
     return directory
 
 
-def _config(**shape: int) -> dict[str, Any]:
+def named_model(name: str) -> Path:
+    """Return the directory of a random model, or the path that `name` is."""
+    return random_llama(name) if name in SHAPES else Path(name)
+
+
+def config_json(**shape: object) -> dict[str, Any]:
+    """Return the configuration of a Llama. `shape`: its sizes, and what differs from a model of `SHAPES`."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": VOCAB,
-        "intermediate_size": 3 * shape["hidden_size"],
-        **shape,
         "head_dim": 64,
         "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-6,
@@ -58,34 +62,40 @@ def _config(**shape: int) -> dict[str, Any]:
         "eos_token_id": 1,
         "tie_word_embeddings": True,
         "torch_dtype": "bfloat16",
+        **shape,
     }
+
+
+def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors by their names, those of a layer one after the other."""
+    hidden, mlp, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+    for i in range(config["num_hidden_layers"]):
+        for part, shape in (
+            ("self_attn.q_proj", (queries, hidden)),
+            ("self_attn.k_proj", (keys, hidden)),
+            ("self_attn.v_proj", (keys, hidden)),
+            ("self_attn.o_proj", (hidden, queries)),
+            ("mlp.gate_proj", (mlp, hidden)),
+            ("mlp.up_proj", (mlp, hidden)),
+            ("mlp.down_proj", (hidden, mlp)),
+            ("input_layernorm", (hidden,)),
+            ("post_attention_layernorm", (hidden,)),
+        ):
+            shapes[f"model.layers.{i}.{part}.weight"] = shape
+    shapes["model.norm.weight"] = (hidden,)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
+    return shapes
 
 
 def _weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    hidden, mlp, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-
-    def matrix(rows: int, columns: int) -> torch.Tensor:
-        return (0.02 * torch.randn(rows, columns, generator=generator)).bfloat16()
-
-    weights = {"model.embed_tokens.weight": matrix(config["vocab_size"], hidden)}
-    for i in range(config["num_hidden_layers"]):
-        layer = f"model.layers.{i}."
-        for part, rows, columns in (
-            ("self_attn.q_proj", queries, hidden),
-            ("self_attn.k_proj", keys, hidden),
-            ("self_attn.v_proj", keys, hidden),
-            ("self_attn.o_proj", hidden, queries),
-            ("mlp.gate_proj", mlp, hidden),
-            ("mlp.up_proj", mlp, hidden),
-            ("mlp.down_proj", hidden, mlp),
-        ):
-            weights[f"{layer}{part}.weight"] = matrix(rows, columns)
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"{layer}{norm}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
-    weights["model.norm.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
-    return weights
+    return {
+        name: (0.02 * torch.randn(shape, generator=generator) if len(shape) == 2 else torch.ones(shape)).bfloat16()
+        for name, shape in tensor_shapes(config).items()
+    }
 
 
 def write_tokenizer(directory: Path) -> None:

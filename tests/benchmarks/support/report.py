@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import platform
+import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,11 @@ def add_ints(parser: argparse.ArgumentParser, **defaults: int) -> None:
     """Add options of whole numbers with these defaults."""
     for name, default in defaults.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+
+
+def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the median of each figure of several runs."""
+    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
 
 
 def report(

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,9 @@ from typing import Any, NamedTuple
 
 from services.cli.bench.load import run_load
 from services.cli.bench.metrics import summarize
+from services.cli.preflight import free_port
 from services.config import BenchConfig
+from tests.metrics import total
 
 VLLM_ENVIRONMENT = Path(".venv-vllm")
 """Environment with vLLM, made by `make setup-vllm`."""
@@ -81,17 +82,10 @@ BACKENDS: Mapping[str, Callable[[], str]] = {"native": lambda: sys.executable, "
 
 
 @contextmanager
-def runahead(model: Path, *arguments: str, python: str = sys.executable) -> Iterator[str]:
-    """Start `runahead serve` with these arguments and yield its URL."""
-    with runahead_process(model, *arguments, python=python) as server:
-        yield server.url
-
-
-@contextmanager
 def runahead_process(
     model: Path, *arguments: str, python: str = sys.executable, run: Sequence[str] = ("-m", "services.cli")
 ) -> Iterator[ServerProcess]:
-    """As `runahead`, but yield the session too. `run`: arguments of Python that run the server."""
+    """Start `runahead serve` with these arguments. `run`: arguments of Python that run it."""
     command = [python, *run, "serve", str(model), "--port=0", "--log-level=warning", *arguments]
     with started(command, stdout=subprocess.PIPE) as process:
         line = process.stdout.readline() if process.stdout else ""
@@ -116,9 +110,7 @@ def vllm_process(
         run: arguments of Python that run the server.
         variables: further environment variables.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port("127.0.0.1", 0)
     command = [
         vllm_python(), *run, "serve", str(model), f"--port={port}", "--host=127.0.0.1",
         "--served-model-name=model", *arguments,
@@ -186,10 +178,8 @@ def without_engine(script: str, **flags: object) -> dict[str, float]:
 def forward_seconds(url: str) -> tuple[float, float]:
     """Return for how long a server of ours has computed forward passes, and how long the gaps between them were."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
-        metrics = answer.read().decode()
-    names = "forward", "forward_gap"
-    found = (re.search(rf"^runahead:worker_{name}_seconds_total\S* (\S+)$", metrics, re.MULTILINE) for name in names)
-    forward, gap = (float(each[1]) if each else 0.0 for each in found)
+        page = answer.read().decode()
+    forward, gap = (total(page, f"runahead:worker_{name}_seconds_total") for name in ("forward", "forward_gap"))
     return forward, gap
 
 

@@ -24,6 +24,7 @@ from services.config import BenchConfig, WorkerConfig
 from services.worker.backends.native.runner import NativeRunner
 from services.worker.distributed.rendezvous import listen
 from services.worker.runner import Output
+from tests.benchmarks.support.report import add_ints
 
 BLOCK = 16
 DEPTH = 2
@@ -45,6 +46,7 @@ class StaticBatch:
     ) -> None:
         """`group`: rank, number of ranks, and address of the first rank."""
         self.batch, self.prompt, self.output = batch, prompt, output
+        self._slots = np.arange(batch, dtype=np.int32)
         self.blocks = -(-(prompt + output) // BLOCK)
         self.step_id = self.wave = 0
         self.runner = NativeRunner(config)
@@ -56,37 +58,50 @@ class StaticBatch:
 
     def run(self, tokens: I32) -> None:
         """Run one wave: greedy output for `tokens`, int32[batch, prompt]."""
-        slots = np.arange(self.batch, dtype=np.int32)
-        self.wave += 1
-        params = SamplingParams(max_tokens=self.output, temperature=0.0)
-        table = np.arange(self.batch * self.blocks, dtype=np.int32).reshape(self.batch, self.blocks)
-        new = [
-            NewRequest(slot, self.wave, tokens[slot].tobytes(), self.prompt, table[slot].tobytes(), params)
-            for slot in range(self.batch)
-        ]
-        starts = np.zeros_like(slots)
         began = time.perf_counter()
-        self.launch(slots, starts, starts + self.prompt, new).get()
+        self.prefill(tokens, [SamplingParams(max_tokens=self.output, temperature=0.0)] * self.batch)
         prefilled = time.perf_counter()
         flying: deque[Output] = deque()
-        for position in range(self.prompt, self.prompt + self.output - 1):
-            flying.append(self.launch(slots, starts + position, np.ones_like(slots), []))
+        for position in self.positions:
+            flying.append(self.decode(position))
             if len(flying) == DEPTH:
                 flying.popleft().get()
         while flying:
             flying.popleft().get()
         self.prefill_s, self.decode_s = prefilled - began, time.perf_counter() - prefilled
-        self.runner.release(slots)
+        self.release()
 
-    def launch(self, slots: I32, starts: I32, counts: I32, new: list[NewRequest]) -> Output:
+    @property
+    def positions(self) -> range:
+        """Position of each decode step."""
+        return range(self.prompt, self.prompt + self.output - 1)
+
+    def prefill(self, tokens: I32, params: list[SamplingParams]) -> None:
+        """Prefill `tokens`, int32[batch, prompt], in one step."""
+        self.wave += 1
+        table = np.arange(self.batch * self.blocks, dtype=np.int32).reshape(self.batch, self.blocks)
+        new = [
+            NewRequest(slot, self.wave, tokens[slot].tobytes(), self.prompt, table[slot].tobytes(), params[slot])
+            for slot in range(self.batch)
+        ]
+        self._launch(0, self.prompt, new).get()
+
+    def decode(self, position: int) -> Output:
+        return self._launch(position, 1, [])
+
+    def release(self) -> None:
+        self.runner.release(self._slots)
+
+    def _launch(self, start: int, count: int, new: list[NewRequest]) -> Output:
+        slots = self._slots
         self.step_id += 1
         plan = SchedulerOutput(
             epoch=1,
             step_id=self.step_id,
             slots=slots.tobytes(),
             generations=np.full_like(slots, self.wave).tobytes(),
-            starts=starts.tobytes(),
-            counts=counts.tobytes(),
+            starts=np.full_like(slots, start).tobytes(),
+            counts=np.full_like(slots, count).tobytes(),
             samples=b"\x01" * self.batch,
             new=new,
         )
@@ -98,10 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--dtype", default="bfloat16")
-    for name, default in (
-        ("threads", 2), ("batch", 16), ("prompt", 128), ("output", 128), ("waves", 4), ("ranks", 1), ("rank", 0),
-    ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=default)
+    add_ints(parser, threads=2, batch=16, prompt=128, output=128, waves=4, ranks=1, rank=0)
     parser.add_argument(
         "--rendezvous", default="", help="address of the first rank; set when the first rank starts the others"
     )

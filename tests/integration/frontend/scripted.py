@@ -10,7 +10,6 @@ import shutil
 import signal
 import tempfile
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,10 +37,10 @@ from protocol.transport import Server
 from services.checkpoint import DEMO_MODEL
 from services.config import FrontendConfig
 from services.frontend.text.tokenizer import Tokenizer
+from tests.metrics import total
 from tests.preloaded import ERRORS, PreloadedProcess
+from tests.waiting import PATIENCE, wait_until
 
-PATIENCE = 60.0
-"""Seconds after which a wait has failed."""
 CONTEXT, VOCAB = 2048, 4096
 READY = EngineState(EnginePhase.READY, max_model_len=CONTEXT, vocab_size=VOCAB, stats={"num_requests_running": 3})
 TOKENIZER = Tokenizer(DEMO_MODEL)
@@ -62,13 +61,6 @@ def listen_with_small_buffers(config):
 service.listen = listen_with_small_buffers
 """
 """Code that a frontend process runs first, so that a client that does not read fills its buffers soon."""
-
-
-def wait_until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, f"gave up waiting until {what}"
-        time.sleep(0.01)
 
 
 def ids_of(text: str) -> list[int]:
@@ -228,12 +220,7 @@ class Frontend:
 
     def metric(self, name: str, prefix: str = "runahead", **labels: str) -> float:
         """Return the sum of all samples with these labels."""
-        found = 0.0
-        for line in httpx.get(f"{self.url}/metrics").text.splitlines():
-            sample = re.match(rf"{prefix}:(\w+)(?:\{{(.*)\}})? (\S+)$", line)
-            if sample and sample[1] == name and all(f'{k}="{v}"' in sample[2] for k, v in labels.items()):
-                found += float(sample[3])
-        return found
+        return total(httpx.get(f"{self.url}/metrics").text, f"{prefix}:{name}", **labels)
 
     def signal(self, number: int = signal.SIGTERM) -> None:
         self.process.send_signal(number)

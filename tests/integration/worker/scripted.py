@@ -82,9 +82,9 @@ class ScriptedWorkerServer:
             assert self._server.socket.poll(1000 * PATIENCE), "the worker sends nothing"
         return received
 
-    def wait_refused(self, milliseconds: int = 50) -> None:
+    def wait_refused(self) -> None:
         """Poll once; a worker whose handshake is refused sends nothing more."""
-        self._server.socket.poll(milliseconds)
+        self._server.socket.poll(50)
         assert self._server.receive() is None
 
     def send(self, *messages: msgspec.Struct) -> None:

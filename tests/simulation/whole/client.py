@@ -180,7 +180,6 @@ def check_answer(request: ClientRequest, noisy: bool = False) -> None:
         assert kept == whole[: len(kept)], f"request {request.name}: {kept} is kept, not {whole}"
         if request.outcome == "done":
             assert got == whole, f"request {request.name}: {len(got)} of {len(whole)} tokens"
-            assert choice.finish is not None
             assert choice.finish.reason is expected.reason, f"request {request.name}: {choice.finish.reason!r}"
             assert choice.finish.stop_reason == expected.stop_reason
             missing = set(expected.scores) - choice.scored

@@ -210,7 +210,6 @@ class SimulatedDevice:
         self._poisoned.clear()
 
     def _future(self, slot: int) -> list[int]:
-        assert self._stage is not None
         s = self._stage.oracle.slots[slot]
         return self._foresight(s.tokens[: s.num_prompt], s.params.seed)
 
@@ -230,7 +229,6 @@ class SimulatedDevice:
         self._together(f"step of stage {a.shard.pp_rank}", step.step_id, a.tensor_parallel_size)
         self._launched = step.step_id, self._hub.now, self._seconds(self._traits.step_seconds), poisoned
         self.num_steps += 1
-        assert self._stage is not None
         self._stage.receive(encode(step))
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> Output:
@@ -242,7 +240,6 @@ class SimulatedDevice:
         return StageOutput(self._stage, *self._launched)
 
     def add_masks(self, grammar: GrammarOutput) -> None:
-        assert self._stage is not None
         self._stage.receive(encode(grammar))
 
     def end_masks(self) -> None:
@@ -253,8 +250,6 @@ class SimulatedDevice:
         if self._in_canary:
             self._in_canary = False
         else:
-            assert self._assignment is not None
-            assert self._stage is not None
             self._stage.receive(encode(ReleaseSlots(self._assignment.epoch, pack(slots.tolist()))))
 
     def leave(self) -> None:

@@ -232,7 +232,6 @@ class Hub:
 
     def exit_now(self, status: int) -> None:
         """`os._exit` of the process that runs."""
-        assert self.process is not None
         self.process.end(status)
         raise Killed
 

@@ -290,7 +290,6 @@ class System:
         """Draw a request that takes down the scheduler whenever a certain mask of it is made."""
         request = self.draw_request(at, "grammar")
         tokens = min(len(choice.expected.tokens) for choice in request.choices)
-        assert request.structured is not None
         self.lethal[request.structured.text] = self.rng.randrange(tokens)
         request.is_poison = True
         return request
@@ -342,9 +341,7 @@ class System:
     def check_leaks(self) -> None:
         """Nothing is left of requests, steps and processes that have ended."""
         service = self.service
-        assert service is not None
         engine = service.engine
-        assert engine is not None
         epoch, slots = engine.epoch, engine.epoch.slots
         assert epoch.kv.num_free == epoch.limits.num_blocks, f"{epoch.kv.num_free} blocks are free"
         assert len(slots.free) == epoch.limits.num_slots, "slots are held"

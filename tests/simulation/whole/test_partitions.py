@@ -24,22 +24,18 @@ def connections_of_a_worker(system: System) -> list[SimulatedConnection]:
 
 
 def frontend_to_scheduler(system: System) -> None:
-    assert system.scheduler is not None
     system.network.partition(system.frontends[0].process.name, system.scheduler.name)
 
 
 def scheduler_to_frontend(system: System) -> None:
-    assert system.scheduler is not None
     system.network.partition(system.scheduler.name, system.frontends[0].process.name)
 
 
 def scheduler_to_worker(system: System) -> None:
-    assert system.scheduler is not None
     system.network.partition(system.scheduler.name, system.workers[0].process.name)
 
 
 def worker_to_scheduler(system: System) -> None:
-    assert system.scheduler is not None
     system.network.partition(system.workers[0].process.name, system.scheduler.name)
 
 

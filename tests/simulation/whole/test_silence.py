@@ -34,7 +34,6 @@ def test_a_scheduler_that_is_stopped_is_not_ready_long_before_it_is_lost() -> No
     system = System(0, Layout(num_frontends=1))
     with system.started():
         frontend, scheduler = system.frontends[0], system.scheduler
-        assert scheduler is not None
         scheduler.stop()
         assert system.hub.run(3.0, lambda: not frontend.engine.ready)
         assert frontend.engine.state.detail == "the scheduler gives no sign of life"
