@@ -26,7 +26,9 @@ def free_memory() -> int:
             free = int(line.split()[1]) * 1024
     limit, used = _words(_CGROUP / "memory.max"), _words(_CGROUP / "memory.current")
     if limit and used and limit[0].isdigit():
-        free = min(free, int(limit[0]) - int(used[0]))
+        statistics = dict(line.split() for line in _lines(_CGROUP / "memory.stat"))
+        cached = sum(int(statistics.get(name, 0)) for name in ("active_file", "inactive_file"))  # given back in need
+        free = min(free, int(limit[0]) - int(used[0]) + cached)
     return max(0, free)
 
 

@@ -4,8 +4,9 @@ from typing import Any
 
 from services.checkpoint.errors import CheckpointError
 
-_GPT2 = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-_BYTES_ONLY = {**_GPT2, "use_regex": False}
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+_BYTES_ONLY = {**BYTE_LEVEL, "use_regex": False}
+_DIGITS: list[dict[str, Any]] = [{"type": "Digits", "individual_digits": True}, BYTE_LEVEL]
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -36,24 +37,17 @@ _DEFAULT = [
     _BYTES_ONLY,
 ]
 """llama.cpp's rules for files that name no pre-tokenizer."""
-_BY_NAME: dict[str, list[dict[str, Any]]] = {
-    "gpt-2": [_GPT2],
-    "default": _DEFAULT,
-    "smollm": [{"type": "Digits", "individual_digits": True}, _GPT2],
-    "refact": [{"type": "Digits", "individual_digits": True}, _GPT2],
-    "starcoder": [{"type": "Digits", "individual_digits": True}, _GPT2],
-    "dbrx": _words(r"\p{N}{1,3}"),
-    "smaug-bpe": _words(r"\p{N}{1,3}"),
-    "gpt-4o": [_split(_CASED_WORDS), _BYTES_ONLY],
-    "llama-bpe": _words(r"\p{N}{1,3}"),
-    "llama3": _words(r"\p{N}{1,3}"),
-    "llama-v3": _words(r"\p{N}{1,3}"),
-    "qwen2": _words(r"\p{N}"),
-    "deepseek-r1-qwen": _words(r"\p{N}"),
-}
-ADD_BOS = frozenset({"llama-bpe", "llama3", "llama-v3"})
+ADD_BOS = ("llama-bpe", "llama3", "llama-v3")
 """Pre-tokenizers with a BOS token unless the file says otherwise. Whole words of their vocabularies need no merges."""
-_NFC = frozenset({"qwen2", "deepseek-r1-qwen"})
+_NFC = ("qwen2", "deepseek-r1-qwen")
+_BY_NAME: dict[str, list[dict[str, Any]]] = {
+    "gpt-2": [BYTE_LEVEL],
+    "default": _DEFAULT,
+    **dict.fromkeys(("smollm", "refact", "starcoder"), _DIGITS),
+    "gpt-4o": [_split(_CASED_WORDS), _BYTES_ONLY],
+    **dict.fromkeys(("dbrx", "smaug-bpe", *ADD_BOS), _words(r"\p{N}{1,3}")),
+    **dict.fromkeys(_NFC, _words(r"\p{N}")),
+}
 
 
 def pre_tokenizer(name: str) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from services.checkpoint.gguf.special_tokens import BYTE, CONTROL, NORMAL, UNKNO
 
 _KINDS = ("gpt2", "llama")
 _SPACE = "▁"
-_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 MAX_PIECE = 512
 """Maximum number of characters in a piece of a SentencePiece vocabulary. Merges take time and memory in proportion."""
 
@@ -82,7 +81,7 @@ def _byte_level(header: GgufHeader, tokens: list[str]) -> dict[str, Any]:
     return {
         "normalizer": pre_tokenizers.normalizer(name),
         "pre_tokenizer": pre_tokenizer,
-        "decoder": _BYTE_LEVEL,
+        "decoder": pre_tokenizers.BYTE_LEVEL,
         "model": _bpe(
             {token: i for i, token in enumerate(tokens)},
             [tuple(merge.split(" ", 1)) for merge in header.texts("tokenizer.ggml.merges")],
@@ -163,7 +162,7 @@ def _post_processor(header: GgufHeader, tokens: list[str], kind: str) -> dict[st
     }
     ids = {name: i for name, add in adds.items() if add and (i := token_id(header, name)) is not None}
     if not ids:
-        return {**_BYTE_LEVEL, "trim_offsets": False} if kind == "gpt2" else None
+        return {**pre_tokenizers.BYTE_LEVEL, "trim_offsets": False} if kind == "gpt2" else None
 
     def sequence(text: str, number: int) -> list[dict[str, Any]]:
         special = {name: [{"SpecialToken": {"id": tokens[i], "type_id": number}}] for name, i in ids.items()}

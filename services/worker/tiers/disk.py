@@ -11,6 +11,7 @@ and counts as missing. The files that were used last stay, whatever engine or mo
 import logging
 import os
 import re
+import secrets
 import struct
 import time
 import zlib
@@ -48,6 +49,8 @@ class DiskTier:
         self._root, self._max_bytes = Path(directory), max_bytes
         self._identity = sha256(identity.encode()).digest()
         self._own = self._root / self._identity.hex()
+        self._temporary = TEMPORARY + secrets.token_hex(8)
+        """Name of a file that is being written. Processes of two containers may have the same number."""
         self._writes_from = 0.0
         """Monotonic seconds."""
         self._size, self._since_scan = 0, max_bytes
@@ -99,7 +102,7 @@ class DiskTier:
         if time.monotonic() < self._writes_from:
             return
         path, size = self._path(name), _HEADER.size + len(data)
-        temporary = path.with_name(f"{TEMPORARY}{os.getpid()}")
+        temporary = path.with_name(self._temporary)
         try:
             self._make_room(size)
             self._own.mkdir(0o700, exist_ok=True)

@@ -15,7 +15,6 @@ from services.worker.backends.native.kept_model import KeptModel
 from services.worker.kernels import selection
 from services.worker.kernels.cpu.network import CpuNetwork
 from services.worker.weights import HashedCheckpoint
-from services.worker.weights.packed import PackedFile
 from tests.integration.native import gguf_models
 from tests.integration.native.conftest import SMALL, Family, save
 from tests.integration.native.driver import RunnerDriver
@@ -24,7 +23,7 @@ PROMPT = [5, 9, 201, 17, 3, 3, 88, 101, 42, 7]
 
 
 def start(path: Path, directory: Path | str, **config: object) -> tuple[RunnerDriver, list[int], list[torch.Tensor]]:
-    """Return a runner, and the tokens and logits of a request."""
+    """Return a runner that has left, and with it written its file, and the tokens and logits of a request."""
     driver = RunnerDriver(path, weights_cache_dir=str(directory), **config)
     request = driver.add(PROMPT)
     driver.generate([request], 8)
@@ -37,18 +36,6 @@ def even(tmp_path: Path) -> Path:
     """A checkpoint whose products have multiples of 32 inputs, as groups of quantised weights need."""
     torch.manual_seed(7)
     return save(LlamaForCausalLM(LlamaConfig(**{**SMALL, "intermediate_size": 96})), tmp_path / "model").path
-
-
-@pytest.fixture(autouse=True)
-def written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A runner has written its file when it has loaded."""
-    keep = PackedFile.keep
-
-    def keeps(file: PackedFile, *args: object) -> None:
-        keep(file, *args)
-        file.wait()
-
-    monkeypatch.setattr(PackedFile, "keep", keeps)
 
 
 @pytest.fixture
@@ -175,6 +162,7 @@ def test_ranks_and_stages_have_files_of_their_own(
     def load(shard: Shard, config: WorkerConfig) -> dict[str, str]:
         kept = KeptModel(config, selection.create)
         kept.weights(shard, lambda phase, fraction: None)
+        kept.drop()
         return kept.contents(None)
 
     plain = [load(shard, config.model_copy(update={"weights_cache_dir": "none"})) for shard in shards]

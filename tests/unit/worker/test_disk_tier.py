@@ -145,6 +145,27 @@ def test_a_write_that_was_killed_is_removed_later(directory: Path) -> None:
     assert not left.exists()
 
 
+def test_two_engines_whose_processes_have_the_same_number_write_at_once(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in two containers that share a volume. Both blocks are in one subdirectory."""
+    one, other, buffer = tier(directory), tier(directory), memoryview(bytearray(SIZE))
+    first, second = b"\1" * 32, b"\1" * 31 + b"\2"
+    rename = Path.rename
+
+    def after_the_other(path: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "rename", rename)
+        other.put(second, content(2))
+        return path.rename(target)
+
+    monkeypatch.setattr(Path, "rename", after_the_other)
+    one.put(first, content(1))
+    assert one.get(first, buffer)
+    assert buffer == content(1)
+    assert one.get(second, buffer)
+    assert buffer == content(2)
+
+
 _WRITER = """
 import sys
 from tests.unit.worker.test_disk_tier import content, name, tier

@@ -48,13 +48,14 @@ def packed_file(
     return PackedFile(directory, name, identity, limit, least)
 
 
-def keep(file: PackedFile, made: dict[str, PackedWeight], is_current: bool = True) -> None:
+def keep(file: PackedFile, made: dict[str, PackedWeight], is_current: bool = True, waits: bool = True) -> None:
     collected = PackedWeights()
     collected.types = {"Q8_0"}
     for name, weight in made.items():
         collected.get(name, lambda weight=weight: weight)
     file.keep(collected, known_contents(CONTENTS), lambda: is_current)
-    file.wait()
+    if waits:
+        file.wait()
 
 
 def read(file: PackedFile) -> PackedWeights:
@@ -225,11 +226,17 @@ def test_what_another_process_writes_is_not_written_twice(directory: Path) -> No
     assert is_whole(read(packed_file(directory)), weights())
 
 
-def test_a_worker_that_leaves_does_not_wait_for_the_file(directory: Path) -> None:
+@pytest.mark.parametrize(("patience", "is_kept"), [(0.0, False), (0.1, False), (60.0, True)])
+def test_a_worker_that_leaves_waits_for_the_file_so_long(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, patience: float, is_kept: bool
+) -> None:
+    plain = packed.checksum_of
+    monkeypatch.setattr(packed, "checksum_of", lambda words: (time.sleep(0.1), plain(words))[1])
     file = packed_file(directory)
-    file.end()
-    keep(file, weights())
-    assert files(directory) == []
+    keep(file, weights(6), waits=False)
+    file.end(patience)
+    assert [path.name for path in files(directory)] == ([f"m{SUFFIX}"] if is_kept else [])
+    assert is_whole(read(packed_file(directory)), weights(6)) == is_kept
 
 
 def test_the_files_used_last_stay_within_the_limit(directory: Path) -> None:

@@ -23,8 +23,7 @@ BITS = {
 
 class RankMemory(NamedTuple):
     weights: int
-    """Bytes of embedding, products and head. Where our own kernels compute bfloat16 products, a tied head takes no
-    memory; it is counted here, as the processor is not known."""
+    """Bytes of embedding, products and head."""
     kv_block: int
     """Bytes of a block of the KV cache."""
     per_token: int
@@ -59,8 +58,8 @@ def rank_memory(
         read = width * own.experts.per_token // own.experts.number
     per_layer, per_token = (whole.hidden_size * (2 * queries + 2 * keys + 3 * mlp) for mlp in (width, read))
     rows = part.vocabulary_width * whole.hidden_size
-    is_shared = bits.is_quantised and whole.tied and part.is_first
-    tables = part.is_first * bits.embedding + (part.is_last and not is_shared) * bits.head
+    is_shared = whole.tied and part.is_last  # the same memory, in the layout of products
+    tables = (part.is_first and not is_shared) * bits.embedding + part.is_last * bits.head
     weights = (per_layer * own.num_layers * bits.layers + rows * tables) / 8
     itemsize = 2 if served_dtype(config, whole) == "bfloat16" else 4
     groups = LayerGroups.of(part, most_groups, context)
@@ -75,23 +74,20 @@ class _Bits(NamedTuple):
     embedding: float
     layers: float
     head: float
-    is_quantised: bool
-    """A tied head and the embedding are the same memory."""
 
 
 def _bits(config: WorkerConfig, path: Path, model: ModelConfig) -> _Bits:
     dtype = served_dtype(config, model)
     if config.quantization in ("int8", "int4"):
-        return _Bits(BITS["int8"], BITS[config.quantization], BITS["int8"], True)
+        return _Bits(BITS["int8"], BITS[config.quantization], BITS["int8"])
     if not is_gguf(path) or config.quantization == "none":
         # Products stored in bfloat16 stay so with float32 activations; the embedding does not.
         products = BITS["bfloat16" if model.dtype == "bfloat16" and not is_gguf(path) else dtype]
-        return _Bits(BITS[dtype], products, products, False)
+        return _Bits(BITS[dtype], products, products)
     tensors = {name: t for name, t in read_header(path).tensors.items() if len(t.shape) > 1}
     bits = {name: BITS[t.type.name] for name, t in tensors.items()}
-    table = tensors.get("token_embd.weight")
     embedding = bits.pop("token_embd.weight", BITS["int8"])
     head = bits.pop("output.weight", embedding)
     sizes = {name: prod(tensors[name].shape) for name in bits}
     layers = sum(bits[name] * sizes[name] for name in bits) / max(1, sum(sizes.values()))
-    return _Bits(embedding, layers, head, table is None or table.type.is_quantised)
+    return _Bits(embedding, layers, head)

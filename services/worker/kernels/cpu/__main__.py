@@ -22,7 +22,7 @@ from services.worker.kernels.cpu.compiled.most_likely import most_likely_kernel
 from services.worker.kernels.cpu.compiled.ngram import ngram_kernel
 from services.worker.kernels.cpu.compiled.norm_and_gate import gate_kernel, norm_kernel
 from services.worker.kernels.cpu.compiled.product import product_kernel
-from services.worker.kernels.cpu.compiled.quantized import pack_kernel, rows_kernel
+from services.worker.kernels.cpu.compiled.quantized import float32_rows_kernel, pack_kernel, rows_kernel
 from services.worker.kernels.cpu.compiled.rotary import rotary_kernel
 from services.worker.kernels.cpu.recording import replay_kernel
 from services.worker.kernels.selection import OWN_BFLOAT16, PAIRS, TILES, WIDE, processor_features
@@ -46,6 +46,7 @@ KERNELS: list[tuple[Callable[..., object], Sequence[tuple[object, ...]]]] = [
     *((format_table, [(KINDS.index(name),)]) for name in COMMON),
     (product_kernel, [(WIDE in FEATURES, half, 1) for half in (False, True)]),
     (rows_kernel, [(False,), (True,)]),
+    (float32_rows_kernel, [(WIDE in FEATURES, half) for half in (False, True)]),
     (norm_kernel, HALVES),
     (gate_kernel, HALVES),
     (write_kernel, CACHES),

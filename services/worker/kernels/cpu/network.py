@@ -10,9 +10,10 @@ from services.worker.kernels.cpu.compiled.attention import attention_kernel, wri
 from services.worker.kernels.cpu.compiled.copying import copy_kernel
 from services.worker.kernels.cpu.compiled.most_likely import most_likely_kernel
 from services.worker.kernels.cpu.compiled.norm_and_gate import gate_kernel, norm_kernel
+from services.worker.kernels.cpu.compiled.quantized import rows_kernel
 from services.worker.kernels.cpu.compiled.rotary import rotary_kernel
 from services.worker.kernels.cpu.launching import Launcher
-from services.worker.kernels.cpu.panels import PanelEmbedding, coded_panels, paired_panels
+from services.worker.kernels.cpu.panels import PAIRED, PanelEmbedding, coded_panels, paired_panels
 from services.worker.kernels.cpu.products import (
     FLOAT32,
     NARROW,
@@ -82,13 +83,15 @@ class CpuNetwork(NetworkKernels):
             return PlainEmbedding(self, packed)
         assert isinstance(packed, tuple), "quantised weights are packed"
         [panels] = packed  # one tensor of a file
-        return PanelEmbedding(self._launcher, panels)
+        if panels.layout == FLOAT32:
+            kernel = self._float32.rows(panels.memory.dtype == torch.bfloat16)
+        else:
+            kernel = rows_kernel(panels.layout != PAIRED)
+        return PanelEmbedding(self._launcher, panels, kernel)
 
     def tied(self, embedding: EmbeddingTable) -> Linear:
-        if isinstance(embedding, PanelEmbedding):
-            return self._from_panels(embedding.panels, None)
-        assert embedding.tensor is not None, "it is one of this network's"
-        return self.linear(embedding.tensor)
+        assert isinstance(embedding, PanelEmbedding), "its weight was packed for products"
+        return self._product(embedding.panels, None)
 
     def _product(self, packed: PackedRows, bias: torch.Tensor | None) -> Linear:
         if packed.layout == FLOAT32:

@@ -10,8 +10,9 @@ from torch.nn import functional
 
 from services.worker.kernels.cpu.compiled.block_formats import FORMATS, KINDS, PANEL
 from services.worker.kernels.cpu.compiled.coded_product import format_table
-from services.worker.kernels.cpu.compiled.quantized import GROUP, pack_kernel, pack_layout, rows_kernel
+from services.worker.kernels.cpu.compiled.quantized import GROUP, pack_kernel, pack_layout
 from services.worker.kernels.cpu.launching import Launcher
+from services.worker.kernels.cpu.thread_team import Kernel
 from services.worker.kernels.packed_weight import PackedRows
 
 OUTPUTS = 4 * PANEL
@@ -44,8 +45,8 @@ def coded_panels(kind: str, parts: Sequence[torch.Tensor]) -> PackedRows:
 
 
 def format_address(panels: PackedRows) -> int:
-    """Return the address of the layout's `format_table`; 0 of bfloat16."""
-    return 0 if panels.layout == PAIRED else _table(panels.layout).ctypes.data
+    """Return the address of the layout's `format_table`; 0 of weights that are not quantised."""
+    return _table(panels.layout).ctypes.data if panels.layout in KINDS else 0
 
 
 @cache
@@ -54,13 +55,17 @@ def _table(layout: str) -> NDArray[np.int64]:
 
 
 class PanelEmbedding:
-    """`EmbeddingTable` in panels. A tied head uses the same panels."""
+    """`EmbeddingTable` in panels. A tied head uses the same panels.
+
+    Args:
+        kernel: looks up outputs of this layout
+    """
 
     tensor: torch.Tensor | None = None
 
-    def __init__(self, launcher: Launcher, panels: PackedRows) -> None:
+    def __init__(self, launcher: Launcher, panels: PackedRows, kernel: Kernel) -> None:
         self._launcher, self.panels, self.num_bytes = launcher, panels, panels.memory.nbytes
-        self._kernel, self._format = rows_kernel(panels.layout != PAIRED), format_address(panels)
+        self._kernel, self._format = kernel, format_address(panels)
 
     def __len__(self) -> int:
         return self.panels.outputs

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from services.worker.kernels.cpu.compiled import coded_product, pair_product, product, tile_product
 from services.worker.kernels.cpu.compiled.product import BLOCK, PANEL
+from services.worker.kernels.cpu.compiled.quantized import float32_rows_kernel
 from services.worker.kernels.cpu.launching import Launcher
 from services.worker.kernels.cpu.panels import OUTPUTS, PAIRED, format_address
 from services.worker.kernels.cpu.thread_team import Kernel
@@ -28,10 +29,16 @@ class Float32Way:
     """Outputs whose weights are side by side, input after input."""
     apart: int
     """Distance of the two bfloat16 that share a word."""
+    rows: Callable[[bool], Kernel]
+    """For weights in bfloat16 or float32: looks up the weights of outputs."""
 
 
-NARROW = Float32Way(partial(product.product_kernel, False), product.CHUNK, PANEL, PANEL // 2)
-WIDE = Float32Way(partial(product.product_kernel, True), product.WIDE_CHUNK, BLOCK, PANEL)
+NARROW = Float32Way(
+    partial(product.product_kernel, False), product.CHUNK, PANEL, PANEL // 2, partial(float32_rows_kernel, False)
+)
+WIDE = Float32Way(
+    partial(product.product_kernel, True), product.WIDE_CHUNK, BLOCK, PANEL, partial(float32_rows_kernel, True)
+)
 """With AVX-512."""
 
 FLOAT32 = "float32 products"

@@ -32,8 +32,8 @@ class NetworkKernels:
         self.routing = RoutingKernels()
 
     def pack(self, weight: Weight, is_table: bool = False) -> Packed:
-        """Bring a weight into the layout of `linear`, or of `embedding` if it `is_table`. Kernels without a layout of
-        their own return the weight."""
+        """Bring a weight into the layout of `linear` and `embedding`, or of `embedding` alone if it `is_table`. Kernels
+        without a layout of their own return the weight."""
         return weight
 
     def linear(self, weight: Packed, bias: torch.Tensor | None = None) -> Linear:
@@ -47,7 +47,8 @@ class NetworkKernels:
         return WeightTable(weight)
 
     def tied(self, embedding: EmbeddingTable) -> Linear:
-        """A product with the embedding's vectors as weights; it reads the same memory where the layout allows it."""
+        """A product with the embedding's vectors as weights, which were packed for `linear`. It reads the same memory,
+        unless that has another dtype than products need."""
         assert isinstance(embedding, WeightTable), "it is one of this network's"
         return self.linear(embedding.weight)
 

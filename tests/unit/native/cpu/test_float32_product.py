@@ -7,6 +7,7 @@ import torch
 
 from services.worker.kernels.cpu.compiled import product as kernels
 from services.worker.kernels.cpu.launching import Launcher
+from services.worker.kernels.cpu.panels import PanelEmbedding
 from services.worker.kernels.cpu.products import NARROW, WIDE, Float32Way, PanelProduct, float32_panels, float32_product
 from services.worker.kernels.cpu.thread_team import set_num_threads
 
@@ -34,6 +35,22 @@ def test_equals_torch(way: Float32Way, shape: tuple[int, int], bias: bool, digit
         x = torch.randn(rows, shape[1])
         expected = torch.nn.functional.linear(x, weight, added)
         torch.testing.assert_close(multiply(product, x, shape[0]), expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("digits", ["bfloat16", "float32"])
+@each_way
+def test_vectors_of_an_embedding_are_looked_up_in_the_weights_of_a_product(
+    way: Float32Way, shape: tuple[int, int], digits: str
+) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(shape).to(getattr(torch, digits)).float()
+    panels = float32_panels(weight.clone(), way)
+    embedding = PanelEmbedding(Launcher(), panels, way.rows(panels.memory.dtype == torch.bfloat16))
+    index, out = torch.randint(0, shape[0], (300,), dtype=torch.int32), torch.full((300, shape[1] + 1), 7.0)
+    embedding.look_up(index, out[:, :-1])
+    assert torch.equal(out[:, :-1], weight[index])
+    assert (out[:, -1] == 7).all()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -53,7 +53,9 @@ class ShardLoader:
 
         def pack() -> Packed:
             weight = self._tokens(name)
-            return self._network.pack(self._padded(weight) if self._whole.tied else weight, is_table=True)
+            if self._whole.tied and self._part.is_last:
+                return self._network.pack(self._padded(weight))
+            return self._network.pack(weight, is_table=True)
 
         name = "model.embed_tokens.weight"
         return self._network.embedding(self._packed.get(name, pack))
@@ -180,9 +182,7 @@ class ShardLoader:
     def head(self, embedding: EmbeddingTable | None) -> Linear:
         """A product from hidden states to `vocabulary_width` logits; logits beyond the rank's token ids are zero."""
         if self._whole.tied and embedding is not None:
-            if (table := embedding.tensor) is None:
-                return self._network.tied(embedding)
-            return self._linear("tied head", lambda: table)
+            return self._network.tied(embedding)
         name = "model.embed_tokens.weight" if self._whole.tied else "lm_head.weight"
         return self._linear("head", lambda: self._padded(self._tokens(name)))
 

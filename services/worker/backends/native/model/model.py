@@ -59,9 +59,10 @@ class Model:
     def num_bytes(self) -> int:
         """Memory of the embedding and of the weights of products."""
         total = sum(layer.num_bytes for layer in self.layers)
-        total += self.embedding.num_bytes if self.embedding is not None else 0
-        shared = self.embedding is not None and self.embedding.tensor is None and self.part.whole.tied
-        return total + (self.head.num_bytes if self.part.is_last and not shared else 0)
+        table = self.embedding.num_bytes if self.embedding is not None else 0
+        head = self.head.num_bytes if self.part.is_last else 0
+        is_shared = self.part.whole.tied and head == table  # a tied head in another dtype is a copy
+        return total + table + (0 if is_shared else head)
 
     def attention(self, context: int, groups: LayerGroups | None = None) -> AttentionShape:
         """`context`: tokens of the longest sequence. `groups`: None: one block table for all layers"""

@@ -1,4 +1,5 @@
-"""Weights in panels of 16 outputs: bfloat16 and quantised. Their packing, and the look-up of an output's weights.
+"""Weights in panels of 16 outputs: bfloat16 and quantised. Their packing, and the look-up of an output's weights, those
+of `product` included.
 
 BF16 is bfloat16[groups * 16, 16, 2]: inputs 2 i and 2 i + 1 of each output are side by side, as AMX reads them.
 `block_formats` has the other layouts.
@@ -24,6 +25,7 @@ from services.worker.kernels.cpu.compiled.block_formats import (
     STEP,
 )
 from services.worker.kernels.cpu.compiled.coded_product import NUMBERS, TASK, TASK_BYTES
+from services.worker.kernels.cpu.compiled.product import BLOCK
 from services.worker.kernels.cpu.thread_team import Kernel, arguments, take
 
 GROUP = STEP
@@ -34,7 +36,7 @@ ROWS = arguments(
     ("out", np.int64),  # float32[items, stride]: the first `inputs` numbers of each row are written
     ("inputs", np.int64),
     ("stride", np.int64),
-    ("format", np.int64),  # int64[NUMBERS], as `format_table` returns it; not of BF16
+    ("format", np.int64),  # int64[NUMBERS], as `format_table` returns it; 0 of others
 )
 PACK = arguments(
     ("rows", np.int64),  # int64[items * PANEL]: address of each output's blocks
@@ -81,6 +83,29 @@ def rows_kernel(coded: bool) -> Kernel:
                 for i in range(a.inputs):
                     simd.store_f32(out + i * 4, simd.load_bf16(panel + (i // 2 * PANEL + lane) * 4 + i % 2 * 2))
         raw.release(place)
+
+    return Kernel(rows, ROWS, cost=32)
+
+
+@cache
+def float32_rows_kernel(wide: bool, half: bool) -> Kernel:
+    """The same for weights of `product.product_kernel`, which has `wide` and `half`."""
+    WIDTH, APART, HALF, SIZE = BLOCK if wide else PANEL, PANEL if wide else PANEL // 2, int(half), 2 if half else 4
+
+    def rows(address):  # type: ignore[no-untyped-def]
+        a = carray(raw.pointer(address), 1, ROWS)[0]
+        index = raw.i32_at(a.index, a.items)
+        while True:
+            item = take(address)
+            if item >= a.items:
+                break
+            row, out = np.int64(index[item]), a.out + item * a.stride * 4
+            lane = row % WIDTH
+            place = a.panels + (row - lane) * a.inputs * SIZE
+            if HALF:  # a word has lanes i and i + APART
+                lane = lane // (2 * APART) * 2 * APART + lane % APART * 2 + lane // APART % 2
+            for i in range(a.inputs):
+                simd.store_f32(out + i * 4, simd.load1(place + (i * WIDTH + lane) * SIZE, HALF))
 
     return Kernel(rows, ROWS, cost=32)
 
