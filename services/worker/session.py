@@ -12,10 +12,10 @@
 A worker that leaves rows out (left-out row; docs/invariants.md) never is in SAMPLING: it is given the masks of steps
 in any number of messages, also after later plans. Its runner waits for them, or `StepQueue` does.
 
-Steps are executed in order, each exactly once (step order; docs/invariants.md): the next step is executed, a repeated
-one is ignored, and a gap is a fault. Messages of another epoch, and assignments to an epoch that is not later than the
-last one (incarnation; docs/invariants.md), are ignored. A message that is not allowed in the current phase raises
-`ProtocolError` and changes nothing.
+Steps are executed in order, each exactly once (step order; docs/invariants.md): the next step is executed, the kept
+result of a repeated step is sent again, and a gap is a fault. Messages of another epoch, and assignments to an epoch
+that is not later than the last one (incarnation; docs/invariants.md), are ignored. A message that is not allowed in the
+current phase raises `ProtocolError` and changes nothing.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,14 @@ class SampleStep:
     step: SchedulerOutput
 
 
-StepAction = SchedulerOutput | SampleStep | GrammarOutput | ReleaseSlots | LoadBlocks | KeepPins
+@dataclass(frozen=True)
+class ResendResult:
+    """Send the kept result of a repeated step again."""
+
+    step_id: int
+
+
+StepAction = SchedulerOutput | SampleStep | GrammarOutput | ResendResult | ReleaseSlots | LoadBlocks | KeepPins
 """A message is the action that it names. `SchedulerOutput`: launch the forward pass of the next step, and its sampling
 unless that waits for a grammar. `GrammarOutput`: masks of a step that was launched, perhaps sampled without them."""
 Action = Assignment | InitializeCache | EndEpoch | Ping | Shutdown | StepAction | StepFault
@@ -147,9 +154,9 @@ class Session:
         self.phase = Phase.INITIALIZING
         return message
 
-    def _on_step(self, step: SchedulerOutput) -> Action | None:
+    def _on_step(self, step: SchedulerOutput) -> Action:
         if step.step_id <= self.last_step:
-            return None
+            return ResendResult(step.step_id)
         expected = self.last_step + 1
         if step.step_id != expected:
             return self._fault(step.step_id, f"step {step.step_id} arrived, but step {expected} is next")

@@ -19,6 +19,7 @@ from protocol.membership import InitializeCache, Loaded, LoadFailed, LoadProgres
 from protocol.steps import ModelRunnerOutput, ReleaseSlots, StepFault, StepTimes
 from services.config import WorkerConfig
 from services.worker.backends.sim import SimRunner
+from services.worker.result_sender import RESULTS_KEPT
 from services.worker.service import EXIT_FAULT, EXIT_LOST, EXIT_MODEL, EXIT_REFUSED, Worker
 from tests.integration.worker.scripted import EPOCH, ScriptedWorkerServer, exit_status, worker_process, worker_thread
 from tests.unit.worker.fake_device import FakeDevice
@@ -111,13 +112,27 @@ def test_heartbeats_leave_during_a_long_step(scheduler: ScriptedWorkerServer, tm
         process.kill()
 
 
-def test_a_repeated_step_is_ignored(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
+def test_the_kept_result_of_a_repeated_step_is_sent_again(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
     with worker_thread(scheduler, tmp_path):
         scheduler.serve()
         plans, request = one_request()
         steps = [plans.step(request) for _ in range(3)]
         scheduler.send(*steps, steps[1], plans.step(request))
-        assert step_ids(scheduler.results(4)) == [1, 2, 3, 4]
+        first, second, third, again, fourth = scheduler.results(5)
+        assert again == second
+        assert step_ids([first, third, fourth]) == [1, 3, 4]
+
+
+def test_a_repeated_step_without_a_kept_result_is_a_fault(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
+    with worker_thread(scheduler, tmp_path) as worker:
+        scheduler.serve()
+        plans, request = one_request()
+        steps = [plans.step(request) for _ in range(RESULTS_KEPT + 1)]
+        scheduler.send(*steps, steps[0])
+        fault = scheduler.results(RESULTS_KEPT + 2)[-1]
+        assert isinstance(fault, StepFault)
+        assert fault.error == "step 1 was sent again, but only the last 16 results are kept"
+        assert worker.exit_status() == EXIT_FAULT
 
 
 def test_messages_of_other_epochs_and_bad_frames_are_ignored(

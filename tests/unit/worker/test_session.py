@@ -5,7 +5,7 @@ import pytest
 from protocol.codec import ProtocolError
 from protocol.membership import Assignment, EndEpoch, InitializeCache, Ping, Shutdown
 from protocol.steps import GrammarOutput, ReleaseSlots, SchedulerOutput, StepFault
-from services.worker.session import Phase, SampleStep, Session
+from services.worker.session import Phase, ResendResult, SampleStep, Session
 
 ASSIGNMENT = Assignment(3, 0, 1, 16, 8, 64)
 INIT = InitializeCache(10, 64)
@@ -37,11 +37,11 @@ def test_steps_run_in_order(session: Session) -> None:
     assert session.last_step == 3
 
 
-def test_a_repeated_step_is_ignored(session: Session) -> None:
+def test_the_result_of_a_repeated_step_is_sent_again(session: Session) -> None:
     session.on(plan(1))
     session.on(plan(2))
-    assert session.on(plan(1)) is None
-    assert session.on(plan(2)) is None
+    assert session.on(plan(1)) == ResendResult(1)
+    assert session.on(plan(2)) == ResendResult(2)
     assert session.last_step == 2
 
 
@@ -177,7 +177,8 @@ def test_a_ping_changes_nothing(phase: Phase) -> None:
     assert session.phase is phase
 
 
-EXECUTED, USED, IGNORED, REFUSED, FAULT = "executed", "used", "ignored", "refused", "fault"
+EXECUTED, USED, IGNORED, REFUSED = "executed", "used", "ignored", "refused"
+REPEATED, FAULT, SILENT = "repeated", "fault", "silent"
 MESSAGES = {
     "assignment": ASSIGNMENT_4,
     "initialize": INIT,
@@ -196,10 +197,10 @@ TABLE = {
     Phase.LOADED: {"initialize": USED, "late plan": IGNORED, "late end": IGNORED} | BEFORE_SERVING,
     Phase.INITIALIZING: {"late plan": IGNORED, "late end": IGNORED} | BEFORE_SERVING,
     Phase.SERVING: {"plan": EXECUTED, "grammar": FAULT} | WHEN_SERVING,
-    Phase.SAMPLING: {"plan": IGNORED, "grammar": USED} | WHEN_SERVING,
+    Phase.SAMPLING: {"plan": REPEATED, "grammar": USED} | WHEN_SERVING,
     Phase.RANKS_LOST: dict.fromkeys(MESSAGES, IGNORED),
-    Phase.LEAVING: dict.fromkeys(MESSAGES, IGNORED),
-    Phase.FAILED: dict.fromkeys(MESSAGES, IGNORED),
+    Phase.LEAVING: dict.fromkeys(MESSAGES, SILENT),
+    Phase.FAILED: dict.fromkeys(MESSAGES, SILENT),
 }
 """The effect of each message in each phase; messages that are not listed are refused. In SAMPLING the executed step is
 number 1, so its plan is a repetition. A registered worker registers again at the end of any epoch, because the
@@ -234,10 +235,16 @@ def test_effect_of_each_message_in_each_phase(phase: Phase, name: str) -> None:
             assert action == message
         case "used":
             assert action == message or (isinstance(action, SampleStep) and action.grammar == message)
+        case "repeated":
+            assert action == ResendResult(1)
+            assert vars(session) == before
         case "fault":
             assert isinstance(action, StepFault)
             assert session.phase is Phase.FAILED
         case "ignored":
+            assert action is None
+            assert vars(session) == before
+        case "silent":
             assert action is None
             assert vars(session) == before
 
