@@ -353,3 +353,12 @@ def test_invalid_log_probabilities_fail_the_step(rows: object, says: str) -> Non
     assert isinstance(plan, SchedulerOutput)
     with pytest.raises(UnknownResult, match=says):
         core.on_result(result(plan, 5, logprobs=rows))
+
+
+def test_drafts_that_are_no_column_fail_the_step() -> None:
+    core = engine(1)
+    core.add(0, generate())
+    (plan,) = core.dispatch()
+    assert isinstance(plan, SchedulerOutput)
+    with pytest.raises(UnknownResult, match="a column of 3 bytes"):
+        core.on_result(result(plan, 5, draft_token_ids=bytes(3)))
