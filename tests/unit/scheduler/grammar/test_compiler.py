@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from protocol.sampling import GrammarKind, StructuredOutputParams
+from services.helper_process import HelperProcess
 from services.scheduler.grammar import compiler as compiler_module
 from services.scheduler.grammar.cache import CompiledGrammar, GrammarCache
 from services.scheduler.grammar.compiler import OVERLOADED, GrammarCompiler
@@ -84,6 +85,18 @@ def test_killed_trial_process_is_replaced() -> None:
         assert matches(compiler.grammar(REGEX, "third"), "third")
         assert child not in children()
         assert len(children() - others) == 1
+    finally:
+        compiler.inner.close()
+
+
+def test_a_trial_process_that_answers_with_nonsense_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = new_compiler(num_threads=1)
+    try:
+        compiler.grammar(REGEX, "first")
+        with monkeypatch.context() as patched:
+            patched.setattr(HelperProcess, "exchange", lambda *_: b"\xc1")
+            assert isinstance(compiler.result(REGEX, "second"), str)
+        assert matches(compiler.grammar(REGEX, "third"), "third")
     finally:
         compiler.inner.close()
 
