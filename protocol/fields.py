@@ -19,6 +19,7 @@ MAX_IPC_PATH = 107
 
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
 """An index or a count that fits into int32."""
+Positive = Annotated[int, Meta(ge=1, lt=2**31)]
 Number = Annotated[int, Meta(ge=0, lt=2**32)]
 """uint32"""
 StepId = Annotated[int, Meta(ge=0, le=2**63 - 1)]

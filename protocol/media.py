@@ -14,7 +14,7 @@ from protocol.fields import MAX_ITEMS, Count, Name, Text
 MAX_FILES = 16
 """Images in a prompt, and sounds."""
 MAX_MEDIA_BYTES = 32 << 20
-"""Bytes of the tensors of one request, and of all requests that enter with one plan."""
+"""Bytes of the tensors of one request."""
 
 
 class MediaItem(msgspec.Struct, array_like=True, frozen=True):

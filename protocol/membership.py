@@ -22,7 +22,7 @@ import msgspec
 
 from protocol.block_names import NamedBlocks
 from protocol.epochs import EpochId, RegisteredEpoch
-from protocol.fields import MAX_ITEMS, Bytes, Count, Finite, Fraction, Name, StepId, Text
+from protocol.fields import MAX_ITEMS, Bytes, Count, Finite, Fraction, Name, Positive, StepId, Text
 from protocol.kv_groups import KVGroups
 from protocol.media import MediaModel
 from protocol.pooling import PoolingModel
@@ -68,7 +68,7 @@ class Register(msgspec.Struct, array_like=True, frozen=True, tag="register"):
     """Hex digest of the checkpoint's configuration and weight index; ranks of one group must agree."""
     dtype: Name = ""
     """Data type of the weights; ranks of one group must agree."""
-    tensor_parallel_sizes: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_ITEMS)] = (1,)
+    tensor_parallel_sizes: Annotated[tuple[Positive, ...], msgspec.Meta(min_length=1, max_length=MAX_ITEMS)] = (1,)
     """Tensor-parallel sizes that the model allows, in ascending order."""
     max_pipeline_parallel_size: Count = 1
     """Maximum number of stages that the model allows."""

@@ -1,6 +1,5 @@
 """Step records as plain values for JSON: times and counts by name, columns as lists."""
 
-from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -8,14 +7,9 @@ import numpy as np
 
 from protocol.codec import unpack
 from protocol.records import EngineEvent, RankTimes, RequestRecord, StepRecord
-from protocol.steps import StepTimes
 
 COLUMNS = ("frontends", "numbers", "scheduled", "prefills", "drafted", "generated")
 """Fields of `StepRecord` with an element per row."""
-_SCALARS = tuple(name for name in StepRecord.__struct_fields__ if name not in {*COLUMNS, "ranks"})
-_scalars_of = attrgetter(*_SCALARS)
-_TIMES = StepTimes.__struct_fields__
-_times_of = attrgetter(*_TIMES)
 
 
 def request_name(frontend: int, number: int) -> str:
@@ -25,16 +19,14 @@ def request_name(frontend: int, number: int) -> str:
 
 def step_fields(record: StepRecord) -> dict[str, Any]:
     """Return the fields of a step without its rows."""
-    fields: dict[str, Any] = {"kind": "step"}
-    fields.update(zip(_SCALARS, _scalars_of(record), strict=True))
-    fields["ranks"] = [*map(_rank_fields, record.ranks)]
-    return fields
+    fields = msgspec.structs.asdict(record)
+    for name in COLUMNS:
+        del fields[name]
+    return {"kind": "step"} | fields | {"ranks": [*map(_rank_fields, record.ranks)]}
 
 
 def _rank_fields(rank: RankTimes) -> dict[str, Any]:
-    fields: dict[str, Any] = {"rank": rank.rank, "returns_result": rank.returns_result}
-    fields.update(zip(_TIMES, _times_of(rank.times), strict=True))
-    return fields
+    return {"rank": rank.rank, "returns_result": rank.returns_result} | msgspec.structs.asdict(rank.times)
 
 
 def row_columns(record: StepRecord) -> dict[str, list[Any]]:

@@ -15,8 +15,8 @@ class KVEventsConfig(BaseConfig):
     publisher: Literal["zmq", "null"] | None = None
     """None: "zmq" if events are enabled."""
     endpoint: str = "tcp://127.0.0.1:5557"
-    """Endpoint of the PUB socket. It is bound if it is ipc, *, or a loopback address; to another host it connects, as
-    vLLM's does."""
+    """Endpoint of the PUB socket. It is bound if it is ipc, *, 0.0.0.0, [::] or a loopback address; to another host it
+    connects, as vLLM's does."""
     replay_endpoint: str | None = None
     """Endpoint of the ROUTER socket that sends past batches again. It is always bound. None: none."""
     buffer_steps: int = Field(10_000, ge=1)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from msgspec.structs import replace
 
 from protocol.block_names import split_names
+from protocol.codec import ProtocolError
 from protocol.requests import CacheAction, CacheControlled, ControlCache
 from protocol.steps import BlocksLoaded, KeepPins
 from services.config import SchedulerConfig
@@ -63,7 +64,7 @@ class CacheControl:
             try:
                 self._check(engine)
                 engine.pin(pin.pin, pin.owner, split_names(pin.names))
-            except PinRefused as refused:
+            except (PinRefused, ProtocolError) as refused:
                 log.warning("a pin of the last scheduler ends: %s: %s", pin.pin, refused)
 
     def _check(self, engine: EngineCore) -> None:

@@ -38,7 +38,8 @@ class RequestLog:
             case RequestArrived(frontend=frontend, message=message):
                 self._ids[frontend, message.number] = message.request_id
                 log.debug("request_id=%s arrived: %d prompt tokens", message.request_id, message.num_prompt_tokens)
-            case RequestRefused(request_id=request_id, finish=finish):
+            case RequestRefused(frontend=frontend, request_id=request_id, finish=finish):
+                self._ids.pop((frontend, finish.number), None)
                 log.debug("request_id=%s refused: %s", request_id, finish.message)
             case StepDispatched(plan=plan, requests=requests) if requests:
                 ids = ", ".join(self._id(key) for key in requests)

@@ -269,6 +269,8 @@ class Service:
                 self._next_check = now
             self._on_worker_message(worker, message, now)
             self._act()
+            if isinstance(message, ModelRunnerOutput) and message.embeddings:
+                self._publish()  # those of two steps may be too large for one message
 
     def _on_worker_message(self, worker: bytes, message: WorkerMessage | StepResult, now: float) -> None:
         match message:

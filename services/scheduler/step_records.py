@@ -73,23 +73,18 @@ class _SlotOwners:
     """Owner of each slot, followed from the events."""
 
     def __init__(self) -> None:
-        self._frontends = np.zeros(0, np.int32)
-        self._numbers = np.zeros(0, np.uint32)
-        self._entries = np.zeros(0, np.int32)
+        self._slots = np.zeros((0, 3), np.int64)
+        """Frontend and number of the slot's request, and the tokens that it had when it entered the slot."""
 
-    def enter(self, slot: int, key: RequestKey, entry: int) -> None:
-        """`entry`: tokens that the request had when it entered the slot."""
-        if slot >= len(self._entries):
-            more = slot + 16
-            self._frontends = np.concatenate((self._frontends, np.zeros(more, np.int32)))
-            self._numbers = np.concatenate((self._numbers, np.zeros(more, np.uint32)))
-            self._entries = np.concatenate((self._entries, np.zeros(more, np.int32)))
-        self._frontends[slot], self._numbers[slot], self._entries[slot] = *key, entry
+    def enter(self, slot: int, key: RequestKey, tokens: int) -> None:
+        if slot >= len(self._slots):
+            self._slots = np.concatenate((self._slots, np.zeros((slot + 16, 3), np.int64)))
+        self._slots[slot] = *key, tokens
 
     def columns(self, step: InflightStep) -> tuple[NDArray[np.int32], NDArray[np.uint32], NDArray[np.bool_]]:
         """Frontend and number of each row's request, and whether the row is a prefill chunk."""
-        slots = step.slots
-        return self._frontends[slots], self._numbers[slots], step.starts < self._entries[slots]
+        frontends, numbers, tokens = self._slots[step.slots].T
+        return frontends.astype(np.int32), numbers.astype(np.uint32), step.starts < tokens
 
 
 class StepRecorder:

@@ -14,6 +14,8 @@ import pytest
 from protocol.codec import unpack
 from protocol.requests import FinishReason
 from protocol.sampling import SamplingParams
+from services.scheduler.core import deferred_masks
+from services.scheduler.core.deferred_masks import MAX_MASK_BYTES
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.slots import SlotIds
 from services.scheduler.policies import BalancedPolicy, BatchingPolicy, ChunkedPolicy, SchedulerView
@@ -222,6 +224,18 @@ def test_a_grammar_that_refuses_every_third_draft(depth: int) -> None:
     cover = world.coverage
     assert 0 < cover["drafts: accepted"] < cover["drafts: verified"] < cover["drafts: planned"]
     assert bool(cover["sampling: waits for tokens in flight"]) == (depth > 1)
+
+
+@pytest.mark.parametrize(("most", "accepts"), [(1, False), (MAX_MASK_BYTES, True)])
+def test_drafts_whose_masks_would_make_a_message_too_large_are_not_accepted(
+    most: int, accepts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deferred_masks, "MAX_MASK_BYTES", most)
+    world = World(ROOMY, 2, speculating=Speculating("always", (3,)))
+    for i in range(4):
+        world.add(prompt_of(8, i), params(12, eos=False), structured=structured(i))
+    world.drain()
+    assert bool(world.coverage["drafts: accepted"]) == accepts
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

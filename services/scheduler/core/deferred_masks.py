@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from protocol.codec import pack
+from protocol.codec import MAX_MESSAGE_BYTES, pack
 from protocol.steps import GrammarOutput
 from services.scheduler.core.batch_queue import BatchQueue, UnmaskedStep
 from services.scheduler.core.epoch import EpochState
@@ -18,6 +18,9 @@ from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.slots import DELIVER, LIVE, Mask
 from services.scheduler.core.store import RequestStore
 from services.scheduler.grammar import Masks
+
+MAX_MASK_BYTES = MAX_MESSAGE_BYTES // 2
+"""Masks of one message. If the rows of a step have more, the last drafts of each get no mask and are not accepted."""
 
 
 @dataclass(eq=False)
@@ -64,13 +67,14 @@ class DeferredMasks:
         """
         step, whole = unmasked.step, not self.epoch.limits.leaves_rows_out
         used, late = self.used_rows(step, sampled_before)
+        most = max(1, MAX_MASK_BYTES // max(1, 4 * self.num_words * len(unmasked.rows)))
         parts = {}
         for slot, row in unmasked.rows.items():
             if late[row]:
                 if whole:
                     return None
             elif (masks := self.row_masks(slot, step.drafts.item(row), used[row])) is not None:
-                parts[slot] = masks
+                parts[slot] = masks[:most]
         if not parts or (whole and len(parts) < len(unmasked.rows)):
             return None
         for slot in parts:

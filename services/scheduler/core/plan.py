@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from protocol.codec import pack
+from protocol.codec import MAX_MESSAGE_BYTES, encode, pack
 from protocol.columns import has_all, has_any, total
-from protocol.media import MAX_MEDIA_BYTES
 from protocol.steps import NewRequest, SchedulerOutput
 from services.scheduler.core.drafting import Drafting
 from services.scheduler.core.encoding import encodable
@@ -32,6 +31,9 @@ from services.scheduler.policies import SchedulerView, StepBudget
 _NO_SLOTS = np.empty(0, np.int64)
 _NO_TOKENS = np.empty(0, np.int32)
 _UNLIMITED = np.iinfo(np.int32).max
+MAX_NEW_BYTES = MAX_MESSAGE_BYTES // 2
+"""Tokens, parameters and media of the requests that enter with one plan, unless a single one has more: the plan must
+not become too large to send."""
 
 
 class PlannedStep(NamedTuple):
@@ -56,7 +58,7 @@ class StepChoice:
     block_slots: SlotIds = field(default_factory=lambda: _NO_SLOTS)
     block_ids: list[int] = field(default_factory=list)
     admitting: bool = True
-    media_bytes: int = 0
+    new_bytes: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -219,8 +221,6 @@ class StepPlanner:
                 break
             if request.stale_rows or not self.has_adapter_seat(request):
                 continue
-            if request.media is not None and choice.media_bytes + len(request.media.data) > MAX_MEDIA_BYTES:
-                break  # the plan must not become too large to send
             if limits.whole_prompts:
                 room = chunk = limits.max_num_batched_tokens - choice.num_tokens
             prefix = kv.find_prefix(request)
@@ -244,9 +244,12 @@ class StepPlanner:
                 break
             if limits.whole_prompts and count < len(request.token_ids):
                 break
+            size = _entry_bytes(request)
+            if choice.new and choice.new_bytes + size > MAX_NEW_BYTES:
+                break
             self.admit(request, prefix, count, held, choice)
             choice.encoder_left = encoder_left
-            choice.media_bytes += 0 if request.media is None else len(request.media.data)
+            choice.new_bytes += size
             seats -= 1
 
     def offered(self, request: Request, hit: int, most: int) -> int:
@@ -395,6 +398,12 @@ class StepPlanner:
         epoch.next_step += 1
         epoch.ledger.add(step)
         return PlannedStep(step, plan, masked)
+
+
+def _entry_bytes(request: Request) -> int:
+    """Return the bytes of a request in the plan with which it enters a slot, about."""
+    media = len(request.media.data) if request.media is not None else 0
+    return request.token_ids.nbytes + len(encode(request.params)) + media
 
 
 def _limit(budget: int | None) -> int:

@@ -53,6 +53,7 @@ def decode_result(step: InflightStep, message: ModelRunnerOutput, vocab_size: in
         progress = ProgressRows.from_message(message) if reports_progress else None
         logprobs = LogprobRows.from_message(message.logprobs) if message.logprobs is not None else None
         embeddings = EmbeddingRows.from_message(message).by_slot() if message.embeddings else NO_EMBEDDINGS
+        draft_ids = _decode_drafts(step, message, len(rows.counts), vocab_size) if message.draft_token_ids else None
     except ProtocolError as error:
         raise UnknownResult(f"step {step.step_id}: {error}") from error
     _check_rows(step, rows, vocab_size)
@@ -62,14 +63,7 @@ def decode_result(step: InflightStep, message: ModelRunnerOutput, vocab_size: in
     if is_hidden and any(len(values) != 4 * hidden_size for values in embeddings.values()):
         raise UnknownResult(f"step {step.step_id} has embeddings of another size than the model's")
     return DecodedResult(
-        rows.counts,
-        rows.token_ids,
-        rows.drafted,
-        _decode_drafts(step, message, len(rows.counts), vocab_size) if message.draft_token_ids else None,
-        logprobs,
-        embeddings,
-        progress,
-        message.times.sampled,
+        rows.counts, rows.token_ids, rows.drafted, draft_ids, logprobs, embeddings, progress, message.times.sampled
     )
 
 
@@ -84,7 +78,7 @@ def _check_rows(step: InflightStep, rows: ResultRows, vocab_size: int) -> None:
 
 
 def _decode_drafts(step: InflightStep, message: ModelRunnerOutput, num_rows: int, vocab_size: int) -> Column:
-    """int32[rows, proposed]"""
+    """int32[rows, proposed]. Raises: UnknownResult, ProtocolError"""
     ids = unpack(message.draft_token_ids)
     if len(ids) != num_rows * step.proposes or ids.min() < NO_DRAFT or ids.max() >= vocab_size:
         raise UnknownResult(

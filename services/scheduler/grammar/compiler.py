@@ -187,8 +187,8 @@ class GrammarCompiler:
         totals = {f"grammars_{name}_total": float(count) for name, count in self.counters.items()}
         return totals | {"grammar_cache_bytes": self._cache.num_bytes, "grammars_compiling": len(self._jobs)}
 
-    def close(self) -> list[int]:
-        """End the threads and their trial processes. Return the tickets that remain without a result."""
+    def close(self) -> None:
+        """End the threads and their trial processes. Open tickets get no result."""
         with self._changed:
             self._closed = True
             threads = list(self._threads)
@@ -197,12 +197,7 @@ class GrammarCompiler:
             thread.kill()
         for thread in threads:
             thread.join()
-        unanswered = [ticket for job in self._jobs.values() for ticket in job.waiting]
-        self._jobs.clear()
-        self._queue.clear()
-        self._done.clear()
         self._wakeup.close()
-        return unanswered
 
     # -- compile threads -----------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from weakref import WeakSet
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.silence import SIGN_INTERVAL
 from services.scheduler.grammar.base import Grammar
 from services.scheduler.grammar.threads import LoopWakeup, start_thread
 
@@ -23,6 +24,8 @@ WAKE_INTERVAL = 1e-3
 """Seconds. Masks that are made within it are sent together, if more are to be made."""
 QUICK = 5e-4
 """Seconds. Masks that took no longer are made in the loop the next time."""
+LONGEST = SIGN_INTERVAL / 2
+"""Seconds that `wait` takes at most: the scheduler's signs of life wait meanwhile."""
 Masks = NDArray[np.int32]
 """int32[masks, ceil(vocab / 32)]"""
 
@@ -125,7 +128,8 @@ class MaskThread:
     def wait(self, patience: float, most: float) -> None:
         """Make quick masks for `most` seconds; the thread makes the rest. Then wait until no mask is being made: for
         `patience` seconds from the last submission on, and for up to `most` seconds while masks are made so fast that
-        the missing ones take twice as long at most."""
+        the missing ones take twice as long at most. At most `LONGEST` in all."""
+        most = min(most, LONGEST)
         self._make_quick(time.monotonic() + most)  # a plan may have been sent since they were submitted
         if self._quick_jobs:
             self._hand_over([*self._quick_jobs])

@@ -97,8 +97,8 @@ class KVEventPublisher:
 
 
 def _is_own(endpoint: str) -> bool:
-    """Return whether the endpoint is an address of this machine."""
-    return is_private(endpoint) or endpoint.startswith("tcp://*:")
+    """Return whether the endpoint is an address of this machine, or all of them."""
+    return is_private(endpoint) or endpoint.startswith(("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:"))
 
 
 def _open(kind: int, endpoint: str, hwm: int, binds: bool) -> zmq.Socket[bytes]:

@@ -90,7 +90,7 @@ def assign_ranks(spares: Collection[Member], size: GroupSize) -> list[Member]:
     for member in spares:
         shard = member.register.shard
         rank = -1 if shard is None else shard.pp_rank * size.tensor_parallel + shard.tp_rank
-        if shard == _shard(rank, size) and ranks[rank] is None:
+        if 0 <= rank < size.world and shard == _shard(rank, size) and ranks[rank] is None:
             ranks[rank] = member
         else:
             others.append(member)

@@ -230,9 +230,9 @@ class WorkerGroup:
         if self.state in FORMING:
             late = stalled(self.roster.ranks, now, self._config.load_timeout_seconds)
             if late is not None:
-                self._break(f"{late}: {self._detail}", now)
+                self._group_event(GroupEvent.BREAK, f"{late}: {self._detail}", now)
         if self.state is GroupState.READY and (late_step := self._watch.overdue(now)) is not None:
-            self._break(self._hang(*late_step), now)
+            self._group_event(GroupEvent.BREAK, self._hang(*late_step), now)
         since, timeout = self._recovering_since, self._config.recovery_timeout_seconds
         if since is not None and now - since > timeout:
             self._group_event(GroupEvent.TOO_LATE, WORKERS_LOST, now)
@@ -297,7 +297,7 @@ class WorkerGroup:
             case MemberAction.LEAVE:
                 self._on_change(reason, now)
             case MemberAction.BREAK:
-                self._break(reason, now)
+                self._group_event(GroupEvent.BREAK, reason, now)
             case MemberAction.DISMISS:
                 self._actions.append(Send(peer, EndEpoch(self.epoch, reason), everywhere=True))
             case MemberAction.BLAME:
@@ -352,10 +352,6 @@ class WorkerGroup:
                 self._group_event(GroupEvent.FAIL, str(error), now)
             else:
                 self._group_event(GroupEvent.LOADED, "", now)
-
-    def _break(self, reason: str, now: float) -> None:
-        """The epoch has lost a rank."""
-        self._group_event(GroupEvent.BREAK, reason, now)
 
     def _group_event(self, event: GroupEvent, reason: str, now: float) -> None:
         """Raises: IllegalTransition, with nothing changed"""

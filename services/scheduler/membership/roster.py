@@ -3,11 +3,15 @@
 from collections.abc import Iterator
 
 from protocol.codec import ProtocolError
+from protocol.fields import MAX_TEXT
 from protocol.membership import Heartbeat, Loaded, LoadProgress, Register, WorkerMessage
 from protocol.steps import StepFault
 from services.scheduler.membership.member import Member
 from services.scheduler.membership.member_states import MEMBER_TABLE, MemberAction, MemberEvent, MemberState, event_of
 from services.scheduler.transitions import transition
+
+MAX_REASON = MAX_TEXT // 2
+"""Characters of a worker's error. The messages that repeat it put some words before it, within `MAX_TEXT`."""
 
 
 class Roster:
@@ -34,8 +38,8 @@ class Roster:
         return MemberState.UNKNOWN if member is None else member.state
 
     def named(self, peer: bytes, text: str) -> str:
-        """Return `text` after the name of the worker."""
-        member = self._members.get(peer)
+        """Return `text`, cut to `MAX_REASON` characters, after the name of the worker."""
+        member, text = self._members.get(peer), text[:MAX_REASON]
         return f"a worker {text}" if member is None else f"worker {member.name} {text}"
 
     @property

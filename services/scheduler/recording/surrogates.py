@@ -57,10 +57,8 @@ class Surrogates:
                 case ArrivalRecord():
                     key = (record.frontend, record.message.number)
                     open_requests.setdefault(key, self._arrive(record))
-                case RequestRefused(frontend=frontend, finish=finish):
-                    open_requests.pop((frontend, finish.number), None)
-                case RequestFinished(frontend=frontend, finish=finish):
-                    open_requests.pop((frontend, finish.number), None)
+                case RequestRefused() | RequestFinished():
+                    open_requests.pop((record.frontend, record.finish.number), None)
                 case PlanRecord(plan=plan, requests=requests):
                     for new, key in zip(plan.new, requests, strict=True):
                         owners[new.slot] = open_requests.get(key) or RecordedTokens()

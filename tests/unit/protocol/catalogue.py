@@ -121,7 +121,7 @@ def _float(info: FloatType) -> st.SearchStrategy[float]:
 
 
 def _length(info: Any, limit: int = 5) -> dict[str, int]:
-    return {"max_size": limit if info.max_length is None else min(limit, info.max_length)}
+    return {"min_size": info.min_length or 0, "max_size": min(limit, info.max_length or limit)}
 
 
 _BUILDERS: dict[type, Callable[[Any], st.SearchStrategy[Any]]] = {

@@ -136,6 +136,8 @@ def result(**times: float) -> ModelRunnerOutput:
         (Heartbeat(1, 2**63), Heartbeat(1, 2**63 - 1)),
         (Heartbeat(-1, 0), Heartbeat(0, 0)),
         (Register("sim", "", epoch=2**62), Register("sim", "", epoch=2**62 - 1)),
+        (Register("sim", "", tensor_parallel_sizes=()), Register("sim", "", tensor_parallel_sizes=(1,))),
+        (Register("sim", "", tensor_parallel_sizes=(0, 1)), Register("sim", "", tensor_parallel_sizes=(1, 2))),
         (LoadProgress("reading", math.nan), LoadProgress("reading", 1.0)),
         (LoadProgress("reading", 1.1), LoadProgress("reading", 0.0)),
         (result(received=math.nan), result(received=1.5)),

@@ -6,6 +6,7 @@ from protocol.codec import pack, unpack
 from protocol.requests import MAX_PRIORITY, Finish, FinishReason, GenerateRequest
 from protocol.sampling import SamplingParams
 from protocol.steps import ModelRunnerOutput, SchedulerOutput
+from services.scheduler.core import plan
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
 from services.scheduler.policies import ChunkedPolicy
@@ -132,3 +133,14 @@ def test_tokens_that_were_computed_for_nothing_are_counted_by_their_cause() -> N
     core.end_epoch()
     assert core.stats()["wasted_tokens_total:lost_epoch"] == 2
     assert core.stats()["wasted_tokens_total:ignored_row"] == 1
+
+
+@pytest.mark.parametrize(("most", "entered"), [(1, [1, 1]), (50, [1, 1]), (10_000, [2])])
+def test_requests_too_large_for_one_message_enter_one_after_the_other(
+    most: int, entered: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "MAX_NEW_BYTES", most)
+    core = engine()
+    for number in range(2):
+        core.add(0, generate([1, 2], number=number, bad_words=((3,) * 40,)))
+    assert [len(step.new) for step in plans(core) if step.new] == entered

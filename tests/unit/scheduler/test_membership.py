@@ -8,9 +8,12 @@ import msgspec
 import pytest
 
 from protocol.block_names import NAME_BYTES, NamedBlocks
+from protocol.codec import Decoder, encode
+from protocol.fields import MAX_TEXT
 from protocol.membership import (
     Assignment,
     EndEpoch,
+    GroupMessage,
     Heartbeat,
     InitializeCache,
     Loaded,
@@ -23,7 +26,7 @@ from protocol.membership import (
     Shutdown,
     WorkerMessage,
 )
-from protocol.requests import EnginePhase
+from protocol.requests import EngineMessage, EnginePhase, EngineState
 from protocol.steps import StepFault
 from services.config import SchedulerConfig
 from services.scheduler.membership import Action, Ended, FailRequests, News, Refuse, Send, Started, WorkerGroup
@@ -783,6 +786,20 @@ def test_a_worker_that_fails_before_it_registers_is_shown() -> None:
     g.send("a", LoadFailed("tensor x is missing"))
     g.check(0.0)
     assert g.status.detail == "waiting for a worker to register (a worker cannot serve: tensor x is missing)"
+
+
+def test_the_longest_error_of_a_worker_can_be_sent_on() -> None:
+    g = serving("a", "b", tensor_parallel_size=2)
+    end = sent(g.send("a", StepFault(1, 7, "x" * MAX_TEXT)), EndEpoch)["b"]
+    assert Decoder(GroupMessage).decode(encode(end)) == end
+    state = EngineState(g.status.phase, g.status.detail)
+    assert "failed in step 7: xxx" in g.status.detail
+    assert Decoder(EngineMessage).decode(encode(state)) == state
+
+
+@pytest.mark.parametrize("shard", [Shard(0, 1, 3, 1), Shard(5, 1, 0, 1), Shard(0, 0, 0, 0)])
+def test_a_worker_with_an_impossible_shard_gets_a_rank_as_others_do(shard: Shard) -> None:
+    assert sent(group().register("a", shard=shard), Assignment).keys() == {"a"}
 
 
 def test_a_group_that_failed_takes_no_events() -> None:

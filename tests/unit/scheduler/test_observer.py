@@ -14,6 +14,7 @@ from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.slots import DELIVER, DROP, LIVE
 from services.scheduler.policies import ChunkedPolicy
+from services.scheduler.request_log import RequestLog
 from tests.event_recorder import EventRecorder
 from tests.simulation.grammar import Compilation, structured
 from tests.simulation.results import result_of
@@ -151,6 +152,14 @@ def test_a_result_that_ends_its_request_counts_no_token_behind_the_end() -> None
     first, second = engine.of(events.ResultApplied)
     assert (first.counts.tolist(), first.ended) == ([1], ((0, 0),))
     assert (second.counts.tolist(), second.states.tolist(), second.ended) == ([0], [DROP], ())
+
+
+def test_the_log_keeps_ids_of_open_requests_only() -> None:
+    engine, log = ObservedEngine(), RequestLog()
+    engine.core.observers.add(log)
+    engine.generate(number=3, prompt=LIMITS.max_model_len)
+    engine.generate(number=4)
+    assert [*log._ids] == [(0, 4)]  # noqa: SLF001
 
 
 def test_a_refused_request() -> None:

@@ -1,6 +1,7 @@
 """Grammars, embeddings and log-probabilities in the core, event by event."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,10 +11,12 @@ from protocol.requests import Finish, FinishReason, GenerateRequest, RequestOutp
 from protocol.rows import LogprobRows
 from protocol.sampling import GrammarKind, Pooling, SamplingParams, StructuredOutputParams
 from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from services.config import SchedulerConfig
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.results import UnknownResult
 from services.scheduler.policies import ChunkedPolicy
+from services.scheduler.service import Service
 from tests.simulation.grammar import Compilation
 from tests.simulation.results import result_of
 
@@ -276,6 +279,24 @@ def test_a_missing_embedding_ends_only_its_request() -> None:
     assert unpack(message.numbers, np.uint32).tolist() == [1]
 
 
+def test_embeddings_of_each_step_are_sent_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of two steps that arrive together may be too large for one message."""
+    config = {f"{kind}_endpoint": f"ipc://{tmp_path}/{kind}" for kind in ("worker", "client")}
+    service, sent = Service(SchedulerConfig.model_validate(config), 1), list[RequestOutputs]()
+    core = service.engine = engine(2)
+    results = []
+    for number in range(2):
+        core.add(0, generate(number=number, max_tokens=1, pooling=Pooling.LAST))
+        (plan,) = core.dispatch()
+        results.append((b"w", result(plan, 9, embedding_slots=pack([number]), embeddings=bytes(4 * HIDDEN))))
+    monkeypatch.setattr(service.workers, "receive", lambda: iter(results))
+    monkeypatch.setattr(service.frontends, "send", lambda _, outputs: sent.append(outputs))
+    service._read_workers()  # noqa: SLF001
+    assert [len(message.embeddings) for message in sent] == [1, 1]
+    service.frontends.close(0)
+    service.workers.close(0)
+
+
 @pytest.mark.parametrize("slots", [[0, 0, 0], [], [-1]])
 def test_invalid_embeddings_fail_the_step(slots: list[int]) -> None:
     core, plan = pooling_step()
@@ -353,3 +374,12 @@ def test_invalid_log_probabilities_fail_the_step(rows: object, says: str) -> Non
     assert isinstance(plan, SchedulerOutput)
     with pytest.raises(UnknownResult, match=says):
         core.on_result(result(plan, 5, logprobs=rows))
+
+
+def test_drafts_that_are_no_column_fail_the_step() -> None:
+    core = engine(1)
+    core.add(0, generate())
+    (plan,) = core.dispatch()
+    assert isinstance(plan, SchedulerOutput)
+    with pytest.raises(UnknownResult, match="a column of 3 bytes"):
+        core.on_result(result(plan, 5, draft_token_ids=bytes(3)))

@@ -13,7 +13,7 @@ _verdict = msgspec.msgpack.Decoder(TrialVerdict).decode
 
 
 class TrialEnded(Exception):
-    """The process ended, or was killed, before it answered."""
+    """The process ended, was killed or sent nonsense before it answered."""
 
 
 class TrialProcess:
@@ -42,5 +42,5 @@ class TrialProcess:
             return _verdict(self._process.exchange(msgspec.msgpack.encode(message), seconds))
         except TimeoutError:
             raise TrialEnded("the trial process took too long") from None
-        except (EOFError, OSError):
+        except (EOFError, OSError, msgspec.MsgspecError):
             raise TrialEnded("the trial process has ended") from None

@@ -2,13 +2,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.scheduler.grammar.compiler import GrammarCompiler
-from tests.unit.scheduler.grammar.support import N_VOCAB, VOCABULARY, CompilerClient
+from tests.unit.scheduler.grammar.support import CompilerClient, new_compiler
 
 
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[CompilerClient]:
-    inner = GrammarCompiler(VOCABULARY)
-    inner.set_vocab_size(N_VOCAB)
-    yield CompilerClient(inner)
-    inner.close()
+    with new_compiler() as compiler:
+        yield compiler

@@ -2,6 +2,7 @@
 
 import select
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from llguidance import LLTokenizer
@@ -71,6 +72,17 @@ class CompilerClient:
         result = self.result(kind, text)
         assert isinstance(result, str), "the grammar was not refused"
         return result
+
+
+@contextmanager
+def new_compiler(**more: int) -> Iterator[CompilerClient]:
+    """Yield a client of a compiler with these arguments, which is closed afterwards."""
+    inner = GrammarCompiler(VOCABULARY, **more)
+    inner.set_vocab_size(N_VOCAB)
+    try:
+        yield CompilerClient(inner)
+    finally:
+        inner.close()
 
 
 def allowed(grammar: Grammar) -> set[int]:

@@ -13,11 +13,12 @@ import psutil
 import pytest
 
 from protocol.sampling import GrammarKind, StructuredOutputParams
+from services.helper_process import HelperProcess
 from services.scheduler.grammar import compiler as compiler_module
 from services.scheduler.grammar.cache import CompiledGrammar, GrammarCache
 from services.scheduler.grammar.compiler import OVERLOADED, GrammarCompiler
 from services.scheduler.grammar.trial.child import FAILPOINT
-from tests.unit.scheduler.grammar.support import N_VOCAB, VOCABULARY, CompilerClient, matches, wait
+from tests.unit.scheduler.grammar.support import N_VOCAB, VOCABULARY, CompilerClient, matches, new_compiler, wait
 
 REGEX = GrammarKind.REGEX
 
@@ -26,12 +27,6 @@ def children() -> set[int]:
     """Return the process ids of all trial processes, also of other compilers."""
     found = psutil.Process().children()
     return {child.pid for child in found if "services.scheduler.grammar.trial" in child.cmdline()}
-
-
-def new_compiler(**more: int) -> CompilerClient:
-    inner = GrammarCompiler(VOCABULARY, **more)
-    inner.set_vocab_size(N_VOCAB)
-    return CompilerClient(inner)
 
 
 def test_equal_grammars_in_flight_are_compiled_once(compiler: CompilerClient) -> None:
@@ -55,8 +50,7 @@ def test_equal_texts_of_different_kinds_are_different_grammars(compiler: Compile
 
 def test_cache_stays_bounded_under_many_schemas() -> None:
     max_bytes = 4 << 20
-    compiler = new_compiler(max_bytes=max_bytes)
-    try:
+    with new_compiler(max_bytes=max_bytes) as compiler:
         for first in range(0, 240, 24):
             tickets = [
                 compiler.submit(GrammarKind.JSON, json.dumps({"type": "object", "properties": {f"p{i}": {}}}))
@@ -68,13 +62,11 @@ def test_cache_stays_bounded_under_many_schemas() -> None:
         assert compiler.inner.counters["compiled"] == 240
         compiler.result(GrammarKind.JSON, json.dumps({"type": "object", "properties": {"p0": {}}}))
         assert compiler.inner.counters["compiled"] == 241, "the first schema is not in the cache any more"
-    finally:
-        compiler.inner.close()
 
 
 def test_killed_trial_process_is_replaced() -> None:
-    others, compiler = children(), new_compiler(num_threads=1)
-    try:
+    others = children()
+    with new_compiler(num_threads=1) as compiler:
         compiler.grammar(REGEX, "first")
         (child,) = children() - others
         os.kill(child, signal.SIGKILL)
@@ -84,48 +76,51 @@ def test_killed_trial_process_is_replaced() -> None:
         assert matches(compiler.grammar(REGEX, "third"), "third")
         assert child not in children()
         assert len(children() - others) == 1
-    finally:
-        compiler.inner.close()
+
+
+def test_a_trial_process_that_answers_with_nonsense_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    with new_compiler(num_threads=1) as compiler:
+        compiler.grammar(REGEX, "first")
+        with monkeypatch.context() as patched:
+            patched.setattr(HelperProcess, "exchange", lambda *_: b"\xc1")
+            assert isinstance(compiler.result(REGEX, "second"), str)
+        assert matches(compiler.grammar(REGEX, "third"), "third")
 
 
 def compile_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "grammar"}
 
 
-def test_close_ends_processes_and_threads_and_returns_open_tickets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_ends_processes_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FAILPOINT, "60")
-    others, other_threads, compiler = children(), compile_threads(), new_compiler()
-    tickets = [compiler.submit(REGEX, f"slow {i}") for i in range(3)]
-    assert compiler.inner.take() == []
-    assert compile_threads() - other_threads
-    assert compiler.inner.close() == tickets
+    others, other_threads = children(), compile_threads()
+    with new_compiler() as compiler:
+        for i in range(3):
+            compiler.submit(REGEX, f"slow {i}")
+        assert compiler.inner.take() == []
+        assert compile_threads() - other_threads
     assert not compile_threads() - other_threads
     assert not children() - others
 
 
 def test_no_process_is_started_before_there_is_work_and_one_serves_all_of_a_thread() -> None:
-    others, compiler = children(), new_compiler(num_threads=1)
-    try:
+    others = children()
+    with new_compiler(num_threads=1) as compiler:
         assert not children() - others
         for work in ("some", "more", "yet more"):
             compiler.grammar(REGEX, work)
             assert len(children() - others) == 1
-    finally:
-        compiler.inner.close()
 
 
 def test_full_queue_refuses_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FAILPOINT, "60")
     monkeypatch.setattr(compiler_module, "MAX_WAITING", 4)
-    compiler = new_compiler()
-    try:
+    with new_compiler() as compiler:
         for i in range(12):
             compiler.submit(REGEX, f"slow {i}")
         refused = compiler.inner.take()
         assert len(refused) >= 12 - 4 - 2
         assert {result for _, result in refused} == {OVERLOADED}
-    finally:
-        compiler.inner.close()
 
 
 def wait_until_started(compiler: CompilerClient) -> None:
@@ -136,8 +131,7 @@ def wait_until_started(compiler: CompilerClient) -> None:
 def test_cancelled_grammar_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FAILPOINT, "60")
     monkeypatch.setattr(compiler_module, "MAX_WAITING", 2)
-    compiler = new_compiler(num_threads=1)
-    try:
+    with new_compiler(num_threads=1) as compiler:
         compiler.submit(REGEX, "slow")
         wait_until_started(compiler)
         alone, first, second = (compiler.submit(REGEX, text) for text in ("alone", "shared", "shared"))
@@ -152,14 +146,11 @@ def test_cancelled_grammar_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> N
         assert (compiler.inner.num_queued, compiler.inner.stats()["grammars_compiling"]) == (1, 2)
         compiler.submit(REGEX, "alone")
         assert compiler.inner.num_queued == 1, "it is the one that is left in the queue"
-    finally:
-        compiler.inner.close()
 
 
 def test_cancelled_compilation_that_has_started_ends_and_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FAILPOINT, "0.2")
-    compiler = new_compiler(num_threads=1)
-    try:
+    with new_compiler(num_threads=1) as compiler:
         ticket = compiler.submit(REGEX, "started")
         wait_until_started(compiler)
         compiler.inner.cancel(ticket)
@@ -169,17 +160,12 @@ def test_cancelled_compilation_that_has_started_ends_and_is_cached(monkeypatch: 
         compiler.inner.cancel(known)
         assert compiler.inner.take() == []
         assert (compiler.inner.counters["compiled"], compiler.inner.counters["hits"]) == (1, 1)
-    finally:
-        compiler.inner.close()
 
 
 def test_grammar_that_waited_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler_module, "WAITING_SECONDS", -1.0)
-    compiler = new_compiler()
-    try:
+    with new_compiler() as compiler:
         assert compiler.result(REGEX, "late") == OVERLOADED
-    finally:
-        compiler.inner.close()
 
 
 @pytest.mark.parametrize("width", [VOCABULARY.num_tokens - 1, 32])
@@ -209,8 +195,10 @@ def test_trial_process_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch) -> 
     code = (
         "import sys, time\n"
         "from tests.unit.scheduler.grammar.test_compiler import new_compiler, children\n"
-        "compiler = new_compiler(); compiler.grammar(2, 'a')\n"
-        "print(*children(), flush=True); time.sleep(600)\n"
+        "with new_compiler() as compiler:\n"
+        "    compiler.grammar(2, 'a')\n"
+        "    print(*children(), flush=True)\n"
+        "    time.sleep(600)\n"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": "."}

@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 
+from services.scheduler.grammar import masks as masks_module
 from services.scheduler.grammar.masks import InlineMaskMaker, MaskThread
 from tests.simulation.grammar import Automaton
 
@@ -135,14 +136,17 @@ class HeldGrammar(Automaton):
         super().fill(mask)
 
 
-@pytest.mark.parametrize(("most", "taken"), [(60.0, [1, 2]), (0.0, [1])])
-def test_the_others_are_waited_for_while_they_come_fast(most: float, taken: list[int]) -> None:
+@pytest.mark.parametrize(("most", "longest", "taken"), [(60.0, 60.0, [1, 2]), (0.0, 60.0, [1]), (60.0, 0.0, [1])])
+def test_the_others_are_waited_for_while_they_come_fast(
+    most: float, longest: float, taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the pace of the first one, both are there long before a minute has passed, and not at once."""
+    monkeypatch.setattr(masks_module, "LONGEST", longest)
     thread, held = MaskThread(), HeldGrammar()
     thread.submit(1, Automaton(3, -1, VOCAB, ()), [], WORDS)
     assert select.select([thread.fileno()], [], [], 10)[0]
     thread.submit(2, held, [], WORDS)
-    release = threading.Timer(0.05 if most else 60.0, held.released.set)
+    release = threading.Timer(0.05 if min(most, longest) else 60.0, held.released.set)
     release.start()
     thread.wait(0.0, most)
     assert [ticket for ticket, _ in thread.take()] == taken
