@@ -33,6 +33,8 @@ FIRST_PAUSE = 0.5
 FIRST_PHASE = "starting Python"
 """Phase of a child that has sent none yet."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+SIGNAL_NAMES = {int(number): number.name for number in signal.Signals}
+"""Real-time signals between the first and the last have no name."""
 
 
 @dataclass
@@ -126,15 +128,21 @@ class Child:
         if self.alive:
             self.process.send_signal(number)
 
+    def restart(self) -> None:
+        """Start the process again, after `close`. Nothing that the process before has written counts any more."""
+        self.restart_at, self.phase = None, FIRST_PHASE
+        self.last_line, self.last_error, self._incomplete_line, self.output_ended = "", "", b"", False
+        self.process = self.respawn()
+
     def close(self) -> None:
-        """Close what is kept for a child that has ended and is not started again."""
+        """Close what is kept for a process that has ended."""
         if self.process.stdout is not None:
             self.process.stdout.close()
 
     def describe_end(self) -> str:
         code = self.process.poll()
         if code is not None and code < 0:
-            return f"{self.name} was killed by {signal.Signals(-code).name}"
+            return f"{self.name} was killed by {SIGNAL_NAMES.get(-code, f'signal {-code}')}"
         if code == EXIT_HUNG:
             return f"{self.name} hung and ended itself; the lines before have the stacks of its threads"
         reason = self.last_error or self.last_line
@@ -325,10 +333,9 @@ class Supervisor:
         """Restart the children whose pause is over."""
         for child in self.children:
             if child.restart_at is not None and time.monotonic() >= child.restart_at:
-                if child.process.stdout is not None:
-                    child.process.stdout.close()
-                child.restart_at, child.output_ended, child.process = None, False, child.respawn()
-                child.phase = FIRST_PHASE
+                self._read_no_more(child)  # a process that it has started may still have the pipe
+                child.close()
+                child.restart()
 
     def _on_signals(self, numbers: bytes) -> None:
         for number in numbers:
@@ -386,8 +393,12 @@ class Supervisor:
     def _read(self, child: Child) -> None:
         for line in child.lines():
             self._show(child.name, line)
+        if child.output_ended:
+            self._read_no_more(child)
+
+    def _read_no_more(self, child: Child) -> None:
         pipe = child.process.stdout
-        if child.output_ended and pipe is not None and pipe in self._selector.get_map():
+        if pipe is not None and pipe in self._selector.get_map():
             self._selector.unregister(pipe)
 
     def _stop_next(self) -> None:
