@@ -20,6 +20,8 @@ CONNECT_SECONDS = 5.0
 OVERLOADED = (429, 503)
 PAUSE_SECONDS = 1.0
 """Pause before a request is sent again, unless the server's `Retry-After` says another one."""
+LEAST_SECONDS = 0.1
+"""Minimum of a pause: a date of `Retry-After` may be past by this machine's clock."""
 MOST_SECONDS = 600.0
 """Maximum sum of a request's pauses, and of a single one."""
 ATTEMPTS = 3
@@ -132,7 +134,7 @@ def pause_of(answer: httpx.Response) -> float:
             seconds = email.utils.parsedate_to_datetime(given).timestamp() - time.time()
         except ValueError:
             seconds = PAUSE_SECONDS
-    return min(max(seconds, 0.0), MOST_SECONDS) if seconds == seconds else PAUSE_SECONDS
+    return min(max(seconds, LEAST_SECONDS), MOST_SECONDS) if seconds == seconds else PAUSE_SECONDS
 
 
 def _decoded(content: bytes) -> Any:
