@@ -1,4 +1,4 @@
-"""GET requests to a running server, for commands that inspect it."""
+"""Requests to a running server, for commands that inspect or change it."""
 
 import errno
 import http.client
@@ -52,7 +52,7 @@ class ServerAddress:
         return trusting(self.cacert, NoAnswer)
 
 
-def ask(server: ServerAddress, path: str, body: bytes | None = None, timeout: float = TIMEOUT) -> bytes:
+def ask(server: ServerAddress, path: str, body: bytes | None = None) -> bytes:
     """Return the body of the answer to a GET request, or to a POST request with a body. Raises: NoAnswer"""
     url = server.url + path
     parts = urlsplit(url)
@@ -62,6 +62,7 @@ def ask(server: ServerAddress, path: str, body: bytes | None = None, timeout: fl
     handlers: list[urllib.request.BaseHandler] = [urllib.request.HTTPSHandler(context=server.tls())]
     if parts.hostname in LOOPBACK:  # a proxy's own machine has another server at this address, or none
         handlers.append(urllib.request.ProxyHandler({}))
+    timeout = TIMEOUT if body is None else CHANGE_TIMEOUT
     try:
         request = urllib.request.Request(url, body, headers)  # noqa: S310  the scheme is checked above
         with urllib.request.build_opener(*handlers).open(request, timeout=timeout) as answer:
@@ -72,13 +73,6 @@ def ask(server: ServerAddress, path: str, body: bytes | None = None, timeout: fl
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         raise NoAnswer(f"{url}: no answer: {reason_of(reason)}") from None
-
-
-def send(server: ServerAddress, path: str, content: object = None) -> dict[str, Any]:
-    """Return the answer to a POST request with a JSON body. Raises: NoAnswer"""
-    answer = json.loads(ask(server, path, json.dumps(content).encode(), CHANGE_TIMEOUT))
-    assert isinstance(answer, dict)
-    return answer
 
 
 def reason_of(error: object) -> str:
@@ -95,10 +89,14 @@ def _server_reason(error: urllib.error.HTTPError) -> str:
         return ""
 
 
-def ask_object(server: ServerAddress, path: str, *fields: str) -> dict[str, Any]:
-    """Return the answer, a JSON object with at least `fields`. Raises: NoAnswer, also if another program answers"""
+def ask_object(server: ServerAddress, path: str, *fields: str, content: object = None) -> dict[str, Any]:
+    """Return the answer, a JSON object with at least `fields`, to a GET request, or to a POST request with `content`.
+
+    Raises: NoAnswer, also if another program answers
+    """
+    body = None if content is None else json.dumps(content).encode()
     try:
-        answer = json.loads(ask(server, path))
+        answer = json.loads(ask(server, path, body))
     except ValueError:
         answer = None
     if not isinstance(answer, dict) or not answer.keys() >= set(fields):
