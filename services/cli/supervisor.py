@@ -33,6 +33,8 @@ FIRST_PAUSE = 0.5
 FIRST_PHASE = "starting Python"
 """Phase of a child that has sent none yet."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+ABORT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""End a child at once: a service drains after one signal, and ends after two. Two equal ones may arrive as one."""
 SIGNAL_NAMES = {int(number): number.name for number in signal.Signals}
 """Real-time signals between the first and the last have no name."""
 
@@ -52,8 +54,6 @@ class Child:
     """Phase of its start; `STARTED` when it has ended."""
     final: Collection[int] = ()
     """Exit statuses after which the child is not restarted."""
-    abort_signals: Sequence[int] = (signal.SIGTERM,)
-    """Signals that end the child at once."""
     restart_at: float | None = None
     """Time of the next restart, monotonic clock, seconds. None: no restart is due."""
     unexpected_ends: list[float] = field(default_factory=list)
@@ -183,7 +183,6 @@ class Supervisor:
         arguments: Sequence[str],
         environment: dict[str, str],
         final: Collection[int] = (),
-        abort_signals: Sequence[int] = (signal.SIGTERM,),
         is_trial: bool = False,
     ) -> None:
         """Start a child in a process group of its own, so that only the supervisor handles Ctrl-C from the terminal.
@@ -192,7 +191,6 @@ class Supervisor:
 
         Args:
             final: exit statuses after which it is not restarted.
-            abort_signals: signals that end it at once; two equal ones may arrive as one.
             is_trial: start it beside those that run already: it is stopped after them, the others go on if it ends, and
                 it is not restarted before `adopt`.
         """
@@ -211,7 +209,7 @@ class Supervisor:
             self._selector.register(process.stdout, selectors.EVENT_READ)
             return process
 
-        child = Child(name, spawn(), spawn, final=final, abort_signals=abort_signals, is_trial=is_trial)
+        child = Child(name, spawn(), spawn, final=final, is_trial=is_trial)
         self.children.insert(len(self.children) if is_trial else 0, child)
 
     def watch(self, source: socket.socket, on_readable: Callable[[], None]) -> None:
@@ -419,7 +417,7 @@ class Supervisor:
     def _abort(self) -> None:
         """Stop all children now."""
         for child in self.children:
-            for number in child.abort_signals:
+            for number in ABORT_SIGNALS:
                 child.signal(number)
         self._deadline = time.monotonic() + ABORT_GRACE
 

@@ -19,6 +19,7 @@ from services.worker.service import EXIT_MODEL, EXIT_REFUSED
 
 PRELUDE = """
 import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
 name, journal = sys.argv[1:3]
 def note(what):
     with open(journal, "a") as file:
