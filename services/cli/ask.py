@@ -33,6 +33,15 @@ def base_url(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
+def host_of(url: str) -> str:
+    """Return the host of a server's URL; "" if it names none."""
+    try:
+        parts = urlsplit(url)
+        return (parts.hostname or "") if parts.scheme in ("http", "https") and parts.port != 0 else ""
+    except ValueError:
+        return ""
+
+
 @dataclass(frozen=True)
 class ServerAddress:
     """A running server, and how commands trust it."""
@@ -46,8 +55,10 @@ class ServerAddress:
     """File with the certificates of authorities; "": those of the system, and none for this machine's addresses."""
 
     def tls(self) -> ssl.SSLContext:
-        """Raises: NoAnswer, if the file cannot be used"""
-        if self.insecure or (not self.cacert and urlsplit(self.url).hostname in LOOPBACK):
+        """Raises: NoAnswer, if the URL or the file cannot be used"""
+        if not (host := host_of(self.url)):
+            raise NoAnswer(f"{self.url} is no URL of a server; give one such as http://127.0.0.1:8000")
+        if self.insecure or (not self.cacert and host in LOOPBACK):
             return own_tls()
         return trusting(self.cacert, NoAnswer)
 
@@ -55,16 +66,13 @@ class ServerAddress:
 def ask(server: ServerAddress, path: str, body: bytes | None = None) -> bytes:
     """Return the body of the answer to a GET request, or to a POST request with a body. Raises: NoAnswer"""
     url = server.url + path
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https"):
-        raise NoAnswer(f"{url} is no URL of a server; give one such as http://127.0.0.1:8000")
     headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
     handlers: list[urllib.request.BaseHandler] = [urllib.request.HTTPSHandler(context=server.tls())]
-    if parts.hostname in LOOPBACK:  # a proxy's own machine has another server at this address, or none
+    if host_of(url) in LOOPBACK:  # a proxy's own machine has another server at this address, or none
         handlers.append(urllib.request.ProxyHandler({}))
     timeout = TIMEOUT if body is None else CHANGE_TIMEOUT
     try:
-        request = urllib.request.Request(url, body, headers)  # noqa: S310  the scheme is checked above
+        request = urllib.request.Request(url, body, headers)  # noqa: S310  `tls` checks the scheme
         with urllib.request.build_opener(*handlers).open(request, timeout=timeout) as answer:
             return bytes(answer.read())
     except urllib.error.HTTPError as error:

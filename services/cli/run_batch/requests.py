@@ -6,11 +6,10 @@ import json
 import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 import httpx
 
-from services.cli.ask import NoAnswer, ServerAddress, base_url
+from services.cli.ask import NoAnswer, ServerAddress, base_url, host_of
 from services.cli.run_batch.lines import BatchRequest
 from services.cli.settings import ConfigurationError, refusing
 
@@ -49,12 +48,7 @@ class Target:
     @property
     def host(self) -> str:
         """Raises: ConfigurationError, if the URL names none"""
-        try:
-            parts = urlsplit(self.server.url)
-            host = parts.hostname if parts.port != 0 else None
-        except ValueError:
-            host = None
-        if not host:
+        if not (host := host_of(self.server.url)):
             raise ConfigurationError(f"--url: {self.server.url} names no host; give one such as http://127.0.0.1:8000")
         return host
 
