@@ -129,13 +129,18 @@ class Child:
             self.process.send_signal(number)
 
     def restart(self) -> None:
-        """Start the process again, after `close`. Nothing that the process before has written counts any more."""
+        """Start the process again, after `close`. Nothing that the process before has written counts any more.
+
+        Raises: OSError
+        """
         self.restart_at, self.phase = None, FIRST_PHASE
-        self.last_line, self.last_error, self._incomplete_line, self.output_ended = "", "", b"", False
+        self.last_line, self.last_error, self._incomplete_line = "", "", b""
         self.process = self.respawn()
+        self.output_ended = False
 
     def close(self) -> None:
         """Close what is kept for a process that has ended."""
+        self.output_ended = True
         if self.process.stdout is not None:
             self.process.stdout.close()
 
@@ -333,7 +338,10 @@ class Supervisor:
             if child.restart_at is not None and time.monotonic() >= child.restart_at:
                 self._read_no_more(child)  # a process that it has started may still have the pipe
                 child.close()
-                child.restart()
+                try:
+                    child.restart()
+                except OSError as error:  # such as a limit of processes; counts as another end
+                    child.last_error = f"cannot be started again: {error.strerror}"
 
     def _on_signals(self, numbers: bytes) -> None:
         for number in numbers:
@@ -396,7 +404,7 @@ class Supervisor:
 
     def _read_no_more(self, child: Child) -> None:
         pipe = child.process.stdout
-        if pipe is not None and pipe in self._selector.get_map():
+        if pipe is not None and not pipe.closed and pipe in self._selector.get_map():
             self._selector.unregister(pipe)
 
     def _stop_next(self) -> None:

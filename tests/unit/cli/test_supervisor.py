@@ -1,5 +1,6 @@
 """The supervisor with real child processes: order of stopping, restarts, and the reason of a failure."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -350,6 +352,29 @@ def test_child_whose_output_another_process_holds_is_restarted(supervised: Super
             os.kill(os.getpid(), signal.SIGTERM)
 
     assert supervised.run((STOPPING, STOPPING, ENDING_ONCE_WITH_AN_HEIR), stop, restarted="worker") == 0
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_restart_that_fails_is_tried_again(supervised: SupervisedChildren, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    class Limited(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            started.append(arguments)
+            if len(started) == len(NAMES) + 1:
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            super().__init__(*arguments, **settings)
+
+    def stop() -> None:
+        if len(started) == len(NAMES) + 2 and len(supervised.lines) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(subprocess, "Popen", Limited)
+    assert supervised.run((STOPPING, STOPPING, EXITING_ONCE_WITH_9), stop, restarted="worker") == 0
+    reason = ": cannot be started again: Resource temporarily unavailable"
+    assert [line for _, line in supervised.lines] == [
+        f"worker exited with status 9{why}; restarting" for why in ("", reason)
+    ]
 
 
 @pytest.mark.usefixtures("short_pauses")
