@@ -1,4 +1,4 @@
-"""GET requests to a running server, for commands that inspect it."""
+"""Requests to a running server, for commands that inspect or change it."""
 
 import errno
 import http.client
@@ -33,6 +33,15 @@ def base_url(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
+def host_of(url: str) -> str:
+    """Return the host of a server's URL; "" if it names none."""
+    try:
+        parts = urlsplit(url)
+        return (parts.hostname or "") if parts.scheme in ("http", "https") and parts.port != 0 else ""
+    except ValueError:
+        return ""
+
+
 @dataclass(frozen=True)
 class ServerAddress:
     """A running server, and how commands trust it."""
@@ -46,24 +55,24 @@ class ServerAddress:
     """File with the certificates of authorities; "": those of the system, and none for this machine's addresses."""
 
     def tls(self) -> ssl.SSLContext:
-        """Raises: NoAnswer, if the file cannot be used"""
-        if self.insecure or (not self.cacert and urlsplit(self.url).hostname in LOOPBACK):
+        """Raises: NoAnswer, if the URL or the file cannot be used"""
+        if not (host := host_of(self.url)):
+            raise NoAnswer(f"{self.url} is no URL of a server; give one such as http://127.0.0.1:8000")
+        if self.insecure or (not self.cacert and host in LOOPBACK):
             return own_tls()
         return trusting(self.cacert, NoAnswer)
 
 
-def ask(server: ServerAddress, path: str, body: bytes | None = None, timeout: float = TIMEOUT) -> bytes:
+def ask(server: ServerAddress, path: str, body: bytes | None = None) -> bytes:
     """Return the body of the answer to a GET request, or to a POST request with a body. Raises: NoAnswer"""
     url = server.url + path
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https"):
-        raise NoAnswer(f"{url} is no URL of a server; give one such as http://127.0.0.1:8000")
     headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
     handlers: list[urllib.request.BaseHandler] = [urllib.request.HTTPSHandler(context=server.tls())]
-    if parts.hostname in LOOPBACK:  # a proxy's own machine has another server at this address, or none
+    if host_of(url) in LOOPBACK:  # a proxy's own machine has another server at this address, or none
         handlers.append(urllib.request.ProxyHandler({}))
+    timeout = TIMEOUT if body is None else CHANGE_TIMEOUT
     try:
-        request = urllib.request.Request(url, body, headers)  # noqa: S310  the scheme is checked above
+        request = urllib.request.Request(url, body, headers)  # noqa: S310  `tls` checks the scheme
         with urllib.request.build_opener(*handlers).open(request, timeout=timeout) as answer:
             return bytes(answer.read())
     except urllib.error.HTTPError as error:
@@ -72,13 +81,6 @@ def ask(server: ServerAddress, path: str, body: bytes | None = None, timeout: fl
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         raise NoAnswer(f"{url}: no answer: {reason_of(reason)}") from None
-
-
-def send(server: ServerAddress, path: str, content: object = None) -> dict[str, Any]:
-    """Return the answer to a POST request with a JSON body. Raises: NoAnswer"""
-    answer = json.loads(ask(server, path, json.dumps(content).encode(), CHANGE_TIMEOUT))
-    assert isinstance(answer, dict)
-    return answer
 
 
 def reason_of(error: object) -> str:
@@ -95,10 +97,14 @@ def _server_reason(error: urllib.error.HTTPError) -> str:
         return ""
 
 
-def ask_object(server: ServerAddress, path: str, *fields: str) -> dict[str, Any]:
-    """Return the answer, a JSON object with at least `fields`. Raises: NoAnswer, also if another program answers"""
+def ask_object(server: ServerAddress, path: str, *fields: str, content: object = None) -> dict[str, Any]:
+    """Return the answer, a JSON object with at least `fields`, to a GET request, or to a POST request with `content`.
+
+    Raises: NoAnswer, also if another program answers
+    """
+    body = None if content is None else json.dumps(content).encode()
     try:
-        answer = json.loads(ask(server, path))
+        answer = json.loads(ask(server, path, body))
     except ValueError:
         answer = None
     if not isinstance(answer, dict) or not answer.keys() >= set(fields):

@@ -50,9 +50,9 @@ class TerminalDisplay(Display):
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-        self._console = Console(stderr=True, markup=False, highlight=False)
+        self._console = Console(stderr=True, markup=False, emoji=False, highlight=False)
         self._bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             TextColumn("{task.fields[percent]}"),
             TimeElapsedColumn(),

@@ -14,12 +14,14 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand
 
-from services.cli.ask import NoAnswer, ServerAddress, ask_object, send
+from services.cli.ask import NoAnswer, ServerAddress, ask_object
 from services.cli.settings import ConfigurationError
 
 POLL_INTERVAL = 0.3
 """Seconds between two looks at a change that is under way."""
 COLUMNS = ("engine", "role", "state", "streams", "queue, s", "endpoint", "pids")
+STATUS = ("phase", "engine", "detail")
+"""Fields of the state of a change."""
 REFRESH = 1.0
 """Seconds between two updates of the live table."""
 WIDE = 1000
@@ -66,7 +68,7 @@ def _engines(server: ServerAddress) -> list[Any]:
 
 def drain(server: ServerAddress, engine: str, cancel: bool) -> int:
     """Let the streams of an engine move, and wait until it has none. Return the exit status. Raises: NoAnswer"""
-    send(server, f"/engines/{quote(engine, safe='')}/drain?cancel={str(cancel).lower()}")
+    ask_object(server, f"/engines/{quote(engine, safe='')}/drain?cancel={str(cancel).lower()}", "name", content={})
     while not cancel and (left := _streams(server, engine)):
         print(f"{left} streams left", file=sys.stderr)
         time.sleep(POLL_INTERVAL)
@@ -86,15 +88,15 @@ def replan(
     Raises: NoAnswer; ConfigurationError or TyperException, if a flag is not one of the command `serve`
     """
     settings = given(serve, flags)
-    query = f"timeout={timeout:g}&drain_timeout={drain_timeout:g}"
+    query = f"timeout={timeout}&drain_timeout={drain_timeout}"
     shown = ""
-    status = send(server, f"/engines/replan?{query}", settings)
+    status = ask_object(server, f"/engines/replan?{query}", *STATUS, content=settings)
     while status["phase"] in ("starting", "moving"):
         if status["phase"] != shown:
             shown = status["phase"]
             print(f"engine {status['engine']}: {shown}: {status['detail']}", file=sys.stderr)
         time.sleep(POLL_INTERVAL)
-        status = ask_object(server, "/engines/replan", "phase", "engine", "detail")
+        status = ask_object(server, "/engines/replan", *STATUS)
     if status["phase"] == "failed":
         reason = f"engine {status['engine']} cannot serve: {status['detail']}; the engines are those of before"
         print(f"runahead: {reason}", file=sys.stderr)

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -25,8 +24,6 @@ DIRECTORY_PREFIX = "runahead-serve-"
 """Prefix of the private directory with the sockets and configurations of a server."""
 POLL_INTERVAL = 0.1
 """Seconds between two requests to a frontend that is not ready."""
-ABORT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-"""A service drains after one signal, and ends at once after two."""
 FINAL = {"frontend": (1, 3, 4), "scheduler": (1, 5), "worker": (3, 4)}
 """Exit statuses of the services after which they are not restarted: the configuration cannot be used, or the port is
 taken (1); the model cannot be served (3); the scheduler refused the service (4), or gave up its workers (5)."""
@@ -105,7 +102,7 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
                 # The worker first: it takes longest to start.
                 for command in reversed(commands) if not is_trial else commands:
                     final = FINAL[command.service]
-                    supervisor.start(command.name, command.arguments, environment, final, ABORT_SIGNALS, is_trial)
+                    supervisor.start(command.name, command.arguments, environment, final, is_trial)
 
             start(commands)
             path = engines.directory / CONTROL

@@ -33,6 +33,10 @@ FIRST_PAUSE = 0.5
 FIRST_PHASE = "starting Python"
 """Phase of a child that has sent none yet."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+ABORT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""End a child at once: a service drains after one signal, and ends after two. Two equal ones may arrive as one."""
+SIGNAL_NAMES = {int(number): number.name for number in signal.Signals}
+"""Real-time signals between the first and the last have no name."""
 
 
 @dataclass
@@ -50,8 +54,6 @@ class Child:
     """Phase of its start; `STARTED` when it has ended."""
     final: Collection[int] = ()
     """Exit statuses after which the child is not restarted."""
-    abort_signals: Sequence[int] = (signal.SIGTERM,)
-    """Signals that end the child at once."""
     restart_at: float | None = None
     """Time of the next restart, monotonic clock, seconds. None: no restart is due."""
     unexpected_ends: list[float] = field(default_factory=list)
@@ -126,15 +128,26 @@ class Child:
         if self.alive:
             self.process.send_signal(number)
 
+    def restart(self) -> None:
+        """Start the process again, after `close`. Nothing that the process before has written counts any more.
+
+        Raises: OSError
+        """
+        self.restart_at, self.phase = None, FIRST_PHASE
+        self.last_line, self.last_error, self._incomplete_line = "", "", b""
+        self.process = self.respawn()
+        self.output_ended = False
+
     def close(self) -> None:
-        """Close what is kept for a child that has ended and is not started again."""
+        """Close what is kept for a process that has ended."""
+        self.output_ended = True
         if self.process.stdout is not None:
             self.process.stdout.close()
 
     def describe_end(self) -> str:
         code = self.process.poll()
         if code is not None and code < 0:
-            return f"{self.name} was killed by {signal.Signals(-code).name}"
+            return f"{self.name} was killed by {SIGNAL_NAMES.get(-code, f'signal {-code}')}"
         if code == EXIT_HUNG:
             return f"{self.name} hung and ended itself; the lines before have the stacks of its threads"
         reason = self.last_error or self.last_line
@@ -175,7 +188,6 @@ class Supervisor:
         arguments: Sequence[str],
         environment: dict[str, str],
         final: Collection[int] = (),
-        abort_signals: Sequence[int] = (signal.SIGTERM,),
         is_trial: bool = False,
     ) -> None:
         """Start a child in a process group of its own, so that only the supervisor handles Ctrl-C from the terminal.
@@ -184,7 +196,6 @@ class Supervisor:
 
         Args:
             final: exit statuses after which it is not restarted.
-            abort_signals: signals that end it at once; two equal ones may arrive as one.
             is_trial: start it beside those that run already: it is stopped after them, the others go on if it ends, and
                 it is not restarted before `adopt`.
         """
@@ -203,7 +214,7 @@ class Supervisor:
             self._selector.register(process.stdout, selectors.EVENT_READ)
             return process
 
-        child = Child(name, spawn(), spawn, final=final, abort_signals=abort_signals, is_trial=is_trial)
+        child = Child(name, spawn(), spawn, final=final, is_trial=is_trial)
         self.children.insert(len(self.children) if is_trial else 0, child)
 
     def watch(self, source: socket.socket, on_readable: Callable[[], None]) -> None:
@@ -325,10 +336,12 @@ class Supervisor:
         """Restart the children whose pause is over."""
         for child in self.children:
             if child.restart_at is not None and time.monotonic() >= child.restart_at:
-                if child.process.stdout is not None:
-                    child.process.stdout.close()
-                child.restart_at, child.output_ended, child.process = None, False, child.respawn()
-                child.phase = FIRST_PHASE
+                self._read_no_more(child)  # a process that it has started may still have the pipe
+                child.close()
+                try:
+                    child.restart()
+                except OSError as error:  # such as a limit of processes; counts as another end
+                    child.last_error = f"cannot be started again: {error.strerror}"
 
     def _on_signals(self, numbers: bytes) -> None:
         for number in numbers:
@@ -386,8 +399,12 @@ class Supervisor:
     def _read(self, child: Child) -> None:
         for line in child.lines():
             self._show(child.name, line)
+        if child.output_ended:
+            self._read_no_more(child)
+
+    def _read_no_more(self, child: Child) -> None:
         pipe = child.process.stdout
-        if child.output_ended and pipe is not None and pipe in self._selector.get_map():
+        if pipe is not None and not pipe.closed and pipe in self._selector.get_map():
             self._selector.unregister(pipe)
 
     def _stop_next(self) -> None:
@@ -408,7 +425,7 @@ class Supervisor:
     def _abort(self) -> None:
         """Stop all children now."""
         for child in self.children:
-            for number in child.abort_signals:
+            for number in ABORT_SIGNALS:
                 child.signal(number)
         self._deadline = time.monotonic() + ABORT_GRACE
 

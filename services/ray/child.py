@@ -4,7 +4,7 @@ import threading
 from pathlib import Path
 
 from services.cli.engine_set import child_command
-from services.cli.serve import ABORT_SIGNALS, FINAL, child_environment
+from services.cli.serve import FINAL, child_environment
 from services.cli.supervisor import RESTART_WINDOW, Supervisor
 from services.config import ServiceConfig
 from services.kv_keeper import keeping
@@ -45,9 +45,8 @@ class ServiceChild:
         # The child is started in this thread: the kernel kills it when the thread that has started it ends
         with self._supervisor.open(POLL_INTERVAL), keeping(self._directory, RESTART_WINDOW) as environment:
             self._opened.set()
-            self._supervisor.start(
-                self._service, self._command, child_environment() | environment, FINAL[self._service], ABORT_SIGNALS
-            )
+            variables = child_environment() | environment
+            self._supervisor.start(self._service, self._command, variables, FINAL[self._service])
             self._supervisor.wait(lambda: None)
 
 

@@ -49,11 +49,11 @@ class EngineReplica:
         engines = Discovery(context.app_name, keys, only=context.replica_tag).file
         self._watching = asyncio.create_task(self._client.run(str(engines)))
         while not self._client.ready:
-            await self._check()
+            await self.check_health()
             await asyncio.sleep(POLL_INTERVAL)
 
-    async def _check(self) -> None:
-        """Raises: RuntimeError, RayError"""
+    async def check_health(self) -> None:
+        """Raises: RuntimeError, if Serve has to replace this engine. A busy one, or one that recovers, is healthy."""
         failures = [failure for failure in await self._failures() if failure]
         if failures:
             raise RuntimeError(failures[0])
@@ -75,10 +75,6 @@ class EngineReplica:
             except RayError:
                 pass
         return failures
-
-    async def check_health(self) -> None:
-        """Raises: RuntimeError, if Serve has to replace this engine. A busy one, or one that recovers, is healthy."""
-        await self._check()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         stats = self._client.state.stats

@@ -1,9 +1,12 @@
 """Requests with each parameter, and the comparison of two answers."""
 
+from collections.abc import Iterable
+
 import msgspec
 import pytest
 
 from protocol.codec import pack
+from protocol.membership import Speculation
 from protocol.sampling import SamplingParams, StructuredOutputParams
 from tests.simulation.grammar import structured
 from tests.vllm.driver import VllmStream
@@ -13,6 +16,7 @@ each_depth = pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.m
 """The tests of all cells run at depth two per change, too."""
 FEW_BLOCKS = 14
 """Number of blocks that four of the longer requests fill."""
+DRAFTS = Speculation("ngram", 3, prompt_lookup_min=1, prompt_lookup_max=3)
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 SAMPLED = SamplingParams(max_tokens=24, temperature=1.0, seed=11)
 
@@ -65,3 +69,8 @@ def assert_equal(got: VllmStream, expected: VllmStream) -> None:
         wanted = expected.scores[position]
         assert (rank, ids) == wanted[:2], position
         assert values == pytest.approx(wanted[2], abs=1e-4)
+
+
+def assert_all_equal(got: Iterable[VllmStream], expected: Iterable[VllmStream]) -> None:
+    for mine, wanted in zip(got, expected, strict=True):
+        assert_equal(mine, wanted)

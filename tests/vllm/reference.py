@@ -16,6 +16,7 @@ _SETTINGS: dict[str, Any] = {
     "max_num_seqs": 16,
     "kv_cache_memory_bytes": 64 << 20,
 }
+_GENERATING = _SETTINGS | {"block_size": 32, "num_gpu_blocks_override": 256}
 
 
 class VllmRequest(msgspec.Struct):
@@ -57,16 +58,7 @@ def generate(model: str, batches: list[list[VllmRequest]], **engine: Any) -> Vll
     Args:
         engine: fields of EngineArgs
     """
-    llm = LLM(
-        **{
-            "model": model,
-            **_SETTINGS,
-            "block_size": 32,
-            "num_gpu_blocks_override": 256,
-            "disable_log_stats": False,
-            **engine,
-        }
-    )
+    llm = LLM(model=model, **{**_GENERATING, "disable_log_stats": False, **engine})
     tokens, scores = [], []
     for batch in batches:
         outputs = llm.generate(
@@ -90,7 +82,7 @@ def chat(
 ) -> list[tuple[list[int], list[int]]]:
     """Return the prompt and the answer of `LLM.chat` for each conversation and adapter, alone. The process must end
     afterwards."""
-    llm = LLM(model=model, **{**_SETTINGS, "block_size": 32, "num_gpu_blocks_override": 256, **engine})
+    llm = LLM(model=model, **{**_GENERATING, **engine})
     outputs = [
         llm.chat(
             conversation,

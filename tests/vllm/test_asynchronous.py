@@ -24,7 +24,7 @@ from tests.vllm.parameter_cases import (
     PARAMETER_CASES,
     SAMPLED,
     all_streams,
-    assert_equal,
+    assert_all_equal,
     each_depth,
     prompt_of,
 )
@@ -91,17 +91,12 @@ def worker(expected: dict[str, VllmStream]) -> Iterator[VllmWorker]:
         worker.runner.shutdown()
 
 
-def assert_answers(run: VllmRun, expected: dict[str, VllmStream]) -> None:
-    for got, wanted in zip(run.serve(*all_streams()), expected.values(), strict=True):
-        assert_equal(got, wanted)
-
-
 @each_depth
 def test_answers_equal_those_of_the_synchronous_runner(
     depth: int, worker: VllmWorker, expected: dict[str, VllmStream]
 ) -> None:
     with VllmRun(worker, depth, prefix_caching=depth > 1) as run:
-        assert_answers(run, expected)
+        assert_all_equal(run.serve(*all_streams()), expected.values())
         assert worker.runner.engine.runner.use_async_scheduling
 
 
@@ -109,7 +104,7 @@ def test_answers_equal_those_of_the_synchronous_runner(
 def test_preemption_storm_changes_no_answer(depth: int, worker: VllmWorker, expected: dict[str, VllmStream]) -> None:
     """A resumed request enters vLLM's batch with its tokens."""
     with VllmRun(worker, depth, num_blocks=FEW_BLOCKS) as run:
-        assert_answers(run, expected)
+        assert_all_equal(run.serve(*all_streams()), expected.values())
         assert run.core.stats()["num_preemptions"] >= 3
 
 
@@ -127,7 +122,7 @@ def test_requests_that_pause_between_steps_have_their_tokens(
     """Policies leave requests out of steps: vLLM removes these from its batch, and adds them again later."""
     assert refusal(replace(cell, structured=True)) is None
     with VllmRun(worker, 1 + 2 * cell.runs_ahead, policy=cell.batching_policy) as run:
-        assert_answers(run, expected)
+        assert_all_equal(run.serve(*all_streams()), expected.values())
 
 
 def test_a_release_between_steps_changes_no_answer(worker: VllmWorker, expected: dict[str, VllmStream]) -> None:
@@ -141,8 +136,7 @@ def test_a_release_between_steps_changes_no_answer(worker: VllmWorker, expected:
             run.run_step()
             worker.runner.release(np.zeros(0, np.int32))
         run.finish()
-    for got, answer in zip(streams, wanted, strict=True):
-        assert_equal(got, answer)
+    assert_all_equal(streams, wanted)
 
 
 def test_more_requests_than_slots(worker: VllmWorker) -> None:

@@ -17,15 +17,16 @@ from tests.vllm import checkpoints
 from tests.vllm.driver import BLOCK, CHUNK, CONTEXT, VllmRun, VllmStream, VllmWorker
 from tests.vllm.parameter_cases import (
     DEPTHS,
+    DRAFTS,
     FEW_BLOCKS,
     GREEDY,
     PARAMETER_CASES,
     SAMPLED,
     all_streams,
-    assert_equal,
+    assert_all_equal,
     prompt_of,
 )
-from tests.vllm.test_speculation import DRAFTS, REPEATED, K, accepted
+from tests.vllm.test_speculation import REPEATED, K, accepted
 
 
 def streams() -> list[VllmStream]:
@@ -58,11 +59,6 @@ def worker(
     worker = VllmWorker(DRAFTS if request.param == "ngram" else Speculation(request.param, K, str(path)))
     yield worker
     worker.runner.shutdown()
-
-
-def assert_all_equal(got: list[VllmStream], expected: list[VllmStream]) -> None:
-    for mine, wanted in zip(got, expected, strict=True):
-        assert_equal(mine, wanted)
 
 
 def test_answers_and_accepted_drafts_are_equal_at_any_depth(worker: VllmWorker, plain: list[VllmStream]) -> None:

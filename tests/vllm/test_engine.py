@@ -31,6 +31,7 @@ from tests.vllm.parameter_cases import (
     PARAMETER_CASES,
     SAMPLED,
     all_streams,
+    assert_all_equal,
     assert_equal,
     each_depth,
     prompt_of,
@@ -59,8 +60,7 @@ def test_answers_equal_those_of_requests_alone(
     depth: int, prefix_caching: bool, worker: VllmWorker, alone: dict[str, VllmStream]
 ) -> None:
     with VllmRun(worker, depth, prefix_caching=prefix_caching) as run:
-        for got, expected in zip(run.serve(*all_streams()), alone.values(), strict=True):
-            assert_equal(got, expected)
+        assert_all_equal(run.serve(*all_streams()), alone.values())
         assert run.core.stats()["num_preemptions"] == 0
 
 
@@ -68,8 +68,7 @@ def test_answers_equal_those_of_requests_alone(
 def test_preemption_storm_changes_no_answer(depth: int, worker: VllmWorker, alone: dict[str, VllmStream]) -> None:
     """The tokens of a preempted request stay output: penalties, random numbers and log-probabilities continue."""
     with VllmRun(worker, depth, num_blocks=FEW_BLOCKS) as run:
-        for got, expected in zip(run.serve(*all_streams()), alone.values(), strict=True):
-            assert_equal(got, expected)
+        assert_all_equal(run.serve(*all_streams()), alone.values())
         assert run.core.stats()["num_preemptions"] >= 3
 
 
@@ -90,8 +89,7 @@ def test_the_number_of_threads_may_change_between_steps(
 
     with VllmRun(worker, 2) as run:
         monkeypatch.setattr(worker.runner.engine, "threads", Alternating())
-        for got, expected in zip(run.serve(*all_streams()), alone.values(), strict=True):
-            assert_equal(got, expected)
+        assert_all_equal(run.serve(*all_streams()), alone.values())
     assert used == {1, 2}
 
 
@@ -111,8 +109,7 @@ def test_supported_cell_gives_the_same_answers(
 ) -> None:
     assert refusal(replace(cell, structured=True)) is None
     with VllmRun(worker, 1 + cell.runs_ahead, policy=cell.batching_policy) as run:
-        for got, expected in zip(run.serve(*all_streams()), alone.values(), strict=True):
-            assert_equal(got, expected)
+        assert_all_equal(run.serve(*all_streams()), alone.values())
 
 
 def test_answers_obey_their_parameters(alone: dict[str, VllmStream]) -> None:
@@ -246,8 +243,7 @@ def test_epoch_that_ends_between_forward_pass_and_sampling_leaves_nothing(
             run.run_step()
         worker.runner.sample_tokens = sample  # type: ignore[method-assign]
     with VllmRun(worker, 2) as run:
-        for got, expected in zip(run.serve(*all_streams()), alone.values(), strict=True):
-            assert_equal(got, expected)
+        assert_all_equal(run.serve(*all_streams()), alone.values())
     assert worker.loads == loads, "the weights are read once"
 
 

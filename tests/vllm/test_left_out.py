@@ -7,14 +7,12 @@ from random import Random
 import msgspec
 import pytest
 
-from protocol.membership import Speculation
 from services.worker.batch.slots import EMPTY
 from tests.simulation.grammar import structured
 from tests.vllm.driver import VllmRun, VllmStream, VllmWorker
-from tests.vllm.parameter_cases import FEW_BLOCKS, GREEDY, SAMPLED, assert_equal, prompt_of
+from tests.vllm.parameter_cases import DRAFTS, FEW_BLOCKS, GREEDY, SAMPLED, assert_all_equal, assert_equal, prompt_of
 from tests.vllm.socket_driver import socket_run
 
-DRAFTS = Speculation("ngram", 3, prompt_lookup_min=1, prompt_lookup_max=3)
 PHRASE = prompt_of(1, 6)
 
 
@@ -68,8 +66,7 @@ def test_answers_are_those_of_depth_one(
     depth: int, late: int, num_blocks: int, worker: VllmWorker, expected: list[VllmStream]
 ) -> None:
     with VllmRun(worker, depth, num_blocks, late=late) as run:
-        for got, wanted in zip(run.serve(*streams()), expected, strict=True):
-            assert_equal(got, wanted)
+        assert_all_equal(run.serve(*streams()), expected)
         assert run.core.store.counters["left_out_rows_total"] > 3
         assert num_blocks > FEW_BLOCKS or run.core.stats()["num_preemptions"] > 0
         assert worker.speculation is None or run.core.stats()["spec_decode_num_accepted_tokens"] > 0
@@ -85,8 +82,7 @@ def test_neighbours_end_while_masks_are_missing(worker: VllmWorker, expected: li
             run.apply_result()
         assert [stream.tokens for stream in served if stream.structured is not None] == [[]] * 5
         run.finish()
-    for got, wanted in zip(served, expected, strict=True):
-        assert_equal(got, wanted)
+    assert_all_equal(served, expected)
 
 
 @pytest.mark.parametrize(("depth", "late"), [(2, 1), (3, 2)])
@@ -107,8 +103,7 @@ def test_messages_on_a_socket_are_read_while_a_step_waits(
         run.wait_until_read()
         assert (worker.runner.table.generation == EMPTY).all()
         assert run.core.store.counters["left_out_rows_total"] > 3
-    for got, wanted in zip(served, expected, strict=True):
-        assert_equal(got, wanted)
+    assert_all_equal(served, expected)
 
 
 def test_a_request_that_is_alone_waits_for_its_masks(worker: VllmWorker, expected: list[VllmStream]) -> None:

@@ -35,6 +35,7 @@ from services.worker.runner import LoadError
 from tests.e2e.server import PATIENCE, ServeProcess, wait_until
 from tests.vllm import checkpoints, media_checkpoints
 from tests.vllm.driver import BLOCK, VllmRun, VllmStream, VllmWorker
+from tests.vllm.parameter_cases import DRAFTS
 from tests.vllm.preloaded import processes, serving_preloaded
 from tests.vllm.reference import chat
 from tests.vllm.test_lora_served import requests as requests_in
@@ -171,7 +172,7 @@ def answer(model: str, conversations: list[list[JSON]]) -> MediaAnswers:
         preempted, preemptions = prompts.serve(run), run.core.stats()["num_preemptions"]
         kept = len(worker.runner.engine.runner.encoder_cache)
     worker.runner.shutdown()
-    worker = VllmWorker(Speculation("ngram", 3, prompt_lookup_min=1, prompt_lookup_max=3), **sizes)
+    worker = VllmWorker(DRAFTS, **sizes)
     for depth in (1, 3):
         with VllmRun(worker, depth, num_blocks=20) as run:
             together[f"drafts, depth {depth}"] = prompts.serve(run)

@@ -11,13 +11,12 @@ from protocol.membership import Speculation
 from protocol.sampling import SamplingParams
 from services.checkpoint import DEMO_MODEL
 from tests.vllm.driver import CONTEXT, VllmRun, VllmStream, VllmWorker
-from tests.vllm.parameter_cases import PARAMETER_CASES, all_streams
+from tests.vllm.parameter_cases import DRAFTS, PARAMETER_CASES, all_streams
 from tests.vllm.preloaded import processes
 from tests.vllm.reference import VllmAnswers, VllmRequest, generate
 
 NAMES = [name for name, (_, grammar) in PARAMETER_CASES.items() if grammar is None]
 """Cases without a grammar: vLLM has no grammar like the one of these tests."""
-DRAFTS = Speculation("ngram", 3, prompt_lookup_min=1, prompt_lookup_max=3)
 
 
 def streams() -> dict[str, VllmStream]:

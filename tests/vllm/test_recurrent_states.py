@@ -15,7 +15,7 @@ from tests.e2e.server import wait_until
 from tests.simulation.grammar import structured
 from tests.vllm import checkpoints
 from tests.vllm.driver import VllmRun, VllmStream, VllmWorker
-from tests.vllm.parameter_cases import GREEDY, SAMPLED, assert_equal, prompt_of
+from tests.vllm.parameter_cases import GREEDY, SAMPLED, assert_all_equal, prompt_of
 from tests.vllm.preloaded import processes, serving_preloaded
 from tests.vllm.reference import VllmRequest, generate
 
@@ -72,8 +72,7 @@ def test_left_out_rows_change_no_token(
     depth: int, late: int, num_blocks: int, worker: VllmWorker, expected: list[VllmStream]
 ) -> None:
     with VllmRun(worker, depth, num_blocks, late=late) as run:
-        for got, wanted in zip(run.serve(*streams()), expected, strict=True):
-            assert_equal(got, wanted)
+        assert_all_equal(run.serve(*streams()), expected)
         assert run.core.store.counters["left_out_rows_total"] > 3
         assert num_blocks > FEW_BLOCKS or run.core.stats()["num_preemptions"] > 0
 

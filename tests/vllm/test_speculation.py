@@ -10,22 +10,22 @@ import numpy as np
 import pytest
 
 from protocol.codec import pack
-from protocol.membership import Speculation
 from protocol.requests import FinishReason
 from services.scheduler.capabilities import Combination, refusal, table
 from tests.vllm.driver import CONTEXT, MAX_SEQS, VllmRun, VllmStream, VllmWorker
 from tests.vllm.parameter_cases import (
+    DRAFTS,
     GREEDY,
     PARAMETER_CASES,
     SAMPLED,
     all_streams,
+    assert_all_equal,
     assert_equal,
     each_depth,
     prompt_of,
 )
 
-K = 3
-DRAFTS = Speculation("ngram", K, prompt_lookup_min=1, prompt_lookup_max=3)
+K = DRAFTS.num_speculative_tokens
 PHRASE = prompt_of(1, 6)
 REPEATED = PHRASE * 4
 """A prompt that repeats itself."""
@@ -94,8 +94,7 @@ def test_supported_cell_answers_as_without_drafts(
     assert refusal(replace(cell, structured=True)) is None
     depth, policy = 1 + 2 * cell.runs_ahead, cell.batching_policy
     with VllmRun(worker, depth, prefix_caching=prefix_caching, policy=policy) as run:
-        for got, expected in zip(run.serve(*all_streams()), plain.everything.values(), strict=True):
-            assert_equal(got, expected)
+        assert_all_equal(run.serve(*all_streams()), plain.everything.values())
         assert accepted(run) > 0
         assert run.core.stats()["num_preemptions"] == 0
 
@@ -125,8 +124,7 @@ def test_drafts_that_are_right_save_steps_and_end_with_max_tokens(depth: int, wo
 @each_depth
 def test_stop_in_the_middle_of_a_row(depth: int, worker: VllmWorker, plain: Plain) -> None:
     with VllmRun(worker, depth) as run:
-        for got, expected in zip(run.serve(*stopping()), plain.stopping, strict=True):
-            assert_equal(got, expected)
+        assert_all_equal(run.serve(*stopping()), plain.stopping)
         assert accepted(run) > 0
         assert sum(run.counts) > sum(len(stream.tokens) for stream in plain.stopping)
     assert {len(stream.tokens) % (K + 1) for stream in plain.stopping} == set(range(K + 1))
@@ -137,8 +135,7 @@ def test_stop_in_the_middle_of_a_row(depth: int, worker: VllmWorker, plain: Plai
 def test_drafts_end_with_the_context(depth: int, worker: VllmWorker, plain: Plain) -> None:
     """The position bound. Requests that are far from the end keep their drafts."""
     with VllmRun(worker, depth) as run:
-        for got, expected in zip(run.serve(*filling()), plain.filling, strict=True):
-            assert_equal(got, expected)
+        assert_all_equal(run.serve(*filling()), plain.filling)
         assert accepted(run) > K
     assert len(plain.filling[1].prompt) + len(plain.filling[1].tokens) == CONTEXT
 

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -12,6 +13,21 @@ import uvloop
 
 from services.cli.ask import NoAnswer, ServerAddress, base_url, reason_of
 from services.config import BenchConfig
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int = 0
+
+
+class _Event(msgspec.Struct):
+    """The members of a stream's event that are read."""
+
+    choices: list[msgspec.Raw] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_EVENTS = msgspec.json.Decoder(_Event)
 
 
 @dataclass
@@ -150,13 +166,13 @@ class _LoadClient:
                 if data == b"[DONE]":
                     is_done = True
                     continue
-                chunk = msgspec.json.decode(data)
-                if chunk.get("error"):
-                    request.error = str(chunk["error"])[:200]
+                event = _EVENTS.decode(data)
+                if event.error:
+                    request.error = str(event.error)[:200]
                     return
-                if chunk.get("usage"):
-                    counted = chunk["usage"]["completion_tokens"]
-                if chunk.get("choices"):
+                if event.usage is not None:
+                    counted = event.usage.completion_tokens
+                if event.choices:
                     request.arrivals.append(time.perf_counter())
             if not is_done:
                 request.error = "the stream ended before its last event"

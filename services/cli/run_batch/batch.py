@@ -54,7 +54,8 @@ class Batch:
         sender = RequestSender(target, self._concurrency)
         pending: deque[asyncio.Task[_Result]] = deque()
         try:
-            with self._target.open("w", encoding="utf-8") as output:
+            # A half of a surrogate pair, as in a custom_id, becomes its escape, which is the same in JSON
+            with self._target.open("w", encoding="utf-8", errors="backslashreplace") as output:
                 await self._run(sender, pending, output)
             self.counts.ended = True
         except (OSError, UnicodeDecodeError, ServerGone) as error:

@@ -6,11 +6,10 @@ import json
 import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 import httpx
 
-from services.cli.ask import NoAnswer, ServerAddress, base_url
+from services.cli.ask import NoAnswer, ServerAddress, base_url, host_of
 from services.cli.run_batch.lines import BatchRequest
 from services.cli.settings import ConfigurationError, refusing
 
@@ -20,6 +19,8 @@ CONNECT_SECONDS = 5.0
 OVERLOADED = (429, 503)
 PAUSE_SECONDS = 1.0
 """Pause before a request is sent again, unless the server's `Retry-After` says another one."""
+LEAST_SECONDS = 0.1
+"""Minimum of a pause: a date of `Retry-After` may be past by this machine's clock."""
 MOST_SECONDS = 600.0
 """Maximum sum of a request's pauses, and of a single one."""
 ATTEMPTS = 3
@@ -47,12 +48,7 @@ class Target:
     @property
     def host(self) -> str:
         """Raises: ConfigurationError, if the URL names none"""
-        try:
-            parts = urlsplit(self.server.url)
-            host = parts.hostname if parts.port != 0 else None
-        except ValueError:
-            host = None
-        if not host:
+        if not (host := host_of(self.server.url)):
             raise ConfigurationError(f"--url: {self.server.url} names no host; give one such as http://127.0.0.1:8000")
         return host
 
@@ -132,7 +128,7 @@ def pause_of(answer: httpx.Response) -> float:
             seconds = email.utils.parsedate_to_datetime(given).timestamp() - time.time()
         except ValueError:
             seconds = PAUSE_SECONDS
-    return min(max(seconds, 0.0), MOST_SECONDS) if seconds == seconds else PAUSE_SECONDS
+    return min(max(seconds, LEAST_SECONDS), MOST_SECONDS) if seconds == seconds else PAUSE_SECONDS
 
 
 def _decoded(content: bytes) -> Any:

@@ -105,12 +105,14 @@ class TraceWriter:
         return round((at - self._origin) * 1e6, 3)
 
     def _slice(self, process: int, lanes: _Lanes, name: str, began: float, ended: float, args: Event) -> int:
-        """Add a slice. Return its thread."""
-        ended = max(began, ended)
-        thread = lanes.place(began, ended)
+        """Add a slice to a free lane. Return its thread."""
+        thread = lanes.place(began, max(began, ended))
+        self._slice_of(process, thread, name, began, ended, args)
+        return thread
+
+    def _slice_of(self, process: int, thread: int, name: str, began: float, ended: float, args: Event) -> None:
         duration = max(0.0, round(self._us(ended) - self._us(began), 3))
         self._add("X", process, thread, name, began, dur=duration, args=args)
-        return thread
 
     def _flow(self, name: str, source: tuple[int, int, float], target: tuple[int, int, float]) -> None:
         """Add an arrow between two slices, each given by process, thread and a time within it."""
@@ -190,11 +192,9 @@ class TraceWriter:
             lane.ends.append(0.0)
             lanes.append(lane)
             arguments = {k: v for k, v in known.items() if k != "times"} if known else {"request": name}
-            whole = max(0.0, round(self._us(phases[-1][2]) - self._us(phases[0][1]), 3))
-            self._add("X", REQUESTS, thread, name, phases[0][1], dur=whole, args=arguments)
+            self._slice_of(REQUESTS, thread, name, phases[0][1], phases[-1][2], arguments)
             for phase, began, ended in phases:
-                duration = max(0.0, round(self._us(ended) - self._us(began), 3))
-                self._add("X", REQUESTS, thread, phase, began, dur=duration, args={})
+                self._slice_of(REQUESTS, thread, phase, began, ended, {})
 
     # -- names ---------------------------------------------------------------------------------------------------
 

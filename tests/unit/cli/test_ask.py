@@ -1,4 +1,4 @@
-"""`runahead status` and `runahead trace`, when another program answers at the address."""
+"""Commands about a running server, when another program answers at the address."""
 
 import ssl
 from collections.abc import Iterator
@@ -32,6 +32,8 @@ class _OtherProgram(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
+    do_POST = do_GET  # noqa: N815  the name that http.server calls
+
     def log_message(self, *arguments: object) -> None:
         pass
 
@@ -47,7 +49,10 @@ def test_answer_of_another_program_is_one_line(
     other_program: str, path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url, file = other_program + path, tmp_path / "trace.json"
-    for command in (["status", url], ["trace", "--url", url, "-o", str(file)]):
+    for command in (
+        *(["status", url], ["trace", "--url", url, "-o", str(file)]),
+        *(["drain", "e", "--url", url], ["replan", url, "--max-num-seqs", "3"]),
+    ):
         done = run_command(capsys, *command)
         assert (done.status, done.stdout, done.stderr.count("\n")) == (1, "", 1)
         assert done.stderr.startswith(f"runahead: {url}/")

@@ -55,13 +55,15 @@ class StubServer:
             if failure and index == tokens // 2:
                 if failure == "error event":
                     await self._send(response, {"error": {"message": "engine died"}})
+                if failure == "no event":
+                    await self._send(response, "a text")
                 return response
             await self._send(response, {"choices": [{"text": "x"}]})
         await self._send(response, {"choices": [], "usage": {"completion_tokens": tokens}})
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    async def _send(self, response: web.StreamResponse, event: dict[str, Any]) -> None:
+    async def _send(self, response: web.StreamResponse, event: object) -> None:
         """Send an event in two parts, the second one in time of its own."""
         data = f"data: {json.dumps(event)}\n\n".encode()
         await response.write(data[:12])
@@ -128,7 +130,7 @@ def test_open_loop_spreads_arrivals(server: StubServer) -> None:
     assert len({round(b - a, 3) for a, b in pairwise(starts)}) > 5
 
 
-@pytest.mark.parametrize("failure", ["refused", "error event", "cut off"])
+@pytest.mark.parametrize("failure", ["refused", "error event", "no event", "cut off"])
 def test_failed_requests_are_counted_and_give_status_1(
     server: StubServer, failure: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

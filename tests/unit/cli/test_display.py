@@ -3,7 +3,7 @@
 import pytest
 
 from services.cli import display
-from services.cli.display import Display
+from services.cli.display import Display, TerminalDisplay
 from services.cli.readiness import LoadingState
 
 
@@ -24,3 +24,16 @@ def test_each_phase_is_one_line_without_a_terminal(
 def test_a_fast_start_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     Display().loading(LoadingState(False, "starting", 0.0))
     assert capsys.readouterr().err == ""
+
+
+def test_lines_and_phases_are_shown_as_they_are_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    screen = TerminalDisplay()
+    screen.line("worker | connected to [fe80::a:1]:5602, id:x:")
+    screen.loading(LoadingState(False, "reading [/models/x]", 0.5))
+    screen.done()
+    shown = capsys.readouterr().err
+    assert "connected to [fe80::a:1]:5602, id:x:" in shown
+    assert "reading [/models/x]" in shown

@@ -78,6 +78,8 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("bench", "http://a", "--url", "http://b"), "'http://a' contradicts --base-url 'http://b'"),
     (("serve", DEMO, "--otlp-traces-endpoint", "http://a:4318/v1/traces"), "grpc takes no path; set OTEL_"),
     (("bench", "--base-url", "http://"), "--base-url: string should match pattern"),
+    (("bench", "http://[::1"), "http://[::1 is no URL of a server; give one such as http://127.0.0.1:8000"),
+    (("bench", "http://host:80000"), "http://host:80000 is no URL of a server"),
     (("serve", DEMO, "--uds", "/no/such/socket"), "--uds: /no/such/socket is no path of a file"),
     (("serve", DEMO, "--step-trace", "{folder}"), "--step-trace: {folder} is no path of a file"),
     (("serve", DEMO, "--api-key-file", "/no/such/keys"), "--api-key-file: cannot read /no/such/keys"),

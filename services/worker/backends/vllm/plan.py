@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 
 from protocol.codec import unpack
-from protocol.lora import LoRAAdapter
 from protocol.steps import NewRequest, SchedulerOutput
 from services.worker.backends.vllm import vllm_api
 from services.worker.backends.vllm.media_inputs import MediaInputs
@@ -24,11 +23,6 @@ from services.worker.backends.vllm.row_masks import LEFT_OUT, RowMasks
 from services.worker.backends.vllm.sampled_steps import TokenPlaceholders
 from services.worker.batch.slots import Rows, SlotTable
 from services.worker.sampling.reference import GREEDY_BELOW
-
-
-def lora_request(adapter: LoRAAdapter) -> vllm_api.LoRARequest:
-    return vllm_api.LoRARequest(adapter.name, adapter.number, adapter.path)
-
 
 RESERVED_BLOCKS = 1
 """vLLM reserves its first block, so its block ids are one higher than the plan's."""
@@ -174,7 +168,7 @@ class PlanTranslator:
 
     def _state(self, request: NewRequest, start: int) -> vllm_api.CachedRequestState:
         tokens, num_prompt = unpack(request.token_ids).tolist(), request.num_prompt_tokens
-        params, output = request.params, tokens[num_prompt:]
+        params, output, lora = request.params, tokens[num_prompt:], request.lora
         is_sampled, pooler = params.temperature >= GREEDY_BELOW, self._pooler
         return vllm_api.CachedRequestState(
             req_id=self._ids[request.slot],
@@ -186,7 +180,7 @@ class PlanTranslator:
             block_ids=tuple([] for _ in self._table.groups),
             num_computed_tokens=start,
             output_token_ids=output,
-            lora_request=None if (lora := request.lora) is None else lora_request(lora),
+            lora_request=None if lora is None else vllm_api.LoRARequest(lora.name, lora.number, lora.path),
         )
 
     def _new_blocks(self, slots: NDArray[np.int32]) -> list[tuple[list[int], ...] | None]:

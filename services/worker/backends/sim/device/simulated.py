@@ -19,7 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, ParamSpec
+from typing import Any, ParamSpec
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,13 +72,8 @@ class SimEvent:
         self.reach()
 
 
-class _Wait(NamedTuple):
+class _Wait(partial[None]):
     """Queued work that waits for masks or for other ranks."""
-
-    work: Callable[[], None]
-
-    def __call__(self) -> None:
-        self.work()
 
 
 class SimDevice:
@@ -92,7 +87,7 @@ class SimDevice:
         self.clock = clock
         self._free_at = 0.0
         self._error: Exception | None = None
-        self._queue: deque[Callable[[], None] | _Wait] = deque()
+        self._queue: deque[Callable[[], None]] = deque()
         """Work that was not done at launch. Work in progress stays at its head, so that later work is queued too."""
         self._working = threading.Lock()
         """Held by the thread that does queued work."""
@@ -140,8 +135,8 @@ class SimDevice:
         """Run `work` on the device, for `seconds` of its time that begin when `inputs` have arrived or later."""
         event, launched = SimEvent(self), self.clock.monotonic()
         if self._queue:
-            queued = partial(self._launch, event, work, seconds, inputs, launched, False)
-            self._queue.append(queued if inputs is no_inputs else _Wait(queued))
+            queued: type[partial[None]] = partial if inputs is no_inputs else _Wait
+            self._queue.append(queued(self._launch, event, work, seconds, inputs, launched, False))
         else:
             self._launch(event, work, seconds, inputs, launched, True)
         return event
@@ -184,7 +179,7 @@ class SimDevice:
         def wait() -> None:
             self._free_at = max(self._free_at, taken())
 
-        self._queue.append(_Wait(partial(self._run, wait)))
+        self._queue.append(_Wait(self._run, wait))
 
     def settle(self) -> None:
         """Raises: the error of the work that was done so far."""

@@ -170,13 +170,6 @@ class Oracle:
         back = chained > starts
         self._drop(slots[back], starts[back])
 
-    def known(self, slot: int, start: int, end: int) -> I32:
-        """Return int32[end - start] token ids of a slot.
-
-        Raises: OracleError, if one is unknown.
-        """
-        return self.tokens(slot, slice(start, end))
-
     def tokens(self, slots: I32 | int, positions: I32 | slice) -> I32:
         """Return the token ids at `positions`.
 

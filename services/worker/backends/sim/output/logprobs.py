@@ -66,7 +66,7 @@ class StepLogprobs:
             zip(*(column.tolist() for column in self._columns), strict=True)
         ):
             if row == NONE:
-                position, token = planned, oracle.known(slot, planned, planned + 1)[0]
+                position, token = planned, oracle.tokens(slot, slice(planned, planned + 1))[0]
             elif offset < acceptance.counts[row]:
                 position = int(acceptance.firsts[row]) + offset
                 token = acceptance.token_ids[acceptance.begins[row] + offset]

@@ -103,8 +103,8 @@ class SimSampler:
     def _tokens_before(self, slot: int, position: int, proposed: I32 | None) -> I32:
         """Return int32[position]: the ids before a position, of which the last may be proposed drafts."""
         if proposed is None:
-            return self.oracle.known(slot, 0, position)
-        return np.concatenate((self.oracle.known(slot, 0, position - len(proposed)), proposed))
+            return self.oracle.tokens(slot, slice(position))
+        return np.concatenate((self.oracle.tokens(slot, slice(position - len(proposed))), proposed))
 
 
 def _top_remains(top: int, rules: RowRules | None, mask: I32 | None, position: int) -> bool:
