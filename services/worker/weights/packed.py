@@ -163,15 +163,16 @@ class PackedFile:
         self._thread = Thread(target=write, name="packed-weights", daemon=True)
         self._thread.start()
 
-    def end(self) -> None:
-        """Wait for the writer, which gives up."""
+    def end(self, patience: float = 0.0) -> None:
+        """Wait for the writer, which gives up after `patience` seconds."""
+        self.wait(patience)
         self._ends.set()
         self.wait()
 
-    def wait(self) -> None:
-        """Wait until the file is written."""
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until the file is written, or `timeout` seconds."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(timeout)
 
     def _write(self, weights: PackedWeights, contents: Mapping[str, str]) -> None:
         temporary = self._directory / f"{TEMPORARY}{self._path.name}"
