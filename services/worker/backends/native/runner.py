@@ -117,7 +117,7 @@ class NativeRunner:
         in_host = model.kernels.device.is_host
         self.kv_memory.content = f"{identity.model_hash} {identity.dtype} {loaded.content_identity}" if in_host else ""
         return Loaded(
-            model_hash=self.identify().model_hash,
+            model_hash=identity.model_hash,
             vocab_size=model.part.whole.vocab_size,
             max_model_len=limit,
             bytes_per_block=bytes_per_block,
@@ -127,7 +127,7 @@ class NativeRunner:
                 assignment,
                 bytes_per_block,
                 limit,
-                budget=self._cache_budget(assignment, model, drafter, limit, len(groups.groups)),
+                budget=self._cache_budget(loaded),
                 groups=groups.groups,
             ),
             groups=() if groups.is_plain else groups.groups,
@@ -150,19 +150,18 @@ class NativeRunner:
         contents = sorted(self._kept.contents(loaded.drafter).items())
         return f"{self.kv_memory.content} {loaded.assignment.num_slots} {contents}"
 
-    def _cache_budget(
-        self, assignment: Assignment, model: Model, drafter: Drafter | None, limit: int, num_groups: int
-    ) -> int:
+    def _cache_budget(self, loaded: _Loaded) -> int:
         """Return the bytes for the KV cache on a device with memory of its own, else 0. Logs the account of the memory.
 
         Raises: LoadError, if nothing remains for it.
         """
-        device, config = model.kernels.device, self._config
+        model, drafter, config = loaded.model, loaded.drafter, self._config
+        device = model.kernels.device
         device.free()
         if (memory := device.memory()) is None:
             return 0
         reads = drafter.reads if drafter is not None else ()
-        buffers = epoch_memory(model, assignment, limit, reads, num_groups)
+        buffers = epoch_memory(model, loaded.assignment, loaded.max_model_len, reads, len(loaded.groups.groups))
         plan = MemoryPlan(memory, config.gpu_memory_utilization, model.num_bytes, buffers, config.kv_cache_memory_bytes)
         log.info("%s, KV cache %s", plan.describe(), size_text(plan.cache))
         return plan.cache
