@@ -47,7 +47,7 @@ class TinyEngine:
         self.sampler = Sampler(self.columns, self.history, part.whole.vocab_size, kernels)
         ranks = Ranks(Assignment(1, 0, 1, BLOCK_SIZE, 1, 1)).join()
         table = torch.from_numpy(self.columns.block_table)
-        self.forward = ForwardPass(self.model, ranks, total, BLOCK_SIZE, table, (), CAPACITY)
+        self.forward = ForwardPass(self.model, ranks, total, BLOCK_SIZE, CONTEXT, table, (), CAPACITY)
         self.logits = torch.empty(0)
 
     def add(self, slot: int, prompt: Sequence[int], **params: object) -> None:
