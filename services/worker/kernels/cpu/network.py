@@ -26,7 +26,7 @@ from services.worker.kernels.cpu.products import (
 )
 from services.worker.kernels.cpu.thread_team import Kernel
 from services.worker.kernels.interface.attention import Attention, AttentionShape
-from services.worker.kernels.interface.buffers import Buffers
+from services.worker.kernels.interface.buffers import B
 from services.worker.kernels.interface.kv_cache import Allocate, CacheShape, KVCache, own_memory
 from services.worker.kernels.interface.network import Activation, NetworkKernels, PlainEmbedding
 from services.worker.kernels.interface.products import EmbeddingTable, Linear
@@ -36,7 +36,6 @@ from services.worker.kernels.layout import kv_block_bytes, padded
 from services.worker.kernels.packed_weight import Packed, PackedRows
 from services.worker.kernels.quantized_weight import QuantizedWeight, Weight
 
-B = TypeVar("B", bound=Buffers)
 T = TypeVar("T")
 
 

@@ -62,9 +62,6 @@ class PanelEmbedding:
         self._launcher, self.panels, self.num_bytes = launcher, panels, panels.memory.nbytes
         self._kernel, self._format = rows_kernel(panels.layout != PAIRED), format_address(panels)
 
-    def __len__(self) -> int:
-        return self.panels.outputs
-
     def look_up(self, index: torch.Tensor, out: torch.Tensor) -> None:
         panels = self.panels
         addresses = panels.memory.data_ptr(), index.data_ptr(), out.data_ptr()
