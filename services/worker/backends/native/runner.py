@@ -60,7 +60,7 @@ class _Loaded(NamedTuple):
 
 
 class NativeRunner:
-    """A `ModelRunner`. Llama, Mistral, Qwen2 and Qwen3 checkpoints in float32 or bfloat16, on the CPU or a GPU.
+    """A `ModelRunner` for checkpoints of `model/architectures`, in float32 or bfloat16, on the CPU or a GPU.
 
     Weights and, on the CPU, KV memory are kept from epoch to epoch. Everything else ends with the epoch. Steps are
     computed on a thread of their own (stages.py).
