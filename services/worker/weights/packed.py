@@ -163,16 +163,15 @@ class PackedFile:
         self._thread = Thread(target=write, name="packed-weights", daemon=True)
         self._thread.start()
 
-    def end(self, patience: float = 0.0) -> None:
-        """Wait for the writer, which gives up after `patience` seconds."""
-        self.wait(patience)
+    def end(self) -> None:
+        """Wait for the writer, which gives up."""
         self._ends.set()
         self.wait()
 
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait until the file is written, or `timeout` seconds."""
+    def wait(self) -> None:
+        """Wait until the file is written."""
         if self._thread is not None:
-            self._thread.join(timeout)
+            self._thread.join()
 
     def _write(self, weights: PackedWeights, contents: Mapping[str, str]) -> None:
         temporary = self._directory / f"{TEMPORARY}{self._path.name}"

@@ -42,9 +42,6 @@ log = logging.getLogger("runahead.worker")
 
 WORTH_A_FILE = 256 << 20
 """Bytes of packed weights from which on they are kept by default: smaller ones are made in less than a second."""
-WRITE_SECONDS = 8.0
-"""Seconds that a worker that leaves waits for its file of packed weights. Otherwise one that always runs shorter than
-the file takes to be written would pack at each start."""
 
 
 class KeptModel:
@@ -92,7 +89,7 @@ class KeptModel:
         Raises: LoadError
         """
         if self._model is None or self._model.part.shard != shard:
-            self._free()  # before the next ones are read
+            self.drop()  # before the next ones are read
             self.num_loads += 1
             self._model, self._contents = self._read(shard, progress)
         return self._model
@@ -153,15 +150,11 @@ class KeptModel:
         return {part: digest.result() for part, digest in parts.items()}
 
     def drop(self) -> None:
-        """Free the memory. The worker leaves."""
-        self._free(WRITE_SECONDS)
-        self._drafter = None
-
-    def _free(self, patience: float = 0.0) -> None:
-        """`patience`: seconds for packed weights that are not written yet."""
-        self._model = None
+        """Free the memory, also that of the drafter, which is for this model only."""
+        self._model = self._drafter = None
+        self._drafter_for = ()  # it has the model
         if self._packed_file is not None:
-            self._packed_file.end(patience)
+            self._packed_file.end()
             self._packed_file = None
 
     def _file_of(self, path: Path, shard: Shard, choice: KernelChoice) -> PackedFile | None:
