@@ -1,5 +1,7 @@
 """Greedy answers of every family equal transformers', however the work is cut into steps (float32)."""
 
+from collections.abc import Callable
+
 import torch
 
 from tests.integration.native.conftest import Family
@@ -72,3 +74,14 @@ def test_two_equal_prompts_share_blocks_within_one_step(family: Family) -> None:
     driver.generate([first, second], TOKENS)
     expected, _ = family.reference(prompt, TOKENS, first.output)
     assert first.output == second.output == expected
+
+
+def test_the_context_chooses_the_factors_of_longrope_even_if_its_last_block_is_not_full(
+    make_family: Callable[[str], Family],
+) -> None:
+    family = make_family("phi3-longrope-partial")
+    driver = RunnerDriver(family.path, block_size=48, max_model_len=256, kernels="reference")
+    [prompt, *_] = prompts(family)
+    request = driver.add(prompt)
+    driver.generate([request], TOKENS)
+    check(family, driver, prompt, request.output, torch.cat(driver.logits))

@@ -1,5 +1,7 @@
 """A rank reads its own share of a checkpoint and no more; together the ranks read all of it."""
 
+import gc
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from protocol.membership import Shard
+from protocol.membership import Assignment, Shard, Speculation
+from services.config import WorkerConfig
+from services.worker.backends.native.kept_model import KeptModel
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.model import Model, cache_shape
 from services.worker.backends.native.model.partition import ModelPart
@@ -126,3 +130,22 @@ def test_a_missing_tensor_is_missed_by_the_rank_that_needs_it_only(llama: Family
                 Model(part, checkpoint, torch.float32, kernels(), lambda phase, fraction: None)
         else:
             Model(part, checkpoint, torch.float32, kernels(), lambda phase, fraction: None)
+
+
+def test_the_weights_of_another_shard_are_freed_before_the_next_are_read(make_family: Callable[[str], Family]) -> None:
+    """Also where a drafter was loaded for them."""
+    kept = KeptModel(WorkerConfig(model=str(make_family("llama-tied").path), kernels="reference"), create)
+    whole = kept.weights(Shard(), lambda phase, fraction: None)
+    ngrams = Speculation("ngram", 2, prompt_lookup_min=1, prompt_lookup_max=3)
+    kept.drafter(Assignment(1, 0, 1, 16, 4, 64, speculation=ngrams), whole, 64)
+    before = weakref.ref(whole)
+    del whole
+    left: list[object] = []
+
+    def look(phase: str, fraction: float) -> None:
+        gc.collect()
+        left.append(before())
+
+    kept.weights(Shard(0, 2, 0, 1), look)
+    assert left
+    assert not any(left)

@@ -73,8 +73,8 @@ class PagedTokens:
         frequencies = torch.stack((self.frequencies, torch.zeros_like(self.frequencies)))
         amplitudes = torch.tensor([1.25 if case.sinks else 1.0, 1.0])[:, None].expand_as(frequencies).contiguous()
         shape = AttentionShape(
-            *(case.heads, case.head_dim, (0, case.window), 1e-6, frequencies),
-            *((0, 0 if case.turns else 1), amplitudes),
+            *(case.heads, case.head_dim, (0, case.window), 1e-6, frequencies, amplitudes),
+            *((0, 0 if case.turns else 1), case.head_dim**-0.5, 1, (0, 0), (0, 1)),
         )
         if not case.turns:
             self.frequencies = frequencies[1]

@@ -67,15 +67,15 @@ def write(directory: Path, config: dict[str, Any], tensors: Tensors) -> Path:
     return directory
 
 
-def write_target(directory: Path) -> tuple[Path, Tensors]:
+def write_target(directory: Path, layers: int = LAYERS) -> tuple[Path, Tensors]:
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,),
     }  # fmt: skip
-    for number in range(LAYERS):
+    for number in range(layers):
         at = f"model.layers.{number}."
         shapes |= layer(at) | {f"{at}input_layernorm.weight": (HIDDEN,)}
     tensors = random(shapes)
-    return write(directory, TARGET, tensors), tensors
+    return write(directory, TARGET | {"num_hidden_layers": layers}, tensors), tensors
 
 
 @dataclass

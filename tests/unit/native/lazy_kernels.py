@@ -123,9 +123,6 @@ class LazyEmbedding:
         self.inner, self._device = inner, device
         self.tensor, self.num_bytes = inner.tensor, inner.num_bytes
 
-    def __len__(self) -> int:
-        return len(self.inner)
-
     def look_up(self, index: torch.Tensor, out: torch.Tensor) -> None:
         self._device.launch(lambda: self.inner.look_up(index, out))
 

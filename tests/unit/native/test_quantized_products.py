@@ -119,7 +119,6 @@ def test_an_embedding_is_looked_up_to_the_bit(kind: str) -> None:
     for coded, _ in cases(kind):
         outputs, inputs = coded.shape
         embedding, expects = compiled(F32).embedding(coded), reference(F32).embedding(coded)
-        assert len(embedding) == outputs
         index = torch.randint(0, outputs, (20,), dtype=torch.int32)
         out, expected = torch.empty(20, inputs), torch.empty(20, inputs)
         embedding.look_up(index, out)

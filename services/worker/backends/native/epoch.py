@@ -114,7 +114,7 @@ class NativeEpoch:
         """The block table, of which the device has a copy."""
         most = most_rows(assignment, model.kernels.rows.tile)
         self._forward = ForwardPass(
-            *(model, ranks, num_blocks, block_size, self._blocks.tensor, self._reads),
+            *(model, ranks, num_blocks, block_size, init.max_model_len, self._blocks.tensor, self._reads),
             device.capacity(FEW, most),
             *(allocate, groups),
         )

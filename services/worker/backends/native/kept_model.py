@@ -92,7 +92,7 @@ class KeptModel:
         Raises: LoadError
         """
         if self._model is None or self._model.part.shard != shard:
-            self._free()  # before the next ones are read
+            self.drop()  # before the next ones are read
             self.num_loads += 1
             self._model, self._contents = self._read(shard, progress)
         return self._model
@@ -152,14 +152,14 @@ class KeptModel:
         parts = self._contents if drafter is None else self._contents | self._drafter_contents
         return {part: digest.result() for part, digest in parts.items()}
 
-    def drop(self) -> None:
-        """Free the memory. The worker leaves."""
-        self._free(WRITE_SECONDS)
-        self._drafter = None
+    def drop(self, patience: float = 0.0) -> None:
+        """Free the memory, also that of the drafter, which is for this model only.
 
-    def _free(self, patience: float = 0.0) -> None:
-        """`patience`: seconds for packed weights that are not written yet."""
-        self._model = None
+        Args:
+            patience: seconds for packed weights that are not written yet.
+        """
+        self._model = self._drafter = None
+        self._drafter_for = ()  # it has the model
         if self._packed_file is not None:
             self._packed_file.end(patience)
             self._packed_file = None

@@ -19,7 +19,7 @@ from services.worker.backends.kv_blocks import context_limit, num_kv_blocks
 from services.worker.backends.native.drafters.base import Drafter
 from services.worker.backends.native.epoch import NativeEpoch
 from services.worker.backends.native.epoch_memory import epoch_memory
-from services.worker.backends.native.kept_model import KeptModel
+from services.worker.backends.native.kept_model import WRITE_SECONDS, KeptModel
 from services.worker.backends.native.model.layer_groups import LayerGroups
 from services.worker.backends.native.model.model import Model
 from services.worker.backends.native.stages import NativeOutput, NativeStages
@@ -60,7 +60,7 @@ class _Loaded(NamedTuple):
 
 
 class NativeRunner:
-    """A `ModelRunner`. Llama, Mistral, Qwen2 and Qwen3 checkpoints in float32 or bfloat16, on the CPU or a GPU.
+    """A `ModelRunner` for checkpoints of `model/architectures`, in float32 or bfloat16, on the CPU or a GPU.
 
     Weights and, on the CPU, KV memory are kept from epoch to epoch. Everything else ends with the epoch. Steps are
     computed on a thread of their own (stages.py).
@@ -117,7 +117,7 @@ class NativeRunner:
         in_host = model.kernels.device.is_host
         self.kv_memory.content = f"{identity.model_hash} {identity.dtype} {loaded.content_identity}" if in_host else ""
         return Loaded(
-            model_hash=self.identify().model_hash,
+            model_hash=identity.model_hash,
             vocab_size=model.part.whole.vocab_size,
             max_model_len=limit,
             bytes_per_block=bytes_per_block,
@@ -127,7 +127,7 @@ class NativeRunner:
                 assignment,
                 bytes_per_block,
                 limit,
-                budget=self._cache_budget(assignment, model, drafter, limit, len(groups.groups)),
+                budget=self._cache_budget(loaded),
                 groups=groups.groups,
             ),
             groups=() if groups.is_plain else groups.groups,
@@ -150,19 +150,18 @@ class NativeRunner:
         contents = sorted(self._kept.contents(loaded.drafter).items())
         return f"{self.kv_memory.content} {loaded.assignment.num_slots} {contents}"
 
-    def _cache_budget(
-        self, assignment: Assignment, model: Model, drafter: Drafter | None, limit: int, num_groups: int
-    ) -> int:
+    def _cache_budget(self, loaded: _Loaded) -> int:
         """Return the bytes for the KV cache on a device with memory of its own, else 0. Logs the account of the memory.
 
         Raises: LoadError, if nothing remains for it.
         """
-        device, config = model.kernels.device, self._config
+        model, drafter, config = loaded.model, loaded.drafter, self._config
+        device = model.kernels.device
         device.free()
         if (memory := device.memory()) is None:
             return 0
         reads = drafter.reads if drafter is not None else ()
-        buffers = epoch_memory(model, assignment, limit, reads, num_groups)
+        buffers = epoch_memory(model, loaded.assignment, loaded.max_model_len, reads, len(loaded.groups.groups))
         plan = MemoryPlan(memory, config.gpu_memory_utilization, model.num_bytes, buffers, config.kv_cache_memory_bytes)
         log.info("%s, KV cache %s", plan.describe(), size_text(plan.cache))
         return plan.cache
@@ -210,7 +209,7 @@ class NativeRunner:
 
     def shutdown(self) -> None:
         self.leave()
-        self._kept.drop()
+        self._kept.drop(WRITE_SECONDS)
 
     # -- steps of an epoch ---------------------------------------------------------------------------------------
 

@@ -7,9 +7,8 @@ import torch
 
 from services.worker.kernels.cpu.recording import CpuRecording, Function, KernelRecorder, replay_kernel
 from services.worker.kernels.cpu.thread_team import Kernel
-from services.worker.kernels.interface.buffers import Buffers
+from services.worker.kernels.interface.buffers import B
 
-B = TypeVar("B", bound=Buffers)
 T = TypeVar("T")
 
 

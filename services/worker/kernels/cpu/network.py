@@ -27,7 +27,7 @@ from services.worker.kernels.cpu.products import (
 )
 from services.worker.kernels.cpu.thread_team import Kernel
 from services.worker.kernels.interface.attention import Attention, AttentionShape
-from services.worker.kernels.interface.buffers import Buffers
+from services.worker.kernels.interface.buffers import B
 from services.worker.kernels.interface.kv_cache import Allocate, CacheShape, KVCache, own_memory
 from services.worker.kernels.interface.network import Activation, NetworkKernels, PlainEmbedding
 from services.worker.kernels.interface.products import EmbeddingTable, Linear
@@ -37,7 +37,6 @@ from services.worker.kernels.layout import kv_block_bytes, padded
 from services.worker.kernels.packed_weight import Packed, PackedRows
 from services.worker.kernels.quantized_weight import QuantizedWeight, Weight
 
-B = TypeVar("B", bound=Buffers)
 T = TypeVar("T")
 
 
@@ -198,7 +197,6 @@ class CpuAttention:
         self._queries = torch.empty(most_tokens, shape.heads, padded(dim))
         turns = len(shape.frequencies)
         self._cos, self._sin = (torch.empty(turns, most_tokens, dim // 2) for _ in range(2))
-        self._amplitudes = torch.ones(turns, dim // 2) if shape.amplitudes is None else shape.amplitudes
         self._shared = (
             *(block_size, padded(block_size)),
             *(shape.heads, cache.shape.kv_heads, dim, padded(dim), self._queries.data_ptr()),
@@ -206,16 +204,16 @@ class CpuAttention:
 
     def begin(self, positions: torch.Tensor, slots: torch.Tensor) -> None:
         self._where = slots.data_ptr(), positions.data_ptr()
-        for tables in zip(self._shape.frequencies, self._amplitudes, self._cos, self._sin, strict=True):
+        for tables in zip(self._shape.frequencies, self._shape.amplitudes, self._cos, self._sin, strict=True):
             addresses = positions.data_ptr(), *(table.data_ptr() for table in tables)
             self._launcher.launch(self._rotary, positions, (*addresses, self._cos.shape[2]))
 
     def write(self, layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None = None) -> None:
-        kind, dim = self._shape.rotation_of(layer), self._cache.shape.head_dim
+        kind, dim = self._shape.rotations[layer], self._cache.shape.head_dim
         turns = self._cos[kind].data_ptr(), self._sin[kind].data_ptr()
         weights = tuple(weight.data_ptr() for weight in norms) if norms else (0, 0)
         all_heads = norms is not None and len(norms[0]) != dim
-        numbers = int(all_heads), self._shape.norm_eps, self._shape.score_factor
+        numbers = int(all_heads), self._shape.norm_eps, self._shape.scale
         values = (*self._of(layer), qkv.data_ptr(), *self._where, *turns, *weights, *numbers)
         self._launcher.launch(self._write, qkv, values)
 
@@ -225,6 +223,6 @@ class CpuAttention:
         self._launcher.launch(self._attend, tiles, values, self._cache.shape.kv_heads)
 
     def _of(self, layer: int) -> tuple[int, ...]:
-        place, table = self._shape.place_of(layer), self._tables[self._shape.table_of(layer)]
+        place, table = self._shape.places[layer], self._tables[self._shape.tables[layer]]
         keys, values = self._cache.keys[place], self._cache.values[place]
         return keys.data_ptr(), values.data_ptr(), table.data_ptr(), table.stride(0), *self._shared

@@ -67,9 +67,6 @@ class PanelEmbedding:
         self._launcher, self.panels, self.num_bytes = launcher, panels, panels.memory.nbytes
         self._kernel, self._format = kernel, format_address(panels)
 
-    def __len__(self) -> int:
-        return self.panels.outputs
-
     def look_up(self, index: torch.Tensor, out: torch.Tensor) -> None:
         panels = self.panels
         addresses = panels.memory.data_ptr(), index.data_ptr(), out.data_ptr()

@@ -45,7 +45,7 @@ FLOAT32 = "float32 products"
 """Layout of `float32_product`. Its memory is of a dtype and a way."""
 
 
-def float32_panels(weight: torch.Tensor, way: Float32Way = NARROW) -> PackedRows:
+def float32_panels(weight: torch.Tensor, way: Float32Way) -> PackedRows:
     """Return a weight for `float32_product`.
 
     A weight whose numbers are exact in bfloat16 is stored in bfloat16: half the bytes to read, and the same sums.
@@ -94,9 +94,7 @@ class PanelProduct:
         return out
 
 
-def float32_product(
-    launcher: Launcher, weight: PackedRows, bias: torch.Tensor | None, way: Float32Way = NARROW
-) -> PanelProduct:
+def float32_product(launcher: Launcher, weight: PackedRows, bias: torch.Tensor | None, way: Float32Way) -> PanelProduct:
     """A product with float32 activations."""
     kernel = partial(way.kernel, weight.memory.dtype == torch.bfloat16)
     return PanelProduct(launcher, weight, bias, kernel, BLOCK, way.chunk)
@@ -118,7 +116,6 @@ class StackedProduct:
 
 def coded_panel_product(launcher: Launcher, panels: PackedRows, bias: torch.Tensor | None, half: bool) -> PanelProduct:
     """A product with quantised weights. `half`: activations are bfloat16, and not float32."""
-
     kernel, sizes = coded_product.coded_product_kernel, (coded_product.BLOCK, coded_product.CHUNK)
     return PanelProduct(launcher, panels, bias, kernel, *sizes, (format_address(panels), int(half)))
 

@@ -43,8 +43,8 @@ class CpuSampling(SamplingKernels):
         if draws.all():
             return torch.from_numpy(self._drawn(logits, np.arange(len(logits), dtype=np.int32), columns))
         ids = np.empty(len(logits), np.int32)
-        if len(rows := np.flatnonzero(~draws).astype(np.int32)):
-            ids[rows] = self._greatest(logits, rows)
+        rows = np.flatnonzero(~draws).astype(np.int32)
+        ids[rows] = self._greatest(logits, rows)
         rows = np.flatnonzero(draws).astype(np.int32)
         ids[rows] = self._drawn(logits, rows, columns)
         return torch.from_numpy(ids)

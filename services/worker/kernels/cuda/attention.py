@@ -67,8 +67,7 @@ class PagedAttention:
         where = table.device
         self._processors = processors or num_processors(where)
         self._frequencies = shape.frequencies.to(where)
-        turned = shape.amplitudes is not None and bool((shape.amplitudes != 1).any())
-        self._amplitudes = shape.amplitudes.to(where) if turned and shape.amplitudes is not None else None
+        self._amplitudes = shape.amplitudes.to(where) if bool((shape.amplitudes != 1).any()) else None
         self._buffers = AttentionBuffers(
             *(shape.heads, self._group, shape.head_dim, most_tokens, activations, self._processors, where),
             len(shape.frequencies),
@@ -91,7 +90,7 @@ class PagedAttention:
             return
         b, keys, values, table = self._buffers, *self._of(layer)
         query_norm, key_norm = norms if norms is not None else (self._frequencies, self._frequencies)
-        kind = self._shape.rotation_of(layer)
+        kind = self._shape.rotations[layer]
         grid = len(qkv), triton.cdiv(self._heads + 2 * self._kv_heads, _HEADS_AT_ONCE)
         write_kernel[grid](
             *(qkv, b.cosines[kind], b.sines[kind], self._positions, self._slots, table),
@@ -122,8 +121,8 @@ class PagedAttention:
 
     def _of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the keys, the values and the block table of a layer."""
-        place = self._shape.place_of(layer)
-        return self._cache.keys[place], self._cache.values[place], self._tables[self._shape.table_of(layer)]
+        place = self._shape.places[layer]
+        return self._cache.keys[place], self._cache.values[place], self._tables[self._shape.tables[layer]]
 
     def _launch(
         self, layer: int, tiles: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None, launch: _Launch
@@ -139,7 +138,7 @@ class PagedAttention:
             *(
                 *parts,
                 b.sums if sinks is None else sinks,
-                self._shape.score_factor * _LOG2_E,
+                self._shape.scale * _LOG2_E,
                 table.stride(0),
                 self._kv_heads,
                 least,

@@ -54,10 +54,9 @@ class CudaKernels(Kernels):
             *(shape.heads, group, shape.head_dim, sizes.rows["tokens"], self._activations, processors, meta),
             len(shape.frequencies),
         )
-        rotations = shape.frequencies, shape.amplitudes
         plan = GraphPlan.for_rows(min(sizes.rows.values()) if self._captures else 0)
         return {
-            "attention": attention.num_bytes + sum(each.nbytes for each in rotations if each is not None),
+            "attention": attention.num_bytes + shape.frequencies.nbytes + shape.amplitudes.nbytes,
             "sampling": sampling_bytes(sampled, sizes.vocab_size),
             "penalties": counts_bytes(sampled, sizes.vocab_size),
             "drafts": lookup_bytes(sizes.num_slots, sizes.max_model_len) if sizes.num_drafts else 0,

@@ -14,7 +14,7 @@ from services.worker.kernels.cuda.graph_plan import GraphPlan
 from services.worker.kernels.cuda.graphs import CudaGraphs
 from services.worker.kernels.cuda.recording import GraphRecording
 from services.worker.kernels.interface.attention import Attention, AttentionShape
-from services.worker.kernels.interface.buffers import Buffers
+from services.worker.kernels.interface.buffers import B
 from services.worker.kernels.interface.kv_cache import Allocate, CacheShape, KVCache, own_memory
 from services.worker.kernels.interface.network import Activation, NetworkKernels, PlainEmbedding
 from services.worker.kernels.interface.products import EmbeddingTable, Linear
@@ -51,7 +51,6 @@ def dense(weight: Weight) -> torch.Tensor:
     return weight
 
 
-B = TypeVar("B", bound=Buffers)
 T = TypeVar("T")
 _COLUMNS = 1024
 """Columns of a row in one program."""

@@ -5,10 +5,9 @@ from typing import Generic, TypeVar
 
 from services.worker.kernels.cuda.graph_plan import GraphPlan
 from services.worker.kernels.cuda.graphs import CudaGraphs
-from services.worker.kernels.interface.buffers import Buffers
+from services.worker.kernels.interface.buffers import B
 from services.worker.kernels.interface.recording import Captured
 
-B = TypeVar("B", bound=Buffers)
 T = TypeVar("T")
 
 

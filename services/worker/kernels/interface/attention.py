@@ -17,35 +17,22 @@ class AttentionShape(NamedTuple):
     norm_eps: float
     frequencies: torch.Tensor
     """float32[rotations, head_dim / 2]: frequencies of the rotary position embedding, radians per position."""
-    rotations: tuple[int, ...] = ()
-    """The rotation of each layer; (): the first one in all."""
-    amplitudes: torch.Tensor | None = None
-    """float32[rotations, head_dim / 2]: factors of sines and cosines; None: 1."""
-    scale: float = 0.0
-    """Factor of the scores; 0: 1 / sqrt(head_dim)."""
-    num_tables: int = 1
+    amplitudes: torch.Tensor
+    """float32[rotations, head_dim / 2]: factors of sines and cosines."""
+    rotations: tuple[int, ...]
+    """The rotation of each layer."""
+    scale: float
+    """Factor of the scores."""
+    num_tables: int
     """Block tables of a slot, side by side and equally wide."""
-    tables: tuple[int, ...] = ()
-    """The block table of each layer; (): the first one in all."""
-    places: tuple[int, ...] = ()
-    """Index of each layer in the cache; (): its number."""
+    tables: tuple[int, ...]
+    """The block table of each layer."""
+    places: tuple[int, ...]
+    """Index of each layer in the cache."""
 
     def tables_of(self, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return each of the tables in `table`, int32[slots, num_tables * blocks], as a view int32[slots, blocks]."""
         return table.chunk(self.num_tables, 1)
-
-    def table_of(self, layer: int) -> int:
-        return self.tables[layer] if self.tables else 0
-
-    def place_of(self, layer: int) -> int:
-        return self.places[layer] if self.places else layer
-
-    def rotation_of(self, layer: int) -> int:
-        return self.rotations[layer] if self.rotations else 0
-
-    @property
-    def score_factor(self) -> float:
-        return self.scale or self.head_dim**-0.5
 
 
 class Attention(Protocol):
@@ -97,15 +84,14 @@ class PlainAttention:
             keys = _heads_normalised(keys, norms[1], shape.norm_eps)
         self._queries = self._rotated(queries, layer)
         dtype = self._cache.shape.dtype
-        at = shape.place_of(layer), self._blocks[shape.table_of(layer)], self._offsets
+        at = shape.places[layer], self._blocks[shape.tables[layer]], self._offsets
         self._cache.keys[at] = self._rotated(keys, layer).to(dtype)
         self._cache.values[at] = values.to(dtype)
 
     def _rotated(self, heads: torch.Tensor, layer: int) -> torch.Tensor:
         """float32[tokens, heads, head_dim]"""
-        number, amplitudes = self._shape.rotation_of(layer), self._shape.amplitudes
-        factor = 1.0 if amplitudes is None else amplitudes[number]
-        angles = self._angles[number]
+        number = self._shape.rotations[layer]
+        angles, factor = self._angles[number], self._shape.amplitudes[number]
         cos, sin = (angles.cos() * factor)[:, None], (angles.sin() * factor)[:, None]
         first, second = heads.chunk(2, -1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
@@ -115,7 +101,7 @@ class PlainAttention:
             queries = self._queries[token : token + count]
             end, window = position + count, self._shape.windows[layer]
             low = max(0, position - window + 1) if window else 0  # memory behind the window is not the slot's
-            table, place = self._tables[self._shape.table_of(layer)][slot], self._shape.place_of(layer)
+            table, place = self._tables[self._shape.tables[layer]][slot], self._shape.places[layer]
             keys, values = (self._positions(tensor[place], table, low, end) for tensor in self._kept)
             where = torch.arange(position - low, end - low)
             attended = self._attended(queries, keys, values, where, layer, sinks)
@@ -142,7 +128,7 @@ class PlainAttention:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """float32[tokens, heads, head_dim]; `where` are the queries' positions, counted from the first key."""
-        scores = queries.transpose(0, 1) @ keys.transpose(1, 2) * self._shape.score_factor
+        scores = queries.transpose(0, 1) @ keys.transpose(1, 2) * self._shape.scale
         at, window = torch.arange(keys.shape[1]), self._shape.windows[layer]
         unseen = at > where[:, None]
         if window:

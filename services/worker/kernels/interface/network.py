@@ -155,8 +155,5 @@ class PlainEmbedding:
         self._network, self._tensor, self.num_bytes = network, tensor, tensor.nbytes
         self.tensor: torch.Tensor | None = tensor
 
-    def __len__(self) -> int:
-        return len(self._tensor)
-
     def look_up(self, index: torch.Tensor, out: torch.Tensor) -> None:
         self._network.gather(index, self._tensor, out)

@@ -29,10 +29,6 @@ class EmbeddingTable(Protocol):
     """[tokens, width]; None where they are kept in another layout."""
     num_bytes: int
 
-    def __len__(self) -> int:
-        """The number of tokens."""
-        ...
-
     def look_up(self, index: torch.Tensor, out: torch.Tensor) -> None:
         """out[i] = vector of token index[i] in float32; int32[rows], float32[rows, width]."""
         ...
@@ -60,9 +56,6 @@ class WeightTable:
     def __init__(self, weight: Weight) -> None:
         self.weight, self.num_bytes = weight, weight.nbytes
         self.tensor = weight if isinstance(weight, torch.Tensor) else None
-
-    def __len__(self) -> int:
-        return self.weight.shape[0]
 
     def look_up(self, index: torch.Tensor, out: torch.Tensor) -> None:
         weight, rows = self.weight, index.long()

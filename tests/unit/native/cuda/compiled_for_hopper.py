@@ -88,7 +88,8 @@ def attend(case: AttentionCase, dtype: torch.dtype) -> None:
     network = CudaKernels(dtype, dtype, CopyingDevice()).network
     heads, head_dim, most = case.heads, case.head_dim, 512
     cache = network.kv_cache(CacheShape(1, case.kv_heads, head_dim, BLOCK_SIZE, dtype), 4)
-    shape = AttentionShape(heads, head_dim, (case.window,), 1e-5, torch.ones(1, head_dim // 2))
+    ones = torch.ones(1, head_dim // 2)
+    shape = AttentionShape(heads, head_dim, (case.window,), 1e-5, ones, ones, (0,), head_dim**-0.5, 1, (0,), (0,))
     table, tokens = torch.zeros(1, 4, dtype=torch.int32), torch.zeros(most, dtype=torch.int32)
     attention = PagedAttention(shape, cache, table, most, dtype, PROCESSORS)
     attention.begin(tokens, tokens)

@@ -1,5 +1,4 @@
-"""Sampling under Triton's interpreter against the reference. The tests of the sampler and of logit rules beside this
-directory run with these kernels too."""
+"""Sampling under Triton's interpreter against the reference."""
 
 import numpy as np
 import pytest

@@ -20,7 +20,7 @@ from services.worker.batch.slots import BatchColumns, Rows
 from services.worker.distributed.ranks import Ranks
 from services.worker.kernels.interface.kernels import Kernels
 from services.worker.weights import open_checkpoint
-from tests.unit.native.eagle_heads import HIDDEN, TARGET, VOCAB, layer, random, write
+from tests.unit.native.eagle_heads import write_target
 
 SLOTS, CONTEXT, BLOCK_SIZE = 9, 96, 4
 CAPACITY = {"tokens": 128, "tiles": 12, "sampled": 12}
@@ -29,15 +29,7 @@ CAPACITY = {"tokens": 128, "tiles": 12, "sampled": 12}
 def write_tiny_model(directory: Path) -> Path:
     """A random checkpoint of two layers, with half as many KV heads as heads."""
     torch.manual_seed(5)
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCAB, HIDDEN),
-        "lm_head.weight": (VOCAB, HIDDEN),
-        "model.norm.weight": (HIDDEN,),
-    }
-    for number in range(2):
-        at = f"model.layers.{number}."
-        shapes |= layer(at) | {f"{at}input_layernorm.weight": (HIDDEN,)}
-    return write(directory, TARGET | {"num_hidden_layers": 2}, random(shapes))
+    return write_target(directory, layers=2)[0]
 
 
 class TinyEngine:
@@ -55,7 +47,7 @@ class TinyEngine:
         self.sampler = Sampler(self.columns, self.history, part.whole.vocab_size, kernels)
         ranks = Ranks(Assignment(1, 0, 1, BLOCK_SIZE, 1, 1)).join()
         table = torch.from_numpy(self.columns.block_table)
-        self.forward = ForwardPass(self.model, ranks, total, BLOCK_SIZE, table, (), CAPACITY)
+        self.forward = ForwardPass(self.model, ranks, total, BLOCK_SIZE, CONTEXT, table, (), CAPACITY)
         self.logits = torch.empty(0)
 
     def add(self, slot: int, prompt: Sequence[int], **params: object) -> None:

@@ -38,7 +38,7 @@ class DeferredProposer(Proposer):
         self._kept: list[Advance] = []
         """In the order of the steps, with copies of the states."""
         self._tokens = 0
-        """Return the size of the stored states, bytes."""
+        """Number of stored tokens."""
         self._most = 0
         """Maximum number of stored tokens; 0 until the size of a token's states is known."""
 

@@ -46,7 +46,8 @@ class DraftModelDrafter(Drafter):
         table = slots.table
         blocks = torch.from_numpy(table.block_table)
         forward = ForwardPass(
-            *(self._model, self._ranks, slots.num_blocks, table.block_size, blocks), allocate=slots.allocate
+            *(self._model, self._ranks, slots.num_blocks, table.block_size, table.max_model_len, blocks),
+            allocate=slots.allocate,
         )
         return DraftModelProposer(forward, self._model.kernels.sampling, slots, self._limit)
 

@@ -109,7 +109,7 @@ class EagleModel(ABC):
         return self.network.bytes_per_block(cache_shape(self.config.layer, block_size, self.dtype))
 
     def buffers(self, places: int) -> EagleBuffers:
-        """Allocate buffers for `capacity` places and as many rows."""
+        """Allocate buffers for `places` places and as many rows."""
         layer = self.config.layer
         inputs, logits = self.inputs * layer.hidden_size, self.config.draft_vocab_size
         return EagleBuffers(self._where, layer, inputs, logits, places)

@@ -156,7 +156,7 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
 
 def _activation(config: ConfigReader) -> Activation:
     name = config.raw.get("hidden_activation") or config.raw.get("hidden_act", "silu")
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         works = ", ".join(ACTIVATIONS)
         raise LoadError(f"activation {name!r:.80} is not supported; the native backend computes {works}")
     return ACTIVATIONS[name]

@@ -82,6 +82,7 @@ class ForwardPass:
 
     Args:
         ranks: the group; its ranks make the same calls in the same order.
+        context: tokens of the longest sequence
         table: int32[slots, blocks] on the device, the block table of every slot; plans change it in place. With several
             groups, their tables side by side.
         taps: hidden states that a drafter reads: numbers of layers, whose input it is, or FINAL.
@@ -96,6 +97,7 @@ class ForwardPass:
         ranks: Ranks,
         num_blocks: int,
         block_size: int,
+        context: int,
         table: torch.Tensor,
         taps: Collection[int] = (),
         capacity: Mapping[str, int] = FEW,
@@ -103,11 +105,10 @@ class ForwardPass:
         groups: LayerGroups | None = None,
     ) -> None:
         self._model, self._network, self._ranks = model, model.kernels.network, ranks
-        self._groups = groups
+        self._groups, self._context = groups, context
         self._device = model.kernels.device
         self._table, self._taps = table, tuple(taps)
         self._cache = self._network.kv_cache(model.cache_shape(block_size, groups), num_blocks, allocate)
-        self._context = table.shape[1] // (1 if groups is None else len(groups.groups)) * block_size
         self._counts = Counts(0, 0, 0)
         self._make_room(dict(capacity))
 

@@ -80,7 +80,7 @@ class Model:
 
 
 def attention_shape(config: ModelConfig, context: int) -> AttentionShape:
-    """`context`: tokens of the longest sequence"""
+    """Return the shape with one block table. `context`: tokens of the longest sequence"""
     kinds = list(dict.fromkeys(config.ropes))
     frequencies, amplitudes = zip(*(rotation(kind, config.head_dim, context) for kind in kinds), strict=True)
     return AttentionShape(
@@ -89,9 +89,12 @@ def attention_shape(config: ModelConfig, context: int) -> AttentionShape:
         config.windows,
         config.norm_eps,
         torch.stack(frequencies),
-        tuple(map(kinds.index, config.ropes)),
         torch.stack(amplitudes),
-        config.attention_scale,
+        rotations=tuple(map(kinds.index, config.ropes)),
+        scale=config.attention_scale or config.head_dim**-0.5,
+        num_tables=1,
+        tables=(0,) * config.num_layers,
+        places=tuple(range(config.num_layers)),
     )
 
 

@@ -58,7 +58,7 @@ def read_rope(config: ConfigReader, head_dim: int, layer_type: str = "", theta: 
     theta, rotated = rope.number("rope_theta", theta), rope.number("partial_rotary_factor", 1.0)
     if rotated > 1 or int(head_dim * rotated) % 2 or not int(head_dim * rotated):
         raise LoadError(f"config.json: partial_rotary_factor {rotated} of heads of {head_dim} is no even size")
-    plain = Rope(theta, kind, rotated=rotated, attention_factor=float(values.get("attention_factor") or 0.0))
+    plain = Rope(theta, kind, rotated=rotated, attention_factor=rope.number("attention_factor", 0.0))
     return _scaled(plain, rope, config, head_dim)
 
 

@@ -17,7 +17,7 @@ def windowed(config: ConfigReader, model: ModelConfig) -> ModelConfig:
     """The layers from `max_window_layers` on read a window, if `use_sliding_window` is true."""
     if not config.flag("use_sliding_window") or config.raw.get("sliding_window") is None:
         return model
-    first, layers = config.raw["max_window_layers"] or 0, model.num_layers
+    first, layers = config.size("max_window_layers") if config.raw["max_window_layers"] else 0, model.num_layers
     default = [SLIDING if number >= first else FULL for number in range(layers)]
     return replace(model, windows=windows(config, layers, default))
 
