@@ -172,7 +172,7 @@ class StepPlanner:
         budgets of the step. 0: the row is left out."""
         slots = self.epoch.slots
         want = slots.wanted(rows, self.epoch.next_step, self.epoch.limits.stages)
-        np.minimum(want, budget.chunk, out=want)
+        np.minimum(want, min(budget.chunk, budget.tokens), out=want)
         if budget.decodes is not None or budget.prefill is not None:
             decodes = slots.decoding(rows)
             want[decodes] = _first(want[decodes], _limit(budget.decodes))
