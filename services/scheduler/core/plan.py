@@ -300,12 +300,13 @@ class StepPlanner:
         are short. `is_ahead`: for requests to come."""
         store, kv, size = self.store, self.epoch.kv, self.epoch.kv.block_size
         peers = peers if self.epoch.limits.fetches_blocks else ()
-        if not store.loading.times_of(peers).is_worth(len(names) * size, len(names), store.now):
+        computing = len(names) * size * store.loading.seconds_per_token
+        if not store.loading.times_of(peers).is_worth(computing, len(names), store.now):
             return False
         if kv.num_missing(prefix, (len(prefix) + len(names)) * size) > kv.num_free:
             return False
         blocks = kv.reserve(prefix, len(names))
-        store.loading.start(prefix, blocks, names, peers, is_ahead, store.now, size)
+        store.loading.start(prefix, blocks, names, peers, is_ahead, store.now, computing)
         store.counters["external_prefix_cache_queries"] += 0 if is_ahead else len(names) * size
         return True
 
