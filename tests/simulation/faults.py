@@ -5,6 +5,7 @@ A fault is a faulty method, with the production method as its first argument.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from inspect import signature
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -44,6 +45,11 @@ class FaultList(list[Fault]):
         """Decorate the faulty method of a fault in this list."""
 
         def add(broken: Callable[..., Any]) -> Callable[..., Any]:
+            parameters = signature(getattr(part, method)).parameters.values()
+            required = [
+                each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD and each.default is each.empty
+            ]
+            signature(broken).bind(None, *required)  # else the call itself would raise, and be caught
             self.append(Fault(part, method, broken))
             return broken
 

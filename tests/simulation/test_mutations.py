@@ -142,10 +142,10 @@ def prompts_are_cut(admit: Any, self: StepPlanner, *args: Any) -> None:
 
 
 @FAULTS.add(StepPlanner, "admit_waiting")
-def whole_prompts_must_fit_a_chunk(admit: Any, self: StepPlanner, choice: Any, budget: Any, alone: Any) -> None:
+def whole_prompts_must_fit_a_chunk(admit: Any, self: StepPlanner, choice: Any, budget: Any, waiting: Any) -> None:
     head = self.store.waiting.head()
     if not (self.epoch.limits.whole_prompts and head and len(head.token_ids) > budget.chunk):
-        admit(self, choice, budget, alone)
+        admit(self, choice, budget, waiting)
 
 
 @FAULTS.add(Request, "__init__")
@@ -352,9 +352,9 @@ def stage_spacing_of_the_last_owner(assign: Any, self: SlotColumns, request: Any
 
 
 @FAULTS.add(StepPlanner, "admit_waiting")
-def admission_beyond_the_prefill_budget(admit: Any, self: StepPlanner, choice: Any, budget: Any) -> None:
+def admission_beyond_the_prefill_budget(admit: Any, self: StepPlanner, choice: Any, *args: Any) -> None:
     choice.prefill_left = choice.tokens_left
-    admit(self, choice, budget)
+    admit(self, choice, *args)
 
 
 @FAULTS.add(StepPlanner, "slices")
@@ -368,8 +368,8 @@ def slices_beyond_the_chunk(slices: Any, self: Any, rows: Any, budget: Any) -> A
 
 
 @FAULTS.add(StepPlanner, "admit_waiting")
-def more_admissions_than_allowed(admit: Any, self: Any, choice: Any, budget: Any) -> Any:
-    return admit(self, choice, dataclasses.replace(budget, admissions=None))
+def more_admissions_than_allowed(admit: Any, self: Any, choice: Any, budget: Any, waiting: Any) -> Any:
+    return admit(self, choice, dataclasses.replace(budget, admissions=None), waiting)
 
 
 @FAULTS.add(DeferredMasks, "grammar_output")

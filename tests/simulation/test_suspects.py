@@ -5,15 +5,15 @@ import pytest
 from protocol.requests import FinishReason
 from protocol.suspects import PROGRESS, SUSPECT_AFTER
 from services.scheduler.core.suspects import GUILTY
-from services.scheduler.policies import ChunkedPolicy
+from services.scheduler.policies import BatchingPolicy, ChunkedPolicy, PhasedPolicy
 from tests.simulation.test_acceptance import DEPTHS, ROOMY
 from tests.simulation.world import SimulatedStream, World, params, prompt_of
 
 
-def lose_workers(world: World) -> None:
+def lose_workers(world: World, policy: BatchingPolicy | None = None) -> None:
     world.end_epoch(is_fault=True)
     world.publish()
-    world.start_epoch(world.limits, ChunkedPolicy())
+    world.start_epoch(world.limits, policy or ChunkedPolicy())
 
 
 def in_flight(world: World, stream: SimulatedStream) -> bool:
@@ -34,9 +34,7 @@ def run(world: World, poison: SimulatedStream, tokens: int) -> int:
         if poison.finish is None and len(poison.tokens) >= tokens and in_flight(world, poison):
             deaths += 1
             poison.doomed = deaths > SUSPECT_AFTER
-            world.end_epoch(is_fault=True)
-            world.publish()
-            world.start_epoch(world.limits, ChunkedPolicy())
+            lose_workers(world)
             continue
         if not world.pending:
             break
@@ -73,6 +71,21 @@ def test_suspects_run_alone_until_they_make_progress(depth: int) -> None:
             assert len(world.epoch.running) <= 1 or not active
             world.complete()
         assert len(streams[number].tokens) >= PROGRESS
+    world.drain()
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_policy_sees_no_request_that_waits_for_a_suspect(depth: int) -> None:
+    """`phased` would leave steps empty for a new request, which may not enter."""
+    policy = PhasedPolicy(ROOMY)
+    world = World(ROOMY, depth, policy=policy, conserves_work=False)
+    suspect, other = (world.add(prompt_of(30, seed=i), params(60, eos=False)) for i in range(2))
+    for _ in range(SUSPECT_AFTER):
+        world.dispatch()
+        lose_workers(world, policy)
+    while world.store.suspects.active:
+        world.step()
+        assert not other.tokens or len(suspect.tokens) >= PROGRESS
     world.drain()
 
 

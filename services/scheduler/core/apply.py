@@ -1,7 +1,7 @@
 """Applying a result. Confirmed tokens enter here and nowhere else (result application, docs/invariants.md).
 
 The applier has no state; it acts on the `RequestStore` and the `EpochState`. Its public methods are the parts of
-`apply`, in the order in which it calls them. Tests override single ones to inject faults (parts.py).
+`apply`, in the order in which it calls them. Tests override single ones to inject faults (tests/simulation/faults.py).
 """
 
 from dataclasses import dataclass

@@ -499,10 +499,7 @@ class EngineCore:
         prompt_tokens, now = tokens - len(step.slots) - total(step.drafts), self.store.now
         hits = self.store.counters["prefix_cache_hits"]
         self._queue_time.on_result(now, prompt_tokens, hits, not self.queue)
-        loading, limits = self.store.loading, self.epoch.limits
-        if limits.loads_blocks or limits.fetches_blocks:
-            per_token = self._queue_time.seconds_per_computed_token
-            loading.times.seconds_per_token = loading.peer_times.seconds_per_token = per_token
+        self.store.loading.seconds_per_token = self._queue_time.seconds_per_computed_token
         self._queue_time.on_ends((self.store.requests[key] for key in ended), now)
 
     def stats(self) -> dict[str, float]:

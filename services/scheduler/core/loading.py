@@ -43,10 +43,8 @@ class BlockLoad:
 
 @dataclass
 class LoadTimes:
-    """Measured times of loads, against those of computing."""
+    """Measured times of loads."""
 
-    seconds_per_token: float = 0.0
-    """Time to compute a prompt token; 0.0: not measured."""
     block: float = 0.0
     """Mean seconds to load a block; 0.0: not measured."""
     miss: float = 0.0
@@ -54,9 +52,8 @@ class LoadTimes:
     _measured: float = -VALID_SECONDS
     """When a load last ended."""
 
-    def is_worth(self, num_tokens: int, num_blocks: int, now: float) -> bool:
-        """Return whether to ask for the blocks of so many tokens instead of computing them."""
-        computing = num_tokens * self.seconds_per_token
+    def is_worth(self, computing: float, num_blocks: int, now: float) -> bool:
+        """Return whether to ask for so many blocks. `computing`: seconds to compute them; 0.0: not known."""
         if not computing or now - self._measured >= VALID_SECONDS:
             return True
         return self.miss <= MISS_SHARE * computing and num_blocks * self.block < computing
@@ -81,6 +78,8 @@ class LoadingRequests:
     times: LoadTimes = field(default_factory=LoadTimes)
     peer_times: LoadTimes = field(default_factory=LoadTimes)
     """Times of loads that another engine is asked for."""
+    seconds_per_token: float = 0.0
+    """Time to compute a prompt token; 0.0: not measured."""
     last_ticket: int = 0
     unsent: list[BlockLoad] = field(default_factory=list)
     """Loads that the workers were not sent yet."""
@@ -119,11 +118,11 @@ class LoadingRequests:
         peers: tuple[str, ...],
         is_ahead: bool,
         now: float,
-        size: int,
+        computing: float,
     ) -> None:
-        """`size`: tokens per block."""
+        """`computing`: seconds to compute the blocks."""
         self.last_ticket += 1
-        gives_up = now + max(LEAST_TIMEOUT, len(blocks) * size * self.times.seconds_per_token)
+        gives_up = now + max(LEAST_TIMEOUT, computing)
         load = BlockLoad(self.last_ticket, [], is_ahead, prefix, blocks, names, peers, now, gives_up)
         self._by_ticket[load.ticket] = self._by_first[names[0]] = load
         self.unsent.append(load)
@@ -172,4 +171,5 @@ class LoadingRequests:
 
     def restart(self, last_ticket: int) -> None:
         """Drop the measured times; there is no load."""
-        self.last_ticket, self.times, self.peer_times = last_ticket, LoadTimes(), LoadTimes()
+        self.last_ticket, self.seconds_per_token = last_ticket, 0.0
+        self.times, self.peer_times = LoadTimes(), LoadTimes()

@@ -47,11 +47,10 @@ class RequestMasks:
                 self._by_ticket[self.last_ticket] = request
         return request.masks
 
-    def take(self, ticket: int, masks: Masks) -> Request:
+    def take(self, ticket: int, masks: Masks) -> None:
         """Give the request the masks that were made for it; it may have ended.
 
         Raises: KeyError, if the ticket is unknown.
         """
         request = self._by_ticket.pop(ticket)
         request.masks, request.mask_ticket = masks, 0
-        return request

@@ -5,10 +5,9 @@ per request and step is columns by slot: only requests that arrive, finish, pref
 Python time of their own. The planner has no state; it acts on the `RequestStore` and the `EpochState`.
 
 Its public methods are the parts of forming a step, in the order in which `schedule` calls them. Tests override single
-ones to inject faults (parts.py).
+ones to inject faults (tests/simulation/faults.py).
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,6 +25,7 @@ from services.scheduler.core.observer import PreemptionCause
 from services.scheduler.core.request import Request, RequestStatus, priority_of
 from services.scheduler.core.slots import Column, SlotIds
 from services.scheduler.core.store import RequestStore
+from services.scheduler.core.waiting import WaitingQueue
 from services.scheduler.policies import SchedulerView, StepBudget
 
 _NO_SLOTS = np.empty(0, np.int64)
@@ -82,14 +82,14 @@ class StepPlanner:
             self.displace()
         elif self.epoch.fences:
             return None  # rows of another request are in flight, and a loss in them would count against the suspect
-        view = self.epoch.view(self.store.waiting)
+        view = self.epoch.view(self.candidates(alone))
         budget = self.epoch.policy.begin(view)
         choice = StepChoice(
             budget.tokens, _limit(budget.prefill), budget.runner_reports, self.epoch.limits.encoder_budget
         )
         self.choose_running(choice, budget, view)
         if choice.admitting:
-            self.admit_waiting(choice, budget, alone)
+            self.admit_waiting(choice, budget, view.waiting)
         return self.commit(choice) if choice.slots else None
 
     def suspect(self) -> Request | None:
@@ -104,6 +104,15 @@ class StepPlanner:
             if is_running and suspects.active:
                 self.lifecycle.preempt(request.slot, PreemptionCause.SUSPECT)
         return None
+
+    def candidates(self, alone: Request | None) -> WaitingQueue:
+        """Return the requests that may be admitted; the policy sees no others. `alone`: the only one that may run."""
+        if alone is None:
+            return self.store.waiting
+        queue = WaitingQueue()
+        if alone.status is not RequestStatus.RUNNING:
+            queue.add(alone)
+        return queue
 
     def displace(self) -> None:
         """Preempt the worst running request if all seats are taken and the head of the queue has a strictly better
@@ -141,7 +150,7 @@ class StepPlanner:
                 rows, counts, missing = rows[:short], counts[:short], missing[:short]
                 break
             self.lifecycle.preempt(victim, PreemptionCause.BLOCKS)
-            view = epoch.view(self.store.waiting)
+            view = epoch.view(view.waiting)
         taken = counts > 0
         if not has_all(taken):
             rows, counts, missing = rows[taken], counts[taken], missing[taken]
@@ -165,7 +174,7 @@ class StepPlanner:
         budgets of the step. 0: the row is left out."""
         slots = self.epoch.slots
         want = slots.wanted(rows, self.epoch.next_step, self.epoch.limits.stages)
-        np.minimum(want, budget.chunk, out=want)
+        np.minimum(want, min(budget.chunk, budget.tokens), out=want)
         if budget.decodes is not None or budget.prefill is not None:
             decodes = slots.decoding(rows)
             want[decodes] = _first(want[decodes], _limit(budget.decodes))
@@ -200,7 +209,7 @@ class StepPlanner:
 
     # -- waiting requests ----------------------------------------------------------------------------------------
 
-    def admit_waiting(self, choice: StepChoice, budget: StepBudget, alone: Request | None) -> None:
+    def admit_waiting(self, choice: StepChoice, budget: StepBudget, waiting: WaitingQueue) -> None:
         """Admit requests while seats, slots, tokens and blocks last. Nobody passes a request that lacks blocks; one
         that waits for its stale rows lets others pass (admission order).
 
@@ -208,14 +217,14 @@ class StepPlanner:
         chunk and share the policy allows, and waits for the next step if that is too little (whole prompt).
 
         Args:
-            alone: the only request that may run.
+            waiting: the requests that may be admitted.
         """
         epoch = self.epoch
         limits, kv = epoch.limits, epoch.kv
         seats = limits.max_num_seqs - len(epoch.running)
         seats = min(seats, len(epoch.slots.free), _limit(budget.admissions))
         # Nothing else refers to the iterator: with the end of the loop it returns the members that it has passed.
-        for request in self.candidates(alone):
+        for request in waiting.in_order():
             room, chunk = min(choice.tokens_left, choice.prefill_left), budget.chunk
             if room <= 0 or seats <= 0:
                 break
@@ -224,11 +233,11 @@ class StepPlanner:
             if limits.whole_prompts:
                 room = chunk = limits.max_num_batched_tokens - choice.num_tokens
             prefix = kv.find_prefix(request)
-            if alone is None and self.load(request, prefix):
+            if self.load(request, prefix):
                 continue
             longest = kv.covered(prefix)
             offered = self.offered(request, longest, min(chunk, room))
-            view = epoch.view(self.store.waiting)
+            view = epoch.view(waiting)
             hit, count = epoch.policy.admit(view, request, longest, offered)
             if hit < longest:
                 prefix = kv.shortened(request, prefix, hit)
@@ -270,9 +279,12 @@ class StepPlanner:
 
     def load(self, request: Request, prefix: list[int]) -> bool:
         """Ask a tier, or another engine, for the blocks behind the cached prefix, if that is expected to be faster than
-        computing them. Return whether the request waits for a load (loaded block), which lets others pass."""
+        computing them. Return whether the request waits for a load (loaded block), which lets others pass. A suspect
+        does not."""
         limits = self.epoch.limits
-        if request.asked or not (limits.loads_blocks or (limits.fetches_blocks and request.kv_peers)):
+        if request.asked or self.store.suspects.active:
+            return False
+        if not (limits.loads_blocks or (limits.fetches_blocks and request.kv_peers)):
             return False
         loading, most = self.store.loading, (len(request.token_ids) - 1) // limits.block_size
         names = request.block_hashes[len(prefix) : most]
@@ -291,12 +303,13 @@ class StepPlanner:
         are short. `is_ahead`: for requests to come."""
         store, kv, size = self.store, self.epoch.kv, self.epoch.kv.block_size
         peers = peers if self.epoch.limits.fetches_blocks else ()
-        if not store.loading.times_of(peers).is_worth(len(names) * size, len(names), store.now):
+        computing = len(names) * size * store.loading.seconds_per_token
+        if not store.loading.times_of(peers).is_worth(computing, len(names), store.now):
             return False
         if kv.num_missing(prefix, (len(prefix) + len(names)) * size) > kv.num_free:
             return False
         blocks = kv.reserve(prefix, len(names))
-        store.loading.start(prefix, blocks, names, peers, is_ahead, store.now, size)
+        store.loading.start(prefix, blocks, names, peers, is_ahead, store.now, computing)
         store.counters["external_prefix_cache_queries"] += 0 if is_ahead else len(names) * size
         return True
 
@@ -309,12 +322,6 @@ class StepPlanner:
         can_load = limits.loads_blocks or (limits.fetches_blocks and peers)
         if can_load and missing and not loading.has(missing[0]):
             self.begin_load(prefix, missing, peers, is_ahead=True)
-
-    def candidates(self, alone: Request | None) -> Iterable[Request]:
-        """Return the requests that may be admitted, in order. `alone`: the only request that may run."""
-        if alone is None:
-            return self.store.waiting.in_order()
-        return () if len(self.epoch.running) else (alone,)
 
     def admit(self, request: Request, prefix: list[int], count: int, held: Column, choice: StepChoice) -> None:
         """Move a request from the queue to a slot with blocks for `held` tokens, int32[1]; its first row computes

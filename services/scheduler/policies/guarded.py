@@ -1,6 +1,7 @@
 """A policy that fails must not stop the engine (policy guard, docs/invariants.md)."""
 
 import logging
+from numbers import Integral
 
 import numpy as np
 
@@ -28,6 +29,7 @@ class GuardedPolicy:
             most, caps = view.limits.max_num_batched_tokens, (budget.decodes, budget.prefill)
             possible = 1 <= budget.tokens <= most and budget.chunk >= 1
             possible &= all(cap is None or cap >= 0 for cap in (*caps, budget.admissions)) and caps != (0, 0)
+            possible &= _are_whole(budget.tokens, budget.chunk, *caps, budget.admissions)
         except Exception as error:
             self._report("begin", error)
             return LEAST
@@ -54,7 +56,7 @@ class GuardedPolicy:
         try:
             taken, counted = self._policy.admit(view, request, hit, count)
             possible = 0 <= taken <= hit and taken % view.limits.block_size == 0
-            possible &= 0 <= counted <= count + hit - taken
+            possible &= 0 <= counted <= count + hit - taken and _are_whole(taken, counted)
         except Exception as error:
             self._report("admit", error)
             return hit, count
@@ -76,6 +78,12 @@ class GuardedPolicy:
             )
 
 
-def _is_subset(rows: SlotIds, view: SchedulerView) -> bool:
+def _are_whole(*numbers: int | None) -> bool:
+    return all(number is None or isinstance(number, Integral) for number in numbers)
+
+
+def _is_subset(rows: object, view: SchedulerView) -> bool:
+    if not isinstance(rows, np.ndarray) or rows.ndim != 1:
+        return False
     live = view.slots.state.take(rows) == LIVE
     return bool(live.all()) and (len(rows) < 2 or int(np.bincount(rows).max()) == 1)

@@ -16,7 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from protocol.codec import pack, unpack
+from protocol.media import MediaModel
 from protocol.membership import Loaded
+from protocol.pooling import PoolingModel
 from protocol.requests import Finish, FinishReason
 from protocol.sampling import Pooling, StructuredOutputParams
 from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepTimes
@@ -39,13 +41,16 @@ from services.scheduler.what_if.measurements import Measurements, RequestMeasure
 def limits_for(header: RecordingHeader, config: SchedulerConfig) -> Limits:
     """Return the sizes that the recorded workers would give; a number of blocks that is set is assumed to fit.
 
-    Raises: ValueError, if the context does not fit the blocks.
+    Raises: ValueError, if the context does not fit the blocks, or the policy does not serve the model.
     """
-    blocks = max(header.limits.num_blocks, config.num_gpu_blocks_override or 0)
-    groups = header.limits.groups
-    loaded = Loaded("", header.vocab_size, header.limits.max_model_len, 0, blocks, groups=groups)
+    recorded = header.limits
+    blocks = max(recorded.num_blocks, config.num_gpu_blocks_override or 0)
+    pooling = PoolingModel("embed", header.hidden_size, recorded.whole_prompts) if recorded.pools_only else None
+    media = MediaModel("") if recorded.encoder_budget else None
+    model = (header.vocab_size, recorded.max_model_len, 0, blocks)
+    loaded = Loaded("", *model, groups=recorded.groups, pooling=pooling, media=media)
     try:
-        return fit(config, [loaded], header.limits.leaves_rows_out)
+        return fit(config, [loaded], recorded.leaves_rows_out)
     except GroupError as error:
         raise ValueError(str(error)) from None
 

@@ -68,16 +68,21 @@ FAULTS = {
     "budget below 0": Faulty(budget=lambda b: replace(b, tokens=-3)),
     "budget above the limit": Faulty(budget=lambda b: replace(b, tokens=65)),
     "chunk 0": Faulty(budget=lambda b: replace(b, chunk=0)),
+    "half a token": Faulty(budget=lambda b: replace(b, tokens=b.tokens / 2)),
+    "half a token of prefill": Faulty(budget=lambda b: replace(b, prefill=b.tokens / 2)),
     "neither decodes nor prefill": Faulty(budget=lambda b: replace(b, decodes=0, prefill=0)),
     "prefill below 0": Faulty(budget=lambda b: replace(b, prefill=-1)),
     "slots that are not running": Faulty(rows=lambda rows: np.arange(LIMITS.num_slots)),
     "slots beyond the table": Faulty(rows=lambda rows: np.append(rows, 1000)),
     "a slot twice": Faulty(rows=lambda rows: np.concatenate((rows, rows))),
     "no slots": Faulty(rows=lambda rows: None),
+    "a list of slots": Faulty(rows=lambda rows: rows.tolist()),
+    "slots in two dimensions": Faulty(rows=lambda rows: rows[None]),
     "more cached tokens than there are": Faulty(slice_=lambda hit, count: (hit + 16, count)),
     "half a block of cache": Faulty(slice_=lambda hit, count: (hit + 1, count)),
     "a slice above the offer": Faulty(slice_=lambda hit, count: (hit, count + 1)),
     "a slice below 0": Faulty(slice_=lambda hit, count: (hit, -1)),
+    "half a token of a slice": Faulty(slice_=lambda hit, count: (hit, count / 2)),
 }
 
 
@@ -111,7 +116,10 @@ def test_the_engine_serves_on_and_the_fault_is_logged_once(fault: str, caplog: p
             assert counts.sum() == 1, "one unit"
 
 
-@pytest.mark.parametrize("policy", [ChunkedPolicy(), BalancedPolicy()], ids=lambda policy: type(policy).__name__)
+SOUND = [ChunkedPolicy(), BalancedPolicy(), Faulty(budget=lambda b: replace(b, chunk=1 << 40))]
+
+
+@pytest.mark.parametrize("policy", SOUND, ids=["chunked", "balanced", "no limit of a chunk"])
 def test_a_sound_policy_is_not_touched(policy: BatchingPolicy, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR, "runahead.scheduler"):
         guarded, bare = serve(GuardedPolicy(policy)), serve(policy)

@@ -4,10 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from protocol.codec import pack
+from protocol.media import Media, MediaItem
 from protocol.requests import GenerateRequest
-from protocol.sampling import SamplingParams
+from protocol.sampling import Pooling, SamplingParams
 from protocol.steps import SchedulerOutput
 from services.cli.settings import ConfigurationError
 from services.cli.what_if import check_drafts
@@ -148,6 +150,30 @@ def test_constrained_requests_are_served(leaves_rows_out: bool, depth: int) -> N
     limits = Limits(8, 64, 64, 64, 4, leaves_rows_out=leaves_rows_out)
     served = measured(load(is_constrained=True), limits, depth)
     assert (sorted(request.num_outputs for request in served.requests), served.num_refused) == ([12] * 6, 0)
+
+
+@pytest.mark.parametrize("whole_prompts", [False, True])
+def test_embeddings_of_a_model_with_a_pooler_are_served(whole_prompts: bool) -> None:
+    history, limits = load(is_constrained=False), Limits(8, 64, 64, 64, 4, pools_only=True, whole_prompts=whole_prompts)
+    for request in history.requests:
+        message = replace(request.message, params=SamplingParams(1, temperature=0.0), pooling=Pooling.MODEL)
+        request.message, request.length = message, message.num_prompt_tokens
+    assert served(history, limits, hidden_size=4) == (6, 0)
+
+
+def test_requests_with_images_are_served() -> None:
+    history = load(is_constrained=False)
+    for request in history.requests:
+        request.message = replace(request.message, media=Media([MediaItem(2, 4, "")]))
+    assert served(history, Limits(8, 64, 64, 64, 4, encoder_budget=64)) == (6, 0)
+
+
+def served(history: History, limits: Limits, hidden_size: int = 0) -> tuple[int, int]:
+    """Return how many requests the sizes that the recorded workers give serve, and how many they refuse."""
+    config = SchedulerConfig(max_num_seqs=8, block_size=4, max_num_batched_tokens=64)
+    head = replace(header(limits, config), hidden_size=hidden_size)
+    result = WhatIf(head, config, limits_for(head, config), history, known_device(0.0)).run()
+    return len(result.requests), result.num_refused
 
 
 def test_requests_that_are_longer_than_the_context_are_counted_and_left_out() -> None:
