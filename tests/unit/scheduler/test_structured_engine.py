@@ -280,7 +280,7 @@ def test_a_missing_embedding_ends_only_its_request() -> None:
 
 
 def test_embeddings_of_each_step_are_sent_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of two steps that arrive together may be too large for one message."""
+    """Results of two steps that arrive together may have too many for one message."""
     config = {f"{kind}_endpoint": f"ipc://{tmp_path}/{kind}" for kind in ("worker", "client")}
     service, sent = Service(SchedulerConfig.model_validate(config), 1), list[RequestOutputs]()
     core = service.engine = engine(2)
