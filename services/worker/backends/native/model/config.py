@@ -118,7 +118,12 @@ class ModelConfig:
         if (path / "adapter_config.json").is_file():
             raise LoadError(f"{path} holds a LoRA adapter; adapters are not served, merge it into its base model first")
         reader = ConfigReader({**architecture.defaults, **raw})
-        return architecture.configure(reader, _plain(reader))
+        model = architecture.configure(reader, _plain(reader))
+        if (experts := model.experts) and experts.per_token > experts.number:
+            raise LoadError(
+                f"config.json: 'num_experts_per_tok' {experts.per_token} is above the number of experts, {experts.number}"
+            )
+        return model
 
 
 class Architecture(NamedTuple):
