@@ -24,7 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("context", [ORIGINAL, LONGEST])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("changes", [{}, {"truncate": False}, {"attention_factor": 1.5}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"truncate": None}, {"attention_factor": 1.5}], ids=str)
 def test_frequencies_and_amplitudes(kind: str, changes: dict[str, Any], context: int) -> None:
     values = {"rope_type": kind, **KINDS[kind], **changes}
     config = LlamaConfig(
@@ -35,8 +35,7 @@ def test_frequencies_and_amplitudes(kind: str, changes: dict[str, Any], context:
     frequencies, amplitudes = rotation(read_rope(ConfigReader(raw), HEAD_DIM), HEAD_DIM, context)
     torch.testing.assert_close(frequencies[: len(expected)], expected.float())
     assert not frequencies[len(expected) :].any()
-    if kind in ("yarn", "longrope"):
-        torch.testing.assert_close(amplitudes[: len(expected)], torch.full_like(expected, amplitude))
+    torch.testing.assert_close(amplitudes[: len(expected)], torch.full_like(expected, amplitude))
     assert (amplitudes[len(expected) :] == 1).all()
 
 

@@ -24,7 +24,7 @@ class Rope:
     rotated: float = 1.0
     """Share of a head's dimensions that are rotated."""
     attention_factor: float = 0.0
-    """Factor of sines and cosines; 0: what the kind computes."""
+    """Factor of sines and cosines of yarn and longrope; 0: what the kind computes."""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncated: bool = True
@@ -100,7 +100,7 @@ def _scaled(plain: Rope, rope: ConfigReader, config: ConfigReader, head_dim: int
                 original_max_position=original,
                 beta_fast=rope.number("beta_fast", 32.0),
                 beta_slow=rope.number("beta_slow", 1.0),
-                truncated=rope.raw.get("truncate") is not False,
+                truncated=bool(rope.raw.get("truncate", True)),
             )
     return replace(
         plain,
