@@ -121,7 +121,8 @@ class ModelConfig:
         model = architecture.configure(reader, _plain(reader))
         if (experts := model.experts) and experts.per_token > experts.number:
             raise LoadError(
-                f"config.json: 'num_experts_per_tok' {experts.per_token} is above the number of experts, {experts.number}"
+                f"config.json: 'num_experts_per_tok' {experts.per_token} is above the number of experts, "
+                f"{experts.number}"
             )
         return model
 
