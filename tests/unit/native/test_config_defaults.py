@@ -29,3 +29,9 @@ def test_a_key_that_is_left_out_has_its_default_or_is_required(architecture: str
     for key in set(values) - set(changes):
         with contextlib.suppress(LoadError):
             assert read(tmp_path, {k: v for k, v in values.items() if k != key}, architecture) == whole, key
+
+
+def test_layers_of_mistral_with_types(tmp_path: Path) -> None:
+    values = json.loads(AutoConfig.for_model("mistral", num_hidden_layers=2).to_json_string(use_diff=False))
+    values["layer_types"] = ["full_attention", "sliding_attention"]
+    assert read(tmp_path, values, "MistralForCausalLM").windows == (0, 4096)
