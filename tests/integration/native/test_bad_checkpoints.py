@@ -54,6 +54,7 @@ def refusal(path: Path, **options: Any) -> str:
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
         ({"rope_parameters": {"rope_type": "default", "attention_factor": "1"}}, "'attention_factor' must be a number"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.1}}, "partial_rotary_factor 0.1"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "'partial_rotary_factor' is not"),
         ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2]}}, "8 short and long"),
         ({"rope_parameters": {"rope_type": "linear"}}, "'factor' must be a number above 0, it is None"),
         ({"num_attention_heads": "four"}, "'num_attention_heads' must be a whole number"),
