@@ -75,6 +75,7 @@ def test_config_that_cannot_be_computed(copy: Path, changes: dict[str, Any], sai
     ("name", "changes", "said"),
     [
         ("llama-untied-biased", {"attention_bias": False}, "self_attn.q_proj.bias, but config.json describes"),
+        ("llama-untied-biased", {"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens.weight"),
         ("qwen3", {"architectures": ["LlamaForCausalLM"]}, "self_attn.q_norm.weight, but config.json describes"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "'attn_logit_softcapping' 50.0 is not supported"),
         ("gpt-oss", {"layer_types": ["full_attention"]}, "layer_types must name full_attention or sliding_attention"),
