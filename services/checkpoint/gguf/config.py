@@ -42,7 +42,8 @@ def hf_config(header: GgufHeader) -> dict[str, Any]:
         "rms_norm_eps": _rounded(header.number(f"{name}.attention.layer_norm_rms_epsilon")),
         "hidden_act": "silu",
         "rope_theta": theta,
-        "rope_scaling": rope_scaling(header, rotated, theta),
+        "rope_parameters": rope_scaling(header, rotated, theta) or {},
+        "original_max_position_embeddings": None,  # that of the rotary parameters
         "partial_rotary_factor": rotated / head_dim,
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "attention_bias": name == "qwen2" or "blk.0.attn_output.bias" in header.tensors,

@@ -23,6 +23,10 @@ def rope_scaling(header: GgufHeader, head_dim: int, theta: float) -> dict[str, A
     at = f"{header.architecture}.rope."
     kind = header.text(at + "scaling.type", "none")
     factor = header.number(at + "scaling.factor", header.number(at + "scale_linear", 1.0))
+    if not (LONG_FACTORS in header.tensors and SHORT_FACTORS in header.tensors):
+        for key in ("attn_factor", *(("yarn_attn_factor", "yarn_ext_factor") if kind == "yarn" else ())):
+            if (value := header.number(f"{at}scaling.{key}", 1.0)) not in (1.0, -1.0):  # -1: as computed
+                raise CheckpointError(f"{header.path}: {at}scaling.{key} {value} is not supported")
     if ROPE_FACTORS in header.tensors:
         return _llama3(header, head_dim, theta)
     original = {"original_max_position_embeddings": header.integer(at + "scaling.original_context_length", 0)}

@@ -8,6 +8,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 _KEYS = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unk": "unknown", "pad": "padding"}
 _ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
 """Control tokens that end an answer in the chat formats of common models. Many files name only one of them."""
+_HARMONY_ENDS = ("<|return|>", "<|call|>")
+"""Those of gpt-oss, where `<|end|>` only ends a message: the answer follows the message with the reasoning."""
 
 
 def token_id(header: GgufHeader, name: str) -> int | None:
@@ -30,5 +32,9 @@ def end_tokens(header: GgufHeader) -> tuple[int, ...]:
     """Return the ids of the tokens that end an answer, without duplicates."""
     named = [token_id(header, name) for name in ("eos", "eot", "eom")]
     tokens, types = header.texts("tokenizer.ggml.tokens"), header.numbers("tokenizer.ggml.token_type")
-    known = [i for i, kind in enumerate(types) if kind == CONTROL and tokens[i : i + 1] and tokens[i] in _ENDS]
+    control = {tokens[i] for i, kind in enumerate(types) if kind == CONTROL and tokens[i : i + 1]}
+    ends = {*_ENDS}
+    if control.issuperset(_HARMONY_ENDS):
+        ends = {*ends - {"<|end|>"}, *_HARMONY_ENDS}
+    known = [i for i, token in enumerate(tokens) if token in control and token in ends]
     return tuple(dict.fromkeys(i for i in (*named, *known) if i is not None))

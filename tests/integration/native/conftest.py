@@ -91,7 +91,8 @@ VARIANTS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "qwen3-moe": partial(
         random_model, "qwen3_moe",
-        **SMALL, head_dim=32, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=40, norm_topk_prob=False
+        **SMALL, head_dim=32, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=40, norm_topk_prob=False,
+        use_sliding_window=True, sliding_window=23,
     ),
     "mixtral": partial(random_model, "mixtral", **SMALL, num_local_experts=4, num_experts_per_tok=2),
     "gpt-oss": partial(

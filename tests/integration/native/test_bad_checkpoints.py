@@ -54,6 +54,7 @@ def refusal(path: Path, **options: Any) -> str:
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
         ({"rope_parameters": {"rope_type": "default", "attention_factor": "1"}}, "'attention_factor' must be a number"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.1}}, "partial_rotary_factor 0.1"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "'partial_rotary_factor' is not"),
         ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2]}}, "8 short and long"),
         ({"rope_parameters": {"rope_type": "linear"}}, "'factor' must be a number above 0, it is None"),
         ({"num_attention_heads": "four"}, "'num_attention_heads' must be a whole number"),
@@ -74,10 +75,12 @@ def test_config_that_cannot_be_computed(copy: Path, changes: dict[str, Any], sai
     ("name", "changes", "said"),
     [
         ("llama-untied-biased", {"attention_bias": False}, "self_attn.q_proj.bias, but config.json describes"),
+        ("llama-untied-biased", {"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens.weight"),
         ("qwen3", {"architectures": ["LlamaForCausalLM"]}, "self_attn.q_norm.weight, but config.json describes"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "'attn_logit_softcapping' 50.0 is not supported"),
         ("gpt-oss", {"layer_types": ["full_attention"]}, "layer_types must name full_attention or sliding_attention"),
         ("qwen3-moe", {"decoder_sparse_step": 2}, "'decoder_sparse_step' 2 is not supported"),
+        ("qwen3-moe", {"num_experts_per_tok": 7}, "'num_experts_per_tok' 7 is above the number of experts, 6"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )  # fmt: skip

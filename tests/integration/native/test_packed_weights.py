@@ -162,7 +162,7 @@ def test_ranks_and_stages_have_files_of_their_own(
     def load(shard: Shard, config: WorkerConfig) -> dict[str, str]:
         kept = KeptModel(config, selection.create)
         kept.weights(shard, lambda phase, fraction: None)
-        kept.drop()
+        kept.drop(60.0)
         return kept.contents(None)
 
     plain = [load(shard, config.model_copy(update={"weights_cache_dir": "none"})) for shard in shards]

@@ -180,6 +180,13 @@ def test_special_tokens_template_and_ends(tmp_path: Path) -> None:
     assert ours.eos_token_id == 0
 
 
+def test_a_message_of_gpt_oss_does_not_end_the_answer(tmp_path: Path) -> None:
+    writer = write(tmp_path / "m.gguf", "gpt2", {"<|return|>": 0, "<|end|>": 1, "<|call|>": 2}, [3, 3, 3])
+    writer.add_eos_token_id(0)
+    finish(writer)
+    assert read_json(tmp_path / "m.gguf", "generation_config.json")["eos_token_id"] == [0, 2]
+
+
 @pytest.mark.parametrize(
     ("model", "key", "value", "reason"),
     [

@@ -1,5 +1,6 @@
 """Rotary frequencies of every kind against transformers, also where those of longrope depend on the context."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("context", [ORIGINAL, LONGEST])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("changes", [{}, {"truncate": False}, {"attention_factor": 1.5}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"truncate": None}, {"attention_factor": 1.5}], ids=str)
 def test_frequencies_and_amplitudes(kind: str, changes: dict[str, Any], context: int) -> None:
     values = {"rope_type": kind, **KINDS[kind], **changes}
     config = LlamaConfig(
@@ -35,9 +36,21 @@ def test_frequencies_and_amplitudes(kind: str, changes: dict[str, Any], context:
     frequencies, amplitudes = rotation(read_rope(ConfigReader(raw), HEAD_DIM), HEAD_DIM, context)
     torch.testing.assert_close(frequencies[: len(expected)], expected.float())
     assert not frequencies[len(expected) :].any()
-    if kind in ("yarn", "longrope"):
-        torch.testing.assert_close(amplitudes[: len(expected)], torch.full_like(expected, amplitude))
+    torch.testing.assert_close(amplitudes[: len(expected)], torch.full_like(expected, amplitude))
     assert (amplitudes[len(expected) :] == 1).all()
+
+
+def test_which_of_two_values_counts() -> None:
+    """`rope_scaling` before `rope_parameters`, and the original context outside of both before that inside."""
+    raw = {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+        "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32},
+        "original_max_position_embeddings": ORIGINAL, "max_position_embeddings": LONGEST, "rope_theta": 5000.0,
+    }  # fmt: skip
+    config = LlamaConfig(**copy.deepcopy(raw), head_dim=HEAD_DIM, hidden_size=64)
+    expected, _ = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+    frequencies, _ = rotation(read_rope(ConfigReader(raw), HEAD_DIM), HEAD_DIM, LONGEST)
+    torch.testing.assert_close(frequencies, expected.float())
 
 
 def test_dimensions_that_are_not_rotated_stand_behind_the_rotated_ones_of_each_half() -> None:

@@ -118,7 +118,15 @@ class ModelConfig:
         if (path / "adapter_config.json").is_file():
             raise LoadError(f"{path} holds a LoRA adapter; adapters are not served, merge it into its base model first")
         reader = ConfigReader({**architecture.defaults, **raw})
-        return architecture.configure(reader, _plain(reader))
+        model = architecture.configure(reader, _plain(reader))
+        if not architecture.rotates_in_part and any(rope and rope.rotated != 1 for rope in model.ropes):
+            raise LoadError("config.json: 'partial_rotary_factor' is not supported with this architecture")
+        if (experts := model.experts) and experts.per_token > experts.number:
+            raise LoadError(
+                f"config.json: 'num_experts_per_tok' {experts.per_token} is above the number of experts, "
+                f"{experts.number}"
+            )
+        return model
 
 
 class Architecture(NamedTuple):
@@ -128,6 +136,8 @@ class Architecture(NamedTuple):
     """Changes the configuration that is read as that of a Llama without biases. Raises: LoadError"""
     defaults: Mapping[str, Any] = {}
     """Values of keys that config.json may leave out."""
+    rotates_in_part: bool = False
+    """`partial_rotary_factor` counts."""
 
 
 def _architecture(raw: dict[str, Any], architectures: Mapping[str, Architecture]) -> Architecture:

@@ -19,6 +19,7 @@ from services.worker.kernels.packed_weight import Packed
 from services.worker.kernels.quantized_weight import Quantization, QuantizedWeight, Weight, quantized, stacked
 from services.worker.runner import LoadError
 from services.worker.weights import Checkpoint, Cut
+from services.worker.weights.checkpoint import sampled_rows
 from services.worker.weights.packed import PackedWeights
 
 Wanted = Quantization | Literal["none"] | None
@@ -181,10 +182,28 @@ class ShardLoader:
 
     def head(self, embedding: EmbeddingTable | None) -> Linear:
         """A product from hidden states to `vocabulary_width` logits; logits beyond the rank's token ids are zero."""
+        if self._whole.tied:
+            self._refuse_another_head()
         if self._whole.tied and embedding is not None:
             return self._network.tied(embedding)
         name = "model.embed_tokens.weight" if self._whole.tied else "lm_head.weight"
         return self._linear("head", lambda: self._padded(self._tokens(name)))
+
+    def _refuse_another_head(self) -> None:
+        """Raises: LoadError, if the checkpoint has a head that differs from the embedding it is tied to."""
+        if "lm_head.weight" not in self._checkpoint:
+            return
+        names, shape = (
+            ("lm_head.weight", "model.embed_tokens.weight"),
+            (self._whole.vocab_size, self._whole.hidden_size),
+        )
+        for rows in sampled_rows(shape):
+            head, table = (self._checkpoint.take(name, shape, torch.float32, (rows,)) for name in names)
+            if not torch.equal(head, table):
+                raise LoadError(
+                    "lm_head.weight differs from model.embed_tokens.weight, but config.json ties them; "
+                    "set tie_word_embeddings to false in config.json"
+                )
 
     def _padded(self, weight: Weight) -> Weight:
         missing = self._part.vocabulary_width - weight.shape[0]

@@ -55,14 +55,13 @@ def _frequencies(rope: Rope, dims: int, context: int) -> torch.Tensor:
 
 
 def _amplitude(rope: Rope) -> float:
+    if rope.kind not in ("yarn", "longrope"):
+        return 1.0
     if rope.attention_factor or rope.factor <= 1.0:
         return rope.attention_factor or 1.0
-    match rope.kind:
-        case "yarn":
-            return 0.1 * math.log(rope.factor) + 1.0
-        case "longrope":
-            return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position))
-    return 1.0
+    if rope.kind == "yarn":
+        return 0.1 * math.log(rope.factor) + 1.0
+    return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position))
 
 
 def _llama3(frequencies: torch.Tensor, rope: Rope) -> torch.Tensor:

@@ -24,7 +24,7 @@ class Rope:
     rotated: float = 1.0
     """Share of a head's dimensions that are rotated."""
     attention_factor: float = 0.0
-    """Factor of sines and cosines; 0: what the kind computes."""
+    """Factor of sines and cosines of yarn and longrope; 0: what the kind computes."""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncated: bool = True
@@ -38,7 +38,7 @@ class Rope:
 
 
 def read_rope(config: ConfigReader, head_dim: int, layer_type: str = "", theta: float = 10000.0) -> Rope:
-    """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
+    """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before), which has priority.
 
     Args:
         layer_type: key of the parameters, where those of several types of layers are given
@@ -46,7 +46,7 @@ def read_rope(config: ConfigReader, head_dim: int, layer_type: str = "", theta: 
 
     Raises: LoadError
     """
-    values = config.raw.get("rope_parameters") or config.raw.get("rope_scaling") or {}
+    values = config.raw.get("rope_scaling") or config.raw.get("rope_parameters") or {}
     if isinstance(values, dict) and isinstance(values.get(layer_type), dict):
         values = values[layer_type]
     if not isinstance(values, dict):
@@ -75,9 +75,8 @@ def _scaled(plain: Rope, rope: ConfigReader, config: ConfigReader, head_dim: int
     if plain.kind == "default":
         return plain
     longest = config.size("max_position_embeddings")
-    original = rope.size(
-        "original_max_position_embeddings", config.raw.get("original_max_position_embeddings") or longest
-    )
+    key = "original_max_position_embeddings"  # the one outside of the rotary parameters has priority
+    original = config.size(key) if config.raw.get(key) is not None else rope.size(key, longest)
     if plain.kind == "longrope":
         short, long = rope.numbers("short_factor"), rope.numbers("long_factor")
         if not len(short) == len(long) == plain.rotated_dims(head_dim) // 2:
@@ -100,7 +99,7 @@ def _scaled(plain: Rope, rope: ConfigReader, config: ConfigReader, head_dim: int
                 original_max_position=original,
                 beta_fast=rope.number("beta_fast", 32.0),
                 beta_slow=rope.number("beta_slow", 1.0),
-                truncated=rope.raw.get("truncate") is not False,
+                truncated=bool(rope.raw.get("truncate", True)),
             )
     return replace(
         plain,

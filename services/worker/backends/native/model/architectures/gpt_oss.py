@@ -31,6 +31,17 @@ def configure(config: ConfigReader, model: ModelConfig) -> ModelConfig:
     )
 
 
+YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 ARCHITECTURE = Architecture(
-    configure, {"head_dim": 64, "attention_bias": True, "num_local_experts": 128, "num_experts_per_tok": 4}
+    configure,
+    {
+        "head_dim": 64,
+        "num_key_value_heads": 8,
+        "attention_bias": True,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "rope_theta": 150_000.0,
+        "rope_parameters": YARN,
+        "rms_norm_eps": 1e-5,
+    },
 )

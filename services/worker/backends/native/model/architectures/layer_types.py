@@ -31,6 +31,8 @@ def ropes(
     """
     given = config.raw.get("rope_parameters")
     is_nested = isinstance(given, dict) and SLIDING in given
+    if is_nested:
+        config.refuse("rope_scaling")
     full = read_rope(config, head_dim, FULL, theta)
     sliding = read_rope(config, head_dim, SLIDING, local) if is_nested else Rope(local, "default")
     return tuple(sliding if window else full for window in windows)

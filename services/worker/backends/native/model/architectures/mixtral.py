@@ -18,4 +18,13 @@ def configure(config: ConfigReader, model: ModelConfig) -> ModelConfig:
     return replace(mistral.windowed(config, model), experts=experts, names=NAMES)
 
 
-ARCHITECTURE = Architecture(configure, {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2})
+ARCHITECTURE = Architecture(
+    configure,
+    {
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-5,
+    },
+)

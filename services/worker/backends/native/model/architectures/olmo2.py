@@ -26,5 +26,5 @@ def olmo3(config: ConfigReader, model: ModelConfig) -> ModelConfig:
     return replace(olmo2(config, model), windows=read, ropes=turns)
 
 
-OLMO2 = Architecture(olmo2)
-OLMO3 = Architecture(olmo3, {"sliding_window": 4096})
+OLMO2 = Architecture(olmo2, {"rms_norm_eps": 1e-5})
+OLMO3 = Architecture(olmo3, {"sliding_window": 4096, "rms_norm_eps": 1e-5})

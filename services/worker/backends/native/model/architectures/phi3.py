@@ -13,4 +13,4 @@ def configure(config: ConfigReader, model: ModelConfig) -> ModelConfig:
     return replace(mistral.windowed(config, model), names=NAMES)
 
 
-ARCHITECTURE = Architecture(configure, {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5})
+ARCHITECTURE = Architecture(configure, {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5}, True)

@@ -1,8 +1,8 @@
-"""Qwen3-MoE: a Qwen3 whose MLPs are mixtures of experts."""
+"""Qwen3-MoE: a Qwen3 whose MLPs are mixtures of experts, and whose window is for all layers."""
 
 from dataclasses import replace
 
-from services.worker.backends.native.model.architectures import qwen3
+from services.worker.backends.native.model.architectures import mistral, qwen3
 from services.worker.backends.native.model.config import Architecture, ExpertsConfig, ModelConfig
 from services.worker.backends.native.model.config_reader import ConfigReader
 
@@ -16,7 +16,8 @@ def configure(config: ConfigReader, model: ModelConfig) -> ModelConfig:
         config.size("moe_intermediate_size"),
         config.flag("norm_topk_prob"),
     )
-    return replace(qwen3.configure(config, model), experts=experts)
+    windows = mistral.windowed(config, model).windows if config.flag("use_sliding_window") else model.windows
+    return replace(qwen3.configure(config, model), windows=windows, experts=experts)
 
 
 ARCHITECTURE = Architecture(configure, {**qwen3.DEFAULTS, "num_key_value_heads": 4, "num_experts_per_tok": 8})

@@ -17,4 +17,6 @@ def configure(config: ConfigReader, model: ModelConfig) -> ModelConfig:
     return replace(llama.with_biases(config, model), ropes=ropes)
 
 
-ARCHITECTURE = Architecture(configure, {"no_rope_layer_interval": 4, "tie_word_embeddings": True})
+ARCHITECTURE = Architecture(
+    configure, {"num_key_value_heads": 4, "no_rope_layer_interval": 4, "tie_word_embeddings": True, "rope_theta": 2e6}
+)
