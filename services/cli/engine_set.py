@@ -49,7 +49,7 @@ def divided(config: ServeConfig) -> ServeConfig:
     if count > 1 and config.threads == 0 and config.backend != "sim":
         changes["threads"] = max(1, machine.cores() // (count * config.num_workers))
     if count > 1 and config.kv_cache_memory_bytes == 0 and config.backend != "sim":
-        changes["kv_cache_memory_bytes"] = machine.cache_budget(0) // count
+        changes["kv_cache_memory_bytes"] = machine.cache_budget(0) // (count * config.num_workers)
     return config.model_copy(update=changes)
 
 

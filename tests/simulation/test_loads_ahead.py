@@ -105,3 +105,16 @@ def test_a_drop_ends_loads_ahead(world: World) -> None:
     world.dispatch()
     assert not world.store.loading.under_way
     world.drain()
+
+
+def test_a_running_request_needs_the_blocks_of_a_load(world: World) -> None:
+    running = world.add([3], params(50, eos=False))
+    world.step()
+    load = begun(world, 6)
+    for _ in range(60):
+        world.step()
+    assert len(running.tokens) == 50
+    assert world.store.counters["num_preemptions"] == 0
+    assert not world.store.loading.under_way
+    answer(world, load)
+    world.drain()

@@ -9,7 +9,7 @@ _KEYS = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unk": "unknown
 _ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
 """Control tokens that end an answer in the chat formats of common models. Many files name only one of them."""
 _HARMONY_ENDS = ("<|return|>", "<|call|>")
-"""Those of gpt-oss, where `<|end|>` only ends a message: the answer follows the message with the reasoning."""
+"""Tokens that end an answer of gpt-oss. `<|end|>` only ends a message: the answer follows that with the reasoning."""
 
 
 def token_id(header: GgufHeader, name: str) -> int | None:

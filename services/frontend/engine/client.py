@@ -393,15 +393,20 @@ class EngineClient:
         answers = await self._ask_engines(lambda _, number: ResetPrefixCache(number, reset_running))
         return all(done.complete for done in answers.values())
 
-    async def control_cache(self, make: Callable[[EngineState, int], ControlCache]) -> dict[str, CacheControlled]:
+    async def control_cache(
+        self, make: Callable[[EngineState, int], ControlCache], is_drop: bool = False
+    ) -> dict[str, CacheControlled]:
         """Send a request of an administrator to all engines. Return the answers by the engines' names.
 
         Args:
             make: returns the request for an engine, with a number.
+            is_drop: it must reach every engine (dropped block, docs/invariants.md).
 
         Raises: APIError, if a scheduler does not answer
         """
         self.check_ready()
+        if is_drop and (lost := [e.name for e in self.engines.values() if not e.connection.is_open]):
+            raise APIError(503, f"engine {lost[0]} is not connected and may keep the blocks; try again when it is back")
         if old := [e.name for e in self.engines.values() if e.connection.is_open and not e.state.controls_cache]:
             raise APIError(503, f"engine {old[0]} is of an older version, which knows no pins and drops")
         return await self._ask_engines(make)

@@ -90,7 +90,7 @@ async def control_cache(http: HTTPRequest, context: Context) -> Response:
             extend_names(names, salt, pack(tokens), state.block_size)
         return ControlCache(number, action, pin, http.state.tenant, b"".join(names))
 
-    answers = await context.engine.control_cache(make)
+    answers = await context.engine.control_cache(make, is_drop=action is CacheAction.DROP)
     if refused := [(name, answer.error) for name, answer in answers.items() if answer.error]:
         raise APIError(409, "; ".join(f"engine {name}: {error}" for name, error in refused))
     answer: CacheAnswer = {

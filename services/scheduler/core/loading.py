@@ -104,6 +104,11 @@ class LoadingRequests:
         return bool(self._by_ticket)
 
     @property
+    def last(self) -> BlockLoad | None:
+        """The load that began last; None: there is none."""
+        return next(reversed(self._by_ticket.values()), None)
+
+    @property
     def num_tokens(self) -> int:
         return sum(len(request.token_ids) for request in self._of)
 

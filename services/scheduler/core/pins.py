@@ -105,8 +105,8 @@ class Pins:
 
     def fit(self, limits: Limits) -> None:
         """Remove the latest pins that another epoch's cache has no room for. They hold no blocks, and new workers do
-        not have them."""
-        self._is_sent = not self._pins
+        not have them, but may have the last one that was removed."""
+        self._is_sent &= not self._pins
         while self._pins and self._num_blocks(limits) > limits.most_pinned:
             self._pins.popitem()
 

@@ -131,8 +131,8 @@ class StepPlanner:
     # -- running requests ----------------------------------------------------------------------------------------
 
     def choose_running(self, choice: StepChoice, budget: StepBudget, view: SchedulerView) -> None:
-        """Choose rows and take blocks of running requests, in the policy's order; while blocks are short, preempt the
-        last running request."""
+        """Choose rows and take blocks of running requests, in the policy's order; while blocks are short, end the last
+        load, else preempt the last running request."""
         epoch = self.epoch
         while True:
             rows = epoch.policy.order(view)
@@ -144,6 +144,9 @@ class StepPlanner:
             if short == len(rows):
                 break
             choice.admitting = False
+            if (load := self.store.loading.last) is not None:
+                self.lifecycle.end_load(load, 0)
+                continue
             victim = int(epoch.running[-1])
             if epoch.fences or epoch.ledger.names(victim):
                 # No in-flight preemption: the next result frees blocks, and preempting now frees none earlier.

@@ -27,7 +27,8 @@ class KVEventObserver:
         core.observers.add(self)
         core.observers.blocks = True
 
-    def on_turn(self, core: EngineCore) -> None: ...
+    def on_turn(self, core: EngineCore) -> None:
+        self._flush()  # a drop or a load may be followed by no step
 
     def close(self) -> None:
         self._publisher.close()

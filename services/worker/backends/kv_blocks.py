@@ -21,6 +21,7 @@ def num_kv_blocks(
     reserved: int = 0,
     budget: int = 0,
     groups: Sequence[KVGroup] = ONE_GROUP,
+    ranks: int = 1,
 ) -> int:
     """Return the number of blocks that fit into memory, at most as many as all slots together can fill.
 
@@ -28,10 +29,11 @@ def num_kv_blocks(
         reserved: blocks that the backend allocates for itself and does not offer.
         bytes_per_block: 0: blocks need no memory.
         budget: bytes; 0: memory of the host, as configured.
+        ranks: on this machine, which share the default.
 
     Raises: LoadError, if not one block fits.
     """
-    budget = budget or machine.cache_budget(config.kv_cache_memory_bytes)
+    budget = budget or config.kv_cache_memory_bytes or machine.cache_budget(0) // ranks
     per_request = most_blocks(groups, max_model_len, assignment.max_num_batched_tokens, assignment.block_size)
     useful = assignment.num_slots * per_request
     affordable = affordable_blocks(budget, bytes_per_block, reserved) if bytes_per_block else useful

@@ -34,7 +34,7 @@ MAX_CONNECTIONS = 8
 _POLL_MS = 200
 _QUESTIONS: Decoder[FetchBlocks] = Decoder(FetchBlocks)
 _ANSWERS: Decoder[FetchedBlocks] = Decoder(FetchedBlocks)
-_ERRORS = (HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow, ProtocolError, OSError, ValueError)
+_ERRORS = (HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow, ProtocolError, zmq.ZMQError, OSError, ValueError)
 Find = Callable[[bytes, Sequence[bytes]], tuple[int, memoryview]]
 """(identity, names) -> the first blocks of these that are here: their number and data. Called on the serving thread."""
 
@@ -43,7 +43,7 @@ class PeerServer:
     """Serves blocks of this rank until the process ends."""
 
     def __init__(self, endpoint: str, security: Security, find: Find) -> None:
-        """Raises: LoadError, if the endpoint cannot be bound."""
+        """Raises: LoadError, if the endpoint cannot be bound, or is no address to which others could connect."""
         self._find = find
         security = replace(security, binds_as="worker")
         try:
@@ -51,6 +51,9 @@ class PeerServer:
             key = server_pair(security.keys, "worker")[0].decode() if security.keys is not None else ""
         except (OSError, ValueError) as error:
             raise LoadError(f"--kv-peer-address: {error}") from None
+        if self._server.endpoint.startswith(("tcp://0.0.0.0:", "tcp://[::]:")):
+            self._server.close()
+            raise LoadError(f"--kv-peer-address {endpoint}: other engines need one address of this machine instead")
         self.address = f"{self._server.endpoint} {key}".strip()
         """`Loaded.kv_peer`"""
         self._closing = threading.Event()

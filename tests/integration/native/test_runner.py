@@ -74,6 +74,22 @@ def test_cache_size_follows_the_bytes_given(llama: Family) -> None:
     assert half.bytes_per_block * 2 == loaded.bytes_per_block
 
 
+def test_rotations_do_not_depend_on_the_context_that_fits_into_memory(
+    make_family: Callable[[str], Family], tmp_path: Path
+) -> None:
+    """Blocks that are kept, on disk or at another engine may have been computed under another one (longrope)."""
+    shutil.copytree(make_family("phi3-longrope-partial").path, tmp_path / "model")
+    config, original = tmp_path / "model" / "config.json", '"original_max_position_embeddings": '
+    config.write_text(config.read_text().replace(f"{original}256", f"{original}64"))
+    logits = []
+    for context in (256, 48):
+        driver = RunnerDriver(tmp_path / "model")
+        driver.runner.init_kv_cache(InitializeCache(NUM_BLOCKS, context))
+        driver.generate([driver.add(PROMPT[:32])], 2)
+        logits.append(torch.cat(driver.logits))
+    assert torch.equal(*logits)
+
+
 def test_equal_checkpoints_have_equal_hashes(make_family: Callable[[str], Family]) -> None:
     hashes = [
         RunnerDriver(make_family(name).path).loaded.model_hash

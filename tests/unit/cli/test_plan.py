@@ -23,7 +23,7 @@ def test_each_size_that_the_model_allows_has_a_row(capsys: Capture) -> None:
     assert done.status == 0
     assert list(rows) == [1, 2, 4]
     # Blocks of 64 KiB on one rank: 4 layers, 2 KV heads of 64, 16 tokens, keys and values in float32.
-    assert rows[1] == ["7.9", "MiB", "64.0", "MiB", "1,024", "16,384", "16", "fits"]
+    assert rows[1] == ["4.9", "MiB", "64.0", "MiB", "1,024", "16,384", "16", "fits"]
     assert rows[2][4:7] == ["2,048", "32,768", "32"]
     assert rows[4][4:7] == ["2,048", "32,768", "32"]  # two ranks have the same KV head
 
@@ -65,7 +65,7 @@ def test_a_gpu_is_planned_with_its_own_memory(capsys: Capture, monkeypatch: pyte
     done, rows = plan(capsys, "--max-model-len", "1K")
     assert "85.0 MiB of NVIDIA Example (100.0 MiB) may be used" in done.stdout
     assert list(rows) == [1]
-    assert rows[1][2:4] == ["77.1", "MiB"]  # what the weights leave
+    assert rows[1][2:4] == ["80.1", "MiB"]  # what the weights leave
     done, _ = plan(capsys, "--max-model-len", "1K", "--gpu-memory-utilization", "0.05")
     assert done.status == 1
     done, rows = plan(capsys, "--device", "cpu")

@@ -1,17 +1,46 @@
-"""Pins of a lost scheduler. tests/e2e/test_cache_control.py has the requests of administrators."""
+"""Pins of a lost scheduler, and events of drops. tests/e2e/test_cache_control.py has the requests of administrators."""
+
+from types import SimpleNamespace
+from typing import cast
 
 from protocol.block_names import NAME_BYTES
 from protocol.steps import KeepPins, KeptPin
 from services.config import SchedulerConfig
+from services.scheduler.build import CoreStart
 from services.scheduler.cache_control import CacheControl
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
+from services.scheduler.core.observer import BlocksEvicted
+from services.scheduler.kv_events import KVEventObserver, KVEventPublisher
+from services.scheduler.kv_events.messages import MEDIUM, BlockRemoved, KVEventBatch
 from services.scheduler.policies import ChunkedPolicy
+
+LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, num_blocks=32, block_size=4)
 
 
 def test_a_pin_that_cannot_be_read_ends_and_the_others_go_on() -> None:
-    limits = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, num_blocks=32, block_size=4)
-    core = EngineCore(limits, ChunkedPolicy(), 1, 50)
+    core = EngineCore(LIMITS, ChunkedPolicy(), 1, 50)
     kept = KeepPins(1, 4, [KeptPin("torn", "", bytes(NAME_BYTES + 1)), KeptPin("whole", "", bytes(NAME_BYTES))])
     CacheControl(SchedulerConfig()).restore(kept, core)
     assert [pin.id for pin in core.store.pins] == ["whole"]
+
+
+def test_workers_of_the_next_epoch_have_no_pin_that_was_removed_in_the_last_one() -> None:
+    core = EngineCore(LIMITS, ChunkedPolicy(), 1, 50)
+    core.store.pins.are_kept = True
+    core.pin("first", "", [bytes(NAME_BYTES)])
+    assert [*core.dispatch()] == [KeepPins(1, 4, [KeptPin("first", "", bytes(NAME_BYTES))])]
+    core.unpin("first")
+    core.end_epoch()
+    core.start_epoch(LIMITS, ChunkedPolicy(), 2)
+    assert [*core.dispatch()] == [KeepPins(2, 4, [])]
+
+
+def test_kv_events_of_a_drop_are_published_without_a_step() -> None:
+    core, published = EngineCore(LIMITS, ChunkedPolicy(), 1, 50), list[KVEventBatch]()
+    listener = KVEventObserver(cast(KVEventPublisher, SimpleNamespace(publish=published.append)))
+    listener.attach(core, CoreStart(LIMITS, 1, 50, 0, None))
+    core.observers.emit(BlocksEvicted((bytes(NAME_BYTES),)))
+    listener.on_turn(core)
+    [batch] = published
+    assert batch.events == [BlockRemoved([bytes(NAME_BYTES)], MEDIUM, 0)]

@@ -1,5 +1,6 @@
 """A directory of KV blocks: what is read is what was written, whatever happened to the files."""
 
+import errno
 import os
 import resource
 import shutil
@@ -266,3 +267,12 @@ def test_a_path_that_is_no_directory_is_refused(directory: Path) -> None:
         tier(directory)
     with pytest.raises(LoadError, match=r"--kv-offload-dir .*inner: Not a directory"):
         tier(directory / "inner")
+
+
+def test_a_directory_that_cannot_be_read_has_no_block(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> os.stat_result:
+        raise OSError(errno.EIO, "Input/output error")
+
+    blocks = tier(directory)
+    monkeypatch.setattr(os, "stat", fails)
+    assert not blocks.has(name(1)), "the thread that writes goes on"

@@ -4,6 +4,7 @@ import pytest
 
 from protocol.membership import Assignment
 from services.config import WorkerConfig
+from services.worker import machine
 from services.worker.backends.kv_blocks import affordable_blocks, context_limit, num_kv_blocks
 from services.worker.runner import LoadError
 
@@ -28,6 +29,13 @@ def test_no_more_blocks_than_all_slots_can_fill_and_the_log_says_what_was_cut(ca
     assert caplog.messages == [
         "--kv-cache-memory-bytes: 5.5 KiB of 1.0 TiB are used: 8 sequences (--max-num-seqs) of 100 tokens fill no more"
     ]
+
+
+def test_ranks_of_one_machine_share_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "free_memory", lambda: 40_000)
+    assignment = Assignment(epoch=1, rank=0, world_size=4, block_size=16, num_slots=80, max_num_batched_tokens=64)
+    blocks = [num_kv_blocks(WorkerConfig(model="m"), assignment, 100, 1600, ranks=ranks) for ranks in (1, 4)]
+    assert blocks == [100, 25]
 
 
 def test_context_beyond_the_model_is_refused() -> None:

@@ -93,11 +93,12 @@ def test_a_peer_that_is_not_there_or_answers_wrongly_costs_a_bounded_time(
     client, began = PeerClient(LOCAL, IDENTITY), time.monotonic()
     assert fetched(client, "tcp://127.0.0.1:9", 1) == []
     assert fetched(client, "no endpoint", 1) == []
+    assert fetched(PeerClient(Security(insecure=True), IDENTITY), "tcp://-x:7000", 1) == [], "no name of a host"
     assert fetched(client, "tcp://10.0.0.1:7000", 1) == [], "beyond loopback without keys"
     liar = Server(LOOPBACK, {PEER_ROLE})
     assert fetched(client, liar.endpoint, 1) == []
     assert time.monotonic() - began < 30
-    assert caplog.text.count("are computed") == 4
+    assert caplog.text.count("are computed") == 5
     liar.close()
     client.close()
 
@@ -143,6 +144,12 @@ def test_only_workers_with_known_keys_fetch(rank: Rank, serve: Callable[..., Pee
     client.close()
 
 
-def test_an_endpoint_that_cannot_be_bound_is_refused() -> None:
+def test_an_endpoint_that_cannot_be_bound_or_reached_is_refused(tmp_path: Path) -> None:
+    def find(*_: object) -> tuple[int, memoryview]:
+        return 0, memoryview(b"")
+
     with pytest.raises(LoadError, match=r"--kv-peer-address: .*keys"):
-        PeerServer("tcp://10.0.0.1:0", LOCAL, lambda identity, names: (0, memoryview(b"")))
+        PeerServer("tcp://10.0.0.1:0", LOCAL, find)
+    make_keys(tmp_path)
+    with pytest.raises(LoadError, match="one address of this machine"):
+        PeerServer("tcp://0.0.0.0:0", Security(tmp_path / "worker"), find)

@@ -19,6 +19,7 @@ from protocol.columns import has_all, has_any
 from protocol.kv_groups import ONE_GROUP
 from protocol.membership import Assignment, InitializeCache
 from protocol.steps import NO_DRAFT, GrammarOutput, SchedulerOutput
+from services.worker.backends.kv_blocks import context_limit
 from services.worker.backends.mask_inbox import ENDLESS, Forward, MaskInbox, joined
 from services.worker.backends.native.draft_table import DraftTable, positions_message, rows_from_message
 from services.worker.backends.native.drafters.base import Advance, Drafter, DrafterSlots
@@ -113,8 +114,10 @@ class NativeEpoch:
         self._blocks = device.mirror(self.columns.block_table)
         """The block table, of which the device has a copy."""
         most = most_rows(assignment, model.kernels.rows.tile)
+        # Not the context that the scheduler serves, which follows from free memory: kept blocks may be of another one
+        context = context_limit(assignment.max_model_len, model.part.whole.max_position)
         self._forward = ForwardPass(
-            *(model, ranks, num_blocks, block_size, init.max_model_len, self._blocks.tensor, self._reads),
+            *(model, ranks, num_blocks, block_size, context, self._blocks.tensor, self._reads),
             device.capacity(FEW, most),
             *(allocate, groups),
         )

@@ -129,6 +129,7 @@ class NativeRunner:
                 limit,
                 budget=self._cache_budget(loaded),
                 groups=groups.groups,
+                ranks=ranks.on_this_machine,
             ),
             groups=() if groups.is_plain else groups.groups,
             hidden_size=model.part.whole.hidden_size,

@@ -97,6 +97,7 @@ class VllmRunner:
                 RESERVED_BLOCKS,
                 engine.cache_budget,
                 engine.groups,
+                self._groups.ranks_on_machine if self._groups is not None else 1,
             ),
             groups=() if engine.groups == ONE_GROUP else engine.groups,
             hidden_size=engine.hidden_size,

@@ -33,6 +33,7 @@ from services.frontend.engine.addresses import numbered
 from services.frontend.engine.client import NO_PROMPT, EngineClient
 from services.frontend.engine.ledger import GUILTY
 from services.frontend.engine.streams import FlushQueue, ResponseStream
+from services.frontend.errors import APIError
 from services.frontend.placement import Place, Reason
 from tests.unit.frontend.engine.test_streams import RecordingStream
 
@@ -248,6 +249,16 @@ async def test_a_partition_is_no_death(tmp_path: Path) -> None:
         await engines.until(lambda: "move" in {kind for kind, *_ in engines.client.decisions})
         await engines.serve()
         assert entry(stream.number).attempts == 0  # type: ignore[union-attr]
+
+
+async def test_a_drop_is_refused_while_an_engine_is_not_connected(tmp_path: Path) -> None:
+    """Its workers may live, and the next scheduler would adopt the blocks."""
+    async with fleet(tmp_path) as engines:
+        await engines.serve()
+        engines.engines[1].close()
+        await engines.until(lambda: not engines.client.engines["1"].connection.is_open)
+        with pytest.raises(APIError, match="engine 1 is not connected"):
+            await engines.client.control_cache(lambda _, number: ControlCache(number, CacheAction.DROP), is_drop=True)
 
 
 def names_of(prompt: list[int], salt: str) -> list[bytes]:

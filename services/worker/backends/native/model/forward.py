@@ -82,7 +82,7 @@ class ForwardPass:
 
     Args:
         ranks: the group; its ranks make the same calls in the same order.
-        context: tokens of the longest sequence
+        context: tokens of the longest sequence, or more; the factors of longrope depend on it
         table: int32[slots, blocks] on the device, the block table of every slot; plans change it in place. With several
             groups, their tables side by side.
         taps: hidden states that a drafter reads: numbers of layers, whose input it is, or FINAL.

@@ -12,7 +12,7 @@ KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 @dataclass(frozen=True)
 class Rope:
     """Rotary position embedding. The frequencies do not depend on the length of a sequence; those of longrope depend on
-    the context that the engine serves."""
+    `--max-model-len`, or the model's context."""
 
     theta: float
     kind: str
