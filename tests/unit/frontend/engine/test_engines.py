@@ -321,7 +321,7 @@ async def test_an_engine_loads_what_is_complete_of_a_prompt_that_will_go_on_ther
         await engines.until(lambda: stream.end is not None)
 
 
-async def test_a_request_that_its_engine_rejects_fetches_blocks_from_no_former_holder(
+async def test_a_request_that_its_engine_rejects_is_new_and_fetches_blocks_from_no_former_holder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with fleet(tmp_path) as engines:
@@ -336,6 +336,7 @@ async def test_a_request_that_its_engine_rejects_fetches_blocks_from_no_former_h
         owner.send(request.number, 0, ends=True, why=FinishReason.REJECTED)
         await engines.until(lambda: other.requests)
         assert other.requests[0].kv_peers == []
+        assert other.requests[0].age == 0.0, "limits of load and the order of arrival hold for it as for a new one"
 
 
 async def test_the_blocks_of_an_only_engine_are_not_followed(tmp_path: Path) -> None:
