@@ -283,5 +283,4 @@ class ConnectedEngine(Availability):
             end = begin + count
             if (stream := self._ledger.streams.get(number)) is not None:
                 stream.add_logprobs(RawLogprobs(position, rank, ids[begin:end], values[begin:end]))
-                stream.response.mark_due(stream)
             begin = end
