@@ -160,7 +160,8 @@ class ConnectedEngine(Availability):
             return
         ledger, scheduler = self._ledger, (self.name, self.state.incarnation)
         before = ledger.resubmitted
-        for message in ledger.submissions(scheduler, self.identity, time.monotonic()):
+        only_again = self.state.phase is EnginePhase.DRAINING  # it refuses new ones
+        for message in ledger.submissions(scheduler, self.identity, time.monotonic(), only_again):
             if not self.connection.send(message):
                 return
         if (count := ledger.resubmitted - before) > 0:

@@ -298,7 +298,9 @@ class RequestLedger:
             if entry.blamed_for == scheduler:
                 entry.attempts, entry.blamed_for = max(entry.attempts - 1, 0), None
 
-    def submissions(self, scheduler: Holder, identity: str, now: float) -> list[GenerateRequest]:
+    def submissions(
+        self, scheduler: Holder, identity: str, now: float, only_again: bool = False
+    ) -> list[GenerateRequest]:
         """Return the messages to send, oldest first. Suspects wait for the one before them; requests that no scheduler
         must see again end.
 
@@ -306,12 +308,15 @@ class RequestLedger:
             scheduler: the engine, and the scheduler that is connected.
             identity: its identity; "": not known.
             now: monotonic seconds.
+            only_again: requests that no scheduler has had wait.
         """
         messages = []
         if self._on_trial is not None and self._on_trial.has_progress:
             self._on_trial = None
         unsent = self._unsent[scheduler[0]]
         for number, entry in sorted(unsent.items(), key=lambda item: item[1].since):
+            if only_again and not entry.num_admissions:
+                continue
             entry.count_death(scheduler)
             if (end := entry.end(identity)) is not None:
                 self.end(number, end)

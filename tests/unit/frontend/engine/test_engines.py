@@ -243,7 +243,7 @@ async def test_a_partition_is_no_death(tmp_path: Path) -> None:
     async with fleet(tmp_path) as engines:
         await engines.serve()
         stream, owner, _ = await engines.submit([1])
-        engines.restart(owner, owner.incarnation)
+        engines.restart(owner, owner.incarnation, owner.identity)
         entry = engines.client.ledger.entry
         await engines.until(lambda: "move" in {kind for kind, *_ in engines.client.decisions})
         await engines.serve()
@@ -337,6 +337,22 @@ async def test_a_request_that_its_engine_rejects_is_new_and_fetches_blocks_from_
         await engines.until(lambda: other.requests)
         assert other.requests[0].kv_peers == []
         assert other.requests[0].age == 0.0, "limits of load and the order of arrival hold for it as for a new one"
+
+
+async def test_a_stream_whose_connection_breaks_while_its_engine_drains_goes_on_there(tmp_path: Path) -> None:
+    async with fleet(tmp_path, MODEL, "other") as engines:
+        await engines.serve()
+        stream, owner, _ = await engines.submit([1])
+        owner.send(stream.number, 0, 7)
+        await engines.until(lambda: stream.output == [7])
+        index = engines.engines.index(owner)
+        engines.restart(owner, owner.incarnation, owner.identity)
+        engines.engines[index].phase = EnginePhase.DRAINING
+        new = engines.client.ledger.open(RecordingStream(ResponseStream(FlushQueue())), NO_PROMPT, 0.0)
+        engines.client.ledger.assign(new, str(index))
+        await engines.until(lambda: engines.engines[index].requests)
+        [again] = engines.engines[index].requests
+        assert unpack(again.token_ids).tolist() == [1, 7]
 
 
 async def test_the_blocks_of_an_only_engine_are_not_followed(tmp_path: Path) -> None:
