@@ -185,7 +185,7 @@ class ConnectedEngine(Availability):
         self._lost_incarnation = self.state.incarnation
         if is_expelled:
             self._ledger.expelled(self.name)
-        self._ledger.disconnected(self.name)
+        self._ledger.disconnected(self.name, is_death=self.state.phase is not EnginePhase.DRAINING)
         self.on_lost(time.monotonic())
         self._log_condition()
         self._on_change(self)

@@ -286,9 +286,15 @@ class RequestLedger:
             if not is_unsent and entry.holder and len(entry.stream.output) == entry.sent_length:
                 entry.attempts, entry.holder = entry.attempts + 1, None
 
-    def disconnected(self, engine: str) -> None:
-        """The connection to an engine is lost: its scheduler has no request."""
+    def disconnected(self, engine: str, is_death: bool = True) -> None:
+        """The connection to an engine is lost: its scheduler has no request.
+
+        Args:
+            is_death: False: the scheduler was about to end, and may have done so.
+        """
         self._unsent[engine] = {entry.request.number: entry for entry in self.owned(engine)}
+        for entry in () if is_death else self._unsent[engine].values():
+            entry.holder = None
         if self._on_trial is not None and self._on_trial.engine == engine:
             self._on_trial = None
 

@@ -353,6 +353,10 @@ async def test_a_stream_whose_connection_breaks_while_its_engine_drains_goes_on_
         await engines.until(lambda: engines.engines[index].requests)
         [again] = engines.engines[index].requests
         assert unpack(again.token_ids).tolist() == [1, 7]
+        engines.restart(engines.engines[index], owner.incarnation + 5, owner.identity)
+        await engines.until(lambda: len(engines.engines[index].requests) == 2)
+        attempts = [request.attempts for request in engines.engines[index].requests]
+        assert attempts == [0, 0], "the end of a scheduler that drains is no death"
 
 
 async def test_the_blocks_of_an_only_engine_are_not_followed(tmp_path: Path) -> None:
