@@ -45,7 +45,7 @@ class EngineInDoubt:
         return next(self._ready, True)
 
 
-class Engines(dict[str, Any]):
+class DrainingEngines(dict[str, Any]):
     drained = ""
 
     def drain(self, name: str) -> None:
@@ -57,7 +57,7 @@ class Engines(dict[str, Any]):
 async def test_a_new_engine_that_is_in_doubt_for_a_moment_replaces_all_the_same(tmp_path: Path) -> None:
     answers: dict[str, dict[str, Any]] = {"start": {"engine": "2", "replaces": ["0", "1"]}}
     answers |= {request: {} for request in ("status", "adopt", "stop")}
-    engines = Engines({name: EngineInDoubt() for name in "012"})
+    engines = DrainingEngines({name: EngineInDoubt() for name in "012"})
     async with replans(tmp_path, answers, engines) as changes:
         await changes.begin({}, 60.0, 60.0)
         await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()}, timeout=20)
