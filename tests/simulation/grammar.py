@@ -95,7 +95,9 @@ class Compilation:
         self.cancelled: set[int] = set()
         self._vocab = vocab
 
-    def submit(self, ticket: int, params: StructuredOutputParams, eos_token_ids: tuple[int, ...]) -> None:
+    def submit(
+        self, ticket: int, params: StructuredOutputParams, eos_token_ids: tuple[int, ...], again: bool = False
+    ) -> None:
         assert ticket not in self.waiting
         self.waiting[ticket] = params, eos_token_ids
 

@@ -89,7 +89,7 @@ class Availability:
     def on_state(self, state: EngineState, now: float) -> None:
         """The scheduler that is connected has sent its state."""
         self._is_lost = self._is_silent = False
-        self.executes = state.phase in SERVING
+        self.executes = state.phase in (*SERVING, EnginePhase.DRAINING)
         if self.executes:
             self._lost_at = None
         elif self._lost_at is not None and state.phase in STARTING:

@@ -347,6 +347,7 @@ class EngineClient:
         if entry is None or entry.num_rejections >= len(self.engines):
             return False
         entry.num_rejections += 1
+        entry.num_admissions -= 1  # the next one may reject it for load, too
         self.engines.report(engine)
         decision = self._decide(entry)
         if not isinstance(decision, Place) or decision.engine == engine.name:

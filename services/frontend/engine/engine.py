@@ -160,7 +160,8 @@ class ConnectedEngine(Availability):
             return
         ledger, scheduler = self._ledger, (self.name, self.state.incarnation)
         before = ledger.resubmitted
-        for message in ledger.submissions(scheduler, self.identity, time.monotonic()):
+        only_again = self.state.phase is EnginePhase.DRAINING  # it refuses new ones
+        for message in ledger.submissions(scheduler, self.identity, time.monotonic(), only_again):
             if not self.connection.send(message):
                 return
         if (count := ledger.resubmitted - before) > 0:
@@ -184,7 +185,7 @@ class ConnectedEngine(Availability):
         self._lost_incarnation = self.state.incarnation
         if is_expelled:
             self._ledger.expelled(self.name)
-        self._ledger.disconnected(self.name)
+        self._ledger.disconnected(self.name, is_death=self.state.phase is not EnginePhase.DRAINING)
         self.on_lost(time.monotonic())
         self._log_condition()
         self._on_change(self)
@@ -283,5 +284,4 @@ class ConnectedEngine(Availability):
             end = begin + count
             if (stream := self._ledger.streams.get(number)) is not None:
                 stream.add_logprobs(RawLogprobs(position, rank, ids[begin:end], values[begin:end]))
-                stream.response.mark_due(stream)
             begin = end

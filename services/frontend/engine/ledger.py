@@ -69,8 +69,8 @@ class LedgerEntry:
     """Output tokens when its progress was checked last."""
     idle: float = 0.0
     """Seconds since then without another one."""
-    was_sent: bool = False
-    """A scheduler has had it."""
+    num_admissions: int = 0
+    """Number of schedulers that have had it and did not reject it."""
     only_prompt: bool = False
     """Its engine computes the prompt and one token; another one goes on."""
 
@@ -103,17 +103,18 @@ class LedgerEntry:
         number, output = self.request.number, self.stream.output
         if self.attempts > SUSPECT_AFTER:
             return Finish(number, FinishReason.ERROR, message=GUILTY)
-        if self.was_sent and len(output) >= self.request.params.max_tokens:  # only its end was lost
+        if self.num_admissions and len(output) >= self.request.params.max_tokens:  # only its end was lost
             return Finish(number, FinishReason.LENGTH)
-        if self.was_sent and self.identity and identity and self.identity != identity:
+        if self.num_admissions and self.identity and identity and self.identity != identity:
             return Finish(number, FinishReason.ERROR, message=OTHER_MODEL)
         return None
 
     def submission(self, scheduler: Holder, identity: str, now: float) -> GenerateRequest:
         """Return the message for a scheduler; it has the request from now on."""
         request, output = self.request, self.stream.output
-        age = max(now - self.since, sys.float_info.min) if self.was_sent else 0.0
-        self.was_sent, self.holder, self.sent_length = True, scheduler, len(output)
+        age = max(now - self.since, sys.float_info.min) if self.num_admissions else 0.0
+        self.num_admissions += 1
+        self.holder, self.sent_length = scheduler, len(output)
         self.identity = identity or self.identity
         params = request.params
         if self.only_prompt:
@@ -194,7 +195,7 @@ class RequestLedger:
             identity: identity of the engines that made the output.
         """
         entry = LedgerEntry(stream, request, now, next(self._keys), identity=identity)
-        entry.was_sent = bool(stream.output)
+        entry.num_admissions = int(bool(stream.output))
         self._by_key[entry.key] = entry
         self._add(request.number, entry)
         return entry
@@ -285,9 +286,15 @@ class RequestLedger:
             if not is_unsent and entry.holder and len(entry.stream.output) == entry.sent_length:
                 entry.attempts, entry.holder = entry.attempts + 1, None
 
-    def disconnected(self, engine: str) -> None:
-        """The connection to an engine is lost: its scheduler has no request."""
+    def disconnected(self, engine: str, is_death: bool = True) -> None:
+        """The connection to an engine is lost: its scheduler has no request.
+
+        Args:
+            is_death: False: the scheduler was about to end, and may have done so.
+        """
         self._unsent[engine] = {entry.request.number: entry for entry in self.owned(engine)}
+        for entry in () if is_death else self._unsent[engine].values():
+            entry.holder = None
         if self._on_trial is not None and self._on_trial.engine == engine:
             self._on_trial = None
 
@@ -297,7 +304,9 @@ class RequestLedger:
             if entry.blamed_for == scheduler:
                 entry.attempts, entry.blamed_for = max(entry.attempts - 1, 0), None
 
-    def submissions(self, scheduler: Holder, identity: str, now: float) -> list[GenerateRequest]:
+    def submissions(
+        self, scheduler: Holder, identity: str, now: float, only_again: bool = False
+    ) -> list[GenerateRequest]:
         """Return the messages to send, oldest first. Suspects wait for the one before them; requests that no scheduler
         must see again end.
 
@@ -305,12 +314,15 @@ class RequestLedger:
             scheduler: the engine, and the scheduler that is connected.
             identity: its identity; "": not known.
             now: monotonic seconds.
+            only_again: requests that no scheduler has had wait.
         """
         messages = []
         if self._on_trial is not None and self._on_trial.has_progress:
             self._on_trial = None
         unsent = self._unsent[scheduler[0]]
         for number, entry in sorted(unsent.items(), key=lambda item: item[1].since):
+            if only_again and not entry.num_admissions:
+                continue
             entry.count_death(scheduler)
             if (end := entry.end(identity)) is not None:
                 self.end(number, end)
@@ -320,6 +332,6 @@ class RequestLedger:
                     continue
                 self._on_trial = entry
             del unsent[number]
-            self.resubmitted += entry.was_sent
+            self.resubmitted += entry.num_admissions > 0
             messages.append(entry.submission(scheduler, identity, now))
         return messages

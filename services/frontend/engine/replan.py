@@ -90,12 +90,13 @@ class Replans:
             return
         try:
             await self._replace(name, replaced, drain_timeout)
-        except APIError as error:
+        except (ReplanFailed, APIError) as error:
             self._set("failed", name, str(error))
 
     async def _replace(self, name: str, replaced: list[str], drain_timeout: float) -> None:
-        """Raises: APIError, if the supervisor does not answer, or the new engine does not serve any more"""
+        """Raises: APIError, if the supervisor does not answer; ReplanFailed, if the new engine serves no longer"""
         await self._ask({"do": "adopt", "engine": name})
+        await self._wait_ready(name, time.monotonic() + drain_timeout)  # so that all drain, or none does
         self._set("moving", name, f"streams leave {', '.join(replaced)}")
         for old in replaced:
             if old in self._client.engines:

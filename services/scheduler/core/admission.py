@@ -12,9 +12,10 @@ from services.scheduler.core.slots import Column
 from services.scheduler.core.store import RequestStore
 
 MAX_OPEN_MEDIA_BYTES = 2 << 30
-"""Bytes of the images and sounds of all open requests."""
+"""Bytes of the images and sounds of all open requests, up to a new one."""
 AGAIN = 2
-"""Requests that may be open with those that were admitted before, as a multiple of those that new ones can fill."""
+"""Requests, and bytes of their files, that may be open with those that were admitted before, as a multiple of those
+that new ones can fill."""
 
 
 class Refusal(NamedTuple):
@@ -59,7 +60,8 @@ class Admission:
         limit = full(len(tokens), limits, store)
         if message.media is not None and not limit:
             held = sum(len(r.media.data) for r in store.requests.values() if r.media is not None)
-            limit = "max_media_bytes" if held + len(message.media.data) > MAX_OPEN_MEDIA_BYTES else ""
+            most = MAX_OPEN_MEDIA_BYTES * (AGAIN if message.age else 1)
+            limit = "max_media_bytes" if held + len(message.media.data) > most else ""
         if limit:
             return Refusal(FinishReason.REJECTED, "the server is overloaded; try again later", limit=limit)
         if message.age:

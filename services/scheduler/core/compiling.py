@@ -32,11 +32,12 @@ class CompilingRequests:
     def num_tokens(self) -> int:
         return sum(len(request.token_ids) for request in self._by_ticket.values())
 
-    def submit(self, ticket: int, request: Request, params: StructuredOutputParams) -> None:
+    def submit(self, ticket: int, request: Request, params: StructuredOutputParams, again: bool) -> None:
+        """`again`: the request was admitted before."""
         if self._compiler is None:
             raise ValueError("structured output is requested, but there is no compiler")
         self._by_ticket[ticket] = request
-        self._compiler.submit(ticket, params, request.params.eos_token_ids)
+        self._compiler.submit(ticket, params, request.params.eos_token_ids, again)
 
     def take(self, ticket: int) -> Request | None:
         """Remove the request whose grammar has arrived; None if it ended meanwhile."""

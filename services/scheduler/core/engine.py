@@ -171,7 +171,7 @@ class EngineCore:
         if message.structured is None:
             store.waiting.add(request)
         else:
-            store.compiling.submit(self._admitted, request, message.structured)
+            store.compiling.submit(self._admitted, request, message.structured, message.age > 0)
 
     def _open_arrivals(self) -> Iterator[int]:
         return (arrival_of(request.order_key) for request in self.store.requests.values())

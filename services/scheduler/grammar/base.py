@@ -53,12 +53,15 @@ class MaskMaker(Protocol):
 class Compiler(Protocol):
     """Compiles grammars outside of the engine's loop. `EngineCore.on_grammar` receives each result."""
 
-    def submit(self, ticket: int, params: StructuredOutputParams, eos_token_ids: tuple[int, ...]) -> None:
+    def submit(
+        self, ticket: int, params: StructuredOutputParams, eos_token_ids: tuple[int, ...], again: bool = False
+    ) -> None:
         """Start to compile and return at once.
 
         Args:
             ticket: a number that is used once.
             eos_token_ids: tokens that may be sampled where the grammar may end.
+            again: the request was admitted before. It is not refused because others wait.
         """
         ...
 

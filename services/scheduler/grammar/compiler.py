@@ -5,6 +5,7 @@
 """
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -39,7 +40,7 @@ class _CompileJob:
 
     key: Key
     since: float
-    """Monotonic clock, seconds."""
+    """Monotonic clock, seconds; infinite: it may wait for any time."""
     waiting: dict[int, tuple[StructuredOutputParams, tuple[int, ...]]] = field(default_factory=dict)
     """Ticket -> parameters, and the request's EOS ids. Used by the scheduler's thread only."""
 
@@ -107,7 +108,9 @@ class GrammarCompiler:
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def submit(self, ticket: int, params: StructuredOutputParams, eos_token_ids: tuple[int, ...]) -> None:
+    def submit(
+        self, ticket: int, params: StructuredOutputParams, eos_token_ids: tuple[int, ...], again: bool = False
+    ) -> None:
         if self._refusal is not None:
             self._ready.append((ticket, self._refusal))
             return
@@ -118,7 +121,7 @@ class GrammarCompiler:
             return
         with self._changed:
             job = self._jobs.get(key)
-            if job is None and len(self._queue) >= MAX_WAITING:
+            if job is None and len(self._queue) >= MAX_WAITING and not again:
                 self._ready.append((ticket, OVERLOADED))
                 return
             if job is None:
@@ -127,6 +130,8 @@ class GrammarCompiler:
                 self._changed.notify()
                 if len(self._queue) > self._idle and len(self._threads) < self._num_threads:
                     self._threads.append(_CompileThread(self))
+            if again:  # the requests of a lost scheduler come all at once (kept arrival)
+                job.since = math.inf
             job.waiting[ticket] = params, eos_token_ids
 
     def cancel(self, ticket: int) -> None:

@@ -42,7 +42,9 @@ class RecordedMaskMaker:
 class RecordedCompiler:
     """Implementation of `Compiler`: the replay delivers the grammars."""
 
-    def submit(self, ticket: int, params: StructuredOutputParams, eos_token_ids: tuple[int, ...]) -> None:
+    def submit(
+        self, ticket: int, params: StructuredOutputParams, eos_token_ids: tuple[int, ...], again: bool = False
+    ) -> None:
         """Ignored."""
 
     def cancel(self, ticket: int) -> None:

@@ -90,7 +90,9 @@ class _Tickets(RecordedCompiler):
 
     last = 0
 
-    def submit(self, ticket: int, params: StructuredOutputParams, eos_token_ids: tuple[int, ...]) -> None:
+    def submit(
+        self, ticket: int, params: StructuredOutputParams, eos_token_ids: tuple[int, ...], again: bool = False
+    ) -> None:
         self.last = ticket
 
 

@@ -170,6 +170,9 @@ def test_response_of_a_killed_frontend_goes_on_at_another(tmp_path: Path, text: 
             wait_until(lambda: sum(map(len, _batches(path))) > delivered, "they are written")
             other[1].send(ended(again.number))
             rest = list(taken)
+        gaps = other[0].metric("inter_token_latency_seconds_count")
+        first = other[0].metric("time_to_first_token_seconds_count")
+        assert (first, gaps) == (0, len(ids) - delivered), "each frontend measures its own tokens"
         whole = list(client(other[0]).retrieve(id, stream=True))
         assert whole == seen + rest
         written = [token for batch in _batches(path) for token in batch]

@@ -21,6 +21,7 @@ from tests.integration.frontend.scripted import (
     tokens,
 )
 from tests.integration.frontend.sse import EventParser, SseClient, events_of, texts
+from tests.integration.frontend.test_logprobs import step
 
 FIRST = "x"
 LINE_ENDS = "\n|\r|\r\n|\n\n|\x0b|\x0c|\x1c|\x1d|\x1e|\x85|\u2028|\u2029|\0|data: [DONE]\n\n|\ufeff"
@@ -82,20 +83,23 @@ def test_any_text_is_preserved_however_it_is_read(
     assert all(events_of(chunk) for chunk in answer.chunks), "no event is spread over two writes"
 
 
-def test_event_has_as_many_tokens_as_the_request_asks_for(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_event_has_as_many_tokens_as_the_request_asks_for(
+    frontend: Frontend, scheduler: ScriptedScheduler, logprobs: int | None
+) -> None:
     scheduler.script(silent)
     said = ids_of(" eight tokens come one by one")[:8]
     with SseClient(frontend) as client:
-        client.post(prompt="x", stream_interval=3, return_token_ids=True)
-        number, written = begin(client, scheduler), []
+        client.post(prompt="x", stream_interval=3, return_token_ids=True, logprobs=logprobs)
+        request, written = scheduler.request(), list[str]()
         for index, token in enumerate(said):
-            scheduler.send(tokens(number, [token], 1 + index))
-            if index in (2, 5):
+            scheduler.send(step(request, index, token) if logprobs else tokens(request.number, [token], index))
+            if index in (0, 3, 6):
                 written += events_of(client.read())
-        scheduler.send(ended(number))
-        *rest, done = events_of(client.read_all().body)[1 + len(written) :]
+        scheduler.send(ended(request.number))
+        *rest, done = events_of(client.read_all().body)[len(written) :]
     ids = [json.loads(event)["choices"][0]["token_ids"] for event in (*written, *rest)]
-    assert (ids, done) == ([said[:3], said[3:6], said[6:]], "[DONE]")
+    assert (ids, done) == ([said[:1], said[1:4], said[4:7], said[7:]], "[DONE]")
 
 
 def test_official_client_reads_line_ends_of_all_kinds(frontend: Frontend, scheduler: ScriptedScheduler) -> None:

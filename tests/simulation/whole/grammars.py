@@ -46,7 +46,9 @@ class SimulatedCompiler:
         self._compilation = Compilation(VOCAB)
         self._ready: deque[tuple[int, Automaton | str]] = deque()
 
-    def submit(self, ticket: int, params: StructuredOutputParams, eos_token_ids: tuple[int, ...]) -> None:
+    def submit(
+        self, ticket: int, params: StructuredOutputParams, eos_token_ids: tuple[int, ...], again: bool = False
+    ) -> None:
         self._compilation.submit(ticket, params, eos_token_ids)
         self._network.hub.after(self._network.rng.choice((0.001, 0.05, 0.5)), partial(self._finish, ticket))
 

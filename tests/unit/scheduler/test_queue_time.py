@@ -1,11 +1,14 @@
 """Estimate of a new request's time in the queue, and the admission that depends on it. The clock is virtual."""
 
 import pytest
+from msgspec.structs import replace
 
 from protocol.codec import pack
+from protocol.media import Media, MediaItem
 from protocol.requests import Finish, FinishReason, GenerateRequest
 from protocol.sampling import SamplingParams
 from protocol.steps import SchedulerOutput
+from services.scheduler.core import admission
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
 from services.scheduler.policies import ChunkedPolicy
@@ -19,7 +22,12 @@ class Bench:
     """An engine whose steps take STEP seconds each, with one step in flight."""
 
     def __init__(
-        self, max_num_seqs: int = 8, num_blocks: int = 64, max_queue_seconds: float = 2.0, **limits_of_the_queue: int
+        self,
+        max_num_seqs: int = 8,
+        num_blocks: int = 64,
+        max_queue_seconds: float = 2.0,
+        encoder_budget: int = 0,
+        **limits_of_the_queue: int,
     ) -> None:
         limits = Limits(
             max_num_seqs=max_num_seqs,
@@ -28,6 +36,7 @@ class Bench:
             num_blocks=num_blocks,
             block_size=4,
             enable_prefix_caching=False,
+            encoder_budget=encoder_budget,
         )
         self.core = EngineCore(
             limits, ChunkedPolicy(), depth=1, vocab_size=50, max_queue_seconds=max_queue_seconds, **limits_of_the_queue
@@ -110,6 +119,17 @@ def test_tokens_that_were_admitted_before_fit_again_within_wider_limits() -> Non
     refusal = bench.add(50, age=3.0)
     assert refusal is not None
     assert refusal.reason is FinishReason.REJECTED
+
+
+def test_files_that_were_admitted_before_fit_again_within_wider_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "MAX_OPEN_MEDIA_BYTES", 10)
+    core = Bench(encoder_budget=1).core
+    media = Media([MediaItem(0, 1, "digest")], bytes(5))
+    new = GenerateRequest(0, pack([1]), 1, SamplingParams(max_tokens=1), media=media)
+    for number, age in enumerate((0.0, 0.0, 0.0, 3.0, 3.0, 3.0)):
+        core.add(0, replace(new, number=number, age=age))
+    [(_, outputs)] = core.take_outputs()
+    assert [finish.number for finish in outputs.finished] == [2, 5]
 
 
 def test_with_all_seats_taken_the_estimate_is_the_time_until_enough_requests_have_ended() -> None:

@@ -24,6 +24,10 @@ from services.frontend.text.tokenizer import Tokenizer
 _REASONS: dict[FinishReason, FinishName] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
+def _ignore(_: float) -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True)
 class AnswerOptions:
     """Fields of a body that shape its answers."""
@@ -166,11 +170,17 @@ class Choice(RequestStream):
         return self._assembler.num_tokens if self._finish is None else 0
 
     def replay(self, batches: list[list[int]]) -> bytes:
-        """Take output that another frontend has delivered, in the same batches. Return the bytes that it wrote."""
-        written = []
+        """Take output that another frontend has delivered, in the same batches. Return the bytes that it wrote. That
+        one has measured the latencies of these tokens."""
+        if not batches:
+            return b""
+        now, written = time.monotonic(), []
+        self._first_token = self._last_token = now
+        self._observe_gap = _ignore
         for batch in batches:
             self.output += batch
-            written.append(self.feed(batch, None, time.monotonic()))
+            written.append(self.feed(batch, None, now))
+        self._observe_gap = self._metrics.observe_gap
         return b"".join(written)
 
     def add_logprobs(self, logprobs: RawLogprobs) -> None:

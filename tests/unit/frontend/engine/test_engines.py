@@ -244,7 +244,7 @@ async def test_a_partition_is_no_death(tmp_path: Path) -> None:
     async with fleet(tmp_path) as engines:
         await engines.serve()
         stream, owner, _ = await engines.submit([1])
-        engines.restart(owner, owner.incarnation)
+        engines.restart(owner, owner.incarnation, owner.identity)
         entry = engines.client.ledger.entry
         await engines.until(lambda: "move" in {kind for kind, *_ in engines.client.decisions})
         await engines.serve()
@@ -332,7 +332,7 @@ async def test_an_engine_loads_what_is_complete_of_a_prompt_that_will_go_on_ther
         await engines.until(lambda: stream.end is not None)
 
 
-async def test_a_request_that_its_engine_rejects_fetches_blocks_from_no_former_holder(
+async def test_a_request_that_its_engine_rejects_is_new_and_fetches_blocks_from_no_former_holder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with fleet(tmp_path) as engines:
@@ -347,6 +347,27 @@ async def test_a_request_that_its_engine_rejects_fetches_blocks_from_no_former_h
         owner.send(request.number, 0, ends=True, why=FinishReason.REJECTED)
         await engines.until(lambda: other.requests)
         assert other.requests[0].kv_peers == []
+        assert other.requests[0].age == 0.0, "limits of load and the order of arrival hold for it as for a new one"
+
+
+async def test_a_stream_whose_connection_breaks_while_its_engine_drains_goes_on_there(tmp_path: Path) -> None:
+    async with fleet(tmp_path, MODEL, "other") as engines:
+        await engines.serve()
+        stream, owner, _ = await engines.submit([1])
+        owner.send(stream.number, 0, 7)
+        await engines.until(lambda: stream.output == [7])
+        index = engines.engines.index(owner)
+        engines.restart(owner, owner.incarnation, owner.identity)
+        engines.engines[index].phase = EnginePhase.DRAINING
+        new = engines.client.ledger.open(RecordingStream(ResponseStream(FlushQueue())), NO_PROMPT, 0.0)
+        engines.client.ledger.assign(new, str(index))
+        await engines.until(lambda: engines.engines[index].requests)
+        [again] = engines.engines[index].requests
+        assert unpack(again.token_ids).tolist() == [1, 7]
+        engines.restart(engines.engines[index], owner.incarnation + 5, owner.identity)
+        await engines.until(lambda: len(engines.engines[index].requests) == 2)
+        attempts = [request.attempts for request in engines.engines[index].requests]
+        assert attempts == [0, 0], "the end of a scheduler that drains is no death"
 
 
 async def test_the_blocks_of_an_only_engine_are_not_followed(tmp_path: Path) -> None:

@@ -12,13 +12,26 @@ import time
 import psutil
 import pytest
 
-from protocol.sampling import GrammarKind, StructuredOutputParams
+from protocol.codec import pack
+from protocol.requests import GenerateRequest
+from protocol.sampling import GrammarKind, SamplingParams, StructuredOutputParams
 from services.helper_process import HelperProcess
+from services.scheduler.core.engine import EngineCore
+from services.scheduler.core.limits import Limits
 from services.scheduler.grammar import compiler as compiler_module
 from services.scheduler.grammar.cache import CompiledGrammar, GrammarCache
 from services.scheduler.grammar.compiler import OVERLOADED, GrammarCompiler
 from services.scheduler.grammar.trial.child import FAILPOINT
-from tests.unit.scheduler.grammar.support import N_VOCAB, VOCABULARY, CompilerClient, matches, new_compiler, wait
+from services.scheduler.policies import ChunkedPolicy
+from tests.unit.scheduler.grammar.support import (
+    N_VOCAB,
+    VOCABULARY,
+    CompilerClient,
+    matches,
+    new_compiler,
+    tokens_of,
+    wait,
+)
 
 REGEX = GrammarKind.REGEX
 
@@ -121,6 +134,25 @@ def test_full_queue_refuses_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         refused = compiler.inner.take()
         assert len(refused) >= 12 - 4 - 2
         assert {result for _, result in refused} == {OVERLOADED}
+
+
+def test_requests_of_a_lost_scheduler_find_room_whatever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "MAX_WAITING", 1)
+    compiler = GrammarCompiler(VOCABULARY)
+    compiler.set_vocab_size(N_VOCAB)
+    limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64, num_blocks=64, block_size=4)
+    core = EngineCore(limits, ChunkedPolicy(), 2, N_VOCAB, compiler=compiler)
+    try:
+        for number in range(8):
+            text = f"text {number}"
+            tokens, grammar = pack([1, *tokens_of(text)[:1]]), StructuredOutputParams(REGEX, text)
+            core.add(0, GenerateRequest(number, tokens, 1, SamplingParams(9), structured=grammar, age=1.0))
+        monkeypatch.setattr(compiler_module, "WAITING_SECONDS", -1.0)
+        for ticket, found in wait(compiler, *range(1, 9)).items():
+            core.on_grammar(ticket, found)
+        assert len(core.store.waiting) == 8
+    finally:
+        compiler.close()
 
 
 def wait_until_started(compiler: CompilerClient) -> None:
