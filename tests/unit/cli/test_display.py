@@ -43,7 +43,7 @@ def test_lines_and_phases_are_shown_as_they_are_on_a_terminal(
     assert "reading [/models/x]" in shown
 
 
-class FullDisk(io.StringIO):
+class UnwritableStream(io.StringIO):
     def write(self, _: str) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -51,5 +51,5 @@ class FullDisk(io.StringIO):
 @pytest.mark.parametrize("kind", [Display, JsonDisplay, TerminalDisplay])
 def test_output_that_cannot_be_written_ends_nothing(kind: type[Display], monkeypatch: pytest.MonkeyPatch) -> None:
     """`serve 2>&1 | tee log`: Ctrl-C ends tee, and open streams still finish."""
-    monkeypatch.setattr(sys, "stderr", FullDisk())
+    monkeypatch.setattr(sys, "stderr", UnwritableStream())
     kind().line("frontend | draining")

@@ -1,4 +1,4 @@
-"""What the systemd unit permits is what `serve` needs."""
+"""The systemd unit: it permits what `serve` needs."""
 
 import os
 from pathlib import Path
