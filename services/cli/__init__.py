@@ -1,5 +1,6 @@
 """The command line `runahead`. Modules are imported only when a command needs them."""
 
+import signal
 import sys
 
 
@@ -12,7 +13,12 @@ def main() -> int:
         return healthcheck(sys.argv[2:])
     from services.process import collection_paused
 
+    raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if raises:  # Ctrl-C during the imports ends without a traceback
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     with collection_paused():
         from services.cli.app import run
 
+    if raises:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     return run()

@@ -2,13 +2,20 @@
 
 import sys
 import time
-from typing import Literal
+from contextlib import suppress
+from typing import Literal, TextIO
 
 from services.cli.logs import json_line
 from services.cli.readiness import LoadingState
 
 QUIET_SECONDS = 3.0
 """Seconds from the start until phases of loading are shown, without a terminal."""
+
+
+def write_line(text: str, stream: TextIO) -> None:
+    """Write a line. A reader that has ended, or a full disk, is no reason to end the server."""
+    with suppress(OSError):
+        print(text, file=stream, flush=True)
 
 
 class Display:
@@ -19,7 +26,7 @@ class Display:
         self._shown = ""
 
     def line(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        write_line(text, sys.stderr)
 
     def loading(self, state: LoadingState) -> None:
         if state.phase != self._shown and time.monotonic() >= self._quiet_until:
@@ -63,7 +70,8 @@ class TerminalDisplay(Display):
         self._bar.start()
 
     def line(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True)
+        with suppress(OSError):  # the terminal was closed
+            self._console.print(text, soft_wrap=True)
 
     def loading(self, state: LoadingState) -> None:
         share = state.progress  # 0: not known yet

@@ -30,16 +30,13 @@ WIDE = 1000
 
 def engines(server: ServerAddress, as_json: bool) -> int:
     """Print the engines; on a terminal, until Ctrl-C. Return the exit status: 0 if one is ready, else 1."""
-    try:
-        found = _engines(server)
-        if as_json:
-            print(json.dumps(found, indent=2))
-        elif sys.stdout.isatty():
-            found = _watch(server, found)
-        else:
-            Console(width=WIDE).print(_table(found))
-    except NoAnswer as error:
-        raise NoAnswer(f"{error}; the server needs --enable-admin-routes") from None
+    found = _engines(server)
+    if as_json:
+        print(json.dumps(found, indent=2))
+    elif sys.stdout.isatty():
+        found = _watch(server, found)
+    else:
+        Console(width=WIDE).print(_table(found))
     return 0 if any(engine["state"] == "ready" for engine in found) else 1
 
 
@@ -62,13 +59,25 @@ def _table(found: list[Any]) -> Table:
     return table
 
 
+def _ask(server: ServerAddress, path: str, *fields: str, content: object = None) -> dict[str, Any]:
+    """Raises: NoAnswer"""
+    try:
+        return ask_object(server, path, *fields, content=content)
+    except NoAnswer as error:
+        if "is not served here" in str(error):
+            raise NoAnswer(
+                f"{server.url} does not serve {path.partition('?')[0]}: it needs --enable-admin-routes"
+            ) from None
+        raise
+
+
 def _engines(server: ServerAddress) -> list[Any]:
-    return ask_object(server, "/engines", "engines")["engines"]  # type: ignore[no-any-return]
+    return _ask(server, "/engines", "engines")["engines"]  # type: ignore[no-any-return]
 
 
 def drain(server: ServerAddress, engine: str, cancel: bool) -> int:
     """Let the streams of an engine move, and wait until it has none. Return the exit status. Raises: NoAnswer"""
-    ask_object(server, f"/engines/{quote(engine, safe='')}/drain?cancel={str(cancel).lower()}", "name", content={})
+    _ask(server, f"/engines/{quote(engine, safe='')}/drain?cancel={str(cancel).lower()}", "name", content={})
     while not cancel and (left := _streams(server, engine)):
         print(f"{left} streams left", file=sys.stderr)
         time.sleep(POLL_INTERVAL)
@@ -90,13 +99,13 @@ def replan(
     settings = given(serve, flags)
     query = f"timeout={timeout}&drain_timeout={drain_timeout}"
     shown = ""
-    status = ask_object(server, f"/engines/replan?{query}", *STATUS, content=settings)
+    status = _ask(server, f"/engines/replan?{query}", *STATUS, content=settings)
     while status["phase"] in ("starting", "moving"):
         if status["phase"] != shown:
             shown = status["phase"]
             print(f"engine {status['engine']}: {shown}: {status['detail']}", file=sys.stderr)
         time.sleep(POLL_INTERVAL)
-        status = ask_object(server, "/engines/replan", *STATUS)
+        status = _ask(server, "/engines/replan", *STATUS)
     if status["phase"] == "failed":
         reason = f"engine {status['engine']} cannot serve: {status['detail']}; the engines are those of before"
         print(f"runahead: {reason}", file=sys.stderr)

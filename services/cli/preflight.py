@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import os
 import re
 import secrets
 import socket
@@ -11,6 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
+from protocol.fields import MAX_IPC_PATH
 from services.checkpoint import CheckpointError, is_gguf, is_local, read_json, resolve
 from services.checkpoint.default_model import packaged_model
 from services.cli.settings import ConfigurationError, refusing
@@ -86,6 +88,8 @@ def check_files(config: ServeConfig) -> None:
     """
     if config.chat_template is not None:
         _check_template(config.chat_template)
+    if config.uds is not None and not 0 < len(os.fsencode(config.uds)) <= MAX_IPC_PATH:
+        raise ConfigurationError(f"--uds: {config.uds!r} is no path of 1 to {MAX_IPC_PATH} bytes, as a socket needs")
     if config.uds is not None and Path(config.uds).is_file():
         raise ConfigurationError(f"--uds: {config.uds} is a file; give a path that a socket can have")
     for name in ("uds", "step_trace", "sim_trace"):

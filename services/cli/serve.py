@@ -2,13 +2,14 @@
 
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from services.cli import preflight
 from services.cli.control import EngineControl
-from services.cli.display import display
+from services.cli.display import display, write_line
 from services.cli.engine_set import CONTROL, Command, EngineSet, divided, engine_names
 from services.cli.keys import with_keys
 from services.cli.logs import json_line
@@ -91,7 +92,7 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
         if on_ready is not None:
             on_ready(supervisor.stop)
             return None
-        print(_welcome(probe, config, time.monotonic() - started), flush=True)
+        write_line(_welcome(probe, config, time.monotonic() - started), sys.stdout)
         return None
 
     try:

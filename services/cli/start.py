@@ -1,7 +1,10 @@
 """Runs one service in this process. Only the code of that service is imported."""
 
 import logging
+import os
 import signal
+import threading
+import traceback
 from collections.abc import Callable
 
 from protocol.transport import HandshakeRefused, HandshakeTimeout, check_endpoint
@@ -22,9 +25,11 @@ EXIT_BUG = 70
 def start(config: ServiceConfig) -> int:
     """Run the service that `config` describes until it ends. Return its exit status.
 
-    An error that the user can correct is logged as one line. Any other error is a bug and is logged with its traceback.
+    An error that the user can correct is logged as one line. Any other error is a bug and is logged with its traceback,
+    also on another thread: without that thread the process would serve on, and requests would wait for it.
     """
     logs.configure(config.log_level, config.log_format)
+    threading.excepthook = _end_process
     try:
         check_endpoints(config)
         check_keys(config)
@@ -36,10 +41,22 @@ def start(config: ServiceConfig) -> int:
     except Exception as error:
         log.exception("%s: %s", type(error).__name__, error)
         return EXIT_BUG
-    finally:  # the process is ending, so a late signal must not interrupt it
+    finally:  # the process is ending, so a late signal or error must not interrupt it
+        threading.excepthook = threading.__excepthook__
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
     return 1
+
+
+def _end_process(error: threading.ExceptHookArgs) -> None:
+    """End the process for an error of one of its own threads. Those that a library has started end alone."""
+    modules = (frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.exc_traceback))
+    target = next((module for module in modules if module != "threading"), "")
+    if not target.startswith(("services.", "protocol.")):
+        threading.__excepthook__(error)
+        return
+    log.critical("%s: %s", error.exc_type.__name__, error.exc_value, exc_info=error.exc_value)
+    os._exit(EXIT_BUG)
 
 
 def _entry_point(config: ServiceConfig) -> Callable[[], int]:

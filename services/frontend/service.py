@@ -124,9 +124,10 @@ class FrontendService:
     async def run(self) -> int:
         """Serve until stopped. Return the exit status."""
         others = {asyncio.create_task(self._responses.keep_bounds())} if self._responses else set()
+        others |= {asyncio.create_task(log_load(self.engine, self._metrics)), asyncio.create_task(self._set_alarm())}
+        for task in others:
+            task.add_done_callback(_log_failure)
         connection = asyncio.create_task(self.engine.run(self._config.engines))
-        load = asyncio.create_task(log_load(self.engine, self._metrics))
-        alarm = asyncio.create_task(self._set_alarm())
         serving = asyncio.create_task(self.server.serve([self._listener]))
         await asyncio.wait({connection, serving}, return_when=asyncio.FIRST_COMPLETED)
         self.engine.drain()
@@ -141,10 +142,9 @@ class FrontendService:
             log.error("the scheduler refused this frontend: %s", error)
             return EXIT_REFUSED
         finally:
-            others |= {connection, load, alarm}
-            for task in others:
+            for task in (connection, *others):
                 task.cancel()
-            await asyncio.wait(others)
+            await asyncio.wait({connection, *others})
             self._request_log.flush()
             self._open.close()
         return 0
@@ -177,6 +177,12 @@ class FrontendService:
         while self.engine.num_open:  # noqa: ASYNC110  polled, so that the end of a request costs nothing
             await asyncio.sleep(DRAIN_INTERVAL)
         self.server.should_exit = True  # the server still writes the last bytes of each response
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    """Log the unexpected end of a task that streams do not need: ending the frontend would break them."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("a task of the frontend has failed: %s", error, exc_info=error)
 
 
 def run(config: FrontendConfig) -> int:

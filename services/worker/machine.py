@@ -12,7 +12,7 @@ MEMORY_SHARE = 0.25
 def cores() -> int:
     """Return the number of processors that this process may run on, at least 1."""
     number = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    quota = _words(_CGROUP / "cpu.max")
+    quota = _words(_CGROUP / "cpu.max") or _words(_CGROUP / "cpu/cpu.cfs_quota_us", _CGROUP / "cpu/cpu.cfs_period_us")
     if len(quota) == 2 and quota[0].isdigit():
         number = min(number, -(-int(quota[0]) // int(quota[1])))
     return max(1, number)
@@ -24,11 +24,15 @@ def free_memory() -> int:
     for line in _lines(Path("/proc/meminfo")):
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024
-    limit, used = _words(_CGROUP / "memory.max"), _words(_CGROUP / "memory.current")
-    if limit and used and limit[0].isdigit():
-        statistics = dict(line.split() for line in _lines(_CGROUP / "memory.stat"))
-        cached = sum(int(statistics.get(name, 0)) for name in ("active_file", "inactive_file"))  # given back in need
-        free = min(free, int(limit[0]) - int(used[0]) + cached)
+    # Version 2 of control groups, else version 1
+    numbers, statistics, prefix = _words(_CGROUP / "memory.max", _CGROUP / "memory.current"), "memory.stat", ""
+    if not numbers:
+        numbers = _words(_CGROUP / "memory/memory.limit_in_bytes", _CGROUP / "memory/memory.usage_in_bytes")
+        statistics, prefix = "memory/memory.stat", "total_"
+    if len(numbers) == 2 and numbers[0].isdigit():
+        found = dict(line.split() for line in _lines(_CGROUP / statistics))
+        cached = sum(int(found.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))  # given back in need
+        free = min(free, int(numbers[0]) - int(numbers[1]) + cached)
     return max(0, free)
 
 
@@ -44,6 +48,6 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-def _words(path: Path) -> list[str]:
-    lines = _lines(path)
-    return lines[0].split() if lines else []
+def _words(*paths: Path) -> list[str]:
+    """Return the words of the first line of each file."""
+    return [word for path in paths for line in _lines(path)[:1] for word in line.split()]

@@ -1,5 +1,6 @@
 """Requests that fail: status and error body of each kind of failure, and the time at which it is reported."""
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from protocol.requests import FinishReason, GenerateRequest, RequestOutputs
 from services.checkpoint import DEMO_MODEL
 from services.config import FrontendConfig
+from services.frontend import service as frontend_service
 from services.frontend.http.listener import listen
 from services.frontend.model import ServedModel
 from services.frontend.service import FrontendService
@@ -240,3 +242,18 @@ async def test_refusal_behind_a_server_that_is_not_ours_keeps_its_status(tmp_pat
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             response = await client.post(COMPLETIONS, json={"prompt": "x"})
     assert "not ready" in str(error_of(response, 503)["message"])
+
+
+async def test_a_task_beside_the_streams_that_fails_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fails(*_: object) -> None:
+        raise KeyError("steps_total")
+
+    monkeypatch.setattr(frontend_service, "log_load", fails)
+    config = FrontendConfig(model=str(DEMO_MODEL), port=0, scheduler_endpoint=f"ipc://{tmp_path}/scheduler")
+    with listen(config) as listener:
+        service = FrontendService(config, ServedModel.load(config), listener, NO_ALARM)
+        asyncio.get_running_loop().call_later(0.1, service.stop)
+        assert await service.run() == 0
+    assert "a task of the frontend has failed: 'steps_total'" in caplog.text

@@ -21,12 +21,13 @@ REFUSALS = {
     "/text": b"no such page",
     "/error": b'{"error": "unknown"}',
 }
+NOT_SERVED = b'{"error": {"message": "GET /x is not served here; /openapi.json lists all routes"}}'
 
 
 class _OtherProgram(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = "/" + self.path.split("/")[1]
-        body = ANSWERS.get(path) or REFUSALS.get(path, b"")
+        body = ANSWERS.get(path) or REFUSALS.get(path, NOT_SERVED)
         self.send_response(200 if path in ANSWERS else 404)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -96,3 +97,13 @@ def test_every_command_trusts_a_server_in_the_same_way(
     for trust in ([], ["--cacert", known], ["--insecure", "--cacert", unknown]):
         assert "certificate" not in complaint(*trust).lower()
     assert "--cacert: cannot use /no/such.pem: No such file" in complaint("--cacert", "/no/such.pem")
+
+
+@pytest.mark.parametrize("command", [["engines"], ["drain", "e"], ["replan", "--max-num-seqs", "3"]], ids=" ".join)
+def test_routes_that_a_server_does_not_have_name_the_setting(
+    other_program: str, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = run_command(capsys, *command, "--url", f"{other_program}/closed")
+    assert (done.status, done.stderr.count("\n")) == (1, 1)
+    assert "/closed does not serve /engines" in done.stderr
+    assert "it needs --enable-admin-routes" in done.stderr

@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -154,3 +155,20 @@ def test_capabilities_prints_every_combination_with_the_reason_of_a_refusal(caps
     refused = next(lines for heading, *lines in groups if heading.startswith("chunked") and "rigid" in heading)
     assert all("refused: a rigid device cannot mix" in line for line in refused)
     assert groups[0][1].endswith("works")
+
+
+def test_ctrl_c_during_the_imports_prints_no_traceback() -> None:
+    code = """
+import os, signal, sys
+from services.cli import main
+
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == "services.cli.app":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")

@@ -1,9 +1,13 @@
 """Lines of `serve` about loading, without a terminal."""
 
+import errno
+import io
+import sys
+
 import pytest
 
 from services.cli import display
-from services.cli.display import Display, TerminalDisplay
+from services.cli.display import Display, JsonDisplay, TerminalDisplay
 from services.cli.readiness import LoadingState
 
 
@@ -37,3 +41,15 @@ def test_lines_and_phases_are_shown_as_they_are_on_a_terminal(
     shown = capsys.readouterr().err
     assert "connected to [fe80::a:1]:5602, id:x:" in shown
     assert "reading [/models/x]" in shown
+
+
+class UnwritableStream(io.StringIO):
+    def write(self, _: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("kind", [Display, JsonDisplay, TerminalDisplay])
+def test_output_that_cannot_be_written_ends_nothing(kind: type[Display], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`serve 2>&1 | tee log`: Ctrl-C ends tee, and open streams still finish."""
+    monkeypatch.setattr(sys, "stderr", UnwritableStream())
+    kind().line("frontend | draining")

@@ -74,6 +74,8 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("serve", DEMO, "--speculative-config", DRAFTER), "--speculative-config: no such model directory: /no/such"),
     (("serve", DEMO, "--kv-cache-memory-bytes", "1k"), "1000 bytes hold no KV block; one takes"),
     (("serve", DEMO, "--uds", "{yaml}"), "--uds: {yaml} is a file; give a path that a socket can have"),
+    (("serve", DEMO, "--uds", ""), "--uds: '' is no path of 1 to"),
+    (("serve", DEMO, "--uds", f"/tmp/{'x' * 120}"), "bytes, as a socket needs"),
     (("status", "http://a", "--url", "http://b"), "'http://a' contradicts --url 'http://b'"),
     (("bench", "http://a", "--url", "http://b"), "'http://a' contradicts --base-url 'http://b'"),
     (("serve", DEMO, "--otlp-traces-endpoint", "http://a:4318/v1/traces"), "grpc takes no path; set OTEL_"),

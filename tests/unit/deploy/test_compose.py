@@ -276,3 +276,10 @@ def test_vllm_has_the_same_version_everywhere() -> None:
     supported = re.search(r"^SUPPORTED = \{(.*)\}$", backend, re.MULTILINE)
     assert supported
     assert f'"{version.rpartition(".")[0]}"' in supported[1]
+
+
+def test_every_variable_of_the_files_is_documented() -> None:
+    page = (ROOT / "docs" / "deployment.md").read_text()
+    files = (ROOT / "docker-compose.yml", *(ROOT / "deploy" / "compose").glob("*.yml"))
+    names = {name for file in files for name in re.findall(r"\$\{(\w+)", file.read_text())}
+    assert {name for name in names if f"`{name}" not in page} == set()

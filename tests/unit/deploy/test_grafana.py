@@ -53,7 +53,30 @@ def test_provisioned_paths_are_those_of_the_overlay() -> None:
     assert f'job="{job["job_name"]}"' in (GRAFANA / "alerts.yml").read_text()
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian's package prometheus) is not installed")
+promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool (Debian's package prometheus) is not installed"
+)
+
+
+@promtool
+def test_a_frontend_that_is_found_no_longer_is_an_alert(tmp_path: Path) -> None:
+    """A container that has ended has no address, so there is no `up` of it that is 0."""
+    alert = {"eval_time": "5m", "alertname": "RunaheadFrontendDown"}
+    labels = {"severity": "critical", "job": "runahead"}
+    annotations = {
+        "summary": "The frontend (none is found) does not answer",
+        "description": "Its streams are broken. Read its log; `runahead status` shows whether another frontend serves.",
+    }
+    series = {"series": 'up{job="runahead", instance="10.0.0.2:8000"}', "values": "1x4 stale"}
+    expected = [{"exp_labels": labels, "exp_annotations": annotations}]
+    test = {"interval": "15s", "input_series": [series], "alert_rule_test": [{**alert, "exp_alerts": expected}]}
+    file = tmp_path / "test.yml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(GRAFANA / "alerts.yml")], "tests": [test]}))
+    done = subprocess.run(["promtool", "test", "rules", file], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@promtool
 def test_prometheus_accepts_the_alert_rules() -> None:
     done = subprocess.run(["promtool", "check", "rules", GRAFANA / "alerts.yml"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,18 @@ def test_other_files_for_the_forge_can_be_parsed():
     assert owned
     assert all((ROOT / path.lstrip("/")).exists() for path in owned)
     assert json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())["postCreateCommand"] == "make setup"
+
+
+def test_an_environment_without_pip_is_made_again(tmp_path: Path) -> None:
+    """Debian's Python makes one if its package for them is missing."""
+    for name, code in {".venv/bin/python": "exit 1", "python": 'echo "$@"'}.items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"#!/bin/sh\n{code}\n")
+        file.chmod(0o700)
+    for name in ("pyproject.toml", "deploy/constraints.txt", "deploy/model.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    command = ["make", f"--file={ROOT / 'Makefile'}", "serve", "PYTHON=./python"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "-m venv .venv" in done.stdout.splitlines()

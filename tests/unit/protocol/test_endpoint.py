@@ -5,9 +5,11 @@ import stat
 from pathlib import Path
 
 import pytest
+import zmq
 
 from protocol.security import Security
 from protocol.transport import MAX_IPC_PATH, Client, Server, check_endpoint
+from protocol.transport.endpoint import bind
 from tests.unit.protocol.peers import connect, exchange
 
 ENCRYPTED, INSECURE = Security(Path("keys")), Security(insecure=True)
@@ -116,3 +118,15 @@ def test_port_0_becomes_a_free_port() -> None:
 def test_client_refuses_an_invalid_endpoint() -> None:
     with pytest.raises(ValueError, match="is not an endpoint"):
         Client("http://127.0.0.1:8000")
+
+
+def test_a_file_is_not_replaced_by_a_socket(tmp_path: Path) -> None:
+    file = tmp_path / "notes"
+    file.write_text("text")
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.ROUTER) as socket,
+        pytest.raises(OSError, match="it is no socket"),
+    ):
+        bind(socket, f"ipc://{file}")
+    assert file.read_text() == "text"

@@ -23,3 +23,19 @@ def test_cores_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, q
     unlimited = machine.cores()
     (tmp_path / "cpu.max").write_text(quota)
     assert machine.cores() == (unlimited if quota.startswith("max") else 1)
+
+
+def test_limits_of_a_container_under_version_1_of_control_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    for name, text in {
+        "memory/memory.limit_in_bytes": "1000",
+        "memory/memory.usage_in_bytes": "900",
+        "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 500\ntotal_active_file 100\n",
+        "cpu/cpu.cfs_quota_us": "50000",
+        "cpu/cpu.cfs_period_us": "100000",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert (machine.free_memory(), machine.cores()) == (700, 1)

@@ -1,0 +1,16 @@
+"""The systemd unit: it permits what `serve` needs."""
+
+import os
+from pathlib import Path
+
+UNIT = (Path(__file__).parents[3] / "deploy/systemd/runahead.service").read_text().splitlines()
+
+
+def test_the_unit_permits_models_of_the_hub_and_several_ranks() -> None:
+    """Only the cache directory can be written. Gloo lists the addresses of the machine by netlink."""
+    settings = dict(line.split("=", 1) for line in UNIT if "=" in line and not line.startswith("#"))
+    (environment,) = (line for line in UNIT if line.startswith("Environment="))
+    variables = dict(item.split("=", 1) for item in environment.partition("=")[2].split())
+    cache = f"%C/{settings['CacheDirectory']}"
+    assert os.path.commonpath([cache, variables["HF_HOME"]]) == cache
+    assert "AF_NETLINK" in settings["RestrictAddressFamilies"].split()
