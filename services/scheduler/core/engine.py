@@ -36,7 +36,7 @@ from services.scheduler.core.request import Request, RequestKey, arrival_of, mak
 from services.scheduler.core.results import UnknownResult, decode_result
 from services.scheduler.core.store import RequestStore
 from services.scheduler.core.suspects import GUILTY
-from services.scheduler.grammar import INLINE_MASKS, Compiler, Grammar, MaskMaker, Masks
+from services.scheduler.grammar import INLINE_MASKS, NOT_NOW, Compiler, Grammar, MaskMaker, Masks
 from services.scheduler.policies import BatchingPolicy
 
 
@@ -204,7 +204,8 @@ class EngineCore:
                 self.store.waiting.add(request)
                 return
             grammar = "the tokens delivered before do not match what the output must match"
-        self.store.end(request, request.finish_message(FinishReason.INVALID, message=grammar))
+        reason = FinishReason.REJECTED if grammar in NOT_NOW else FinishReason.INVALID
+        self.store.end(request, request.finish_message(reason, message=grammar))
 
     def on_masks(self, ticket: int, masks: Masks) -> None:
         """Take the masks of a request that a `MaskMaker` has made."""

@@ -11,5 +11,5 @@ The core depends on `Grammar`, `Compiler` and `MaskMaker` alone. The implementat
     limits.py       every limit, with its unit
 """
 
-from services.scheduler.grammar.base import Compiler, Grammar, MaskMaker
+from services.scheduler.grammar.base import NOT_NOW, Compiler, Grammar, MaskMaker
 from services.scheduler.grammar.masks import INLINE_MASKS, InlineMaskMaker, Masks

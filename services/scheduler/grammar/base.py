@@ -7,6 +7,11 @@ from numpy.typing import NDArray
 
 from protocol.sampling import StructuredOutputParams
 
+OVERLOADED = "too many grammars are waiting to be compiled; try again later"
+UNABLE = "the server cannot compile grammars at the moment; try again later"
+NOT_NOW = frozenset({OVERLOADED, UNABLE})
+"""Results of a compilation that say nothing about the grammar."""
+
 
 class Grammar(Protocol):
     """Matching state of one request's output.

@@ -15,7 +15,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from protocol.sampling import GrammarKind, StructuredOutputParams
-from services.scheduler.grammar.base import Grammar
+from services.scheduler.grammar.base import OVERLOADED, UNABLE, Grammar
 from services.scheduler.grammar.cache import CompiledGrammar, GrammarCache, Key
 from services.scheduler.grammar.errors import from_library, too_complex
 from services.scheduler.grammar.limits import CACHE_BYTES, MAX_WAITING, NUM_THREADS, WAITING_SECONDS, parser_limits
@@ -30,7 +30,6 @@ from services.scheduler.grammar.whitespace import Whitespace
 log = logging.getLogger("runahead.scheduler.grammar")
 
 _JSON = (GrammarKind.JSON, GrammarKind.JSON_OBJECT)
-OVERLOADED = "too many grammars are waiting to be compiled; try again later"
 SHUT_DOWN = "the engine is shutting down"
 
 
@@ -273,7 +272,7 @@ class _CompileThread:
                 self._process = TrialProcess(self._compiler.trial_setup())
         except (TrialEnded, OSError) as error:
             log.error("no grammar can be compiled: %s", error)
-            return "the server cannot compile grammars at the moment; try again later"
+            return UNABLE
         if self._killed.is_set():
             return SHUT_DOWN
         try:

@@ -15,6 +15,9 @@ LEAST = StepBudget(1, 1)
 """One token of the first request: certain progress within every limit."""
 
 
+_PLAIN = {int, type(None)}
+
+
 class GuardedPolicy:
     """A policy whose exceptions and impossible answers are replaced by the least that makes progress."""
 
@@ -79,7 +82,8 @@ class GuardedPolicy:
 
 
 def _are_whole(*numbers: int | None) -> bool:
-    return all(number is None or isinstance(number, Integral) for number in numbers)
+    plain = _PLAIN.issuperset(map(type, numbers))  # faster by far, and enough in nearly every step
+    return plain or all(number is None or isinstance(number, Integral) for number in numbers)
 
 
 def _is_subset(rows: object, view: SchedulerView) -> bool:

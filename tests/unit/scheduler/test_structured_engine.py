@@ -15,6 +15,7 @@ from services.config import SchedulerConfig
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.results import UnknownResult
+from services.scheduler.grammar.base import OVERLOADED
 from services.scheduler.policies import ChunkedPolicy
 from services.scheduler.service import Service
 from tests.simulation.grammar import Compilation
@@ -115,6 +116,15 @@ def test_its_order_is_that_of_its_arrival() -> None:
     core.add(0, generate([2], number=1))
     core.on_grammar(1, Counting())
     assert [request.number for request in core.store.waiting] == [0, 1]
+
+
+def test_request_may_be_sent_again_if_its_grammar_was_not_tried() -> None:
+    core = engine()
+    for number, error in enumerate((OVERLOADED, "it is no grammar")):
+        core.add(0, generate([1], number=number, structured=COUNTING))
+        core.on_grammar(number + 1, error)
+    ends = [(finish.reason, finish.message) for finish in finishes(core)]
+    assert ends == [(FinishReason.REJECTED, OVERLOADED), (FinishReason.INVALID, "it is no grammar")]
 
 
 def test_replayed_tokens_advance_the_grammar_or_end_the_request() -> None:

@@ -19,8 +19,9 @@ from services.helper_process import HelperProcess
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
 from services.scheduler.grammar import compiler as compiler_module
+from services.scheduler.grammar.base import OVERLOADED
 from services.scheduler.grammar.cache import CompiledGrammar, GrammarCache
-from services.scheduler.grammar.compiler import OVERLOADED, GrammarCompiler
+from services.scheduler.grammar.compiler import GrammarCompiler
 from services.scheduler.grammar.trial.child import FAILPOINT
 from services.scheduler.policies import ChunkedPolicy
 from tests.unit.scheduler.grammar.support import (
