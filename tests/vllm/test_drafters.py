@@ -117,7 +117,6 @@ def test_request_continues_in_the_next_epoch(worker: VllmWorker, plain: list[Vll
 
 def test_model_that_drafts_for_itself_is_always_right(worker: VllmWorker) -> None:
     """Every position of the draft model is computed from the right tokens and blocks."""
-    assert worker.speculation is not None
     if worker.speculation.method != "draft_model":
         pytest.skip("a head is not the model")
     requests = [VllmStream(prompt_of(n, 20 + 30 * n), GREEDY) for n in range(5)]

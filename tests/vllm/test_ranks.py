@@ -109,7 +109,6 @@ class VllmCluster:
     def kill(self) -> None:
         self.scheduler.kill()
         self.scheduler.wait()
-        assert self.scheduler.stderr is not None
         self.scheduler.stderr.close()
         for process in self.workers:
             process.kill()

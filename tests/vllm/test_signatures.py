@@ -116,7 +116,6 @@ def fields(owner: type) -> set[str]:
 
 def bind(use: Use, target: Callable[..., object]) -> None:
     """Raises: TypeError, if the target does not take the arguments of the call"""
-    assert use.call is not None
     if any(isinstance(each, ast.Starred) for each in use.call.args):
         return
     keywords = {each.arg: None for each in use.call.keywords if each.arg is not None}

@@ -118,11 +118,9 @@ class SseClient:
             elif isinstance(event, h11.Data):
                 chunk += event.data
                 if event.chunk_end or self._version == "1.0":
-                    assert self.answer is not None
                     self.answer.chunks.append(chunk)
                     return chunk
             elif isinstance(event, h11.EndOfMessage):
-                assert self.answer is not None
                 self.answer.is_complete = True
                 return b""
             else:

@@ -142,7 +142,6 @@ def test_required_tool_is_called(
     assert (call["type"], call["name"], call["input"]) == ("tool_use", "add", {"a": 1})
     assert answer["stop_reason"] == "tool_use"
     structured = scheduler.request().structured
-    assert structured is not None
     assert structured.kind is GrammarKind.JSON
 
 
@@ -157,7 +156,6 @@ def test_form_of_the_answer_is_enforced(
     scheduler.script(answering('{"age": 7}'))
     assert answer_of(frontend, False, **fields)["content"] == [{"type": "text", "text": '{"age": 7}'}]
     structured = scheduler.request().structured
-    assert structured is not None
     assert (structured.kind, json.loads(structured.text)) == (GrammarKind.JSON, SCHEMA)
 
 

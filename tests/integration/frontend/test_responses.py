@@ -77,7 +77,6 @@ def test_answer(frontend: Frontend, scheduler: ScriptedScheduler, stream: bool) 
     Response.model_validate(answer.model_dump(), strict=True)
     request = scheduler.request()
     assert (answer.status, answer.output_text, answer.id[:5]) == ("completed", "Grüße, 世界", "resp_")
-    assert answer.usage is not None
     assert answer.usage.input_tokens == len(unpack(request.token_ids))
     assert answer.usage.input_tokens_details.cached_tokens == 2
     assert answer.usage.output_tokens == len(ids_of("Grüße, 世界"))
@@ -103,7 +102,6 @@ def test_answer_that_the_length_limit_cut_off_is_incomplete(
     scheduler.script(answering("one two", reason=FinishReason.LENGTH))
     answer = answer_of(frontend, stream)
     assert (answer.status, answer.output[0].status) == ("incomplete", "incomplete")
-    assert answer.incomplete_details is not None
     assert answer.incomplete_details.reason == "max_output_tokens"
 
 
@@ -124,7 +122,6 @@ def test_required_tool_is_called(frontend: Frontend, scheduler: ScriptedSchedule
     assert call.type == "function_call"
     assert (call.name, call.arguments, call.status) == ("add", '{"a": 1}', "completed")
     structured = scheduler.request().structured
-    assert structured is not None
     assert structured.kind is GrammarKind.JSON
 
 
@@ -137,7 +134,6 @@ def test_reasoning_text_and_calls_are_items() -> None:
             assert [item.type for item in answer.output] == ["reasoning", "message", "function_call", "function_call"]
             assert [text_of(item) for item in answer.output] == ["Hm.", "Sure.", '{"a": 1}', '{"a": 1}']
             assert len({item.id for item in answer.output}) == 4
-            assert answer.usage is not None
             assert answer.usage.output_tokens_details.reasoning_tokens == len(ids_of("Hm."))
 
 
@@ -148,7 +144,6 @@ def test_text_format_is_a_grammar(frontend: Frontend, scheduler: ScriptedSchedul
     answer = answer_of(frontend, False, text={"format": {"type": kind, **schema}})
     assert answer.output_text == "{}"
     structured = scheduler.request().structured
-    assert structured is not None
     assert structured.kind is (GrammarKind.JSON if schema else GrammarKind.JSON_OBJECT)
 
 

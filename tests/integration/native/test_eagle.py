@@ -49,7 +49,6 @@ def eagle(k: int = K, threads: int = 1, **changes: int) -> RunnerDriver:
 def record(driver: RunnerDriver, monkeypatch: pytest.MonkeyPatch) -> Drafted:
     """Everything that the drafter proposes from now on."""
     proposer, proposed = driver.epoch.proposer, {}
-    assert proposer is not None
     propose: Callable[[Advance, int], I32] = proposer.propose
 
     def recorded_propose(advance: Advance, k: int) -> I32:

@@ -56,7 +56,6 @@ def test_blocks_are_rows_of_the_file_in_the_order_of_the_tensor(tmp_path: Path) 
     checkpoint = open_checkpoint(family.path)
     name, shape = "model.layers.1.self_attn.q_proj.weight", (64, 64)
     blocks = checkpoint.blocks(name, shape, (slice(4, 12), slice(32, 64)))
-    assert blocks is not None
     assert (blocks.kind, blocks.rows.shape, blocks.rows.dtype) == ("Q4_0", (8, 18), torch.uint8)
     factors = blocks.rows[:, :2].contiguous().view(torch.float16).float()
     nibbles = torch.cat([blocks.rows[:, 2:] & 15, blocks.rows[:, 2:] >> 4], dim=1).float() - 8

@@ -98,7 +98,6 @@ def test_nothing_that_a_process_has_started_survives_it() -> None:
     inner = f"{sleeps}; print(p.pid, flush=True); p.wait()"
     outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"
     with subprocess.Popen([sys.executable, "-c", outer], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         sleeper = Path("/proc") / process.stdout.readline().strip()
         assert sleeper.is_dir()
         kill_tree(process.pid)

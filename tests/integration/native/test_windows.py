@@ -49,7 +49,6 @@ class PoisonedSteps(LocalSteps):
 
     @torch.inference_mode()
     def launch(self, plan: SchedulerOutput) -> None:
-        assert self.driver is not None
         pool, cache = self.driver.core.epoch.kv.pool, self.cache
         free = torch.tensor([block for block, refs in enumerate(pool.refs) if not refs])
         cache.keys[:, free] = cache.values[:, free] = torch.nan

@@ -68,7 +68,6 @@ class SecuredEngine:
         while self.frontend.state is before:
             self.frontend.receive()
         state = self.frontend.state
-        assert state is not None
         assert state.stats["epochs_lost_total"] == 0
         assert [process.poll() for process in (self.running.scheduler, *self.running.workers)] == [None] * 3
 

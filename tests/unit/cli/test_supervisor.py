@@ -195,7 +195,6 @@ class SupervisedChildren:
 
     @property
     def failure(self) -> str:
-        assert self.supervisor.failure is not None
         return self.supervisor.failure.describe_end()
 
 
@@ -458,7 +457,6 @@ def test_children_end_with_a_killed_parent(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", PARENT, DYING_WITH_PARENT], stdout=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout is not None
         word, pid = process.stdout.readline().split()
         assert word == "up"
         process.kill()

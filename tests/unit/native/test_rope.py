@@ -56,6 +56,5 @@ def test_which_of_two_values_counts() -> None:
 def test_dimensions_that_are_not_rotated_stand_behind_the_rotated_ones_of_each_half() -> None:
     raw = {"partial_rotary_factor": 0.5, "max_position_embeddings": LONGEST}
     order = head_order(read_rope(ConfigReader(raw), 8), 8)
-    assert order is not None
     assert order.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
     assert head_order(None, 8) is None

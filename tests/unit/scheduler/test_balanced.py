@@ -71,7 +71,6 @@ class Pipeline:
         for _ in range(size):
             self.add(8, output)
         step = self.form()
-        assert step is not None
         assert len(step.slots) == size
         self.epoch.policy = policy
 

@@ -47,7 +47,6 @@ def test_a_repeated_result_is_refused_and_the_first_one_stays() -> None:
     queue.deliver(result(1))
     assert queue.pop() is not None
     last = queue.pop()
-    assert last is not None
     assert last[1].token_ids == b"first"
     assert not queue.deliver(result(2)), "its step has left"
 

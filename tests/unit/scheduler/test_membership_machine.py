@@ -156,7 +156,6 @@ class GroupMachine(RuleBasedStateMachine):
                     assert peers == [member.peer for member in self.group.roster.ranks]
                     self.in_effect, self.last_epoch, self.requests_wait = action, epoch, False
                 case Ended(epoch=epoch):
-                    assert self.in_effect is not None
                     assert self.in_effect.epoch == epoch
                     self.in_effect, self.requests_wait = None, True
                 case FailRequests():

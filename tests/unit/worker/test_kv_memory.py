@@ -93,7 +93,6 @@ def test_the_next_process_finds_data_and_names(kept: OneMemory) -> None:
     memory = begun(kept)
     data = np.frombuffer(memory.take(BLOCKS * BLOCK_BYTES), np.uint8)
     data[:] = 9
-    assert memory.names is not None
     memory.names.follow(ReleaseSlots(1, b"", named(3, 1)))
     pins = KeepPins(1, BLOCK_SIZE, [KeptPin("one", "owner", bytes(NAME_BYTES) * 2)])
     memory.pins = pins
@@ -111,7 +110,6 @@ def test_the_next_process_finds_data_and_names(kept: OneMemory) -> None:
 @pytest.mark.parametrize("identity", ["model", "another model"])
 def test_a_cache_of_another_kind_or_size_is_dropped(kept: OneMemory, identity: str) -> None:
     memory = begun(kept)
-    assert memory.names is not None
     memory.names.follow(ReleaseSlots(1, b"", named(3)))
     more = begun(kept, identity, BLOCKS + 1)
     assert more.held() is None

@@ -113,7 +113,6 @@ def test_messages_of_one_step_are_joined() -> None:
     assert joined([]) is None
     assert joined([grammar(1, 4)]) == grammar(1, 4)
     message = joined([grammar(1, 4, counts=[3]), grammar(1, 7, 8)])
-    assert message is not None
     assert message.slots == pack([4, 7, 8])
     assert message.counts == pack([3, 1, 1])
     assert np.frombuffer(message.bitmask, np.int32).tolist() == [10, 11, 12, 10, 11]

@@ -61,7 +61,6 @@ class Rank:
     def follow(self, *blocks: int) -> None:
         """These blocks became whole; each has its number as name."""
         whole = NamedBlocks.from_lists(blocks, [name(block) for block in blocks])
-        assert self.memory.names is not None
         self.memory.names.follow(ReleaseSlots(1, b"", whole))
         self.transfers.follow(whole)
 
@@ -148,9 +147,7 @@ def test_a_block_that_is_filled_has_no_name(rank: Rank) -> None:
     rank.follow(1, 2)
     rank.load(1, {1: 2})
     assert rank.answer().count in (0, 1)
-    assert rank.memory.names is not None
     held = rank.memory.names.held()
-    assert held is not None
     assert [block for block, _ in held.pairs()] == [2]
 
 
@@ -188,7 +185,6 @@ def test_a_dropped_block_is_neither_read_nor_written_again(rank: Rank) -> None:
     rank.tier.before_put = waits
     rank.follow(3)
     assert reached.wait(10)
-    assert rank.memory.names is not None
     rank.memory.names.forget([name(2), name(3)])
     rank.transfers.drop(drop(1, 2, 3))
     rank.load(2, {5: 1, 6: 2})

@@ -169,7 +169,6 @@ class PlacementMachine(RuleBasedStateMachine):
         key = sorted(self.engine_of)[index % len(self.engine_of)]
         assert self.core.prefilled(-1) is None
         move = self.core.prefilled(key)
-        assert move is not None
         assert (move.source, move.reason) == (self.engine_of[key], Reason.PREFILLED)
         model, ready = self.identity_of[key], Condition.READY
         roles = {

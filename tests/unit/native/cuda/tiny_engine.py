@@ -65,7 +65,6 @@ class TinyEngine:
         planned = Rows(slots, slots, starts, counts, samples, np.zeros(len(rows), np.int32))
         self.forward.lay_out(planned, self.history)
         logits = self.forward.run()
-        assert logits is not None
         self.logits = logits.clone()
         sampled = self.sampler.sample(logits, slots[samples], planned.ends[samples], grammar)
         self.history.append(slots[samples], planned.ends[samples], sampled.ids)

@@ -38,11 +38,9 @@ def choice(name: str, **more: object) -> ToolChoice:
 @pytest.mark.parametrize("name", CALLS)
 def test_answer_is_content_of_the_form_or_calls(compiler: CompilerClient, name: str) -> None:
     tools = choice(name, response_format=NUMBER)
-    assert tools.grammar is not None
     assert tools.grammar.kind is GrammarKind.STRUCTURAL_TAG
 
     def is_allowed(text: str) -> bool:
-        assert tools.grammar is not None
         return matches(compiler.grammar(tools.grammar.kind, tools.grammar.text), text)
 
     assert is_allowed("42")
@@ -74,7 +72,6 @@ def test_answer_is_content_of_the_form_or_calls(compiler: CompilerClient, name: 
 )
 def test_forms_of_content(compiler: CompilerClient, form: dict[str, object], good: str, bad: str) -> None:
     grammar = choice("hermes", **form).grammar
-    assert grammar is not None
     assert matches(compiler.grammar(grammar.kind, grammar.text), good)
     assert matches(compiler.grammar(grammar.kind, grammar.text), CALLS["hermes"])
     assert not matches(compiler.grammar(grammar.kind, grammar.text), bad)

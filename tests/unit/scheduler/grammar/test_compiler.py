@@ -236,7 +236,6 @@ def test_trial_process_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch) -> 
     parent = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": "."}
     )
-    assert parent.stdout is not None
     child = psutil.Process(int(parent.stdout.readline()))
     parent.send_signal(signal.SIGKILL)
     parent.wait()
