@@ -240,3 +240,9 @@ async def test_refusal_behind_a_server_that_is_not_ours_keeps_its_status(tmp_pat
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             response = await client.post(COMPLETIONS, json={"prompt": "x"})
     assert "not ready" in str(error_of(response, 503)["message"])
+
+
+def test_settings_of_a_replan_that_are_nested_too_deeply_are_refused() -> None:
+    with scripted(enable_admin_routes=True) as (frontend, _):
+        refused = httpx.post(f"{frontend.url}/engines/replan", content="[" * 100_000, timeout=PATIENCE)
+        assert refused.status_code == 400, refused.text
