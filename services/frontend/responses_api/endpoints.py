@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 import msgspec
 from fastapi import APIRouter, Path, Query
@@ -92,11 +92,28 @@ async def delete(http: HTTPRequest, context: Context, id: ResponseId) -> Deleted
 
 
 @router.get("/{id}/input_items", summary="Items of the request of a stored response", responses=_STORED)
-async def list_input_items(http: HTTPRequest, context: Context, id: ResponseId) -> InputItemList:
+async def list_input_items(
+    http: HTTPRequest,
+    context: Context,
+    id: ResponseId,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: Annotated[str | None, Query(max_length=512)] = None,
+) -> InputItemList:
+    """The latest item is first, unless `order` is asc; the items behind the one with the id `after`."""
     items = _found(http, context, id).given()
     written = [item.model_dump(mode="json", exclude_none=True) for item in items]
-    data = [{"id": f"{id}_{number}", **item} for number, item in enumerate(written)]
-    return {"object": "list", "data": data, "first_id": data[0]["id"], "last_id": data[-1]["id"], "has_more": False}
+    data = [{**item, "id": f"{id}_{number}"} for number, item in enumerate(written)]
+    if order == "desc":
+        data.reverse()
+    if after is not None:
+        ids = [item["id"] for item in data]
+        if after not in ids:
+            raise invalid("after: this response has no such item", "after")
+        data = data[ids.index(after) + 1 :]
+    page = data[:limit]
+    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    return {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": len(data) > limit}
 
 
 def _found(http: HTTPRequest, context: AppContext, id: str, param: str | None = None) -> StoredResponse:

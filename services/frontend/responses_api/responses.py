@@ -96,6 +96,6 @@ class DeletedResponse(TypedDict):
 class InputItemList(TypedDict):
     object: Literal["list"]
     data: list[dict[str, Any]]
-    first_id: str
-    last_id: str
+    first_id: str | None
+    last_id: str | None
     has_more: bool

@@ -14,6 +14,7 @@ from services.frontend.context import Context
 from services.frontend.engine.client import MoveEntry
 from services.frontend.engine.replan import ReplanStatus
 from services.frontend.errors import APIError
+from services.frontend.openai.parameters.body import decoded
 from services.frontend.openapi import GUARDED, errors
 
 router = APIRouter(responses=errors(400, *GUARDED, 503))
@@ -178,12 +179,7 @@ async def replan(
     drain_timeout: Annotated[float, Query(ge=0, le=86400)] = 60.0,
 ) -> ReplanStatus:
     """The body is an object with names and values of settings, such as {"tensor_parallel_size": "2"}."""
-    try:
-        settings = await http.json()
-    except ValueError:
-        settings = None
-    if not isinstance(settings, dict):
-        raise APIError(400, "the body must be an object with names and values of settings")
+    settings = decoded(await http.body())
     await context.replans.begin({name: str(value) for name, value in settings.items()}, timeout, drain_timeout)
     return await replan_status(context)
 

@@ -39,6 +39,8 @@ class HarmonyParser(ToolParser):
             return ""
         channel = _NAME_OF_CHANNEL.match(header.rpartition(_CHANNEL)[2])
         if (recipient := _RECIPIENT.search(header)) is not None:
+            if self._max_calls == 0:
+                return (yield from pass_until(buffer, _ENDS, lambda _: None))
             buffer.keep(MAX_HELD)
             yield from self._attempt(self._calls(recipient[1]))
             return (yield from pass_until(buffer, _ENDS, self._after_call))

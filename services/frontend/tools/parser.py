@@ -53,7 +53,7 @@ class ToolParser(ABC):
         Args:
             names: the tools that may be called.
             eager: return a call before it is complete.
-            max_calls: calls beyond this number are dropped.
+            max_calls: calls beyond this number are dropped. 0, for answers without calls: also incomplete ones.
             parameters: JSON schema of each tool's arguments, for formats that write values without their types.
         """
         self._parameters = parameters or {}

@@ -1,6 +1,7 @@
 """Requests that fail: status and error body of each kind of failure, and the time at which it is reported."""
 
 import asyncio
+import gzip
 import json
 from pathlib import Path
 
@@ -257,3 +258,15 @@ async def test_a_task_beside_the_streams_that_fails_is_logged(
         asyncio.get_running_loop().call_later(0.1, service.stop)
         assert await service.run() == 0
     assert "a task of the frontend has failed: 'steps_total'" in caplog.text
+
+
+def test_settings_of_a_replan_that_are_nested_too_deeply_are_refused() -> None:
+    with scripted(enable_admin_routes=True) as (frontend, _):
+        refused = httpx.post(f"{frontend.url}/engines/replan", content="[" * 100_000, timeout=PATIENCE)
+        assert refused.status_code == 400, refused.text
+
+
+def test_compressed_body_is_refused_by_name(frontend: Frontend) -> None:
+    body, headers = gzip.compress(b'{"prompt": "x"}'), {"content-encoding": "gzip"}
+    refused = httpx.post(f"{frontend.url}{COMPLETIONS}", content=body, headers=headers, timeout=PATIENCE)
+    assert "gzip" in error_of(refused, 415)["message"]

@@ -200,6 +200,22 @@ def test_stored_response_is_continued(frontend: Frontend, scheduler: ScriptedSch
         responses.retrieve(third.id)
 
 
+def test_pages_of_input_items(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+    scheduler.script(answering("Hello"))
+    texts = [str(number) for number in range(45)]
+    # Ids of the client are not kept: pages are found by ids that differ
+    items: Any = [{"type": "message", "role": "user", "content": text, "id": "m"} for text in texts]
+    id, input_items = answer_of(frontend, False, input=items).id, client(frontend).responses.input_items
+    page: Any = input_items.list(id)
+    assert [item.content for item in page.data] == texts[:-21:-1]
+    assert [item.content for item in page] == texts[::-1]
+    oldest: Any = input_items.list(id, order="asc", limit=7)
+    assert [item.content for item in oldest.data] == texts[:7]
+    assert [item.content for item in oldest] == texts
+    with pytest.raises(openai.BadRequestError, match="no such item"):
+        input_items.list(id, after="m")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_response_that_is_not_stored_is_not_found(
     frontend: Frontend, scheduler: ScriptedScheduler, stream: bool

@@ -62,6 +62,8 @@ def validated(content: dict[str, Any], kind: type[B]) -> B:
 
 
 async def _read(http: HTTPRequest) -> bytes:
+    if (encoding := http.headers.get("content-encoding", "identity")) != "identity":
+        raise APIError(415, f"a body with Content-Encoding {encoding!r:.99} is not read; send it uncompressed")
     try:
         async with asyncio.timeout(BODY_SECONDS):
             return await http.body()

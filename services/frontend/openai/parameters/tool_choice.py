@@ -53,7 +53,7 @@ class ToolChoice:
         max_calls = 1 if body.parallel_tool_calls is False else None
         if not tools or given == "none":
             always = model_format if model_format is not None and model_format.is_for_all_answers else None
-            return cls(Mode.NONE, frozenset(), None, None, always)
+            return cls(Mode.NONE, frozenset(), 0, None, always)
         if given is None or given == "auto":
             if model_format is None or not auto_enabled:
                 missing = (

@@ -7,7 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.frontend.openai.answers.chat_output import AnswerParser, ChatOutput
+from services.frontend.openai.schemas.requests import ChatRequest
 from services.frontend.output_formats import TOOL_FORMATS as FORMATS
+from services.frontend.output_formats import OutputFormats
 from services.frontend.parsing.events import Arguments, CallStart, Content, ParsedEvent, Reasoning
 from services.frontend.parsing.python_reader import literal_json
 from services.frontend.parsing.text_buffer import ParseError
@@ -298,6 +301,16 @@ def test_every_cut_in_two_gives_the_same_result(
 def test_reasoning_of_gpt_oss_is_that_of_the_channel_analysis() -> None:
     found = events(FORMATS["openai"], list(HARMONY))
     assert "".join(event.text for event in found if isinstance(event, Reasoning)) == "Think < hard."
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_gpt_oss_makes_no_calls_without_a_choice_of_tools(eager: bool) -> None:
+    body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "Hi"}], "tool_choice": "none"})
+    output = ChatOutput.from_body(body, OutputFormats(FORMATS["openai"]))
+    for text in (HARMONY, HARMONY.replace("}<|call|>", "<|call|>")):
+        parser = AnswerParser(output, eager)
+        assert joined(parser.push(text, is_last=True)) == ("The answer.", [])
+        assert parser.num_calls == 0  # else finish_reason is tool_calls
 
 
 @pytest.mark.parametrize(
