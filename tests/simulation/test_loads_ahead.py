@@ -39,7 +39,6 @@ def begun(world: World, num_blocks: int) -> LoadUnderWay:
 
 
 def answer(world: World, load: LoadUnderWay) -> None:
-    assert world.tier is not None
     while not load.is_over:
         world.tier.fill(load, world.names, world.worker.kv, fails=False)
     world.report_load(load)

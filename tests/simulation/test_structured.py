@@ -141,7 +141,6 @@ def test_abort_and_the_same_number_again_with_another_grammar() -> None:
 def test_preemption(state: int) -> None:
     """Its tokens in flight are delivered and advance its grammar, or are dropped and sampled again."""
     world, stream, others = deferred()
-    assert stream.request is not None
     world.preempt(stream, state)
     assert stream.request.stale_rows == (2 if state == DELIVER else 0)
     world.dispatch()
@@ -236,7 +235,6 @@ def test_a_grammar_that_fails_for_a_token_that_is_delivered_late() -> None:
     bad = world.add(prompt_of(8), params(20, eos=False), structured=structured(1, fails_after=1))
     world.compiled()
     world.dispatch()
-    assert bad.request is not None
     world.preempt(bad)
     urgent = world.add([1], params(2, eos=False), priority=-1)
     world.drain()
@@ -295,7 +293,6 @@ def test_chunks_of_a_displaced_request_are_dropped_when_it_was_aborted() -> None
     scored = msgspec.structs.replace(params(2, eos=False), prompt_logprobs=1)
     stream = world.add(prompt_of(60), scored)
     world.dispatch()
-    assert stream.request is not None
     world.add([1], params(2, eos=False), priority=-1)
     world.complete()
     world.dispatch()

@@ -18,7 +18,6 @@ def lose_workers(world: World, policy: BatchingPolicy | None = None) -> None:
 
 def in_flight(world: World, stream: SimulatedStream) -> bool:
     request = stream.request
-    assert request is not None
     named = {slot for step in world.engine.queue.steps for slot in step.slots.tolist()}
     return not request.finished and request.slot in named
 

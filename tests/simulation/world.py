@@ -801,7 +801,6 @@ class World:
         columns = (step.slots, step.starts, step.counts, step.samples, step.drafts)
         rows = [column.tolist() for column in columns]
         for stream, slot, start, count, samples, drafts in zip(streams, *rows, strict=True):
-            assert stream.request is not None
             if slot in entering and not stream.request.reads_prefix_cache:
                 assert start == 0, f"{stream.number} must read no prefix cache"
             stream.hit = start if not stream.steps else stream.hit

@@ -53,7 +53,6 @@ def serving(*arguments: str, **environment: str) -> Iterator[WebServer]:
             stdout=subprocess.PIPE,
             text=True,
         )
-        assert process.stdout is not None
         try:
             match = re.search(r"Page: (\S+/) ", process.stdout.readline())
             assert match, "the server did not start"

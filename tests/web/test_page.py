@@ -55,7 +55,6 @@ def click_a_step(page: Page, y: float) -> int:
     """Click into the canvas, on a step of the row at `y` pixels. Return its number."""
     canvas, title = page.locator("#timeline"), page.locator("#detail-title")
     box = canvas.bounding_box()
-    assert box is not None
     for share in (0.80, 0.75, 0.70, 0.65, 0.60, 0.55, 0.50):  # a rank may wait where one clicks
         canvas.click(position={"x": share * box["width"], "y": y})
         if (match := re.fullmatch(r"Step (\d+) of epoch 1", title.inner_text())) is not None:

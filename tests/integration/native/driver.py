@@ -284,7 +284,6 @@ class RunnerDriver:
     def collect(self, launched: Launched) -> ModelRunnerOutput:
         """Reads a step; tokens go to their requests."""
         result = launched.output.get()
-        assert result is not None
         self.logits.append(launched.logits())
         by_slot = {request.slot: request for request, _ in launched.rows}
         tokens = iter(ints(result.token_ids))

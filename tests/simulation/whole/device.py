@@ -185,7 +185,6 @@ class SimulatedDevice:
 
     def init_kv_cache(self, init: InitializeCache) -> None:
         a = self._assignment
-        assert a is not None
         limits = Limits(
             a.num_slots // 2,
             a.max_num_batched_tokens,
@@ -215,7 +214,6 @@ class SimulatedDevice:
 
     def execute_model(self, step: SchedulerOutput) -> None:
         a = self._assignment
-        assert a is not None
         if step.step_id == 0:
             self._in_canary = True
             self._together("canary", 0, a.world_size)
@@ -321,7 +319,6 @@ class SimulatedDevice:
         """Wait until `size` ranks have reached this. Raises: RanksLost"""
         self._hang_perhaps()
         a = self._assignment
-        assert a is not None
         if size == 1:
             return
         meeting = self._collectives.meet((a.epoch, operation, step), a.rank)

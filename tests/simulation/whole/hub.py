@@ -259,7 +259,6 @@ class HubThread:
         return self._thread is not None and not self._thread.ended
 
     def join(self, timeout: float | None = None) -> None:
-        assert self._thread is not None
         if self.is_alive():
             self._hub.wait((self._thread.joiners,), timeout)
 

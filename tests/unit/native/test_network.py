@@ -82,7 +82,6 @@ def test_routing(implementation: str, normalised: bool) -> None:
     """Rows of one expert lie together; equal logits choose the lowest number; a row alone has the same bits."""
     torch.manual_seed(0)
     routing, logits = network(implementation).routing, torch.randn(40, 6)
-    assert routing is not None
     logits[3] = 0.5
     routed = routing.route(logits, 2, normalised)
     chances = logits.softmax(1)

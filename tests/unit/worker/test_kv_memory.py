@@ -101,7 +101,6 @@ def test_the_next_process_finds_data_and_names(kept: OneMemory) -> None:
     assert blocks_of(after.held()) == [3, 1]
     assert after.begin("model", BLOCK_SIZE, BLOCKS - 2, BLOCK_BYTES) == BLOCKS, "more than the group uses"
     assert bytes(after.take(BLOCKS * BLOCK_BYTES)) == data.tobytes()
-    assert after.names is not None
     assert after.pins == pins
     after.names.follow(ReleaseSlots(1, b"", named(0)))
     assert blocks_of(after.held()) == [3, 1, 0], "numbers go on"

@@ -79,7 +79,6 @@ def test_forms_of_content(compiler: CompilerClient, form: dict[str, object], goo
 
 def test_one_call_at_most(compiler: CompilerClient) -> None:
     grammar = choice("hermes", response_format=NUMBER, parallel_tool_calls=False).grammar
-    assert grammar is not None
     one, _, _ = CALLS["hermes"].partition("\n<tool_call>")
     assert matches(compiler.grammar(grammar.kind, grammar.text), one)
     assert not matches(compiler.grammar(grammar.kind, grammar.text), CALLS["hermes"])
