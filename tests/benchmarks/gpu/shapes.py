@@ -81,7 +81,7 @@ class RandomCheckpoint:
         raise KeyError(name)
 
     def __contains__(self, name: str) -> bool:
-        return not any(part in name for part in ("bias", "q_norm", "k_norm", "sinks"))
+        return not any(part in name for part in ("bias", "q_norm", "k_norm", "sinks", "lm_head"))
 
     def digest(self, config: bytes) -> str:
         return "random"

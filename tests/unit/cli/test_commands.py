@@ -160,6 +160,7 @@ def test_capabilities_prints_every_combination_with_the_reason_of_a_refusal(caps
 def test_ctrl_c_during_the_imports_prints_no_traceback() -> None:
     code = """
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell inherits that it is ignored
 from services.cli import main
 
 class Interrupting:
