@@ -1,5 +1,6 @@
 """Groups of KV cache: a block table per group, memory behind windows, and prefixes that every group can serve."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -8,10 +9,14 @@ import pytest
 
 from protocol.codec import encode
 from protocol.kv_groups import NO_BLOCK, KVGroup, name_in_group
+from protocol.membership import Loaded
+from services.config import SchedulerConfig
 from services.scheduler.core.kv_cache import KVCacheManager
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import Request
+from services.scheduler.membership.sizes import fit
 from services.scheduler.policies import BalancedPolicy, ChunkedPolicy, SchedulerView
+from tests.simulation.drafts import Speculating
 from tests.simulation.faults import Fault, FaultList, assert_caught, parameters
 from tests.simulation.invariants import Checker
 from tests.simulation.test_acceptance import DEPTHS
@@ -69,6 +74,27 @@ def test_a_prompt_enters_that_only_fits_without_what_windows_hide() -> None:
     world = World(limits, 2, policy=BalancedPolicy())
     world.add(prompt_of(59), params(2, eos=False))
     world.drain()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_drafter_has_room_behind_the_chunks_of_a_window(depth: int) -> None:
+    """A request that fits without the drafter's positions stays preempted for ever."""
+    limits = Limits(4, 8, 64, 1, 4, lookahead=5, groups=(KVGroup("sliding_window", 8),))
+    least = next(blocks for blocks in range(1, 64) if replace(limits, num_blocks=blocks).kv_capacity >= 64)
+    speculating = Speculating("never", (limits.lookahead,), looks_ahead=True)
+    world = World(replace(limits, num_blocks=least), depth, speculating=speculating)
+    stream = world.add(prompt_of(40), params(6, eos=False))
+    world.drain()
+    assert len(stream.tokens) == 6
+
+
+def test_the_context_leaves_room_for_the_drafter_of_a_model_with_windows() -> None:
+    speculation = {"method": "eagle", "num_speculative_tokens": 5}
+    config = SchedulerConfig(max_num_batched_tokens=48, block_size=16, speculative_config=json.dumps(speculation))
+    for num_blocks in range(2, 32):
+        loaded = Loaded("model", 64, 256, 1, num_blocks, groups=(FULL, KVGroup("sliding_window", 33)))
+        limits = fit(config, [loaded])
+        assert limits.max_model_len <= limits.kv_capacity
 
 
 def test_a_prefix_is_a_hit_without_the_blocks_behind_its_window() -> None:

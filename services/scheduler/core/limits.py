@@ -66,8 +66,9 @@ class Limits:
         return size * bisect_right(fits, self.num_blocks, key=lambda blocks: self.most_blocks(blocks * size))
 
     def most_blocks(self, num_tokens: int) -> int:
-        """Maximum number of blocks that a request holds at once while it computes so many tokens."""
-        return most_blocks(self.groups, num_tokens, self.max_num_batched_tokens, self.block_size)
+        """Maximum number of blocks that a request holds at once while it computes so many tokens. Behind a chunk come
+        the drafter's positions."""
+        return most_blocks(self.groups, num_tokens, self.max_num_batched_tokens + self.lookahead, self.block_size)
 
     @property
     def longest(self) -> int:

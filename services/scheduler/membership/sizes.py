@@ -50,12 +50,14 @@ def fit(c: SchedulerConfig, loaded: list[Loaded], leaves_rows_out: bool = False)
             "--speculative-config: this model has recurrent states, from which rejected drafts cannot be taken back; "
             "serve it without drafts"
         )
+    s, has_stages = c.speculative_config, c.pipeline_parallel_size > 1
     sizes = Limits(
         max_num_seqs=c.max_num_seqs,
         max_num_batched_tokens=c.max_num_batched_tokens,
         max_model_len=max(rank.max_model_len for rank in loaded),
         num_blocks=num_blocks,
         block_size=c.block_size,
+        lookahead=c.num_drafts if s is not None and s.has_kv_cache else 0,
         groups=groups,
     )
     capacity = sizes.kv_capacity
@@ -69,7 +71,6 @@ def fit(c: SchedulerConfig, loaded: list[Loaded], leaves_rows_out: bool = False)
             f"--max-model-len {c.max_model_len} does not fit the KV cache of {capacity} tokens; "
             f"use --max-model-len {capacity} or more --kv-cache-memory-bytes"
         )
-    s, has_stages = c.speculative_config, c.pipeline_parallel_size > 1
     return replace(
         sizes,
         max_model_len=min(
@@ -79,7 +80,6 @@ def fit(c: SchedulerConfig, loaded: list[Loaded], leaves_rows_out: bool = False)
         ),
         enable_prefix_caching=c.enable_prefix_caching and not whole_prompts,
         stages=c.pipeline_parallel_size,
-        lookahead=c.num_drafts if s is not None and s.has_kv_cache else 0,
         drafts_in_flight=c.num_drafts * -(-c.depth // c.pipeline_parallel_size),
         leaves_rows_out=leaves_rows_out and c.batching_policy != "phased" and not (states and has_stages),
         loads_blocks=all(rank.loads_blocks for rank in loaded),
