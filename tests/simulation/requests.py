@@ -22,7 +22,8 @@ def generate(
     those of the message, and sampling parameters."""
     params = {name: fields.pop(name) for name in [*fields] if name not in _FIELDS}
     sampling = SamplingParams(**({"max_tokens": 4, "temperature": 0.0} | params))
-    return GenerateRequest(number, pack([*tokens]), len(tokens) if prompt is None else prompt, sampling, **fields)
+    length = len(tokens) if prompt is None else prompt
+    return GenerateRequest(number, pack(np.asarray(tokens, np.int32)), length, sampling, **fields)
 
 
 def request(tokens: Sequence[int] = (1, 2, 3), number: int = 0, prompt: int | None = None, **params: Any) -> Request:
