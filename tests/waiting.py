@@ -7,7 +7,7 @@ PATIENCE = 120.0
 """Seconds after which a condition that does not hold is a failure."""
 
 
-def wait_until(condition: Callable[[], object], what: str) -> None:
+def wait_until(condition: Callable[[], object], what: str = "the condition") -> None:
     deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, f"not true in time: {what}"

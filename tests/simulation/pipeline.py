@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.codec import pack, unpack
-from protocol.requests import FinishReason, GenerateRequest
-from protocol.sampling import SamplingParams
+from protocol.codec import unpack
+from protocol.requests import FinishReason
 from protocol.steps import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
 from services.scheduler.policies import BatchingPolicy
+from tests.simulation.requests import generate, plans
 from tests.simulation.results import result_of
 
 Seconds = NDArray[np.float64]
@@ -205,12 +205,11 @@ def simulate(
         while results and results[0][0] <= now:
             core.on_result(results.popleft()[1])
         _publish(core, run, now)
-        for message in core.dispatch():
-            if isinstance(message, SchedulerOutput):
-                run.steps.append(pipeline.run(message, now))
-                results.append((run.steps[-1].ended[-1], result_of(message)))
-                if keep_plans:
-                    run.plans.append(message)
+        for plan in plans(core):
+            run.steps.append(pipeline.run(plan, now))
+            results.append((run.steps[-1].ended[-1], result_of(plan)))
+            if keep_plans:
+                run.plans.append(plan)
     run.preemptions = core.store.counters["num_preemptions"]
     return run
 
@@ -218,8 +217,7 @@ def simulate(
 def _add(core: EngineCore, number: int, job: PipelineJob) -> None:
     prompt = np.full(job.prompt, 1, np.int32)
     prompt[:2] = divmod(number + 2, VOCAB)[: job.prompt] if job.prompt > 1 else number % VOCAB
-    params = SamplingParams(max_tokens=job.output, temperature=0.0)
-    core.add(0, GenerateRequest(number, pack(prompt), job.prompt, params))
+    core.add(0, generate(prompt, number, max_tokens=job.output))
 
 
 def _publish(core: EngineCore, run: PipelineRun, now: float) -> None:

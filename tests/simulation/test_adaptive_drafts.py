@@ -10,9 +10,6 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from protocol.codec import pack
-from protocol.requests import GenerateRequest
-from protocol.sampling import SamplingParams
 from services.config import SchedulerConfig
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.observer import Event, StepDispatched
@@ -31,6 +28,7 @@ from services.scheduler.what_if import History, HostCost, StepCost
 from services.scheduler.what_if.cost import MIN_STEPS
 from services.scheduler.what_if.history import RecordedRequest
 from services.scheduler.what_if.simulation import ModelledDevice, WhatIf
+from tests.simulation.requests import generate
 
 MOST, PROMPT, OUTPUT, BLOCK, VOCAB = 3, 8, 700, 16, 64
 
@@ -66,17 +64,11 @@ class Serving(NamedTuple):
 
     def run(self, drafts: int, adaptive: bool = False, directory: Path | None = None) -> "ObservedNumbers":
         """Serve two requests after one another for each row. `directory`: the run is recorded there."""
-        prompt, params = np.zeros(PROMPT, np.int32), SamplingParams(OUTPUT, temperature=0.0)
-        requests = [
-            RecordedRequest(
-                0.0,
-                1,
-                GenerateRequest(number, pack(prompt + number % VOCAB), PROMPT, params),
-                np.ones(PROMPT + OUTPUT, np.int32),
-                PROMPT + OUTPUT,
-            )
-            for number in range(2 * self.rows)
-        ]
+        tokens = np.ones(PROMPT + OUTPUT, np.int32)
+        requests = []
+        for number in range(2 * self.rows):
+            message = generate([number % VOCAB] * PROMPT, number, max_tokens=OUTPUT)
+            requests.append(RecordedRequest(0.0, 1, message, tokens, len(tokens)))
         c = self.costs
         seconds = np.array((c.step, c.row, c.row, 0.0, c.verified, c.proposed)) * 1e-3
         cost = StepCost(seconds, 0.0, MIN_STEPS, np.ones(6, np.bool_))

@@ -6,12 +6,13 @@ import pytest
 
 from protocol.membership import Loaded
 from protocol.pooling import PoolingModel
-from protocol.requests import FinishReason, GenerateRequest
+from protocol.requests import FinishReason
 from protocol.sampling import Pooling
 from services.config import SchedulerConfig
 from services.scheduler.core.limits import Limits
 from services.scheduler.membership.sizes import GroupError, fit
 from services.scheduler.policies import ChunkedPolicy
+from tests.simulation.requests import finishes, generate
 from tests.simulation.test_acceptance import DEPTHS
 from tests.simulation.world import World, params, prompt_of
 
@@ -36,9 +37,8 @@ def test_what_a_model_cannot_compute_is_refused(pools_only: bool) -> None:
     limits = LIMITS if pools_only else replace(LIMITS, pools_only=False, whole_prompts=False)
     core = World(limits, 2).engine
     kind = Pooling.NONE if pools_only else Pooling.MODEL
-    core.add(0, GenerateRequest(0, b"\1\0\0\0", 1, ONE, pooling=kind))
-    [(_, outputs)] = core.take_outputs()
-    [finish] = outputs.finished
+    core.add(0, generate([1], max_tokens=1, pooling=kind))
+    [finish] = finishes(core)
     assert finish.reason is FinishReason.INVALID
     assert ("generates no text" if pools_only else "no pooler of its own") in finish.message
 

@@ -6,18 +6,17 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from services.kv_keeper import Keeper, KeptMemory, keeping
+from tests.waiting import wait_until
 
 ONE, OTHER = b"1" * 32, b"2" * 32
 LONG = 1e6
-PATIENCE = 60.0
 
 
 @contextmanager
@@ -83,13 +82,6 @@ def found(path: Path, digest: bytes = ONE) -> bytes:
         return worker.found(digest)
 
 
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_the_next_worker_gets_what_a_killed_one_has_left(path: Path) -> None:
     with keeper(path):
         assert path.stat().st_mode & 0o777 == 0o600
@@ -124,7 +116,7 @@ def test_memory_without_a_worker_is_freed_after_some_time(path: Path) -> None:
             loads.connect()
             left(path, b"one")
             assert loads.found() == b"one", "the time does not run while a worker loads"
-        wait_until(lambda: num_kept() == 0)
+        wait_until(lambda: num_kept() == 0, "nothing is kept")
 
 
 def test_a_worker_outlives_its_keeper(path: Path) -> None:

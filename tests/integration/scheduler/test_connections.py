@@ -1,7 +1,6 @@
 """Frontends and workers that leave, over real sockets: nothing is kept of them."""
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,17 +16,10 @@ from services.scheduler.io import frontends as frontend_connections
 from services.scheduler.io import workers as worker_connections
 from services.scheduler.io.frontends import FrontendConnections
 from services.scheduler.io.workers import WorkerConnections
+from tests.waiting import wait_until as until
 
-PATIENCE = 30.0
 STATE = EngineState(EnginePhase.READY)
 OUTPUTS = RequestOutputs(pack([1]), pack([0]), pack([5]), [])
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
 
 
 class Frontends:

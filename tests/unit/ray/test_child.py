@@ -3,8 +3,6 @@
 import contextlib
 import signal
 import stat
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -15,15 +13,7 @@ from services.checkpoint import DEMO_MODEL
 from services.config import SchedulerConfig
 from services.ray.child import ServiceChild
 from services.ray.keys import KeyDirectory
-
-PATIENCE = 60.0
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+from tests.waiting import PATIENCE, wait_until
 
 
 def schedulers() -> list[psutil.Process]:
@@ -43,19 +33,19 @@ def config(directory: Path, **changes: object) -> SchedulerConfig:
 def test_a_service_is_started_again_and_stopped_in_order(tmp_path: Path) -> None:
     child = ServiceChild(SERVER, config(tmp_path), tmp_path)
     assert stat.S_IMODE((tmp_path / "scheduler.json").stat().st_mode) == 0o600
-    wait_until((tmp_path / "c").exists)
+    wait_until((tmp_path / "c").exists, "the socket exists")
     (first,) = schedulers()
     first.send_signal(signal.SIGKILL)
-    wait_until(lambda: schedulers() not in ([], [first]))
+    wait_until(lambda: schedulers() not in ([], [first]), "another scheduler runs")
     assert child.failure == ""
-    wait_until(lambda: psutil.Process(schedulers()[0].pid).num_threads() > 1)
+    wait_until(lambda: psutil.Process(schedulers()[0].pid).num_threads() > 1, "it serves")
     child.stop(PATIENCE)
     assert (schedulers(), child.failure) == ([], "")
 
 
 def test_a_service_that_cannot_start_has_failed_with_the_reason(tmp_path: Path) -> None:
     child = ServiceChild(SERVER, config(tmp_path, client_endpoint="tcp://10.1.2.3:1"), tmp_path)
-    wait_until(lambda: child.failure)
+    wait_until(lambda: child.failure, "the failure is known")
     assert child.failure.startswith("scheduler exited with status 1: --client-endpoint: tcp://10.1.2.3:1: ")
 
 

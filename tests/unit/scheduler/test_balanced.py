@@ -7,7 +7,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from protocol.sampling import SamplingParams
 from services.scheduler.core.apply import ResultApplier
 from services.scheduler.core.epoch import EpochState
 from services.scheduler.core.ledger import InflightStep
@@ -18,6 +17,7 @@ from services.scheduler.core.request import Request
 from services.scheduler.core.store import RequestStore
 from services.scheduler.policies import BalancedPolicy, ChunkedPolicy, StepBudget
 from services.scheduler.policies.balanced import MIN_CHUNK
+from tests.simulation.requests import request
 from tests.simulation.results import one_token_each
 
 
@@ -35,12 +35,10 @@ class Pipeline:
         self._requests = 0
 
     def add(self, prompt: int, output: int = 1000) -> Request:
-        tokens = np.full(prompt, self._requests + 1, np.int32)
-        params = SamplingParams(max_tokens=output, temperature=0.0)
-        request = Request(0, self._requests, tokens, prompt, params, self._requests)
+        added = request([self._requests + 1] * prompt, self._requests, max_tokens=output)
         self._requests += 1
-        self.store.waiting.add(request)
-        return request
+        self.store.waiting.add(added)
+        return added
 
     def budget(self) -> StepBudget:
         return self.epoch.policy.begin(self.epoch.view(self.store.waiting))

@@ -2,31 +2,20 @@
 
 import pytest
 
-from protocol.codec import pack, unpack
-from protocol.requests import MAX_PRIORITY, Finish, FinishReason, GenerateRequest
-from protocol.sampling import SamplingParams
-from protocol.steps import ModelRunnerOutput, SchedulerOutput
+from protocol.codec import unpack
+from protocol.requests import MAX_PRIORITY, FinishReason, GenerateRequest
 from services.scheduler.core import plan
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
 from services.scheduler.policies import ChunkedPolicy
+from tests.simulation.requests import finishes, generate, plans
+from tests.simulation.results import result_of
 
 LIMITS = Limits(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=32, num_blocks=6, block_size=4)
 
 
 def engine(**sizes: int) -> EngineCore:
     return EngineCore(LIMITS, ChunkedPolicy(), depth=2, vocab_size=50, **sizes)
-
-
-def generate(
-    tokens: list[int], prompt: int | None = None, number: int = 0, priority: int = 0, **params: object
-) -> GenerateRequest:
-    sampling = SamplingParams(**({"max_tokens": 4} | params))  # type: ignore[arg-type]
-    return GenerateRequest(number, pack(tokens), len(tokens) if prompt is None else prompt, sampling, priority)
-
-
-def finishes(core: EngineCore) -> list[Finish]:
-    return [finish for _, outputs in core.take_outputs() for finish in outputs.finished]
 
 
 @pytest.mark.parametrize(
@@ -111,23 +100,14 @@ def test_stats_name_what_runs_and_waits() -> None:
     assert stats["kv_cache_usage_perc"] == pytest.approx(4 / 6)
 
 
-def result_of(plan: SchedulerOutput, *tokens: int) -> ModelRunnerOutput:
-    columns = plan.slots, plan.generations, pack([1] * len(tokens)), pack(tokens)
-    return ModelRunnerOutput(plan.epoch, plan.step_id, *columns)
-
-
-def plans(core: EngineCore) -> list[SchedulerOutput]:
-    return [message for message in core.dispatch() if isinstance(message, SchedulerOutput)]
-
-
 def test_tokens_that_were_computed_for_nothing_are_counted_by_their_cause() -> None:
     core = engine()
     core.add(0, generate([1, 2], number=0, eos_token_ids=(7,)))
     core.add(0, generate([1, 2, 3], number=1))
     first, second = plans(core)
-    core.on_result(result_of(first, 7, 5))
+    core.on_result(result_of(first, (7, 5)))
     assert core.stats()["wasted_tokens_total:ignored_row"] == 0
-    core.on_result(result_of(second, 8, 6))
+    core.on_result(result_of(second, (8, 6)))
     assert core.stats()["wasted_tokens_total:ignored_row"] == 1, "the row behind the stop token"
     assert [len(unpack(plan.slots)) for plan in plans(core)] == [1, 1]
     core.end_epoch()

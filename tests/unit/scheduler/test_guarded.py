@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from protocol.codec import pack, unpack
-from protocol.requests import FinishReason, GenerateRequest
-from protocol.sampling import SamplingParams
+from protocol.codec import unpack
+from protocol.requests import FinishReason
 from protocol.steps import SchedulerOutput
 from services.config import SchedulerConfig
 from services.scheduler.core.engine import EngineCore
@@ -28,6 +27,7 @@ from services.scheduler.policies import (
     StepBudget,
     make_policy,
 )  # fmt: skip
+from tests.simulation.requests import finishes, generate, plans
 from tests.simulation.results import result_of
 
 LIMITS = Limits(8, 64, 128, 64, 16, stages=2)
@@ -88,17 +88,16 @@ FAULTS = {
 
 def serve(policy: BatchingPolicy, requests: int = 12) -> tuple[list[FinishReason], list[SchedulerOutput]]:
     """Serve requests; return their finish reasons and every plan."""
-    core, plans, ends = EngineCore(LIMITS, policy, 3, 1000), [], []
+    core, sent, ends = EngineCore(LIMITS, policy, 3, 1000), [], []
     for number in range(requests):
-        prompt = np.arange(number, number + 40, dtype=np.int32)
-        core.add(0, GenerateRequest(number, pack(prompt), 40, SamplingParams(max_tokens=9, temperature=0.0)))
+        core.add(0, generate(range(number, number + 40), number, max_tokens=9))
     for _ in range(5000):
-        plans += (sent := [m for m in core.dispatch() if isinstance(m, SchedulerOutput)])
-        for plan in sent:
+        sent += (latest := plans(core))
+        for plan in latest:
             core.on_result(result_of(plan))
-        ends += [finish.reason for _, outputs in core.take_outputs() for finish in outputs.finished]
+        ends += [finish.reason for finish in finishes(core)]
         if not core.has_requests:
-            return ends, plans
+            return ends, sent
     raise AssertionError("the engine makes no progress")
 
 

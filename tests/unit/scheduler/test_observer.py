@@ -6,8 +6,8 @@ from typing import TypeVar
 import pytest
 
 from protocol.codec import pack, unpack
-from protocol.requests import Finish, FinishReason, GenerateRequest, RequestTimes
-from protocol.sampling import GrammarKind, Pooling, SamplingParams, StructuredOutputParams
+from protocol.requests import Finish, FinishReason, RequestTimes
+from protocol.sampling import GrammarKind, Pooling, StructuredOutputParams
 from protocol.steps import SchedulerOutput
 from services.scheduler.core import observer as events
 from services.scheduler.core.engine import EngineCore
@@ -17,6 +17,7 @@ from services.scheduler.policies import ChunkedPolicy
 from services.scheduler.request_log import RequestLog
 from tests.event_recorder import EventRecorder
 from tests.simulation.grammar import Compilation, structured
+from tests.simulation.requests import finishes, generate, plans
 from tests.simulation.results import result_of
 
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, num_blocks=32, block_size=4)
@@ -48,30 +49,20 @@ class ObservedEngine:
     def of(self, *types: type[T]) -> list[T]:
         return [event for event in self.events if isinstance(event, types)]
 
-    def generate(
-        self,
-        number: int = 0,
-        prompt: int = 4,
-        max_tokens: int = 3,
-        priority: int = 0,
-        grammar: StructuredOutputParams | None = None,
-        pooling: Pooling = Pooling.NONE,
-    ) -> None:
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=(STOP,))
-        tokens = pack([(number * 11 + i) % VOCAB for i in range(prompt)])
-        external = f"cmpl-{number}"
-        self.core.add(0, GenerateRequest(number, tokens, prompt, params, priority, "", external, grammar, pooling))
+    def generate(self, number: int = 0, prompt: int = 4, **fields: object) -> None:
+        tokens = [(number * 11 + i) % VOCAB for i in range(prompt)]
+        fields = {"max_tokens": 3, "stop_token_ids": (STOP,), "request_id": f"cmpl-{number}"} | fields
+        self.core.add(0, generate(tokens, number, **fields))
 
     def dispatch(self) -> None:
-        self.in_flight += [m for m in self.core.dispatch() if isinstance(m, SchedulerOutput)]
+        self.in_flight += plans(self.core)
 
     def answer(self, token: int = 5, **more: object) -> None:
         self.core.on_result(result_of(self.in_flight.pop(0), token, **more))
         self.take()
 
     def take(self) -> None:
-        for _, outputs in self.core.take_outputs():
-            self.finished |= {finish.number: finish for finish in outputs.finished}
+        self.finished |= {finish.number: finish for finish in finishes(self.core)}
 
     def run(self) -> None:
         self.dispatch()
@@ -197,7 +188,7 @@ def test_a_frontend_that_leaves() -> None:
 def test_grammars_that_are_ready_refused_or_of_an_aborted_request() -> None:
     engine = ObservedEngine()
     for number in range(3):
-        engine.generate(number, grammar=structured(number), max_tokens=1)
+        engine.generate(number, structured=structured(number), max_tokens=1)
     engine.core.abort(0, [1])
     engine.core.on_grammar(1, engine.compilation.finish(1))
     engine.core.on_grammar(2, engine.compilation.finish(2))
@@ -216,7 +207,7 @@ def test_grammars_that_are_ready_refused_or_of_an_aborted_request() -> None:
 
 def test_a_grammar_that_is_no_grammar_is_named_as_error() -> None:
     engine = ObservedEngine()
-    engine.generate(grammar=StructuredOutputParams(GrammarKind.GRAMMAR, "refused"))
+    engine.generate(structured=StructuredOutputParams(GrammarKind.GRAMMAR, "refused"))
     engine.core.on_grammar(1, engine.compilation.finish(1))
     assert engine.of(events.GrammarReady) == [events.GrammarReady(1, (0, 0), "it cannot be compiled")]
 
@@ -303,7 +294,6 @@ def test_messages_of_events_are_those_that_leave() -> None:
     engine.generate(max_tokens=1)
     sent = list(engine.core.dispatch())
     assert [event.plan for event in engine.of(events.StepDispatched)] == sent
-    assert isinstance(sent[0], SchedulerOutput)
     engine.in_flight.append(sent[0])
     engine.answer()
     (release,) = engine.core.dispatch()
@@ -378,8 +368,7 @@ def test_a_first_token_that_arrives_after_the_preemption_counts() -> None:
 def test_a_replay_has_the_time_of_its_own_first_token() -> None:
     engine = ObservedEngine()
     engine.core.advance(1.0)
-    params = SamplingParams(max_tokens=4, temperature=0.0)
-    engine.core.add(0, GenerateRequest(0, pack([1, 2, 3, 4, 5]), 3, params))
+    engine.core.add(0, generate([1, 2, 3, 4, 5], prompt=3))
     timed(engine, 2.0, engine.dispatch)
     timed(engine, 3.0, engine.answer)
     timed(engine, 4.0, engine.run)
@@ -403,7 +392,7 @@ def test_times_of_an_aborted_request_that_did_not_happen_are_zero() -> None:
 
 def test_a_request_is_queued_when_it_arrives_and_not_when_its_grammar_is_ready() -> None:
     engine = ObservedEngine()
-    timed(engine, 1.0, lambda: engine.generate(0, grammar=structured(0)))
+    timed(engine, 1.0, lambda: engine.generate(0, structured=structured(0)))
     timed(engine, 2.0, lambda: engine.core.on_grammar(1, "it is no grammar"), engine.take)
     assert engine.finished[0].times == RequestTimes(1.0, 0.0, 0.0, 2.0)
 

@@ -4,14 +4,13 @@ import numpy as np
 import pytest
 
 from protocol.codec import pack
-from protocol.requests import GenerateRequest
-from protocol.sampling import SamplingParams
 from protocol.steps import SchedulerOutput
 from services.config import SchedulerConfig
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.results import UnknownResult
 from services.scheduler.policies import PhasedPolicy, make_policy
+from tests.simulation.requests import finishes, generate, plans
 from tests.simulation.results import result_of
 
 SMALL = Limits(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=64, num_blocks=64, block_size=4)
@@ -22,12 +21,7 @@ def core(limits: Limits = SMALL, depth: int = 2, **options: int | bool) -> Engin
 
 
 def add(engine: EngineCore, number: int, length: int, max_tokens: int) -> None:
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    engine.add(0, GenerateRequest(number, pack([number + 1] * length), length, params))
-
-
-def plans(engine: EngineCore) -> list[SchedulerOutput]:
-    return [message for message in engine.dispatch() if isinstance(message, SchedulerOutput)]
+    engine.add(0, generate([number + 1] * length, number, max_tokens=max_tokens))
 
 
 # -- sizes that cannot work are refused ------------------------------------------------------------------------------
@@ -65,8 +59,7 @@ def test_the_worked_volume_holds_three_and_not_four() -> None:
         for _ in plan.new:
             entered[len(entered)] = plan.step_id
         engine.on_result(result_of(plan))
-        for _, outputs in engine.take_outputs():
-            ended |= {finish.number: plan.step_id for finish in outputs.finished}
+        ended |= {finish.number: plan.step_id for finish in finishes(engine)}
     assert entered[2] < 10
     assert entered[3] == ended[2] + 1
     assert ended[3] == max(ended.values())

@@ -1,17 +1,14 @@
 """Estimate of a new request's time in the queue, and the admission that depends on it. The clock is virtual."""
 
 import pytest
-from msgspec.structs import replace
 
-from protocol.codec import pack
 from protocol.media import Media, MediaItem
-from protocol.requests import Finish, FinishReason, GenerateRequest
-from protocol.sampling import SamplingParams
-from protocol.steps import SchedulerOutput
+from protocol.requests import Finish, FinishReason
 from services.scheduler.core import admission
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
 from services.scheduler.policies import ChunkedPolicy
+from tests.simulation.requests import finishes, generate, plans
 from tests.simulation.results import result_of
 
 STEP = 0.5
@@ -46,22 +43,16 @@ class Bench:
     def add(self, num_tokens: int, max_tokens: int = 4, age: float = 0.0) -> Finish | None:
         """Return the refusal."""
         self._number += 1
-        ids, params = [self._number % 50] * num_tokens, SamplingParams(max_tokens=max_tokens)
-        self.core.add(0, GenerateRequest(self._number, pack(ids), num_tokens, params, age=age))
-        taken = self._take()
-        return taken[0] if taken else None
-
-    def _take(self) -> list[Finish]:
-        return [finish for _, outputs in self.core.take_outputs() for finish in outputs.finished]
+        self.core.add(0, generate([self._number % 50] * num_tokens, self._number, max_tokens=max_tokens, age=age))
+        return next(iter(finishes(self.core)), None)
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
-            for plan in list(self.core.dispatch()):
-                if isinstance(plan, SchedulerOutput):
-                    self.now += STEP
-                    self.core.advance(self.now)
-                    self.core.on_result(result_of(plan))
-            self.finishes += self._take()
+            for plan in plans(self.core):
+                self.now += STEP
+                self.core.advance(self.now)
+                self.core.on_result(result_of(plan))
+            self.finishes += finishes(self.core)
 
 
 def test_nothing_is_expected_before_anything_was_measured() -> None:
@@ -122,11 +113,9 @@ def test_files_that_were_admitted_before_fit_again_within_wider_limits(monkeypat
     monkeypatch.setattr(admission, "MAX_OPEN_MEDIA_BYTES", 10)
     core = Bench(encoder_budget=1).core
     media = Media([MediaItem(0, 1, "digest")], bytes(5))
-    new = GenerateRequest(0, pack([1]), 1, SamplingParams(max_tokens=1), media=media)
     for number, age in enumerate((0.0, 0.0, 0.0, 3.0, 3.0, 3.0)):
-        core.add(0, replace(new, number=number, age=age))
-    [(_, outputs)] = core.take_outputs()
-    assert [finish.number for finish in outputs.finished] == [2, 5]
+        core.add(0, generate([1], number, media=media, age=age))
+    assert [finish.number for finish in finishes(core)] == [2, 5]
 
 
 def test_with_all_seats_taken_the_estimate_is_the_time_until_enough_requests_have_ended() -> None:

@@ -1,7 +1,6 @@
 """The flight recorder's thread: a recording ends at the first problem, and the scheduler goes on."""
 
 import errno
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from services.scheduler.core.limits import Limits
 from services.scheduler.core.observer import CoreRestarted, Record, TimeAdvanced
 from services.scheduler.recording import EventRecording, FlightRecorder, RecordingHeader, SegmentWriter, recorder
 from services.scheduler.recording.records import VERSION
+from tests.waiting import wait_until
 
 LIMITS = Limits(4, 64, 256, 32, 16)
 
@@ -50,8 +50,7 @@ def test_a_start_is_needed_once_and_begins_a_segment(tmp_path: Path, monkeypatch
     recording = FlightRecorder(header(0), SegmentWriter(tmp_path, header, 1 << 14))
     for number in range(2000):
         recording.observe(TimeAdvanced(1 / (number + 1.1)))
-    while not recording.needs_start():  # a quarter of the bound is written
-        time.sleep(0.01)
+    wait_until(recording.needs_start, "a quarter of the bound is written")
     assert not recording.needs_start()
     restart = CoreRestarted(1, LIMITS, 17, 0, bytes(16))
     recording.observe(restart)

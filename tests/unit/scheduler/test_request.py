@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from protocol.requests import FinishReason
-from protocol.sampling import SamplingParams
-from services.scheduler.core.request import Request, RequestStatus, make_order_key, priority_of
+from services.scheduler.core.request import RequestStatus, make_order_key, priority_of
 from services.scheduler.transitions import IllegalTransition
+from tests.simulation.requests import request
 
 WAITING, RUNNING, PREEMPTED, FINISHED = RequestStatus
 ALLOWED = {
@@ -21,13 +21,9 @@ ALLOWED = {
 }
 
 
-def request(params: SamplingParams | None = None, order_key: int = 1) -> Request:
-    return Request(0, 7, np.array([1, 2, 3], np.int32), 3, params or SamplingParams(4), order_key)
-
-
 @pytest.mark.parametrize(("before", "after"), [*itertools.product(RequestStatus, repeat=2)])
 def test_only_the_transitions_of_the_table_are_taken(before: RequestStatus, after: RequestStatus) -> None:
-    r = request()
+    r = request(number=7)
     r.status = before
     if (before, after) in ALLOWED:
         r.become(after)
@@ -47,8 +43,7 @@ def test_an_order_key_orders_by_priority_then_arrival_also_below_zero() -> None:
 
 
 def test_a_client_stop_token_is_named_and_eos_is_not() -> None:
-    params = SamplingParams(4, eos_token_ids=(2,), stop_token_ids=(5,))
-    r = request(params)
+    r = request(eos_token_ids=(2,), stop_token_ids=(5,))
     assert r.finish_message(FinishReason.STOP, 5).stop_reason == 5
     assert r.finish_message(FinishReason.STOP, 2).stop_reason is None
     assert r.finish_message(FinishReason.LENGTH).stop_reason is None

@@ -1,30 +1,22 @@
 """A slot is assigned with every column reset, retired behind its fence, and assigned again."""
 
-import numpy as np
 import pytest
 
-from protocol.sampling import SamplingParams
-from services.scheduler.core.request import Request
 from services.scheduler.core.slots import DROP, FREE, LIVE, SlotColumns
 from tests.simulation.grammar import Automaton
-
-
-def request(number: int, tokens: list[int], prompt: int | None = None, **params: object) -> Request:
-    array = np.array(tokens, np.int32)
-    sampling = SamplingParams(**({"max_tokens": 8} | params))  # type: ignore[arg-type]
-    return Request(0, number, array, len(tokens) if prompt is None else prompt, sampling, number)
+from tests.simulation.requests import request
 
 
 def test_the_next_owner_sees_no_column_of_the_last() -> None:
     slots = SlotColumns(1, 32)
-    slots.assign(request(1, [1, 2, 3], max_tokens=4, min_tokens=3, stop_token_ids=(5, 6, 7)), 32)
+    slots.assign(request([1, 2, 3], 1, max_tokens=4, min_tokens=3, stop_token_ids=(5, 6, 7)), 32)
     for column in (slots.computed, slots.inflight, slots.placeholders, slots.capacity, slots.last_step):
         column[0] = 9
     slots.retire(0, DROP)
     slots.release(0)
-    slots.assign(request(2, [4], eos_token_ids=(2,)), 32)
+    slots.assign(request([4], 2, eos_token_ids=(2,)), 32)
     fresh = SlotColumns(1, 32)
-    fresh.assign(request(2, [4], eos_token_ids=(2,)), 32)
+    fresh.assign(request([4], 2, eos_token_ids=(2,)), 32)
     for name in ("state", "order_key", "number", "prompt", "tokens", "computed", "inflight", "placeholders", "limit"):
         assert getattr(slots, name)[0] == getattr(fresh, name)[0], name
     for name in ("stops_from", "capacity", "next_commit", "last_step"):
@@ -35,7 +27,7 @@ def test_the_next_owner_sees_no_column_of_the_last() -> None:
 
 def test_a_retired_request_gets_its_tokens_back() -> None:
     slots = SlotColumns(2, 32)
-    r = request(1, [1, 2, 3])
+    r = request([1, 2, 3], 1)
     slot = slots.assign(r, 32)
     slots.history[slot, 3:5] = 8, 9
     slots.tokens[slot] = 5
@@ -52,34 +44,34 @@ def test_a_retired_request_gets_its_tokens_back() -> None:
 def test_a_replayed_request_keeps_its_limits() -> None:
     """Limits count from the original prompt, not from the tokens already delivered."""
     slots = SlotColumns(1, 32)
-    slot = slots.assign(request(1, [1, 2, 3, 4, 5], prompt=3, max_tokens=6, min_tokens=4), 32)
+    slot = slots.assign(request([1, 2, 3, 4, 5], 1, prompt=3, max_tokens=6, min_tokens=4), 32)
     assert (int(slots.tokens[slot]), int(slots.limit[slot]), int(slots.stops_from[slot])) == (5, 9, 7)
     assert int(slots.state[slot]) == LIVE
 
 
 def test_the_context_limits_a_request_before_max_tokens() -> None:
     slots = SlotColumns(1, 8)
-    slot = slots.assign(request(1, [1, 2, 3], max_tokens=100), 8)
+    slot = slots.assign(request([1, 2, 3], 1, max_tokens=100), 8)
     assert int(slots.limit[slot]) == 8
 
 
 def test_many_stop_tokens_cost_other_steps_nothing_once_their_request_has_left() -> None:
     slots = SlotColumns(3, 32)
-    slots.assign(request(1, [1], stop_token_ids=(7, 8)), 32)
-    wide = slots.assign(request(2, [1], stop_token_ids=tuple(range(1000))), 32)
+    slots.assign(request([1], 1, stop_token_ids=(7, 8)), 32)
+    wide = slots.assign(request([1], 2, stop_token_ids=tuple(range(1000))), 32)
     assert slots.stop_ids.shape == (3, 1000)
     slots.retire(wide, DROP)
     slots.release(wide)
     assert slots.stop_ids.shape == (3, 2)
     assert slots.stop_ids[0].tolist() == [7, 8]
-    slots.assign(request(3, [1], eos_token_ids=(2,)), 32)
+    slots.assign(request([1], 3, eos_token_ids=(2,)), 32)
     assert slots.stop_ids.tolist()[2] == [2, -1]
 
 
 def test_under_a_grammar_a_stop_token_counts_at_once_whatever_min_tokens_says() -> None:
     """It is sampled before `min_tokens` only if the grammar allows nothing else, so the text is complete."""
     slots = SlotColumns(2, 32)
-    free, constrained = (request(number, [1, 2], min_tokens=6, eos_token_ids=(2,)) for number in (1, 2))
+    free, constrained = (request([1, 2], number, max_tokens=8, min_tokens=6, eos_token_ids=(2,)) for number in (1, 2))
     constrained.grammar = Automaton(1, -1, 64, (2,))
     assert slots.stops_from[slots.assign(free, 32)] == 8
     assert slots.stops_from[slots.assign(constrained, 32)] == 2

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from protocol.codec import pack, unpack
-from protocol.requests import Finish, GenerateRequest
-from protocol.sampling import SamplingParams
+from protocol.requests import Finish
 from protocol.steps import SchedulerOutput
 from services.scheduler.core.drafting import FixedDrafting
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.results import UnknownResult
 from services.scheduler.policies import BatchingPolicy, ChunkedPolicy
+from tests.simulation.requests import generate, plans
 from tests.simulation.results import result_of
 
 K, EOS = 3, 49
@@ -30,11 +30,11 @@ class ScriptedCore:
         self.finished: dict[int, Finish] = {}
 
     def generate(self, number: int = 0, prompt: int = 4, **params: object) -> None:
-        sampling = SamplingParams(**({"max_tokens": 20, "eos_token_ids": (EOS,)} | params))  # type: ignore[arg-type]
-        self.core.add(0, GenerateRequest(number, pack([1] * prompt), prompt, sampling))
+        params = {"max_tokens": 20, "eos_token_ids": (EOS,)} | params
+        self.core.add(0, generate([1] * prompt, number, **params))
 
     def dispatch(self) -> SchedulerOutput:
-        (plan,) = [m for m in self.core.dispatch() if isinstance(m, SchedulerOutput)]
+        (plan,) = plans(self.core)
         self.plans.append(plan)
         return plan
 
@@ -75,9 +75,8 @@ def test_ahead_the_start_is_an_upper_bound() -> None:
     """At depth two the next row starts as if every draft were accepted; the result corrects later rows."""
     driver = ScriptedCore(depth=2)
     driver.generate()
-    plans = list(driver.core.dispatch())
-    driver.plans += plans  # type: ignore[arg-type]
-    assert [starts_and_counts(plan) for plan in plans] == [[(0, 4, 0)], [(4, 4, 3)]]  # type: ignore[arg-type]
+    driver.plans += driver.core.dispatch()
+    assert [starts_and_counts(plan) for plan in driver.plans] == [[(0, 4, 0)], [(4, 4, 3)]]
     driver.answer([5])
     assert starts_and_counts(driver.dispatch()) == [(8, 4, 3)]
     driver.answer([6])  # all three rejected

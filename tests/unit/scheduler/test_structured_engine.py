@@ -1,16 +1,15 @@
 """Grammars, embeddings and log-probabilities in the core, event by event."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from protocol.codec import pack, unpack
-from protocol.requests import Finish, FinishReason, GenerateRequest, RequestOutputs
+from protocol.requests import FinishReason, GenerateRequest, RequestOutputs
 from protocol.rows import LogprobRows
-from protocol.sampling import GrammarKind, Pooling, SamplingParams, StructuredOutputParams
-from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from protocol.sampling import GrammarKind, Pooling, StructuredOutputParams
+from protocol.steps import GrammarOutput, SchedulerOutput
 from services.config import SchedulerConfig
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
@@ -19,6 +18,7 @@ from services.scheduler.grammar.base import OVERLOADED
 from services.scheduler.policies import ChunkedPolicy
 from services.scheduler.service import Service
 from tests.simulation.grammar import Compilation
+from tests.simulation.requests import finishes, generate, plans
 from tests.simulation.results import result_of
 
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=32, num_blocks=24, block_size=4)
@@ -43,41 +43,13 @@ class Counting:
         mask[self.next // 32] = 1 << self.next % 32
 
 
-def engine(
-    depth: int = 2,
-    compiles: bool = True,
-    hidden_size: int = HIDDEN,
-    compilation: Compilation | None = None,
-    **sizes: int,
-) -> EngineCore:
-    compiler = compilation or Compilation(VOCAB) if compiles else None
-    return EngineCore(LIMITS, ChunkedPolicy(), depth, VOCAB, compiler=compiler, hidden_size=hidden_size, **sizes)
-
-
-def generate(
-    tokens: Sequence[int] = (1, 2, 3),
-    number: int = 0,
-    prompt: int | None = None,
-    structured: StructuredOutputParams | None = None,
-    pooling: Pooling = Pooling.NONE,
-    **params: object,
-) -> GenerateRequest:
-    sampling = SamplingParams(**({"max_tokens": 4, "temperature": 0.0} | params))  # type: ignore[arg-type]
-    length = len(tokens) if prompt is None else prompt
-    return GenerateRequest(number, pack(tokens), length, sampling, structured=structured, pooling=pooling)
+def engine(depth: int = 2, **options: object) -> EngineCore:
+    options = {"compiler": Compilation(VOCAB), "hidden_size": HIDDEN} | options
+    return EngineCore(LIMITS, ChunkedPolicy(), depth, VOCAB, **options)  # type: ignore[arg-type]
 
 
 def outputs(core: EngineCore) -> list[RequestOutputs]:
     return [message for _, message in core.take_outputs()]
-
-
-def finishes(core: EngineCore) -> list[Finish]:
-    return [finish for message in outputs(core) for finish in message.finished]
-
-
-def result(plan: SchedulerOutput, *tokens: int, **more: object) -> ModelRunnerOutput:
-    """Return a result with `tokens` for the sampling rows."""
-    return result_of(plan, counts=pack([1] * len(tokens)), token_ids=pack(tokens), **more)
 
 
 def bits(grammar: GrammarOutput) -> dict[int, list[int]]:
@@ -94,7 +66,7 @@ def bits(grammar: GrammarOutput) -> dict[int, list[int]]:
 
 def test_it_is_submitted_with_its_ends_and_waits_beside_the_queue() -> None:
     compilation = Compilation(VOCAB)
-    core = engine(1, compilation=compilation)
+    core = engine(1, compiler=compilation)
     core.add(0, generate(structured=COUNTING, eos_token_ids=(9, 8)))
     assert list(compilation.waiting.values()) == [(COUNTING, (9, 8))]
     assert not core.has_requests
@@ -103,9 +75,7 @@ def test_it_is_submitted_with_its_ends_and_waits_beside_the_queue() -> None:
     core.on_grammar(1, Counting())
     assert core.has_requests
     plan, grammar = core.dispatch()
-    assert isinstance(plan, SchedulerOutput)
     assert plan.has_structured_output_requests
-    assert isinstance(grammar, GrammarOutput)
     assert bits(grammar) == {0: [5]}
 
 
@@ -139,13 +109,12 @@ def test_replayed_tokens_advance_the_grammar_or_end_the_request() -> None:
     assert "delivered before do not match" in finish.message
     assert replayed.next == 7
     _, grammar = core.dispatch()
-    assert isinstance(grammar, GrammarOutput)
     assert bits(grammar) == {0: [7]}
 
 
 def test_abort_while_it_is_compiled() -> None:
     compilation = Compilation(VOCAB)
-    core = engine(compilation=compilation)
+    core = engine(compiler=compilation)
     core.add(0, generate(structured=COUNTING))
     core.add(1, generate(structured=COUNTING))
     core.abort(0, [0])
@@ -195,7 +164,7 @@ def test_requests_whose_grammar_is_compiled_count_in_the_limits_of_the_queue() -
     ],
 )
 def test_a_request_that_needs_such_a_feature_ends_alone(message: GenerateRequest, says: str) -> None:
-    core = engine(compiles=False, hidden_size=0)
+    core = engine(compiler=None, hidden_size=0)
     core.add(0, generate(number=9))
     core.add(0, message)
     (finish,) = finishes(core)
@@ -213,7 +182,7 @@ def running(depth: int = 2) -> tuple[EngineCore, Counting, list[SchedulerOutput]
     core.add(0, generate(number=0, structured=COUNTING, max_tokens=9))
     core.on_grammar(1, grammar)
     core.add(0, generate(number=1, max_tokens=9))
-    return core, grammar, [m for m in core.dispatch() if isinstance(m, SchedulerOutput)]
+    return core, grammar, plans(core)
 
 
 def test_the_second_step_waits_and_the_third_is_not_formed() -> None:
@@ -221,9 +190,8 @@ def test_the_second_step_waits_and_the_third_is_not_formed() -> None:
     assert [plan.has_structured_output_requests for plan in plans] == [True, True]
     assert grammar.filled == 1
     assert list(core.dispatch()) == []
-    core.on_result(result(plans[0], 5, 40))
+    core.on_result(result_of(plans[0], (5, 40)))
     mask, third = core.dispatch()
-    assert isinstance(mask, GrammarOutput)
     assert (mask.step_id, bits(mask)) == (2, {0: [6]})
     assert isinstance(third, SchedulerOutput)
     assert third.step_id == 3
@@ -237,23 +205,21 @@ def test_a_step_without_a_constrained_row_that_samples_needs_none() -> None:
     core.on_grammar(2, Counting())
     core.epoch.policy = ChunkedPolicy(long_prefill_token_threshold=16)
     (plan,) = core.dispatch()
-    assert isinstance(plan, SchedulerOutput)
     assert list(plan.samples) == [1, 0]
     assert not plan.has_structured_output_requests
 
 
 def test_a_token_outside_the_grammar_ends_only_its_request() -> None:
     core, _, plans = running()
-    core.on_result(result(plans[0], 40, 41))
+    core.on_result(result_of(plans[0], (40, 41)))
     (message,) = outputs(core)
     (finish,) = message.finished
     assert (finish.number, finish.reason) == (0, FinishReason.ERROR)
     assert "could not be kept within what was asked for" in finish.message
     assert unpack(message.numbers, np.uint32).tolist() == [1]
     mask, *_ = core.dispatch()
-    assert isinstance(mask, GrammarOutput)
     assert bits(mask) == {0: list(range(VOCAB))}, "its token will be ignored"
-    core.on_result(result(plans[1], 3, 42))
+    core.on_result(result_of(plans[1], (3, 42)))
     assert unpack(outputs(core)[0].numbers, np.uint32).tolist() == [1]
 
 
@@ -265,7 +231,6 @@ def pooling_step() -> tuple[EngineCore, SchedulerOutput]:
     core.add(0, generate(number=0, max_tokens=1, pooling=Pooling.LAST))
     core.add(0, generate(number=1))
     (plan,) = core.dispatch()
-    assert isinstance(plan, SchedulerOutput)
     assert plan.new[0].pooling is Pooling.LAST
     return core, plan
 
@@ -273,7 +238,7 @@ def pooling_step() -> tuple[EngineCore, SchedulerOutput]:
 def test_an_embedding_ends_its_request_and_no_token_comes_of_it() -> None:
     core, plan = pooling_step()
     vector = np.arange(HIDDEN, dtype=np.float32)
-    core.on_result(result(plan, 9, 10, embedding_slots=pack([0]), embeddings=vector.tobytes()))
+    core.on_result(result_of(plan, (9, 10), embedding_slots=pack([0]), embeddings=vector.tobytes()))
     (message,) = outputs(core)
     assert [(e.number, e.values) for e in message.embeddings] == [(0, vector.tobytes())]
     assert [(f.number, f.reason) for f in message.finished] == [(0, FinishReason.STOP)]
@@ -282,7 +247,7 @@ def test_an_embedding_ends_its_request_and_no_token_comes_of_it() -> None:
 
 def test_a_missing_embedding_ends_only_its_request() -> None:
     core, plan = pooling_step()
-    core.on_result(result(plan, 9, 10))
+    core.on_result(result_of(plan, (9, 10)))
     (message,) = outputs(core)
     assert [(f.number, f.reason) for f in message.finished] == [(0, FinishReason.ERROR)]
     assert message.finished[0].message == "the workers returned no embedding"
@@ -298,7 +263,7 @@ def test_embeddings_of_each_step_are_sent_at_once(tmp_path: Path, monkeypatch: p
     for number in range(2):
         core.add(0, generate(number=number, max_tokens=1, pooling=Pooling.LAST))
         (plan,) = core.dispatch()
-        results.append((b"w", result(plan, 9, embedding_slots=pack([number]), embeddings=bytes(4 * HIDDEN))))
+        results.append((b"w", result_of(plan, 9, embedding_slots=pack([number]), embeddings=bytes(4 * HIDDEN))))
     monkeypatch.setattr(service.workers, "receive", lambda: iter(results))
     monkeypatch.setattr(service.frontends, "send", lambda _, outputs: sent.append(outputs))
     service._read_workers()  # noqa: SLF001
@@ -310,14 +275,14 @@ def test_embeddings_of_each_step_are_sent_at_once(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize("slots", [[0, 0, 0], [], [-1]])
 def test_invalid_embeddings_fail_the_step(slots: list[int]) -> None:
     core, plan = pooling_step()
-    wrong = result(plan, 9, 10, embedding_slots=pack(slots), embeddings=bytes(4 * HIDDEN))
+    wrong = result_of(plan, (9, 10), embedding_slots=pack(slots), embeddings=bytes(4 * HIDDEN))
     with pytest.raises(UnknownResult, match="are no embeddings"):
         core.on_result(wrong)
 
 
 def test_embeddings_of_another_size_fail_the_step() -> None:
     core, plan = pooling_step()
-    wrong = result(plan, 9, 10, embedding_slots=pack([0]), embeddings=bytes(4 * (HIDDEN + 1)))
+    wrong = result_of(plan, (9, 10), embedding_slots=pack([0]), embeddings=bytes(4 * (HIDDEN + 1)))
     with pytest.raises(UnknownResult, match="another size"):
         core.on_result(wrong)
 
@@ -331,8 +296,7 @@ def test_log_probabilities_carry_the_numbers_of_requests() -> None:
     core = engine(1)
     core.add(7, generate(number=3_000_000_000, logprobs=0))
     (plan,) = core.dispatch()
-    assert isinstance(plan, SchedulerOutput)
-    core.on_result(result(plan, 5, logprobs=scored(0)))
+    core.on_result(result_of(plan, 5, logprobs=scored(0)))
     ((frontend, message),) = core.take_outputs()
     assert frontend == 7
     assert unpack(message.logprobs.owners, np.uint32).tolist() == [3_000_000_000]
@@ -344,9 +308,8 @@ def test_each_frontend_gets_its_own() -> None:
     for frontend in (3, 4):
         core.add(frontend, generate(number=frontend, logprobs=0))
     (plan,) = core.dispatch()
-    assert isinstance(plan, SchedulerOutput)
     rows = LogprobRows.concatenate([LogprobRows.from_message(scored(slot)) for slot in (0, 1, 0)])  # type: ignore[arg-type]
-    core.on_result(result(plan, 5, 5, logprobs=rows.to_message()))
+    core.on_result(result_of(plan, (5, 5), logprobs=rows.to_message()))
     got = {frontend: message.logprobs for frontend, message in core.take_outputs()}
     owners = {frontend: unpack(rows.owners, np.uint32).tolist() for frontend, rows in got.items() if rows}
     assert owners == {3: [3, 3], 4: [4]}
@@ -357,10 +320,9 @@ def test_log_probabilities_of_an_aborted_request_are_dropped() -> None:
     core.add(0, generate(number=1, logprobs=0))
     core.add(0, generate(number=2, logprobs=0))
     (plan,) = core.dispatch()
-    assert isinstance(plan, SchedulerOutput)
     core.abort(0, [1])
     rows = LogprobRows.concatenate([LogprobRows.from_message(scored(slot)) for slot in (0, 1)])  # type: ignore[arg-type]
-    core.on_result(result(plan, 5, 5, logprobs=rows.to_message()))
+    core.on_result(result_of(plan, (5, 5), logprobs=rows.to_message()))
     (message,) = outputs(core)
     assert unpack(message.logprobs.owners, np.uint32).tolist() == [2]
 
@@ -379,15 +341,13 @@ def test_invalid_log_probabilities_fail_the_step(rows: object, says: str) -> Non
     core = engine(1)
     core.add(0, generate(logprobs=0))
     (plan,) = core.dispatch()
-    assert isinstance(plan, SchedulerOutput)
     with pytest.raises(UnknownResult, match=says):
-        core.on_result(result(plan, 5, logprobs=rows))
+        core.on_result(result_of(plan, 5, logprobs=rows))
 
 
 def test_drafts_that_are_no_column_fail_the_step() -> None:
     core = engine(1)
     core.add(0, generate())
     (plan,) = core.dispatch()
-    assert isinstance(plan, SchedulerOutput)
     with pytest.raises(UnknownResult, match="a column of 3 bytes"):
-        core.on_result(result(plan, 5, draft_token_ids=bytes(3)))
+        core.on_result(result_of(plan, 5, draft_token_ids=bytes(3)))

@@ -4,18 +4,14 @@ from random import Random
 
 import numpy as np
 
-from protocol.sampling import SamplingParams
 from services.scheduler.core.request import Request
 from services.scheduler.core.waiting import WaitingQueue
-
-
-def request(order_key: int, tokens: int = 2) -> Request:
-    return Request(0, order_key, np.zeros(tokens, np.int32), tokens, SamplingParams(4), order_key)
+from tests.simulation.requests import request
 
 
 def test_a_preempted_request_precedes_later_ones() -> None:
     queue = WaitingQueue()
-    first, second, third = request(1), request(2), request(3)
+    first, second, third = (request(number=order_key) for order_key in (1, 2, 3))
     for r in (third, first, second):
         queue.add(r)
     assert list(queue) == list(queue.in_order()) == [first, second, third]
@@ -27,7 +23,7 @@ def test_a_preempted_request_precedes_later_ones() -> None:
 
 def test_a_walk_that_ends_early_loses_no_request() -> None:
     queue = WaitingQueue()
-    requests = [request(order_key) for order_key in range(5)]
+    requests = [request(number=order_key) for order_key in range(5)]
     for r in requests:
         queue.add(r)
     for r in queue.in_order():
@@ -40,7 +36,7 @@ def test_a_walk_that_ends_early_loses_no_request() -> None:
 
 def test_a_late_token_grows_its_request_and_the_sum() -> None:
     queue = WaitingQueue()
-    r = request(1, tokens=3)
+    r = request([0, 0, 0], 1)
     queue.add(r)
     queue.set_tokens(r, np.array([0, 0, 0, 9], np.int32))
     assert (r.token_ids.tolist(), queue.num_tokens) == ([0, 0, 0, 9], 4)
@@ -51,7 +47,7 @@ def test_a_late_token_grows_its_request_and_the_sum() -> None:
 def test_random_use_equals_a_sorted_list() -> None:
     rng, queue, model = Random(3), WaitingQueue(), dict[int, Request]()
     for order_key in range(2_000):
-        r = request(rng.randrange(10**6) * 4096 + order_key, tokens=rng.randint(1, 9))
+        r = request([0] * rng.randint(1, 9), rng.randrange(10**6) * 4096 + order_key)
         queue.add(r)
         model[r.order_key] = r
         for _ in range(rng.randint(0, 2)):

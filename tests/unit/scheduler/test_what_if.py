@@ -8,7 +8,6 @@ from msgspec.structs import replace
 
 from protocol.codec import pack
 from protocol.media import Media, MediaItem
-from protocol.requests import GenerateRequest
 from protocol.sampling import Pooling, SamplingParams
 from protocol.steps import SchedulerOutput
 from services.cli.settings import ConfigurationError
@@ -24,6 +23,7 @@ from services.scheduler.what_if.cost import MIN_STEPS, Vector, features_of
 from services.scheduler.what_if.history import Drafted, RecordedRequest
 from services.scheduler.what_if.simulation import ModelledDevice, WhatIf, limits_for
 from tests.simulation.grammar import structured
+from tests.simulation.requests import generate
 
 
 def plan(starts: list[int], counts: list[int], samples: list[bool], drafts: list[int], proposed: int = 0):
@@ -120,8 +120,7 @@ def load(is_constrained: bool) -> History:
     for number in range(6):
         prompt = [*range(8 + number)]
         grammar = structured(number) if is_constrained and number % 2 else None
-        params = SamplingParams(12, temperature=0.0)
-        message = GenerateRequest(number, pack(prompt), len(prompt), params, structured=grammar)
+        message = generate(prompt, number, max_tokens=12, structured=grammar)
         tokens = np.array(prompt + [5] * 12, np.int32)
         requests.append(RecordedRequest(0.0, 1, message, tokens, len(tokens), grammar_seconds=0.01 * number))
     return History(requests)
@@ -136,11 +135,16 @@ def header(limits: Limits, config: SchedulerConfig) -> RecordingHeader:
     )
 
 
-def measured(history: History, limits: Limits, depth: int) -> Measurements:
-    """Serve a load with steps of 10 ms."""
-    config = SchedulerConfig(batch_queue_depth=depth, max_num_seqs=8)
+def served(history: History, limits: Limits, depth: int = 2, hidden_size: int = 0) -> tuple[list[int], int]:
+    """Serve a load with steps of 10 ms, within the sizes that the recorded workers give.
+
+    Return the number of output tokens of each request, and how many requests are refused.
+    """
+    config = SchedulerConfig(batch_queue_depth=depth, max_num_seqs=8, block_size=4, max_num_batched_tokens=64)
+    head = replace(header(limits, config), hidden_size=hidden_size)
     cost = StepCost(np.array((1e-2, 0.0, 0.0, 0.0, 0.0, 0.0)), 0.0, MIN_STEPS, np.ones(6, np.bool_))
-    return WhatIf(header(limits, config), config, limits, history, ModelledDevice(cost, HOST, None)).run()
+    result = WhatIf(head, config, limits_for(head, config), history, ModelledDevice(cost, HOST, None)).run()
+    return [request.num_outputs for request in result.requests], result.num_refused
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -148,8 +152,7 @@ def measured(history: History, limits: Limits, depth: int) -> Measurements:
 def test_constrained_requests_are_served(leaves_rows_out: bool, depth: int) -> None:
     """The masks of a step come in one message, or in several while later steps are in flight."""
     limits = Limits(8, 64, 64, 64, 4, leaves_rows_out=leaves_rows_out)
-    served = measured(load(is_constrained=True), limits, depth)
-    assert (sorted(request.num_outputs for request in served.requests), served.num_refused) == ([12] * 6, 0)
+    assert served(load(is_constrained=True), limits, depth) == ([12] * 6, 0)
 
 
 @pytest.mark.parametrize("whole_prompts", [False, True])
@@ -158,27 +161,18 @@ def test_embeddings_of_a_model_with_a_pooler_are_served(whole_prompts: bool) -> 
     for request in history.requests:
         message = replace(request.message, params=SamplingParams(1, temperature=0.0), pooling=Pooling.MODEL)
         request.message, request.length = message, message.num_prompt_tokens
-    assert served(history, limits, hidden_size=4) == (6, 0)
+    assert served(history, limits, hidden_size=4) == ([0] * 6, 0)
 
 
 def test_requests_with_images_are_served() -> None:
     history = load(is_constrained=False)
     for request in history.requests:
         request.message = replace(request.message, media=Media([MediaItem(2, 4, "")]))
-    assert served(history, Limits(8, 64, 64, 64, 4, encoder_budget=64)) == (6, 0)
-
-
-def served(history: History, limits: Limits, hidden_size: int = 0) -> tuple[int, int]:
-    """Return how many requests the sizes that the recorded workers give serve, and how many they refuse."""
-    config = SchedulerConfig(max_num_seqs=8, block_size=4, max_num_batched_tokens=64)
-    head = replace(header(limits, config), hidden_size=hidden_size)
-    result = WhatIf(head, config, limits_for(head, config), history, known_device(0.0)).run()
-    return len(result.requests), result.num_refused
+    assert served(history, Limits(8, 64, 64, 64, 4, encoder_budget=64)) == ([12] * 6, 0)
 
 
 def test_requests_that_are_longer_than_the_context_are_counted_and_left_out() -> None:
-    served = measured(load(is_constrained=False), Limits(8, 64, 22, 64, 4), 2)
-    assert (len(served.requests), served.num_refused) == (3, 3)
+    assert served(load(is_constrained=False), Limits(8, 64, 22, 64, 4)) == ([12] * 3, 3)
 
 
 LIMITS = Limits(16, 96, 256, 512, 4)
@@ -196,20 +190,20 @@ def arrivals(count: int) -> History:
     rng, at, requests = np.random.default_rng(1), 0.0, []
     for number in range(count):
         at += float(rng.exponential(0.02))
-        tokens = rng.integers(0, 64, int(rng.integers(20, 60)) + (output := int(rng.integers(4, 40))))
-        prompt, params = tokens[:-output].astype(np.int32), SamplingParams(output, temperature=0.0)
-        message = GenerateRequest(number, pack(prompt), len(prompt), params)
-        requests.append(RecordedRequest(at, 1, message, tokens.astype(np.int32), len(tokens)))
+        length = int(rng.integers(20, 60)) + (output := int(rng.integers(4, 40)))
+        tokens = rng.integers(0, 64, length).astype(np.int32)
+        message = generate(tokens[:-output], number, max_tokens=output)
+        requests.append(RecordedRequest(at, 1, message, tokens, len(tokens)))
     return History(requests)
 
 
 def serve(config: SchedulerConfig, device: ModelledDevice, directory: Path | None = None) -> Measurements:
     """Serve `arrivals` by known costs. `directory`: the run is recorded there."""
-    what_if = WhatIf(head := header(LIMITS, config), config, limits_for(head, config), arrivals(120), device)
+    head = header(LIMITS, config)
+    what_if = WhatIf(head, config, limits_for(head, config), arrivals(120), device)
     if directory is None:
         return what_if.run()
-    writer = SegmentWriter(directory, lambda _: header(LIMITS, config), 1 << 30)
-    recorder = FlightRecorder(header(LIMITS, config), writer)
+    recorder = FlightRecorder(head, SegmentWriter(directory, lambda _: head, 1 << 30))
     what_if.core.observers.add(recorder)
     try:
         return what_if.run()

@@ -1,7 +1,6 @@
 """Blocks on their way between KV memory and tiers, on the threads that production uses."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from queue import Queue
 
@@ -15,6 +14,7 @@ from protocol.steps import BlocksLoaded, LoadBlocks, ReleaseSlots
 from services.worker.kv_memory import KVMemory
 from services.worker.tiers.host import HostTier
 from services.worker.tiers.transfers import BlockTransfers
+from tests.waiting import wait_until
 
 BLOCKS, BLOCK_SIZE, LAYERS, SIZE = 8, 4, 3, 10
 
@@ -175,7 +175,7 @@ def drop(ticket: int, *numbers: int) -> LoadBlocks:
 def test_a_dropped_block_is_neither_read_nor_written_again(rank: Rank) -> None:
     """Not even while the thread that removes it is busy, and after the end of the epoch."""
     rank.follow(1, 2)
-    wait_for(lambda: rank.tier.has(name(2)))
+    wait_until(lambda: rank.tier.has(name(2)), "the block is stored")
     reached, goes_on = threading.Event(), threading.Event()
 
     def waits() -> None:
@@ -200,7 +200,7 @@ def test_a_drop_that_fails_is_not_confirmed_and_its_blocks_are_not_read(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank.follow(1)
-    wait_for(lambda: rank.tier.has(name(1)))
+    wait_until(lambda: rank.tier.has(name(1)), "the block is stored")
 
     failed = threading.Event()
 
@@ -217,13 +217,6 @@ def test_a_drop_that_fails_is_not_confirmed_and_its_blocks_are_not_read(
     rank.transfers.drop(drop(3, 1))
     assert rank.answer() == BlocksLoaded(1, 3, 0)
     assert not rank.tier.has(name(1))
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_the_memory_tier_keeps_what_was_used_last() -> None:

@@ -7,14 +7,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import psutil
 import pytest
 
-from protocol.codec import pack
-from protocol.requests import GenerateRequest
-from protocol.sampling import GrammarKind, SamplingParams, StructuredOutputParams
+from protocol.sampling import GrammarKind, StructuredOutputParams
 from services.helper_process import HelperProcess
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
@@ -24,6 +21,7 @@ from services.scheduler.grammar.cache import CompiledGrammar, GrammarCache
 from services.scheduler.grammar.compiler import GrammarCompiler
 from services.scheduler.grammar.trial.child import FAILPOINT
 from services.scheduler.policies import ChunkedPolicy
+from tests.simulation.requests import generate
 from tests.unit.scheduler.grammar.support import (
     N_VOCAB,
     VOCABULARY,
@@ -33,6 +31,7 @@ from tests.unit.scheduler.grammar.support import (
     tokens_of,
     wait,
 )
+from tests.waiting import wait_until
 
 REGEX = GrammarKind.REGEX
 
@@ -146,8 +145,8 @@ def test_requests_of_a_lost_scheduler_find_room_whatever_waits(monkeypatch: pyte
     try:
         for number in range(8):
             text = f"text {number}"
-            tokens, grammar = pack([1, *tokens_of(text)[:1]]), StructuredOutputParams(REGEX, text)
-            core.add(0, GenerateRequest(number, tokens, 1, SamplingParams(9), structured=grammar, age=1.0))
+            tokens, grammar = [1, *tokens_of(text)[:1]], StructuredOutputParams(REGEX, text)
+            core.add(0, generate(tokens, number, prompt=1, max_tokens=9, structured=grammar, age=1.0))
         monkeypatch.setattr(compiler_module, "WAITING_SECONDS", -1.0)
         for ticket, found in wait(compiler, *range(1, 9)).items():
             core.on_grammar(ticket, found)
@@ -156,17 +155,12 @@ def test_requests_of_a_lost_scheduler_find_room_whatever_waits(monkeypatch: pyte
         compiler.close()
 
 
-def wait_until_started(compiler: CompilerClient) -> None:
-    while compiler.inner.num_queued:
-        time.sleep(0.01)
-
-
 def test_cancelled_grammar_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FAILPOINT, "60")
     monkeypatch.setattr(compiler_module, "MAX_WAITING", 2)
     with new_compiler(num_threads=1) as compiler:
         compiler.submit(REGEX, "slow")
-        wait_until_started(compiler)
+        wait_until(lambda: not compiler.inner.num_queued, "it has started")
         alone, first, second = (compiler.submit(REGEX, text) for text in ("alone", "shared", "shared"))
         assert compiler.inner.stats()["grammars_compiling"] == 3
         compiler.inner.cancel(first)
@@ -185,7 +179,7 @@ def test_cancelled_compilation_that_has_started_ends_and_is_cached(monkeypatch: 
     monkeypatch.setenv(FAILPOINT, "0.2")
     with new_compiler(num_threads=1) as compiler:
         ticket = compiler.submit(REGEX, "started")
-        wait_until_started(compiler)
+        wait_until(lambda: not compiler.inner.num_queued, "it has started")
         compiler.inner.cancel(ticket)
         assert select.select([compiler.inner.fileno()], [], [], 60)[0]
         assert compiler.inner.take() == []
