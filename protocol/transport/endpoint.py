@@ -54,6 +54,12 @@ def is_private(endpoint: str) -> bool:
     return ipc_path(endpoint) is not None or (parts is not None and _is_loopback(parts["host"]))
 
 
+def is_everywhere(endpoint: str) -> bool:
+    """Return whether the endpoint means every interface of this machine, so that nobody can connect to it."""
+    parts = _TCP.fullmatch(endpoint)
+    return parts is not None and _is_everywhere(parts["host"])
+
+
 def check_publisher(endpoint: str, security: Security = LOCAL) -> str:
     """Return the endpoint if a service may publish at it without encryption.
 

@@ -254,7 +254,7 @@ class RequestLedger:
             if index == len(stream.output):
                 stream.output.append(token)
                 stream.tokens.append(token)
-                if not stream.is_due and len(stream.tokens) >= stream.interval:  # no call per token
+                if not stream.is_due and len(stream.tokens) >= stream.interval:  # spares a call per token
                     stream.response.mark_due(stream)
             elif index < len(stream.output):
                 stream.duplicates += 1

@@ -13,7 +13,7 @@ from queue import Empty, Full, Queue
 import msgspec
 import zmq
 
-from protocol.transport.endpoint import ipc_path, is_private, prepare_path
+from protocol.transport.endpoint import ipc_path, is_everywhere, is_private, prepare_path
 from services.config import KVEventsConfig
 from services.scheduler.kv_events.messages import AllBlocksCleared, KVEventBatch
 
@@ -98,7 +98,7 @@ class KVEventPublisher:
 
 def _is_own(endpoint: str) -> bool:
     """Return whether the endpoint is an address of this machine, or all of them."""
-    return is_private(endpoint) or endpoint.startswith(("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:"))
+    return is_private(endpoint) or is_everywhere(endpoint)
 
 
 def _open(kind: int, endpoint: str, hwm: int, binds: bool) -> zmq.Socket[bytes]:

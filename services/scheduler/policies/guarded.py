@@ -13,8 +13,6 @@ log = logging.getLogger("runahead.scheduler")
 
 LEAST = StepBudget(1, 1)
 """One token of the first request: certain progress within every limit."""
-
-
 _PLAIN = {int, type(None)}
 
 

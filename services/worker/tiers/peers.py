@@ -19,6 +19,7 @@ from protocol.codec import Decoder, ProtocolError
 from protocol.kv_transfer import MAX_FETCH_BYTES, PEER_ROLE, FetchBlocks, FetchedBlocks
 from protocol.security import Security, public_roles, server_pair
 from protocol.transport import Client, HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow, Server
+from protocol.transport.endpoint import is_everywhere
 from services.process import name_this_thread
 from services.worker.runner import LoadError
 
@@ -51,7 +52,7 @@ class PeerServer:
             key = server_pair(security.keys, "worker")[0].decode() if security.keys is not None else ""
         except (OSError, ValueError) as error:
             raise LoadError(f"--kv-peer-address: {error}") from None
-        if self._server.endpoint.startswith(("tcp://0.0.0.0:", "tcp://[::]:")):
+        if is_everywhere(self._server.endpoint):
             self._server.close()
             raise LoadError(f"--kv-peer-address {endpoint}: other engines need one address of this machine instead")
         self.address = f"{self._server.endpoint} {key}".strip()

@@ -193,13 +193,10 @@ class ShardLoader:
         """Raises: LoadError, if the checkpoint has a head that differs from the embedding it is tied to."""
         if "lm_head.weight" not in self._checkpoint:
             return
-        names, shape = (
-            ("lm_head.weight", "model.embed_tokens.weight"),
-            (self._whole.vocab_size, self._whole.hidden_size),
-        )
+        shape = self._whole.vocab_size, self._whole.hidden_size
         for rows in sampled_rows(shape):
-            head, table = (self._checkpoint.take(name, shape, torch.float32, (rows,)) for name in names)
-            if not torch.equal(head, table):
+            head = self._checkpoint.take("lm_head.weight", shape, torch.float32, (rows,))
+            if not torch.equal(head, self._checkpoint.take("model.embed_tokens.weight", shape, torch.float32, (rows,))):
                 raise LoadError(
                     "lm_head.weight differs from model.embed_tokens.weight, but config.json ties them; "
                     "set tie_word_embeddings to false in config.json"
