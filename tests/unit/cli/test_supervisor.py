@@ -193,6 +193,11 @@ class SupervisedChildren:
     def events(self) -> str:
         return self.journal.read_text()
 
+    def stop_after_restart(self) -> None:
+        """Stop in order when the worker is up for the second time."""
+        if self.events().count("worker up") == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
     @property
     def failure(self) -> str:
         return self.supervisor.failure.describe_end()
@@ -291,11 +296,8 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("short_pauses")
 def test_restarted_child_leaves_the_others_running(supervised: SupervisedChildren) -> None:
-    def stop_after_restart() -> None:
-        if supervised.events().count("worker up") == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    assert supervised.run((STOPPING, STOPPING, EXITING_ONCE_WITH_9), stop_after_restart, restarted="worker") == 0
+    scripts = STOPPING, STOPPING, EXITING_ONCE_WITH_9
+    assert supervised.run(scripts, supervised.stop_after_restart, restarted="worker") == 0
     assert supervised.supervisor.failure is None
     assert supervised.lines == [("worker", "worker exited with status 9; restarting")]
     for name in NAMES:
@@ -314,8 +316,7 @@ def test_child_that_was_stopped_is_killed_and_restarted(
         if not signalled and supervised.events().count("worker up") == 1:
             signalled.append(worker[-1].process.pid)
             os.kill(signalled[0], signal.SIGSTOP)
-        if supervised.events().count("worker up") == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
+        supervised.stop_after_restart()
 
     assert supervised.run((STOPPING, STOPPING, STOPPING), stop_once, restarted="worker") == 0
     assert supervised.lines == [
@@ -328,13 +329,8 @@ def test_child_that_was_stopped_is_killed_and_restarted(
 @pytest.mark.parametrize("wedge", ["ctypes.PyDLL(None).sleep(1000)", "spin()"])
 def test_child_that_hangs_ends_itself_and_is_restarted(supervised: SupervisedChildren, wedge: str) -> None:
     """One that no signal has stopped: in C with the interpreter's lock, and in a loop of Python."""
-
-    def stop() -> None:
-        if supervised.events().count("worker up") == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    hanging = HANGING_ONCE.replace("WEDGE", wedge)
-    assert supervised.run((STOPPING, STOPPING, hanging), stop, restarted="worker") == 0
+    scripts = STOPPING, STOPPING, HANGING_ONCE.replace("WEDGE", wedge)
+    assert supervised.run(scripts, supervised.stop_after_restart, restarted="worker") == 0
     *stacks, (_, end) = supervised.lines
     assert end == "worker hung and ended itself; the lines before have the stacks of its threads; restarting"
     assert any("in wedged" in line for _, line in stacks)
@@ -346,11 +342,8 @@ def test_a_process_that_gives_signs_of_life_does_not_hang(supervised: Supervised
 
 @pytest.mark.usefixtures("short_pauses")
 def test_child_whose_output_another_process_holds_is_restarted(supervised: SupervisedChildren) -> None:
-    def stop() -> None:
-        if supervised.events().count("worker up") == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    assert supervised.run((STOPPING, STOPPING, ENDING_ONCE_WITH_AN_HEIR), stop, restarted="worker") == 0
+    scripts = STOPPING, STOPPING, ENDING_ONCE_WITH_AN_HEIR
+    assert supervised.run(scripts, supervised.stop_after_restart, restarted="worker") == 0
 
 
 @pytest.mark.usefixtures("short_pauses")
