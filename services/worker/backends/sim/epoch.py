@@ -17,7 +17,7 @@ from services.worker.backends.pending_step import PendingStep, own_grammar
 from services.worker.backends.sim.checkpoint import SimCheckpoint
 from services.worker.backends.sim.cost import CostModel
 from services.worker.backends.sim.device.columns import StepColumns
-from services.worker.backends.sim.device.rigid import PaddedStep, RigidShapes
+from services.worker.backends.sim.device.rigid import RigidShapes
 from services.worker.backends.sim.device.simulated import SimDevice, SimEvent, no_inputs
 from services.worker.backends.sim.faults import inject_faults
 from services.worker.backends.sim.model.hashing import U64
@@ -72,17 +72,13 @@ class _ExecutedSimStep:
     """A step between its forward pass and its sampling."""
 
     step: SchedulerOutput
-    rows: Rows
-    padded: PaddedStep | None
-    """On a rigid device."""
+    output: StepOutput
+    """Without results so far."""
     acceptance: DraftAcceptance
     rules: RulesByRow
     logprobs: StepLogprobs | None
     embeddings: StepEmbeddings | None
     """On the output rank, if a row requests them; likewise `logprobs`."""
-    prepared: float
-    """Seconds on the monotonic clock: the step was ready to be launched."""
-    forward: SimEvent
 
 
 class SimEpoch:
@@ -178,20 +174,9 @@ class SimEpoch:
         prepared = time.monotonic()
         event = device.launch(forward, seconds, no_inputs if rank.is_single else inputs)
         self._exchange(send)
-        logprobs, embeddings = self._requested_outputs(rows)
-        self._pending.put(
-            _ExecutedSimStep(
-                step=step,
-                rows=rows,
-                padded=padded,
-                acceptance=acceptance,
-                rules=rules_by_row(rows, self.table),
-                logprobs=logprobs,
-                embeddings=embeddings,
-                prepared=prepared,
-                forward=event,
-            )
-        )
+        output = StepOutput(step, rows, prepared, event, event, rank.trace, padded)
+        rules = rules_by_row(rows, self.table)
+        self._pending.put(_ExecutedSimStep(step, output, acceptance, rules, *self._requested_outputs(rows)))
 
     def _stage(self, rows: Rows) -> None:
         """Enqueue the copies of the step's columns to the device."""
@@ -281,15 +266,14 @@ class SimEpoch:
     def sample(self, grammar: GrammarOutput | None) -> StepOutput:
         """Sample the executed step, as `ModelRunner.sample_tokens`."""
         executed, rank, device = self._pending.take(), self._rank, self.device
-        step, forward, acceptance = executed.step, executed.forward, executed.acceptance
-        output = StepOutput(step, executed.rows, executed.prepared, forward, forward, rank.trace, executed.padded)
+        step, output, acceptance = executed.step, executed.output, executed.acceptance
         if not rank.is_last_stage:
             return output
         slots, vocab_size, masks = acceptance.slots, rank.checkpoint.vocab_size, StepMasks()
 
         def take_masks() -> float:
             nonlocal masks
-            masks, at = self._stage_masks.take(step, slots, Forward(forward.began, forward.ended))
+            masks, at = self._stage_masks.take(step, slots, Forward(output.forward.began, output.forward.ended))
             return at
 
         if grammar is None and len(step.masked):

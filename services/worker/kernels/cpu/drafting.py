@@ -5,22 +5,19 @@ import torch
 
 from protocol.steps import NO_DRAFT
 from services.worker.kernels.cpu import thread_team
-from services.worker.kernels.cpu.compiled.draft import draft_kernel, lay_out
+from services.worker.kernels.cpu.compiled import rows as compiled
+from services.worker.kernels.cpu.compiled.draft import draft_kernel
 from services.worker.kernels.cpu.compiled.ngram import ngram_kernel
 from services.worker.kernels.cpu.recording import CpuRecording
 from services.worker.kernels.interface.arrays import I32
-from services.worker.kernels.interface.drafting import (
-    DraftingKernels,
-    DraftLayout,
-    DraftLimits,
-    DraftRows,
-    DraftTensors,
-)
+from services.worker.kernels.interface.drafting import DraftingKernels, DraftLayout, DraftTensors
 from services.worker.kernels.interface.recording import Recording
 
 
 class CpuDrafting(DraftingKernels):
     """For one calling thread."""
+
+    loops = compiled
 
     def __init__(self) -> None:
         self._ngram, self._draft = ngram_kernel(), draft_kernel()
@@ -33,16 +30,6 @@ class CpuDrafting(DraftingKernels):
         numbers = sizes.start, sizes.stop - 1, k, min_acceptance
         self._ngram.run(len(slots), (*columns, *numbers, found.ctypes.data))
         return found
-
-    def lay_out(
-        self, rows: DraftRows, history: torch.Tensor, limits: DraftLimits, tensors: DraftTensors
-    ) -> DraftLayout:
-        *columns, block_size = rows
-        t = tensors
-        places = t.slots, t.positions, t.ids
-        of_rows = t.last, t.room, t.owner, t.sharpness, t.chance, t.tiles
-        written = (tensor.numpy() for tensor in (*places, *of_rows))
-        return DraftLayout(*lay_out(*columns, history.numpy(), block_size, *limits, *written))
 
     def draft(
         self,

@@ -34,6 +34,15 @@ def take(address):  # type: ignore[no-untyped-def]
     return fetch_add(address, 1)
 
 
+@njit
+def items(address, number):  # type: ignore[no-untyped-def]
+    """Take items, one at a time, until none of the `number` items are left."""
+    item = take(address)
+    while item < number:
+        yield item
+        item = take(address)
+
+
 class _ThreadHelpers(threading.local):
     """The helpers of each calling thread."""
 

@@ -1,5 +1,6 @@
 """Proposals of drafts: n-gram lookup and the rounds of a draft head."""
 
+from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -7,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from protocol.steps import NO_DRAFT
+from services.worker.kernels.interface import row_loops
 from services.worker.kernels.interface.arrays import F32, I32
 from services.worker.kernels.interface.recording import Recording
 
@@ -79,6 +81,9 @@ class DraftLayout(NamedTuple):
 class DraftingKernels:
     """Proposals of tokens."""
 
+    loops: ModuleType = row_loops
+    """See `RowKernels.loops`."""
+
     def lookup(
         self, history: torch.Tensor, slots: I32, lengths: I32, sizes: range, k: int, min_acceptance: float
     ) -> I32:
@@ -116,26 +121,12 @@ class DraftingKernels:
     ) -> DraftLayout:
         """Write the places of a step's tokens without their hidden states, each with the token after it, and the rows
         that have room for drafts."""
-        place = row = sampled = 0
-        columns = zip(*(c.tolist() for c in (rows.slots, rows.starts, rows.counts, rows.samples)), strict=True)
-        for slot, start, count, samples in columns:
-            end = start + count
-            for position in range(start, min(end, limits.position)):
-                tensors.slots[place], tensors.positions[place] = slot, position
-                tensors.ids[place] = history[slot, min(position + 1, history.shape[1] - 1)]
-                place += 1
-            if not samples:
-                continue
-            held = int(rows.num_blocks[slot]) * rows.block_size
-            room = min(limits.position - 1 - end, held - end + 1, limits.k)
-            if room > 0:
-                tensors.last[row], tensors.room[row], tensors.owner[row] = place - 1, room, sampled
-                tensors.sharpness[row] = 1 / float(np.hypot(rows.temperature[slot], limits.error))
-                tensors.chance[row] = 1
-                tensors.tiles[row] = torch.tensor([slot, end - 1, place - 1, 1])
-                row += 1
-            sampled += 1
-        return DraftLayout(place, row)
+        *columns, block_size = rows
+        t = tensors
+        places = t.slots, t.positions, t.ids
+        of_rows = t.last, t.room, t.owner, t.sharpness, t.chance, t.tiles
+        written = (tensor.numpy() for tensor in (*places, *of_rows))
+        return DraftLayout(*self.loops.lay_out_drafts(*columns, history.numpy(), block_size, *limits, *written))
 
     def draft(
         self,

@@ -1,5 +1,6 @@
 """The rows of a step: layout, true positions and verification of drafts."""
 
+from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -8,7 +9,10 @@ from numpy.typing import NDArray
 
 from services.worker.batch.row_check import CountRows, count_rows
 from services.worker.batch.slots import Rows
+from services.worker.kernels.interface import row_loops
 from services.worker.kernels.interface.arrays import I32
+
+_NO_HISTORY = np.empty((0, 0), np.int32)
 
 
 class BatchTensors(NamedTuple):
@@ -71,6 +75,8 @@ class RowKernels:
     """Maximum number of tokens in a tile."""
     count_rows: CountRows = staticmethod(count_rows)
     """The check of a plan's rows on the host; for any thread."""
+    loops: ModuleType = row_loops
+    """The loops over rows, or a module with their compiled forms."""
 
     def spread(self, counts: I32) -> tuple[I32, I32]:
         """Return the row of each token and its index in the row, int32[tokens] each. `counts`: int32[rows], tokens."""
@@ -84,11 +90,7 @@ class RowKernels:
 
     def write_tokens(self, history: torch.Tensor, slots: I32, positions: I32, ids: torch.Tensor) -> None:
         """Write int32[tokens] ids at their positions. Those beyond the limit of the history are skipped."""
-        limit, values = history.shape[1], ids.numpy()
-        if positions.max(initial=0) >= limit:
-            inside = positions < limit
-            slots, positions, values = slots[inside], positions[inside], values[inside]
-        history.numpy()[slots, positions] = values
+        self.loops.write_tokens(history.numpy(), slots, positions, ids.numpy())
 
     def read_tokens(self, history: torch.Tensor, slots: I32, positions: I32) -> torch.Tensor:
         """Return the ids at `positions` of `slots`, int32[tokens]."""
@@ -131,24 +133,13 @@ class RowKernels:
         Raises: RuntimeError, if the history has no token of the vocabulary at a position (valid ids); only where the
             host reads the device's memory.
         """
-        token = tiles = sampled = 0
-        columns = (rows.slots, rows.starts, rows.counts, rows.samples, rows.drafts)
-        for slot, start, count, samples, drafts in zip(*(c.tolist() for c in columns), strict=True):
-            here = slice(token, token + count)
-            batch.slots[here], batch.positions[here] = slot, torch.arange(start, start + count)
-            if history is not None:
-                ids = batch.ids[here] = history[slot, start : start + count]
-                if len(missing := ((ids < 0) | (ids >= vocab_size)).nonzero()):
-                    position = start + int(missing[0])
-                    raise RuntimeError(f"slot {slot} is computed at position {position}, which has no token")
-            for first in range(0, count, self.tile):
-                tile = [slot, start + first, token + first, min(count - first, self.tile)]
-                batch.tiles[tiles] = torch.tensor(tile)
-                tiles += 1
-            token += count
-            if samples:
-                batch.sampled[sampled : sampled + 1 + drafts] = torch.arange(token - 1 - drafts, token)
-                sampled += 1 + drafts
+        columns = rows.slots, rows.starts, rows.counts, rows.samples, rows.drafts
+        tokens = _NO_HISTORY if history is None else history.numpy()
+        written = (tensor.numpy() for tensor in batch)
+        tiles, sampled = self.loops.lay_out(*columns, tokens, vocab_size, self.tile, *written)
+        if tiles < 0:
+            slot, position = int(batch.slots[sampled]), int(batch.positions[sampled])
+            raise RuntimeError(f"slot {slot} is computed at position {position}, which has no token")
         return tiles, sampled
 
     def place_masks(self, slots: I32, drafts: I32, masked: I32, counts: I32) -> PlacedMasks:
@@ -179,12 +170,4 @@ class RowKernels:
             ids: int32[sum(drafts + 1)], sampled tokens
             history: int32[slots, limit], with the drafts from position `firsts` on
         """
-        drafted = np.minimum(drafts, acceptable)
-        counts, stays = np.empty(len(slots), np.int32), np.zeros(len(ids), np.bool_)
-        begins = np.cumsum(drafts + 1) - drafts - 1
-        for row, (slot, first, begin) in enumerate(zip(slots, firsts, begins, strict=True)):
-            tokens = history[slot, first : first + drafted[row]]
-            equal = (tokens == ids[begin : begin + len(tokens)]).tolist()
-            counts[row] = 1 + (equal.index(False) if False in equal else len(equal))
-            stays[begin : begin + counts[row]] = True
-        return Verified(counts, drafted, stays)
+        return Verified(*self.loops.verify(slots, firsts, drafts, acceptable, ids.numpy(), history.numpy()))

@@ -13,7 +13,7 @@ from numba import carray, njit
 
 from services.worker.kernels.cpu.compiled import raw, simd
 from services.worker.kernels.cpu.compiled.norm_and_gate import row_factor
-from services.worker.kernels.cpu.thread_team import Kernel, arguments, take
+from services.worker.kernels.cpu.thread_team import Kernel, arguments, items
 
 ADDRESS = np.int64
 TILE = 8
@@ -67,10 +67,7 @@ def write_kernel(half: bool, half_cache: bool) -> Kernel:
         plain[:], turned[:] = 0, 0
         slots, positions = raw.i32_at(a.slots, a.items), raw.i32_at(a.positions, a.items)
         width = (a.heads + 2 * a.kv_heads) * head_dim
-        while True:
-            token = take(address)
-            if token >= a.items:
-                break
+        for token in items(address, a.items):
             position = positions[token]
             row = a.table + (slots[token] * a.stride + position // a.block_size) * 4
             block, offset = np.int64(raw.i32_at(row, 1)[0]), position % a.block_size
@@ -284,10 +281,7 @@ def attention_kernel(half: bool, half_cache: bool) -> Kernel:
         spare, zero = scores + most * 4, simd.splat(np.float32(0))
         sums = spare + 16 * 4
         inverses = sums + 4 * 64 * 4
-        while True:
-            item = take(address)
-            if item >= a.items:
-                break
+        for item in items(address, a.items):
             tile, head = item // a.kv_heads, item % a.kv_heads
             slot, first = np.int64(tiles[tile * 4]), np.int64(tiles[tile * 4 + 1])
             token, count = np.int64(tiles[tile * 4 + 2]), np.int64(tiles[tile * 4 + 3])

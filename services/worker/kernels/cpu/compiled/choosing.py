@@ -8,7 +8,7 @@ import numpy as np
 from numba import carray, njit
 
 from services.worker.kernels.cpu.compiled import raw, simd
-from services.worker.kernels.cpu.thread_team import Kernel, arguments, take
+from services.worker.kernels.cpu.thread_team import Kernel, arguments, items
 
 DRAW = arguments(
     ("logits", np.int64),  # float32[any, vocab]
@@ -97,10 +97,7 @@ def draw_kernel() -> Kernel:
         weights, scaled = values + size * 4, raw.f32_at(values, size)
         infinite = simd.splat(np.float32(-np.inf))
         minus, ones = simd.splat(np.float32(-1)), simd.splat(np.float32(1))
-        while True:
-            item = take(address)
-            if item >= a.items:
-                break
+        for item in items(address, a.items):
             source = a.logits + np.int64(raw.i32_at(a.rows, a.items)[item]) * a.vocab * 4
             temperature = simd.splat(simd.load_f32(a.temperature + item * 4))
             whole = a.vocab // 16 * 16
@@ -153,10 +150,7 @@ def greedy_kernel() -> Kernel:
 
     def choose(address):  # type: ignore[no-untyped-def]
         a = carray(raw.pointer(address), 1, GREEDY)[0]
-        while True:
-            item = take(address)
-            if item >= a.items:
-                break
+        for item in items(address, a.items):
             number = np.int64(raw.i32_at(a.rows, a.items)[item]) if a.rows != 0 else item
             row = a.logits + number * a.vocab * 4
             raw.i32_at(a.ids, a.items)[item] = first_of(greatest(row, a.vocab), row, a.vocab)

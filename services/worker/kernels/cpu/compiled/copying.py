@@ -4,7 +4,7 @@ import numpy as np
 from numba import carray
 
 from services.worker.kernels.cpu.compiled import raw, simd
-from services.worker.kernels.cpu.thread_team import Kernel, arguments, take
+from services.worker.kernels.cpu.thread_team import Kernel, arguments, items
 
 WORTH = 1 << 16
 """Smallest amount of numbers for which another thread is used."""
@@ -26,10 +26,7 @@ def copy_kernel(half: bool) -> Kernel:
     def copy(address):  # type: ignore[no-untyped-def]
         a = carray(raw.pointer(address), 1, COPY)[0]
         index, whole, factors = raw.i32_at(a.index, a.items), a.width // 16 * 16, simd.splat(a.factor)
-        while True:
-            item = take(address)
-            if item >= a.items:
-                break
+        for item in items(address, a.items):
             row = np.int64(index[item]) if a.index != 0 else item
             source, out = a.source + row * a.width * SIZE, a.out + item * a.stride * 4
             for i in range(0, whole, 16):

@@ -1,7 +1,7 @@
 """All rounds of a draft by a head of one layer: each round runs the recorded kernels, then prepares the next rows."""
 
 import numpy as np
-from numba import carray, njit, types
+from numba import carray
 
 from services.worker.kernels.cpu import recording
 from services.worker.kernels.cpu.compiled import raw, simd
@@ -39,39 +39,6 @@ DRAFT = arguments(
     ("tokens", np.int64),  # int32: token of each draft id, or 0: the id itself
     ("proposed", np.int64),  # int32[any, k], filled with NO_DRAFT
 )
-
-_COLUMN, _INTS = types.Array(types.int32, 1, "A", readonly=True), types.Array(types.int32, 1, "C")
-_FLOATS, _TABLE = types.Array(types.float32, 1, "C"), types.Array(types.int32, 2, "C")
-_GIVEN = *(_COLUMN,) * 3, types.Array(types.boolean, 1, "A", readonly=True), _INTS, _FLOATS, _TABLE
-_WRITTEN = *(_INTS,) * 6, _FLOATS, _FLOATS, _TABLE
-
-
-@njit(types.UniTuple(types.int64, 2)(*_GIVEN, *(types.int64,) * 3, types.float64, *_WRITTEN), cache=True)
-def lay_out(  # type: ignore[no-untyped-def]
-    slots, starts, counts, samples, num_blocks, temperature, history, block_size, k, limit, error,
-    place_slots, positions, ids, last, room, owner, sharpness, chance, tiles,
-):  # fmt: skip
-    """See `DraftingKernels.lay_out`. Arguments: columns of `DraftRows`, the history, `DraftLimits`, and the results.
-
-    The drafts of a row have the positions ends + 1, ends + 2 ... below `limit`. All except the first are computed
-    inside of the slot's blocks."""
-    place = row = sampled = 0
-    for i in range(len(slots)):
-        slot, end = slots[i], starts[i] + counts[i]
-        for position in range(starts[i], min(end, limit)):
-            place_slots[place], positions[place] = slot, position
-            ids[place] = history[slot, min(position + 1, history.shape[1] - 1)]
-            place += 1
-        if not samples[i]:
-            continue
-        here = min(limit - 1 - end, num_blocks[slot] * block_size - end + 1, k)
-        if here > 0:
-            last[row], room[row], owner[row] = place - 1, here, sampled
-            sharpness[row], chance[row] = 1 / np.hypot(temperature[slot], error), 1
-            tiles[row, 0], tiles[row, 1], tiles[row, 2], tiles[row, 3] = slot, end - 1, place - 1, 1
-            row += 1
-        sampled += 1
-    return place, row
 
 
 def draft_kernel() -> Kernel:

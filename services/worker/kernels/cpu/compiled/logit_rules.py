@@ -10,7 +10,7 @@ import numpy as np
 from numba import carray, njit
 
 from services.worker.kernels.cpu.compiled import raw, simd
-from services.worker.kernels.cpu.thread_team import Kernel, arguments, take
+from services.worker.kernels.cpu.thread_team import Kernel, arguments, items
 
 ADDRESS = np.int64
 RULE = np.dtype(
@@ -161,10 +161,7 @@ def rules_kernel() -> Kernel:
     def change(address):
         a = carray(raw.pointer(address), 1, RULES)[0]
         rules = carray(raw.pointer(a.rules), a.num_slots, RULE)
-        while True:
-            item = take(address)
-            if item >= a.items:
-                break
+        for item in items(address, a.items):
             row, slot = raw.i32_at(a.rows, a.items)[item], raw.i32_at(a.slots, a.items)[item]
             first, rule = raw.i32_at(a.positions, a.items)[item], rules[slot]
             history = raw.i32_at(a.history + np.int64(slot) * a.limit * 4, a.limit)
@@ -205,10 +202,7 @@ def mask_kernel() -> Kernel:
         a = carray(raw.pointer(address), 1, MASK)[0]
         words, whole = (a.vocab + 31) // 32, a.vocab // 32
         never = simd.splat(np.float32(-np.inf))
-        while True:
-            item = take(address)
-            if item >= a.items:
-                break
+        for item in items(address, a.items):
             row = a.logits + np.int64(raw.i32_at(a.rows, a.items)[item]) * a.vocab * 4
             logits = raw.f32_at(row, a.vocab)
             bits = raw.i32_at(a.masks + item * words * 4, words)

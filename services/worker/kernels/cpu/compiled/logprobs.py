@@ -6,7 +6,7 @@ from numba import carray, njit
 
 from services.worker.kernels.cpu.compiled import raw, simd
 from services.worker.kernels.cpu.compiled.choosing import greatest
-from services.worker.kernels.cpu.thread_team import Kernel, arguments, take
+from services.worker.kernels.cpu.thread_team import Kernel, arguments, items
 
 ADDRESS = np.int64
 BLOCK = 64
@@ -58,10 +58,7 @@ def logprobs_kernel() -> Kernel:
         ids, values = raw.i32_at(a.ids, a.entries), raw.f32_at(a.values, a.entries)
         zeros, ones = simd.splat(np.float32(0)), simd.splat(np.float32(1))
         whole = a.vocab // 16 * 16
-        while True:
-            item = take(address)
-            if item >= a.items:
-                break
+        for item in items(address, a.items):
             row = a.logits + np.int64(raw.i32_at(a.rows, a.items)[item]) * a.vocab * 4
             logits, token = raw.f32_at(row, a.vocab), raw.i32_at(a.tokens, a.items)[item]
             most, own = greatest(row, a.vocab), logits[token]

@@ -5,7 +5,7 @@ from numba import carray
 
 from services.worker.kernels.cpu.compiled import raw, simd
 from services.worker.kernels.cpu.compiled.choosing import first_of, greatest
-from services.worker.kernels.cpu.thread_team import Kernel, arguments, take
+from services.worker.kernels.cpu.thread_team import Kernel, arguments, items
 
 MOST_LIKELY = arguments(
     ("logits", np.int64),  # float32[items, vocab]
@@ -22,10 +22,7 @@ def most_likely_kernel() -> Kernel:
     def choose(address):  # type: ignore[no-untyped-def]
         a = carray(raw.pointer(address), 1, MOST_LIKELY)[0]
         whole = a.vocab // 16 * 16
-        while True:
-            item = take(address)
-            if item >= a.items:
-                break
+        for item in items(address, a.items):
             row = a.logits + item * a.vocab * 4
             logits, most = raw.f32_at(row, a.vocab), greatest(row, a.vocab)
             sharp, sums, rest = (simd.load_f32(a.sharpness + item * 4), simd.splat(np.float32(0)), np.float32(0))

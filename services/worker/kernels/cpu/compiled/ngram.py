@@ -5,7 +5,7 @@ import numpy as np
 from numba import carray
 
 from services.worker.kernels.cpu.compiled import raw
-from services.worker.kernels.cpu.thread_team import Kernel, arguments, take
+from services.worker.kernels.cpu.thread_team import Kernel, arguments, items
 
 ADDRESS = np.int64
 NGRAM = arguments(
@@ -26,10 +26,7 @@ def ngram_kernel() -> Kernel:
 
     def look_up(address):
         a = carray(raw.pointer(address), 1, NGRAM)[0]
-        while True:
-            item = take(address)
-            if item >= a.items:
-                break
+        for item in items(address, a.items):
             slot, length = (np.int64(raw.i32_at(a.slots, a.items)[item]), raw.i32_at(a.lengths, a.items)[item])
             tokens = raw.i32_at(a.history + slot * a.limit * 4, a.limit)
             best, after = a.shortest - 1, 0

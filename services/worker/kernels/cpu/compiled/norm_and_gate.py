@@ -4,7 +4,7 @@ import numpy as np
 from numba import carray, njit
 
 from services.worker.kernels.cpu.compiled import raw, simd
-from services.worker.kernels.cpu.thread_team import Kernel, arguments, take
+from services.worker.kernels.cpu.thread_team import Kernel, arguments, items
 from services.worker.kernels.interface.network import Activation
 
 ADDRESS = np.int64
@@ -58,10 +58,7 @@ def norm_kernel(half: bool) -> Kernel:
     def norm(address):  # type: ignore[no-untyped-def]
         a = carray(raw.pointer(address), 1, NORM)[0]
         width, whole, factors = a.width, a.width // 16 * 16, simd.splat(a.factor)
-        while True:
-            row = take(address)
-            if row >= a.items:
-                break
+        for row in items(address, a.items):
             x, delta, out = (a.residual + row * width * 4, a.delta + row * width * SIZE, a.out + row * width * SIZE)
             if a.residual == 0:
                 _rms_norm(delta, a.weight, out, width, a.eps, HALF, HALF)
@@ -102,10 +99,7 @@ def gate_kernel(half: bool, activation: Activation = "silu") -> Kernel:
         minus, one = simd.splat(np.float32(-1)), simd.splat(np.float32(1))
         first, third, slope = simd.splat(FIRST), simd.splat(THIRD), simd.splat(SLOPE)
         least, most = simd.splat(-LIMIT), simd.splat(LIMIT)
-        while True:
-            row = take(address)
-            if row >= a.items:
-                break
+        for row in items(address, a.items):
             gates = a.gate_up + row * 2 * width * SIZE
             ups, out = gates + width * SIZE, a.out + row * width * SIZE
             for i in range(0, whole, 16):

@@ -13,7 +13,7 @@ from services.worker.kernels.cpu.compiled import bf16, bf16_rows, raw, simd
 from services.worker.kernels.cpu.compiled.block_formats import PANEL
 from services.worker.kernels.cpu.compiled.product import PRODUCT
 from services.worker.kernels.cpu.compiled.quantized import GROUP
-from services.worker.kernels.cpu.thread_team import Kernel, take
+from services.worker.kernels.cpu.thread_team import Kernel, items
 
 BLOCK = bf16.PANELS * PANEL
 """Outputs of one item."""
@@ -57,10 +57,7 @@ def _compiled() -> Kernel:
         buffer = raw.allocate(64 + sums_size + (min(a.rows, CHUNK) * stride if odd else 0))
         sums = (buffer + 63) // 64 * 64
         copied = sums + sums_size
-        while True:
-            item = take(address)
-            if item >= a.items:
-                break
+        for item in items(address, a.items):
             block, start = item % blocks, item // blocks * CHUNK
             end, first, x = min(start + CHUNK, a.rows), block * BLOCK, a.x + start * a.inputs * 2
             if odd:

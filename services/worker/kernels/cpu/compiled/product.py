@@ -19,7 +19,7 @@ from services.worker.kernels.cpu.compiled import raw, simd
 from services.worker.kernels.cpu.compiled.building import for_each_size, load, moved, store
 from services.worker.kernels.cpu.compiled.intrinsics import CONSTANT, emits
 from services.worker.kernels.cpu.compiled.simd import F32, I64, VF, VI, spread
-from services.worker.kernels.cpu.thread_team import Kernel, arguments, take
+from services.worker.kernels.cpu.thread_team import Kernel, arguments, items
 
 PANEL = 16
 """Number of outputs whose weights are side by side, input after input; with AVX-512 it is `BLOCK`."""
@@ -147,10 +147,7 @@ def _compiled(wide: bool, half: bool) -> Kernel:
     def product(address):  # type: ignore[no-untyped-def]
         a = carray(raw.pointer(address), 1, PRODUCT)[0]
         scratch, blocks = raw.allocate(ROWS * BLOCK * 4), (a.outputs + BLOCK - 1) // BLOCK
-        while True:
-            item = take(address)
-            if item >= a.items:
-                break
+        for item in items(address, a.items):
             start, first = item // blocks * MOST, item % blocks * BLOCK
             end = min(start + MOST, a.rows)
             if WIDE:

@@ -26,7 +26,7 @@ from services.worker.kernels.cpu.compiled.block_formats import (
 )
 from services.worker.kernels.cpu.compiled.coded_product import NUMBERS, TASK, TASK_BYTES
 from services.worker.kernels.cpu.compiled.product import BLOCK
-from services.worker.kernels.cpu.thread_team import Kernel, arguments, take
+from services.worker.kernels.cpu.thread_team import Kernel, arguments, items
 
 GROUP = STEP
 """Inputs that BF16 panels are padded to a multiple of."""
@@ -58,10 +58,7 @@ def rows_kernel(coded: bool) -> Kernel:
         decoded = place + TASK_BYTES
         task = carray(raw.pointer(place), 1, TASK)[0]
         task.rows, task.width, task.out, task.end, task.jump = 0, 1, decoded, 0, 0
-        while True:
-            item = take(address)
-            if item >= a.items:
-                break
+        for item in items(address, a.items):
             row, out = np.int64(index[item]), a.out + item * a.stride * 4
             lane = row % PANEL
             if CODED:
@@ -95,10 +92,7 @@ def float32_rows_kernel(wide: bool, half: bool) -> Kernel:
     def rows(address):  # type: ignore[no-untyped-def]
         a = carray(raw.pointer(address), 1, ROWS)[0]
         index = raw.i32_at(a.index, a.items)
-        while True:
-            item = take(address)
-            if item >= a.items:
-                break
+        for item in items(address, a.items):
             row, out = np.int64(index[item]), a.out + item * a.stride * 4
             lane = row % WIDTH
             place = a.panels + (row - lane) * a.inputs * SIZE
@@ -129,10 +123,7 @@ def pack_kernel() -> Kernel:
         source_bytes, size, codes_at, half0, half1, kind, scales, at0, number0, at1, number1 = (
             own[0], own[1], own[2], own[3], own[4], own[5], own[6], own[7], own[8], own[9], own[10]
         )  # fmt: skip
-        while True:
-            item = take(address)
-            if item >= a.items:
-                break
+        for item in items(address, a.items):
             rows = raw.i64_at(a.rows + item * PANEL * 8, PANEL)
             for number in range(a.blocks):
                 panel = a.panels + ((item // PANELS * a.blocks + number) * PANELS + item % PANELS) * size

@@ -4,7 +4,7 @@ import numpy as np
 from numba import carray
 
 from services.worker.kernels.cpu.compiled import raw, simd
-from services.worker.kernels.cpu.thread_team import Kernel, arguments, take
+from services.worker.kernels.cpu.thread_team import Kernel, arguments, items
 
 ROTARY = arguments(
     ("positions", np.int64),  # int32[items]
@@ -22,10 +22,7 @@ def rotary_kernel() -> Kernel:
     def rotate(address):  # type: ignore[no-untyped-def]
         a = carray(raw.pointer(address), 1, ROTARY)[0]
         positions = raw.i32_at(a.positions, a.items)
-        while True:
-            item = take(address)
-            if item >= a.items:
-                break
+        for item in items(address, a.items):
             for i in range(a.width):
                 angle = np.float32(positions[item]) * simd.load_f32(a.frequencies + i * 4)
                 at, amplitude = (item * a.width + i) * 4, simd.load_f32(a.amplitudes + i * 4)

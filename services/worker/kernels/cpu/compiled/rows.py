@@ -4,25 +4,34 @@ import numpy as np
 from numba import njit, types
 
 from services.worker.batch import row_check
+from services.worker.kernels.interface import row_loops
 
 _GIVEN = types.Array(types.int32, 1, "A", readonly=True)
 _MADE = types.Array(types.int32, 1, "C")
 _KEPT = types.Array(types.int32, 2, "C")
 _MASK = types.Array(types.boolean, 1, "C")
 _BITS = types.Array(types.boolean, 1, "A", readonly=True)
+_FLOATS = types.Array(types.float32, 1, "C")
 _INDICES = types.Array(types.intp, 1, "C")
 
 count_rows = njit(
     types.boolean(*(_GIVEN,) * 4, _BITS, _GIVEN, *(_MADE,) * 5, _INDICES, *(types.int64,) * 2), cache=True
 )(row_check.count_rows)
-
-
-@njit(types.void(_KEPT, _GIVEN, _GIVEN, _GIVEN), cache=True)
-def write_tokens(history, slots, positions, ids):  # type: ignore[no-untyped-def]
-    """See `RowKernels.write_tokens`."""
-    for token in range(len(slots)):
-        if positions[token] < history.shape[1]:
-            history[slots[token], positions[token]] = ids[token]
+write_tokens = njit(types.void(_KEPT, _GIVEN, _GIVEN, _GIVEN), cache=True)(row_loops.write_tokens)
+lay_out = njit(
+    types.UniTuple(types.int64, 2)(
+        *(_GIVEN,) * 3, _BITS, _GIVEN, _KEPT, *(types.int64,) * 2, *(_MADE,) * 3, _KEPT, _MADE
+    ),
+    cache=True,
+)(row_loops.lay_out)
+verify = njit(types.Tuple((_MADE, _MADE, _MASK))(*(_GIVEN,) * 5, _KEPT), cache=True)(row_loops.verify)
+lay_out_drafts = njit(
+    types.UniTuple(types.int64, 2)(
+        *(*(_GIVEN,) * 3, _BITS, _MADE, _FLOATS, _KEPT, *(types.int64,) * 3, types.float64),
+        *(*(_MADE,) * 6, _FLOATS, _FLOATS, _KEPT),
+    ),
+    cache=True,
+)(row_loops.lay_out_drafts)
 
 
 @njit(types.UniTuple(_MADE, 2)(_GIVEN), cache=True)
@@ -61,38 +70,6 @@ def settle(slots, starts, counts, drafts, frontier, proposed, tokens, history): 
     return true_starts, true_counts, true_drafts, -1
 
 
-@njit(
-    types.UniTuple(types.int64, 2)(
-        *(_GIVEN,) * 3, _BITS, _GIVEN, _KEPT, *(types.int64,) * 2, *(_MADE,) * 3, _KEPT, _MADE
-    ),
-    cache=True,
-)
-def lay_out(  # type: ignore[no-untyped-def]
-    slots, starts, counts, samples, drafts, history, vocab, tile, ids, token_slots, positions, tiles, sampled
-):  # fmt: skip
-    """See `RowKernels.lay_out`. A history without slots is not read. Return the numbers of tiles and sampled tokens, or
-    -1 and a token without a valid id."""
-    token = number = chosen = 0
-    for row in range(len(slots)):
-        slot, start, count = slots[row], starts[row], counts[row]
-        for i in range(count):
-            token_slots[token + i], positions[token + i] = slot, start + i
-            if len(history) > 0:
-                ids[token + i] = history[slot, start + i]
-                if not 0 <= ids[token + i] < vocab:
-                    return -1, token + i
-        for first in range(0, count, tile):
-            tiles[number, 0], tiles[number, 1] = slot, start + first
-            tiles[number, 2], tiles[number, 3] = token + first, min(count - first, tile)
-            number += 1
-        token += count
-        if samples[row]:
-            for i in range(token - 1 - drafts[row], token):
-                sampled[chosen] = i
-                chosen += 1
-    return number, chosen
-
-
 @njit(types.UniTuple(_MADE, 2)(*(_GIVEN,) * 4), cache=True)
 def place_masks(slots, drafts, masked, counts):  # type: ignore[no-untyped-def]
     """See `RowKernels.place_masks`."""
@@ -113,21 +90,3 @@ def place_masks(slots, drafts, masked, counts):  # type: ignore[no-untyped-def]
                 tokens[mask + offset] = firsts[row] + offset
         mask += counts[i]
     return tokens, acceptable
-
-
-@njit(types.Tuple((_MADE, _MADE, _MASK))(*(_GIVEN,) * 5, _KEPT), cache=True)
-def verify(slots, firsts, drafts, acceptable, ids, history):  # type: ignore[no-untyped-def]
-    """See `RowKernels.verify`."""
-    counts, compared = np.empty(len(slots), np.int32), np.empty(len(slots), np.int32)
-    stays = np.zeros(len(ids), np.bool_)
-    start = 0
-    for row in range(len(slots)):
-        compared[row] = min(drafts[row], acceptable[row])
-        most = min(compared[row], history.shape[1] - firsts[row])
-        accepted = 0
-        while accepted < most and history[slots[row], firsts[row] + accepted] == ids[start + accepted]:
-            accepted += 1
-        counts[row] = accepted + 1
-        stays[start : start + accepted + 1] = True
-        start += drafts[row] + 1
-    return counts, compared, stays

@@ -21,7 +21,7 @@ from services.worker.kernels.cpu.compiled.block_formats import (
 )
 from services.worker.kernels.cpu.compiled.coded_product import CODED, NUMBERS, TASK, TASK_BYTES
 from services.worker.kernels.cpu.compiled.quantized import GROUP
-from services.worker.kernels.cpu.thread_team import Kernel, take
+from services.worker.kernels.cpu.thread_team import Kernel, items
 
 BLOCK = 2 * PANEL
 """Outputs of one item: two panels."""
@@ -121,10 +121,7 @@ def _compiled(coded: bool) -> Kernel:
         task = carray(raw.pointer(place), 1, TASK)[0]
         task.rows, task.width, task.out, task.end, task.jump = 0, 2, place + TASK_BYTES, 0, 0
         configured = False
-        while True:
-            item = take(address)
-            if item >= a.items:
-                break
+        for item in items(address, a.items):
             if not configured:
                 amx.configure(memory, rows)
                 configured = True
