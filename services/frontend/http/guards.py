@@ -21,6 +21,8 @@ OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping"})
 MAX_HEADERS = 100
 IGNORED_HEADER = b"x-ignored-parameters"
 """Names of the body's unknown fields, which were ignored."""
+_ORIGIN = re.compile("^https?://[^/]*", re.IGNORECASE)
+"""Beginning of a request's target in absolute form (RFC 9112, 3.2.2)."""
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 """Valid ids from clients: printable and without spaces, as they are written to logs."""
 
@@ -104,7 +106,9 @@ class Guards:
         return None
 
     def _below_root(self, path: str) -> str:
-        """Return the path without the root path, which only some proxies remove."""
+        """Return the path without a scheme and host, and without the root path, which only some proxies remove."""
+        if not path.startswith("/"):
+            path = _ORIGIN.sub("", path) or "/"
         return path.removeprefix(self._root) if path.startswith(f"{self._root}/") else path
 
     def _is_allowed(self, given: bytes) -> bool:

@@ -204,7 +204,7 @@ async def test_root_path_may_be_given_or_removed_by_the_proxy() -> None:
 
 async def test_pages_of_allowed_origins_pass_and_preflight_needs_no_key() -> None:
     asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
-    async with guarded(["right"], allowed_origins=["https://chat.example.com"]) as client:
+    async with guarded(["right"], allowed_origins=['["https://chat.example.com"]']) as client:
         for origin, status in {"https://chat.example.com": 200, "https://evil.com": 400}.items():
             response = await client.options("/v1/completions", headers={"origin": origin, **asked})
             assert response.status_code == status
