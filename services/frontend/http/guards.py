@@ -100,6 +100,9 @@ class Guards:
             return APIError(400, "the header Host names no host of this server; --allowed-hosts lists its hosts")
         if tenant is None and scope["path"] not in OPEN_PATHS | self._public:
             return APIError(401, "a valid API key is needed as bearer token", code="invalid_api_key")
+        is_page = headers.get(b"sec-fetch-site") == b"cross-site" and scope["method"] == "POST"
+        if is_page and not headers.get(b"content-type", b"").startswith(b"application/json"):  # sent without preflight
+            return APIError(403, "a page of another site must send Content-Type: application/json")
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and (len(length) > 18 or int(length) > self._max_body):
             return self._too_large()
