@@ -170,7 +170,7 @@ def test_effort_is_a_variable_of_the_template(tmp_path: Path) -> None:
 
 
 def test_reasoning_text_and_call_are_blocks_of_their_own() -> None:
-    said = 'Hm.</think>Sure.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    said = 'Hm.</think>Sure.<tool_call>{"name": "add", "arguments": {"a": 1, "b": "\\ud800"}}</tool_call>'
     formats = {"reasoning_parser": "deepseek_r1", "tool_call_parser": "hermes", "enable_auto_tool_choice": True}
     with scripted(served_model_name=["demo"], **formats) as (frontend, scheduler):
         scheduler.script(answering(said))
@@ -181,7 +181,7 @@ def test_reasoning_text_and_call_are_blocks_of_their_own() -> None:
             thought, text, call = answer["content"]
             assert thought == {"type": "thinking", "thinking": "Hm.", "signature": ""}
             assert text == {"type": "text", "text": "Sure."}
-            assert (call["name"], call["input"]) == ("add", {"a": 1})
+            assert (call["name"], call["input"]) == ("add", {"a": 1, "b": "\ud800"})
             assert answer["stop_reason"] == "tool_use"
 
 
