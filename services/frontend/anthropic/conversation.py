@@ -44,7 +44,9 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
         messages.insert(0, {"role": "system", "content": _text(system)})
     fields: dict[str, Any] = {"messages": messages, "chat_template_kwargs": _variables(body)}
     fields |= _output(body)
-    if body.messages[-1].role == "assistant":
+    if messages[-1] == {"role": "assistant", "content": ""}:
+        messages.pop()  # the answer begins with nothing
+    elif messages[-1]["role"] == "assistant":
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
     if body.tools:
         fields["tools"] = [

@@ -211,6 +211,8 @@ def test_message_of_the_assistant_is_continued(frontend: Frontend, scheduler: Sc
     answer = answer_of(frontend, False, messages=[USER, {"role": "assistant", "content": "Hello"}])
     assert answer["content"] == [{"type": "text", "text": " there"}]
     assert prompt_of(scheduler.request()) == "<|bos|><|user|>Hi<|eos|><|assistant|>Hello"
+    answer_of(frontend, False, messages=[USER, {"role": "assistant", "content": []}])
+    assert prompt_of(scheduler.request(1)) == "<|bos|><|user|>Hi<|eos|><|assistant|>"
 
 
 BAD: list[dict[str, object]] = [
