@@ -1,6 +1,7 @@
 """Settings of the HTTP server: where it listens, and whom it answers."""
 
 import ipaddress
+import json
 from collections.abc import Iterator
 
 from pydantic import Field, field_validator
@@ -84,6 +85,13 @@ class HttpConfig(ServiceConfig):
         if self.allowed_hosts or self.api_key or not self.is_local:
             return self.allowed_hosts
         return [*LOOPBACK_NAMES, f"[{self.host}]" if ":" in self.host else self.host]
+
+    @field_validator("allowed_origins", "allowed_methods", "allowed_headers", mode="before")
+    @classmethod
+    def _from_json(cls, given: object) -> object:
+        """Read also vLLM's form, a JSON list."""
+        text = ",".join(map(str, given)) if isinstance(given, list) else ""
+        return json.loads(text) if text.startswith("[") else given
 
     @field_validator("api_key")
     @classmethod

@@ -83,7 +83,9 @@ def _add_errors(app: FastAPI) -> None:
     async def on_no_route(http: HTTPRequest, error: HTTPException) -> Response:
         asked = f"{http.method} {http.url.path[:MAX_QUOTED]}"
         text = f"{asked} is not served here; /openapi.json lists all routes"
-        return error_response(APIError(error.status_code, text), http.url.path, http.state.request_id)
+        response = error_response(APIError(error.status_code, text), http.url.path, http.state.request_id)
+        response.headers.update(error.headers or {})  # Allow
+        return response
 
     @app.exception_handler(HTTPException)
     async def on_http_error(http: HTTPRequest, error: HTTPException) -> Response:

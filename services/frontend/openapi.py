@@ -25,6 +25,7 @@ _REF = "#/components/schemas/{model}"
 _ERRORS = {
     400: "the request is not what this route takes; the message names the field",
     401: "no valid API key",
+    403: "a page of another site sent it without Content-Type: application/json",
     404: "no such path or model",
     405: "no such method",
     409: "the engines cannot be changed like this now",

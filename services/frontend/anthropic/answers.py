@@ -36,14 +36,6 @@ def usage_json(usage: UsageCounter) -> AnthropicUsage:
     }
 
 
-def _arguments(text: str) -> JSON:
-    """Return the arguments of a call; those that the length limit cut off are not an object."""
-    try:
-        return msgspec.json.decode(text or "{}", type=dict[str, Any])
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return {}
-
-
 def event(content: Mapping[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (content["type"].encode(), one_line(msgspec.json.encode(content)))
 
@@ -86,7 +78,7 @@ class MessageEvents(ChoiceWriter):
         self.chunk(chunk)
         calls = (block for block in self._blocks if block["type"] == "tool_use")
         for block in calls:
-            block["input"] = _arguments(block["input"])
+            block["input"] = msgspec.Raw(block["input"].encode())  # as written: not all of JSON can be decoded
         return {**self._head, "content": self._blocks, **self._ending, "usage": usage_json(self._usage)}
 
     def closing(self) -> bytes:

@@ -1,10 +1,13 @@
 """Bodies of the Messages API to chat bodies, so that both dialects share the prompt, sampling and tools."""
 
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from services.frontend.anthropic.schemas import (
     AnthropicMessage,
     AnthropicToolChoice,
+    Block,
     CountTokensRequest,
     MessagesRequest,
     OutputConfig,
@@ -20,19 +23,30 @@ from services.frontend.openai.parameters.body import validated
 from services.frontend.openai.schemas.requests import ChatRequest
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_ATTRIBUTION = "x-anthropic-billing-header"
+"""Beginning of a text for Anthropic that Claude Code puts first. It differs from request to request, so that no cached
+block would be found."""
 
 
 def chat_request(body: CountTokensRequest) -> ChatRequest:
     """Return the chat body with the same meaning.
 
-    A last message of the assistant is continued, as in Anthropic's API. Raises: APIError
+    A last message of the assistant is continued, and successive messages of a role are one, as in Anthropic's API.
+
+    Raises: APIError
     """
-    messages = [plain for message in body.messages for plain in _messages(message)]
-    if body.system:
-        messages.insert(0, {"role": "system", "content": _text(body.system)})
+    turns = groupby(body.messages, lambda message: message.role)
+    messages = [plain for role, turn in turns for plain in _messages(role, [b for said in turn for b in _blocks(said)])]
+    system = body.system or ""
+    if not isinstance(system, str):
+        system = [block for block in system if not block.text.startswith(_ATTRIBUTION)]
+    if system:
+        messages.insert(0, {"role": "system", "content": _text(system)})
     fields: dict[str, Any] = {"messages": messages, "chat_template_kwargs": _variables(body)}
     fields |= _output(body)
-    if body.messages[-1].role == "assistant":
+    if messages[-1] == {"role": "assistant", "content": ""}:
+        messages.pop()  # the answer begins with nothing
+    elif messages[-1]["role"] == "assistant":
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
     if body.tools:
         fields["tools"] = [
@@ -87,36 +101,38 @@ def _tool_choice(given: AnthropicToolChoice | None) -> dict[str, Any]:
     return {"tool_choice": {"type": "function", "function": {"name": given.name}}, **parallel}
 
 
-def _text(content: str | list[TextBlock]) -> str:
+def _text(content: str | Sequence[TextBlock]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
-def _messages(message: AnthropicMessage) -> list[dict[str, Any]]:
-    """Return the chat messages of one message: results of tools become separate messages. Raises: APIError"""
-    if isinstance(message.content, str):
-        return [{"role": message.role, "content": message.content}]
-    match message.role:
+def _blocks(message: AnthropicMessage) -> list[Block]:
+    return [TextBlock(type="text", text=message.content)] if isinstance(message.content, str) else message.content
+
+
+def _messages(role: str, blocks: list[Block]) -> list[dict[str, Any]]:
+    """Return the chat messages of one turn: results of tools become separate messages. Raises: APIError"""
+    match role:
         case "assistant":
-            return _of_assistant(message)
+            return _of_assistant(blocks)
         case "user":
-            return _of_user(message)
-        case "system":
-            return _of_system(message)
+            return _of_user(blocks)
+        case _:
+            return _of_system(blocks)
 
 
-def _of_system(message: AnthropicMessage) -> list[dict[str, Any]]:
+def _of_system(given: list[Block]) -> list[dict[str, Any]]:
     """Raises: APIError"""
-    blocks = [block for block in message.content if isinstance(block, TextBlock)]
-    if len(blocks) < len(message.content):
+    blocks = [block for block in given if isinstance(block, TextBlock)]
+    if len(blocks) < len(given):
         raise invalid("messages: a message of the system has only text", "messages")
     return [{"role": "system", "content": _text(blocks)}]
 
 
-def _of_assistant(message: AnthropicMessage) -> list[dict[str, Any]]:
+def _of_assistant(blocks: list[Block]) -> list[dict[str, Any]]:
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
-    for block in message.content:
+    for block in blocks:
         match block:
             case TextBlock():
                 texts.append(block.text)
@@ -127,7 +143,7 @@ def _of_assistant(message: AnthropicMessage) -> list[dict[str, Any]]:
                 calls.append({"id": block.id, "function": {"name": block.name, "arguments": arguments}})
             case ToolResultBlock():
                 raise invalid("messages: a tool_result belongs to a message of the user", "messages")
-    plain: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    plain: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
     if calls:
         plain["tool_calls"] = calls
     if thoughts:
@@ -135,18 +151,18 @@ def _of_assistant(message: AnthropicMessage) -> list[dict[str, Any]]:
     return [plain]
 
 
-def _of_user(message: AnthropicMessage) -> list[dict[str, Any]]:
+def _of_user(blocks: list[Block]) -> list[dict[str, Any]]:
     plain: list[dict[str, Any]] = []
-    texts: list[dict[str, Any]] = []
-    for block in message.content:
+    texts: list[str] = []
+    for block in blocks:
         match block:
             case TextBlock():
-                texts.append({"type": "text", "text": block.text})
+                texts.append(block.text)
             case ToolResultBlock():
                 content = _text(block.content) if block.content is not None else ""
                 plain.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
             case ToolUseBlock() | ThinkingBlock() | RedactedThinkingBlock():
                 raise invalid(f"messages: a {block.type} belongs to a message of the assistant", "messages")
     if texts or not plain:
-        plain.append({"role": "user", "content": texts})
+        plain.append({"role": "user", "content": "\n".join(texts) if texts else None})
     return plain

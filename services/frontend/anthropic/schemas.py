@@ -93,7 +93,9 @@ class OutputConfig(OpenObject):
     """Variable of the chat template, as `reasoning_effort` of a chat."""
 
 
-_UNSERVED: Neutral = {"container": (), "mcp_servers": ([],), "context_management": ()}
+_KEEP_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+"""Value that Claude Code sends with `thinking`."""
+_UNSERVED: Neutral = {"container": (), "mcp_servers": ([],), "context_management": ({"edits": []}, _KEEP_ALL)}
 
 
 class CountTokensRequest(BaseRequest):

@@ -122,6 +122,9 @@ class Connection(H11Protocol):
         super().data_received(data)
         self._watch_head()
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Log nothing: a server may ignore upgrades, and Java's client asks for HTTP/2 with each request."""
+
     def timeout_keep_alive_handler(self) -> None:
         """Close the idle connection, unless a request has arrived that the event loop has not read yet.
 

@@ -21,6 +21,8 @@ OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping"})
 MAX_HEADERS = 100
 IGNORED_HEADER = b"x-ignored-parameters"
 """Names of the body's unknown fields, which were ignored."""
+_ORIGIN = re.compile("^https?://[^/]*", re.IGNORECASE)
+"""Beginning of a request's target in absolute form (RFC 9112, 3.2.2)."""
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 """Valid ids from clients: printable and without spaces, as they are written to logs."""
 
@@ -98,13 +100,18 @@ class Guards:
             return APIError(400, "the header Host names no host of this server; --allowed-hosts lists its hosts")
         if tenant is None and scope["path"] not in OPEN_PATHS | self._public:
             return APIError(401, "a valid API key is needed as bearer token", code="invalid_api_key")
+        is_page = headers.get(b"sec-fetch-site") == b"cross-site" and scope["method"] == "POST"
+        if is_page and not headers.get(b"content-type", b"").startswith(b"application/json"):  # sent without preflight
+            return APIError(403, "a page of another site must send Content-Type: application/json")
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and (len(length) > 18 or int(length) > self._max_body):
             return self._too_large()
         return None
 
     def _below_root(self, path: str) -> str:
-        """Return the path without the root path, which only some proxies remove."""
+        """Return the path without a scheme and host, and without the root path, which only some proxies remove."""
+        if not path.startswith("/"):
+            path = _ORIGIN.sub("", path) or "/"
         return path.removeprefix(self._root) if path.startswith(f"{self._root}/") else path
 
     def _is_allowed(self, given: bytes) -> bool:

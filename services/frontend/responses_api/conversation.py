@@ -107,4 +107,4 @@ def _join(
 def _text(content: str | list[Part]) -> str:
     if isinstance(content, str):
         return content
-    return "".join(part.text for part in content)
+    return "\n".join(part.text for part in content)

@@ -7,15 +7,15 @@ format: OpenAI's description of the Harmony response format.
 import re
 
 from services.frontend.parsing.events import Reasoning
-from services.frontend.parsing.json_reader import pass_until
+from services.frontend.parsing.json_reader import next_word, pass_until
 from services.frontend.parsing.text_buffer import ParseError, Parsing
 from services.frontend.tools.parser import MAX_HELD, ToolParser
 from services.frontend.tools.schema import MAX_NAME
 
-_START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
-_HEADS = (_START, _CHANNEL)
-_ENDS = ("<|end|>", "<|call|>", "<|return|>", *_HEADS)
-_RECIPIENT = re.compile(rf"\bto=functions\.([\w.-]{{1,{MAX_NAME}}})")
+_START, _CHANNEL, _MESSAGE, _TO = "<|start|>", "<|channel|>", "<|message|>", "to=functions."
+_HEADS = (_START, _CHANNEL, _TO)
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", _START, _CHANNEL)
+_RECIPIENT = re.compile(rf"\b{re.escape(_TO)}([\w.-]{{1,{MAX_NAME}}})")
 _NAME_OF_CHANNEL = re.compile(r"\s*(\w*)")
 
 
@@ -24,19 +24,27 @@ class HarmonyParser(ToolParser):
     is_for_all_answers = True
 
     def _read(self) -> Parsing[None]:
-        while marker := (yield from self._content_until(*_ENDS)):
+        self._buffer.keep(MAX_HELD)
+        try:  # the prompt ends with the role, and a recipient may follow it
+            marker = yield from next_word(self._buffer, _TO)
+        except ParseError:
+            self._break()
+            marker = yield from self._content_until(*_ENDS)
+        while marker:
             while marker in _HEADS:
                 marker = yield from self._message(marker)
             self._buffer.drop_kept()
+            marker = yield from self._content_until(*_ENDS)
 
     def _message(self, marker: str) -> Parsing[str]:
-        """Read one message after its first mark. Return the mark that ended it, "" at the end of the text."""
+        """Read one message after its first mark or recipient. Return the mark that ended it, "" for none."""
         buffer = self._buffer
         try:
             header = marker + (yield from self._until(_MESSAGE))
         except ParseError:
             self._break()
             return ""
+        buffer.drop_kept()
         channel = _NAME_OF_CHANNEL.match(header.rpartition(_CHANNEL)[2])
         if (recipient := _RECIPIENT.search(header)) is not None:
             if self._max_calls == 0:
@@ -44,7 +52,6 @@ class HarmonyParser(ToolParser):
             buffer.keep(MAX_HELD)
             yield from self._attempt(self._calls(recipient[1]))
             return (yield from pass_until(buffer, _ENDS, self._after_call))
-        buffer.drop_kept()
         is_reasoning = _CHANNEL in header and channel is not None and channel[1] == "analysis"
         return (yield from pass_until(buffer, _ENDS, self._reasoning if is_reasoning else self._content))
 

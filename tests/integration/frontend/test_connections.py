@@ -68,6 +68,12 @@ def test_refusal_is_one_write(frontend: Frontend) -> None:
             assert answer.endswith(b"}")
 
 
+def test_target_in_absolute_form_is_that_of_its_path(frontend: Frontend) -> None:
+    with connect(frontend) as connection:
+        connection.sendall(b"GET HTTP://localhost:8000/v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert read_json(connection).startswith(b"HTTP/1.1 200")
+
+
 def reset(connection: socket.socket) -> None:
     """Close with RST instead of FIN."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

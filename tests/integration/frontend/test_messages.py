@@ -170,31 +170,33 @@ def test_effort_is_a_variable_of_the_template(tmp_path: Path) -> None:
 
 
 def test_reasoning_text_and_call_are_blocks_of_their_own() -> None:
-    said = 'Hm.</think>Sure.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    said = 'Hm.</think>Sure.<tool_call>{"name": "add", "arguments": {"a": 1, "b": "\\ud800"}}</tool_call>'
     formats = {"reasoning_parser": "deepseek_r1", "tool_call_parser": "hermes", "enable_auto_tool_choice": True}
     with scripted(served_model_name=["demo"], **formats) as (frontend, scheduler):
         scheduler.script(answering(said))
         for stream in (False, True):
             thinking = {"type": "enabled", "budget_tokens": 1024}
-            answer = answer_of(frontend, stream, tools=[TOOL], thinking=thinking)
+            kept = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+            answer = answer_of(frontend, stream, tools=[TOOL], thinking=thinking, context_management=kept)
             thought, text, call = answer["content"]
             assert thought == {"type": "thinking", "thinking": "Hm.", "signature": ""}
             assert text == {"type": "text", "text": "Sure."}
-            assert (call["name"], call["input"]) == ("add", {"a": 1})
+            assert (call["name"], call["input"]) == ("add", {"a": 1, "b": "\ud800"})
             assert answer["stop_reason"] == "tool_use"
 
 
 def test_conversation_with_blocks_is_that_of_a_chat(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     scheduler.script(answering("x"))
-    said = [{"type": "text", "text": "Hi", "cache_control": {"type": "x"}}, {"type": "text", "text": " you"}]
+    said = [{"type": "text", "text": "Hi", "cache_control": {"type": "x"}}, {"type": "text", "text": "you"}]
     answered = [{"type": "text", "text": "Hello"}]
-    begun = [{"role": "user", "content": said}, {"role": "assistant", "content": answered}]
-    conversation = {"messages": [*begun, USER], "system": [{"type": "text", "text": "S"}]}
+    begun = [{"role": "user", "content": said}, USER, {"role": "assistant", "content": answered}]
+    attribution = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=12345;"}
+    conversation = {"messages": [*begun, USER], "system": [attribution, {"type": "text", "text": "S"}]}
     response = frontend.post(PATH, body(**conversation))
     assert response.headers["x-ignored-parameters"] == "messages.content.cache_control"
     plain = [
         {"role": "system", "content": "S"},
-        {"role": "user", "content": "Hi you"},
+        {"role": "user", "content": "Hi\nyou\nHi"},
         {"role": "assistant", "content": "Hello"},
         USER,
     ]
@@ -209,6 +211,8 @@ def test_message_of_the_assistant_is_continued(frontend: Frontend, scheduler: Sc
     answer = answer_of(frontend, False, messages=[USER, {"role": "assistant", "content": "Hello"}])
     assert answer["content"] == [{"type": "text", "text": " there"}]
     assert prompt_of(scheduler.request()) == "<|bos|><|user|>Hi<|eos|><|assistant|>Hello"
+    answer_of(frontend, False, messages=[USER, {"role": "assistant", "content": []}])
+    assert prompt_of(scheduler.request(1)) == "<|bos|><|user|>Hi<|eos|><|assistant|>"
 
 
 BAD: list[dict[str, object]] = [

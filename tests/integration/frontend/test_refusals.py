@@ -215,7 +215,9 @@ def test_unknown_model_path_and_method(frontend: Frontend, scheduler: ScriptedSc
     assert "this server has " in str(unknown["message"])
     nowhere = error_of(httpx.get(f"{frontend.url}/nowhere"), 404)
     assert nowhere["message"] == "GET /nowhere is not served here; /openapi.json lists all routes"
-    error_of(httpx.get(frontend.url + COMPLETIONS), 405)
+    refused = httpx.get(frontend.url + COMPLETIONS)
+    error_of(refused, 405)
+    assert refused.headers["allow"] == "POST"
     error_of(httpx.get(f"{frontend.url}/docs"), 404)
     error_of(httpx.get(f"{frontend.url}/redoc"), 404)
 

@@ -150,7 +150,7 @@ def test_text_format_is_a_grammar(frontend: Frontend, scheduler: ScriptedSchedul
 def test_items_are_the_messages_of_a_chat(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     scheduler.script(answering("x"))
     items: list[Any] = [
-        {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+        {"role": "user", "content": [{"type": "input_text", "text": "Hi"}, {"type": "input_text", "text": "you"}]},
         {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "T"}]},
         {
             "type": "message",
@@ -168,7 +168,7 @@ def test_items_are_the_messages_of_a_chat(frontend: Frontend, scheduler: Scripte
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages = [
         {"role": "system", "content": "S"},
-        {"role": "user", "content": "Hi"},
+        {"role": "user", "content": "Hi\nyou"},
         {"role": "assistant", "content": "Wait", "reasoning": "T", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": "2"},
         {"role": "assistant", "content": "Two"},

@@ -46,10 +46,10 @@ def test_messages_of_the_system_stay_where_they_are() -> None:
 
 
 def test_refusal_of_another_model_is_text() -> None:
-    said = [{"type": "text", "text": "Sorry: "}, {"type": "refusal", "refusal": "I cannot."}]
+    said = [{"type": "text", "text": "Sorry:"}, {"type": "refusal", "refusal": "I cannot."}]
     chat = ChatRequest.model_validate({"messages": [{"role": "assistant", "content": said}]})
-    assert chat.messages[0].plain() == {"role": "assistant", "content": "Sorry: I cannot."}
-    assert num_chars(chat) == len("Sorry: I cannot.")
+    assert chat.messages[0].plain() == {"role": "assistant", "content": "Sorry:\nI cannot."}
+    assert num_chars(chat) == len("Sorry:I cannot.")
     said = {"role": "assistant", "content": None, "refusal": "I cannot."}
     chat = ChatRequest.model_validate({"messages": [said]})
     assert chat.messages[0].plain() == {"role": "assistant", "content": "I cannot."}

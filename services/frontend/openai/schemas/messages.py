@@ -120,9 +120,9 @@ class MessageParam(OpenObject):
         return [part.file for part in parts if isinstance(part, FilePart)]
 
     def plain(self) -> dict[str, Any]:
-        """Return role, text and name as chat templates expect them."""
+        """Return role, text and name as chat templates expect them. Parts are lines, by vLLM's rule."""
         parts = self.content if isinstance(self.content, list) else []
-        text = "".join(part.text for part in parts) if parts else self.content or self.refusal or ""
+        text = "\n".join(part.text for part in parts) if parts else self.content or self.refusal or ""
         return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
 
 

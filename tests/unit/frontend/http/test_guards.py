@@ -204,7 +204,7 @@ async def test_root_path_may_be_given_or_removed_by_the_proxy() -> None:
 
 async def test_pages_of_allowed_origins_pass_and_preflight_needs_no_key() -> None:
     asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
-    async with guarded(["right"], allowed_origins=["https://chat.example.com"]) as client:
+    async with guarded(["right"], allowed_origins=['["https://chat.example.com"]']) as client:
         for origin, status in {"https://chat.example.com": 200, "https://evil.com": 400}.items():
             response = await client.options("/v1/completions", headers={"origin": origin, **asked})
             assert response.status_code == status
@@ -216,7 +216,10 @@ async def test_pages_of_allowed_origins_pass_and_preflight_needs_no_key() -> Non
         assert "x-request-id" in refused.headers["access-control-expose-headers"]
 
 
-async def test_without_allowed_origins_no_page_may_read_an_answer() -> None:
+async def test_without_allowed_origins_no_page_may_read_an_answer_or_post_without_preflight() -> None:
     async with guarded([]) as client:
+        for kind, status in {"text/plain": 403, "application/json": 200}.items():
+            headers = {"sec-fetch-site": "cross-site", "content-type": kind}
+            assert (await client.post("/v1/completions", headers=headers)).status_code == status
         response = await client.get("/v1/models", headers={"origin": "https://evil.com"})
         assert "access-control-allow-origin" not in response.headers

@@ -209,4 +209,4 @@ def test_other_content_is_refused(content: object) -> None:
         ChatRequest.model_validate({"messages": [{"role": "user", "content": content}]})
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     message = ChatRequest.model_validate({"messages": [{"role": "user", "content": parts}]}).messages[0]
-    assert message.plain() == {"role": "user", "content": "ab"}
+    assert message.plain() == {"role": "user", "content": "a\nb"}

@@ -147,6 +147,12 @@ WHOLE: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("llama4_pythonic", "[f()]", "", [("f", "{}")]),
     ("openai", HARMONY, "The answer.", [("get_weather", TWO_ARGUMENTS)]),
     ("openai", "<|channel|>final<|message|>Hi <b>", "Hi <b>", []),
+    (
+        "openai",
+        f" to=functions.get_weather<|channel|>commentary json<|message|>{TWO_ARGUMENTS}<|call|>",
+        "",
+        BOTH[1:],
+    ),
 ]  # fmt: skip
 
 
@@ -307,7 +313,7 @@ def test_reasoning_of_gpt_oss_is_that_of_the_channel_analysis() -> None:
 def test_gpt_oss_makes_no_calls_without_a_choice_of_tools(eager: bool) -> None:
     body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "Hi"}], "tool_choice": "none"})
     output = ChatOutput.from_body(body, OutputFormats(FORMATS["openai"]))
-    for text in (HARMONY, HARMONY.replace("}<|call|>", "<|call|>")):
+    for text in (HARMONY, HARMONY.replace("}<|call|>", "<|call|>"), HARMONY.replace("Rom", "<" * MAX_HELD)):
         parser = AnswerParser(output, eager)
         assert joined(parser.push(text, is_last=True)) == ("The answer.", [])
         assert parser.num_calls == 0  # else finish_reason is tool_calls
