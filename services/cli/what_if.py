@@ -35,7 +35,7 @@ def print_prediction(config: ReplayConfig, recording: EventRecording) -> int:
     Raises: ConfigurationError; RecordingError; ValueError, if the settings contradict one another.
     """
     if config.chart and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigurationError("--chart needs matplotlib: pip install 'runahead-engine[bench]'")
+        raise ConfigurationError("--chart needs matplotlib: pip install matplotlib")
     changed_settings(config, recording.header)  # what is not possible is refused before the recording is read
     history = History.read(recording)
     print("what if: " + ", ".join(f"{name} {value}" for name, value in _named(config)))
