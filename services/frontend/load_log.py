@@ -37,14 +37,14 @@ class LoadLog:
         if not last or seconds <= 0 or (not steps and not running):
             return None
         queries, hits = rise("prefix_cache_queries"), rise("prefix_cache_hits")
-        cached = f"{100 * hits / queries:.1f} %" if queries else "unused"
+        cached = f", prefix cache hits {100 * hits / queries:.1f} %" if queries else ""
         drafts, accepted = rise("spec_decode_num_draft_tokens"), rise("spec_decode_num_accepted_tokens")
         drafting = f", accepted drafts {100 * accepted / drafts:.1f} %" if drafts else ""
         return (
             f"load: prompt {rise('prompt_tokens') / seconds:,.1f} tokens/s, "
             f"generation {rise('generation_tokens') / seconds:,.1f} tokens/s, "
             f"{running:.0f} requests run, {stats.get('num_requests_waiting', 0.0):.0f} wait, "
-            f"KV cache {100 * stats.get('kv_cache_usage_perc', 0.0):.1f} % used, prefix cache hits {cached}{drafting}"
+            f"KV cache {100 * stats.get('kv_cache_usage_perc', 0.0):.1f} % used{cached}{drafting}"
         )
 
 

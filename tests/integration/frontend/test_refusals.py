@@ -215,6 +215,8 @@ def test_unknown_model_path_and_method(frontend: Frontend, scheduler: ScriptedSc
     assert "this server has " in str(unknown["message"])
     nowhere = error_of(httpx.get(f"{frontend.url}/nowhere"), 404)
     assert nowhere["message"] == "GET /nowhere is not served here; /openapi.json lists all routes"
+    closed = error_of(httpx.post(f"{frontend.url}/engines/x/drain"), 404)
+    assert closed["message"] == "POST /engines/x/drain is not served here; it needs --enable-admin-routes"
     error_of(httpx.get(frontend.url + COMPLETIONS), 405)
     error_of(httpx.get(f"{frontend.url}/docs"), 404)
     error_of(httpx.get(f"{frontend.url}/redoc"), 404)

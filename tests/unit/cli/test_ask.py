@@ -97,13 +97,3 @@ def test_every_command_trusts_a_server_in_the_same_way(
     for trust in ([], ["--cacert", known], ["--insecure", "--cacert", unknown]):
         assert "certificate" not in complaint(*trust).lower()
     assert "--cacert: cannot use /no/such.pem: No such file" in complaint("--cacert", "/no/such.pem")
-
-
-@pytest.mark.parametrize("command", [["engines"], ["drain", "e"], ["replan", "--max-num-seqs", "3"]], ids=" ".join)
-def test_routes_that_a_server_does_not_have_name_the_setting(
-    other_program: str, command: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    done = run_command(capsys, *command, "--url", f"{other_program}/closed")
-    assert (done.status, done.stderr.count("\n")) == (1, 1)
-    assert "/closed does not serve /engines" in done.stderr
-    assert "it needs --enable-admin-routes" in done.stderr
