@@ -33,10 +33,11 @@ _BY_HINT = {
     "use --batching-policy phased": "--no-enable-chunked-prefill",
     "use --step-timeout-seconds": "--watchdog-timeout",
     'use --speculative-config \'{"method": ..., "model": ...}\'': (
-        "-md --model-draft --speculative-model --speculative-draft-model-path --speculative-algorithm"
+        "-md --model-draft --speculative-model --speculative-draft-model-path --speculative-algorithm --spec-method "
+        "--spec-model"
     ),
     "use --speculative-config '{\"num_speculative_tokens\": ...}'": (
-        "--draft-max --num-speculative-tokens --speculative-num-draft-tokens --speculative-num-steps"
+        "--draft-max --num-speculative-tokens --speculative-num-draft-tokens --speculative-num-steps --spec-tokens"
     ),
     "use --lora-modules NAME=DIRECTORY": "--lora-paths",
     "use --runner": "--convert",
@@ -44,9 +45,12 @@ _BY_HINT = {
     "use --runner, and --pooler-config '{\"task\": ...}'": "--task",
     "use --pooler-config": "--override-pooler-config",
     "use --hf-overrides with --backend vllm": "--rope-scaling --rope-theta",
-    "use --enforce-eager with --backend vllm, or leave it out": "--compilation-config",
+    "use --enforce-eager with --backend vllm, or leave it out": (
+        "--compilation-config --optimization-level -O0 -O1 -O2 -O3"
+    ),
     "use --generation-config": "--sampling-defaults",
     "--generation-config vllm drops the checkpoint's; requests can set each value": "--override-generation-config",
+    "use --ssl-ca-certs": "--ssl-cert-reqs",
     "use --log-level": "--uvicorn-log-level",
     "use --log-level and --log-format": "--log-config-file",
     "use --log-level warning": "--disable-log-requests --no-enable-log-requests --disable-log-stats",
