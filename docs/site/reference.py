@@ -14,8 +14,8 @@ import msgspec
 from pydantic import BaseModel
 
 from services.cli.command_help import group_of
+from services.cli.flags_of_others import HINTS
 from services.cli.settings import flag, type_name
-from services.cli.vllm_names import HINTS
 from services.config import FrontendConfig, SchedulerConfig, ServeConfig, WorkerConfig
 from services.frontend.app import with_routes
 

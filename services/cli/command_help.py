@@ -6,8 +6,8 @@ from typing import Any
 from pydantic import BaseModel
 from typer.core import TyperCommand
 
+from services.cli.flags_of_others import hint
 from services.cli.settings import ConfigurationError
-from services.cli.vllm_names import hint
 from services.config import FrontendConfig, HttpConfig, SchedulerConfig, ServiceConfig, SimulatorConfig
 from services.config.worker import BackendConfig
 

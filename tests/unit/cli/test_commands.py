@@ -12,7 +12,7 @@ import yaml
 
 from services.checkpoint import DEMO_MODEL
 from services.cli.command_help import ORDER
-from services.cli.vllm_names import HINTS
+from services.cli.flags_of_others import HINTS
 from services.config import OMITTED, ServeConfig
 from tests.unit.checkpoint.gguf_files import RawFile, entry
 from tests.unit.cli.command import run_command, run_process
