@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 
 from services.frontend.engine.client import EngineClient
 from services.frontend.metrics import Metrics
@@ -48,12 +49,21 @@ class LoadLog:
         )
 
 
+def total(engines: Collection[Mapping[str, float]]) -> dict[str, float]:
+    """Return the sums of the statistics of engines, but the mean of the use of their KV caches."""
+    stats: Counter[str] = Counter()
+    for engine in engines:
+        stats.update(engine)
+    return {name: value / (len(engines) if name.endswith("_perc") else 1) for name, value in stats.items()}
+
+
 async def log_load(engine: EngineClient, metrics: Metrics) -> None:
     """Write lines until cancelled. Fold the metrics' values, which bounds their memory."""
     load = LoadLog()
-    load.line(engine.state.stats, time.monotonic())
+    load.line({}, time.monotonic())
     while True:
         await asyncio.sleep(INTERVAL)
         metrics.fold()
-        if (line := load.line(engine.state.stats, time.monotonic())) is not None:
+        stats = total([each.state.stats for each in engine.engines.values()])
+        if (line := load.line(stats, time.monotonic())) is not None:
             log.info("%s", line)

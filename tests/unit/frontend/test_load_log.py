@@ -1,6 +1,6 @@
 """The line about the engine's load: rates between two readings, and silence without load."""
 
-from services.frontend.load_log import LoadLog
+from services.frontend.load_log import LoadLog, total
 
 BEFORE = {"steps_total": 10.0, "prompt_tokens": 100.0, "generation_tokens": 50.0, "num_requests_running": 0.0}
 AFTER = {
@@ -16,6 +16,11 @@ def test_line_has_rates_and_shares() -> None:
         "load: prompt 1,200.0 tokens/s, generation 100.0 tokens/s, 3 requests run, 2 wait, KV cache 12.5 % used, "
         "prefix cache hits 25.0 %"
     )
+
+
+def test_load_is_that_of_all_engines() -> None:
+    stats = total([AFTER, AFTER])
+    assert (stats["num_requests_running"], stats["generation_tokens"], stats["kv_cache_usage_perc"]) == (6, 2100, 0.125)
 
 
 def test_drafts_are_shown_if_there_are_some() -> None:
