@@ -142,7 +142,7 @@ def _table(table: Table) -> Iterator[str]:
         values = _values(before, modelled, after)
         change = 100 * (values[2] / values[1] - 1) if values[1] else math.nan
         numbers = "".join(f"{_number(value):>12}" for value in (*values, after.low, after.high))
-        yield f"{before.name:14}{before.unit:9}{numbers}{'' if math.isnan(change) else f'{change:+.0f} %':>10}"
+        yield f"{before.name:14}{before.unit:9}{numbers}" + ("" if math.isnan(change) else f"{f'{change:+.0f} %':>10}")
     yield "from, to: what the recording allows; a figure whose range is too wide is not predicted (-)"
     yield "change: what if against model, so that the error of the model does not count"
 
