@@ -14,8 +14,8 @@ import msgspec
 from pydantic import BaseModel
 
 from services.cli.command_help import group_of
+from services.cli.flags_of_others import HINTS
 from services.cli.settings import flag, type_name
-from services.cli.vllm_names import HINTS
 from services.config import FrontendConfig, SchedulerConfig, ServeConfig, WorkerConfig
 from services.frontend.app import with_routes
 
@@ -119,8 +119,8 @@ def attribute_texts(module: ModuleType) -> dict[tuple[str, str], tuple[str, str]
 
 
 def flags_of_others() -> Iterator[str]:
-    yield "# Flags of vLLM and SGLang\n\nFlags that are not in this table have the same name here. One that is given is"
-    yield "refused with this text.\n\n| flag there | here |\n|---|---|"
+    yield "# Flags of vLLM, SGLang and llama.cpp\n\nThose that have another name here, or none, are refused with this"
+    yield "text.\n\n| flag there | here |\n|---|---|"
     for name, text in HINTS.items():
         yield f"| `{name}` | {cell(text)} |"
 

@@ -98,8 +98,8 @@ class Server:
             self.socket.send(frame, _NOWAIT)
         except zmq.Again:
             raise PeerSlow(f"{self.name(peer)} does not read") from None
-        except zmq.ZMQError as error:
-            gone = PeerGone(f"{self.name(peer)} is not connected: {error.strerror}")
+        except zmq.ZMQError:
+            gone = PeerGone(f"{self.name(peer)} is not connected")
             self._remove(peer)
             raise gone from None
 

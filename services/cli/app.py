@@ -36,10 +36,10 @@ HELP = {
     "serve": "Serve MODEL with all services on this machine.",
     "ray": "Serve MODEL on a Ray cluster, which places the services.",
     "run-batch": "Answer a batch file in OpenAI's format with MODEL.",
-    "convert": "Write the GGUF file MODEL as a checkpoint in Hugging Face format.",
-    "replay": "Replay the recording in DIR and compare every decision of the scheduler.",
+    "convert": "Write a GGUF file as a checkpoint in Hugging Face format.",
+    "replay": "Replay a recording, or predict it with other settings.",
     "bench": "Measure the speed of an OpenAI-compatible API.",
-    "plan": "Print memory, KV blocks and sequences for each number of ranks.",
+    "plan": "Print memory and KV blocks for each number of ranks.",
 }
 
 app = typer.Typer(
@@ -192,9 +192,9 @@ def _status(
 def _engines(
     server: "ServerAddress", as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False
 ) -> int:
-    """Print the engines of a running server with --enable-admin-routes.
+    """Print the engines of a running server.
 
-    Exits with status 0 if one of them is ready, else 1.
+    The server needs --enable-admin-routes. Exits with status 0 if one of them is ready, else 1.
     """
     from services.cli.engines import engines
 
@@ -207,7 +207,10 @@ def _drain(
     engine: Annotated[str, typer.Argument(help="Name of the engine.", metavar="ENGINE")],
     cancel: Annotated[bool, typer.Option("--cancel", help="Let it take requests again.")] = False,
 ) -> int:
-    """Move the streams of an engine to others, and wait until it has none. New requests go to others from now on."""
+    """Move the streams of an engine to other engines.
+
+    Waits until it has none. New requests go to others from now on. The server needs --enable-admin-routes.
+    """
     from services.cli.engines import drain
 
     return drain(server, engine, cancel)
@@ -224,9 +227,10 @@ def _replan(
         float, typer.Option("--drain-timeout", min=0, help="Seconds until streams that cannot move are ended.")
     ] = 60.0,
 ) -> int:
-    """Change settings of `serve` while it serves: runahead replan [URL] --tensor-parallel-size 2 ...
+    """Change settings of `serve` while it serves.
 
-    Another engine starts beside those that there are. When it is ready, streams move to it, and the others end.
+    For example: runahead replan [URL] --tensor-parallel-size 2. Another engine starts beside those that there are. When
+    it is ready, streams move to it, and the others end.
     """
     from services.cli.engines import replan
 
@@ -255,7 +259,7 @@ def _trace(
 def _keys(
     directory: Annotated[Path, typer.Argument(help="Directory to write to; it may exist already.", metavar="DIR")],
 ) -> None:
-    """Make the keys of frontends, schedulers and workers for tcp connections.
+    """Make the keys of the services for tcp connections.
 
     DIR gets a directory for each role, for --transport-keys of the services with that role. Complete keys are kept.
     """
@@ -278,9 +282,9 @@ def _kv_keeper(
         ),
     ] = 300.0,
 ) -> None:
-    """Keep the KV cache of workers of this user that end, for the next ones: it outlives `serve`.
+    """Keep the KV cache of workers that end, for the next ones.
 
-    Only the processes have the memory: it ends with the last of keeper and worker.
+    It outlives `serve`. Only processes of this user have the memory: it ends with the last of keeper and worker.
     """
     from services.cli.kv_keeper import run_keeper
 
@@ -289,7 +293,10 @@ def _kv_keeper(
 
 @app.command("doctor")
 def _doctor() -> None:
-    """Print what this machine has for serving, and what would be slow on it and why."""
+    """Print what this machine has for serving.
+
+    Also what would be slow on it or refused, and why.
+    """
     from services.cli.doctor import doctor
 
     raise typer.Exit(doctor())
@@ -300,25 +307,23 @@ _add("plan", ServeConfig, "services.cli.plan", "model", OMITTED)
 
 @app.command("capabilities")
 def _capabilities() -> None:
-    """Print the supported combinations of features.
-
-    One line per combination of batching policy, pipeline stages, depth, backend, drafts and structured output.
-    """
+    """Print which features cannot be combined."""
     from services.cli.capabilities import show as show_capabilities
 
     show_capabilities()
 
 
-config_app.command(
-    "show", cls=GroupedCommand, help="Print the settings that `serve` would use, and the origin of each value."
-)(command(ServeConfig, show, OMITTED, "model"))
+config_app.command("show", cls=GroupedCommand, help="Print the settings of `serve`, and the origin of each.")(
+    command(ServeConfig, show, OMITTED, "model")
+)
 
 
 def run(arguments: list[str] | None = None) -> int:
     """Run one command. Return its exit status: 2, with one line on stderr, for an invalid command line."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        status = app(arguments or ["--help"], prog_name="runahead", standalone_mode=False)
+        help_instead = ["--help"] if arguments in ([], ["config"]) else []
+        status = app([*arguments, *help_instead], prog_name="runahead", standalone_mode=False)
     except TyperException as error:
         return _refuse(error.format_message())
     except ConfigurationError as error:

@@ -1,18 +1,12 @@
 """`runahead capabilities`: the table of supported combinations."""
 
-import sys
-
-from services.scheduler.capabilities import table
+from services.scheduler.capabilities import BACKENDS, POLICIES, table
 
 
 def show() -> None:
-    """Print one line per combination, with the reason where it is refused, below a heading for each group."""
-    group = ""
-    for combination, reason in table():
-        heading, _, rest = str(combination).partition(" backend")
-        heading += " backend"
-        if heading != group:
-            sys.stdout.write(f"{'' if not group else chr(10)}{heading}\n")
-            group = heading
-        features = rest.removeprefix(", ") or "plain"
-        sys.stdout.write(f"  {features:26} {f'refused: {reason}' if reason else 'works'}\n")
+    """Print the features, and the reason of each refusal."""
+    rows = list(table())
+    refused = dict.fromkeys(reason for _, reason in rows if reason)
+    print(f"Batching policies ({', '.join(POLICIES)}), stages, run-ahead, backends ({', '.join(BACKENDS)}), drafts and")
+    print(f"structured output have {len(rows)} combinations. These are refused:")
+    print("\n".join(f"- {reason}" for reason in refused))

@@ -6,8 +6,8 @@ from typing import Any
 from pydantic import BaseModel
 from typer.core import TyperCommand
 
+from services.cli.flags_of_others import hint
 from services.cli.settings import ConfigurationError
-from services.cli.vllm_names import hint
 from services.config import FrontendConfig, HttpConfig, SchedulerConfig, ServiceConfig, SimulatorConfig
 from services.config.worker import BackendConfig
 
@@ -56,9 +56,11 @@ class GroupedCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {flag for option in self.params for flag in (*option.opts, *option.secondary_opts)}
-        for argument in args:
-            flag = argument.partition("=")[0]
-            if flag not in known and (text := hint(flag)) is not None:
+        for index, argument in enumerate(args):
+            flag, separator, value = argument.partition("=")
+            if flag not in known and (dashed := flag.replace("_", "-")) in known:  # vLLM takes both
+                args[index] = f"{dashed}{separator}{value}"
+            elif flag not in known and (text := hint(flag)) is not None:
                 raise ConfigurationError(text)
         return super().parse_args(ctx, [*_repeated(args)])
 
@@ -76,7 +78,7 @@ class GroupedCommand(TyperCommand):
                     formatter.write_dl(records)
 
 
-SEVERAL = ("--served-model-name", "--allowed-media-domains")
+SEVERAL = ("--served-model-name", "--allowed-media-domains", "--lora-modules")
 """Take several values after one flag, as in vLLM."""
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand
 
-from services.cli.ask import NoAnswer, ServerAddress, ask_object
+from services.cli.ask import ServerAddress, ask_object
 from services.cli.settings import ConfigurationError
 
 POLL_INTERVAL = 0.3
@@ -59,25 +59,13 @@ def _table(found: list[Any]) -> Table:
     return table
 
 
-def _ask(server: ServerAddress, path: str, *fields: str, content: object = None) -> dict[str, Any]:
-    """Raises: NoAnswer"""
-    try:
-        return ask_object(server, path, *fields, content=content)
-    except NoAnswer as error:
-        if "is not served here" in str(error):
-            raise NoAnswer(
-                f"{server.url} does not serve {path.partition('?')[0]}: it needs --enable-admin-routes"
-            ) from None
-        raise
-
-
 def _engines(server: ServerAddress) -> list[Any]:
-    return _ask(server, "/engines", "engines")["engines"]  # type: ignore[no-any-return]
+    return ask_object(server, "/engines", "engines")["engines"]  # type: ignore[no-any-return]
 
 
 def drain(server: ServerAddress, engine: str, cancel: bool) -> int:
     """Let the streams of an engine move, and wait until it has none. Return the exit status. Raises: NoAnswer"""
-    _ask(server, f"/engines/{quote(engine, safe='')}/drain?cancel={str(cancel).lower()}", "name", content={})
+    ask_object(server, f"/engines/{quote(engine, safe='')}/drain?cancel={str(cancel).lower()}", "name", content={})
     while not cancel and (left := _streams(server, engine)):
         print(f"{left} streams left", file=sys.stderr)
         time.sleep(POLL_INTERVAL)
@@ -99,13 +87,13 @@ def replan(
     settings = given(serve, flags)
     query = f"timeout={timeout}&drain_timeout={drain_timeout}"
     shown = ""
-    status = _ask(server, f"/engines/replan?{query}", *STATUS, content=settings)
+    status = ask_object(server, f"/engines/replan?{query}", *STATUS, content=settings)
     while status["phase"] in ("starting", "moving"):
         if status["phase"] != shown:
             shown = status["phase"]
             print(f"engine {status['engine']}: {shown}: {status['detail']}", file=sys.stderr)
         time.sleep(POLL_INTERVAL)
-        status = _ask(server, "/engines/replan", *STATUS)
+        status = ask_object(server, "/engines/replan", *STATUS)
     if status["phase"] == "failed":
         reason = f"engine {status['engine']} cannot serve: {status['detail']}; the engines are those of before"
         print(f"runahead: {reason}", file=sys.stderr)

@@ -17,7 +17,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from services.cli.vllm_names import HINTS
+from services.cli.flags_of_others import HINTS
 from services.config.base import flag
 from services.config.sizes import WITH_SUFFIX
 

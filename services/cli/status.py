@@ -26,14 +26,17 @@ def status(server: ServerAddress, as_json: bool) -> int:
 def collect(server: ServerAddress) -> dict[str, Any]:
     """Return the answer of /server_info, the metrics that have no labels of their own, and those of tiers.
 
+    Those of several engines are added up; of shares the mean is taken.
+
     Raises: NoAnswer
     """
     info = ask_object(server, "/server_info", *_SHOWN)
-    metrics: dict[str, float] = {}
+    samples: dict[str, list[float]] = {}
     tiers: dict[str, dict[str, float]] = {}
     text = ask(server, "/metrics").decode()
     for name, value in _SAMPLE.findall(text):
-        metrics[name] = metrics.get(name, 0.0) + float(value)
+        samples.setdefault(name, []).append(float(value))
+    metrics = {name: sum(found) / (len(found) if name.endswith("_perc") else 1) for name, found in samples.items()}
     for kind, tier, value in _TIER.findall(text):
         counts = tiers.setdefault(tier, {"bytes": 0.0, "hit_tokens": 0.0})
         counts[kind] += float(value)
@@ -47,6 +50,7 @@ def lines(url: str, found: dict[str, Any]) -> Iterator[str]:
     yield f"{', '.join(found['served_model_names'])} at {url}: {found['phase']}{detail}"
     rows = {
         "engine": ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in features.items()),
+        "engines": _counted(metrics, engine_ready="ready"),
         "ranks": _counted(
             metrics, num_workers="registered", weight_loads="loads of weights", epochs_lost_total="groups lost"
         ),

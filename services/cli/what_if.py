@@ -35,7 +35,7 @@ def print_prediction(config: ReplayConfig, recording: EventRecording) -> int:
     Raises: ConfigurationError; RecordingError; ValueError, if the settings contradict one another.
     """
     if config.chart and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigurationError("--chart needs matplotlib: pip install 'runahead-engine[bench]'")
+        raise ConfigurationError("--chart needs matplotlib: pip install matplotlib")
     changed_settings(config, recording.header)  # what is not possible is refused before the recording is read
     history = History.read(recording)
     print("what if: " + ", ".join(f"{name} {value}" for name, value in _named(config)))
@@ -142,7 +142,7 @@ def _table(table: Table) -> Iterator[str]:
         values = _values(before, modelled, after)
         change = 100 * (values[2] / values[1] - 1) if values[1] else math.nan
         numbers = "".join(f"{_number(value):>12}" for value in (*values, after.low, after.high))
-        yield f"{before.name:14}{before.unit:9}{numbers}{'' if math.isnan(change) else f'{change:+.0f} %':>10}"
+        yield f"{before.name:14}{before.unit:9}{numbers}" + ("" if math.isnan(change) else f"{f'{change:+.0f} %':>10}")
     yield "from, to: what the recording allows; a figure whose range is too wide is not predicted (-)"
     yield "change: what if against model, so that the error of the model does not count"
 

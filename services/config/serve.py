@@ -51,6 +51,8 @@ class ServeConfig(WorkerConfig, SchedulerConfig, FrontendConfig):
         yield from self.refusals_of_engines()
         if self.allowed_media_domains and self.backend != "vllm":
             yield f"--allowed-media-domains: only --backend vllm reads media; --backend {self.backend} does not use it"
+        if self.enable_lora and self.backend != "vllm":
+            yield f"--enable-lora: only --backend vllm serves LoRA adapters; --backend {self.backend} does not use it"
         if self.prefill_engines and self.prefill_engines >= self.data_parallel_size:
             yield (
                 f"--prefill-engines {self.prefill_engines} of --data-parallel-size {self.data_parallel_size} leaves no "

@@ -8,7 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 
 from services.config import FrontendConfig
 from services.frontend.anthropic import endpoints as anthropic
@@ -33,6 +33,8 @@ log = logging.getLogger("runahead.frontend")
 
 MODULES = (openai, anthropic, responses_api, scores, tokenize, probes, models, information, steps)
 """Modules with a router. Routes are searched in this order, so those under load come first."""
+ADMIN = (admin, cache)
+"""The same, with `--enable-admin-routes` only."""
 MAX_QUOTED = 100
 """Characters of a path that an error quotes."""
 
@@ -40,7 +42,7 @@ MAX_QUOTED = 100
 def with_routes(config: FrontendConfig, page: Mapping[str, Response] | None = None) -> FastAPI:
     """Return the application without the objects that its handlers use."""
     app = DocumentedApp(closed=config.unknown_parameters == "refuse")
-    for module in (*MODULES, admin, cache) if config.enable_admin_routes else MODULES:
+    for module in (*MODULES, *ADMIN) if config.enable_admin_routes else MODULES:
         app.include_router(module.router)
     for path, file in (page or {}).items():
         app.router.routes.append(Route(path, file, methods=["GET"], include_in_schema=False))
@@ -81,8 +83,9 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(404)
     @app.exception_handler(405)
     async def on_no_route(http: HTTPRequest, error: HTTPException) -> Response:
-        asked = f"{http.method} {http.url.path[:MAX_QUOTED]}"
-        text = f"{asked} is not served here; /openapi.json lists all routes"
+        is_admin = any(route.matches(http.scope)[0] is Match.FULL for module in ADMIN for route in module.router.routes)
+        hint = "it needs --enable-admin-routes" if is_admin else "/openapi.json lists all routes"
+        text = f"{http.method} {http.url.path[:MAX_QUOTED]} is not served here; {hint}"
         response = error_response(APIError(error.status_code, text), http.url.path, http.state.request_id)
         response.headers.update(error.headers or {})  # Allow
         return response

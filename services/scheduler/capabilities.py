@@ -1,4 +1,4 @@
-"""The table of features that can be combined. `runahead capabilities` prints it; combinations are refused only by it.
+"""The table of features that can be combined. Combinations are refused only by it; `runahead capabilities` prints them.
 
 A combination is (batching policy, more than one pipeline stage, more steps in flight than stages, backend, speculative
 decoding, structured output). Whatever `refusal` does not name works, registered policies included: tests/integration/

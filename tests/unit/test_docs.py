@@ -200,6 +200,9 @@ def test_a_class_name_stands_once() -> None:
     assert [name for name, count in Counter(found).items() if count > 1] == []
 
 
-def test_every_page_has_a_place_on_the_site() -> None:
+def test_every_page_has_a_place_on_the_site_and_on_the_map() -> None:
     listed = re.findall(r"^[a-z-]+$", (ROOT / "docs" / "site" / "pages" / "index.md").read_text(), re.MULTILINE)
-    assert {page.stem for page in (ROOT / "docs").glob("*.md")} <= set(listed)
+    pages = {page.stem for page in (ROOT / "docs").glob("*.md")}
+    assert pages <= set(listed)
+    map_page = (ROOT / "docs" / "architecture.md").read_text()
+    assert [page for page in pages - {"architecture"} if f"({page}.md" not in map_page] == []

@@ -22,9 +22,7 @@ def bench(config: BenchConfig) -> int:
         from services.cli.bench.load import run_load
         from services.cli.bench.report import charts, report
     except ModuleNotFoundError as error:
-        raise ConfigurationError(
-            f"bench needs {error.name}; install it from a checkout: pip install -e '.[bench]'"
-        ) from None
+        raise ConfigurationError(f"bench needs {error.name}: pip install {error.name}") from None
     file = _result_file(config)
     with refusing(NoAnswer):
         load = run_load(config)

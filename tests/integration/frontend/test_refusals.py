@@ -215,6 +215,8 @@ def test_unknown_model_path_and_method(frontend: Frontend, scheduler: ScriptedSc
     assert "this server has " in str(unknown["message"])
     nowhere = error_of(httpx.get(f"{frontend.url}/nowhere"), 404)
     assert nowhere["message"] == "GET /nowhere is not served here; /openapi.json lists all routes"
+    closed = error_of(httpx.post(f"{frontend.url}/engines/x/drain"), 404)
+    assert closed["message"] == "POST /engines/x/drain is not served here; it needs --enable-admin-routes"
     refused = httpx.get(frontend.url + COMPLETIONS)
     error_of(refused, 405)
     assert refused.headers["allow"] == "POST"

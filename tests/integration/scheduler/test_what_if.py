@@ -106,7 +106,7 @@ def test_the_command_prints_a_table_and_a_chart(
     assert run(["replay", str(recordings), "--batch-queue-depth", "1"]) == 0
     out = capsys.readouterr().out
     assert "what if: --batch-queue-depth 1" in out
-    assert re.search(r"^ITL, mean +ms( +[\d.]+){2} +([\d.]+|-)( +[\d.]+){2}( +[+-]\d+ %)?$", out, re.MULTILINE)
+    assert re.search(r"^ITL, mean +ms( +[\d.,]+){2} +([\d.,]+|-)( +[\d.,]+){2}( +[+-]\d+ %)?$", out, re.MULTILINE)
     assert re.search(r"^throughput +recorded █+$", out, re.MULTILINE)
     chart = tmp_path / "chart.png"
     status = run(["replay", str(recordings), "--batch-queue-depth", "1", "--chart", str(chart)])

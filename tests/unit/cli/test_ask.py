@@ -21,14 +21,21 @@ REFUSALS = {
     "/text": b"no such page",
     "/error": b'{"error": "unknown"}',
 }
+TWO_ENGINES = {
+    "/two/server_info": b'{"phase": "ready", "detail": "ready", "served_model_names": ["m"], "features": {}, '
+    b'"max_model_len": 8, "num_blocks": 600, "block_size": 16, "version": "1"}',
+    "/two/metrics": b'runahead:kv_cache_usage_perc{engine="0"} 0.5\nrunahead:kv_cache_usage_perc{engine="1"} 0.7\n'
+    b'runahead:engine_ready{engine="0"} 1.0\nrunahead:engine_ready{engine="1"} 1.0\n',
+}
 NOT_SERVED = b'{"error": {"message": "GET /x is not served here; /openapi.json lists all routes"}}'
 
 
 class _OtherProgram(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = "/" + self.path.split("/")[1]
-        body = ANSWERS.get(path) or REFUSALS.get(path, NOT_SERVED)
-        self.send_response(200 if path in ANSWERS else 404)
+        served = TWO_ENGINES.get(self.path) or ANSWERS.get(path)
+        body = served or REFUSALS.get(path, NOT_SERVED)
+        self.send_response(200 if served else 404)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -59,6 +66,14 @@ def test_answer_of_another_program_is_one_line(
         assert done.stderr.startswith(f"runahead: {url}/")
         assert "the answer is not that of a Runahead server" in done.stderr
     assert not file.exists()
+
+
+def test_status_of_two_engines_has_the_mean_of_their_kv_cache_usage(
+    other_program: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = run_command(capsys, "status", f"{other_program}/two").stdout
+    assert "engines     ready 2\n" in text
+    assert "KV cache    600 blocks of 16 tokens, 60.0% in use" in text
 
 
 @pytest.mark.parametrize("path", REFUSALS)
@@ -97,13 +112,3 @@ def test_every_command_trusts_a_server_in_the_same_way(
     for trust in ([], ["--cacert", known], ["--insecure", "--cacert", unknown]):
         assert "certificate" not in complaint(*trust).lower()
     assert "--cacert: cannot use /no/such.pem: No such file" in complaint("--cacert", "/no/such.pem")
-
-
-@pytest.mark.parametrize("command", [["engines"], ["drain", "e"], ["replan", "--max-num-seqs", "3"]], ids=" ".join)
-def test_routes_that_a_server_does_not_have_name_the_setting(
-    other_program: str, command: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    done = run_command(capsys, *command, "--url", f"{other_program}/closed")
-    assert (done.status, done.stderr.count("\n")) == (1, 1)
-    assert "/closed does not serve /engines" in done.stderr
-    assert "it needs --enable-admin-routes" in done.stderr

@@ -171,6 +171,7 @@ def test_sizes_have_suffixes(given: str, size: int) -> None:
             {"allowed_media_domains": ["images.example.com"]},
             "--allowed-media-domains: only --backend vllm reads media; --backend native does not use it",
         ),
+        ({"enable_lora": True}, "--enable-lora: only --backend vllm serves LoRA adapters; --backend native does not"),
         (
             {"enforce_eager": True, "backend": "sim"},
             "--enforce-eager is a setting of --backend native and vllm; --backend sim does not use it",

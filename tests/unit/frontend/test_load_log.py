@@ -1,6 +1,6 @@
 """The line about the engine's load: rates between two readings, and silence without load."""
 
-from services.frontend.load_log import LoadLog
+from services.frontend.load_log import LoadLog, total
 
 BEFORE = {"steps_total": 10.0, "prompt_tokens": 100.0, "generation_tokens": 50.0, "num_requests_running": 0.0}
 AFTER = {
@@ -18,6 +18,11 @@ def test_line_has_rates_and_shares() -> None:
     )
 
 
+def test_load_is_that_of_all_engines() -> None:
+    stats = total([AFTER, AFTER])
+    assert (stats["num_requests_running"], stats["generation_tokens"], stats["kv_cache_usage_perc"]) == (6, 2100, 0.125)
+
+
 def test_drafts_are_shown_if_there_are_some() -> None:
     load = LoadLog()
     load.line(BEFORE, 100.0)
@@ -29,7 +34,7 @@ def test_no_line_without_load() -> None:
     load = LoadLog()
     load.line(AFTER, 100.0)
     assert load.line(AFTER | {"num_requests_running": 0.0}, 110.0) is None
-    assert load.line(AFTER, 120.0) is not None  # requests run, though no step ended
+    assert str(load.line(AFTER, 120.0)).endswith("12.5 % used")  # requests run, though no step ended or found a prefix
 
 
 def test_restarted_scheduler_gives_no_negative_rates() -> None:

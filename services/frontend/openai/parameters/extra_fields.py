@@ -88,7 +88,7 @@ def _not_served(extra: Mapping[str, Any], neutral: Neutral, within: str, refuses
         if name not in neutral:
             logged = f"{prefix}{name if _PRINTABLE.fullmatch(name) else '...'} is not known"
             raise invalid(f"{within}{name:.80} is not known; leave it out", param, logged)
-        hint = f" ({HINTS[name]})" if not within and name in HINTS else ""
+        hint = "leave it out" if within else HINTS.get(name, "leave it out")
         problem = f"{within}{name} is not supported with "
-        message = f"{problem}the value {value!r:.80}; leave it out{hint}"
+        message = f"{problem}the value {value!r:.80}; {hint}"
         raise invalid(message, param, logged=f"{problem}this value")

@@ -62,7 +62,7 @@ HINTS: Mapping[str, str] = {
     "guided_whitespace_pattern": "use structured_outputs.whitespace_pattern",
     "functions": "use tools",
     "function_call": "use tool_choice",
-    "logits_processors": "requests cannot bring code; use logit_bias, bad_words or allowed_token_ids",
+    "logits_processors": "requests bring no code: use logit_bias, bad_words or allowed_token_ids",
     "chat_template": "start with --chat-template",
 }
 """Replacements for parameters that are not supported."""

@@ -171,7 +171,7 @@ def test_counting_tokens_ignores_what_a_message_serves() -> None:
 
 
 def test_refusal_names_the_replacement() -> None:
-    with pytest.raises(APIError, match=r"structured_outputs\.json"):
+    with pytest.raises(APIError, match=r"the value \{\}; use structured_outputs\.json"):
         ignored(completion(guided_json={}))
 
 

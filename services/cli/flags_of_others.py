@@ -1,0 +1,117 @@
+"""Flags of vLLM, SGLang and llama.cpp that have another name here, or none, with a hint for each."""
+
+_EVERY_REQUEST = "with each request"
+_BY_HINT = {
+    # Another name
+    "use --model": "-m --model-path",
+    "use --model organisation/name:Q4_K_M": "-hf --hf-repo",
+    "use --served-model-name": "-a --alias",
+    "use --tokenizer": "--tokenizer-path",
+    "use --revision": "--tokenizer-revision --code-revision",
+    "use --chat-template": "--chat-template-file",
+    "use --quantization": "-q",
+    "use --tensor-parallel-size": "-tp --tp --tp-size",
+    "use --pipeline-parallel-size": "-pp --pp --pp-size",
+    "use --data-parallel-size": "-dp --dp-size --data-parallel-size-local",
+    "use --threads": "-t",
+    "use --device cuda": "-ngl --gpu-layers --n-gpu-layers",
+    "use --enforce-eager": "--disable-cuda-graph",
+    "use --kernels": "--attention-backend",
+    "use --max-model-len": "-c --ctx-size --context-length",
+    "use --max-num-seqs": "-np --parallel --max-running-requests",
+    "use --max-num-batched-tokens": "-b -ub --batch-size --ubatch-size --chunked-prefill-size --max-prefill-tokens",
+    "use --max-num-queued-reqs": "--max-queued-requests",
+    "use --block-size": "--page-size",
+    "use --kv-cache-memory-bytes": "--kv-cache-memory --max-total-tokens",
+    "use --gpu-memory-utilization, or --kv-cache-memory-bytes 4G": "--mem-fraction-static",
+    "use --kv-offload-bytes": "--kv-offloading-size --enable-hierarchical-cache",
+    "use --kv-peer-address, --kv-offload-dir or --kv-offload-bytes": "--kv-transfer-config",
+    "use --no-enable-prefix-caching": "--disable-radix-cache",
+    "use --no-async-scheduling": "--disable-overlap-schedule",
+    "use --batch-queue-depth": "--num-scheduler-steps",
+    "use --scheduling-policy": "--schedule-policy",
+    "use --batching-policy phased": "--no-enable-chunked-prefill",
+    "use --step-timeout-seconds": "--watchdog-timeout",
+    'use --speculative-config \'{"method": ..., "model": ...}\'': (
+        "-md --model-draft --speculative-model --speculative-draft-model-path --speculative-algorithm --spec-method "
+        "--spec-model"
+    ),
+    "use --speculative-config '{\"num_speculative_tokens\": ...}'": (
+        "--draft-max --num-speculative-tokens --speculative-num-draft-tokens --speculative-num-steps --spec-tokens"
+    ),
+    "use --lora-modules NAME=DIRECTORY": "--lora-paths",
+    "use --runner": "--convert",
+    "use --runner pooling": "--is-embedding",
+    "use --runner, and --pooler-config '{\"task\": ...}'": "--task",
+    "use --pooler-config": "--override-pooler-config",
+    "use --hf-overrides with --backend vllm": "--rope-scaling --rope-theta",
+    "use --enforce-eager with --backend vllm, or leave it out": (
+        "--compilation-config --optimization-level -O0 -O1 -O2 -O3"
+    ),
+    "use --generation-config": "--sampling-defaults",
+    "--generation-config vllm drops the checkpoint's; requests can set each value": "--override-generation-config",
+    "use --ssl-ca-certs": "--ssl-cert-reqs",
+    "use --log-level": "--uvicorn-log-level",
+    "use --log-level and --log-format": "--log-config-file",
+    "use --log-level warning": "--disable-log-requests --no-enable-log-requests --disable-log-stats",
+    "use --enable-admin-routes and --api-key": "--admin-api-key",
+    "use --allowed-media-domains, or send a data URL": "--allowed-local-media-path",
+    # Somewhere else
+    "set the variable HF_TOKEN": "--hf-token",
+    "set the variable HF_HOME": "--download-dir",
+    "set the variable CUDA_VISIBLE_DEVICES": "--base-gpu-id",
+    "put a proxy in front of the server": "--middleware",
+    "start more `runahead frontend` processes (docs/deployment.md)": "--api-server-count",
+    "start the services of each machine (docs/deployment.md)": (
+        "--nnodes --node-rank --master-addr --master-port --dist-init-addr --data-parallel-address"
+    ),
+    "use `runahead ray`": "--data-parallel-backend",
+    "a format is a class of the source (CONTRIBUTING.md)": "--tool-parser-plugin --reasoning-parser-plugin",
+    "each request is logged; --log-level debug logs its steps": "--enable-log-requests --log-requests",
+    f"send max_tokens {_EVERY_REQUEST}": "-n --predict --n-predict",
+    f"send temperature {_EVERY_REQUEST}": "--temp",
+    f"send stream_options {_EVERY_REQUEST}": "--enable-force-include-usage",
+    f"send chat_template_kwargs {_EVERY_REQUEST}": "--default-chat-template-kwargs",
+    f"a request without a seed is given its own; leave it out, or send one {_EVERY_REQUEST}": "--seed --random-seed",
+}
+_LEFT_OUT = {
+    "it is the default: --batching-policy chunked": "--enable-chunked-prefill",
+    "it is always on": "--jinja -fa --flash-attn -cb --cont-batching --cache-prompt",
+    "/metrics is always there": "--metrics --enable-metrics",
+    "/v1/embeddings is always there": "--embedding --embeddings",
+    "/load is always there": "--enable-server-load-tracking",
+    "/tokenizer_info is always there": "--enable-tokenizer-info-endpoint",
+    "every response has x-request-id": "--enable-request-id-headers",
+    "every usage has prompt_tokens_details": "--enable-prompt-tokens-details",
+    "the KV cache has the type of the weights (--dtype)": "--kv-cache-dtype --cache-type-k --cache-type-v",
+    "preempted requests are recomputed": "--swap-space",
+    "weights are not offloaded": "--cpu-offload-gb",
+    "weights are mapped files, or packed once": "--mlock --no-mmap",
+    "an engine does not sleep": "--enable-sleep-mode",
+    "there is no access log": "--disable-uvicorn-access-log",
+    "no such pages are served": "--disable-fastapi-docs",
+    "texts of requests are never logged": "--max-log-len --enable-log-outputs",
+    "code of a checkpoint is never executed": "--trust-remote-code",
+    "a request cannot contain a template": "--trust-request-chat-template",
+    "contents have the form that the template shows": "--chat-template-content-format",
+    "there is one tokenizer, that of tokenizer.json": "--tokenizer-mode",
+    "each rank is a process of its own": "--distributed-executor-backend",
+    "a rank has whole experts": "--enable-expert-parallel --ep-size",
+    "llguidance is the only one": "--guided-decoding-backend --structured-outputs-config --grammar-backend",
+    "SHA-256 is the only one": "--prefix-caching-hash-algo",
+    "a request may ask for 20 at most": "--max-logprobs",
+    "they are those of the model itself, before any parameter": "--logprobs-mode",
+    "an answer has the role assistant": "--response-role",
+    "a prompt may have 16 images and 16 sounds": "--limit-mm-per-prompt",
+    "prompts are random token ids": "--dataset-name",
+}
+HINTS: dict[str, str] = {flag: text for text, flags in _BY_HINT.items() for flag in flags.split()} | {
+    flag: f"{text}; leave it out" for text, flags in _LEFT_OUT.items() for flag in flags.split()
+}
+"""By flag; the text follows "No such option: FLAG; "."""
+
+
+def hint(flag: str) -> str | None:
+    """Return the refusal of a flag that others have, None for any other."""
+    text = HINTS.get(flag)
+    return None if text is None else f"No such option: {flag}; {text}"
