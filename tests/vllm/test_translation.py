@@ -159,6 +159,15 @@ def test_new_request_enters_with_its_prompt_and_blocks() -> None:
     assert (step.finished_req_ids, step.scheduled_new_reqs) == (set(), [])
 
 
+def test_request_whose_temperature_vllm_raises_has_random_numbers() -> None:
+    world = TranslatorSetup()
+    params = msgspec.structs.replace(SAMPLED, temperature=1e-6)
+    world.step([(0, 1, 0, 2, True)], new=[new(0, 1, range(2), [3], params=params)])
+    state = world.requests["0.1"]
+    assert state.sampling_params.temperature == 0.01
+    assert draws(state.generator, 1) == draws(RequestGenerator.after_draws(7, 0), 1)
+
+
 def test_prefix_hit_starts_after_the_cached_blocks() -> None:
     world = TranslatorSetup()
     step = world.step([(0, 1, 32, 8, True)], new=[new(0, 1, range(40), [3, 8])])
