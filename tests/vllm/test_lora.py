@@ -10,6 +10,7 @@ import pytest
 from protocol.lora import LoRAAdapter
 from protocol.sampling import SamplingParams
 from services.frontend.adapters import Adapters
+from services.worker.runner import LoadError
 from tests.vllm import checkpoints
 from tests.vllm.driver import VllmRun, VllmStream, VllmWorker
 from tests.vllm.reference import VllmRequest, generate
@@ -89,3 +90,9 @@ def test_tokens_equal_vllms(architecture: str, pool: ProcessPoolExecutor, tmp_pa
     assert mine.together == dict.fromkeys(mine.together, expected)
     assert mine.preempted == expected
     assert mine.preemptions > 0
+
+
+def test_experts_are_refused_by_name(tmp_path: Path) -> None:
+    worker = VllmWorker(model=str(checkpoints.make("qwen2-moe", tmp_path / "experts")), max_loras=1)
+    with pytest.raises(LoadError, match="models with experts are served without --enable-lora"):
+        worker.enter(9)

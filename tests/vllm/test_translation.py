@@ -92,25 +92,6 @@ def test_random_numbers_continue_after_the_output_of_a_request() -> None:
     assert draws(RequestGenerator.after_draws(2**64 - 1, 4), 5) == whole[4:]
 
 
-def test_draw_for_an_incomplete_prompt_is_taken_back() -> None:
-    expected = draws(RequestGenerator.after_draws(3, 2), 2)
-    generator = RequestGenerator.after_draws(3, 2)
-    for _ in range(3):
-        draws(generator, 1)
-        generator.set_offset(generator.get_offset() - 4)  # as vLLM does
-    assert draws(generator, 2) == expected
-
-
-def test_draw_for_a_row_that_is_left_out_is_taken_back() -> None:
-    generator = RequestGenerator.after_draws(3, 0)
-    first = draws(generator, 1)
-    for _ in range(2):
-        generator.keep_state()
-        draws(generator, 3)  # with drafts there are several
-        generator.set_offset(generator.get_offset() - 4)
-    assert first + draws(generator, 2) == draws(RequestGenerator.after_draws(3, 0), 3)
-
-
 # -- plans -------------------------------------------------------------------------------------------------------
 
 
