@@ -143,8 +143,8 @@ def make_eagle(directory: Path) -> Path:
 
 
 def make_adapter(directory: Path, base: Path, seed: int, rank: int = 4, layers: str = "model.layers") -> Path:
-    """Write a random LoRA adapter in PEFT's format for attention and gate of every layer of a Llama-like checkpoint,
-    to the new `directory`. Returns the directory."""
+    """Write a random LoRA adapter in PEFT's format for the head, and for attention and gate of every layer, of a
+    Llama-like checkpoint, to the new `directory`. Returns the directory."""
     directory.mkdir()
     of_base = json.loads((base / "config.json").read_text())
     of_base = of_base.get("text_config", of_base)
@@ -155,16 +155,18 @@ def make_adapter(directory: Path, base: Path, seed: int, rank: int = 4, layers: 
         "self_attn.v_proj": (hidden, groups * width),
         "mlp.gate_proj": (hidden, of_base["intermediate_size"]),
     }
+    numbers = range(of_base["num_hidden_layers"])
+    modules = {f"{layers}.{layer}.{name}": size for layer in numbers for name, size in sizes.items()}
+    if layers == "model.layers":
+        modules["lm_head"] = hidden, of_base["vocab_size"]
     random, tensors = torch.Generator().manual_seed(seed), {}
-    for layer in range(of_base["num_hidden_layers"]):
-        for module, (inputs, outputs) in sizes.items():
-            name = f"base_model.model.{layers}.{layer}.{module}"
-            tensors[f"{name}.lora_A.weight"] = torch.randn(rank, inputs, generator=random) * 0.3
-            tensors[f"{name}.lora_B.weight"] = torch.randn(outputs, rank, generator=random) * 0.3
+    for name, (inputs, outputs) in modules.items():
+        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(rank, inputs, generator=random) * 0.3
+        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(outputs, rank, generator=random) * 0.3
     save_file(tensors, directory / "adapter_model.safetensors")
     config = {
         "peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none", "task_type": "CAUSAL_LM",
-        "target_modules": [module.split(".")[1] for module in sizes], "base_model_name_or_path": str(base),
+        "target_modules": sorted({name.split(".")[-1] for name in modules}), "base_model_name_or_path": str(base),
     }  # fmt: skip
     (directory / "adapter_config.json").write_text(json.dumps(config))
     return directory

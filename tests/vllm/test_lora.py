@@ -10,6 +10,7 @@ import pytest
 from protocol.lora import LoRAAdapter
 from protocol.sampling import SamplingParams
 from services.frontend.adapters import Adapters
+from services.worker.runner import LoadError
 from tests.vllm import checkpoints
 from tests.vllm.driver import VllmRun, VllmStream, VllmWorker
 from tests.vllm.reference import VllmRequest, generate
@@ -17,7 +18,7 @@ from tests.vllm.reference import VllmRequest, generate
 LENGTHS = (5, 70, 33, 64)
 """Tokens of each prompt: shorter and longer than a block (32) and than the budget of a step (64)."""
 OUTPUT = 16
-KINDS: tuple[dict[str, Any], ...] = ({"temperature": 0.0}, {"temperature": 0.8, "seed": 7})
+KINDS: tuple[dict[str, Any], ...] = ({"temperature": 0.0}, {"temperature": 0.8, "seed": 7, "prompt_logprobs": 1})
 
 
 def vllm_requests(adapters: list[LoRAAdapter]) -> list[VllmRequest]:
@@ -34,6 +35,8 @@ def vllm_requests(adapters: list[LoRAAdapter]) -> list[VllmRequest]:
 
 
 class LoRAAnswers(msgspec.Struct):
+    """Tokens of each answer, then the likeliest tokens of its prompt, if it asks for them."""
+
     together: dict[str, list[list[int]]]
     """By maximum of adapters in a step and depth."""
     preempted: list[list[int]]
@@ -46,7 +49,7 @@ def answer(model: str, adapters: list[LoRAAdapter]) -> LoRAAnswers:
 
     def serve(run: VllmRun) -> list[list[int]]:
         streams = [VllmStream(r.prompt, SamplingParams(**_own(r.params)), lora=r.lora) for r in vllm_requests(adapters)]
-        return [stream.tokens for stream in run.serve(*streams)]
+        return [[*s.tokens, *(ids[1] for _, ids, _ in s.scores.values())] for s in run.serve(*streams)]
 
     worker = VllmWorker(model=model, dtype="float32", max_loras=2)
     for depth in (1, 3):
@@ -69,7 +72,9 @@ def _own(params: dict[str, Any]) -> dict[str, Any]:
 def reference(model: str, adapters: list[LoRAAdapter]) -> list[list[int]]:
     settings = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "enable_prefix_caching": False}
     alone = [[request] for request in vllm_requests(adapters)]  # beside adapters, vLLM's answers of the model are wrong
-    return [batch[0] for batch in generate(model, alone, max_model_len=256, **settings).tokens]
+    answers = generate(model, alone, max_model_len=256, **settings)
+    likeliest = [[max(score, key=score.__getitem__) for _, score in batch[0].values()] for batch in answers.scores]
+    return [[*batch[0], *scored] for batch, scored in zip(answers.tokens, likeliest, strict=True)]
 
 
 @pytest.mark.parametrize("architecture", ["llama", pytest.param("qwen3", marks=pytest.mark.soak)])
@@ -85,3 +90,9 @@ def test_tokens_equal_vllms(architecture: str, pool: ProcessPoolExecutor, tmp_pa
     assert mine.together == dict.fromkeys(mine.together, expected)
     assert mine.preempted == expected
     assert mine.preemptions > 0
+
+
+def test_experts_are_refused_by_name(tmp_path: Path) -> None:
+    worker = VllmWorker(model=str(checkpoints.make("qwen2-moe", tmp_path / "experts")), max_loras=1)
+    with pytest.raises(LoadError, match="models with experts are served without --enable-lora"):
+        worker.enter(9)

@@ -1,5 +1,6 @@
 """Every parameter: tokens and log-probabilities equal those of vLLM's `LLM.generate`, with drafts and without."""
 
+import importlib
 from typing import Any
 
 import msgspec
@@ -52,6 +53,7 @@ class ParameterAnswers(msgspec.Struct):
 
 def answer(speculation: Speculation | None) -> ParameterAnswers:
     """Answer all requests together, at depth three. Needs a new process, because it creates vLLM."""
+    importlib.import_module("numba")  # as some of vLLM's processors do, before its worker starts
     with VllmRun(VllmWorker(speculation), 3) as run:
         requests = streams()
         run.serve(*requests.values())

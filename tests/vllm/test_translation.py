@@ -92,25 +92,6 @@ def test_random_numbers_continue_after_the_output_of_a_request() -> None:
     assert draws(RequestGenerator.after_draws(2**64 - 1, 4), 5) == whole[4:]
 
 
-def test_draw_for_an_incomplete_prompt_is_taken_back() -> None:
-    expected = draws(RequestGenerator.after_draws(3, 2), 2)
-    generator = RequestGenerator.after_draws(3, 2)
-    for _ in range(3):
-        draws(generator, 1)
-        generator.set_offset(generator.get_offset() - 4)  # as vLLM does
-    assert draws(generator, 2) == expected
-
-
-def test_draw_for_a_row_that_is_left_out_is_taken_back() -> None:
-    generator = RequestGenerator.after_draws(3, 0)
-    first = draws(generator, 1)
-    for _ in range(2):
-        generator.keep_state()
-        draws(generator, 3)  # with drafts there are several
-        generator.set_offset(generator.get_offset() - 4)
-    assert first + draws(generator, 2) == draws(RequestGenerator.after_draws(3, 0), 3)
-
-
 # -- plans -------------------------------------------------------------------------------------------------------
 
 
@@ -157,6 +138,15 @@ def test_new_request_enters_with_its_prompt_and_blocks() -> None:
     assert (cached.num_computed_tokens, cached.num_output_tokens) == ([0], [0])
     assert (step.num_scheduled_tokens, step.total_num_scheduled_tokens) == ({"2.5": 40}, 40)
     assert (step.finished_req_ids, step.scheduled_new_reqs) == (set(), [])
+
+
+def test_request_whose_temperature_vllm_raises_has_random_numbers() -> None:
+    world = TranslatorSetup()
+    params = msgspec.structs.replace(SAMPLED, temperature=1e-6)
+    world.step([(0, 1, 0, 2, True)], new=[new(0, 1, range(2), [3], params=params)])
+    state = world.requests["0.1"]
+    assert state.sampling_params.temperature == 0.01
+    assert draws(state.generator, 1) == draws(RequestGenerator.after_draws(7, 0), 1)
 
 
 def test_prefix_hit_starts_after_the_cached_blocks() -> None:

@@ -15,6 +15,7 @@ from protocol.membership import Speculation
 from services.worker import machine
 from services.worker.backends.pooling import PooledRows
 from services.worker.backends.vllm import vllm_api
+from services.worker.backends.vllm.adapters import score_prompts_with_own_adapters
 from services.worker.backends.vllm.checkpoint import DTYPE_CHOICES
 from services.worker.backends.vllm.draft_verifier import DraftVerifier
 from services.worker.backends.vllm.drafters import give_next_tokens_of_chunks
@@ -73,6 +74,8 @@ class VllmEngine:
             self._wrapper.init_device()
             groups.unlink_shared_memory()
             self._wrapper.load_model()
+        if assignment.max_loras:
+            score_prompts_with_own_adapters(self.runner)
         if self.config.model_config.is_hybrid:  # a block of attention holds a recurrent state
             vllm_api.current_platform.update_block_size_for_backend(self.config)
             check_block_size(self.config, assignment.block_size)

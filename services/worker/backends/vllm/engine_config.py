@@ -104,6 +104,8 @@ def _check(config: Any, assignment: Assignment) -> None:
         raise LoadError(
             "models for pooling or with recurrent states, and --enable-lora, are served with --pipeline-parallel-size 1"
         )
+    if assignment.max_loras and model.is_moe:
+        raise LoadError("models with experts are served without --enable-lora: vLLM's build for CPUs fails with both")
     if model.is_multimodal_model:
         _check_media(config, assignment.speculation)
     if config.use_v2_model_runner:

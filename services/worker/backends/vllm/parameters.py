@@ -75,8 +75,7 @@ class RequestGenerator(torch.Generator):
         """Return the generator of a request that has `num_draws` output tokens."""
         generator = cls()
         generator.manual_seed(seed)
-        for _ in range(num_draws):
-            torch.randint(0, 2**31, (1,), generator=generator)
+        torch.randint(0, 2**31, (num_draws,), generator=generator)
         generator.keep_state()
         return generator
 

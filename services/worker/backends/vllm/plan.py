@@ -22,7 +22,6 @@ from services.worker.backends.vllm.proposed_drafts import ProposedDrafts
 from services.worker.backends.vllm.row_masks import LEFT_OUT, RowMasks
 from services.worker.backends.vllm.sampled_steps import TokenPlaceholders
 from services.worker.batch.slots import Rows, SlotTable
-from services.worker.sampling.reference import GREEDY_BELOW
 
 RESERVED_BLOCKS = 1
 """vLLM reserves its first block, so its block ids are one higher than the plan's."""
@@ -168,15 +167,16 @@ class PlanTranslator:
 
     def _state(self, request: NewRequest, start: int) -> vllm_api.CachedRequestState:
         tokens, num_prompt = unpack(request.token_ids).tolist(), request.num_prompt_tokens
-        params, output, lora = request.params, tokens[num_prompt:], request.lora
-        is_sampled, pooler = params.temperature >= GREEDY_BELOW, self._pooler
+        output, lora, pooler = tokens[num_prompt:], request.lora, self._pooler
+        params = to_vllm_params(request.params, self._vocab_size) if pooler is None else None
+        is_sampled = params is not None and params.sampling_type is not vllm_api.SamplingType.GREEDY
         return vllm_api.CachedRequestState(
             req_id=self._ids[request.slot],
             prompt_token_ids=tokens[:num_prompt],
             mm_features=self._media.enter(request),
-            sampling_params=to_vllm_params(params, self._vocab_size) if pooler is None else None,
+            sampling_params=params,
             pooling_params=None if pooler is None else pooler.to_vllm_params(request.pooling_params),
-            generator=self._generator(params.seed, len(output)) if is_sampled else None,
+            generator=self._generator(request.params.seed, len(output)) if is_sampled else None,
             block_ids=tuple([] for _ in self._table.groups),
             num_computed_tokens=start,
             output_token_ids=output,

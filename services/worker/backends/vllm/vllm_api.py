@@ -97,7 +97,7 @@ from vllm.multimodal.processing.context import TimingContext
 from vllm.multimodal.processing.inputs import ProcessorInputs
 from vllm.platforms import current_platform
 from vllm.pooling_params import PoolingParams
-from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.sampling_params import SamplingParams, SamplingType, StructuredOutputsParams
 
 # Between stages.
 from vllm.sequence import IntermediateTensors
@@ -147,10 +147,20 @@ def set_kv_cache_layout(wrapper: Any, config: Any, name: str) -> None:
 
 # -- changes to vLLM ---------------------------------------------------------------------------------------------
 
-# vLLM searches every loaded module when it registers its kernels, and fails on a module of numba, which its n-gram
-# drafter imports. Once is enough.
-_register = current_platform.register_triton_kernel_overrides
-current_platform.register_triton_kernel_overrides = cache(_register)
+_register_kernels = current_platform.register_triton_kernel_overrides
+
+
+@cache
+def _register_kernels_once() -> None:
+    """vLLM searches every loaded module, and fails on one below numba, which its n-gram drafter and some of its
+    processors of images import."""
+    below_numba = sys.modules.pop("llvmlite.binding.ffi", None)
+    _register_kernels()
+    if below_numba is not None:
+        sys.modules["llvmlite.binding.ffi"] = below_numba
+
+
+current_platform.register_triton_kernel_overrides = _register_kernels_once
 
 # vLLM resamples sound with torchaudio, whose builds on the index need CUDA. soxr is among vLLM's other choices.
 if find_spec("torchaudio") is None:
