@@ -174,6 +174,7 @@ def test_a_group_with_less_memory_ends_what_does_not_fit_and_only_that(num_block
     world.dispatch()
     before = len(large.tokens)
     change_workers(world, replace(world.limits, num_blocks=num_blocks, encoder_budget=num_blocks))
+    late = world.add(prompt_of(10), params(12, eos=False), media=Media([MediaItem(1, 9, "a")]))
     world.drain()
     assert len(small.tokens) == 12
     if num_blocks == 64:
@@ -183,6 +184,7 @@ def test_a_group_with_less_memory_ends_what_does_not_fit_and_only_that(num_block
         assert stream.finish.reason is FinishReason.ERROR
         assert "less memory" in stream.finish.message
     assert len(large.tokens) == before
+    assert "at most 8" in late.finish.message
 
 
 def test_a_request_that_finished_in_the_turn_of_the_loss_keeps_its_finish() -> None:

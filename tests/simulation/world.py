@@ -522,8 +522,7 @@ class World:
         self.limits, self.lost, epoch = limits, False, epoch or self.epoch.number + 1
         self.log("epoch", epoch, limits)
         for stream in self._by_key.values():
-            items = () if stream.media is None else stream.media.items
-            stream.doomed = not self._fits(stream) or any(item.length > limits.encoder_budget for item in items)
+            stream.doomed = not self._fits(stream)
             stream.answer = stream.expected(limits.max_model_len, self.vocab)
         doomed = [stream for stream in self._by_key.values() if stream.doomed]
         self.policy = WatchedPolicy(policy)
@@ -568,7 +567,8 @@ class World:
         limits = self.limits
         room = len(stream.prompt) + len(stream.tokens) < limits.max_model_len
         most = limits.positions(len(stream.prompt), stream.params)
-        return room and most <= limits.kv_capacity
+        items = () if stream.media is None else stream.media.items
+        return room and most <= limits.kv_capacity and all(item.length <= limits.encoder_budget for item in items)
 
     def late_result(self) -> None:
         """Deliver a result of an epoch that has ended."""
