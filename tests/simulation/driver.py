@@ -113,6 +113,7 @@ class _Player:
         self.of_tier = Random(f"tier/{seed}/{world.depth}")
         self.of_pins = Random(f"pins/{seed}/{world.depth}")
         self.of_ahead = Random(f"ahead/{seed}/{world.depth}")
+        self.of_steps = Random(f"steps/{seed}/{world.depth}")
         self.patience = self.of_tier.choice((0.1, 0.5, 0.9))
         self.peer: _Player | None = None
         """Engine that this one fetches blocks from."""
@@ -246,6 +247,9 @@ class _Player:
                 (base.num_blocks, rng.randint(max(2, base.num_blocks // 3), base.num_blocks * 3 // 2))
             )
             longest = base.max_model_len
+            tokens = base.max_num_batched_tokens // 2 // base.block_size * base.block_size
+            if tokens and not base.whole_prompts and self.of_steps.random() < 0.3:  # one ran out of memory
+                base = replace(base, max_num_batched_tokens=tokens, encoder_budget=-(-base.encoder_budget // 2))
             limits = replace(base, num_blocks=num_blocks)
             if not limits.kv_capacity:  # such workers are refused
                 limits = base

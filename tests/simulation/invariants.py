@@ -152,10 +152,14 @@ class Checker:
             demand(False, "work conservation", "slot {} is ready, but step {} is empty", slot, epoch.next_step)
         if len(epoch.running) >= limits.max_num_seqs or not s.free:
             return
-        seated = {s.request(slot).lora for slot in epoch.running.tolist()} - {None}
+        tenants = [s.request(slot) for slot in epoch.running.tolist() if s.request(slot).lora is not None]
+        seated, oldest = {request.lora for request in tenants}, min((r.order_key for r in tenants), default=0)
+        passed = oldest
         for request in self.waiting:
-            adapters = seated | ({request.lora} - {None})
-            if not request.stale_rows and len(adapters) <= max(limits.max_loras, len(seated)):
+            adapters, is_plain = {*seated, request.lora} - {None}, request.lora is None
+            if not is_plain and len(adapters) > max(limits.max_loras, len(seated)):
+                passed = min(passed, request.order_key)
+            elif not request.stale_rows and (is_plain or passed >= oldest):
                 most = min(len(request.token_ids) + limits.lookahead, limits.max_model_len)
                 fits = num_states(limits.groups) + len(self.groups) * -(-most // size) <= pool.num_free
                 demand(not fits, "work conservation", "{} fits, but step {} is empty", request.number, epoch.next_step)

@@ -215,11 +215,6 @@ class RigidWorld(World):
         self.worker = RigidWorker(limits, self.vocab, self.max_volume, self.progress, self.epoch.number)
         self.kinds.append("|")
 
-    def _on_nothing_scheduled(self) -> None:
-        super()._on_nothing_scheduled()
-        able = self._decodable(None)
-        demand(not able, "work conservation", f"slots {able} could decode, but nothing was scheduled")
-
     def _on_dispatched(self, event: StepDispatched) -> None:
         super()._on_dispatched(event)
         step, s = event.step, self.epoch.slots
@@ -237,19 +232,6 @@ class RigidWorld(World):
             len(part) <= 1 or self.store.counters["rollbacks_total"] > 0, "single prefill", f"slots {part} in prefill"
         )
         self._check_reservations()
-
-    def _decodable(self, step: InflightStep | None) -> list[int]:
-        """Return slots that could have been in the step and are not."""
-        s, epoch = self.epoch.slots, self.epoch
-        named = set() if step is None else set(step.slots.tolist())
-        at = epoch.next_step if step is None else step.step_id
-        able = []
-        for slot in epoch.running.tolist():
-            total, promised = int(s.tokens[slot]), int(s.tokens[slot] + s.placeholders[slot])
-            under_way = promised > total and self.limits.stages > 1 and at - s.sampled_step[slot] < self.limits.stages
-            if total > s.entry[slot] and promised < s.limit[slot] and slot not in named and not under_way:
-                able.append(slot)
-        return able
 
     def _check_reservations(self) -> None:
         """Block reservation: the blocks that running requests may still need are free."""

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from protocol.media import Media, MediaItem
 from protocol.requests import FinishReason
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import RequestStatus
@@ -163,24 +164,27 @@ def test_requests_come_and_go_while_there_are_no_workers(depth: int) -> None:
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("num_blocks", [8, 64])
 def test_a_group_with_less_memory_ends_what_does_not_fit_and_only_that(num_blocks: int, depth: int) -> None:
-    world = World(Limits(4, 64, 128, 32, 4), depth)
+    world = World(Limits(4, 64, 128, 32, 4, encoder_budget=64), depth)
     small = world.add(prompt_of(10), params(12, eos=False))
+    image = world.add(prompt_of(10), params(12, eos=False), media=Media([MediaItem(1, 9, "a")]))
     large = world.add(prompt_of(60, seed=1), params(20, eos=False))
     waits = world.add(prompt_of(70, seed=2), params(2, eos=False))
     for _ in range(3):
         world.step()
     world.dispatch()
     before = len(large.tokens)
-    change_workers(world, replace(world.limits, num_blocks=num_blocks))
+    change_workers(world, replace(world.limits, num_blocks=num_blocks, encoder_budget=num_blocks))
+    late = world.add(prompt_of(10), params(12, eos=False), media=Media([MediaItem(1, 9, "a")]))
     world.drain()
     assert len(small.tokens) == 12
     if num_blocks == 64:
-        assert (len(large.tokens), len(waits.tokens)) == (20, 2)
+        assert (len(image.tokens), len(large.tokens), len(waits.tokens)) == (12, 20, 2)
         return
-    for stream in (large, waits):
+    for stream in (image, large, waits):
         assert stream.finish.reason is FinishReason.ERROR
         assert "less memory" in stream.finish.message
     assert len(large.tokens) == before
+    assert "at most 8" in late.finish.message
 
 
 def test_a_request_that_finished_in_the_turn_of_the_loss_keeps_its_finish() -> None:

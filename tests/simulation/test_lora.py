@@ -1,28 +1,36 @@
 """Adapter seats: a request whose adapter finds no seat waits, and holds back nobody else."""
 
+from dataclasses import replace
+
 import pytest
 
 from services.scheduler.core.limits import Limits
+from services.scheduler.policies import BalancedPolicy
 from tests.simulation.test_acceptance import DEPTHS
 from tests.simulation.workload import ADAPTERS
 from tests.simulation.world import World, params, prompt_of
 
 A, B, C = ADAPTERS
-LIMITS = Limits(4, 64, 128, 96, 4, max_loras=2)
+LIMITS = Limits(4, 128, 128, 32, 4, max_loras=2)
 
 
+@pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_a_request_without_an_adapter_seat_waits_alone(depth: int) -> None:
-    world = World(LIMITS, depth)
+def test_a_request_without_an_adapter_seat_waits_alone(depth: int, stages: int) -> None:
+    """It lacks blocks too. Steady load of other adapters does not hold it back for ever."""
+    world = World(replace(LIMITS, stages=stages), depth * stages, policy=BalancedPolicy())
     for adapter in (A, B):
         world.add(prompt_of(8), params(20, eos=False), lora=adapter)
-    late = world.add(prompt_of(8), params(5, eos=False), lora=C)
+    late = world.add(prompt_of(120), params(5, eos=False), lora=C)
     others = [world.add(prompt_of(8), params(5, eos=False), lora=adapter) for adapter in (None, A)]
     while any(stream.open for stream in others):
         world.step()
         assert not late.steps
+    while not late.steps:
+        world.add(prompt_of(8), params(5, eos=False), lora=(A, B)[len(world.streams) % 2])
+        world.step()
+        assert len(world.streams) < 100
     world.drain()
-    assert late.tokens
 
 
 def test_equal_prompts_hit_within_an_adapter_only() -> None:

@@ -28,6 +28,7 @@ from services.scheduler.core.plan import StepPlanner
 from services.scheduler.core.request import Request
 from services.scheduler.core.slots import DELIVER, DROP, SlotColumns
 from services.scheduler.core.waiting import WaitingQueue
+from services.scheduler.policies import SchedulerView
 from services.worker.kv_memory import BlockNames
 from tests.simulation.driver import play_peers
 from tests.simulation.faults import FIRST, Fault, FaultList, assert_caught, parameters, unchanged
@@ -101,16 +102,16 @@ def hashes_without_salt(extend: Any, self: KVCacheManager, request: Any, tokens:
     request.cache_salt = salt
 
 
-@FAULTS.add(StepPlanner, "has_adapter_seat")
-def every_adapter_has_a_seat(has_seat: Any, planner: Any, request: Any) -> Any:
-    return True
+@FAULTS.add(SchedulerView, "adapters")
+def every_adapter_has_a_seat(adapters: Any, self: SchedulerView) -> Any:
+    return {}
 
 
-@FAULTS.add(StepPlanner, "has_adapter_seat")
-def one_adapter_holds_back_another(has_seat: Any, self: StepPlanner, request: Request) -> bool:
+@FAULTS.add(SchedulerView, "adapters")
+def one_adapter_holds_back_another(adapters: Any, self: SchedulerView) -> Any:
     """Work conservation: a free seat is not given away."""
-    running = (self.epoch.slots.request(slot).lora for slot in self.epoch.running.tolist())
-    return request.lora is None or not {*running} - {None, request.lora}
+    seated = adapters(self)
+    return seated | ({"one": 0, "two": 0} if seated else {})
 
 
 @FAULTS.add(StepPlanner, "encode")

@@ -41,12 +41,12 @@ from services.scheduler.core.slots import DELIVER, DROP, LIVE
 from services.scheduler.core.store import RequestStore
 from services.scheduler.grammar import INLINE_MASKS
 from services.scheduler.membership.epoch import common_blocks
-from services.scheduler.policies import BatchingPolicy, ChunkedPolicy
+from services.scheduler.policies import BatchingPolicy, ChunkedPolicy, PhasedPolicy
 from services.worker.kv_memory import BlockNames
 from tests.simulation.budgets import WatchedPolicy
 from tests.simulation.drafts import Speculating
 from tests.simulation.grammar import REFUSED, Automaton, Compilation, LateMasks
-from tests.simulation.invariants import Checker
+from tests.simulation.invariants import Checker, demand
 from tests.simulation.oracle import TORN, OracleWorker
 from tests.simulation.reference import HIDDEN_SIZE, ExpectedAnswer, reference
 from tests.simulation.stage_pipeline import StagePipeline
@@ -567,7 +567,8 @@ class World:
         limits = self.limits
         room = len(stream.prompt) + len(stream.tokens) < limits.max_model_len
         most = limits.positions(len(stream.prompt), stream.params)
-        return room and most <= limits.kv_capacity
+        items = () if stream.media is None else stream.media.items
+        return room and most <= limits.kv_capacity and all(item.length <= limits.encoder_budget for item in items)
 
     def late_result(self) -> None:
         """Deliver a result of an epoch that has ended."""
@@ -824,6 +825,22 @@ class World:
         """Requests exist and the queue has room, but no step was formed."""
         if self.conserves_work and self.admitting:
             self.checker.on_idle(self.policy.shown)
+        elif isinstance(self.policy.policy, PhasedPolicy) and not self.store.suspects.active:
+            able = self._decodable(None)
+            demand(not able, "work conservation", f"slots {able} could decode, but nothing was scheduled")
+
+    def _decodable(self, step: InflightStep | None) -> list[int]:
+        """Return slots that could have been in the step and are not."""
+        s, epoch = self.epoch.slots, self.epoch
+        named = set() if step is None else set(step.slots.tolist())
+        at = epoch.next_step if step is None else step.step_id
+        able = []
+        for slot in epoch.running.tolist():
+            total, promised = int(s.tokens[slot]), int(s.tokens[slot] + s.placeholders[slot])
+            under_way = promised > total and self.limits.stages > 1 and at - s.sampled_step[slot] < self.limits.stages
+            if total > s.entry[slot] and promised < s.limit[slot] and slot not in named and not under_way:
+                able.append(slot)
+        return able
 
     def _on_applied(self, event: ResultApplied) -> None:
         """Count verified and accepted drafts of the rows whose result was used; check the state after the result."""

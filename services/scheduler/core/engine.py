@@ -274,7 +274,8 @@ class EngineCore:
         self.store.pins.fit(limits)
         for request in [*self.store.waiting, *self.store.compiling]:
             positions = limits.positions(request.num_prompt_tokens, request.params)
-            if len(request.token_ids) >= limits.max_model_len or positions > limits.kv_capacity:
+            is_long = len(request.token_ids) >= limits.max_model_len or positions > limits.kv_capacity
+            if is_long or any(item.length > limits.encoder_budget for item in request.items):
                 message = "the workers were replaced by others with less memory, in which it does not fit"
                 self.lifecycle.finish(request, request.finish_message(FinishReason.ERROR, message=message))
 
@@ -448,9 +449,10 @@ class EngineCore:
     def _schedule(self) -> PlannedStep | None:
         if not self.has_requests:
             return None
+        num_loading = len(self.store.loading)
         planned = self.planner.schedule()
-        if planned is None and not self.queue:
-            planned = self.planner.schedule()  # a preemption in the first call may have made room
+        if planned is None and (not self.queue or len(self.store.loading) > num_loading):
+            planned = self.planner.schedule()  # what a preemption made room for, or a load leaves a step for
             if planned is None and not self.store.loading.under_way:
                 raise StallError(self._describe_stall())
         return planned

@@ -118,9 +118,9 @@ class StepPlanner:
         """Preempt the worst running request if all seats are taken and the head of the queue has a strictly better
         priority. A lack of blocks is no reason (no in-flight preemption)."""
         epoch, head = self.epoch, self.store.waiting.head()
-        if head is None or len(epoch.running) < epoch.limits.max_num_seqs or head.stale_rows:
+        if head is None or len(epoch.running) < epoch.limits.max_num_seqs:
             return
-        if not self.has_adapter_seat(head):
+        if next(epoch.view(self.store.waiting).candidates(), None) is not head:
             return
         worst = int(epoch.running[-1])
         if priority_of(head.order_key) < priority_of(int(epoch.slots.order_key[worst])):
@@ -213,11 +213,11 @@ class StepPlanner:
     # -- waiting requests ----------------------------------------------------------------------------------------
 
     def admit_waiting(self, choice: StepChoice, budget: StepBudget, waiting: WaitingQueue) -> None:
-        """Admit requests while seats, slots, tokens and blocks last. Nobody passes a request that lacks blocks; one
-        that waits for its stale rows lets others pass (admission order).
+        """Admit requests while seats, slots, tokens and blocks last. Nobody passes a request that lacks blocks
+        (admission order).
 
-        So does one that waits for an adapter seat. A prompt that must be whole takes what is left of the step, whatever
-        chunk and share the policy allows, and waits for the next step if that is too little (whole prompt).
+        A prompt that must be whole takes what is left of the step, whatever chunk and share the policy allows, and
+        waits for the next step if that is too little (whole prompt).
 
         Args:
             waiting: the requests that may be admitted.
@@ -227,12 +227,10 @@ class StepPlanner:
         seats = limits.max_num_seqs - len(epoch.running)
         seats = min(seats, len(epoch.slots.free), _limit(budget.admissions))
         # Nothing else refers to the iterator: with the end of the loop it returns the members that it has passed.
-        for request in waiting.in_order():
+        for request in epoch.view(waiting).candidates():
             room, chunk = min(choice.tokens_left, choice.prefill_left), budget.chunk
             if room <= 0 or seats <= 0:
                 break
-            if request.stale_rows or not self.has_adapter_seat(request):
-                continue
             if limits.whole_prompts:
                 room = chunk = limits.max_num_batched_tokens - choice.num_tokens
             prefix = kv.find_prefix(request)
@@ -270,15 +268,6 @@ class StepPlanner:
         left = len(request.token_ids) - hit
         samples_apart = self.epoch.limits.takes_back_states and request.grammar is not None and left > 1
         return min(left - samples_apart, most)
-
-    def has_adapter_seat(self, request: Request) -> bool:
-        """Return whether the adapters of the running requests and of this one fit into one step (adapter seat)."""
-        if request.lora is None:
-            return True
-        epoch = self.epoch
-        adapters = (epoch.slots.request(slot).lora for slot in epoch.running.tolist())
-        seated = {adapter.digest for adapter in adapters if adapter is not None}
-        return request.lora.digest in seated or len(seated) < epoch.limits.max_loras
 
     def load(self, request: Request, prefix: list[int]) -> bool:
         """Ask a tier, or another engine, for the blocks behind the cached prefix, if that is expected to be faster than

@@ -4,12 +4,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, Self, runtime_checkable
 
+import numpy as np
+
 from services.config import SchedulerConfig
 from services.scheduler.core.kv_cache import KVCacheManager
 from services.scheduler.core.ledger import Ledger
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import Request
-from services.scheduler.core.slots import SlotColumns, SlotIds
+from services.scheduler.core.slots import LIVE, SlotColumns, SlotIds
 from services.scheduler.core.waiting import WaitingQueue
 
 
@@ -31,6 +33,35 @@ class SchedulerView:
         """Return those of `rows` whose next token can be computed now."""
         return rows[self.slots.wanted(rows, self.next_step, self.limits.stages) > 0]
 
+    def candidates(self) -> Iterator[Request]:
+        """Iterate over the waiting requests, in order, that do not wait for their stale rows or for an adapter seat.
+        Each may be admitted meanwhile.
+
+        Once no running request with an adapter precedes one that waits for a seat, nobody with an adapter passes it: so
+        a seat becomes free (adapter seat).
+        """
+        seated, held = self.adapters(), False
+        for request in self.waiting.in_order():
+            if request.stale_rows:
+                continue
+            if request.lora is None:
+                yield request
+            elif held or (request.lora.digest not in seated and len(seated) >= self.limits.max_loras):
+                held = held or request.order_key < min(seated.values(), default=0)
+            else:
+                yield request
+                seated = self.adapters()
+
+    def adapters(self) -> dict[str, int]:
+        """Return the adapters of the running requests, each with the lowest order key of these requests."""
+        seated: dict[str, int] = {}
+        slots = np.flatnonzero(self.slots.state == LIVE).tolist() if self.limits.max_loras else []
+        for request in map(self.slots.request, slots):
+            if request.lora is not None:
+                key = request.order_key
+                seated[request.lora.digest] = min(key, seated.get(request.lora.digest, key))
+        return seated
+
     def admissible(self) -> Iterator[tuple[Request, int]]:
         """Iterate over waiting requests that seats and blocks would admit now, in order, each with the tokens of its
         prefix hit.
@@ -39,11 +70,9 @@ class SchedulerView:
         """
         seats = min(self.limits.max_num_seqs - len(self.running), len(self.slots.free))
         free = self.kv.num_free
-        for request in self.waiting.in_order():
+        for request in self.candidates():
             if seats <= 0:
                 return
-            if request.stale_rows:
-                continue
             prefix = self.kv.find_prefix(request)
             num_tokens = len(request.token_ids)
             # Blocks behind windows are freed meanwhile.

@@ -1,7 +1,7 @@
 """A policy that fails must not stop the engine (policy guard, docs/invariants.md)."""
 
 import logging
-from numbers import Integral
+from operator import index
 
 import numpy as np
 
@@ -13,7 +13,6 @@ log = logging.getLogger("runahead.scheduler")
 
 LEAST = StepBudget(1, 1)
 """One token of the first request: certain progress within every limit."""
-_PLAIN = {int, type(None)}
 
 
 class GuardedPolicy:
@@ -26,11 +25,13 @@ class GuardedPolicy:
     def begin(self, view: SchedulerView) -> StepBudget:
         """Check the budget range: a step holds at least one token and at most what the workers take."""
         try:
-            budget = self._policy.begin(view)
-            most, caps = view.limits.max_num_batched_tokens, (budget.decodes, budget.prefill)
-            possible = 1 <= budget.tokens <= most and budget.chunk >= 1
-            possible &= all(cap is None or cap >= 0 for cap in (*caps, budget.admissions)) and caps != (0, 0)
-            possible &= _are_whole(budget.tokens, budget.chunk, *caps, budget.admissions)
+            answer, most = self._policy.begin(view), view.limits.max_num_batched_tokens
+            tokens, chunk = index(answer.tokens), index(answer.chunk)
+            caps = [None if cap is None else index(cap) for cap in (answer.decodes, answer.prefill, answer.admissions)]
+            decodes, prefill, admissions = caps
+            budget = StepBudget(tokens, chunk, decodes, prefill, admissions, bool(answer.runner_reports))
+            possible = 1 <= tokens <= most and chunk >= 1
+            possible &= all(cap is None or cap >= 0 for cap in caps) and caps[:2] != [0, 0]
         except Exception as error:
             self._report("begin", error)
             return LEAST
@@ -55,9 +56,9 @@ class GuardedPolicy:
     def admit(self, view: SchedulerView, request: Request, hit: int, count: int) -> tuple[int, int]:
         """Check that the slice is part of the offer."""
         try:
-            taken, counted = self._policy.admit(view, request, hit, count)
+            taken, counted = map(index, self._policy.admit(view, request, hit, count))
             possible = 0 <= taken <= hit and taken % view.limits.block_size == 0
-            possible &= 0 <= counted <= count + hit - taken and _are_whole(taken, counted)
+            possible &= 0 <= counted <= count + hit - taken
         except Exception as error:
             self._report("admit", error)
             return hit, count
@@ -79,13 +80,8 @@ class GuardedPolicy:
             )
 
 
-def _are_whole(*numbers: int | None) -> bool:
-    plain = _PLAIN.issuperset(map(type, numbers))  # faster by far, and enough in nearly every step
-    return plain or all(number is None or isinstance(number, Integral) for number in numbers)
-
-
 def _is_subset(rows: object, view: SchedulerView) -> bool:
-    if not isinstance(rows, np.ndarray) or rows.ndim != 1:
+    if not isinstance(rows, np.ndarray) or rows.ndim != 1 or rows.dtype.kind != "i":
         return False
     live = view.slots.state.take(rows) == LIVE
-    return bool(live.all()) and (len(rows) < 2 or int(np.bincount(rows).max()) == 1)
+    return bool(live.all()) and (not len(rows) or int(np.bincount(rows).max()) == 1)  # of negative ones it raises

@@ -118,10 +118,8 @@ class PhasedPolicy:
         """Return whether the first waiting request may start now."""
         if len(view.running) >= view.limits.max_num_seqs or not view.slots.free:
             return False
-        for request in view.waiting.in_order():
-            if not request.stale_rows:
-                return self._first_chunk(view, request) is not None
-        return False
+        request = next(view.candidates(), None)
+        return request is not None and self._first_chunk(view, request) is not None
 
     def _first_chunk(self, view: SchedulerView, request: Request) -> tuple[int, int] | None:
         """(tokens taken from the prefix cache, tokens computed), or None while the request has to wait for blocks

@@ -77,6 +77,8 @@ FAULTS = {
     "a slot twice": Faulty(rows=lambda rows: np.concatenate((rows, rows))),
     "no slots": Faulty(rows=lambda rows: None),
     "a list of slots": Faulty(rows=lambda rows: rows.tolist()),
+    "a slot below 0": Faulty(rows=lambda rows: rows[-1:] - LIMITS.num_slots),
+    "a mask of slots": Faulty(rows=lambda rows: np.ones(1, bool)),
     "slots in two dimensions": Faulty(rows=lambda rows: rows[None]),
     "more cached tokens than there are": Faulty(slice_=lambda hit, count: (hit + 16, count)),
     "half a block of cache": Faulty(slice_=lambda hit, count: (hit + 1, count)),
@@ -113,6 +115,13 @@ def test_the_engine_serves_on_and_the_fault_is_logged_once(fault: str, caplog: p
         assert counts.sum() <= LIMITS.max_num_batched_tokens
         if fault in ("begin raises", "budget 0", "no budget"):
             assert counts.sum() == 1, "one unit"
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    policy = Faulty(
+        lambda b: replace(b, tokens=np.uint64(b.tokens)), slice_=lambda *numbers: np.array(numbers, np.uint8)
+    )
+    assert serve(GuardedPolicy(policy)) == serve(ChunkedPolicy())
 
 
 SOUND = [ChunkedPolicy(), BalancedPolicy(), Faulty(budget=lambda b: replace(b, chunk=1 << 40))]
