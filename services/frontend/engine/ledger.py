@@ -10,7 +10,8 @@ Rules (docs/invariants.md):
 - Suspects: a request that was open when several schedulers in a row died, of any engines, without progress in between,
   is submitted alone among its like. If the scheduler dies again, the request is refused. An expulsion of this frontend
   for a message that the scheduler could not read counts like a death, for requests without an output since they were
-  sent. An engine that is lost counts as dead until the same scheduler is connected again.
+  sent. An engine that is lost counts as dead until the same scheduler is connected again, and so does one whose
+  workers are not back in time, for the streams that leave it.
 """
 
 import itertools
@@ -34,7 +35,7 @@ NOBODY = ""
 """Owner of the requests that wait for an engine."""
 
 GUILTY = (
-    f"the scheduler died {SUSPECT_AFTER + 1} times while it had this request, or could not read it, "
+    f"the scheduler or its workers died {SUSPECT_AFTER + 1} times while they had this request, or could not read it, "
     "the last time without any other suspect; it is refused"
 )
 OTHER_MODEL = (

@@ -29,6 +29,7 @@ from protocol.requests import (
 from protocol.sampling import SamplingParams
 from protocol.suspects import SUSPECT_AFTER
 from protocol.transport import PeerGone, Server
+from services.frontend.engine import availability
 from services.frontend.engine.addresses import numbered
 from services.frontend.engine.client import NO_PROMPT, EngineClient
 from services.frontend.engine.ledger import GUILTY
@@ -152,23 +153,23 @@ async def fleet(directory: Path, *identities: str) -> AsyncIterator[Fleet]:
             engine.close()
 
 
-async def moved_stream(engines: Fleet, lose: bool) -> RecordingStream:
+async def moved_stream(engines: Fleet, how: str) -> RecordingStream:
     """Move a stream after two tokens; its former owner still sends tokens, and the end."""
     await engines.serve()
     stream, owner, other = await engines.submit([1, 2])
     number = stream.number
     owner.send(number, 0, 7, 8)
     await engines.until(lambda: stream.output == [7, 8])
-    if lose:
+    if how == "lost":
         owner.close()
     else:
-        owner.phase = EnginePhase.DRAINING
+        owner.phase = EnginePhase.DRAINING if how == "drained" else EnginePhase.RECOVERING
         owner.send_state()
     await engines.until(lambda: other.requests)
     (again,) = other.requests
     assert (unpack(again.token_ids).tolist(), again.num_prompt_tokens) == ([1, 2, 7, 8], 2)
-    assert (again.params.seed, again.age > 0, again.attempts) == (5, True, int(lose))
-    if not lose:
+    assert (again.params.seed, again.age > 0, again.attempts) == (5, True, int(how != "drained"))
+    if how != "lost":
         await engines.until(lambda: owner.aborted)
         owner.send(number, 2, 66, 67, ends=True)
         owner.detail = "after the late answer"
@@ -180,15 +181,18 @@ async def moved_stream(engines: Fleet, lose: bool) -> RecordingStream:
     return stream
 
 
-@pytest.mark.parametrize("lose", [False, True], ids=["drained", "lost"])
-async def test_a_stream_goes_on_elsewhere_and_a_late_answer_is_dropped(tmp_path: Path, lose: bool) -> None:
+@pytest.mark.parametrize("how", ["drained", "lost", "without workers"])
+async def test_a_stream_goes_on_elsewhere_and_a_late_answer_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(availability, "RECOVERY_GRACE", 0.1)
     async with fleet(tmp_path) as engines:
-        stream = await moved_stream(engines, lose)
+        stream = await moved_stream(engines, how)
         assert stream.output == [7, 8, 9, 10]
         assert stream.tokens == stream.output
         assert stream.end.reason is FinishReason.STOP  # type: ignore[union-attr]
         moves = {reason: n for (kind, _, reason), n in engines.client.decisions.items() if kind == "move"}
-        assert moves == {Reason.LOST if lose else Reason.DRAINING: 1}
+        assert moves == {Reason.DRAINING if how == "drained" else Reason.LOST: 1}
         assert not engines.client.num_open
 
 
