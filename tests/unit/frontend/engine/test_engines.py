@@ -30,7 +30,7 @@ from protocol.sampling import SamplingParams
 from protocol.suspects import SUSPECT_AFTER
 from protocol.transport import PeerGone, Server
 from services.frontend.engine import availability
-from services.frontend.engine.addresses import numbered
+from services.frontend.engine.addresses import EngineAddress, numbered
 from services.frontend.engine.client import NO_PROMPT, EngineClient
 from services.frontend.engine.ledger import GUILTY
 from services.frontend.engine.streams import FlushQueue, ResponseStream
@@ -241,6 +241,27 @@ async def test_an_engine_that_is_listed_no_longer_is_left_when_its_streams_have_
         other.send(other.requests[0].number, 0, 7, ends=True)
         await engines.until(lambda: stream.end is not None)
         assert owner.aborted
+
+
+async def test_streams_leave_an_engine_that_gets_another_address(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as engines:
+        await engines.serve()
+        _, owner, other = await engines.submit([1])
+        addresses = {name: engine.address for name, engine in engines.client.engines.items()}
+        name = str(engines.engines.index(owner))
+        addresses[name] = EngineAddress(name, f"ipc://{tmp_path}/nowhere")
+        engines.client.engines.set_addresses([*addresses.values()])
+        await engines.until(lambda: other.requests)
+        assert other.requests[0].attempts == 0, "that is no death"
+
+
+async def test_an_engine_that_was_never_there_keeps_no_request_from_new_weights(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as engines:
+        engines.engines[1].close()
+        await engines.until(lambda: engines.client.ready)
+        engines.restart(engines.engines[0], 20, OTHER_MODEL)
+        await engines.until(lambda: engines.client.state.identity == OTHER_MODEL and engines.client.ready)
+        await engines.submit([1])
 
 
 async def test_a_partition_is_no_death(tmp_path: Path) -> None:
