@@ -62,6 +62,8 @@ class LedgerEntry:
     """The scheduler whose death `attempts` counted last."""
     num_rejections: int = 0
     """Number of engines that did not admit it."""
+    held_until: float = 0.0
+    """Until then no engine is chosen: monotonic seconds."""
     attempts: int = 0
     """Number of schedulers that have died, and of expulsions, since the request made progress."""
     sent_length: int = 0
@@ -85,7 +87,7 @@ class LedgerEntry:
 
     def set_owner(self, engine: str) -> None:
         self.engine = engine
-        if engine not in (seen := self.stream.response.engines):
+        if engine not in (NOBODY, *(seen := self.stream.response.engines)):
             seen.append(engine)
 
     def set_kv_peers(self, peers: list[str]) -> None:
@@ -215,6 +217,7 @@ class RequestLedger:
         """Give a request another owner, and another number: what the former owner still sends belongs to no request.
 
         Args:
+            engine: NOBODY: the request waits for an engine.
             is_fault: the former owner is lost; this counts as a death of its scheduler.
         """
         entry = self._entries[number]

@@ -29,7 +29,7 @@ from protocol.requests import (
 from protocol.sampling import SamplingParams
 from protocol.suspects import SUSPECT_AFTER
 from protocol.transport import PeerGone, Server
-from services.frontend.engine import availability
+from services.frontend.engine import availability, client
 from services.frontend.engine.addresses import EngineAddress, numbered
 from services.frontend.engine.client import NO_PROMPT, EngineClient
 from services.frontend.engine.ledger import GUILTY
@@ -373,6 +373,26 @@ async def test_a_request_that_its_engine_rejects_is_new_and_fetches_blocks_from_
         await engines.until(lambda: other.requests)
         assert other.requests[0].kv_peers == []
         assert other.requests[0].age == 0.0, "limits of load and the order of arrival hold for it as for a new one"
+
+
+async def test_a_stream_for_which_no_other_engine_has_room_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "REJECTED_PAUSE", 0.1)
+    async with fleet(tmp_path) as engines:
+        await engines.serve()
+        stream, owner, other = await engines.submit([1])
+        owner.send(stream.number, 0, 7)
+        await engines.until(lambda: stream.output == [7])
+        owner.close()
+        for attempt in range(1, 4):
+            await engines.until(lambda: len(other.requests) == attempt)  # noqa: B023
+            assert unpack(other.requests[-1].token_ids).tolist() == [1, 7]
+            other.send(stream.number, 1, ends=True, why=FinishReason.REJECTED)
+        await engines.until(lambda: len(other.requests) == 4)
+        other.send(stream.number, 1, 8, ends=True)
+        await engines.until(lambda: stream.end is not None)
+        assert stream.output == [7, 8]
 
 
 async def test_a_stream_whose_connection_breaks_while_its_engine_drains_goes_on_there(tmp_path: Path) -> None:
