@@ -27,6 +27,7 @@ from protocol.requests import (
     CacheAction,
     CacheControlled,
     ControlCache,
+    EnginePhase,
     EngineState,
     Finish,
     FinishReason,
@@ -345,7 +346,13 @@ class EngineClient:
             if (move := self.placement.prefilled(entry.key)) is not None:
                 self._move(move)
             return move is not None
-        if entry is None or finish.reason is not FinishReason.REJECTED:
+        if entry is None:
+            return False
+        if finish.reason is FinishReason.ERROR and engine.state.phase is EnginePhase.FAILED:
+            if is_possible := any(e.ready and e.identity == entry.identity for e in self.engines.values()):
+                self._take_from_owner(entry, is_fault=True)
+            return is_possible
+        if finish.reason is not FinishReason.REJECTED:
             return False
         entry.num_rejections += 1
         entry.num_admissions -= 1  # the next one may reject it for load, too
@@ -357,10 +364,14 @@ class EngineClient:
                 return True
         if not entry.num_admissions:
             return False
-        self.placement.on_ended(entry.key)
-        self.ledger.move(finish.number, self._next_number(), NOBODY, is_fault=False)
+        self._take_from_owner(entry, is_fault=False)
         entry.num_rejections, entry.held_until = 0, time.monotonic() + REJECTED_PAUSE
         return True
+
+    def _take_from_owner(self, entry: LedgerEntry, is_fault: bool) -> None:
+        """Let a request wait for an engine."""
+        self.placement.on_ended(entry.key)
+        self.ledger.move(entry.request.number, self._next_number(), NOBODY, is_fault)
 
     def _kv_peers(self, engine: str) -> list[str]:
         """Return where workers fetch KV blocks of an engine; []: nowhere. The workers of a lost scheduler may live."""

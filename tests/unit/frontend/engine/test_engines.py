@@ -375,6 +375,19 @@ async def test_a_request_that_its_engine_rejects_is_new_and_fetches_blocks_from_
         assert other.requests[0].age == 0.0, "limits of load and the order of arrival hold for it as for a new one"
 
 
+async def test_streams_of_an_engine_that_fails_go_on_elsewhere(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as engines:
+        await engines.serve()
+        stream, owner, other = await engines.submit([1])
+        owner.send(stream.number, 0, 7)
+        owner.phase = EnginePhase.FAILED
+        owner.send_state()
+        owner.send(stream.number, 1, ends=True, why=FinishReason.ERROR)
+        await engines.until(lambda: other.requests)
+        assert unpack(other.requests[0].token_ids).tolist() == [1, 7]
+        assert other.requests[0].attempts == 1
+
+
 async def test_a_stream_for_which_no_other_engine_has_room_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
