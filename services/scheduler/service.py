@@ -368,6 +368,8 @@ class Service:
                     if self.engine is not None and self.engine.end_epoch(is_fault):
                         self.group.losses.on_useful()  # the request that caused it is refused
                 case FailRequests(error):
+                    if self.group.failed:  # frontends send the requests to other engines, if there are any
+                        self._report_state()
                     if self.engine is not None:
                         self.engine.fail_all(error)
                         self._publish()

@@ -5,6 +5,7 @@ import pytest
 from protocol.block_names import extend_names
 from protocol.codec import pack
 from services.scheduler.core.limits import Limits
+from services.scheduler.core.loading import DROPPED_SECONDS
 from tests.simulation.tier import LoadUnderWay, SimulatedTier
 from tests.simulation.world import World, params
 
@@ -104,6 +105,16 @@ def test_a_drop_ends_loads_ahead(world: World) -> None:
     world.dispatch()
     assert not world.store.loading.under_way
     world.drain()
+
+
+def test_no_load_brings_a_block_that_another_engine_has_not_dropped_yet(world: World) -> None:
+    world.drop_blocks(names_of(PROMPT)[2:3])
+    world.drain()
+    load = begun(world, 4)
+    assert len(load.blocks) == 2
+    answer(world, load)
+    world.engine.advance(world.store.now + DROPPED_SECONDS)
+    assert len(begun(world, 4).blocks) == 2, "the drop is over"
 
 
 def test_a_running_request_needs_the_blocks_of_a_load(world: World) -> None:

@@ -12,6 +12,9 @@ from services.frontend.placement import Condition
 NOT_CONNECTED = EngineState(EnginePhase.WAITING_FOR_WORKERS, "connecting to the scheduler")
 SERVING = (EnginePhase.READY, EnginePhase.RECOVERING)
 """Phases of an engine that takes requests."""
+RECOVERY_GRACE = 5.0
+"""Seconds for which streams wait for the workers of their engine before they move to another one: a worker that is
+started again finds its KV memory, and a request that has killed the workers kills no others meanwhile."""
 STARTING = (EnginePhase.WAITING_FOR_WORKERS, EnginePhase.LOADING)
 SIZES = (
     "max_model_len", "vocab_size", "num_blocks", "block_size", "max_num_seqs", "hidden_size", "identity", "pooling",
@@ -59,6 +62,10 @@ class Availability:
         """An administrator wants its streams to move to other engines; it gets no new ones."""
         self._is_lost = self._is_silent = False
         """No state has arrived since the connection was lost, or since the scheduler gave no sign of life."""
+        self._stopped_at: float | None = None
+        """When the scheduler that is connected lost its workers; monotonic seconds. None: it has them."""
+        self._is_stopped = False
+        """They were not back within the grace."""
 
     @property
     def condition(self) -> Condition:
@@ -68,6 +75,8 @@ class Availability:
             return Condition.DRAINING
         if self._is_silent:
             return Condition.SILENT
+        if self._is_stopped:
+            return Condition.RECOVERING
         return Condition.READY if self.ready else Condition.CONNECTING
 
     @property
@@ -96,7 +105,14 @@ class Availability:
             # The sizes of the last engine hold, so that new requests can be checked; `phase` shows the recovery.
             sizes = {name: getattr(self.state, name) for name in SIZES}
             state = replace(state, phase=EnginePhase.RECOVERING, **sizes)
+        is_stopped = state.phase is EnginePhase.RECOVERING
+        self._stopped_at = (self._stopped_at or now) if is_stopped else None
+        self._is_stopped &= is_stopped
         self._set(state, now)
+
+    def check_workers(self, now: float) -> None:
+        """Notice that workers are not back in time. Call it regularly."""
+        self._is_stopped = self._stopped_at is not None and now - self._stopped_at > RECOVERY_GRACE
 
     def on_doubt(self, now: float) -> None:
         """The scheduler that is connected gives no sign of life. Its next state ends the doubt."""
@@ -108,6 +124,7 @@ class Availability:
     def on_lost(self, now: float) -> None:
         """The connection is lost. An engine that served is expected back."""
         self.executes, self._is_lost = False, True
+        self._stopped_at, self._is_stopped = None, False
         if self.state.phase is EnginePhase.FAILED:
             return
         if self.state.phase in (*SERVING, EnginePhase.DRAINING):

@@ -27,6 +27,7 @@ from protocol.requests import (
     CacheAction,
     CacheControlled,
     ControlCache,
+    EnginePhase,
     EngineState,
     Finish,
     FinishReason,
@@ -49,6 +50,8 @@ log = logging.getLogger("runahead.frontend")
 
 MAX_RECOVERIES = 64
 """Losses and returns of engines that are kept for traces."""
+REJECTED_PAUSE = 1.0
+"""Seconds until a request that was admitted once, and for which no other engine has room, is sent again."""
 MAX_MOVES = 100
 """Moves of streams that are kept for the page."""
 
@@ -283,7 +286,8 @@ class EngineClient:
     def _settle(self) -> None:
         """Place the requests that have no owner, move those that must leave theirs, and send what is unsent."""
         for entry in self.ledger.waiting:
-            if entry.engine != NOBODY:  # sent meanwhile, as an engine was lost
+            # Sent meanwhile, as an engine was lost; or no engine had room for it
+            if entry.engine != NOBODY or entry.held_until > time.monotonic():
                 continue
             try:
                 self._place(entry)
@@ -334,7 +338,7 @@ class EngineClient:
             target.connection.send_quietly(message)
 
     def _on_finish(self, engine: ConnectedEngine, finish: Finish) -> bool:
-        """Return True if the request goes on: its prompt is computed, or another engine admits it."""
+        """Return True if the request goes on: its prompt is computed, or another engine admits it, now or later."""
         entry = self.ledger.entry(finish.number)
         if entry is not None and entry.only_prompt and finish.reason is FinishReason.LENGTH:
             if len(entry.stream.output) >= entry.request.params.max_tokens:
@@ -342,18 +346,32 @@ class EngineClient:
             if (move := self.placement.prefilled(entry.key)) is not None:
                 self._move(move)
             return move is not None
-        if finish.reason is not FinishReason.REJECTED or len(self.engines) == 1:
+        if entry is None:
             return False
-        if entry is None or entry.num_rejections >= len(self.engines):
+        if finish.reason is FinishReason.ERROR and engine.state.phase is EnginePhase.FAILED:
+            if is_possible := any(e.ready and e.identity == entry.identity for e in self.engines.values()):
+                self._take_from_owner(entry, is_fault=True)
+            return is_possible
+        if finish.reason is not FinishReason.REJECTED:
             return False
         entry.num_rejections += 1
         entry.num_admissions -= 1  # the next one may reject it for load, too
         self.engines.report(engine)
-        decision = self._decide(entry)
-        if not isinstance(decision, Place) or decision.engine == engine.name:
+        if 1 < len(self.engines) >= entry.num_rejections:
+            decision = self._decide(entry)
+            if isinstance(decision, Place) and decision.engine != engine.name:
+                self.ledger.move(finish.number, self._next_number(), decision.engine, is_fault=False)
+                return True
+        if not entry.num_admissions:
             return False
-        self.ledger.move(finish.number, self._next_number(), decision.engine, is_fault=False)
+        self._take_from_owner(entry, is_fault=False)
+        entry.num_rejections, entry.held_until = 0, time.monotonic() + REJECTED_PAUSE
         return True
+
+    def _take_from_owner(self, entry: LedgerEntry, is_fault: bool) -> None:
+        """Let a request wait for an engine."""
+        self.placement.on_ended(entry.key)
+        self.ledger.move(entry.request.number, self._next_number(), NOBODY, is_fault)
 
     def _kv_peers(self, engine: str) -> list[str]:
         """Return where workers fetch KV blocks of an engine; []: nowhere. The workers of a lost scheduler may live."""

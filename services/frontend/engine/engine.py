@@ -141,7 +141,8 @@ class ConnectedEngine(Availability):
         self.connection.check(now)
         if self.connection.in_doubt and self.condition is not Condition.GONE:
             self.on_doubt(now)
-            self._log_condition()
+        self.check_workers(now)
+        self._log_condition()
         return self.gives_up(now, is_connected=self.connection.is_open)
 
     def follow_steps(self, steps: StepRing | None) -> None:

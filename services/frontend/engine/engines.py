@@ -121,9 +121,10 @@ class Engines(Mapping[str, ConnectedEngine]):
                     known.is_listed = True
                     known.drain(False)
                 continue
-            if known is not None:  # its requests wait for the scheduler at the other endpoint
-                self._disconnect(known)
             engine = self._by_name[name] = self._make(address)
+            if known is not None:  # its requests move, or wait for the scheduler at the other endpoint
+                self._disconnect(known)
+                engine.on_lost(time.monotonic())
             self.report(engine)
             if self._ended is not None:
                 self._connect(engine)
@@ -163,7 +164,7 @@ class Engines(Mapping[str, ConnectedEngine]):
     def _disconnect(self, engine: ConnectedEngine) -> None:
         if (task := self._connections.pop(engine.name, None)) is not None:
             task.cancel()
-        self._ledger.disconnected(engine.name)
+        self._ledger.disconnected(engine.name, is_death=False)
 
     def forget_unlisted(self) -> None:
         """Forget the engines that are listed no longer and own no request."""
@@ -184,7 +185,7 @@ class Engines(Mapping[str, ConnectedEngine]):
         that stays has the weights of before."""
         engines = [engine for engine in self.values() if engine.is_listed]
         staying = [engine for engine in engines if not engine.draining]
-        keeps = any(engine.identity in ("", self.identity) for engine in staying)
+        keeps = any(e.identity == self.identity or (e.ready and not e.identity) for e in staying)
         if self.identity and not keeps and any(engine.ready for engine in staying):
             log.warning("new requests go to engines with other weights from now on")
             self.identity = ""

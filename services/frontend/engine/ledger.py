@@ -10,7 +10,8 @@ Rules (docs/invariants.md):
 - Suspects: a request that was open when several schedulers in a row died, of any engines, without progress in between,
   is submitted alone among its like. If the scheduler dies again, the request is refused. An expulsion of this frontend
   for a message that the scheduler could not read counts like a death, for requests without an output since they were
-  sent. An engine that is lost counts as dead until the same scheduler is connected again.
+  sent. An engine that is lost counts as dead until the same scheduler is connected again, and so does one whose
+  workers are not back in time, for the streams that leave it.
 """
 
 import itertools
@@ -34,7 +35,7 @@ NOBODY = ""
 """Owner of the requests that wait for an engine."""
 
 GUILTY = (
-    f"the scheduler died {SUSPECT_AFTER + 1} times while it had this request, or could not read it, "
+    f"the scheduler or its workers died {SUSPECT_AFTER + 1} times while they had this request, or could not read it, "
     "the last time without any other suspect; it is refused"
 )
 OTHER_MODEL = (
@@ -61,6 +62,8 @@ class LedgerEntry:
     """The scheduler whose death `attempts` counted last."""
     num_rejections: int = 0
     """Number of engines that did not admit it."""
+    held_until: float = 0.0
+    """Until then no engine is chosen: monotonic seconds."""
     attempts: int = 0
     """Number of schedulers that have died, and of expulsions, since the request made progress."""
     sent_length: int = 0
@@ -84,7 +87,7 @@ class LedgerEntry:
 
     def set_owner(self, engine: str) -> None:
         self.engine = engine
-        if engine not in (seen := self.stream.response.engines):
+        if engine not in (NOBODY, *(seen := self.stream.response.engines)):
             seen.append(engine)
 
     def set_kv_peers(self, peers: list[str]) -> None:
@@ -214,6 +217,7 @@ class RequestLedger:
         """Give a request another owner, and another number: what the former owner still sends belongs to no request.
 
         Args:
+            engine: NOBODY: the request waits for an engine.
             is_fault: the former owner is lost; this counts as a death of its scheduler.
         """
         entry = self._entries[number]

@@ -69,7 +69,7 @@ class Reason(enum.StrEnum):
     PREFILLED = "prefilled"
     """The stream's prompt is computed, and its engine computes only prompts."""
     LOST = "lost"
-    """The stream's engine is gone."""
+    """The stream's engine is gone, or its workers are."""
     DRAINING = "draining"
     SLOW = "slow"
     """The stream's engine is far slower than others."""

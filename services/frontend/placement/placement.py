@@ -351,7 +351,7 @@ class Placement:
 
     def _set_leaving(self, row: int, condition: Condition) -> None:
         if condition in MOVES_STREAMS:
-            self._leaving[row] = Reason.LOST if condition is Condition.GONE else Reason.DRAINING
+            self._leaving[row] = Reason.DRAINING if condition is Condition.DRAINING else Reason.LOST
         else:
             self._leaving.pop(row, None)
         if condition is Condition.GONE:

@@ -344,7 +344,7 @@ class EngineCore:
         groups = range(self.epoch.kv.num_groups)
         all_names = [name_in_group(name, group) for name in names for group in groups]
         count = self.lifecycle.drop_blocks(all_names)
-        return self.store.loading.drop(b"".join(all_names)), count // len(groups)
+        return self.store.loading.drop(all_names, self.store.now), count // len(groups)
 
     def load_ahead(self, names: Sequence[bytes], peers: Sequence[str]) -> None:
         """Load the blocks of a prefix with the next step, for a request to come (loaded block). It is not recorded."""

@@ -17,6 +17,9 @@ MISS_SHARE = 1 / 16
 """Maximum time of an answer that finds nothing, as a share of the time to compute the blocks that are asked for."""
 VALID_SECONDS = 60.0
 """Age at which measured times of loads count no more, so that a tier that was slow is tried again."""
+DROPPED_SECONDS = 30.0
+"""Seconds for which no load brings a block that was dropped: another engine may not have dropped it yet. A frontend
+waits for the confirmation of all engines for a shorter time."""
 LEAST_TIMEOUT = 2.0
 """Seconds after which a load is given up, at least; longer if computing its blocks takes longer."""
 
@@ -87,6 +90,8 @@ class LoadingRequests:
     """Loads to begin: names of the blocks of a prefix, and who is asked, too."""
     dropped: list[tuple[int, bytes]] = field(default_factory=list)
     """Tickets, and names of blocks that the workers were not sent to drop yet."""
+    _dropped_at: dict[bytes, float] = field(default_factory=dict)
+    """Names of blocks that were dropped lately, and when."""
     _by_ticket: dict[int, BlockLoad] = field(default_factory=dict)
     _by_first: dict[bytes, BlockLoad] = field(default_factory=dict)
     """By the name of the first block."""
@@ -132,11 +137,18 @@ class LoadingRequests:
         self._by_ticket[load.ticket] = self._by_first[names[0]] = load
         self.unsent.append(load)
 
-    def drop(self, names: bytes) -> int:
+    def drop(self, names: list[bytes], now: float) -> int:
         """Let the workers drop blocks. Return the ticket that they answer with."""
         self.last_ticket += 1
-        self.dropped.append((self.last_ticket, names))
+        self.dropped.append((self.last_ticket, b"".join(names)))
+        self._dropped_at = {name: at for name, at in self._dropped_at.items() if now - at < DROPPED_SECONDS}
+        self._dropped_at |= dict.fromkeys(names, now)
         return self.last_ticket
+
+    def loadable(self, names: list[bytes], now: float) -> list[bytes]:
+        """Return the first blocks of these, up to one that was dropped lately."""
+        is_dropped = (now - self._dropped_at.get(name, -DROPPED_SECONDS) < DROPPED_SECONDS for name in names)
+        return names[: next((at for at, dropped in enumerate(is_dropped) if dropped), None)]
 
     def join(self, request: Request, name: bytes) -> bool:
         """Let a request wait for the load that begins with this block. Return False if there is none."""

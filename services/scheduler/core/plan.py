@@ -291,10 +291,12 @@ class StepPlanner:
         return True
 
     def begin_load(self, prefix: list[int], names: list[bytes], peers: tuple[str, ...], is_ahead: bool = False) -> bool:
-        """Ask for the blocks with these names behind a cached prefix. Return False if that is not worth it, or blocks
-        are short. `is_ahead`: for requests to come."""
+        """Ask for the blocks with these names behind a cached prefix. Return False if that is not worth it, blocks are
+        short, or the first one was dropped lately. `is_ahead`: for requests to come."""
         store, kv, size = self.store, self.epoch.kv, self.epoch.kv.block_size
         peers = peers if self.epoch.limits.fetches_blocks else ()
+        if not (names := store.loading.loadable(names, store.now)):
+            return False
         computing = len(names) * size * store.loading.seconds_per_token
         if not store.loading.times_of(peers).is_worth(computing, len(names), store.now):
             return False

@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -27,6 +28,9 @@ log = logging.getLogger("runahead.worker")
 
 PATIENCE = 2.0
 """Seconds to wait for a peer."""
+LOST_SECONDS = 10.0
+"""Seconds for which a peer is not asked after an error. Loads wait for one another, and those of the streams of a lost
+engine are many."""
 MAX_ANSWERS = 4
 """Maximum number of answers that wait for one peer."""
 ASKED_AHEAD = 2
@@ -95,6 +99,8 @@ class PeerClient:
         self._security, self._identity, self._rank = security, identity, rank
         self._clients: OrderedDict[str, Client] = OrderedDict()
         """By address; the one that was used last is the last one."""
+        self._lost: dict[str, float] = {}
+        """Addresses that are not asked, and until when: monotonic seconds."""
 
     def fetch(self, addresses: Sequence[str], names: Sequence[bytes], block_bytes: int) -> Iterator[memoryview]:
         """Iterate over the first blocks of these that a peer has. They end early at any error.
@@ -104,7 +110,9 @@ class PeerClient:
         """
         if self._rank >= len(addresses):
             return
-        address = addresses[self._rank]
+        address, now = addresses[self._rank], time.monotonic()
+        if self._lost.get(address, now) > now:
+            return
         per_answer = max(1, MAX_FETCH_BYTES // block_bytes)
         questions = [names[at : at + per_answer] for at in range(0, len(names), per_answer)]
         is_complete = False
@@ -128,6 +136,8 @@ class PeerClient:
             is_complete = True
         except _ERRORS as error:
             log.warning("KV blocks of another engine are computed: %s", error)
+            self._lost = {lost: until for lost, until in self._lost.items() if until > now}
+            self._lost[address] = time.monotonic() + LOST_SECONDS
         finally:
             if not is_complete:  # answers may still come
                 self._disconnect(address)

@@ -29,6 +29,7 @@ from protocol.membership import (
 from protocol.requests import EngineMessage, EnginePhase, EngineState
 from protocol.steps import StepFault
 from services.config import SchedulerConfig
+from services.scheduler.engine_state import StateReports
 from services.scheduler.membership import Action, Ended, FailRequests, News, Refuse, Send, Started, WorkerGroup
 from services.scheduler.membership.formation import RETURN_SECONDS
 from services.scheduler.membership.group_states import GroupState
@@ -855,3 +856,16 @@ def test_the_test_step_takes_a_block_if_all_are_held() -> None:
     (init,) = sent(g.send("a", loaded), InitializeCache).values()
     assert isinstance(init, InitializeCache)
     assert init.canary_block == 0, "the one that became whole last"
+
+
+def test_engines_that_serve_a_context_with_other_factors_of_longrope_are_not_equal() -> None:
+    def state(context: int, num_blocks: int) -> EngineState:
+        g = registered("a")
+        g.send("a", msgspec.structs.replace(LOADED, num_blocks=num_blocks, max_model_len=context, epoch=g.epoch))
+        *_, started = g.send("a", Ready(g.epoch))
+        assert isinstance(started, Started)
+        return StateReports(SchedulerConfig(), 1, "").state(g.status, g, started, {})
+
+    configured, roomy, lowered = state(32, 2), state(32, 64), state(512, 2)
+    assert configured.max_model_len == roomy.max_model_len == lowered.max_model_len == 32
+    assert configured.identity == roomy.identity != lowered.identity

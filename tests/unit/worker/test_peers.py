@@ -97,6 +97,7 @@ def test_a_peer_that_is_not_there_or_answers_wrongly_costs_a_bounded_time(
     assert fetched(client, "tcp://10.0.0.1:7000", 1) == [], "beyond loopback without keys"
     liar = Server(LOOPBACK, {PEER_ROLE})
     assert fetched(client, liar.endpoint, 1) == []
+    assert fetched(client, "tcp://127.0.0.1:9", 1) == [], "it is not asked again: streams of a lost engine are many"
     assert time.monotonic() - began < 30
     assert caplog.text.count("are computed") == 5
     liar.close()

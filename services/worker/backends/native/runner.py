@@ -146,10 +146,10 @@ class NativeRunner:
         return self.kv_memory.find(identity, size, len(loaded.groups.groups))
 
     def _cache_identity(self) -> str:
-        """Everything that the content and the size of the caches depend on beside tokens."""
-        loaded = self._loaded.get()
+        """Everything that the content and the size of the caches depend on beside tokens and free memory."""
+        loaded, size = self._loaded.get(), self._config.kv_cache_memory_bytes
         contents = sorted(self._kept.contents(loaded.drafter).items())
-        return f"{self.kv_memory.content} {loaded.assignment.num_slots} {contents}"
+        return f"{self.kv_memory.content} {loaded.assignment.num_slots} {size} {contents}"
 
     def _cache_budget(self, loaded: _Loaded) -> int:
         """Return the bytes for the KV cache on a device with memory of its own, else 0. Logs the account of the memory.

@@ -68,7 +68,7 @@ class SimRunner:
             blocks = affordable_blocks(config.kv_cache_memory_bytes, bytes_per_block)
         else:
             blocks = max(DEFAULT_BLOCKS, -(-limit // assignment.block_size) + 1)
-        blocks = self.kv_memory.find(_identity(assignment, checkpoint), assignment.block_size) or blocks
+        blocks = self.kv_memory.find(_identity(config, assignment, checkpoint), assignment.block_size) or blocks
         shard = assignment.shard
         self.kv_memory.content = f"sim {checkpoint.digest} {shard} {assignment.block_size}"
         cost = CostModel(config, shard.pipeline_parallel_size)
@@ -105,7 +105,7 @@ class SimRunner:
     def init_kv_cache(self, init: InitializeCache) -> None:
         self._end_epoch()
         rank = self._rank.get()
-        assignment, identity = rank.assignment, _identity(rank.assignment, rank.checkpoint)
+        assignment, identity = rank.assignment, _identity(self._config, rank.assignment, rank.checkpoint)
         bytes_per_block = assignment.block_size * HASH_BYTES
         num_blocks = self.kv_memory.begin(identity, assignment.block_size, init.num_blocks, bytes_per_block)
         kv = np.frombuffer(self.kv_memory.take(num_blocks * bytes_per_block), np.uint64)
@@ -147,7 +147,7 @@ class SimRunner:
         self.leave()
 
 
-def _identity(assignment: Assignment, checkpoint: SimCheckpoint) -> str:
+def _identity(config: WorkerConfig, assignment: Assignment, checkpoint: SimCheckpoint) -> str:
     """Return what the content of the cache depends on beside tokens, and its size on limits."""
-    sizes = assignment.block_size, assignment.num_slots, assignment.max_model_len
+    sizes = assignment.block_size, assignment.num_slots, assignment.max_model_len, config.kv_cache_memory_bytes
     return f"sim {checkpoint.digest} {assignment.shard} {sizes} {assignment.speculation}"

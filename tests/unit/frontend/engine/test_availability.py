@@ -3,11 +3,12 @@
 from collections import deque
 
 from protocol.requests import EnginePhase, EngineState
-from services.frontend.engine.availability import Availability
+from services.frontend.engine.availability import RECOVERY_GRACE, Availability
 from services.frontend.placement import Condition
 from services.frontend.placement.engine_states import MAY_SERVE, MOVES_STREAMS
 
-READY, DRAINING, LOADING = map(EngineState, (EnginePhase.READY, EnginePhase.DRAINING, EnginePhase.LOADING))
+PHASES = EnginePhase.READY, EnginePhase.DRAINING, EnginePhase.LOADING, EnginePhase.RECOVERING
+READY, DRAINING, LOADING, RECOVERING = map(EngineState, PHASES)
 
 
 def test_condition_through_doubt_drains_and_losses() -> None:
@@ -30,12 +31,20 @@ def test_condition_through_doubt_drains_and_losses() -> None:
         lambda: engine.on_state(LOADING, 7.0),
         lambda: drain(False),
         lambda: engine.on_state(READY, 8.0),
+        lambda: engine.on_state(RECOVERING, 9.0),
+        lambda: engine.check_workers(9.0 + RECOVERY_GRACE),
+        lambda: engine.check_workers(9.1 + RECOVERY_GRACE),
+        lambda: engine.on_doubt(16.0),
+        lambda: engine.on_state(RECOVERING, 17.0),
+        lambda: engine.on_state(READY, 18.0),
+        lambda: engine.on_state(RECOVERING, 19.0),
     ):
         event()
         seen.append(engine.condition)
     assert [str(condition) for condition in seen] == [
         "connecting", "ready", "silent", "draining", "silent", "ready", "draining", "draining", "gone", "gone",
-        "draining", "connecting", "ready",
+        "draining", "connecting", "ready", "connecting", "connecting", "recovering", "silent", "recovering", "ready",
+        "connecting",
     ]  # fmt: skip
 
 

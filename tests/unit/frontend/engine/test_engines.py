@@ -29,7 +29,8 @@ from protocol.requests import (
 from protocol.sampling import SamplingParams
 from protocol.suspects import SUSPECT_AFTER
 from protocol.transport import PeerGone, Server
-from services.frontend.engine.addresses import numbered
+from services.frontend.engine import availability, client
+from services.frontend.engine.addresses import EngineAddress, numbered
 from services.frontend.engine.client import NO_PROMPT, EngineClient
 from services.frontend.engine.ledger import GUILTY
 from services.frontend.engine.streams import FlushQueue, ResponseStream
@@ -152,23 +153,23 @@ async def fleet(directory: Path, *identities: str) -> AsyncIterator[Fleet]:
             engine.close()
 
 
-async def moved_stream(engines: Fleet, lose: bool) -> RecordingStream:
+async def moved_stream(engines: Fleet, how: str) -> RecordingStream:
     """Move a stream after two tokens; its former owner still sends tokens, and the end."""
     await engines.serve()
     stream, owner, other = await engines.submit([1, 2])
     number = stream.number
     owner.send(number, 0, 7, 8)
     await engines.until(lambda: stream.output == [7, 8])
-    if lose:
+    if how == "lost":
         owner.close()
     else:
-        owner.phase = EnginePhase.DRAINING
+        owner.phase = EnginePhase.DRAINING if how == "drained" else EnginePhase.RECOVERING
         owner.send_state()
     await engines.until(lambda: other.requests)
     (again,) = other.requests
     assert (unpack(again.token_ids).tolist(), again.num_prompt_tokens) == ([1, 2, 7, 8], 2)
-    assert (again.params.seed, again.age > 0, again.attempts) == (5, True, int(lose))
-    if not lose:
+    assert (again.params.seed, again.age > 0, again.attempts) == (5, True, int(how != "drained"))
+    if how != "lost":
         await engines.until(lambda: owner.aborted)
         owner.send(number, 2, 66, 67, ends=True)
         owner.detail = "after the late answer"
@@ -180,15 +181,18 @@ async def moved_stream(engines: Fleet, lose: bool) -> RecordingStream:
     return stream
 
 
-@pytest.mark.parametrize("lose", [False, True], ids=["drained", "lost"])
-async def test_a_stream_goes_on_elsewhere_and_a_late_answer_is_dropped(tmp_path: Path, lose: bool) -> None:
+@pytest.mark.parametrize("how", ["drained", "lost", "without workers"])
+async def test_a_stream_goes_on_elsewhere_and_a_late_answer_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(availability, "RECOVERY_GRACE", 0.1)
     async with fleet(tmp_path) as engines:
-        stream = await moved_stream(engines, lose)
+        stream = await moved_stream(engines, how)
         assert stream.output == [7, 8, 9, 10]
         assert stream.tokens == stream.output
         assert stream.end.reason is FinishReason.STOP  # type: ignore[union-attr]
         moves = {reason: n for (kind, _, reason), n in engines.client.decisions.items() if kind == "move"}
-        assert moves == {Reason.LOST if lose else Reason.DRAINING: 1}
+        assert moves == {Reason.DRAINING if how == "drained" else Reason.LOST: 1}
         assert not engines.client.num_open
 
 
@@ -237,6 +241,27 @@ async def test_an_engine_that_is_listed_no_longer_is_left_when_its_streams_have_
         other.send(other.requests[0].number, 0, 7, ends=True)
         await engines.until(lambda: stream.end is not None)
         assert owner.aborted
+
+
+async def test_streams_leave_an_engine_that_gets_another_address(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as engines:
+        await engines.serve()
+        _, owner, other = await engines.submit([1])
+        addresses = {name: engine.address for name, engine in engines.client.engines.items()}
+        name = str(engines.engines.index(owner))
+        addresses[name] = EngineAddress(name, f"ipc://{tmp_path}/nowhere")
+        engines.client.engines.set_addresses([*addresses.values()])
+        await engines.until(lambda: other.requests)
+        assert other.requests[0].attempts == 0, "that is no death"
+
+
+async def test_an_engine_that_was_never_there_keeps_no_request_from_new_weights(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as engines:
+        engines.engines[1].close()
+        await engines.until(lambda: engines.client.ready)
+        engines.restart(engines.engines[0], 20, OTHER_MODEL)
+        await engines.until(lambda: engines.client.state.identity == OTHER_MODEL and engines.client.ready)
+        await engines.submit([1])
 
 
 async def test_a_partition_is_no_death(tmp_path: Path) -> None:
@@ -348,6 +373,39 @@ async def test_a_request_that_its_engine_rejects_is_new_and_fetches_blocks_from_
         await engines.until(lambda: other.requests)
         assert other.requests[0].kv_peers == []
         assert other.requests[0].age == 0.0, "limits of load and the order of arrival hold for it as for a new one"
+
+
+async def test_streams_of_an_engine_that_fails_go_on_elsewhere(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as engines:
+        await engines.serve()
+        stream, owner, other = await engines.submit([1])
+        owner.send(stream.number, 0, 7)
+        owner.phase = EnginePhase.FAILED
+        owner.send_state()
+        owner.send(stream.number, 1, ends=True, why=FinishReason.ERROR)
+        await engines.until(lambda: other.requests)
+        assert unpack(other.requests[0].token_ids).tolist() == [1, 7]
+        assert other.requests[0].attempts == 1
+
+
+async def test_a_stream_for_which_no_other_engine_has_room_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "REJECTED_PAUSE", 0.1)
+    async with fleet(tmp_path) as engines:
+        await engines.serve()
+        stream, owner, other = await engines.submit([1])
+        owner.send(stream.number, 0, 7)
+        await engines.until(lambda: stream.output == [7])
+        owner.close()
+        for attempt in range(1, 4):
+            await engines.until(lambda: len(other.requests) == attempt)  # noqa: B023
+            assert unpack(other.requests[-1].token_ids).tolist() == [1, 7]
+            other.send(stream.number, 1, ends=True, why=FinishReason.REJECTED)
+        await engines.until(lambda: len(other.requests) == 4)
+        other.send(stream.number, 1, 8, ends=True)
+        await engines.until(lambda: stream.end is not None)
+        assert stream.output == [7, 8]
 
 
 async def test_a_stream_whose_connection_breaks_while_its_engine_drains_goes_on_there(tmp_path: Path) -> None:

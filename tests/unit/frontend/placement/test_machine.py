@@ -26,7 +26,7 @@ from services.frontend.placement import (
     RefuseRequest,
     Role,
 )
-from services.frontend.placement.engine_states import MAY_SERVE
+from services.frontend.placement.engine_states import MAY_SERVE, MOVES_STREAMS
 from services.frontend.placement.fleet import EngineColumns
 from services.frontend.placement.policies import BUILT_IN
 from services.frontend.placement.records import Record, decode_record, encode_record
@@ -157,7 +157,8 @@ class PlacementMachine(RuleBasedStateMachine):
             assert target.identity == self.identity_of[move.key] != ""
             source = self.reports.get(move.source)
             condition = Condition.GONE if source is None else source.condition
-            expected = {Condition.GONE: Reason.LOST, Condition.DRAINING: Reason.DRAINING}
+            lost = dict.fromkeys((Condition.GONE, Condition.RECOVERING), Reason.LOST)
+            expected = lost | {Condition.DRAINING: Reason.DRAINING}
             assert move.reason is expected.get(condition, Reason.SLOW)
             assert move.reason is not Reason.SLOW or condition is Condition.READY
             self.engine_of[move.key] = move.target
@@ -194,7 +195,7 @@ class PlacementMachine(RuleBasedStateMachine):
         ready = {report.identity for report in self.reports.values() if report.condition is Condition.READY}
         for key, name in self.engine_of.items():
             report = self.reports.get(name)
-            if report is None or report.condition in (Condition.GONE, Condition.DRAINING):
+            if report is None or report.condition in MOVES_STREAMS:
                 assert self.identity_of[key] not in ready - {""}
 
     @invariant()
