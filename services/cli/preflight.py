@@ -16,8 +16,9 @@ from protocol.fields import MAX_IPC_PATH
 from services.checkpoint import CheckpointError, is_gguf, is_local, read_json, resolve
 from services.checkpoint.default_model import packaged_model
 from services.cli.settings import ConfigurationError, refusing
-from services.config import FrontendConfig, HttpConfig, SchedulerConfig, ServeConfig, flag
+from services.config import BackendConfig, FrontendConfig, HttpConfig, SchedulerConfig, ServeConfig, flag
 from services.config.traces import GRPC, HTTP, TRACES_PROTOCOL, traces_protocol
+from services.worker import machine
 
 HUB_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?(:[\w.-]+)?", re.ASCII)
 """A repository, or one of its GGUF files."""
@@ -133,6 +134,15 @@ def check_placement(config: FrontendConfig) -> None:
         except OSError as error:
             reason = error.strerror or str(error)
             raise ConfigurationError(f"--record-placement {config.record_placement}: {reason}") from None
+
+
+def check_threads(config: BackendConfig) -> None:
+    """Raises: ConfigurationError, if there are more threads than processors, which would only wait for one another"""
+    if config.threads > (most := os.cpu_count() or 1):
+        raise ConfigurationError(
+            f"--threads {config.threads}: this machine has {most} processors; use at most {most}, or 0 for one thread "
+            f"on each that this process may use ({machine.cores()})"
+        )
 
 
 def check_policy(config: SchedulerConfig) -> None:

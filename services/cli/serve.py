@@ -48,6 +48,7 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
     check_sizes(config)
     check_tokenizer(config)
     check_drafter(config)
+    preflight.check_threads(config)
     preflight.check_policy(config)
     preflight.check_placement(config)
     preflight.check_responses(config)

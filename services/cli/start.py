@@ -11,7 +11,7 @@ from protocol.transport import HandshakeRefused, HandshakeTimeout, check_endpoin
 from services.checkpoint import CheckpointError
 from services.cli import logs
 from services.cli.keys import with_keys
-from services.cli.preflight import check_kv_events, check_policy, check_record
+from services.cli.preflight import check_kv_events, check_policy, check_record, check_threads
 from services.cli.settings import ConfigurationError, refusing
 from services.config import ENDPOINTS, FrontendConfig, SchedulerConfig, ServiceConfig, WorkerConfig, flag
 from services.process import collection_paused
@@ -77,6 +77,7 @@ def _entry_point(config: ServiceConfig) -> Callable[[], int]:
         case WorkerConfig():
             from services.worker.service import run as run_worker
 
+            check_threads(config)
             return lambda: run_worker(config)
     raise TypeError(f"{type(config).__name__} belongs to no service")
 

@@ -8,12 +8,13 @@ import contextlib
 import socket
 import threading
 import time
+import traceback
 import zlib
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import RayError
 
 from protocol.security import SERVER
 from services import release
@@ -63,10 +64,11 @@ class ServiceActor:
         self._keys: KeyDirectory = self._stack.enter_context(key_directory(service))
         self._service = service
         self._child: ServiceChild | None = None
+        self._error = ""
 
     def failure(self) -> str:
         """Return how the service has ended for good, or ""."""
-        text = "" if self._child is None else self._child.failure
+        text = self._error or ("" if self._child is None else self._child.failure)
         return f"node {node_address()}: {text}" if text else ""
 
     def _start(self, config: RayConfig, changes: dict[str, object]) -> None:
@@ -123,11 +125,18 @@ class RankActor(ServiceActor):
     def _follow(self) -> None:
         """Join the scheduler, and start the worker, again if the scheduler is on another node."""
         scheduler = None
-        while True:
-            with contextlib.suppress(RayError, GetTimeoutError, ValueError):  # the last: there is no such actor yet
+        while not self._error:
+            address = None
+            with contextlib.suppress(RayError, ValueError):  # the last: there is no such actor yet
                 scheduler = scheduler or ray.get_actor(self._scheduler_name)
                 joining = scheduler.join.remote("worker", self._keys.public_key)
-                self._on_address(ray.get(joining, timeout=JOIN_TIMEOUT))
+                address = ray.get(joining, timeout=JOIN_TIMEOUT)
+            try:
+                if address is not None:
+                    self._on_address(address)
+            except Exception as error:
+                traceback.print_exc()
+                self._error = f"the worker cannot be started: {error}"
             time.sleep(JOIN_INTERVAL)
 
     def _on_address(self, address: SchedulerAddress) -> None:

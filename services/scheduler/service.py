@@ -11,6 +11,7 @@ import math
 import os
 import socket
 import time
+from collections import deque
 
 import zmq
 from msgspec.structs import replace
@@ -48,6 +49,7 @@ from services.scheduler.capabilities import Combination
 from services.scheduler.core.engine import EngineCore, StallError
 from services.scheduler.core.results import UnknownResult
 from services.scheduler.engine_state import StateReports
+from services.scheduler.grammar import Grammar
 from services.scheduler.grammar.compiler import GrammarCompiler
 from services.scheduler.grammar.masks import INLINE_MASKS, MaskThread
 from services.scheduler.grammar.vocabulary import GrammarVocabulary
@@ -81,6 +83,9 @@ PROBE_MS = 50
 """Milliseconds between two checks of the connections while one is known to be broken."""
 CHECK_INTERVAL = 0.02
 """Seconds between two looks at the timeouts of workers, if nothing but results arrives from them."""
+GRAMMAR_SECONDS = 0.05
+"""Seconds of one turn after which compiled grammars wait for the next one. After a restart of the scheduler, each is
+given the tokens delivered before, a million in 1 to 2 s."""
 GAUGE_INTERVAL = 0.1
 """Seconds between two reports of the gauges while there are requests."""
 MASK_PATIENCE = 5e-4
@@ -113,6 +118,8 @@ class Service:
         self._alarm = alarm
         self._leadership = Leadership(config.scheduler_timeout_seconds, time.monotonic())
         self.compiler, self.mask_thread = compiler, mask_thread
+        self._grammars = deque[tuple[int, Grammar | str]]()
+        """Compiled, by ticket."""
         self.frontends = FrontendConnections(config.client_endpoint, config.security)
         self.workers = WorkerConnections(config.worker_endpoint, config.security)
         # A tokenizer of its own is not that of the model.
@@ -199,6 +206,8 @@ class Service:
 
     def _poll_ms(self) -> int:
         """Return the milliseconds to wait for messages. When idle, the loop wakes only for its signs of life."""
+        if self._grammars:
+            return 0
         if self.workers.probing or self._subscriptions.pending:
             return PROBE_MS
         if self.engine is not None and self.engine.has_requests:
@@ -324,8 +333,12 @@ class Service:
 
     def _read_grammars(self) -> None:
         if self.compiler is not None and self.engine is not None:
-            for ticket, grammar in self.compiler.take():
-                self.engine.on_grammar(ticket, grammar)
+            self._grammars += self.compiler.take()
+            ends = time.monotonic() + GRAMMAR_SECONDS
+            while self._grammars:
+                self.engine.on_grammar(*self._grammars.popleft())
+                if time.monotonic() >= ends:
+                    break
         if self.mask_thread is not None and self.engine is not None:
             needed = self.mask_thread.seconds_needed
             if needed and not self._worker_seconds.arrives_in_time(time.monotonic() + needed):

@@ -77,6 +77,28 @@ def test_a_model_that_is_not_on_the_node_of_a_rank(cluster: Cluster) -> None:
     assert "no such model directory: /tmp/model" in output
 
 
+LOST_KEYS = f"""
+import shutil, time
+from services import release
+from services.ray.actors import RankActor, SchedulerActor
+class KeylessRank(RankActor):
+    def lose_keys(self):
+        shutil.rmtree(self._keys.path)
+start = lambda kind, **more: ray.remote(kind).options(num_cpus=1, max_concurrency=9, **more).remote(
+    "lost", {{"model": {str(DEMO_MODEL)!r}, "backend": "sim"}}, release.version())
+actors = start(SchedulerActor, name="lost"), start(KeylessRank)
+ray.get(actors[1].lose_keys.remote())
+while not (failure := ray.get(actors[1].failure.remote())):
+    time.sleep(0.1)
+print(failure)
+"""
+
+
+def test_a_rank_that_cannot_follow_its_scheduler_has_failed(cluster: Cluster) -> None:
+    """It was healthy without the thread that joins the scheduler."""
+    assert "the worker cannot be started: [Errno 2] No such file or directory: " in cluster.python(LOST_KEYS)
+
+
 def test_a_scheduler_on_a_node_without_the_model_does_not_serve_without_grammars(cluster: Cluster) -> None:
     output = cluster.python(
         "from services.ray.actors import SchedulerActor\n"

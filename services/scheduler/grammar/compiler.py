@@ -261,7 +261,13 @@ class _CompileThread:
     def _run(self) -> None:
         try:
             while (job := self._compiler.next_job()) is not None:
-                self._compiler.deliver(job, self._result(job))
+                try:
+                    result = self._result(job)
+                except Exception:  # of one grammar; it would end the scheduler, with all requests
+                    log.exception("a %s cannot be compiled", KIND_NAMES[job.key[0]])
+                    self._end_process()
+                    result = UNABLE
+                self._compiler.deliver(job, result)
         finally:
             self._end_process()
 

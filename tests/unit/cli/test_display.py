@@ -2,6 +2,7 @@
 
 import errno
 import io
+import os
 import sys
 
 import pytest
@@ -53,3 +54,21 @@ def test_output_that_cannot_be_written_ends_nothing(kind: type[Display], monkeyp
     """`serve 2>&1 | tee log`: Ctrl-C ends tee, and open streams still finish."""
     monkeypatch.setattr(sys, "stderr", UnwritableStream())
     kind().line("frontend | draining")
+
+
+@pytest.mark.parametrize("kind", [Display, JsonDisplay, TerminalDisplay])
+def test_lines_that_nobody_reads_are_dropped_and_counted(kind: type[Display], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`serve 2>&1 | less`: the supervisor waited for the reader, so dead services were not replaced."""
+    reader, writer = os.pipe()
+    with open(reader, "rb", 0) as shown, open(writer, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        monkeypatch.setattr(display, "PATIENCE", 0.0)
+        screen = kind()
+        for _ in range(100):
+            screen.line("x" * 3000)
+        whole = shown.read(1 << 20).count(b"\n")
+        assert 10 < whole < 100
+        screen.line("read again")
+        notice, last = shown.read(1 << 20).splitlines()
+        assert b"%d lines were dropped" % (100 - whole) in notice
+        assert b"read again" in last

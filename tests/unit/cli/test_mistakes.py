@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -36,6 +37,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
         "--role decode: engines load each other's KV blocks; give --kv-peer-address",
     ),
     (("ray", DEMO, "--prefill-engines", "1"), "--prefill-engines"),
+    (("serve", DEMO, "--threads", "100000"), f"--threads 100000: this machine has {os.cpu_count()} processors; use at"),
     (("serve", DEMO, "--kv-cache-memory-bytes", "1500M"), "of memory are free; use at most"),
     (("serve", DEMO, "--device", "cuda"), "is a build for CPUs; install a CUDA build of torch"),
     (("serve", DEMO, "--device", "cuda", "--tensor-parallel-size", "2"), "--device cuda computes on one GPU so far"),

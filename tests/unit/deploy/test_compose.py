@@ -77,7 +77,7 @@ def test_every_container_is_restricted(service: str) -> None:
     assert definition["cap_drop"] == ["ALL"]
     assert definition["security_opt"] == ["no-new-privileges:true"]
     assert int(definition["user"].partition(":")[0]) > 0
-    assert definition["pids_limit"] > 0
+    assert definition["pids_limit"] > 3 * 384, "a worker has three threads for each core"
     assert definition["mem_limit"]
     assert definition["tmpfs"][0].startswith("/tmp")
     assert not {"container_name", "privileged", "cap_add", "env_file"} & set(definition)

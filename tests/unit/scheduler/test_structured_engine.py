@@ -1,6 +1,8 @@
 """Grammars, embeddings and log-probabilities in the core, event by event."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from protocol.rows import LogprobRows
 from protocol.sampling import GrammarKind, Pooling, StructuredOutputParams
 from protocol.steps import GrammarOutput, SchedulerOutput
 from services.config import SchedulerConfig
+from services.scheduler import service as service_module
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.results import UnknownResult
@@ -254,12 +257,34 @@ def test_a_missing_embedding_ends_only_its_request() -> None:
     assert unpack(message.numbers, np.uint32).tolist() == [1]
 
 
-def test_embeddings_of_each_step_are_sent_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results of two steps that arrive together may have too many for one message."""
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Service]:
     config = {f"{kind}_endpoint": f"ipc://{tmp_path}/{kind}" for kind in ("worker", "client")}
-    service, sent = Service(SchedulerConfig.model_validate(config), 1), list[RequestOutputs]()
-    core = service.engine = engine(2)
-    results = []
+    service = Service(SchedulerConfig.model_validate(config), 1)
+    service.engine = engine(2)
+    yield service
+    service.frontends.close(0)
+    service.workers.close(0)
+
+
+def test_grammars_whose_replay_takes_long_do_not_stop_the_loop(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "GRAMMAR_SECONDS", 0.0)
+    core, compiled = service.engine, [[(number, Counting()) for number in (1, 2, 3)], [], []]
+    assert core is not None
+    for number in range(3):
+        core.add(0, generate(number=number, structured=COUNTING))
+    service.compiler = SimpleNamespace(take=lambda: compiled.pop(0))  # type: ignore[assignment]
+    for done in (1, 2, 3):
+        service._read_grammars()  # noqa: SLF001
+        assert (len(core.store.waiting), service._poll_ms() == 0) == (done, done < 3)  # noqa: SLF001
+
+
+def test_embeddings_of_each_step_are_sent_at_once(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results of two steps that arrive together may have too many for one message."""
+    core, sent, results = service.engine, list[RequestOutputs](), []
+    assert core is not None
     for number in range(2):
         core.add(0, generate(number=number, max_tokens=1, pooling=Pooling.LAST))
         (plan,) = core.dispatch()
@@ -268,8 +293,6 @@ def test_embeddings_of_each_step_are_sent_at_once(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(service.frontends, "send", lambda _, outputs: sent.append(outputs))
     service._read_workers()  # noqa: SLF001
     assert [len(message.embeddings) for message in sent] == [1, 1]
-    service.frontends.close(0)
-    service.workers.close(0)
 
 
 @pytest.mark.parametrize("slots", [[0, 0, 0], [], [-1]])

@@ -1,6 +1,7 @@
 """The directory of compiled kernels where the one beside the sources cannot be written: a read-only image, any uid."""
 
 import atexit
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -36,6 +37,15 @@ def test_compiled_kernels_are_copied_to_the_users_cache_once(installed: Path, tm
     assert cache.directory() == place
     assert (place / "kernels_x" / "attention.nbi").read_text() == "recompiled for this processor"
     assert [path.name for path in place.parent.iterdir()] == [place.name], "no scratch is left"
+
+
+def test_kernels_of_versions_that_are_not_used_any_more_are_removed(installed: Path, tmp_path: Path) -> None:
+    place = cache.directory()
+    for name, used in ((place.name, 0), ("kernels-old", 0), ("kernels-of-another-checkout", None), ("weights", 0)):
+        (place.parent / name / "kernels_x").mkdir(parents=True, exist_ok=True)
+        os.utime(place.parent / name, used if used is None else (used, used))
+    assert cache.directory() == place
+    assert {path.name for path in place.parent.iterdir()} == {place.name, "kernels-of-another-checkout", "weights"}
 
 
 def test_another_worker_that_was_first_keeps_its_copy(installed: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 
 import psutil
 import pytest
@@ -91,11 +92,18 @@ def test_killed_trial_process_is_replaced() -> None:
         assert len(children() - others) == 1
 
 
-def test_a_trial_process_that_answers_with_nonsense_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def raise_any(*_: object) -> bytes:
+    raise RuntimeError
+
+
+@pytest.mark.parametrize("exchange", [lambda *_: b"\xc1", raise_any])
+def test_a_trial_process_that_answers_with_nonsense_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, exchange: Callable[..., bytes]
+) -> None:
     with new_compiler(num_threads=1) as compiler:
         compiler.grammar(REGEX, "first")
         with monkeypatch.context() as patched:
-            patched.setattr(HelperProcess, "exchange", lambda *_: b"\xc1")
+            patched.setattr(HelperProcess, "exchange", exchange)
             assert isinstance(compiler.result(REGEX, "second"), str)
         assert matches(compiler.grammar(REGEX, "third"), "third")
 
