@@ -176,6 +176,8 @@ class Loaded(msgspec.Struct, array_like=True, frozen=True, tag="loaded"):
     """Pins of the last scheduler; None: it sent none to this process."""
     media: MediaModel | None = None
     """None: the model, or this backend, reads neither images nor sounds."""
+    adapted_modules: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_ITEMS)] = ()
+    """Last parts of the names of the modules that LoRA adapters may change; (): not known."""
 
 
 class InitializeCache(msgspec.Struct, array_like=True, frozen=True, tag="init_cache"):

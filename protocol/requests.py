@@ -284,6 +284,8 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     """None: images and sounds are refused."""
     loads_ahead: bool = False
     """True: the scheduler knows `CacheAction.LOAD`."""
+    adapted_modules: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_ITEMS)] = ()
+    """`Loaded.adapted_modules`"""
 
 
 ClientMessage = GenerateRequest | AbortRequest | Subscribe | FrontendAlive | ResetPrefixCache | ControlCache

@@ -6,12 +6,14 @@ takes no new requests, and open ones end as they began.
 """
 
 import hashlib
+from collections.abc import Collection
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
 from protocol.lora import LoRAAdapter
 from services.checkpoint import CheckpointError, read_json
+from services.frontend.errors import APIError
 
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -32,6 +34,8 @@ class Adapters:
     def __init__(self, base: Path | None = None, max_rank: int = 0, taken: tuple[str, ...] = ()) -> None:
         self._base, self._max_rank, self._taken = base, max_rank, taken
         self._adapters: dict[str, LoRAAdapter] = {}
+        self._modules: dict[str, set[str]] = {}
+        """Digest of an adapter -> last parts of the names of the modules that it changes."""
 
     @property
     def names(self) -> list[str]:
@@ -50,8 +54,9 @@ class Adapters:
         directory = Path(path).expanduser().absolute()
         if len(str(directory)) > 4096 or not directory.is_dir():
             raise CheckpointError(f"the adapter {name!r}: {path!r:.200} is no directory")
-        self._check(directory)
+        modules = self._check(directory)
         adapter = LoRAAdapter(name, str(directory), _digest(directory))
+        self._modules[adapter.digest] = modules
         if self._adapters.setdefault(name, adapter) is not adapter:  # two at once
             raise CheckpointError(f"the name {name!r} is already that of an adapter")
         return adapter
@@ -66,8 +71,21 @@ class Adapters:
         if not self._max_rank:
             raise CheckpointError("LoRA adapters are not served: start the server with --enable-lora")
 
-    def _check(self, directory: Path) -> None:
-        """Raises: CheckpointError, if vLLM would not serve the adapter with this model."""
+    def check_modules(self, adapter: LoRAAdapter, served: Collection[str]) -> None:
+        """Raises: APIError, if the adapter changes other modules than those that the engine serves; (): not known"""
+        if served and (others := self._modules[adapter.digest].difference(served)):
+            raise APIError(
+                400,
+                f"the adapter {adapter.name!r} changes {', '.join(sorted(others))}, but adapters of this model can "
+                f"change only {', '.join(served)}",
+                param="model",
+            )
+
+    def _check(self, directory: Path) -> set[str]:
+        """Return the last parts of the names of the modules that the adapter changes.
+
+        Raises: CheckpointError, if vLLM would not serve the adapter with this model.
+        """
         config = read_json(directory, "adapter_config.json")
         rank = config.get("r")
         if config.get("peft_type") != "LORA" or not isinstance(rank, int):
@@ -96,6 +114,7 @@ class Adapters:
                 raise CheckpointError(
                     f"{directory} is an adapter of another model: {name!r:.200} does not fit the weights of this one"
                 )
+        return {_weight_of(name).removesuffix(".weight").rpartition(".")[2] for name in shapes}
 
 
 def _weight_of(name: str) -> str:

@@ -47,6 +47,7 @@ class StateReports:
             loads_ahead=True,
             pooling=loaded.pooling if loaded else None,
             media=loaded.media if loaded else None,
+            adapted_modules=loaded.adapted_modules if loaded else (),
         )
 
     def _info(self, group: WorkerGroup, started: Started | None) -> dict[str, str]:

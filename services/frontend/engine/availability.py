@@ -18,6 +18,7 @@ started again finds its KV memory, and a request that has killed the workers kil
 STARTING = (EnginePhase.WAITING_FOR_WORKERS, EnginePhase.LOADING)
 SIZES = (
     "max_model_len", "vocab_size", "num_blocks", "block_size", "max_num_seqs", "hidden_size", "identity", "pooling",
+    "adapted_modules",
 )  # fmt: skip
 """Fields of `EngineState` that requests are checked against, and that decide where they may go."""
 

@@ -78,8 +78,10 @@ class Answering:
     def check(self, model: str | None, generates: bool = True) -> None:
         """Raises: APIError, if the model is another one, or generates no text but should, or the engine takes no
         requests"""
-        self.model.adapter(model)
+        adapter = self.model.adapter(model)
         self.engine.check_ready()
+        if adapter is not None:
+            self.model.adapters.check_modules(adapter, self.engine.state.adapted_modules)
         if generates:
             check_task(self.engine.state.pooling, GENERATE)
 

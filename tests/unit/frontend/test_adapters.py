@@ -10,6 +10,7 @@ import pytest
 from protocol.lora import LoRAAdapter, salt_of
 from services.checkpoint import CheckpointError
 from services.frontend.adapters import WEIGHTS, Adapters
+from services.frontend.errors import APIError
 
 MODULE = "model.layers.0.self_attn.q_proj."
 FITTING = {f"base_model.model.{MODULE}lora_A.weight": (4, 8), f"base_model.model.{MODULE}lora_B.weight": (6, 4)}
@@ -69,6 +70,14 @@ def test_others_are_refused(adapters: Adapters, tmp_path: Path, changes: dict[st
     with pytest.raises(CheckpointError, match=why):
         adapters.load("a", adapter(tmp_path / "a", **changes))
     assert not adapters.names
+
+
+def test_modules_that_the_model_does_not_serve_are_refused(adapters: Adapters, tmp_path: Path) -> None:
+    loaded = adapters.load("a", adapter(tmp_path / "a"))
+    adapters.check_modules(loaded, ())
+    adapters.check_modules(loaded, ("k_proj", "q_proj"))
+    with pytest.raises(APIError, match="changes q_proj, but adapters of this model can change only k_proj, v_proj"):
+        adapters.check_modules(loaded, ("k_proj", "v_proj"))
 
 
 def test_a_name_belongs_to_one_model(adapters: Adapters, tmp_path: Path) -> None:

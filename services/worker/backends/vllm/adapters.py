@@ -1,10 +1,17 @@
-"""Adapters of the rows for which vLLM computes log-probabilities of a prompt."""
+"""Modules that adapters may change, and adapters of rows whose prompts vLLM scores."""
 
 from typing import Any
 
 import torch
 
 from services.worker.backends.vllm import vllm_api
+
+
+def adapted_modules(manager: Any) -> tuple[str, ...]:
+    """Return the last parts of the names of the modules that vLLM finds in adapters; it fails with any other."""
+    model = manager._adapter_manager  # noqa: SLF001  vLLM has no public name
+    packed = model.packed_modules_mapping
+    return tuple(sorted({name for module in model.supported_lora_modules for name in packed.get(module, [module])}))
 
 
 def score_prompts_with_own_adapters(runner: Any) -> None:

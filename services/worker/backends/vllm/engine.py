@@ -15,7 +15,7 @@ from protocol.membership import Speculation
 from services.worker import machine
 from services.worker.backends.pooling import PooledRows
 from services.worker.backends.vllm import vllm_api
-from services.worker.backends.vllm.adapters import score_prompts_with_own_adapters
+from services.worker.backends.vllm.adapters import adapted_modules, score_prompts_with_own_adapters
 from services.worker.backends.vllm.checkpoint import DTYPE_CHOICES
 from services.worker.backends.vllm.draft_verifier import DraftVerifier
 from services.worker.backends.vllm.drafters import give_next_tokens_of_chunks
@@ -162,6 +162,11 @@ class VllmEngine:
     @property
     def reads_media(self) -> bool:
         return bool(self.config.model_config.is_multimodal_model)
+
+    @property
+    def adapted_modules(self) -> tuple[str, ...]:
+        """Last parts of the names of the modules that adapters may change; (): adapters are not served."""
+        return adapted_modules(self.runner.lora_manager) if self.options.assignment.max_loras else ()
 
     @property
     def hidden_size(self) -> int:

@@ -105,6 +105,7 @@ class VllmRunner:
             contents=self._contents,
             pooling=None if engine.pooler is None else engine.pooler.model,
             media=MediaModel(engine.options.dtype) if engine.reads_media else None,
+            adapted_modules=engine.adapted_modules,
         )
 
     def _hash(self, options: EngineOptions) -> dict[str, str]:
