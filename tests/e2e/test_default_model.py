@@ -169,17 +169,14 @@ async def streamed(client: AsyncOpenAI, number: int, arrived: asyncio.Event | No
 async def test_preemption_and_a_killed_worker_change_no_answer(smollm2: ServeProcess) -> None:
     async with smollm2.async_client() as client:
         alone = [await streamed(client, number) for number in (CROWD[0], CROWD[-1])]
-        before = smollm2.metric("num_preemptions_total")
-        together = await asyncio.gather(*(streamed(client, number) for number in CROWD))
-        assert [together[0], together[-1]] == alone
-        wait_until(lambda: smollm2.metric("num_preemptions_total") > before, "requests are preempted")
-
-        victim, arrived = smollm2.services["worker"], asyncio.Event()
+        before, victim, arrived = smollm2.metric("num_preemptions_total"), smollm2.services["worker"], asyncio.Event()
         streams = [asyncio.create_task(streamed(client, number, arrived)) for number in CROWD]
         await arrived.wait()
         assert not any(stream.done() for stream in streams)
         victim.send_signal(signal.SIGKILL)
-        assert await asyncio.gather(*streams) == together
+        together = await asyncio.gather(*streams)
+        assert [together[0], together[-1]] == alone
+    wait_until(lambda: smollm2.metric("num_preemptions_total") > before, "requests are preempted")
     assert not is_alive(victim)
     smollm2.find_services()
     assert is_alive(smollm2.services["worker"])

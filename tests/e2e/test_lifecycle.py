@@ -111,16 +111,14 @@ def test_signal_while_loading_is_an_orderly_stop(moment: Callable[[ServeProcess]
         assert list(server.runtime.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "forked"), [("config.json", True), ("model.safetensors", False), ("tokenizer.json", True)]
-)
-def test_truncated_model_file_is_one_line_and_a_failure(tmp_path: Path, name: str, forked: bool) -> None:
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_truncated_model_file_is_one_line_and_a_failure(tmp_path: Path, name: str) -> None:
     """Other damages are tested with each service: test_bad_checkpoints.py, test_tokenizer.py."""
     directory = tmp_path / "model"
     shutil.copytree(DEMO_MODEL, directory)
     content = (directory / name).read_bytes()
     (directory / name).write_bytes(content[: len(content) // 2])
-    with serving(str(directory), wait=False, forked=forked) as server:
+    with serving(str(directory), wait=False) as server:
         assert server.wait() not in (0, None)
         assert server.last_line().startswith("runahead: "), server.log.read_text()
         assert name in server.last_line()
@@ -130,7 +128,7 @@ def test_truncated_model_file_is_one_line_and_a_failure(tmp_path: Path, name: st
 
 def test_public_address_warns_without_a_key_and_requires_a_given_key() -> None:
     """Both idle servers stop on one signal."""
-    with serving(*SIM, "--host", "0.0.0.0", forked=False) as server:
+    with serving(*SIM, "--host", "0.0.0.0") as server:
         assert "WARNING: anyone who can reach 0.0.0.0" in server.log.read_text()
         server.stop()
     with serving(*SIM, "--host", "0.0.0.0", RUNAHEAD_API_KEY="sesame", forked=False) as server:

@@ -30,7 +30,11 @@ DRAFTING = (*NATIVE, "--speculative-config", DRAFTS)
 
 
 @pytest.mark.parametrize(
-    ("layout", "loads"), [((*SIM, "--speculative-config", DRAFTS), 0), (DRAFTING, 1)], ids=["simulated", "demo model"]
+    ("layout", "loads"),
+    [
+        pytest.param((*SIM, "--speculative-config", DRAFTS), 0, id="simulated", marks=pytest.mark.soak),
+        pytest.param(DRAFTING, 1, id="demo model"),
+    ],
 )
 async def test_streams_continue_with_the_next_scheduler(layout: tuple[str, ...], loads: int) -> None:
     """Kill it twice. Workers keep their weights, and requests that arrive meanwhile wait."""

@@ -1,7 +1,7 @@
 """The check of a plan's rows against the batch, in few operations, because every step pays for it.
 
-One function over columns, with nothing but arrays and numbers, so that a backend may compile it: the rule is written
-once. `SlotTable` finds what is wrong with rows that it refuses.
+One function over columns, with nothing but arrays and numbers, so that a backend may have a compiled form.
+`SlotTable` finds what is wrong with rows that it refuses.
 """
 
 from collections.abc import Callable

@@ -52,22 +52,24 @@ def machine(target: MeasuredDevice) -> Result:
 
 def device(target: MeasuredDevice) -> Result:
     """Tests of copies, order and times."""
-    return _tested("device")
+    return tested("device")
 
 
 def kernels(target: MeasuredDevice) -> Result:
     """Tests of the kernels, in float32 and bfloat16 against the reference. They are compiled first, and kept."""
-    return _tested("kernels")
+    return tested("kernels")
 
 
 def runner(target: MeasuredDevice) -> Result:
     """Tests of the whole runner, with graphs and eagerly."""
-    return _tested("runner")
+    return tested("runner")
 
 
-def _tested(name: str) -> Result:
+def tested(*names: str) -> Result:
+    """Run files of tests/gpu with pytest."""
     command = [sys.executable, "-m", "pytest", "-c", "tests/benchmarks/gpu/pytest.ini", "--rootdir", "."]
-    command += ["-p", "no:cacheprovider", "-rs", "-v", "--durations=10", f"tests/gpu/test_{name}.py"]
+    command += ["-p", "no:cacheprovider", "-rs", "-v", "--durations=10"]
+    command += [f"tests/gpu/test_{name}.py" for name in names]
     if find_spec("xdist"):  # compilation of the kernels takes most of the time
         command += ["-p", "xdist.plugin", "-n", str(min(8, os.cpu_count() or 1))]
     output: list[str] = []

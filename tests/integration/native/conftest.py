@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from torch import nn
 
 from tests.random_models import random_model
 
@@ -45,7 +45,7 @@ MULTIPLIERS = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 2.5
 }  # fmt: skip
 
-VARIANTS: dict[str, Callable[[], PreTrainedModel]] = {
+VARIANTS: dict[str, Callable[[], nn.Module]] = {
     "llama-tied": partial(random_model, "llama", **SMALL, tie_word_embeddings=True),
     "llama-untied-biased": partial(
         random_model, "llama", **SMALL, tie_word_embeddings=False, attention_bias=True, mlp_bias=True, head_dim=24
@@ -106,7 +106,7 @@ VARIANTS: dict[str, Callable[[], PreTrainedModel]] = {
 class Family:
     """A checkpoint on disk and the transformers model that wrote it."""
 
-    def __init__(self, model: PreTrainedModel, path: Path) -> None:
+    def __init__(self, model: nn.Module, path: Path) -> None:
         self.model, self.path = model, path
         self.vocab_size: int = model.config.vocab_size
         self._references: dict[tuple[int, ...], tuple[list[int], torch.Tensor]] = {}
@@ -137,11 +137,11 @@ class Family:
         return found, torch.stack(logits)
 
 
-def save(model: PreTrainedModel, path: Path, max_shard_size: str = "1GB") -> Family:
+def save(model: nn.Module, path: Path, max_shard_size: str = "1GB") -> Family:
     """`model` with biases and norms that matter, written to `path`."""
     for name, parameter in model.eval().named_parameters():
         if parameter.ndim == 1:
-            torch.nn.init.normal_(parameter, mean=1.0 if name.endswith("norm.weight") else 0.0, std=0.3)
+            nn.init.normal_(parameter, mean=1.0 if name.endswith("norm.weight") else 0.0, std=0.3)
     model.save_pretrained(path, max_shard_size=max_shard_size)
     return Family(model, path)
 

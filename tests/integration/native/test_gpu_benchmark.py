@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -243,15 +244,16 @@ def test_only_events_that_have_not_passed_are_counted_on_the_compute_thread() ->
     assert waits.events == 1
 
 
-@pytest.mark.parametrize("part", TESTS)
+@pytest.mark.parametrize("names", [TESTS, TESTS[:1]], ids=["without xdist", "with xdist"])
 def test_the_tests_for_a_gpu_are_collected_by_a_pytest_without_plugins(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, part: str
+    monkeypatch: pytest.MonkeyPatch, names: list[str]
 ) -> None:
-    """Here each is skipped with its reason. The kernels run in several processes, the others as without xdist."""
+    """Here each is skipped with its reason."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    if part != "kernels":
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    if names == TESTS:
         monkeypatch.setattr(parts, "find_spec", lambda _: None)
-    result = PARTS[part].measure(tiny(), SavedRows(tmp_path / "rows"))
+    result = parts.tested(*names)
     assert result["passed"], result["output"]
     assert "torch" in result["output"]
     assert re.search(r"\b\d{1,3} skipped", result["output"])
