@@ -122,11 +122,14 @@ class LiveRecording:
         self._recorder: FlightRecorder | None = None
 
     def attach(self, core: EngineCore, start: CoreStart) -> None:
-        """Raises: OSError, if the directory cannot be written."""
         header = _header(self._config, self._incarnation, start)
-        writer = SegmentWriter(
-            self._directory, lambda segment: replace(header, segment=segment), self._config.record_max_bytes
-        )
+        try:
+            writer = SegmentWriter(
+                self._directory, lambda segment: replace(header, segment=segment), self._config.record_max_bytes
+            )
+        except OSError as error:  # a scheduler that is started again, perhaps; its disk may have filled meanwhile
+            log.error("nothing is recorded: %s: %s", error.strerror, self._directory)
+            return
         self._recorder = FlightRecorder(header, writer)
         core.observers.add(self._recorder)
         log.info("recording to %s, %s tokens", self._directory, "with" if self._config.record_tokens else "without")

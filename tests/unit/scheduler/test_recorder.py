@@ -6,9 +6,21 @@ from pathlib import Path
 
 import pytest
 
+from services.config import SchedulerConfig
+from services.scheduler.build import CoreStart
+from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.observer import CoreRestarted, Record, TimeAdvanced
-from services.scheduler.recording import EventRecording, FlightRecorder, RecordingHeader, SegmentWriter, recorder
+from services.scheduler.grammar import INLINE_MASKS
+from services.scheduler.policies import ChunkedPolicy
+from services.scheduler.recording import (
+    EventRecording,
+    FlightRecorder,
+    LiveRecording,
+    RecordingHeader,
+    SegmentWriter,
+    recorder,
+)
 from services.scheduler.recording.records import VERSION
 from tests.waiting import wait_until
 
@@ -30,6 +42,16 @@ def test_a_full_disk_ends_the_recording(tmp_path: Path, caplog: pytest.LogCaptur
     recording.close()
     assert "the recording has ended: No space left on device" in caplog.text
     assert [*EventRecording(tmp_path).records()] == []
+
+
+def test_a_disk_that_is_full_at_the_start_ends_no_scheduler(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = tmp_path / "record"
+    recording, core = LiveRecording(SchedulerConfig(), 7, str(directory)), EngineCore(LIMITS, ChunkedPolicy(), 2, 50)
+    directory.rmdir()
+    recording.attach(core, CoreStart(LIMITS, 1, 50, 0, None, INLINE_MASKS, "test"))
+    recording.on_turn(core)
+    recording.close()
+    assert "nothing is recorded: No such file or directory" in caplog.text
 
 
 def test_a_recording_with_a_gap_ends(
