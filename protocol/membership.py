@@ -178,6 +178,8 @@ class Loaded(msgspec.Struct, array_like=True, frozen=True, tag="loaded"):
     """None: the model, or this backend, reads neither images nor sounds."""
     adapted_modules: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_ITEMS)] = ()
     """Last parts of the names of the modules that LoRA adapters may change; (): not known."""
+    longrope: Name = ""
+    """"short" or "long": the factors of longrope that the context length has chosen; "": the model has none."""
 
 
 class InitializeCache(msgspec.Struct, array_like=True, frozen=True, tag="init_cache"):

@@ -23,7 +23,6 @@ class StateReports:
             started: the epoch in effect, or the last one; None: there was none.
         """
         limits, loaded = (started.limits, started.loaded) if started else (None, None)
-        lowered = loaded.max_model_len if limits and loaded and loaded.max_model_len > limits.max_model_len else 0
         return EngineState(
             phase=status.phase,
             detail=status.detail,
@@ -40,7 +39,7 @@ class StateReports:
             incarnation=self._incarnation,
             tokenizer=self._tokenizer,
             round_trips=RoundTrips(unanswered=group.unanswered),
-            identity=group.identity(lowered),
+            identity=group.identity(loaded.longrope if loaded else ""),
             pids=[os.getpid(), *group.pids],
             kv_peers=[*started.kv_peers] if started else [],
             controls_cache=True,

@@ -103,16 +103,15 @@ class WorkerGroup:
         """The backend of the workers of the first epoch; "" before it."""
         return self._epoch.model.backend if self._epoch.model else ""
 
-    def identity(self, loaded_context: int = 0) -> str:
-        """Return a digest of everything that tokens depend on, besides the tokenizer and the context length that is
-        served; "": there was no epoch.
+    def identity(self, longrope: str) -> str:
+        """Return a digest of everything that tokens depend on, besides the tokenizer; "": there was no epoch.
 
         Args:
-            loaded_context: the context length that chose the factors of longrope, if less than that is served; else 0.
+            longrope: `Loaded.longrope`
         """
         if (model := self._epoch.model) is None:
             return ""
-        parts = f"{model.backend} {model.model_hash} {model.dtype}" + (f" {loaded_context}" if loaded_context else "")
+        parts = f"{model.backend} {model.model_hash} {model.dtype} {longrope}".rstrip()
         return hashlib.sha256(parts.encode()).hexdigest()[:32]
 
     @property

@@ -84,6 +84,7 @@ def test_rotations_do_not_depend_on_the_context_that_fits_into_memory(
     logits = []
     for context in (256, 48):
         driver = RunnerDriver(tmp_path / "model")
+        assert driver.loaded.longrope == "long"
         driver.runner.init_kv_cache(InitializeCache(NUM_BLOCKS, context))
         driver.generate([driver.add(PROMPT[:32])], 2)
         logits.append(torch.cat(driver.logits))

@@ -859,13 +859,16 @@ def test_the_test_step_takes_a_block_if_all_are_held() -> None:
 
 
 def test_engines_that_serve_a_context_with_other_factors_of_longrope_are_not_equal() -> None:
-    def state(context: int, num_blocks: int) -> EngineState:
+    def identity(context: int, longrope: str) -> str:
         g = registered("a")
-        g.send("a", msgspec.structs.replace(LOADED, num_blocks=num_blocks, max_model_len=context, epoch=g.epoch))
+        g.send(
+            "a", msgspec.structs.replace(LOADED, num_blocks=2, max_model_len=context, longrope=longrope, epoch=g.epoch)
+        )
         *_, started = g.send("a", Ready(g.epoch))
         assert isinstance(started, Started)
-        return StateReports(SchedulerConfig(), 1, "").state(g.status, g, started, {})
+        state = StateReports(SchedulerConfig(), 1, "").state(g.status, g, started, {})
+        assert state.max_model_len == 32
+        return state.identity
 
-    configured, roomy, lowered = state(32, 2), state(32, 64), state(512, 2)
-    assert configured.max_model_len == roomy.max_model_len == lowered.max_model_len == 32
-    assert configured.identity == roomy.identity != lowered.identity
+    assert identity(32, "short") != identity(512, "long")
+    assert identity(32, "") == identity(512, ""), "the cache lowers the context, and nothing else depends on it"

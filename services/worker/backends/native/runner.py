@@ -135,6 +135,7 @@ class NativeRunner:
             hidden_size=model.part.whole.hidden_size,
             num_loads=self._kept.num_loads,
             contents=self._kept.contents(drafter),
+            longrope="".join({rope.factors(limit) for rope in model.part.whole.ropes if rope}),
         )
 
     def _kept_blocks(self) -> int:

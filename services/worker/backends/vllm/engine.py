@@ -169,6 +169,14 @@ class VllmEngine:
         return adapted_modules(self.runner.lora_manager) if self.options.assignment.max_loras else ()
 
     @property
+    def longrope(self) -> str:
+        """`Loaded.longrope`, chosen as by vLLM's Phi3LongRoPEScaledRotaryEmbedding."""
+        rope = getattr(self.config.model_config.hf_text_config, "rope_parameters", None) or {}
+        if rope.get("rope_type") != "longrope":
+            return ""
+        return "long" if self.max_model_len > rope["original_max_position_embeddings"] else "short"
+
+    @property
     def hidden_size(self) -> int:
         return int(self.config.model_config.get_hidden_size()) if self.pooler is None else self.pooler.model.size
 

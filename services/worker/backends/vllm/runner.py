@@ -106,6 +106,7 @@ class VllmRunner:
             pooling=None if engine.pooler is None else engine.pooler.model,
             media=MediaModel(engine.options.dtype) if engine.reads_media else None,
             adapted_modules=engine.adapted_modules,
+            longrope=engine.longrope,
         )
 
     def _hash(self, options: EngineOptions) -> dict[str, str]:

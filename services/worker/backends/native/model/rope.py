@@ -48,7 +48,7 @@ def _frequencies(rope: Rope, dims: int, context: int) -> torch.Tensor:
         case "yarn":
             return _yarn(frequencies, rope, dims)
         case "longrope":
-            is_long = context > rope.original_max_position
+            is_long = rope.factors(context) == "long"
             factors = torch.tensor(rope.long_factors if is_long else rope.short_factors)
             return 1.0 / (factors * rope.theta**exponents)
     return frequencies

@@ -36,6 +36,10 @@ class Rope:
     def rotated_dims(self, head_dim: int) -> int:
         return int(head_dim * self.rotated)
 
+    def factors(self, context: int) -> str:
+        """Return which factors of longrope a context length chooses: "short" or "long"; "": it has none."""
+        return "" if self.kind != "longrope" else "long" if context > self.original_max_position else "short"
+
 
 def read_rope(config: ConfigReader, head_dim: int, layer_type: str = "", theta: float = 10000.0) -> Rope:
     """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before), which has priority.
