@@ -35,7 +35,7 @@ class FrontendConfig(HttpConfig):
     revision: str | None = Field(None, description=REVISION)
     tokenizer: str | None = Field(None, description=TOKENIZER)
     chat_template: str | None = Field(None, description="File with a Jinja chat template. Default: the checkpoint's.")
-    served_model_name: list[str] = Field(
+    served_model_name: list[Annotated[str, Field(min_length=1)]] = Field(
         default_factory=list,
         description="Model names that the API accepts; responses contain the first one. Default: the name "
         "of the model.",

@@ -58,7 +58,7 @@ class Batch:
             with self._target.open("w", encoding="utf-8", errors="backslashreplace") as output:
                 await self._run(sender, pending, output)
             self.counts.ended = True
-        except (OSError, UnicodeDecodeError, ServerGone) as error:
+        except (OSError, ServerGone) as error:
             self.error = str(error)
         finally:
             for task in pending:
@@ -67,7 +67,7 @@ class Batch:
             await sender.close()
 
     async def _run(self, sender: RequestSender, pending: "deque[asyncio.Task[_Result]]", output: TextIO) -> None:
-        """Raises: OSError, UnicodeDecodeError, ServerGone"""
+        """Raises: OSError, ServerGone"""
         for line in self._lines():
             pending.append(asyncio.create_task(_answer(sender, line)))
             await asyncio.sleep(0)
@@ -80,7 +80,7 @@ class Batch:
 
     def _lines(self) -> Iterator[BatchRequest | BatchRefusal]:
         used: dict[str, int] = {}
-        with self._source.open(encoding="utf-8") as file:
+        with self._source.open("rb") as file:
             for number, text in enumerate(file, 1):
                 if text.strip():
                     yield parse(text, used, number)

@@ -26,7 +26,7 @@ class BatchRefusal:
     message: str
 
 
-def parse(text: str, used: dict[str, int], number: int) -> BatchRequest | BatchRefusal:
+def parse(text: bytes, used: dict[str, int], number: int) -> BatchRequest | BatchRefusal:
     """Parse a line. `used`: number of the line of each custom_id so far; this line's is added."""
     try:
         content = json.loads(text)

@@ -64,7 +64,7 @@ def serving() -> Iterator[str]:
 
 
 def run(capsys: Capture, path: Path, lines: list[str], url: str, *more: str) -> tuple[Done, list[Any]]:
-    (path / "in.jsonl").write_text("\n".join(lines) + "\n")
+    (path / "in.jsonl").write_text("\n".join(lines) + "\n", encoding="latin-1")
     target = path / "out.jsonl"
     done = run_command(capsys, "run-batch", "-i", str(path / "in.jsonl"), "-o", str(target), "--url", url, *more)
     return done, [json.loads(text) for text in target.read_text().splitlines()] if target.exists() else []
@@ -84,7 +84,13 @@ def test_answers_are_in_the_order_of_the_input(capsys: Capture, tmp_path: Path) 
 
 
 def test_errors_belong_to_their_lines(capsys: Capture, tmp_path: Path) -> None:
-    lines = [line("a", body={"user": "missing"}), "nonsense", line("b", body={"user": "twice"}), "", line("a")]
+    lines = [
+        line("a", body={"user": "missing"}),
+        json.dumps({"custom_id": "ü"}, ensure_ascii=False),
+        line("b", body={"user": "twice"}),
+        "",
+        line("a"),
+    ]
     with serving() as url:
         done, answers = run(capsys, tmp_path, lines, url)
     assert done.status == 1
@@ -137,7 +143,7 @@ def test_a_lost_server_stops_the_batch_with_the_answers_so_far(
     ],
 )
 def test_line_that_cannot_be_sent(text: str, code: str) -> None:
-    refusal = parse(text, {"used": 1}, 2)
+    refusal = parse(text.encode(), {"used": 1}, 2)
     assert isinstance(refusal, BatchRefusal)
     assert refusal.code == code
 
@@ -149,7 +155,7 @@ def test_every_route_of_a_batch_is_served() -> None:
 
     documented = with_routes(FrontendConfig()).openapi()["paths"]
     assert all("post" in documented[path] for path in ROUTES)
-    assert all(isinstance(parse(line("a", url=path), {}, 1), BatchRequest) for path in ROUTES)
+    assert all(isinstance(parse(line("a", url=path).encode(), {}, 1), BatchRequest) for path in ROUTES)
 
 
 @pytest.mark.parametrize(
