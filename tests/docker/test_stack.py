@@ -73,7 +73,7 @@ def test_containers_have_no_privileges(stack: Stack) -> None:
         assert not host["CapAdd"]
         assert not host["Privileged"]
         assert "no-new-privileges:true" in host["SecurityOpt"]
-        assert 0 < host["PidsLimit"] <= 512
+        assert 0 < host["PidsLimit"] <= 4096
         assert host["Memory"] > 0
         assert bool(host["PortBindings"]) == (container.service == "frontend")
         status = stack.engine.run("exec", container.id, "cat", "/proc/1/status")

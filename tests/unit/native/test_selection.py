@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from services.config import WorkerConfig
+from services.worker.kernels.interface import row_loops
 from services.worker.kernels.selection import PAIRS, TABLE, TILES, WIDE, choose, create, processor_features
 from services.worker.runner import LoadError
 from tests.unit.native.implementations import BF16, F32, make
@@ -105,4 +106,5 @@ def test_compiled_kernels_inherit_only_plain_copies() -> None:
         for name, operation in vars(type(getattr(plain, group))).items()
         if callable(operation) and getattr(type(getattr(compiled, group)), name) is operation
     }
-    assert inherited == {"write_prompt", "read_tokens", "upload"}
+    assert inherited == {"write_prompt", "read_tokens", "upload", "lay_out", "verify", "write_tokens"}
+    assert compiled.rows.loops is compiled.drafting.loops is not row_loops, "the loops of the last three are compiled"
