@@ -8,6 +8,7 @@ takes no new requests, and open ones end as they began.
 import hashlib
 from collections.abc import Collection
 from pathlib import Path
+from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -24,6 +25,12 @@ _UNSERVED = ("use_dora", "modules_to_save")
 Shape = tuple[int, ...]
 
 
+class _Served(NamedTuple):
+    adapter: LoRAAdapter
+    modules: set[str]
+    """Last parts of the names of the modules that it changes."""
+
+
 class Adapters:
     """
     Args:
@@ -33,16 +40,15 @@ class Adapters:
 
     def __init__(self, base: Path | None = None, max_rank: int = 0, taken: tuple[str, ...] = ()) -> None:
         self._base, self._max_rank, self._taken = base, max_rank, taken
-        self._adapters: dict[str, LoRAAdapter] = {}
-        self._modules: dict[str, set[str]] = {}
-        """Digest of an adapter -> last parts of the names of the modules that it changes."""
+        self._adapters: dict[str, _Served] = {}
 
     @property
     def names(self) -> list[str]:
         return [*self._adapters]
 
     def get(self, name: str | None) -> LoRAAdapter | None:
-        return None if name is None else self._adapters.get(name)
+        found = None if name is None else self._adapters.get(name)
+        return None if found is None else found.adapter
 
     def load(self, name: str, path: str) -> LoRAAdapter:
         """Serve the adapter in a directory. Raises: CheckpointError"""
@@ -55,11 +61,10 @@ class Adapters:
         if len(str(directory)) > 4096 or not directory.is_dir():
             raise CheckpointError(f"the adapter {name!r}: {path!r:.200} is no directory")
         modules = self._check(directory)
-        adapter = LoRAAdapter(name, str(directory), _digest(directory))
-        self._modules[adapter.digest] = modules
-        if self._adapters.setdefault(name, adapter) is not adapter:  # two at once
+        served = _Served(LoRAAdapter(name, str(directory), _digest(directory)), modules)
+        if self._adapters.setdefault(name, served) is not served:  # two at once
             raise CheckpointError(f"the name {name!r} is already that of an adapter")
-        return adapter
+        return served.adapter
 
     def unload(self, name: str) -> None:
         """Raises: CheckpointError, if the frontend has no such adapter"""
@@ -73,7 +78,7 @@ class Adapters:
 
     def check_modules(self, adapter: LoRAAdapter, served: Collection[str]) -> None:
         """Raises: APIError, if the adapter changes other modules than those that the engine serves; (): not known"""
-        if served and (others := self._modules[adapter.digest].difference(served)):
+        if served and (others := self._adapters[adapter.name].modules.difference(served)):
             raise APIError(
                 400,
                 f"the adapter {adapter.name!r} changes {', '.join(sorted(others))}, but adapters of this model can "

@@ -2,6 +2,7 @@
 
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -96,3 +97,20 @@ def test_experts_are_refused_by_name(tmp_path: Path) -> None:
     worker = VllmWorker(model=str(checkpoints.make("qwen2-moe", tmp_path / "experts")), max_loras=1)
     with pytest.raises(LoadError, match="models with experts are served without --enable-lora"):
         worker.enter(9)
+
+
+def named_modules() -> tuple[str, ...]:
+    """Needs a new process, because it imports vLLM."""
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    from services.worker.backends.vllm.adapters import adapted_modules
+
+    adapters = SimpleNamespace(supported_lora_modules=["proj", "qkv"], packed_modules_mapping={})
+    mapper = WeightsMapper(orig_to_new_substr={".attn.qkv_proj.": ".attn.qkv.", ".attn.out_proj.": ".attn.proj."})
+    adapters.model = SimpleNamespace(hf_to_vllm_mapper=mapper)
+    weights = [f"vision_tower.blocks.0.attn.{name}.weight" for name in ("out_proj", "qkv_proj", "norm")]
+    return adapted_modules(SimpleNamespace(_adapter_manager=adapters), weights)
+
+
+def test_modules_have_the_names_of_the_checkpoint_too(pool: ProcessPoolExecutor) -> None:
+    assert pool.submit(named_modules).result() == ("out_proj", "proj", "qkv", "qkv_proj")

@@ -1,5 +1,7 @@
 """Modules that adapters may change, and adapters of rows whose prompts vLLM scores."""
 
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -7,11 +9,25 @@ import torch
 from services.worker.backends.vllm import vllm_api
 
 
-def adapted_modules(manager: Any) -> tuple[str, ...]:
-    """Return the last parts of the names of the modules that vLLM finds in adapters; it fails with any other."""
-    model = manager._adapter_manager  # noqa: SLF001  vLLM has no public name
-    packed = model.packed_modules_mapping
-    return tuple(sorted({name for module in model.supported_lora_modules for name in packed.get(module, [module])}))
+def adapted_modules(manager: Any, weights: Iterable[str]) -> tuple[str, ...]:
+    """Return the last parts of the names of the modules that vLLM finds in adapters; it fails with any other.
+
+    Args:
+        manager: vLLM's, of the adapters
+        weights: names in the checkpoint. Adapters have these, and vLLM maps them to its own.
+    """
+    adapters = manager._adapter_manager  # noqa: SLF001  vLLM has no public name
+    packed, model = adapters.packed_modules_mapping, adapters.model
+    served = {name for module in adapters.supported_lora_modules for name in packed.get(module, [module])}
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    mapper, skipped = mapper and mapper.get_rename_mapper(), tuple(getattr(model, "lora_skip_prefixes", None) or ())
+    named = set[str]()
+    for module in (name.removesuffix(".weight") for name in weights if name.endswith(".weight")):
+        with suppress(ValueError):  # vLLM leaves the weight out
+            found, _ = vllm_api.parse_fine_tuned_lora_name(f"base_model.model.{module}.lora_A.weight", mapper)
+            if found.rpartition(".")[2] in served or module.startswith(skipped):
+                named.add(module.rpartition(".")[2])
+    return tuple(sorted(served | named))
 
 
 def score_prompts_with_own_adapters(runner: Any) -> None:

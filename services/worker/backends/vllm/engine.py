@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import ChainMap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -163,10 +163,13 @@ class VllmEngine:
     def reads_media(self) -> bool:
         return bool(self.config.model_config.is_multimodal_model)
 
-    @property
-    def adapted_modules(self) -> tuple[str, ...]:
-        """Last parts of the names of the modules that adapters may change; (): adapters are not served."""
-        return adapted_modules(self.runner.lora_manager) if self.options.assignment.max_loras else ()
+    def adapted_modules(self, weights: Iterable[str]) -> tuple[str, ...]:
+        """Return the last parts of the names of the modules that adapters may change; (): adapters are not served.
+
+        Args:
+            weights: names in the checkpoint
+        """
+        return adapted_modules(self.runner.lora_manager, weights) if self.options.assignment.max_loras else ()
 
     @property
     def longrope(self) -> str:

@@ -56,6 +56,8 @@ class VllmRunner:
         self._assignment = EpochValue[Assignment]("load")
         self._contents: dict[str, str] = {}
         """Digest of each layer of the weights in memory."""
+        self._names: tuple[str, ...] = ()
+        """Names of the weights in the checkpoint."""
         self._num_loads = 0
         """Number of times that weights were read."""
         self._epoch = EpochValue[VllmEpoch]("init_kv_cache")
@@ -76,7 +78,7 @@ class VllmRunner:
             progress("weights", 0.0)
             self._num_loads += 1
             platform = self._create_platform(self._config)
-            self._contents = self._hash(options)
+            self._contents, self._names = self._hash(options), self._weights(options)
             self._groups = ProcessGroups(assignment, listener)
             with self._groups.detect_lost_ranks():
                 self._engine = VllmEngine(options, self._groups, platform)
@@ -105,9 +107,13 @@ class VllmRunner:
             contents=self._contents,
             pooling=None if engine.pooler is None else engine.pooler.model,
             media=MediaModel(engine.options.dtype) if engine.reads_media else None,
-            adapted_modules=engine.adapted_modules,
+            adapted_modules=engine.adapted_modules(self._names),
             longrope=engine.longrope,
         )
+
+    def _weights(self, options: EngineOptions) -> tuple[str, ...]:
+        """Return the names of the weights in the checkpoint; vLLM may make weights up."""
+        return () if self._config.load_format == "dummy" else (*SafetensorsCheckpoint(options.directory).files,)
 
     def _hash(self, options: EngineOptions) -> dict[str, str]:
         """Return the digests of all layers: vLLM reads all files on every rank, and then keeps the rank's share."""

@@ -86,6 +86,7 @@ from vllm.envs import enable_envs_cache
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
 from vllm.lora.request import LoRARequest
+from vllm.lora.utils import parse_fine_tuned_lora_name
 
 # Images and sounds.
 from vllm.multimodal import MULTIMODAL_REGISTRY
