@@ -187,6 +187,6 @@ class LoadingRequests:
             del self._of[request]
 
     def restart(self, last_ticket: int) -> None:
-        """Drop the measured times; there is no load."""
-        self.last_ticket, self.seconds_per_token = last_ticket, 0.0
+        """Drop the measured times, and the names of dropped blocks; there is no load."""
+        self.last_ticket, self.seconds_per_token, self._dropped_at = last_ticket, 0.0, {}
         self.times, self.peer_times = LoadTimes(), LoadTimes()
