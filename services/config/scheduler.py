@@ -26,7 +26,9 @@ class SchedulerConfig(ServiceConfig):
     )
     revision: str | None = Field(None, description=REVISION)
     tokenizer: str | None = Field(None, description=TOKENIZER)
-    block_size: int = Field(16, ge=1, le=1024, description="Tokens per KV-cache block.")
+    block_size: int = Field(
+        16, ge=1, le=1024, description="Tokens per KV-cache block. serve --backend vllm on a CPU: 32."
+    )
     num_gpu_blocks_override: int | None = Field(
         None, ge=2, description="Number of KV-cache blocks. Default: as many as the workers can hold."
     )

@@ -1,8 +1,9 @@
 """Settings of all services together."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from services.config.base import ServiceConfig, flag
 from services.config.frontend import FrontendConfig
@@ -34,6 +35,14 @@ class ServeConfig(WorkerConfig, SchedulerConfig, FrontendConfig):
     headless: bool = Field(
         False, description="Start an engine without an HTTP server. Frontends connect to it at --client-endpoint."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_blocks_of_vllm(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """vLLM's attention on the CPU needs blocks of a multiple of 32 tokens."""
+        if values.get("backend") == "vllm" and values.get("device", "auto") in ("auto", "cpu"):
+            return {"block_size": 32, **values}
+        return values
 
     @property
     def num_workers(self) -> int:

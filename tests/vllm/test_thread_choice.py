@@ -37,6 +37,28 @@ def test_each_size_of_step_finds_its_fastest_number(tokens: int, best: int) -> N
     assert choice.choose(100_000) == 4, "another size has its own times"
 
 
+def test_sizes_begin_with_the_number_that_was_fastest_before_serving() -> None:
+    """No number of tokens is computed with two numbers of threads: products would keep the first one."""
+    choice, used = ThreadChoice((1, 2, 4)), dict[int, set[int]]()
+
+    def step(tokens: int, threads: int) -> float:
+        used.setdefault(tokens, set()).add(threads)
+        return barriers(tokens, threads)
+
+    choice.begin(step, most=100)
+    assert all(len(numbers) == 1 for numbers in used.values())
+    assert max(used) <= 100
+    assert [choice.choose(tokens) for tokens in (1, 2, 8, 48, 100, 1000)] == [1, 1, 1, 2, 4, 4]
+
+
+def test_large_steps_are_not_measured_before_serving() -> None:
+    steps = list[tuple[int, int]]()
+    choice = ThreadChoice((1, 2))
+    choice.begin(lambda *step: steps.append(step) or 0.05, most=100)
+    assert len(steps) == 1
+    assert choice.choose(1) == 2
+
+
 def test_a_neighbour_that_comes_and_goes_changes_the_number() -> None:
     choice = ThreadChoice((1, 2, 4))
     for seconds, best in ((barriers, 4), (one_busy_core, 2), (barriers, 4)):

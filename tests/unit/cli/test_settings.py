@@ -189,6 +189,11 @@ def test_settings_of_other_backends_may_have_their_default_values() -> None:
     merge(ServeConfig, {"sim_step_ms": "5", "load_format": "auto"}, None, {})
 
 
+def test_blocks_of_vllm_on_a_cpu_are_larger_unless_they_are_given() -> None:
+    given = [{"backend": "vllm"}, {"backend": "vllm", "block_size": "64"}, {"backend": "vllm", "device": "cuda"}, {}]
+    assert [merge(ServeConfig, flags, None, {}).config.block_size for flags in given] == [32, 64, 16, 16]
+
+
 def test_refused_secret_is_not_repeated(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="--api-key") as refused:
         merge(FrontendConfig, {}, written(tmp_path, "api-key: [1234567]\n"), {})

@@ -99,6 +99,10 @@ class VllmEngine:
         with self._check_kernels(groups):
             self.cache_budget = platform.measure(self._wrapper)
             """Bytes for the KV cache; 0: the host's memory has them."""
+            if platform.computes_here:
+                self.threads.begin(self._timed, self.runner.max_num_tokens)
+                _set_num_threads(self.threads.choose(1))
+                self._wrapper.execute_dummy_batch()
         vllm_api.enable_envs_cache()  # vLLM reads its environment variables in every step
         vllm_api.freeze_gc_heap()
 
@@ -209,6 +213,16 @@ class VllmEngine:
         """Compile the drafter, which the first step with drafts would wait for."""
         batch = self.runner.input_batch
         self.runner.drafter.propose(count, [[0]], batch.num_tokens_no_spec, batch.token_ids_cpu)
+
+    @torch.inference_mode()
+    def _timed(self, num_tokens: int, threads: int) -> float:
+        """Execute a step without attention. Return its seconds."""
+        _set_num_threads(threads)
+        began = time.monotonic()
+        states, _ = self.runner._dummy_run(num_tokens)  # noqa: SLF001  no public method of vLLM executes a model alone
+        if self.generates:
+            self.runner.model.compute_logits(states[:num_tokens])
+        return time.monotonic() - began
 
     @torch.inference_mode()
     def _warm_up_logprobs(self) -> None:

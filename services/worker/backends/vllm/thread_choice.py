@@ -3,10 +3,13 @@
 vLLM's kernels meet at barriers after each small piece of work. A small step is slower on several cores than on one, and
 so is a larger one while another process wants a core. Which number is best depends on the model, the size of the step
 and the neighbours, so it is measured while serving.
+
+oneDNN's products keep the number of threads of their first call with as many rows. So the first steps are chosen by
+steps before serving, and no two numbers are tried with the same rows there.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -18,6 +21,10 @@ TRIAL_SHARE = 0.01
 """Largest share of the time that trials of slower numbers may cost."""
 GAIN = 0.95
 """A number of threads is replaced by one that takes less than this share of its time: less is noise."""
+LONG_SECONDS = 0.03
+"""A size whose steps take longer begins with all threads, as larger ones do: barriers are a small part of them."""
+FIRST_SIZE, LAST_SIZE = 3, 7
+"""Numbers of bits of the tokens of steps before serving. Steps of fewer tokens begin as FIRST_SIZE does."""
 
 
 @dataclass
@@ -44,13 +51,32 @@ class ThreadChoice:
     as that costs less than TRIAL_SHARE of the time.
 
     Args:
-        numbers: numbers of threads to choose from, ascending. A size begins with the last one.
+        numbers: numbers of threads to choose from, ascending. A size that `begin` did not measure begins with the last.
     """
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self._numbers = tuple(numbers)
         self._sizes: dict[int, _SizeTimes] = {}
         self._last = _SizeTimes(0), 0
+
+    def begin(self, run: Callable[[int, int], float], most: int) -> None:
+        """Let each size begin with the number of threads that is fastest before anything is served.
+
+        Args:
+            run: execute a step of so many tokens with so many threads; return its seconds.
+            most: maximum tokens of a step
+        """
+        last = len(self._numbers) - 1
+        for bits in range(FIRST_SIZE, LAST_SIZE + 1) if last else ():
+            best, best_seconds = last, 0.0
+            for index, tokens in zip(range(last, -1, -1), range((1 << bits) - 1, 1, -1), strict=False):
+                if tokens > most or run(tokens, self._numbers[index]) > LONG_SECONDS:
+                    return
+                seconds = median(run(tokens, self._numbers[index]) for _ in range(SAMPLES))
+                if not best_seconds or seconds < GAIN * best_seconds:
+                    best, best_seconds = index, seconds
+            for size in range(bits + 1) if bits == FIRST_SIZE else (bits,):
+                self._sizes[size] = _SizeTimes(best)
 
     def choose(self, num_tokens: int) -> int:
         """Return the number of threads for a step."""

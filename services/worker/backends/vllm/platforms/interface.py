@@ -29,7 +29,7 @@ class WorkerPlatform(Protocol):
         ...
 
     def measure(self, wrapper: Any) -> int:
-        """Compute once with vLLM's worker, which also compiles the model.
+        """Let vLLM's worker compile the model and measure its memory, where it does so.
 
         Returns: bytes for the KV cache; 0: the host's memory has them.
 
