@@ -11,7 +11,6 @@ from tokenizers import Tokenizer
 
 from services.checkpoint import DEMO_MODEL
 from tests.e2e.server import ServeProcess, serving
-from tests.vllm.driver import BLOCK
 from tests.vllm.preloaded import processes
 from tests.vllm.reference import VllmRequest, generate
 
@@ -28,8 +27,8 @@ SCHEMA = {
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServeProcess]:
     with serving(
-        "--backend", "vllm", "--enforce-eager", "--threads", "1", "--block-size", str(BLOCK), "--max-model-len", "512",
-        "--kv-cache-memory-bytes", str(64 << 20), forked=False,
+        "--backend", "vllm", "--enforce-eager", "--max-model-len", "512", "--kv-cache-memory-bytes", str(64 << 20),
+        forked=False,
     ) as running:  # fmt: skip
         yield running
 
