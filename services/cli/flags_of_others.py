@@ -70,6 +70,7 @@ _BY_HINT = {
     "each request is logged; --log-level debug logs its steps": "--enable-log-requests --log-requests",
     f"send max_tokens {_EVERY_REQUEST}": "-n --predict --n-predict",
     f"send temperature {_EVERY_REQUEST}": "--temp",
+    f"send structured_outputs or response_format {_EVERY_REQUEST}": "--grammar --grammar-file -j --json-schema",
     f"send stream_options {_EVERY_REQUEST}": "--enable-force-include-usage",
     f"send chat_template_kwargs {_EVERY_REQUEST}": "--default-chat-template-kwargs",
     f"a request without a seed is given its own; leave it out, or send one {_EVERY_REQUEST}": "--seed --random-seed",

@@ -109,9 +109,9 @@ class EngineStatistics(Collector):
         yield from families.values()
 
     def _always_the_same(self, families: "_Families") -> None:
-        """Add families that routers expect of vLLM, for features that this engine does not have."""
+        """Add families that routers expect of vLLM, with values that never change."""
         adapters = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
-        text = "adapters in use: none are served; the value is a time"
+        text = "adapters in use, which are not named here; the value is a time"
         families.gauge("lora_requests_info", text, adapters, time.time())
         for state, value in (("awake", 1.0), ("weights_offloaded", 0.0), ("discard_all", 0.0)):
             labels = self._named | {"sleep_state": state}
