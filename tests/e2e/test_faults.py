@@ -74,10 +74,12 @@ async def test_streams_continue_when_a_step_never_ends(undisturbed_sim: list[Any
 
             async def disturb() -> None:
                 faulty = asyncio.create_task(client.completions.create(model=model, prompt=[100, FAULTY, 300]))
+                hangs = lambda: f"has token {FAULTY}" in server.log.read_text()  # noqa: E731
+                await asyncio.to_thread(wait_until, hangs, "its step has begun")
+                faulty.cancel()
                 await asyncio.to_thread(
                     wait_until, lambda: server.metric("epochs_lost_total") == 1, "the loss is noticed"
                 )
-                faulty.cancel()
 
             assert await answers(client, disturb) == undisturbed_sim
             assert end in server.log.read_text()
