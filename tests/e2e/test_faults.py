@@ -155,4 +155,4 @@ async def test_clients_that_leave_at_random_moments_leave_nothing() -> None:
         await asyncio.to_thread(assert_no_file_is_left, server, files)
         totals = requests_total(server)
         assert set(totals) == {"aborted"}
-        assert 50 < totals["aborted"] <= 101, "some left before their request was read"
+        assert 10 < totals["aborted"] <= 101, "some left before their request was read"
