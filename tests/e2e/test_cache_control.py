@@ -73,6 +73,7 @@ def test_a_pinned_prefix_stays_and_a_dropped_one_is_gone(tmp_path: Path) -> None
         [pin] = control(server, action="list")["pins"]
         assert (pin["cached_tokens"], pin["bytes"]) == (PREFIX, PREFIX // BLOCK_SIZE * 8 * BLOCK_SIZE)
         assert len(pin["owner"]) == 16
+        wait_until(lambda: written(tmp_path, KEYS[0]) == PREFIX // BLOCK_SIZE, "its blocks are written")
         remove_blocks(tmp_path)
         fill(server)
         assert cached(server, TOKENS) == PREFIX

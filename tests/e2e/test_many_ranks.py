@@ -51,7 +51,8 @@ async def answers_with_loss_during_recovery(client: AsyncOpenAI, server: ServePr
         server.services[ranks[0]].kill()
 
     texts, _ = await asyncio.gather(answers(client, server, *ranks), kill_restarted())
-    assert server.log.read_text().count(f"{ranks[0]} was killed by SIGKILL; restarting") == restarts + 2
+    line = f"{ranks[0]} was killed by SIGKILL; restarting"
+    wait_until(lambda: server.log.read_text().count(line) == restarts + 2, "it was restarted twice")
     return texts
 
 
@@ -72,7 +73,8 @@ async def test_killed_workers_are_restarted_and_streams_continue(layout: tuple[s
             for count, victim in enumerate(victims, start=1):
                 server.find_services()
                 assert await answers(client, server, victim) == undisturbed
-                assert server.metric("epoch") == count + 1
+                # On a busy machine the streams may have ended before the kill, and the epoch ends later
+                wait_until(lambda epoch=count + 1: server.metric("epoch") == epoch, "the next epoch")  # type: ignore[misc]
             assert f"{victims[0]} was killed by SIGKILL; restarting" in server.log.read_text()
             if "worker-0" in server.services:
                 ranks = ["worker-0", "worker-1"]

@@ -7,8 +7,8 @@ import httpx
 
 from tests.e2e.server import SIM, serving
 
-LAYOUT = (*SIM, "--max-num-seqs", "4", "--max-queue-seconds", "1")
-"""A request of 10 tokens takes 0.2 s, so that 20 of them end each second."""
+LAYOUT = (*SIM, "--max-num-seqs", "2", "--max-queue-seconds", "1")
+"""A request of 10 tokens takes 0.2 s, so that 10 of them end each second: far fewer than a busy machine can send."""
 
 
 async def test_every_request_of_an_overload_is_served_or_refused_with_an_answer() -> None:
@@ -25,7 +25,7 @@ async def test_every_request_of_an_overload_is_served_or_refused_with_an_answer(
             answers = await asyncio.gather(*(ask(i / 100) for i in range(200)))
             counts = Counter(answer.status_code for answer in answers)
             assert set(counts) == {200, 429}
-            assert counts[200] >= 20, "it serves while it refuses"
+            assert counts[200] >= 10, "it serves while it refuses"
             assert counts[429] >= 50, "it does not queue everything"
             refused = next(answer for answer in answers if answer.status_code == 429)
             assert refused.headers["retry-after"] == "1"

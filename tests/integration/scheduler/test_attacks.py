@@ -35,13 +35,15 @@ class SecuredEngine:
         self.state = self.frontend.wait_ready()
         self._numbers = 0
 
-    def connect(self, role: str, own: str | None = None, name: str = "", socket_of: str = "") -> Client:
+    def connect(
+        self, role: str, own: str | None = None, name: str = "", socket_of: str = "", seconds: float = PATIENCE
+    ) -> Client:
         """Return a client after its handshake, with the key of `own` (default: of its role), at its role's socket."""
         kind = role.partition("-")[0]
         own = kind if own is None else own
         client = Client(self.endpoints[socket_of or kind], Security(self.keys / own if own else None))
         try:
-            client.handshake(role, name, 2.0)
+            client.handshake(role, name, seconds)
         except BaseException:
             client.close()
             raise
@@ -129,7 +131,7 @@ def test_peer_without_the_key_of_its_role_runs_no_prompt_and_is_sent_none(
         ("worker", "worker", "frontend"),
     ):
         with pytest.raises((HandshakeRefused, HandshakeTimeout)):
-            secured.connect(role, own, socket_of=socket_of)
+            secured.connect(role, own, socket_of=socket_of, seconds=2.0)
     secured.check_unharmed(numbers, undisturbed)
 
 

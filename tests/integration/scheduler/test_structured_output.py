@@ -84,8 +84,9 @@ def test_a_slow_compilation_delays_no_other_token_by_more_than_one_step(
                 continue
             waiting += not client.tokens[newcomer]
             delivered = set(np.frombuffer(message.numbers, np.uint32).tolist())
-            missed = {number: 0 if number in delivered else missed[number] + 1 for number in neighbours}
-            assert max(missed.values()) <= 1, "another request's next token is two steps late"
+            running_on = [number for number in neighbours if number not in client.finished]
+            missed = {number: 0 if number in delivered else missed[number] + 1 for number in running_on}
+            assert max(missed.values(), default=0) <= 1, "another request's next token is two steps late"
         assert waiting > 10, "the compilation was not slow"
         assert re.fullmatch("[0-9a-f]{40}", text_of(client.tokens[newcomer]))
         client.abort(*neighbours)

@@ -172,8 +172,9 @@ import sys
 from tests.unit.worker.test_disk_tier import content, name, tier
 from pathlib import Path
 kept = tier(Path(sys.argv[1]), max_bytes=40_000)
-print("begins", flush=True)
-number = 0
+kept.put(name(0), content(0))
+print("has begun", flush=True)
+number = 1
 while True:
     kept.put(name(number % 60), content(number % 60))
     number += 1
