@@ -275,10 +275,16 @@ class EngineClient:
                 message = "; ".join([refused.message, *why, "try again later"])
                 raise APIError(503, message, retry_after=refused.retry_after, logged=refused.message)
 
-    def _decide(self, entry: LedgerEntry) -> Decision:
-        """Return what placement decides for a request, in which the fields that depend on its engine are set."""
+    def _decide(self, entry: LedgerEntry, *refused: str) -> Decision:
+        """Return what placement decides for a request, in which the fields that depend on its engine are set.
+
+        Args:
+            refused: engines that have no room for it.
+        """
         request, identity = entry.request, entry.identity or self.engines.identity
-        decision = self.placement.place(entry.key, request.token_ids, request.salt, identity, tuple(entry.refusals))
+        decision = self.placement.place(
+            entry.key, request.token_ids, request.salt, identity, (*entry.refusals, *refused)
+        )
         if isinstance(decision, Place):
             entry.set_kv_peers(self._kv_peers(decision.holder))
             # The prompt is all that an embedding needs
@@ -365,9 +371,9 @@ class EngineClient:
         entry.num_rejections += 1
         entry.num_admissions -= 1  # the next one may reject it for load, too
         self.engines.report(engine)
-        if 1 < len(self.engines) >= entry.num_rejections:
-            decision = self._decide(entry)
-            if isinstance(decision, Place) and decision.engine != engine.name:
+        if len(self.engines) > entry.num_rejections:
+            decision = self._decide(entry, engine.name)  # it has the prompt now, which would attract it again
+            if isinstance(decision, Place):
                 self.ledger.move(finish.number, self._next_number(), decision.engine, is_fault=False)
                 return True
         if not entry.num_admissions:

@@ -375,6 +375,14 @@ async def test_a_request_that_its_engine_rejects_is_new_and_fetches_blocks_from_
         assert other.requests[0].age == 0.0, "limits of load and the order of arrival hold for it as for a new one"
 
 
+async def test_a_request_that_its_engine_rejects_goes_to_one_that_has_less_of_its_prompt(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as engines:
+        await engines.serve()
+        stream, owner, other = await engines.submit([*range(400)])
+        owner.send(stream.number, 0, ends=True, why=FinishReason.REJECTED)
+        await engines.until(lambda: other.requests)
+
+
 async def test_streams_of_an_engine_that_fails_go_on_elsewhere(tmp_path: Path) -> None:
     async with fleet(tmp_path) as engines:
         await engines.serve()
