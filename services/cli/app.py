@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import os
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -161,6 +162,8 @@ def _of_server(name: str, **settings: Any) -> Callable[[Callable[..., int]], Cal
             try:
                 status = function(server=_server(**values), **given)
             except (NoAnswer, OSError) as error:
+                if isinstance(error, BrokenPipeError):
+                    raise
                 print(f"runahead: {error}", file=sys.stderr)
                 status = 1
             raise typer.Exit(status)
@@ -324,6 +327,10 @@ def run(arguments: list[str] | None = None) -> int:
     try:
         help_instead = ["--help"] if arguments in ([], ["config"]) else []
         status = app([*arguments, *help_instead], prog_name="runahead", standalone_mode=False)
+        print(end="", flush=True)  # what Python writes at its exit fails with a traceback
+    except BrokenPipeError:  # nobody reads the rest
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
     except TyperException as error:
         return _refuse(error.format_message())
     except ConfigurationError as error:

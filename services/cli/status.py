@@ -8,9 +8,11 @@ from typing import Any
 from services.cli.ask import ServerAddress, ask, ask_object
 from services.units import size_text
 
-_SAMPLE = re.compile(r"^runahead:(\w+)(?:\{.*\})? (\S+)$", re.MULTILINE)
+_SAMPLE = re.compile(r'^runahead:(\w+)\{engine="[^"]*",model_name="[^"]*"\} (\S+)$', re.MULTILINE)
 _TIER = re.compile(r'^runahead:kv_tier_(bytes|hit_tokens)(?:_total)?\{.*\btier="(\w+)".*\} (\S+)$', re.MULTILINE)
 
+_MEANS = ("kv_cache_usage_perc", "expected_queue_seconds", "seconds_per_prompt_token", "epoch")
+"""Metrics of which a sum over engines says nothing."""
 _SHOWN = (
     "phase", "detail", "served_model_names", "features", "max_model_len", "num_blocks", "block_size", "version",
 )  # fmt: skip
@@ -26,7 +28,7 @@ def status(server: ServerAddress, as_json: bool) -> int:
 def collect(server: ServerAddress) -> dict[str, Any]:
     """Return the answer of /server_info, the metrics that have no labels of their own, and those of tiers.
 
-    Those of several engines are added up; of shares the mean is taken.
+    Those of several engines are added up, or their mean is taken.
 
     Raises: NoAnswer
     """
@@ -36,7 +38,7 @@ def collect(server: ServerAddress) -> dict[str, Any]:
     text = ask(server, "/metrics").decode()
     for name, value in _SAMPLE.findall(text):
         samples.setdefault(name, []).append(float(value))
-    metrics = {name: sum(found) / (len(found) if name.endswith("_perc") else 1) for name, found in samples.items()}
+    metrics = {name: sum(found) / (len(found) if name in _MEANS else 1) for name, found in samples.items()}
     for kind, tier, value in _TIER.findall(text):
         counts = tiers.setdefault(tier, {"bytes": 0.0, "hit_tokens": 0.0})
         counts[kind] += float(value)

@@ -21,6 +21,12 @@ SIZES = (
     "adapted_modules",
 )  # fmt: skip
 """Fields of `EngineState` that requests are checked against, and that decide where they may go."""
+GAUGES = {
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "inflight_steps", "epoch", "num_workers",
+    "grammar_cache_bytes", "grammars_compiling", "weight_loads", "expected_queue_seconds",
+    "seconds_per_prompt_token", "kv_tier_bytes",
+}  # fmt: skip
+"""Statistics that say nothing of an engine whose scheduler is lost. The others are totals."""
 
 
 def checked(state: EngineState, limit: float) -> EngineState:
@@ -126,6 +132,8 @@ class Availability:
         """The connection is lost. An engine that served is expected back."""
         self.executes, self._is_lost = False, True
         self._stopped_at, self._is_stopped = None, False
+        totals = {name: value for name, value in self.state.stats.items() if name.partition(":")[0] not in GAUGES}
+        self.state = replace(self.state, stats=totals)
         if self.state.phase is EnginePhase.FAILED:
             return
         if self.state.phase in (*SERVING, EnginePhase.DRAINING):

@@ -271,16 +271,25 @@ class EngineClient:
             case refused:
                 self.decisions["refuse", NOBODY, "no_engine"] += 1
                 self.ledger.close(entry.request.number)
-                raise APIError(503, f"{refused.message}; try again later", retry_after=refused.retry_after)
+                why = [f"engine {name} refuses it: {text}" for name, text in entry.refusals.items()]
+                message = "; ".join([refused.message, *why, "try again later"])
+                raise APIError(503, message, retry_after=refused.retry_after, logged=refused.message)
 
-    def _decide(self, entry: LedgerEntry) -> Decision:
-        """Return what placement decides for a request, in which the fields that depend on its engine are set."""
+    def _decide(self, entry: LedgerEntry, *refused: str) -> Decision:
+        """Return what placement decides for a request, in which the fields that depend on its engine are set.
+
+        Args:
+            refused: engines that have no room for it.
+        """
         request, identity = entry.request, entry.identity or self.engines.identity
-        decision = self.placement.place(entry.key, request.token_ids, request.salt, identity)
+        decision = self.placement.place(
+            entry.key, request.token_ids, request.salt, identity, (*entry.refusals, *refused)
+        )
         if isinstance(decision, Place):
             entry.set_kv_peers(self._kv_peers(decision.holder))
             # The prompt is all that an embedding needs
-            entry.only_prompt = decision.reason is Reason.PREFILL and request.pooling is Pooling.NONE
+            ends = request.pooling is not Pooling.NONE or entry.refusals
+            entry.only_prompt = decision.reason is Reason.PREFILL and not ends
         return decision
 
     def _settle(self) -> None:
@@ -352,14 +361,19 @@ class EngineClient:
             if is_possible := any(e.ready and e.identity == entry.identity for e in self.engines.values()):
                 self._take_from_owner(entry, is_fault=True)
             return is_possible
+        if finish.reason is FinishReason.INVALID and entry.num_admissions > 1:  # only with the settings of this engine
+            entry.num_admissions -= 1
+            entry.refusals[engine.name] = finish.message
+            self._take_from_owner(entry, is_fault=False)
+            return True
         if finish.reason is not FinishReason.REJECTED:
             return False
         entry.num_rejections += 1
         entry.num_admissions -= 1  # the next one may reject it for load, too
         self.engines.report(engine)
-        if 1 < len(self.engines) >= entry.num_rejections:
-            decision = self._decide(entry)
-            if isinstance(decision, Place) and decision.engine != engine.name:
+        if len(self.engines) > entry.num_rejections:
+            decision = self._decide(entry, engine.name)  # it has the prompt now, which would attract it again
+            if isinstance(decision, Place):
                 self.ledger.move(finish.number, self._next_number(), decision.engine, is_fault=False)
                 return True
         if not entry.num_admissions:

@@ -18,7 +18,7 @@ import itertools
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
@@ -74,6 +74,8 @@ class LedgerEntry:
     """Seconds since then without another one."""
     num_admissions: int = 0
     """Number of schedulers that have had it and did not reject it."""
+    refusals: dict[str, str] = field(default_factory=dict)
+    """Why engines have found it invalid, by their names, although another one had admitted it."""
     only_prompt: bool = False
     """Its engine computes the prompt and one token; another one goes on."""
 

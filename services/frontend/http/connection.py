@@ -72,6 +72,8 @@ class Connection(H11Protocol):
         """Called when the write buffer has room again."""
         self.read_at = 0.0
         """When bytes were read last: monotonic seconds."""
+        self.has_stalled = False
+        """It was closed because the client did not read."""
         self._is_lost = False
 
     @property
@@ -143,7 +145,11 @@ class Connection(H11Protocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         self.is_full = True
-        self._stall_timer = self.loop.call_later(STALL_SECONDS, self.transport.abort)
+        self._stall_timer = self.loop.call_later(STALL_SECONDS, self._on_stall)
+
+    def _on_stall(self) -> None:
+        self.has_stalled = True
+        self.transport.abort()
 
     def resume_writing(self) -> None:
         _cancel(self._stall_timer)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from starlette.types import Receive
+from starlette.requests import Request
 
 from services.frontend.errors import GONE, APIError
 
@@ -13,13 +13,15 @@ T = TypeVar("T")
 
 
 @contextmanager
-def watch_disconnect(receive: Receive, fail: Callable[[APIError], None]) -> Iterator[None]:
+def watch_disconnect(http: Request, fail: Callable[[APIError], None]) -> Iterator[None]:
     """Call `fail` if the client closes the connection within this context."""
 
     async def until_disconnected() -> None:
-        while (await receive())["type"] != "http.disconnect":
+        while (await http.receive())["type"] != "http.disconnect":
             pass
-        fail(APIError(GONE, "the client closed the connection"))
+        own = getattr(http.state, "connection", None)  # none behind Ray Serve's proxy
+        did = "did not read its response" if own is not None and own.has_stalled else "closed the connection"
+        fail(APIError(GONE, f"the client {did}"))
 
     task = asyncio.create_task(until_disconnected())
     try:
@@ -28,7 +30,7 @@ def watch_disconnect(receive: Receive, fail: Callable[[APIError], None]) -> Iter
         task.cancel()
 
 
-async def until_left(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def until_left(http: Request, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of `work`, which is cancelled if the client closes the connection. Raises: APIError"""
     task, gone = asyncio.create_task(work), list[APIError]()
 
@@ -36,7 +38,7 @@ async def until_left(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         gone.append(error)
         task.cancel()
 
-    with watch_disconnect(receive, cancel):
+    with watch_disconnect(http, cancel):
         try:
             return await task
         except asyncio.CancelledError:

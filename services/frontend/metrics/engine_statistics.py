@@ -8,15 +8,11 @@ from prometheus_client.registry import Collector
 
 from protocol.requests import ITERATION_TOKENS
 from services import release
+from services.frontend.engine.availability import GAUGES
 from services.frontend.engine.client import EngineClient
 from services.frontend.engine.engine import ConnectedEngine
 from services.frontend.metrics.collectors import LABELS, OURS, histogram_family
 
-_GAUGES = {
-    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "inflight_steps", "epoch", "num_workers",
-    "grammar_cache_bytes", "grammars_compiling", "weight_loads", "expected_queue_seconds",
-    "seconds_per_prompt_token", "kv_tier_bytes",
-}  # fmt: skip
 DECISIONS = (
     ("place", "placements", "requests that were placed on the engine"),
     ("move", "stream_moves", "streams that moved from the engine to another one"),
@@ -74,7 +70,7 @@ class EngineStatistics(Collector):
         for key, value in stats.items():
             name, _, part = key.partition(":")
             own = named | {_PART_LABELS.get(name, "position"): part} if part else named
-            add = families.gauge if name in _GAUGES else families.counter
+            add = families.gauge if name in GAUGES else families.counter
             add(name.removesuffix("_total"), f"{name} of the engine", own, value)
 
     @staticmethod

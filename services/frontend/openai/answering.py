@@ -182,8 +182,8 @@ class Answering:
         shared = request.usage, formatter, options, time.monotonic(), summary
         context = ChoiceContext(self.engine, self.model.tokenizer, self.metrics, *shared)
         generation = Generation(context, request.shared, writer)
-        receive, fail = request.http.receive, generation.response.fail
-        watch = contextlib.nullcontext() if summary.is_detached else watch_disconnect(receive, fail)
+        fail = generation.response.fail
+        watch = contextlib.nullcontext() if summary.is_detached else watch_disconnect(request.http, fail)
         with contextlib.closing(generation), watch:
             for prompt, params in request.submissions:
                 generation.submit(prompt, params, delivered)

@@ -243,7 +243,7 @@ async def pooled(
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
-    await until_left(http.receive, run())
+    await until_left(http, run())
     return entries, count
 
 

@@ -61,7 +61,7 @@ async def chat(http: HTTPRequest, context: Context) -> Response:
     answering.check(body.model)
     output = ChatOutput.from_body(body, model.formats)
     encoding = answering.prompts.for_chat(body, state)
-    prompt = await (encoding if state.media is None else until_left(http.receive, encoding))
+    prompt = await (encoding if state.media is None else until_left(http, encoding))
     output = output.after(prompt.token_ids, model.tokenizer)
     dialect = chat_dialect(output, *answer_role(body))
     return await _answer(http, context, body, [prompt], dialect, output.grammar())

@@ -4,7 +4,7 @@ docs/placement.md describes it; its rules are in docs/invariants.md, section "Pl
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
@@ -184,28 +184,38 @@ class Placement:
 
     # -- decisions -----------------------------------------------------------------------------------------------------
 
-    def place(self, key: int, token_bytes: bytes, salt: str = "", identity_required: str = "") -> Decision:
+    def place(
+        self, key: int, token_bytes: bytes, salt: str = "", identity_required: str = "", refused: tuple[str, ...] = ()
+    ) -> Decision:
         """Choose the engine of a request. A key that is placed already is placed anew.
 
         Args:
             token_bytes: int32[...], little-endian: the prompt, and output that was delivered already.
             salt: the request's cache salt.
             identity_required: identity of the engine that has sent output of this request; "": any engine will do.
+            refused: engines that are not chosen.
         """
         names = {}
         if self.uses_prefixes and len(self._fleet.row_of) > 1:
             for size in self._fleet.candidates(identity_required).block_sizes:
                 names[size] = self._prefix_names(size).of(token_bytes, salt)
-        return self.place_named(key, len(token_bytes) // TOKEN_BYTES, names, identity_required)
+        return self.place_named(key, len(token_bytes) // TOKEN_BYTES, names, identity_required, refused)
 
     @_recorded(records.PlacementRequested)
     def place_named(
-        self, key: int, num_tokens: int, names: Mapping[int, Sequence[bytes]], identity_required: str
+        self,
+        key: int,
+        num_tokens: int,
+        names: Mapping[int, Sequence[bytes]],
+        identity_required: str,
+        refused: tuple[str, ...] = (),
     ) -> Decision:
         """`place` for a prompt of which only the names of prefixes are known, by block size; see `PrefixNames.of`."""
         self._end(key)
+        excluded = {self._fleet.row_of.get(name) for name in refused}
         rows = self._fleet.candidates(identity_required).rows
-        return self._place(key, num_tokens, names, rows) if len(rows) else self._no_engine(identity_required)
+        rows = rows[[row not in excluded for row in rows]] if excluded else rows
+        return self._place(key, num_tokens, names, rows) if len(rows) else self._no_engine(identity_required, excluded)
 
     @_recorded(records.MovesRequested)
     def moves(self) -> list[Move]:
@@ -300,14 +310,17 @@ class Placement:
         self._count += 1
         return self._policy.choose(PlacementView(self._fleet, rows, num_tokens, hits, self._count - 1, random))
 
-    def _no_engine(self, identity: str) -> Hold | RefuseRequest:
-        reports = (self._fleet.reports[row] for row in self._fleet.row_of.values() if row not in self._removed)
+    def _no_engine(self, identity: str, excluded: Set[int | None]) -> Hold | RefuseRequest:
+        rows = {*self._fleet.row_of.values()} - self._removed - excluded
+        reports = (self._fleet.reports[row] for row in rows)
         serving = [report for report in reports if report.condition in MAY_SERVE]
         if not identity or any(report.identity in ("", identity) for report in serving):
             if serving:
                 return Hold("no engine is ready; " + ", ".join(sorted({r.condition.value for r in serving})))
             return RefuseRequest(RETRY_AFTER, "no engine takes requests")
-        return RefuseRequest(RETRY_AFTER, "no engine has the model with which the output of this request began")
+        return RefuseRequest(
+            RETRY_AFTER, "no other engine has the model and the settings with which this request began"
+        )
 
     def _prefix_names(self, block_size: int) -> PrefixNames:
         if (found := self._prefixes.get(block_size)) is None:

@@ -60,6 +60,7 @@ class PlacementRequested(msgspec.Struct, frozen=True, tag="request"):
     names: Mapping[int, Sequence[bytes]]
     """Names of the prompt's prefixes by block size; empty if they were not needed."""
     identity_required: str
+    refused: tuple[str, ...] = ()
 
 
 class RequestEnded(msgspec.Struct, frozen=True, tag="ended"):

@@ -21,6 +21,11 @@ MAX_HELD = 65_536
 """Maximum characters of a call before its arguments, or of arguments that precede the name."""
 NAME = re.compile(NAME_PATTERN)
 _SPACE = " \t\n\r"
+_HIGH, _LOW = r"\\u[dD][89abAB]\w\w", r"\\u[dD][c-fC-F]\w\w"
+_COMPLETE = re.compile(rf"(?:[^\\]+|\\[^u]|{_HIGH}(?:{_LOW}|(?=[^\\]|\\[^u]|\\u\w{{4}}))|(?!{_HIGH})\\u\w{{4}})*")
+"""Text up to an escape, or a surrogate pair, that may be cut off."""
+_ESCAPE = re.compile(rf"({_HIGH}{_LOW}|(?!{_HIGH}|{_LOW})\\.)|{_HIGH}|{_LOW}", re.DOTALL)
+"""An escape of JSON; one of half a surrogate pair, which a client cannot send back, is in no group."""
 _ARGUMENTS = ("arguments", "parameters")
 _BESIDE_NAME = ("type", "id")
 
@@ -72,6 +77,8 @@ class ToolParser(ABC):
         """
         self._arguments_from: int | None = None
         """Position in the last chunk where the arguments begin that were not returned."""
+        self._held = ""
+        """The beginning of an escape, or of a surrogate pair, at their end."""
         self._events: list[ParsedEvent] = []
         self._trimmer = Trimmer()
         self._has_content = self._has_calls = False
@@ -260,7 +267,7 @@ class ToolParser(ABC):
         if (yield from self._buffer.past_space()) != "{":
             raise ParseError
         self._start(name)
-        self._arguments_from = self._buffer.position
+        self._arguments_from, self._held = self._buffer.position, ""
         yield from read_value(self._buffer)
         self._emit_arguments()
         self._arguments_from = None
@@ -321,13 +328,16 @@ class ToolParser(ABC):
     def _emit(self, event: ParsedEvent) -> None:
         if self._pending is None or (self._max_calls is not None and self._index >= self._max_calls):
             return
+        if isinstance(event, Arguments) and "\\u" in event.text:
+            event = Arguments(event.index, _ESCAPE.sub(lambda found: found[1] or "\\ufffd", event.text))
         (self._events if self._eager else self._pending).append(event)
 
     def _emit_arguments(self) -> None:
         if self._arguments_from is None:
             return
-        text = self._buffer.since(self._arguments_from)
+        text = self._held + self._buffer.since(self._arguments_from)
         self._arguments_from = self._buffer.position
+        text, self._held = text[: (end := _COMPLETE.match(text).end())], text[end:]  # type: ignore[union-attr]
         if text:
             self._emit(Arguments(self._index, text))
 

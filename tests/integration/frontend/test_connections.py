@@ -118,6 +118,7 @@ def test_client_that_does_not_read_is_aborted_and_others_are_served() -> None:
             assert answer["choices"][0]["text"] == "served"
             scheduler.wait_aborted(number)
             wait_until(lambda: frontend.metric("requests_total", outcome="aborted") == 1, "it is counted")
+            wait_until(lambda: "the client did not read its response" in frontend.log, "it is logged")
         frontend.signal()
         assert frontend.wait() == 0, "the stalled connection does not delay the exit"
 

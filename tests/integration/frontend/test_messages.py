@@ -181,7 +181,7 @@ def test_reasoning_text_and_call_are_blocks_of_their_own() -> None:
             thought, text, call = answer["content"]
             assert thought == {"type": "thinking", "thinking": "Hm.", "signature": ""}
             assert text == {"type": "text", "text": "Sure."}
-            assert (call["name"], call["input"]) == ("add", {"a": 1, "b": "\ud800"})
+            assert (call["name"], call["input"]) == ("add", {"a": 1, "b": "\ufffd"})
             assert answer["stop_reason"] == "tool_use"
 
 

@@ -1,6 +1,10 @@
 """Commands about a running server, when another program answers at the address."""
 
+import json
+import os
 import ssl
+import subprocess
+import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -24,8 +28,12 @@ REFUSALS = {
 TWO_ENGINES = {
     "/two/server_info": b'{"phase": "ready", "detail": "ready", "served_model_names": ["m"], "features": {}, '
     b'"max_model_len": 8, "num_blocks": 600, "block_size": 16, "version": "1"}',
-    "/two/metrics": b'runahead:kv_cache_usage_perc{engine="0"} 0.5\nrunahead:kv_cache_usage_perc{engine="1"} 0.7\n'
-    b'runahead:engine_ready{engine="0"} 1.0\nrunahead:engine_ready{engine="1"} 1.0\n',
+    "/two/metrics": "".join(
+        f'runahead:{name}{{engine="{engine}",model_name="m"}} {value}\n'
+        for name, values in (("kv_cache_usage_perc", (0.5, 0.7)), ("engine_ready", (1.0, 1.0)), ("epoch", (4.0, 4.0)))
+        for engine, value in enumerate(values)
+    ).encode()
+    + b'runahead:e2e_request_latency_seconds_bucket{engine="0",le="0.3",model_name="m"} 1.0\n',
 }
 NOT_SERVED = b'{"error": {"message": "GET /x is not served here; /openapi.json lists all routes"}}'
 
@@ -74,6 +82,23 @@ def test_status_of_two_engines_has_the_mean_of_their_kv_cache_usage(
     text = run_command(capsys, "status", f"{other_program}/two").stdout
     assert "engines     ready 2\n" in text
     assert "KV cache    600 blocks of 16 tokens, 60.0% in use" in text
+    metrics = json.loads(run_command(capsys, "status", f"{other_program}/two", "--json").stdout)["metrics"]
+    assert metrics == {"kv_cache_usage_perc": 0.6, "engine_ready": 2.0, "epoch": 4.0}
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_command_whose_output_nobody_reads_ends_without_a_message(other_program: str, unbuffered: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "services.cli", "status", f"{other_program}/two"],
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        timeout=60,
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, b"")
 
 
 @pytest.mark.parametrize("path", REFUSALS)

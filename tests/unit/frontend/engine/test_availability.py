@@ -48,6 +48,14 @@ def test_condition_through_doubt_drains_and_losses() -> None:
     ]  # fmt: skip
 
 
+def test_an_engine_that_is_lost_runs_no_requests() -> None:
+    engine, totals = Availability(10.0, deque()), {"steps_total": 9.0, "kv_tier_hit_tokens_total:host": 2.0}
+    gauges = {"num_requests_running": 3.0, "kv_tier_bytes:host": 1.0}
+    engine.on_state(EngineState(EnginePhase.READY, stats=totals | gauges), 1.0)
+    engine.on_lost(2.0)
+    assert engine.state.stats == totals
+
+
 def test_streams_move_from_engines_that_get_no_requests() -> None:
     assert Condition.READY not in (*MOVES_STREAMS, *MAY_SERVE)
     assert Condition.SILENT not in MOVES_STREAMS

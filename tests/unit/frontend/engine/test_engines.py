@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -107,10 +107,10 @@ class ScriptedEngine:
 
 
 class Fleet:
-    """A frontend's client with two engines."""
+    """A frontend's client with two engines, or three."""
 
-    def __init__(self, directory: Path, identities: tuple[str, str] = (MODEL, MODEL)) -> None:
-        self._endpoints = [f"ipc://{directory}/{name}" for name in "ab"]
+    def __init__(self, directory: Path, identities: Sequence[str]) -> None:
+        self._endpoints = [f"ipc://{directory}/{name}" for name in "abc"[: len(identities)]]
         self.engines = [ScriptedEngine(endpoint, 10 + i, identities[i]) for i, endpoint in enumerate(self._endpoints)]
         self.client = EngineClient(numbered(self._endpoints), 8, 10.0, 300.0, 600.0)
 
@@ -142,7 +142,7 @@ class Fleet:
 
 @asynccontextmanager
 async def fleet(directory: Path, *identities: str) -> AsyncIterator[Fleet]:
-    made = Fleet(directory, identities or (MODEL, MODEL))  # type: ignore[arg-type]
+    made = Fleet(directory, identities or (MODEL, MODEL))
     running = asyncio.create_task(made.client.run())
     try:
         yield made
@@ -375,6 +375,14 @@ async def test_a_request_that_its_engine_rejects_is_new_and_fetches_blocks_from_
         assert other.requests[0].age == 0.0, "limits of load and the order of arrival hold for it as for a new one"
 
 
+async def test_a_request_that_its_engine_rejects_goes_to_one_that_has_less_of_its_prompt(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as engines:
+        await engines.serve()
+        stream, owner, other = await engines.submit([*range(400)])
+        owner.send(stream.number, 0, ends=True, why=FinishReason.REJECTED)
+        await engines.until(lambda: other.requests)
+
+
 async def test_streams_of_an_engine_that_fails_go_on_elsewhere(tmp_path: Path) -> None:
     async with fleet(tmp_path) as engines:
         await engines.serve()
@@ -406,6 +414,33 @@ async def test_a_stream_for_which_no_other_engine_has_room_waits(
         other.send(stream.number, 1, 8, ends=True)
         await engines.until(lambda: stream.end is not None)
         assert stream.output == [7, 8]
+
+
+async def test_a_stream_that_engines_refuse_as_invalid_goes_on_at_another_one_or_ends(tmp_path: Path) -> None:
+    """It was valid, but their settings are others: that is no fault of its client."""
+    async with fleet(tmp_path, MODEL, MODEL, MODEL) as engines:
+        await engines.serve()
+        stream, owner, _ = await engines.submit([1, 2])
+        owner.send(stream.number, 0, 7)
+        await engines.until(lambda: stream.output == [7])
+        left = [engine for engine in engines.engines if engine is not owner]
+        owner.phase = EnginePhase.DRAINING
+        owner.send_state()
+        await engines.until(lambda: left[0].requests or left[1].requests)
+        refusing, other = left if left[0].requests else left[::-1]
+        refusing.send(stream.number, 1, ends=True, why=FinishReason.INVALID)
+        await engines.until(lambda: other.requests)
+        assert unpack(other.requests[0].token_ids).tolist() == [1, 2, 7]
+        other.send(stream.number, 1, 8)
+        await engines.until(lambda: stream.output == [7, 8])
+        other.phase = EnginePhase.DRAINING
+        other.send_state()
+        await engines.until(lambda: len(refusing.requests) == 2)
+        refusing.send(stream.number, 2, ends=True, why=FinishReason.INVALID)
+        await engines.until(lambda: stream.end is not None)
+        assert isinstance(stream.end, APIError)
+        assert stream.end.status == 503
+        assert f"engine {engines.engines.index(refusing)} refuses it" in stream.end.message
 
 
 async def test_a_stream_whose_connection_breaks_while_its_engine_drains_goes_on_there(tmp_path: Path) -> None:

@@ -119,16 +119,17 @@ class PlacementMachine(RuleBasedStateMachine):
 
     # -- decisions -----------------------------------------------------------------------------------------------------
 
-    @rule(key=KEYS, prompt=PROMPT, identity=IDENTITIES)
-    def place(self, key: int, prompt: int, identity: str) -> None:
+    @rule(key=KEYS, prompt=PROMPT, identity=IDENTITIES, refused=st.just(()) | st.tuples(ENGINES))
+    def place(self, key: int, prompt: int, identity: str, refused: tuple[str, ...]) -> None:
         tokens = PROMPTS[prompt]
         fitting = {
             name: report
             for name, report in self.reports.items()
-            if not identity or report.identity in (identity, "" if report.condition in MAY_SERVE else identity)
+            if name not in refused
+            and (not identity or report.identity in (identity, "" if report.condition in MAY_SERVE else identity))
         }
         ready = [name for name, report in fitting.items() if report.condition is Condition.READY]
-        decision = self.core.place(key, tokens, "", identity)
+        decision = self.core.place(key, tokens, "", identity, refused)
         self.forget(key)
         match decision:
             case Place(engine=name, hit_tokens=hit, reason=reason):

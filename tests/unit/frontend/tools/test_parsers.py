@@ -118,6 +118,10 @@ WHOLE: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
     ("hermes", '<tool_call>{"id": 7, "x": [{}, []], "name": "f", "arguments": {}, "y": true}', "", [("f", "{}")]),
     ("hermes", '<tool_call>{"name": "not-on-offer", "arguments": {}}', "", [("not-on-offer", "{}")]),
+    (
+        "hermes", r'<tool_call>{"name": "f", "arguments": {"a": "\ud83d\ude00\ud83dx\\ud800\udc00\ud83d\u00e9"}}', "",
+        [("f", r'{"a": "\ud83d\ude00\ufffdx\\ud800\ufffd\ufffd\u00e9"}')],
+    ),
     ("llama3_json", TWO, "", BOTH[1:]),
     ("llama3_json", f"\n {ONE} ; {TWO}\n", "", BOTH),
     ("llama3_json", f"<|python_tag|>{TWO}", "", BOTH[1:]),
