@@ -264,16 +264,23 @@ async def test_an_engine_that_was_never_there_keeps_no_request_from_new_weights(
         await engines.submit([1])
 
 
-async def test_a_partition_is_no_death(tmp_path: Path) -> None:
-    """The stream moves, and is not blamed once the same scheduler is connected again."""
+@pytest.mark.parametrize("loses_workers", [False, True])
+async def test_a_partition_is_no_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loses_workers: bool) -> None:
+    """The stream moves, and is not blamed once the same scheduler is connected again. One that has left workers which
+    were lost stays blamed."""
+    monkeypatch.setattr(availability, "RECOVERY_GRACE", 0.1)
     async with fleet(tmp_path) as engines:
         await engines.serve()
-        stream, owner, _ = await engines.submit([1])
+        stream, owner, other = await engines.submit([1])
+        if loses_workers:
+            owner.phase = EnginePhase.RECOVERING
+            owner.send_state()
+            await engines.until(lambda: other.requests)
         engines.restart(owner, owner.incarnation, owner.identity)
         entry = engines.client.ledger.entry
-        await engines.until(lambda: "move" in {kind for kind, *_ in engines.client.decisions})
+        await engines.until(lambda: other.requests)
         await engines.serve()
-        assert entry(stream.number).attempts == 0  # type: ignore[union-attr]
+        assert entry(stream.number).attempts == int(loses_workers)  # type: ignore[union-attr]
 
 
 async def test_a_drop_is_refused_while_an_engine_is_not_connected(tmp_path: Path) -> None:
