@@ -105,7 +105,8 @@ def forget(server: ServeProcess, key: str = "none") -> None:
 def test_blocks_that_were_evicted_are_loaded(tmp_path: Path) -> None:
     """From the memory of the worker. Another engine with the same directory finds them, too."""
     num_blocks, block_bytes = 30, 8 * BLOCK_SIZE
-    small = (*SIM, "--max-model-len", "400", "--kv-cache-memory-bytes", str(num_blocks * block_bytes))
+    slow = ("--sim-prefill-token-us", "10000")  # a late answer of a busy machine is no reason to ask for no other load
+    small = (*SIM, *slow, "--max-model-len", "400", "--kv-cache-memory-bytes", str(num_blocks * block_bytes))
     tiers = ("--kv-offload-bytes", "1M", "--kv-offload-dir", str(tmp_path / "kv"))
     with serving(*small, *tiers) as server:
         text, _ = answer(server)

@@ -5,7 +5,7 @@ import pytest
 from protocol.block_names import extend_names
 from protocol.codec import pack
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.loading import DROPPED_SECONDS
+from services.scheduler.core.loading import DROPPED_SECONDS, BlockLoad, LoadTimes
 from tests.simulation.tier import LoadUnderWay, SimulatedTier
 from tests.simulation.world import World, params
 
@@ -128,3 +128,11 @@ def test_a_running_request_needs_the_blocks_of_a_load(world: World) -> None:
     assert not world.store.loading.under_way
     answer(world, load)
     world.drain()
+
+
+def test_a_tier_is_asked_for_less_after_two_late_answers_in_a_row() -> None:
+    """One that finds nothing may be late by chance, also the first."""
+    times, load = LoadTimes(), BlockLoad(1, [], False, [], [], [], (), began=0.0, gives_up=2.0)
+    for seconds, is_worth in ((0.5, True), (0.01, True), (0.5, True), (0.5, False)):
+        times.add(load, 0, seconds)
+        assert times.is_worth(1.0, 1, now=1.0) == is_worth

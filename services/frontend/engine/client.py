@@ -442,7 +442,12 @@ class EngineClient:
             raise APIError(503, f"engine {lost[0]} is not connected and may keep the blocks; try again when it is back")
         if old := [e.name for e in self.engines.values() if e.connection.is_open and not e.state.controls_cache]:
             raise APIError(503, f"engine {old[0]} is of an older version, which knows no pins and drops")
-        return await self._ask_engines(make)
+        asked = {engine: engine.state.incarnation for engine in self.engines.values()}
+        answers = await self._ask_engines(make)
+        changed = [e.name for e, number in asked.items() if not e.connection.is_open or e.state.incarnation != number]
+        if is_drop and changed:  # its next scheduler loads blocks that another engine had not dropped yet
+            raise APIError(503, f"engine {changed[0]} was lost meanwhile and may have the blocks again; try again")
+        return answers
 
     async def _ask_engines(self, make: Callable[[EngineState, int], msgspec.Struct]) -> dict[str, Any]:
         """Raises: APIError"""

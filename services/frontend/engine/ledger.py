@@ -10,8 +10,8 @@ Rules (docs/invariants.md):
 - Suspects: a request that was open when several schedulers in a row died, of any engines, without progress in between,
   is submitted alone among its like. If the scheduler dies again, the request is refused. An expulsion of this frontend
   for a message that the scheduler could not read counts like a death, for requests without an output since they were
-  sent. An engine that is lost counts as dead until the same scheduler is connected again, and so does one whose
-  workers are not back in time, for the streams that leave it.
+  sent. An engine that is lost counts as dead until the same scheduler is connected again; one whose workers are not
+  back in time counts as dead for the streams that leave it.
 """
 
 import itertools
@@ -59,7 +59,7 @@ class LedgerEntry:
     holder: Holder | None = None
     """The scheduler that had it last and is not known to be dead."""
     blamed_for: Holder | None = None
-    """The scheduler whose death `attempts` counted last."""
+    """The scheduler whose death `attempts` counted last; None: there is none, or it is certain."""
     num_rejections: int = 0
     """Number of engines that did not admit it."""
     held_until: float = 0.0
@@ -298,6 +298,9 @@ class RequestLedger:
         Args:
             is_death: False: the scheduler was about to end, and may have done so.
         """
+        for entry in self._entries.values():
+            if entry.blamed_for is not None and entry.blamed_for[0] == engine:
+                entry.blamed_for = None  # it was connected then: its workers were lost, and that is certain
         self._unsent[engine] = {entry.request.number: entry for entry in self.owned(engine)}
         for entry in () if is_death else self._unsent[engine].values():
             entry.holder = None

@@ -51,7 +51,9 @@ class LoadTimes:
     block: float = 0.0
     """Mean seconds to load a block; 0.0: not measured."""
     miss: float = 0.0
-    """Mean seconds of an answer that finds nothing."""
+    """Seconds of the faster of the last two answers that found nothing, as one may be late by chance; 0.0: there were
+    fewer."""
+    _last_miss: float = 0.0
     _measured: float = -VALID_SECONDS
     """When a load last ended."""
 
@@ -65,13 +67,9 @@ class LoadTimes:
         """A load has ended with its first `count` blocks filled."""
         seconds, self._measured = now - load.began, now
         if count:
-            self.block = _mean(self.block, seconds / count)
+            self.block += (SHARE if self.block else 1.0) * (seconds / count - self.block)
         else:
-            self.miss = _mean(self.miss, seconds)
-
-
-def _mean(mean: float, measured: float) -> float:
-    return mean + SHARE * (measured - mean) if mean else measured
+            self.miss, self._last_miss = min(seconds, self._last_miss), seconds
 
 
 @dataclass

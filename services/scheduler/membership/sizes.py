@@ -15,7 +15,7 @@ class GroupError(Exception):
 def fit(c: SchedulerConfig, loaded: list[Loaded], leaves_rows_out: bool = False) -> Limits:
     """Return the engine's sizes for ranks that have loaded.
 
-    A context that does not fit the KV cache is lowered, or refused if the user set it.
+    A context that does not fit the KV cache, or the volume of `phased`, is lowered, or refused if the user set it.
 
     Args:
         leaves_rows_out: all ranks do (`Register.leaves_rows_out`). The shapes of `phased` have no room for it, and a
@@ -77,6 +77,7 @@ def fit(c: SchedulerConfig, loaded: list[Loaded], leaves_rows_out: bool = False)
             capacity,
             *(rank.max_model_len for rank in loaded),
             *([c.max_num_batched_tokens + 1] if whole_prompts else []),
+            *([_held_by_volume(c)] if c.policy == "phased" and c.phased_max_volume and not c.max_model_len else []),
         ),
         enable_prefix_caching=c.enable_prefix_caching and not whole_prompts,
         stages=c.pipeline_parallel_size,
@@ -89,3 +90,8 @@ def fit(c: SchedulerConfig, loaded: list[Loaded], leaves_rows_out: bool = False)
         whole_prompts=whole_prompts,
         encoder_budget=c.max_num_batched_tokens if media is not None else 0,
     )
+
+
+def _held_by_volume(c: SchedulerConfig) -> int:
+    """Return the tokens of the longest request that a decode step of `phased` can take."""
+    return max((c.phased_max_volume // c.block_size - 1) * c.block_size, 1)

@@ -9,7 +9,6 @@ after a large cohort was sent. The policy has no state; the number of the step i
 
 import numpy as np
 
-from services.scheduler.core.slots import SlotIds
 from services.scheduler.policies.base import SchedulerView, StepBudget
 from services.scheduler.policies.chunked import ChunkedPolicy
 
@@ -33,13 +32,6 @@ class BalancedPolicy(ChunkedPolicy):
         prefill = min(left, max(even, MIN_CHUNK))
         widest = 1 + int(view.slots.proposed.take(view.running).max(initial=0))
         return StepBudget(min(most, decodes * widest + prefill), chunk, decodes, prefill)
-
-    def order(self, view: SchedulerView) -> SlotIds:
-        """The slot that was not scheduled for the longest time comes first, so that cohorts take turns."""
-        rows = super().order(view)
-        if view.limits.stages == 1:
-            return rows
-        return rows[np.argsort(view.slots.last_step.take(rows), kind="stable")]
 
 
 def _share(demand: int, step: int, stages: int) -> int:

@@ -2,6 +2,9 @@
 
 from typing import Self
 
+import numpy as np
+
+from protocol.columns import has_all
 from services.config import SchedulerConfig
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import Request
@@ -10,7 +13,7 @@ from services.scheduler.policies.base import SchedulerView, StepBudget
 
 
 class ChunkedPolicy:
-    """Requests take from the budget by order key. `long_prefill_token_threshold`: largest chunk, 0: no limit."""
+    """Requests take from the budget in turn. `long_prefill_token_threshold`: largest chunk, 0: no limit."""
 
     def __init__(self, long_prefill_token_threshold: int = 0) -> None:
         self._threshold = long_prefill_token_threshold
@@ -24,7 +27,9 @@ class ChunkedPolicy:
         return StepBudget(most, self._threshold or most)
 
     def order(self, view: SchedulerView) -> SlotIds:
-        return view.running
+        """The slot that was not scheduled for the longest time comes first, so that all take turns."""
+        rows, last = view.running, view.slots.last_step.take(view.running)
+        return rows if has_all(last[:-1] <= last[1:]) else rows[np.argsort(last, kind="stable")]
 
     def admit(self, view: SchedulerView, request: Request, hit: int, count: int) -> tuple[int, int]:
         return hit, count

@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 
 from protocol.codec import pack
+from protocol.membership import Loaded
 from protocol.steps import SchedulerOutput
 from services.config import SchedulerConfig
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.results import UnknownResult
+from services.scheduler.membership.sizes import fit
 from services.scheduler.policies import PhasedPolicy, make_policy
 from tests.simulation.requests import finishes, generate, plans
 from tests.simulation.results import result_of
@@ -34,6 +36,9 @@ def test_a_volume_that_cannot_hold_one_request_is_refused() -> None:
     config = SchedulerConfig(batching_policy="phased", phased_max_volume=100)
     with pytest.raises(ValueError, match="a volume of 100"):
         make_policy(config, Limits(4, 2048, 512, 64, 16))
+    grown = fit(config, [Loaded("hash", 100, 8192, 0, 9999)])
+    make_policy(config, grown)
+    assert grown.max_model_len == 80
 
 
 def test_chunks_that_are_not_whole_blocks_are_refused() -> None:

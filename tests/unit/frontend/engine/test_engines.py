@@ -15,6 +15,7 @@ from protocol.records import CachedBlocks, Subscribe
 from protocol.requests import (
     AbortRequest,
     CacheAction,
+    CacheControlled,
     ClientMessage,
     ControlCache,
     EnginePhase,
@@ -85,7 +86,7 @@ class ScriptedEngine:
         state = EngineState(
             self.phase, self.detail, incarnation=self.incarnation, identity=self.identity, max_model_len=100, lease=1,
             block_size=BLOCK, round_trips=RoundTrips(heard, self.unanswered), info={"role": self.role},
-            kv_peers=self.kv_peers, loads_ahead=self.loads_ahead,
+            kv_peers=self.kv_peers, loads_ahead=self.loads_ahead, controls_cache=True,
         )  # fmt: skip
         with contextlib.suppress(PeerGone):  # the frontend has left this engine
             self.server.send(self.peers[-1], state)
@@ -264,16 +265,23 @@ async def test_an_engine_that_was_never_there_keeps_no_request_from_new_weights(
         await engines.submit([1])
 
 
-async def test_a_partition_is_no_death(tmp_path: Path) -> None:
-    """The stream moves, and is not blamed once the same scheduler is connected again."""
+@pytest.mark.parametrize("loses_workers", [False, True])
+async def test_a_partition_is_no_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loses_workers: bool) -> None:
+    """The stream moves, and is not blamed once the same scheduler is connected again. One that has left workers which
+    were lost stays blamed."""
+    monkeypatch.setattr(availability, "RECOVERY_GRACE", 0.1)
     async with fleet(tmp_path) as engines:
         await engines.serve()
-        stream, owner, _ = await engines.submit([1])
+        stream, owner, other = await engines.submit([1])
+        if loses_workers:
+            owner.phase = EnginePhase.RECOVERING
+            owner.send_state()
+            await engines.until(lambda: other.requests)
         engines.restart(owner, owner.incarnation, owner.identity)
         entry = engines.client.ledger.entry
-        await engines.until(lambda: "move" in {kind for kind, *_ in engines.client.decisions})
+        await engines.until(lambda: other.requests)
         await engines.serve()
-        assert entry(stream.number).attempts == 0  # type: ignore[union-attr]
+        assert entry(stream.number).attempts == int(loses_workers)  # type: ignore[union-attr]
 
 
 async def test_a_drop_is_refused_while_an_engine_is_not_connected(tmp_path: Path) -> None:
@@ -284,6 +292,25 @@ async def test_a_drop_is_refused_while_an_engine_is_not_connected(tmp_path: Path
         await engines.until(lambda: not engines.client.engines["1"].connection.is_open)
         with pytest.raises(APIError, match="engine 1 is not connected"):
             await engines.client.control_cache(lambda _, number: ControlCache(number, CacheAction.DROP), is_drop=True)
+
+
+async def test_a_drop_fails_if_a_scheduler_is_replaced_meanwhile(tmp_path: Path) -> None:
+    """The next one may load the blocks from an engine that had not dropped them."""
+    async with fleet(tmp_path) as engines:
+        await engines.serve()
+        control = engines.client.control_cache(lambda _, number: ControlCache(number, CacheAction.DROP), is_drop=True)
+        asked = asyncio.create_task(control)
+        first, second = engines.engines
+        await engines.until(lambda: first.loads and second.loads)
+        first.server.send(first.peers[-1], CacheControlled(first.loads[0].number))
+        first.detail = "answered"
+        first.send_state()
+        await engines.until(lambda: engines.client.engines["0"].state.detail == first.detail)
+        engines.restart(first, 20)
+        await engines.until(lambda: engines.client.engines["0"].state.incarnation == 20)
+        second.server.send(second.peers[-1], CacheControlled(second.loads[0].number))
+        with pytest.raises(APIError, match="engine 0 was lost meanwhile"):
+            await asked
 
 
 def names_of(prompt: list[int], salt: str) -> list[bytes]:
