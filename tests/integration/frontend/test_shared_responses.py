@@ -204,7 +204,7 @@ def test_response_of_other_weights_waits_and_one_of_other_settings_fails(tmp_pat
         owner[0].process.kill()
         with sharing(tmp_path, state=state("b")) as other:
             for _ in range(2):
-                with pytest.raises(openai.InternalServerError, match="no engine has the model") as refused:
+                with pytest.raises(openai.InternalServerError, match="no other engine has the model") as refused:
                     client(other[0]).retrieve(id)
                 assert refused.value.status_code == 503
     (path,) = tmp_path.glob("*/*.jsonl")
