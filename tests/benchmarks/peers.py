@@ -111,7 +111,7 @@ def _common(setting: PeerSetting) -> tuple[str, ...]:
 
 
 def _llama_cpp(setting: PeerSetting, streams: int) -> AbstractContextManager[ServerProcess]:
-    return llama_cpp.llama_cpp(setting.file, streams, setting.context, setting.args.threads)
+    return llama_cpp.llama_cpp(setting.file, streams, setting.context, setting.args.threads or CORES)
 
 
 CORES = len(os.sched_getaffinity(0))
@@ -193,7 +193,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--servers", nargs="+", default=DEFAULT, choices=SERVERS, metavar="NAME")
-    add_ints(parser, threads=CORES, input_len=128, output_len=128, waves=2, repeats=3, max_model_len=1024, kv_gib=1)
+    add_ints(parser, threads=0, input_len=128, output_len=128, waves=2, repeats=3, max_model_len=1024, kv_gib=1)
     return parser.parse_args()
 
 
