@@ -161,9 +161,9 @@ def _of_server(name: str, **settings: Any) -> Callable[[Callable[..., int]], Cal
 
             try:
                 status = function(server=_server(**values), **given)
+            except BrokenPipeError:  # of stdout, not of the server
+                raise
             except (NoAnswer, OSError) as error:
-                if isinstance(error, BrokenPipeError):
-                    raise
                 print(f"runahead: {error}", file=sys.stderr)
                 status = 1
             raise typer.Exit(status)

@@ -92,13 +92,13 @@ def test_the_permutation_matrix_with_drafts(name: str, depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("budget", [6, 14])
+@pytest.mark.parametrize("budget", [1, 3, 5, 6, 14])
 def test_requests_take_turns_if_a_step_is_too_small_for_their_drafts(budget: int, depth: int) -> None:
     """A request that was left out of steps has its own drafts when it returns, and no invalid id is an input."""
     limits = replace(ROOMY, max_num_batched_tokens=budget)
     world = World(limits, depth, speculating=Speculating("always", (3,)))
     for i in range(6):
-        world.add(prompt_of(budget // 6, i), params(40, eos=False))
+        world.add(prompt_of(max(budget // 6, 1), i), params(40, eos=False))
     world.drain()
     last: dict[int, int] = {}
     waited: list[int] = []
@@ -107,7 +107,8 @@ def test_requests_take_turns_if_a_step_is_too_small_for_their_drafts(budget: int
         for slot, drafts in zip(slots, unpack(plan.drafts).tolist() or [0] * len(slots), strict=True):
             waited += [plan.step_id - last.get(slot, plan.step_id)] if drafts else []
             last[slot] = plan.step_id
-    assert 1 < max(waited) <= 4, "rows skip steps, in turn"
+    assert bool(waited) == (budget > 1)
+    assert budget == 1 or 1 < max(waited) <= 3, "rows skip steps, in turn"
     assert all(len(stream.tokens) == 40 for stream in world.streams)
 
 

@@ -287,9 +287,8 @@ class EngineClient:
         )
         if isinstance(decision, Place):
             entry.set_kv_peers(self._kv_peers(decision.holder))
-            # The prompt is all that an embedding needs
-            ends = request.pooling is not Pooling.NONE or entry.refusals
-            entry.only_prompt = decision.reason is Reason.PREFILL and not ends
+            goes_on = request.pooling is Pooling.NONE and not entry.refusals  # the prompt is all of an embedding
+            entry.only_prompt = decision.reason is Reason.PREFILL and goes_on
         return decision
 
     def _settle(self) -> None:

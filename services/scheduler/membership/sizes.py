@@ -6,6 +6,7 @@ from protocol.kv_groups import ONE_GROUP, num_states
 from protocol.membership import Loaded
 from services.config import SchedulerConfig
 from services.scheduler.core.limits import Limits
+from services.scheduler.policies.geometry import Geometry
 
 
 class GroupError(Exception):
@@ -71,13 +72,14 @@ def fit(c: SchedulerConfig, loaded: list[Loaded], leaves_rows_out: bool = False)
             f"--max-model-len {c.max_model_len} does not fit the KV cache of {capacity} tokens; "
             f"use --max-model-len {capacity} or more --kv-cache-memory-bytes"
         )
+    by_volume = Geometry(c.block_size, c.max_num_batched_tokens).longest_request(c.phased_max_volume)
     return replace(
         sizes,
         max_model_len=min(
             capacity,
             *(rank.max_model_len for rank in loaded),
             *([c.max_num_batched_tokens + 1] if whole_prompts else []),
-            *([_held_by_volume(c)] if c.policy == "phased" and c.phased_max_volume and not c.max_model_len else []),
+            *([by_volume] if c.policy == "phased" and c.phased_max_volume and not c.max_model_len else []),
         ),
         enable_prefix_caching=c.enable_prefix_caching and not whole_prompts,
         stages=c.pipeline_parallel_size,
@@ -90,8 +92,3 @@ def fit(c: SchedulerConfig, loaded: list[Loaded], leaves_rows_out: bool = False)
         whole_prompts=whole_prompts,
         encoder_budget=c.max_num_batched_tokens if media is not None else 0,
     )
-
-
-def _held_by_volume(c: SchedulerConfig) -> int:
-    """Return the tokens of the longest request that a decode step of `phased` can take."""
-    return max((c.phased_max_volume // c.block_size - 1) * c.block_size, 1)

@@ -73,6 +73,10 @@ class Geometry:
         """Upper bound of the rectangle after `steps` more tokens, with a block of slack for block crossings."""
         return self.round_up(start + steps - 1) + self.block
 
+    def longest_request(self, volume: int) -> int:
+        """Largest context whose last length, as a row alone, is within a volume; at least 1."""
+        return max((volume // self.block - 1) * self.block, 1)
+
     @staticmethod
     def peak_volume(newcomer: int, decoders: Iterable[int]) -> int:
         """Largest rows times length of any later step, from the lengths at which each row ends."""

@@ -63,7 +63,7 @@ def test_drafts_need_a_chance_and_make_fewer_steps(recordings: Path, capsys: pyt
     assert "set --draft-acceptance" in capsys.readouterr().err
     same, accepted = predicted(recordings, speculative_config=drafts, draft_acceptance=1.0)
     _, rejected = predicted(recordings, speculative_config=drafts, draft_acceptance=0.0)
-    assert accepted["ITL, mean"] < rejected["ITL, mean"]
+    assert accepted["ITL, mean"] < rejected["ITL, mean"] / 2
     assert same["ITL, mean"] <= rejected["ITL, mean"], "rows may have been measured as free"
 
 

@@ -1,5 +1,7 @@
 """The phased policy under the engine, and reports of a runner's progress."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -39,6 +41,8 @@ def test_a_volume_that_cannot_hold_one_request_is_refused() -> None:
     grown = fit(config, [Loaded("hash", 100, 8192, 0, 9999)])
     make_policy(config, grown)
     assert grown.max_model_len == 80
+    with pytest.raises(ValueError, match="a volume of 100"):
+        make_policy(config, replace(grown, max_model_len=81))
 
 
 def test_chunks_that_are_not_whole_blocks_are_refused() -> None:

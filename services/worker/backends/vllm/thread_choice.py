@@ -4,8 +4,8 @@ vLLM's kernels meet at barriers after each small piece of work. A small step is 
 so is a larger one while another process wants a core. Which number is best depends on the model, the size of the step
 and the neighbours, so it is measured while serving.
 
-oneDNN's products keep the number of threads of their first call with as many rows. So the first steps are chosen by
-steps before serving, and no two numbers are tried with the same rows there.
+oneDNN's products keep the number of threads of their first call with as many rows. So small steps are measured before
+serving, too, each number of threads with rows of its own.
 """
 
 from collections import deque
