@@ -39,7 +39,8 @@ GUILTY = (
     "the last time without any other suspect; it is refused"
 )
 OTHER_MODEL = (
-    "the engine that had this request is gone, and there are other weights in its place; send the request again"
+    "the engine that had this request is gone, and one with other weights or another context length is in its place; "
+    "send the request again"
 )
 
 

@@ -181,9 +181,9 @@ class EngineCore:
         return self._queue_time.seconds(self.store, self.epoch, num_tokens)
 
     def _refuse(self, frontend: int, message: GenerateRequest, refusal: Refusal) -> None:
-        reason, why, retry_after, limit = refusal
-        times = RequestTimes(ended=self.store.now)
-        finish = Finish(message.number, reason, message=why, times=times, retry_after=retry_after)
+        reason, why, retry_after, limit, by_settings = refusal
+        end = {"times": RequestTimes(ended=self.store.now), "retry_after": retry_after, "by_settings": by_settings}
+        finish = Finish(message.number, reason, message=why, **end)
         self.store.outputs.finish(frontend, finish)
         if limit:
             self.store.counters[f"admission_rejections:{limit}"] += 1
