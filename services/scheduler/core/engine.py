@@ -9,6 +9,7 @@ before it.
 import math
 from bisect import bisect_left
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from itertools import takewhile
 
 from protocol.block_names import NamedBlocks
 from protocol.codec import pack, unpack
@@ -38,6 +39,9 @@ from services.scheduler.core.store import RequestStore
 from services.scheduler.core.suspects import GUILTY
 from services.scheduler.grammar import INLINE_MASKS, NOT_NOW, Compiler, Grammar, MaskMaker, Masks
 from services.scheduler.policies import BatchingPolicy
+
+REPLAYED_TOKENS = 1000
+"""Output tokens that one call of `EngineCore.replay` passes to a grammar, about 2 ms of work."""
 
 
 class StallError(Exception):
@@ -182,12 +186,26 @@ class EngineCore:
 
     def _refuse(self, frontend: int, message: GenerateRequest, refusal: Refusal) -> None:
         reason, why, retry_after, limit, by_settings = refusal
-        end = {"times": RequestTimes(ended=self.store.now), "retry_after": retry_after, "by_settings": by_settings}
-        finish = Finish(message.number, reason, message=why, **end)
+        times = RequestTimes(ended=self.store.now)
+        finish = Finish(
+            message.number, reason, message=why, times=times, retry_after=retry_after, by_settings=by_settings
+        )
         self.store.outputs.finish(frontend, finish)
         if limit:
             self.store.counters[f"admission_rejections:{limit}"] += 1
         self.observers.emit(events.RequestRefused(frontend, message.request_id, finish))
+
+    def replay(self, ticket: int, grammar: Grammar | str) -> bool:
+        """Let a grammar accept some of the output tokens that its request came with; `on_grammar` does not repeat them.
+        Return False if others are left. Call it in turns, because a request may have come with 100,000 tokens."""
+        request = self.store.compiling.get(ticket)
+        if request is None or isinstance(grammar, str):
+            return True
+        begin = request.num_prompt_tokens + request.num_replayed
+        tokens = request.token_ids[begin : begin + REPLAYED_TOKENS].tolist()
+        accepted = len([*takewhile(grammar.accept, tokens)])
+        request.num_replayed += accepted
+        return accepted < REPLAYED_TOKENS
 
     def on_grammar(self, ticket: int, grammar: Grammar | str) -> None:
         """Queue the request whose grammar was compiled, or end it with the error text. Output tokens that the request
@@ -198,7 +216,7 @@ class EngineCore:
         if request is None:
             return
         if not isinstance(grammar, str):
-            outputs = request.token_ids[request.num_prompt_tokens :].tolist()
+            outputs = request.token_ids[request.num_prompt_tokens + request.num_replayed :].tolist()
             if all(map(grammar.accept, outputs)):
                 request.grammar = grammar
                 self.store.waiting.add(request)
