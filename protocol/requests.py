@@ -288,6 +288,12 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     """True: the scheduler knows `CacheAction.LOAD`."""
     adapted_modules: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_ITEMS)] = ()
     """`Loaded.adapted_modules`"""
+    max_loras: Count = 0
+    """LoRA adapters of the running requests together, at most; 0: none are served."""
+    running_loras: Annotated[list[Name], msgspec.Meta(max_length=MAX_ITEMS)] = []
+    """Names of the adapters of running requests."""
+    waiting_loras: Annotated[list[Name], msgspec.Meta(max_length=MAX_ITEMS)] = []
+    """Names of the adapters of requests that wait."""
 
 
 ClientMessage = GenerateRequest | AbortRequest | Subscribe | FrontendAlive | ResetPrefixCache | ControlCache

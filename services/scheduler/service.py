@@ -520,7 +520,8 @@ class Service:
             self.frontends.send(client, replace(outputs, incarnation=self.incarnation))
 
     def _state(self) -> EngineState:
-        return self._reports.state(self._status(), self.group, self._started, self._stats())
+        loras = self.engine.loras() if self.engine is not None else ([], [])
+        return self._reports.state(self._status(), self.group, self._started, self._stats(), *loras)
 
     def _stats(self) -> dict[str, float]:
         if self.engine is None:

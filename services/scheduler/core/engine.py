@@ -33,7 +33,7 @@ from services.scheduler.core.loading import BlockLoad
 from services.scheduler.core.pins import Pin
 from services.scheduler.core.plan import PlannedStep, StepPlanner
 from services.scheduler.core.queue_time import QueueTime
-from services.scheduler.core.request import Request, RequestKey, arrival_of, make_order_key
+from services.scheduler.core.request import Request, RequestKey, RequestStatus, arrival_of, make_order_key
 from services.scheduler.core.results import UnknownResult, decode_result
 from services.scheduler.core.store import RequestStore
 from services.scheduler.core.suspects import GUILTY
@@ -224,6 +224,15 @@ class EngineCore:
             grammar = "the tokens delivered before do not match what the output must match"
         reason = FinishReason.REJECTED if grammar in NOT_NOW else FinishReason.INVALID
         self.store.end(request, request.finish_message(reason, message=grammar))
+
+    def loras(self) -> tuple[list[str], list[str]]:
+        """Return the names of the LoRA adapters of running requests, and those of requests that wait."""
+        if not self.epoch.limits.max_loras:
+            return [], []
+        found = {(r.lora.name, r.status) for r in self.requests.values() if r.lora is not None and not r.finished}
+        running = {name for name, status in found if status is RequestStatus.RUNNING}
+        waiting = {name for name, status in found if status is not RequestStatus.RUNNING}
+        return sorted(running), sorted(waiting)
 
     def on_masks(self, ticket: int, masks: Masks) -> None:
         """Take the masks of a request that a `MaskMaker` has made."""
