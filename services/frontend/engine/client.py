@@ -147,6 +147,13 @@ class EngineClient:
         return NOT_CONNECTED if self.engines.primary is None else self.engines.primary.state
 
     @property
+    def adapted_modules(self) -> list[str]:
+        """Modules that LoRA adapters may change on every engine that may get their requests; []: not known."""
+        engines = (e for e in self.engines.values() if e.identity in ("", self.engines.identity))
+        known = [{*engine.state.adapted_modules} for engine in engines if engine.state.adapted_modules]
+        return sorted(set[str].intersection(*known)) if known else []
+
+    @property
     def ready(self) -> bool:
         """True if requests are executed now."""
         return not self.draining and self.engines.primary is not None and self.engines.primary.ready

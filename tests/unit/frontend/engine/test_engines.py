@@ -56,7 +56,7 @@ class ScriptedEngine:
         self.subscriptions: list[Subscribe] = []
         self.loads: list[ControlCache] = []
         self.role, self.kv_peers, self.loads_ahead = "both", list[str](), True
-        self.num_blocks = 0
+        self.adapted_modules: tuple[str, ...] = ()
         self.num_signs = 0
         """Signs of life on all connections."""
         self.deaf_after: int | None = None
@@ -87,7 +87,8 @@ class ScriptedEngine:
         state = EngineState(
             self.phase, self.detail, incarnation=self.incarnation, identity=self.identity, max_model_len=100, lease=1,
             block_size=BLOCK, round_trips=RoundTrips(heard, self.unanswered), info={"role": self.role},
-            kv_peers=self.kv_peers, loads_ahead=self.loads_ahead, controls_cache=True, num_blocks=self.num_blocks,
+            kv_peers=self.kv_peers, loads_ahead=self.loads_ahead, controls_cache=True,
+            adapted_modules=self.adapted_modules,
         )  # fmt: skip
         with contextlib.suppress(PeerGone):  # the frontend has left this engine
             self.server.send(self.peers[-1], state)
@@ -203,7 +204,7 @@ async def test_a_stream_goes_on_elsewhere_and_a_late_answer_is_dropped(
 
 
 async def test_no_stream_moves_to_another_model_and_no_request_goes_there(tmp_path: Path) -> None:
-    """Not even when the engine with its model is gone. A successor with other weights ends it with an error."""
+    """Not even when the engine with its model is gone, and a successor has other weights: it ends with an error."""
     async with fleet(tmp_path, MODEL, OTHER_MODEL) as engines:
         first, second = engines.engines
         second.phase = EnginePhase.LOADING
@@ -216,8 +217,27 @@ async def test_no_stream_moves_to_another_model_and_no_request_goes_there(tmp_pa
         await engines.until(lambda: stream.output == [7])
         engines.restart(first, 20, OTHER_MODEL)
         await engines.until(lambda: stream.end is not None)
-        assert "other weights" in stream.end.message  # type: ignore[union-attr]
+        assert "no other engine has the model" in stream.end.message  # type: ignore[union-attr]
         assert not other.requests
+
+
+async def test_a_stream_whose_engine_returns_with_another_model_waits_for_its_own(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as engines:
+        await engines.serve()
+        stream, owner, other = await engines.submit([1])
+        owner.send(stream.number, 0, 7)
+        await engines.until(lambda: stream.output == [7])
+        first, second = (engines.client.engines[str(engines.engines.index(engine))] for engine in (owner, other))
+        other.phase = EnginePhase.RECOVERING
+        other.send_state()
+        await engines.until(lambda: not second.ready)
+        engines.restart(owner, 20, OTHER_MODEL)
+        await engines.until(lambda: first.state.identity == OTHER_MODEL and first.ready)
+        assert stream.end is None
+        other.phase = EnginePhase.READY
+        other.send_state()
+        await engines.until(lambda: other.requests)
+        assert unpack(other.requests[0].token_ids).tolist() == [1, 7]
 
 
 async def test_a_request_that_kills_engine_after_engine_is_refused(tmp_path: Path) -> None:
@@ -451,13 +471,14 @@ async def test_a_stream_for_which_no_other_engine_has_room_waits(
 async def test_a_new_request_that_settings_refuse_goes_to_an_engine_with_others(tmp_path: Path) -> None:
     """One that no engine would serve is refused at once."""
     async with fleet(tmp_path, MODEL, MODEL, MODEL) as engines:
-        engines.engines[2].num_blocks = 9
+        engines.engines[2].adapted_modules = ("q_proj", "v_proj")
         await engines.serve()
+        assert engines.client.adapted_modules == ["q_proj", "v_proj"], "the worker there would fail with another module"
         stream, owner, _ = await engines.submit([1, 2])
         owner.refuse(stream.number, "too long")
         await engines.until(lambda: sum(len(engine.requests) for engine in engines.engines) == 2)
         [other] = [engine for engine in engines.engines if engine.requests and engine is not owner]
-        assert other.num_blocks != owner.num_blocks
+        assert other.adapted_modules != owner.adapted_modules
         other.refuse(stream.number, "too long here, too")
         await engines.until(lambda: stream.end is not None)
         assert (stream.end.reason, stream.end.message) == (FinishReason.INVALID, "too long; too long here, too")  # type: ignore[union-attr]
