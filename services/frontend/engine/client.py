@@ -351,7 +351,7 @@ class EngineClient:
             message = ControlCache(0, CacheAction.LOAD, names=b"".join(names), kv_peers=peers)
             target.connection.send_quietly(message)
 
-    def _on_finish(self, engine: ConnectedEngine, finish: Finish) -> Finish | None:
+    def _on_finish(self, engine: ConnectedEngine, finish: Finish) -> Finish | APIError | None:
         """Return the end of a request for its client. None: it goes on, as its prompt is computed, or another engine
         admits it, now or later."""
         if (entry := self.ledger.entry(finish.number)) is None:
@@ -378,15 +378,18 @@ class EngineClient:
         else:
             entry.num_rejections += 1
             self.engines.report(engine)
-        if len(self.engines) > entry.num_rejections:
-            decision = self._decide(entry, engine.name)  # it has the prompt now, which would attract it again
-            if isinstance(decision, Place):
-                self.ledger.move(finish.number, self._next_number(), decision.engine, is_fault=False)
-                return None
+        # It has the prompt now, which would attract it again
+        decision = self._decide(entry, engine.name) if len(self.engines) > entry.num_rejections else None
+        if isinstance(decision, Place):
+            self.ledger.move(finish.number, self._next_number(), decision.engine, is_fault=False)
+            return None
         if not entry.num_admissions:
-            if finish.reason is FinishReason.INVALID:
-                finish = replace(finish, message="; ".join(dict.fromkeys(entry.refusals.values())))
-            return finish
+            if finish.reason is FinishReason.REJECTED:
+                return finish
+            why = "; ".join(dict.fromkeys(entry.refusals.values()))
+            if isinstance(decision, Hold):
+                return APIError(503, f"{why}; an engine with other settings is not ready; try again later")
+            return replace(finish, message=why)
         self._take_from_owner(entry, is_fault=False)
         if finish.reason is FinishReason.REJECTED:
             entry.num_rejections, entry.held_until = 0, time.monotonic() + REJECTED_PAUSE

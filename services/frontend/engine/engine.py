@@ -22,6 +22,7 @@ from services.frontend.engine.connection import SchedulerConnection
 from services.frontend.engine.ledger import RequestLedger
 from services.frontend.engine.output_pace import OutputPace
 from services.frontend.engine.streams import RawLogprobs
+from services.frontend.errors import APIError
 from services.frontend.placement import Condition, EngineReport, Role
 from services.frontend.steps.ring import StepRing
 
@@ -57,7 +58,7 @@ class ConnectedEngine(Availability):
         tokenizer: str,
         recoveries: deque[Recovery],
         on_change: Callable[["ConnectedEngine"], None],
-        on_finish: Callable[["ConnectedEngine", Finish], Finish | None],
+        on_finish: Callable[["ConnectedEngine", Finish], Finish | APIError | None],
         on_blocks: Callable[["ConnectedEngine", list[bytes], list[bytes] | None], None],
     ) -> None:
         super().__init__(patience, recoveries)

@@ -486,6 +486,14 @@ async def test_a_new_request_that_settings_refuse_goes_to_an_engine_with_others(
         owner.refuse(stream.number, "no grammar", by_settings=False)
         await engines.until(lambda: stream.end is not None)
         assert sum(len(engine.requests) for engine in engines.engines) == 3
+        engines.engines[2].phase = EnginePhase.RECOVERING
+        engines.engines[2].send_state()
+        await engines.until(lambda: not engines.client.engines["2"].ready)
+        stream, owner, _ = await engines.submit([1, 2])
+        owner.refuse(stream.number, "too long")
+        await engines.until(lambda: stream.end is not None)
+        assert isinstance(stream.end, APIError)
+        assert stream.end.status == 503, "it is served later"
 
 
 @pytest.mark.parametrize("how", ["drained", "lost"])
