@@ -134,7 +134,8 @@ class Availability:
         self._stopped_at, self._is_stopped = None, False
         totals = {name: value for name, value in self.state.stats.items() if name.partition(":")[0] not in GAUGES}
         self.state = replace(self.state, stats=totals, pids=[], running_loras=[], waiting_loras=[])
-        if self.state.phase is EnginePhase.FAILED:
+        if self.state.phase is EnginePhase.FAILED:  # it is not expected back
+            self.state = replace(self.state, identity="")
             return
         if self.state.phase in (*SERVING, EnginePhase.DRAINING):
             self._lost_at = self._lost_at or now

@@ -281,6 +281,22 @@ async def test_streams_leave_an_engine_that_gets_another_address(tmp_path: Path)
         assert other.requests[0].attempts == 0, "that is no death"
 
 
+async def test_an_engine_that_has_failed_keeps_no_request_from_new_weights(tmp_path: Path) -> None:
+    async with fleet(tmp_path, MODEL, OTHER_MODEL) as engines:
+        first, second = engines.engines
+        second.phase = EnginePhase.LOADING
+        await engines.until(lambda: engines.client.ready)
+        second.phase = EnginePhase.READY
+        await engines.serve()
+        first.phase = EnginePhase.FAILED
+        first.send_state()
+        await engines.until(lambda: engines.client.engines["0"].state.phase is EnginePhase.FAILED)
+        first.close()
+        await engines.until(lambda: engines.client.ready)
+        _, owner, _ = await engines.submit([1])
+        assert owner is second
+
+
 async def test_an_engine_that_was_never_there_keeps_no_request_from_new_weights(tmp_path: Path) -> None:
     async with fleet(tmp_path) as engines:
         engines.engines[1].close()
