@@ -328,9 +328,9 @@ class Placement:
         rows = {*self._fleet.row_of.values()} - self._removed - excluded
         reports = (self._fleet.reports[row] for row in rows)
         serving = [report for report in reports if report.condition in MAY_SERVE]
-        # An engine that is gone has no identity if it is no longer expected back
-        fits = any(r.identity == identity or not (r.identity or r.condition is Condition.GONE) for r in serving)
-        if not identity or fits:
+        # One without an identity may have it, unless it is gone for too long; or others have refused the request
+        unknown = [r for r in serving if not (r.identity or excluded or r.condition is Condition.GONE)]
+        if not identity or unknown or any(report.identity == identity for report in serving):
             if serving:
                 return Hold("no engine is ready; " + ", ".join(sorted({r.condition.value for r in serving})))
             return RefuseRequest(RETRY_AFTER, "no engine takes requests")

@@ -125,7 +125,7 @@ class PlacementMachine(RuleBasedStateMachine):
         key=KEYS, prompt=PROMPT, identity=IDENTITIES, refused=st.just(()) | st.tuples(ENGINES), for_good=st.booleans()
     )
     def place(self, key: int, prompt: int, identity: str, refused: tuple[str, ...], for_good: bool) -> None:
-        tokens, unknown = PROMPTS[prompt], {*MAY_SERVE} - {Condition.GONE}
+        tokens, unknown = PROMPTS[prompt], set() if refused else {*MAY_SERVE} - {Condition.GONE}
         fitting = {
             name: report
             for name, report in self.reports.items()
