@@ -121,6 +121,8 @@ class LedgerEntry:
         self.holder, self.sent_length = scheduler, len(output)
         self.identity = identity or self.identity
         params = request.params
+        if output:  # what is known of the prompt came before, and would take another computation of all of it
+            params = replace(params, prompt_logprobs=None)
         if self.only_prompt:
             most = len(output) + 1
             params = replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
