@@ -22,12 +22,12 @@ from services.worker.backends.vllm.plan import RESERVED_BLOCKS, PlanTranslator, 
 from services.worker.backends.vllm.row_masks import RowMasks
 from services.worker.backends.vllm.sampled_steps import SampledStep
 from services.worker.batch.slots import NONE, PlanError, Rows, SlotTable
-from services.worker.device.device_times import PastTime, StepClock
+from services.worker.device.device_times import StepClock, past
 from services.worker.runner import LoadError
 
 VOCAB = 100
 TIMES = StepTimes(prepared=1.0, forward_began=1.0, forward_ended=1.5, sampled=2.0)
-CLOCK, SAMPLED_AT = StepClock(1.0, PastTime(1.0), PastTime(1.5)), PastTime(2.0)
+CLOCK, SAMPLED_AT = StepClock(1.0, past(1.0), past(1.5)), past(2.0)
 BLOCK = 32
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 SAMPLED = SamplingParams(max_tokens=8, temperature=1.0, seed=7)
