@@ -48,6 +48,8 @@ class Client:
         """The connection was lost; frames may still be unread."""
         self._gone = False
         """The connection was lost and all frames were read."""
+        self._made_again = False
+        """libzmq has made another connection in place of the lost one, before that loss was seen here."""
         self._rejected = False
         """libzmq has given up the connection."""
         self._failure = ""
@@ -106,6 +108,9 @@ class Client:
                 self._read_events()  # frames that arrived before a loss are readable at the next look
             elif frame := self.socket.recv(zmq.DONTWAIT):  # an empty one is a check of the connection
                 if frame.startswith(_REFUSED):
+                    self._read_events()
+                    if self._made_again:  # a message was the first one on it, and the server expects a Hello there
+                        break
                     self.check_welcome(frame)
                 return frame
         if self._broken:
@@ -131,7 +136,7 @@ class Client:
                 self._failure = FAILURES[event]
                 self._rejected |= event in FINAL
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._connected = True
+                self._connected, self._made_again = True, self._broken
             else:
                 # For good: on a new connection this client would be unknown to the server, and a second Hello with
                 # the same name would be refused until the server has noticed the loss.

@@ -24,7 +24,7 @@ TIMEOUT = 2.0
 """Seconds that a client may take to send its line; the supervisor waits meanwhile."""
 CHANGEABLE = (set(SchedulerConfig.model_fields) | set(WorkerConfig.model_fields)) - OMITTED
 """Settings that an engine may be started with."""
-SHARED = ("record", "kv_events_config", "step_trace", "sim_trace")
+SHARED = ("record", "kv_events_config", "step_trace")
 """Settings that two engines cannot have at the same time."""
 
 

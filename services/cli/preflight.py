@@ -93,7 +93,7 @@ def check_files(config: ServeConfig) -> None:
         raise ConfigurationError(f"--uds: {config.uds!r} is no path of 1 to {MAX_IPC_PATH} bytes, as a socket needs")
     if config.uds is not None and Path(config.uds).is_file():
         raise ConfigurationError(f"--uds: {config.uds} is a file; give a path that a socket can have")
-    for name in ("uds", "step_trace", "sim_trace"):
+    for name in ("uds", "step_trace"):
         value = getattr(config, name)
         if value and (Path(value).is_dir() or not Path(value).absolute().parent.is_dir()):
             raise ConfigurationError(f"{flag(name)}: {value} is no path of a file in an existing directory")

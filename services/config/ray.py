@@ -87,7 +87,6 @@ OF_RAY = OMITTED | {
     "record_tokens",
     "role",
     "step_trace",
-    "sim_trace",
     "kv_events_config",
     "uds",
     "insecure_transport",

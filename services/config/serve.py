@@ -106,7 +106,7 @@ class ServeConfig(WorkerConfig, SchedulerConfig, FrontendConfig):
 
     def refusals_of_engines(self) -> Iterator[str]:
         """Yield the reasons why so many engines cannot share one machine."""
-        for name in ("record", "kv_events_config", "step_trace", "sim_trace"):
+        for name in ("record", "kv_events_config", "step_trace"):
             if self.data_parallel_size > 1 and getattr(self, name):
                 yield (
                     f"{flag(name)}: two engines cannot share it; use --data-parallel-size 1, or start "

@@ -23,9 +23,6 @@ class SimulatorConfig(BaseConfig):
     sim_hop_token_us: float = Field(
         0.0, ge=0, description="sim: transfer time from one pipeline stage to the next per token, microseconds."
     )
-    sim_trace: str = Field(
-        "", description="sim: file for a JSON line per step that ended on this stage. Default: none."
-    )
     sim_rigid: bool = Field(
         False,
         description="sim: simulate a device with padded shapes, which refuses steps with both prefill and decode.",

@@ -383,7 +383,7 @@ class Service:
                         self.frontends.send_if_connected(frontend, answer)
                     self._subscriptions.end_epoch()
                     if self.engine is not None and self.engine.end_epoch(is_fault):
-                        self.group.losses.on_useful()  # the request that caused it is refused
+                        self.group.losses.on_explained()  # the request that caused it is refused
                 case FailRequests(error):
                     if self.group.failed:  # frontends send the requests to other engines, if there are any
                         self._report_state()

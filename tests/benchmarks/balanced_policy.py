@@ -23,7 +23,7 @@ from services.scheduler.core.limits import Limits
 from services.scheduler.policies import BalancedPolicy, BatchingPolicy, ChunkedPolicy
 from tests.benchmarks.support.random_llama import SHAPES, random_llama
 from tests.benchmarks.support.report import report
-from tests.benchmarks.support.stages import StagesRun, run_native_stages, run_stages
+from tests.benchmarks.support.stages import StagesRun, run_stages
 from tests.simulation.pipeline import Costs, PipelineJob, PipelineRun, cards, simulate, spread
 
 STAGES, REQUESTS, LENGTH, BLOCK, SEATS = 4, 256, 128, 16, 256
@@ -136,6 +136,8 @@ def measure(policy: str, setting: Setting) -> StagesRun:
         "max_model_len": 512 // QUARTER,
     }
     worker = {
+        "backend": "sim",
+        "sim_vocab_size": 32_000,
         "sim_step_ms": costs.base * STAGES * 1e3,
         "sim_weights_ms": costs.weights * STAGES * 1e3,
         "sim_prefill_token_us": costs.token * STAGES * 1e6,
@@ -208,9 +210,9 @@ def measure_native(policy: str, model: str, requests: int) -> StagesRun:
         "max_model_len": limits.max_model_len,
         "enable_prefix_caching": False,
     }
-    worker = {"model": path, "threads": 1, "dtype": "float32"}
+    worker = {"backend": "native", "model": path, "threads": 1, "dtype": "float32"}
     prompts = [rng.integers(300, 1000, LENGTH).astype(np.int32) for _ in range(requests)]
-    return run_native_stages(NATIVE_STAGES, prompts, LENGTH, scheduler, worker)
+    return run_stages(NATIVE_STAGES, prompts, LENGTH, scheduler, worker)
 
 
 def fitted(run: StagesRun) -> Costs:

@@ -18,7 +18,7 @@ def device() -> CudaDevice:
 def test_columns_arrive_with_their_shapes(device: CudaDevice) -> None:
     columns = np.arange(5, dtype=np.int32), np.ones((2, 3), np.float32), np.array([2**64 - 1], np.uint64)
     with device.working():
-        arrays = device.download(*device.upload(*columns)).get()
+        arrays = device.download(*device.upload(*columns))()
     for column, array in zip(columns, arrays, strict=True):
         assert array.shape == column.shape
         assert array.view(column.dtype).tolist() == column.tolist()
@@ -31,7 +31,7 @@ def test_staging_memory_is_used_again_behind_its_event(device: CudaDevice) -> No
             device.begin_step()
             torch.cuda._sleep(1_000_000)  # noqa: SLF001  torch has no public kernel that only takes time
             copies.append(device.download(*device.upload(np.full(1000, step, np.int32))))
-        assert [int(copy.get()[0][-1]) for copy in copies] == list(range(4 * MAX_STEPS_IN_FLIGHT))
+        assert [int(copy()[0][-1]) for copy in copies] == list(range(4 * MAX_STEPS_IN_FLIGHT))
 
 
 def test_a_download_does_not_wait_for_later_work(device: CudaDevice) -> None:
@@ -41,7 +41,7 @@ def test_a_download_does_not_wait_for_later_work(device: CudaDevice) -> None:
         torch.cuda._sleep(3_000_000_000)  # noqa: SLF001  torch has no public kernel that only takes time
         later = torch.cuda.Event()
         later.record()
-        assert copy.get()[0].tolist() == [7]
+        assert copy()[0].tolist() == [7]
         assert not later.query()
         torch.cuda.synchronize()
 
@@ -60,7 +60,7 @@ def test_times_are_on_the_clock_of_the_host(device: CudaDevice) -> None:
         began = device.now()
         torch.cuda._sleep(100_000_000)  # noqa: SLF001  torch has no public kernel that only takes time
         ended = device.now()
-        first, last = began.seconds(), ended.seconds()
+        first, last = began(), ended()
         assert before <= first < last <= time.monotonic()
 
 
@@ -70,4 +70,4 @@ def test_a_mirror_follows_its_array(device: CudaDevice) -> None:
         mirror = device.mirror(array)
         array[1], array[3] = 50, 70
         mirror.update([3], np.array([1, 3], np.int32))
-        assert device.download(mirror.tensor).get()[0].tolist() == array.tolist()
+        assert device.download(mirror.tensor)()[0].tolist() == array.tolist()

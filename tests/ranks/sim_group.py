@@ -10,7 +10,7 @@ import pytest
 
 from protocol.codec import encode
 from protocol.membership import Assignment, InitializeCache, Speculation
-from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepTimes
 from tests.ranks.failures import RankFailure
 from tests.ranks.group import NativeRankProcess
 from tests.unit.worker.plans import BLOCK, BLOCKS, CONTEXT, SLOTS, VOCAB
@@ -82,6 +82,8 @@ class SimGroup:
     ) -> None:
         self.tp, self.pp, self._speculation = tp, pp, speculation
         self.ranks = list(processes[: tp * pp])
+        self.times: dict[SimRankProcess, list[StepTimes]] = {}
+        """Times of the steps that `results` returned last, on the ranks beside the output rank."""
         for rank in self.ranks:
             rank.call("open", {"sim_vocab_size": VOCAB, **COST, **config}, virtual)
         self.join(epoch=1)
@@ -127,7 +129,10 @@ class SimGroup:
             rank.send("results")
         results = {rank: rank.last_answer() for rank in self.ranks}
         reported = results.pop(self.output)
-        assert not any(result for others in results.values() for result in others)
+        self.times = {
+            rank: [msgspec.msgpack.decode(times, type=StepTimes) for times in others]
+            for rank, others in results.items()
+        }
         return [msgspec.msgpack.decode(result, type=ModelRunnerOutput) for result in reported]
 
     def errors(self) -> list[str]:

@@ -59,10 +59,10 @@ class SimRank(ServedRank):
         decoded = None if grammar is None else msgspec.msgpack.decode(grammar, type=GrammarOutput)
         self.outputs.append(self.runner.sample_tokens(decoded))
 
-    def results(self, _: None) -> list[bytes | None]:
-        """Return the results of all steps since the last call; None of a rank that is not the output rank."""
+    def results(self, _: None) -> list[bytes]:
+        """Return the results of all steps since the last call; `StepTimes` on a rank that is not the output rank."""
         outputs, self.outputs = self.outputs, deque()
-        return [_encoded(output.get()) for output in outputs]
+        return [msgspec.msgpack.encode(output.get()) for output in outputs]
 
     def launch(self, step: bytes) -> None:
         self.execute(step)
@@ -71,8 +71,8 @@ class SimRank(ServedRank):
     def ended(self, _: None) -> bool:
         return self._results[0].done()
 
-    def result(self, _: None) -> bytes | None:
-        return _encoded(self._results.popleft().result())
+    def result(self, _: None) -> bytes:
+        return msgspec.msgpack.encode(self._results.popleft().result())
 
     def leave(self, _: None) -> None:
         self.outputs.clear()
@@ -147,10 +147,6 @@ class SimRank(ServedRank):
             send(message)
 
         setattr(pipeline, method, edited)
-
-
-def _encoded(result: ModelRunnerOutput | StepTimes) -> bytes | None:
-    return msgspec.msgpack.encode(result) if isinstance(result, ModelRunnerOutput) else None
 
 
 def main() -> None:

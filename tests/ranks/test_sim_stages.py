@@ -1,19 +1,19 @@
 """The running services with simulated ranks: a scheduler ahead of stages, and the tokens of one rank."""
 
-from collections import defaultdict
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from protocol.requests import FinishReason
 from protocol.sampling import SamplingParams
-from tests.benchmarks.support.stages import Span, read_trace, run_stages
+from tests.benchmarks.support.stages import run_stages
 from tests.integration.scheduler.engine import FrontendConnection, engine
+from tests.integration.scheduler.step_trace import read_steps
 from tests.unit.worker.plans import prompt
 
 SIM = {"backend": "sim", "sim_vocab_size": 1000, "sim_prefill_token_us": 0.0}
-HOP = 0.002
+HOP, STEP = 0.002, 0.004
+"""Seconds of a hop, and of a step on one stage."""
 REQUESTS = range(12)
 TIGHT = {"num_gpu_blocks_override": 16, "max_model_len": 128}
 """KV blocks for three or four requests."""
@@ -22,8 +22,9 @@ TIGHT = {"num_gpu_blocks_override": 16, "max_model_len": 128}
 def run_load(directory: Path, scheduler: dict[str, object], tp: int = 1, pp: int = 1) -> FrontendConnection:
     """Run twelve requests of 24 tokens, half of them sampled, and one more that is aborted."""
     directory.mkdir()
-    worker = {**SIM, "sim_step_ms": 4.0 * pp, "sim_hop_ms": 1e3 * HOP, "sim_trace": str(directory / "trace")}
+    worker = {**SIM, "sim_step_ms": 1e3 * STEP * pp, "sim_hop_ms": 1e3 * HOP}
     sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "max_model_len": 512}
+    sizes["step_trace"] = str(directory / "trace")
     with engine(directory, {**sizes, **scheduler}, worker, tp * pp) as running:
         client = running.connect()
         for number in REQUESTS:
@@ -46,19 +47,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[int]]:
     return run_load(tmp_path_factory.mktemp("one") / "rank", {"batch_queue_depth": 1}).tokens
 
 
-def check_trace(path: Path, stages: int) -> None:
-    """On the modelled timeline every stage computes every step once, in order, and after the stage before."""
-    spans: dict[int, list[Span]] = defaultdict(list)
-    for span in read_trace(path):
-        spans[span.stage].append(span)
-    assert sorted(spans) == list(range(stages))
-    for stage, own in spans.items():
-        assert [span.step_id for span in own] == list(range(1, len(spans[0]) + 1))
-        assert all(before.ended <= after.began + 1e-9 for before, after in pairwise(own))
-        if stage:
-            for before, after in zip(spans[stage - 1], own, strict=True):
-                assert after.tokens == before.tokens
-                assert after.began >= before.ended + HOP - 1e-9
+def check_trace(path: Path, ranks: int) -> None:
+    """Every rank computes every step, and takes its share of the time; a busy host takes longer."""
+    for step in read_steps(path).values():
+        spans = [times["forward_ended"] - times["forward_began"] for times in step["ranks"]]
+        assert len(spans) == ranks
+        assert min(spans) >= STEP - 1e-9
 
 
 @pytest.mark.parametrize(
@@ -79,13 +73,13 @@ def test_many_ranks_serve_the_tokens_of_one(
     assert client.tokens == alone
     if settings is TIGHT:
         assert sum(client.finished[number].num_preemptions for number in REQUESTS)
-    check_trace(tmp_path / "ranks" / "trace", pp)
+    check_trace(tmp_path / "ranks" / "trace", tp * pp)
 
 
 def test_stages_compute_at_the_same_time() -> None:
     """The measurements of the policy benchmark: several microbatches are in the pipeline at once."""
     prompts = [prompt(number, 20) for number in range(8)]
-    worker = {"sim_step_ms": 60.0, "sim_prefill_token_us": 0.0}
+    worker = {**SIM, "sim_step_ms": 60.0}
     run = run_stages(3, prompts, 20, {"max_num_batched_tokens": 40}, worker)
     assert run.tokens == 8 * 20
     assert sum(run.microbatches) == 8 * (20 + 20 - 1)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ BIN = Path(".venv-ray/bin").absolute()
 """Made by `make setup-ray`."""
 GCS_PORT, PROXY_PORT, OWN_PORT = 6379, 8000, 8001
 CPUS = 4
+TOKEN = secrets.token_hex(32)
 CONTROLLER, SCHEDULER, RANK, ENGINE, FRONTEND = (
     "ServeController",
     "ray::SchedulerActor",
@@ -31,6 +33,8 @@ def environment(**more: str) -> dict[str, str]:
     return kept | {
         "TMPDIR": "/tmp",  # each host has its own
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "token",  # as docs/ray.md recommends, and whatever tokens this user has
+        "RAY_AUTH_TOKEN": TOKEN,
         "RAY_health_check_initial_delay_ms": "1000",
         "RAY_health_check_period_ms": "1000",
         "RAY_health_check_timeout_ms": "2000",

@@ -16,18 +16,18 @@ from protocol.sampling import SamplingParams
 from protocol.steps import NO_DRAFT, GrammarOutput, NewRequest, SchedulerOutput, StepTimes
 from services.worker.backends.vllm import vllm_api
 from services.worker.backends.vllm.kv_groups import kv_groups
-from services.worker.backends.vllm.output import RequestedLogprobs, VllmOutput
+from services.worker.backends.vllm.output import ExecutedVllmStep, RequestedLogprobs, VllmOutput
 from services.worker.backends.vllm.parameters import RequestGenerator, to_vllm_params
 from services.worker.backends.vllm.plan import RESERVED_BLOCKS, PlanTranslator, TranslatedPlan
 from services.worker.backends.vllm.row_masks import RowMasks
 from services.worker.backends.vllm.sampled_steps import SampledStep
 from services.worker.batch.slots import NONE, PlanError, Rows, SlotTable
-from services.worker.device.device_times import PastTime, StepClock
+from services.worker.device.device_times import StepClock, past
 from services.worker.runner import LoadError
 
 VOCAB = 100
 TIMES = StepTimes(prepared=1.0, forward_began=1.0, forward_ended=1.5, sampled=2.0)
-CLOCK, SAMPLED_AT = StepClock(1.0, PastTime(1.0), PastTime(1.5)), PastTime(2.0)
+CLOCK, SAMPLED_AT = StepClock(1.0, past(1.0), past(1.5)), past(2.0)
 BLOCK = 32
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 SAMPLED = SamplingParams(max_tokens=8, temperature=1.0, seed=7)
@@ -414,15 +414,8 @@ def result(rows: list[tuple[int, int, int, int, bool]], vllm_output: Any, reques
     plan = SchedulerOutput(3, 9, pack(slots), pack(generations), pack(starts), pack(counts), bytes(samples), new_ones)
     applied = world.table.apply(plan)
     world.translator.translate(plan, applied)
-    return VllmOutput(
-        plan,
-        applied,
-        world.translator.request_ids(applied.slots),
-        requested,
-        SampledStep(vllm_output),
-        CLOCK,
-        SAMPLED_AT,
-    ).get()
+    executed = ExecutedVllmStep(plan, applied, world.translator.request_ids(applied.slots), requested, CLOCK)
+    return VllmOutput(executed, SampledStep(vllm_output), SAMPLED_AT).get()
 
 
 def output(order: list[str], tokens: list[list[int]], **more: Any) -> vllm_api.ModelRunnerOutput:
@@ -488,15 +481,8 @@ def test_result_is_unchanged_by_the_next_step() -> None:
     plan = SchedulerOutput(1, 1, pack([0]), pack([1]), pack([0]), pack([2]), b"\1", [new(0, 1, range(2), [3])])
     applied = world.table.apply(plan)
     world.translator.translate(plan, applied)
-    kept = VllmOutput(
-        plan,
-        applied,
-        world.translator.request_ids(applied.slots),
-        no_logprobs(1),
-        SampledStep(output(["0.1"], [[42]])),
-        CLOCK,
-        SAMPLED_AT,
-    )
+    executed = ExecutedVllmStep(plan, applied, world.translator.request_ids(applied.slots), no_logprobs(1), CLOCK)
+    kept = VllmOutput(executed, SampledStep(output(["0.1"], [[42]])), SAMPLED_AT)
     world.step([(0, 2, 0, 3, True)], released=[0], new=[new(0, 2, range(3), [4])])
     late = kept.get()
     assert (unpack(late.generations).tolist(), unpack(late.token_ids).tolist()) == ([1], [42])
@@ -509,11 +495,14 @@ def test_rows_have_the_accepted_drafts_and_one_token() -> None:
     plan = [(0, 1, 2, 3, True), (1, 1, 2, 4, True), (2, 1, 2, 1, True)]
     translated = world.plan(plan, drafts=[2, 3, 0])
     rows, requested = (translated.rows, RequestedLogprobs(np.array([NONE, 1, 0], np.int32), np.full(3, NONE, np.int32)))
+    sent = SchedulerOutput(1, 2, b"", b"", b"", b"", b"")
     message = VllmOutput(
-        SchedulerOutput(1, 2, b"", b"", b"", b"", b""), rows, translated.ids, requested, SampledStep(vllm_output),
-        CLOCK, SAMPLED_AT, None, None,
-        np.array([1, 3, 0], np.int32), np.array([[5, NO_DRAFT], [6, 7], [NO_DRAFT, NO_DRAFT]], np.int32),
-    ).get()  # fmt: skip
+        ExecutedVllmStep(sent, rows, translated.ids, requested, CLOCK),
+        SampledStep(vllm_output),
+        SAMPLED_AT,
+        acceptable=np.array([1, 3, 0], np.int32),
+        proposed=np.array([[5, NO_DRAFT], [6, 7], [NO_DRAFT, NO_DRAFT]], np.int32),
+    ).get()
     got = ResultRows.from_message(message)
     assert (got.counts.tolist(), got.token_ids.tolist()) == ([2, 3, 1], [7, 8, 11, 12, 13, 20])
     assert got.drafted.tolist() == [1, 3, 0]

@@ -340,7 +340,9 @@ def test_engines_their_streams_and_moves_are_seen(open_page: Opener, eight: WebS
     with serving(*flags, "--enable-admin-routes") as server:
         page = open_page(server, 1360, 1100)
         expect(page.locator("#engine-list tbody tr")).to_have_count(2)
-        expect(page.locator("#engine-list")).to_contain_text(re.compile("0\\s*ready.*1\\s*ready", re.DOTALL))
+        expect(page.locator("#engine-list")).to_contain_text(
+            re.compile("0\\s*both\\s*ready.*1\\s*both\\s*ready", re.DOTALL)
+        )
         page.evaluate(
             """async () => {
                 const model = (await (await fetch("v1/models")).json()).data[0].id;

@@ -201,7 +201,7 @@ class WorkerGroup:
         """The result of a step has arrived. Results of an epoch that is not in effect are ignored."""
         if epoch == self.epoch and self.state is GroupState.READY:
             self._watch.on_result(step_id, now)
-            self.losses.on_useful()
+            self.losses.on_useful(epoch)
 
     def on_sign_of_life(self) -> int:
         """Return the number of the sign of life that is sent to every worker now."""
@@ -380,13 +380,13 @@ class WorkerGroup:
                 self._detail, self._progress = reason, 0.0
                 self._actions += self._epoch.end(reason, now)
             case GroupAction.VOID:
-                self.losses.on_end(now)
+                self.losses.on_end(self.epoch, now)
                 self._recovering_since = now
                 self._watch.reset()
                 is_fault = event is GroupEvent.BREAK and not self._retries_smaller
                 self._actions.append(Ended(self.epoch, reason, is_fault))
             case GroupAction.COUNT:
-                self.losses.on_fault(reason)
+                self.losses.on_fault(self.epoch, reason)
             case GroupAction.END_REQUESTS:
                 self._recovering_since = None
                 self._actions.append(FailRequests(WORKERS_LOST))

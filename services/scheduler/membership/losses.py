@@ -11,10 +11,11 @@ class Losses:
         self.total = 0
         """Epochs that ended by a fault."""
         self.futile = 0
-        """Such epochs since the last useful one."""
+        """Such epochs after the last useful one."""
         self.last = ""
         """The last fault; "" once an epoch is in effect."""
         self._started_at = 0.0
+        self._useful_epoch = 0
 
     @property
     def hopeless(self) -> bool:
@@ -28,17 +29,21 @@ class Losses:
         """An epoch is in effect."""
         self._started_at, self.last = now, ""
 
-    def on_useful(self) -> None:
-        """This epoch has finished a step; or the cause of the last fault is found, and will not return."""
+    def on_useful(self, epoch: int) -> None:
+        """This epoch has finished a step."""
+        self.futile, self._useful_epoch = 0, epoch
+
+    def on_explained(self) -> None:
+        """The cause of the last fault is found, and will not return."""
         self.futile = 0
 
-    def on_end(self, now: float) -> None:
+    def on_end(self, epoch: int, now: float) -> None:
         """An epoch that was in effect has ended, for whatever reason."""
         if self.is_proven(now):
-            self.futile = 0
+            self.on_useful(epoch)
 
-    def on_fault(self, reason: str) -> None:
+    def on_fault(self, epoch: int, reason: str) -> None:
         """An epoch has ended by a fault, after `on_end` if it was in effect."""
         self.last = reason
         self.total += 1
-        self.futile += 1
+        self.futile += epoch != self._useful_epoch

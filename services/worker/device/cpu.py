@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.worker.device.device_times import DeviceTime, PastTime
+from services.worker.device.device_times import DeviceTime, past
 from services.worker.device.interface import I32, DeviceMirror, HostCopy
 
 HOST = torch.device("cpu")
@@ -32,7 +32,7 @@ class CpuDevice:
         return tuple(torch.from_numpy(_signed(column)) for column in columns)
 
     def download(self, *tensors: torch.Tensor) -> HostCopy:
-        return ArrivedTensors(tensors)
+        return lambda: tuple(tensor.numpy() for tensor in tensors)
 
     def mirror(self, array: NDArray[Any]) -> DeviceMirror:
         return SharedArray(torch.from_numpy(array))
@@ -47,7 +47,7 @@ class CpuDevice:
         return tensor
 
     def now(self) -> DeviceTime:
-        return PastTime(time.monotonic())
+        return past(time.monotonic())
 
     def memory(self) -> None:
         return None
@@ -58,16 +58,6 @@ class CpuDevice:
 
 def _signed(column: NDArray[Any]) -> NDArray[Any]:
     return column.view(np.int64) if column.dtype == np.uint64 else column
-
-
-@dataclass(frozen=True)
-class ArrivedTensors:
-    """`HostCopy` of tensors that are on the host."""
-
-    tensors: tuple[torch.Tensor, ...]
-
-    def get(self) -> tuple[NDArray[Any], ...]:
-        return tuple(tensor.numpy() for tensor in self.tensors)
 
 
 @dataclass(frozen=True)

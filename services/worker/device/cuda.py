@@ -23,21 +23,21 @@ from services.worker.device.interface import I32, ComputeDevice, DeviceMemory, D
 from services.worker.device.pinned_memory import PinnedStaging
 
 
-class CopyOnItsWay:
-    """`HostCopy` that has arrived when an event has passed.
+def arriving(event: CopyEvent, copies: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> HostCopy:
+    """Return a copy that has arrived when an event has passed.
 
     Args:
         copies: on the host; the result's arrays are views of them.
         sources: on the device, kept until the copy has run.
     """
+    kept = [*sources]
 
-    def __init__(self, event: CopyEvent, copies: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        self._event, self._copies, self._sources = event, copies, [*sources]
+    def arrived() -> tuple[NDArray[Any], ...]:
+        event.synchronize()
+        kept.clear()
+        return tuple(copy.numpy() for copy in copies)
 
-    def get(self) -> tuple[NDArray[Any], ...]:
-        self._event.synchronize()
-        self._sources.clear()
-        return tuple(copy.numpy() for copy in self._copies)
+    return arrived
 
 
 class UploadedMirror:
@@ -102,7 +102,7 @@ class CudaDevice:
             for copy, tensor in zip(copies, tensors, strict=True):
                 copy.copy_(tensor, non_blocking=True)
             event.record(self._copies)
-        return CopyOnItsWay(event, copies, tensors)
+        return arriving(event, copies, tensors)
 
     def mirror(self, array: NDArray[Any]) -> DeviceMirror:
         return UploadedMirror(self, array)

@@ -2,31 +2,21 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from protocol.steps import StepTimes
 
-
-class DeviceTime(Protocol):
-    """A point in the order of the device's work."""
-
-    def seconds(self) -> float:
-        """Wait until the device has reached it; return when that was, seconds on the monotonic clock. Called at most
-        once, in the order of the points."""
-        ...
+DeviceTime = Callable[[], float]
+"""A point in the order of the device's work: waits until the device has reached it, and returns when that was, seconds
+on the monotonic clock. Called at most once, in the order of the points, unless the device is the host."""
 
 
-@dataclass(frozen=True)
-class PastTime:
-    """`DeviceTime` that has been reached. Seconds on the monotonic clock."""
-
-    at: float
-
-    def seconds(self) -> float:
-        return self.at
+def past(at: float) -> DeviceTime:
+    """Return a point that has been reached."""
+    return lambda: at
 
 
 class StepClock(NamedTuple):
@@ -44,9 +34,9 @@ class StepClock(NamedTuple):
         """Wait until the step was sampled, and return its times."""
         return StepTimes(
             prepared=self.prepared,
-            forward_began=self.began.seconds(),
-            forward_ended=self.ended.seconds(),
-            sampled=sampled.seconds(),
+            forward_began=self.began(),
+            forward_ended=self.ended(),
+            sampled=sampled(),
             prepared_wait=self.waited,
         )
 
@@ -84,19 +74,6 @@ class DeviceClock:
         return self._at
 
 
-@dataclass(frozen=True)
-class PendingTime:
-    """`DeviceTime` of an event."""
-
-    event: torch.cuda.Event
-    clock: DeviceClock
-    known: float | None
-    """See `DeviceClock.seconds`."""
-
-    def seconds(self) -> float:
-        return self.clock.seconds(self.event, self.known)
-
-
 class StreamTimes:
     """Points in time of CUDA streams whose work is enqueued by one thread."""
 
@@ -108,4 +85,4 @@ class StreamTimes:
         known = time.monotonic() if stream.query() else None
         event = torch.cuda.Event(enable_timing=True, blocking=True)
         event.record(stream)
-        return PendingTime(event, self._clock, known)
+        return partial(self._clock.seconds, event, known)

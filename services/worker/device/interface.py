@@ -2,8 +2,8 @@
 
 Rules:
 
-- **One calling thread** enqueues: uploads, updates of mirrors, kernels, downloads. `HostCopy.get` and
-  `DeviceTime.seconds` may be called by another thread.
+- **One calling thread** enqueues: uploads, updates of mirrors, kernels, downloads. A `HostCopy`
+  and a `DeviceTime` may be called by another thread.
 - **Order.** Uploads and kernels run in the order of the calls. A download runs beside later kernels, after everything
   that was enqueued before it.
 - **Sources.** The columns given to `upload` and `DeviceMirror.update` stay unchanged until the call returns; on the CPU
@@ -34,12 +34,9 @@ class DeviceMemory:
     """Free for all processes, with what torch has reserved and does not use."""
 
 
-class HostCopy(Protocol):
-    """Tensors on their way to the host."""
-
-    def get(self) -> tuple[NDArray[Any], ...]:
-        """Wait for the copy without spinning. The arrays are the caller's: no later step changes them."""
-        ...
+HostCopy = Callable[[], tuple[NDArray[Any], ...]]
+"""Tensors on their way to the host: waits for the copy without spinning, and returns them. The arrays are the caller's:
+no later step changes them."""
 
 
 class DeviceMirror(Protocol):

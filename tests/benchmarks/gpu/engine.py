@@ -13,7 +13,7 @@ from protocol.membership import Assignment, InitializeCache, Shard, Speculation
 from protocol.sampling import SamplingParams
 from protocol.steps import ModelRunnerOutput, NewRequest, SchedulerOutput, StepTimes
 from services.worker.backends.native.drafters.base import TargetModel
-from services.worker.backends.native.drafters.ngram import NgramDrafter
+from services.worker.backends.native.drafters.ngram import ngram_drafter
 from services.worker.backends.native.epoch import NativeEpoch
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.model import Model
@@ -69,7 +69,7 @@ class StageEngine:
             checkpoint = RandomCheckpoint(kernels.device.where)
             self.model = Model(part, checkpoint, dtype, kernels, lambda *_: None)
             target = TargetModel(lookup, self.model, Path(), checkpoint, BLOCK_SIZE, context)
-            drafter = NgramDrafter(target) if drafts else None
+            drafter = ngram_drafter(target) if drafts else None
             epoch = NativeEpoch(self.model, ranks, drafter, assignment, InitializeCache(blocks, context), blocks)
         self._stages = NativeStages(SlotTable(batch, BLOCK_SIZE, blocks, context), epoch, ranks)
         self._steps = self._length = self._generation = 0

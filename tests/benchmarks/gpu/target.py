@@ -64,8 +64,8 @@ class MeasuredDevice:
             began = device.now()
             device.launch(work)
             ended = device.now()
-            first = began.seconds()
-            best = min(best, ended.seconds() - first)
+            first = began()
+            best = min(best, ended() - first)
         return best
 
 

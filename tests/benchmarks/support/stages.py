@@ -1,15 +1,8 @@
-"""A pipeline of stages under a workload, with a scheduler and workers as processes.
+"""A pipeline of stages under a workload, with a scheduler and workers as processes."""
 
-Times of simulated stages are those of the simulated device (`--sim-trace`), times of native ones come from step
-records.
-"""
-
-import json
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,31 +68,17 @@ class StagesRun:
 def run_stages(
     num_stages: int, prompts: Prompts, output: int, scheduler: Mapping[str, object], worker: Mapping[str, object]
 ) -> StagesRun:
-    """Run all requests at once on a scheduler and `num_stages` simulated workers.
+    """Run all requests at once on a scheduler and `num_stages` workers. A span lasts from the beginning to the end of
+    the forward pass.
 
     Args:
         output: tokens of each answer.
         scheduler: settings by field name: policy, depth and budgets.
-        worker: settings by field name: the cost model.
+        worker: settings by field name: the backend, and its cost model or its model.
 
     Raises: RuntimeError, if a request fails; TimeoutError, if the engine sends no messages.
     """
-    with tempfile.TemporaryDirectory(prefix="runahead-") as directory:
-        trace = Path(directory) / "trace"
-        group = {"pipeline_parallel_size": num_stages, **scheduler}
-        stages = {"backend": "sim", "sim_vocab_size": 32_000, "sim_trace": trace, **worker}
-        with engine(group, stages, num_stages) as client:
-            seconds, preemptions = _serve(client, prompts, output)
-            _until_written(trace, num_stages)
-        return StagesRun(seconds, read_trace(trace), client.tokens, preemptions)
-
-
-def run_native_stages(
-    num_stages: int, prompts: Prompts, output: int, scheduler: Mapping[str, object], worker: Mapping[str, object]
-) -> StagesRun:
-    """As `run_stages`, on the native backend. A span lasts from the beginning to the end of the forward pass."""
-    group = {"pipeline_parallel_size": num_stages, **scheduler}
-    with engine(group, {"backend": "native", **worker}, num_stages) as client:
+    with engine({"pipeline_parallel_size": num_stages, **scheduler}, worker, num_stages) as client:
         client.subscribe()
         seconds, preemptions = _serve(client, prompts, output)
         while sum(int(unpack(record.generated).sum()) for record in client.records) < client.tokens:
@@ -135,26 +114,3 @@ def spans_of(records: Sequence[StepRecord]) -> tuple[Span, ...]:
     zero = min(span.began for span in spans)
     moved = [replace(span, began=span.began - zero, ended=span.ended - zero) for span in spans]
     return tuple(sorted(moved, key=lambda span: (span.stage, span.step_id)))
-
-
-def _until_written(trace: Path, num_stages: int) -> None:
-    """Wait until every stage has written a line for every step. Each stage is a process of its own."""
-    for _ in range(100):
-        steps = [span.stage for span in read_trace(trace)]
-        if len({steps.count(stage) for stage in range(num_stages)}) == 1:
-            return
-        time.sleep(0.05)
-    raise RuntimeError("not every stage has written a line for every step")
-
-
-def read_trace(trace: Path) -> tuple[Span, ...]:
-    """Read the steps of one epoch from `--sim-trace`, ordered by stage, then by step."""
-    lines = [json.loads(line) for line in trace.read_text().splitlines()]
-    if len({line["epoch"] for line in lines}) > 1:
-        raise RuntimeError("a worker was lost: the steps belong to several epochs")
-    zero = min(line["began"] for line in lines)
-    spans = [
-        Span(line["step_id"], line["stage"], line["began"] - zero, line["ended"] - zero, line["tokens"])
-        for line in lines
-    ]
-    return tuple(sorted(spans, key=lambda span: (span.stage, span.step_id)))

@@ -12,6 +12,7 @@ from protocol.membership import Speculation
 from protocol.sampling import Pooling, SamplingParams
 from protocol.steps import GrammarOutput
 from services.config import WorkerConfig
+from services.worker.device.interface import HostCopy
 from services.worker.runner import LoadError
 from tests.integration.native.conftest import Family
 from tests.integration.native.driver import GarblingRunner, RunnerDriver
@@ -119,21 +120,17 @@ def test_memory_of_a_result_that_a_later_step_writes_is_found(llama: Family, dep
 
 def test_a_result_that_does_not_wait_for_its_event_is_found(llama: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     device = LazyDevice()
-    monkeypatch.setattr(device, "download", lambda *tensors: EarlyCopy(tensors))
+    monkeypatch.setattr(device, "download", early)
     driver = driver_on(device, llama)
     request = driver.add(PROMPT)
     driver.generate([request], 2)
     assert max(request.output) < 0  # poison
 
 
-class EarlyCopy:
+def early(*tensors: torch.Tensor) -> HostCopy:
     """A planted fault: what is in memory now."""
-
-    def __init__(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        self._values = tuple(tensor.clone().numpy() for tensor in tensors)
-
-    def get(self) -> tuple[np.ndarray, ...]:
-        return self._values
+    values = tuple(tensor.clone().numpy() for tensor in tensors)
+    return lambda: values
 
 
 def test_an_error_of_the_device_is_raised_with_its_step(llama: Family, monkeypatch: pytest.MonkeyPatch) -> None:

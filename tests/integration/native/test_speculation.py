@@ -15,8 +15,8 @@ from protocol.sampling import SamplingParams
 from protocol.steps import NO_DRAFT, GrammarOutput
 from services.checkpoint import DEMO_MODEL
 from services.worker.backends.native import drafters
-from services.worker.backends.native.drafters.base import I32, Advance, Drafter, DrafterSlots, Proposer, TargetModel
-from services.worker.backends.native.drafters.eagle import EagleDrafter
+from services.worker.backends.native.drafters.base import I32, Advance, Drafter, DrafterSlots, Proposer
+from services.worker.backends.native.drafters.eagle import eagle_drafter
 from services.worker.batch.slots import PlanError
 from services.worker.runner import LoadError
 from tests.integration.native.conftest import SMALL, Family, save
@@ -40,18 +40,15 @@ def prompts() -> list[list[int]]:
     return [rng.integers(0, 211, 9 + 3 * number).tolist() for number in range(len(CROWD))]
 
 
-class ScriptedDrafter(Drafter, Proposer):
+class ScriptedProposer(Proposer):
     """Proposes the tokens of a known answer, and other tokens where it is `wrong`."""
 
-    def __init__(self, target: TargetModel) -> None:
+    def __init__(self, slots: DrafterSlots) -> None:
+        self._limit = slots.table.max_model_len
         self.answers: dict[int, list[int]] = {}
         """By slot: prompt and output."""
         self.wrong: Callable[[int], bool] = lambda position: position * 2654435761 % 2**32 < 2**30
         self.seen: list[Advance] = []
-
-    def start(self, slots: DrafterSlots) -> Proposer:
-        self._limit = slots.table.max_model_len
-        return self
 
     def propose(self, advance: Advance, k: int) -> I32:
         self.seen.append(advance)
@@ -68,12 +65,12 @@ class ScriptedDrafter(Drafter, Proposer):
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafters, "create", ScriptedDrafter)
+    monkeypatch.setattr(drafters, "create", lambda _: Drafter(ScriptedProposer))
 
 
-def script(driver: RunnerDriver) -> ScriptedDrafter:
+def script(driver: RunnerDriver) -> ScriptedProposer:
     proposer = driver.epoch.proposer
-    assert isinstance(proposer, ScriptedDrafter)
+    assert isinstance(proposer, ScriptedProposer)
     return proposer
 
 
@@ -102,7 +99,7 @@ def ngram(k: int) -> Speculation:
 
 def crowd(driver: RunnerDriver, alone: list[DrivenRequest]) -> list[DrivenRequest]:
     requests = [driver.add(prompt, params) for prompt, params in zip(prompts(), CROWD, strict=True)]
-    if isinstance(driver.epoch.proposer, ScriptedDrafter):
+    if isinstance(driver.epoch.proposer, ScriptedProposer):
         script(driver).answers = {
             request.slot: reference.tokens for request, reference in zip(requests, alone, strict=True)
         }
@@ -447,7 +444,7 @@ def test_deferred_steps_change_no_draft(monkeypatch: pytest.MonkeyPatch) -> None
     rng = np.random.default_rng(2)
     some = [rng.integers(300, 4096, size).tolist() for size in (30, 9, 17)]
     seen = []
-    for create in (drafters.create, EagleDrafter):
+    for create in (drafters.create, eagle_drafter):
         monkeypatch.setattr(drafters, "create", create)
         driver = RunnerDriver(DEMO_MODEL, speculation=wanted, dtype="float32")
         requests, drafts = [driver.add(prompt) for prompt in some], []

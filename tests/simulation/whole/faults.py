@@ -239,7 +239,7 @@ def play(seed: int, trace: Callable[[str], None] | None = None) -> System:
             probe.leaves_after = None
             system.requests.append(probe)
             frontend.accept(probe)
-        assert system.hub.run(60.0, lambda: system.answered and system.quiet), f"no progress: {_open(system)}"
+        assert system.hub.run(BOUND, lambda: system.answered and system.quiet), f"no progress: {_open(system)}"
         system.hub.run(SILENCE + 2.0)  # leases end, and broken connections are found
         assert system.hub.run(BOUND, lambda: system.quiet), "a rank that hangs is not replaced"
         check(system, noisy, {probe.name for probe in probes})

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch.nn import functional as F
 
 from protocol.membership import Shard, Speculation
-from services.worker.backends.native.drafters.base import Advance, DrafterSlots, TargetModel
-from services.worker.backends.native.drafters.eagle import ERROR, EagleDrafter
+from services.worker.backends.native.drafters.base import Advance, Drafter, DrafterSlots, TargetModel
+from services.worker.backends.native.drafters.eagle import ERROR, eagle_drafter
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.model import Model
 from services.worker.backends.native.model.partition import ModelPart
@@ -134,16 +134,14 @@ class EagleSetup:
         self.table.num_blocks[:] = self.table.block_table.shape[1]
         self.proposer = self.drafter.start(DrafterSlots(self.table, self.history, NUM_BLOCKS))
 
-    def load(
-        self, head: Path, dtype: torch.dtype = torch.float32, shard: Shard = WHOLE, **speculation: Any
-    ) -> EagleDrafter:
+    def load(self, head: Path, dtype: torch.dtype = torch.float32, shard: Shard = WHOLE, **speculation: Any) -> Drafter:
         checkpoint = open_checkpoint(self.path)
         part = ModelPart.from_shard(ModelConfig.from_checkpoint(self.path), shard)
         self.kernels = create(choose(self.implementation, "cpu", dtype, processor_features()))
         model = Model(part, checkpoint, dtype, self.kernels, lambda *_: None)
         wanted = Speculation(self.head.method, 4, str(head), **speculation)
         target = TargetModel(wanted, model, self.path, checkpoint, BLOCK_SIZE, CONTEXT)
-        return EagleDrafter(target)
+        return eagle_drafter(target)
 
     def states(self, positions: int) -> list[torch.Tensor]:
         """As if the target had computed them; [positions, hidden] for each that the drafter reads."""

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from services.worker.device.cuda import CopyOnItsWay, UploadedMirror
+from services.worker.device.cuda import UploadedMirror, arriving
 from services.worker.device.device_times import DeviceTime
 from services.worker.device.interface import DeviceMemory, DeviceMirror, HostCopy
 from services.worker.device.pinned_memory import PinnedStaging
@@ -92,17 +92,6 @@ class LazyEvent:
     def synchronize(self) -> None:
         self.stream.run(self.number)
         self.stream.check()
-
-
-@dataclass(frozen=True)
-class LazyTime:
-    """`DeviceTime`: the number of the work before it."""
-
-    event: LazyEvent
-
-    def seconds(self) -> float:
-        self.event.synchronize()
-        return float(self.event.number)
 
 
 class LazyDevice:
@@ -189,7 +178,7 @@ class LazyDevice:
                 else:
                     self.hazards.append("memory of the device changed while a download from it was pending")
 
-        return CopyOnItsWay(self._copies.put(copy), copies, tensors if self._keeps else ())
+        return arriving(self._copies.put(copy), copies, tensors if self._keeps else ())
 
     def mirror(self, array: NDArray[Any]) -> DeviceMirror:
         return UploadedMirror(self, array)
@@ -201,7 +190,14 @@ class LazyDevice:
         return tensor
 
     def now(self) -> DeviceTime:
-        return LazyTime(self._passed())
+        """Return the number of the work before."""
+        event = self._passed()
+
+        def seconds() -> float:
+            event.synchronize()
+            return float(event.number)
+
+        return seconds
 
     def memory(self) -> DeviceMemory | None:
         return None

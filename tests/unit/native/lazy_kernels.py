@@ -185,7 +185,7 @@ class LazyRows(RowKernels):
         self, slots: I32, firsts: I32, drafts: I32, acceptable: I32, ids: torch.Tensor, history: torch.Tensor
     ) -> Verified:
         """Waits for the device, as the host plans with the number of accepted drafts."""
-        self._device.now().seconds()
+        self._device.now()()
         return super().verify(slots, firsts, drafts, acceptable, ids, history)
 
 
@@ -199,7 +199,7 @@ class LazyDrafting(DraftingKernels):
         self, history: torch.Tensor, slots: I32, lengths: I32, sizes: range, k: int, min_acceptance: float
     ) -> I32:
         """Waits for the device, as the host plans with the number of drafts."""
-        self._device.now().seconds()
+        self._device.now()()
         return super().lookup(history, slots, lengths, sizes, k, min_acceptance)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from services.worker.backends.native.drafters.base import I32, Advance, Drafter, DrafterSlots, Proposer
-from services.worker.backends.native.drafters.deferred import MOST_BYTES, MOST_TOKENS, DeferredDrafter
+from services.worker.backends.native.drafters.deferred import MOST_BYTES, MOST_TOKENS, deferred
 from services.worker.backends.native.token_history import TokenHistory
 from services.worker.batch.slots import SlotTable
 from tests.unit.native.implementations import make
@@ -21,25 +21,15 @@ class RecordingProposer(Proposer):
         return np.tile(advance.slots[advance.samples][:, None], k)
 
 
-class RecordingDrafter(Drafter):
-    reads = (2, -1)
-
-    def __init__(self) -> None:
-        self.proposer = RecordingProposer()
-
-    def start(self, slots: DrafterSlots) -> Proposer:
-        return self.proposer
-
-
 class Deferred:
     """An epoch in which every slot has a request."""
 
     def __init__(self) -> None:
         self.table = SlotTable(num_slots=8, block_size=4, num_blocks=8, max_model_len=8)
         self.table.generation[:] = 1
-        drafter = RecordingDrafter()
-        self.advances = drafter.proposer.advances
-        self.drafter = DeferredDrafter(drafter)
+        proposer = RecordingProposer()
+        self.advances = proposer.advances
+        self.drafter = deferred(Drafter(lambda slots: proposer, reads=(2, -1)))
         history = TokenHistory(8, 8, 8, make("reference"))
         self.proposer = self.drafter.start(DrafterSlots(self.table, history, 8))
         self.propose = self.proposer.propose

@@ -26,7 +26,7 @@ COLUMNS = (
 @pytest.mark.parametrize("device", [CpuDevice(), LazyDevice(), LazyDevice(frozenset({"compute"}))])
 def test_columns_arrive_with_their_shapes(device: CpuDevice | LazyDevice) -> None:
     uploaded = device.upload(*COLUMNS)
-    for column, array in zip(COLUMNS, device.download(*uploaded).get(), strict=True):
+    for column, array in zip(COLUMNS, device.download(*uploaded)(), strict=True):
         assert array.shape == column.shape
         assert array.view(column.dtype).tolist() == column.tolist()
 
@@ -35,7 +35,7 @@ def test_a_lazy_upload_runs_when_somebody_waits() -> None:
     device = LazyDevice()
     (uploaded,) = device.upload(np.array([7], np.int32))
     assert uploaded.tolist() != [7]
-    device.now().seconds()
+    device.now()()
     assert uploaded.tolist() == [7]
 
 
@@ -43,7 +43,7 @@ def test_the_source_of_an_upload_may_change_afterwards() -> None:
     device, column = LazyDevice(), np.array([7], np.int32)
     (uploaded,) = device.upload(column)
     column[0] = 8
-    assert device.download(uploaded).get()[0].tolist() == [7]
+    assert device.download(uploaded)()[0].tolist() == [7]
     assert not device.hazards
 
 
@@ -55,7 +55,7 @@ def test_staging_memory_is_used_again_behind_its_event(waits: bool, size: int) -
     for step in range(2 * MAX_STEPS_IN_FLIGHT + 4):
         device.begin_step()
         copies.append(device.download(*device.upload(*(np.full(size, step + i, np.int32) for i in range(3)))))
-    values = [[int(array[-1]) for array in copy.get()] for copy in copies]
+    values = [[int(array[-1]) for array in copy()] for copy in copies]
     if waits:
         assert values == [[step, step + 1, step + 2] for step in range(len(copies))]
     assert bool(device.hazards) != waits
@@ -68,7 +68,7 @@ def test_the_source_of_a_download_is_kept() -> None:
         copy = device.download(uploaded)
         del uploaded
         gc.collect()
-        assert (copy.get()[0].tolist() == [7]) == keeps
+        assert (copy()[0].tolist() == [7]) == keeps
         assert bool(device.hazards) != keeps
 
 
@@ -77,7 +77,7 @@ def test_a_download_contains_poison_until_it_has_run() -> None:
     (uploaded,) = device.upload(np.array([7], np.int32))
     copy = device.download(uploaded)
     assert uploaded.tolist() != [7]
-    assert copy.get()[0].tolist() == [7]
+    assert copy()[0].tolist() == [7]
     assert torch.full((1,), POISON, dtype=torch.int32).tolist() == [POISON]
 
 
@@ -88,7 +88,7 @@ def test_a_mirror_follows_its_array(device: CpuDevice | LazyDevice) -> None:
     array[1], array[3] = 50, 70
     mirror.update([3], np.array([1, 3], np.int32))
     mirror.update([], np.zeros(0, np.int32))
-    assert device.download(mirror.tensor).get()[0].tolist() == array.tolist()
+    assert device.download(mirror.tensor)()[0].tolist() == array.tolist()
 
 
 def test_the_work_of_an_epoch_has_run_when_its_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:

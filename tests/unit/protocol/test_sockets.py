@@ -157,11 +157,17 @@ def test_queued_messages_arrive_although_the_server_closes_at_once(endpoint: str
         client.send(Heartbeat(2, 2))
 
 
-def test_client_does_not_reconnect_to_a_new_server(endpoint: str) -> None:
+@pytest.mark.parametrize("sends", [False, True], ids=["silent", "sends"])
+def test_client_does_not_reconnect_to_a_new_server(endpoint: str, sends: bool) -> None:
     first = Server(endpoint, {"worker"})
     client, _ = connect(first)
     first.close()
     second = Server(endpoint, {"worker"})
+    if sends:  # before it looks: libzmq has connected again, and the server expects a Hello
+        client.send(Heartbeat(1, 1))
+        while not second.errors["unknown"]:
+            assert second.socket.poll(1000 * PATIENCE)
+            assert second.receive() is None
     with pytest.raises(PeerGone):
         client.receive(PATIENCE)
     again, peer = connect(second)

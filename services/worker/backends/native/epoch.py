@@ -34,7 +34,7 @@ from services.worker.backends.native.token_history import TokenHistory
 from services.worker.backends.pooling import Pooler
 from services.worker.batch.slots import BatchColumns, PlanError, Rows
 from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT
-from services.worker.device.device_times import PastTime, StepClock
+from services.worker.device.device_times import StepClock
 from services.worker.distributed.feedback import TokenFeedback
 from services.worker.distributed.outcome import Outcome
 from services.worker.distributed.ranks import Ranks
@@ -52,7 +52,7 @@ class RowsToSample(NamedTuple):
     """bool[sampling rows]: the rows that are not left out; None: all are sampled."""
 
     @classmethod
-    def with_masks(cls, pending: ComputedStep, masks: MaskInbox) -> Self:
+    def with_masks(cls, pending: ComputedStep, masks: MaskInbox, on_host: bool) -> Self:
         """Wait for the step's masks as long as no other request is held back, then leave out the rows that have none.
 
         Raises: RanksLost, if the epoch ends meanwhile.
@@ -60,9 +60,8 @@ class RowsToSample(NamedTuple):
         masked = unpack(pending.step.masked)
         if not len(masked):
             return cls(None, None)
-        began, ended, forward = pending.clock.began, pending.clock.ended, ENDLESS
-        if isinstance(began, PastTime) and isinstance(ended, PastTime):  # on a GPU all masks are there
-            forward = Forward(began.at, ended.at)
+        # On a GPU all masks are there
+        forward = Forward(pending.clock.began(), pending.clock.ended()) if on_host else ENDLESS
         taken = masks.take(pending.step.step_id, masked, forward)
         return cls(joined(taken.parts), ~np.isin(pending.slots, [*taken.left_out]) if taken.left_out else None)
 
@@ -228,7 +227,7 @@ class NativeEpoch:
                 outcome = Outcome.from_message(message, pending.step.num_speculative_tokens)
                 self._keep(pending.slots, pending.firsts, outcome)
             return ForwardDone(pending.clock.times(self.device.now()))
-        sampled = self._sampled(pending, RowsToSample.with_masks(pending, masks))
+        sampled = self._sampled(pending, RowsToSample.with_masks(pending, masks, self.device.is_host))
         if pending.sampling:
             self._keep(pending.slots, pending.firsts, Outcome(sampled.ids, sampled.counts, _NO_DRAFTS))
         drafts = self._proposed(pending, sampled)

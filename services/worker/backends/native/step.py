@@ -101,7 +101,7 @@ class NativeResult:
     def get(self) -> ModelRunnerOutput:
         """Wait for the copies, and return the result."""
         samples, logprobs = self.rows.samples, self.logprobs.get()
-        token_ids, *embedded = self.ids.get()
+        token_ids, *embedded = self.ids()
         embedding_slots, embeddings = b"", b""
         if self.pooled is not None:
             embedding_slots, embeddings = self.pooled.to_message(*embedded)

@@ -3,7 +3,7 @@
     device/    the simulated device, the columns it copies, rigid shapes
     model/     the oracle: KV cache of prefix hashes, logits as a function of a hash
     sampling/  the sampler, grammar masks, drafts and their acceptance
-    output/    results: tokens, log-probabilities, embeddings, the stage trace
+    output/    results: tokens, log-probabilities, embeddings
     ranks/     what the ranks of a group send one another
 
 `SimRunner` implements `ModelRunner`; `SimEpoch` is everything that lives one epoch.

@@ -26,7 +26,6 @@ from services.worker.backends.sim.model.logits import Logits
 from services.worker.backends.sim.model.oracle import Activations, DeviceRows, Oracle, OracleError, spread
 from services.worker.backends.sim.output.embeddings import StepEmbeddings
 from services.worker.backends.sim.output.logprobs import StepLogprobs
-from services.worker.backends.sim.output.stage_trace import StageTrace
 from services.worker.backends.sim.output.step_output import StepOutput
 from services.worker.backends.sim.ranks.exchange import RankExchange, ReceivedInputs
 from services.worker.backends.sim.sampling.acceptance import DraftAcceptance
@@ -48,7 +47,6 @@ class LoadedRank:
     assignment: Assignment
     checkpoint: SimCheckpoint
     cost: CostModel
-    trace: StageTrace | None
     exchange: RankExchange
 
     @property
@@ -174,7 +172,7 @@ class SimEpoch:
         prepared = time.monotonic()
         event = device.launch(forward, seconds, no_inputs if rank.is_single else inputs)
         self._exchange(send)
-        output = StepOutput(step, rows, prepared, event, event, rank.trace, padded)
+        output = StepOutput(step, prepared, event, event, padded)
         rules = rules_by_row(rows, self.table)
         self._pending.put(_ExecutedSimStep(step, output, acceptance, rules, *self._requested_outputs(rows)))
 

@@ -2,7 +2,6 @@
 
 import socket
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +16,6 @@ from services.worker.backends.sim.cost import CostModel
 from services.worker.backends.sim.device.simulated import SimDevice
 from services.worker.backends.sim.epoch import LoadedRank, SimEpoch
 from services.worker.backends.sim.model.hidden_states import HIDDEN_SIZE
-from services.worker.backends.sim.output.stage_trace import StageTrace
 from services.worker.backends.sim.output.step_output import StepOutput
 from services.worker.backends.sim.ranks.exchange import RankExchange
 from services.worker.kv_memory import KVMemory
@@ -72,10 +70,8 @@ class SimRunner:
         shard = assignment.shard
         self.kv_memory.content = f"sim {checkpoint.digest} {shard} {assignment.block_size}"
         cost = CostModel(config, shard.pipeline_parallel_size)
-        has_trace = bool(config.sim_trace) and not shard.tp_rank
-        trace = StageTrace(Path(config.sim_trace), shard.pp_rank) if has_trace else None
         self._join(assignment, cost, listener)
-        self._rank.set(LoadedRank(config, assignment, checkpoint, cost, trace, self.exchange))
+        self._rank.set(LoadedRank(config, assignment, checkpoint, cost, self.exchange))
         progress("simulated model", 1.0)
         return Loaded(
             model_hash=checkpoint.digest,

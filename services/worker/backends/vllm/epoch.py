@@ -1,8 +1,6 @@
 """Everything of a rank that lives one epoch: the batch on the host, the translation of plans, and the steps."""
 
 import time
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,32 +9,17 @@ from protocol.codec import unpack
 from protocol.membership import Assignment, InitializeCache
 from protocol.steps import GrammarOutput, SchedulerOutput
 from services.worker.backends.pending_step import PendingStep, own_grammar
-from services.worker.backends.pooling import PooledRows, Pooler
+from services.worker.backends.pooling import Pooler
 from services.worker.backends.vllm.engine import VllmEngine
-from services.worker.backends.vllm.output import RequestedLogprobs, VllmOutput
+from services.worker.backends.vllm.output import ExecutedVllmStep, RequestedLogprobs, VllmOutput
 from services.worker.backends.vllm.plan import RESERVED_BLOCKS, PlanTranslator, TranslatedMasks
 from services.worker.backends.vllm.process_groups import ProcessGroups
 from services.worker.backends.vllm.row_masks import RowMasks
 from services.worker.backends.vllm.sampled_steps import SampledStep
 from services.worker.backends.vllm.stages import StageOutcomes
-from services.worker.batch.slots import Rows, SlotTable
+from services.worker.batch.slots import SlotTable
 from services.worker.device.device_times import StepClock
 from services.worker.runner import ForwardDone, Output
-
-
-@dataclass(frozen=True)
-class _ExecutedVllmStep:
-    """A step between its forward pass and its sampling."""
-
-    step: SchedulerOutput
-    rows: Rows
-    ids: list[str]
-    requested: RequestedLogprobs
-    pooled: PooledRows | None
-    """None if no row needs a hidden state, or if another rank reports the step."""
-    clock: StepClock
-    result: Any
-    """The result of a model with a pooler of its own, which samples nothing."""
 
 
 class VllmEpoch:
@@ -83,7 +66,7 @@ class VllmEpoch:
         )
         self._pipeline = groups.pipeline
         self._outcomes = StageOutcomes(self._pipeline, assignment.num_slots, batch, self._translator)
-        self._pending = PendingStep[_ExecutedVllmStep]()
+        self._pending = PendingStep[ExecutedVllmStep]()
 
     def execute(self, step: SchedulerOutput) -> None:
         """Execute the forward pass of a step, as `ModelRunner.execute_model`."""
@@ -104,7 +87,7 @@ class VllmEpoch:
         if pooled is not None:
             engine.pool(pooled, ids, rows)
         clock = StepClock(prepared, began, engine.platform.now())
-        self._pending.put(_ExecutedVllmStep(step, rows, ids, requested, pooled, clock, result))
+        self._pending.put(ExecutedVllmStep(step, rows, ids, requested, clock, pooled, result))
 
     def sample(self, grammar: GrammarOutput | None) -> Output:
         """Sample the executed step, as `ModelRunner.sample_tokens`."""
@@ -113,8 +96,7 @@ class VllmEpoch:
         if engine.pooler is not None:
             if not self._reports:
                 return ForwardDone(p.clock.times(engine.platform.now()))
-            pooled = SampledStep(p.result)
-            return VllmOutput(step, p.rows, p.ids, p.requested, pooled, p.clock, engine.platform.now())
+            return VllmOutput(p, SampledStep(p.result), engine.platform.now())
         if not self._pipeline.is_last:
             self._outcomes.expect(step, p.rows)
             return ForwardDone(p.clock.times(engine.platform.now()))
@@ -136,12 +118,9 @@ class VllmEpoch:
         needs_drafts = step.num_speculative_tokens and step.has_structured_output_requests
         proposed = translator.drafts.column(p.ids, step.num_speculative_tokens) if needs_drafts else None
         embeddings = engine.platform.download(p.pooled.embeddings) if p.pooled is not None else None
-        return VllmOutput(
-            *(step, p.rows, p.ids, p.requested, sampled, p.clock, ended),
-            *(p.pooled, embeddings, masks.acceptable, proposed),
-        )
+        return VllmOutput(p, sampled, ended, embeddings, masks.acceptable, proposed)
 
-    def _masks(self, p: _ExecutedVllmStep, grammar: GrammarOutput | None) -> TranslatedMasks:
+    def _masks(self, p: ExecutedVllmStep, grammar: GrammarOutput | None) -> TranslatedMasks:
         """Return the masks of a step, and the constrained rows that have none.
 
         Every rank samples, and other ranks may have read other masks by now. So they use those of the output rank.

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,18 +31,28 @@ class RequestedLogprobs:
 
 
 @dataclass(frozen=True)
-class VllmOutput:
-    """An `Output`. Later steps change nothing in it: immutable result (docs/invariants.md)."""
+class ExecutedVllmStep:
+    """A step after its forward pass."""
 
     step: SchedulerOutput
     rows: Rows
     ids: list[str]
     """vLLM's request id of each row."""
     requested: RequestedLogprobs
-    sampled: SampledStep
     clock: StepClock
-    ended: DeviceTime
     pooled: PooledRows | None = None
+    """None if no row needs a hidden state, or if another rank reports the step."""
+    result: Any = None
+    """The result of a model with a pooler of its own, which samples nothing."""
+
+
+@dataclass(frozen=True)
+class VllmOutput:
+    """An `Output`. Later steps change nothing in it: immutable result (docs/invariants.md)."""
+
+    executed: ExecutedVllmStep
+    sampled: SampledStep
+    ended: DeviceTime
     embeddings: HostArray | None = None
     """float32[completed, hidden] of the pooled rows."""
     acceptable: I32 | None = None
@@ -54,27 +65,27 @@ class VllmOutput:
         return not self.sampled.is_deferred
 
     def get(self) -> ModelRunnerOutput:
-        rows, result = self.rows, self.sampled.get()
+        executed, result = self.executed, self.sampled.get()
         index_of = result.req_id_to_index
-        samples = rows.samples
-        indices = np.array([index_of[self.ids[row]] for row in np.flatnonzero(samples)], np.int64)
+        rows, samples = executed.rows, executed.rows.samples
+        indices = np.array([index_of[executed.ids[row]] for row in np.flatnonzero(samples)], np.int64)
         if (vectors := result.pooler_output) is not None:
             return self._pooled([vectors[i] for i in indices])
         tokens = [result.sampled_token_ids[i] for i in indices]
         counts = np.array([len(row) for row in tokens], np.int32)
         drafted = rows.drafts if self.acceptable is None else self.acceptable
         embedding_slots, embeddings = b"", b""
-        if self.pooled is not None and self.embeddings is not None:
-            embedding_slots, embeddings = self.pooled.to_message(self.embeddings())
+        if executed.pooled is not None and self.embeddings is not None:
+            embedding_slots, embeddings = executed.pooled.to_message(self.embeddings())
         parts = [*self._prompt_logprobs(result), *self._token_logprobs(result, indices, counts)]
         return ModelRunnerOutput(
-            epoch=self.step.epoch,
-            step_id=self.step.step_id,
+            epoch=executed.step.epoch,
+            step_id=executed.step.step_id,
             slots=rows.slots[samples].tobytes(),
             generations=rows.generations[samples].tobytes(),
             counts=counts.tobytes(),
             token_ids=np.array(list(chain.from_iterable(tokens)), np.int32).tobytes(),
-            times=self.clock.times(self.ended),
+            times=executed.clock.times(self.ended),
             logprobs=LogprobRows.concatenate(parts).to_message() if parts else None,
             embedding_slots=embedding_slots,
             embeddings=embeddings,
@@ -85,16 +96,17 @@ class VllmOutput:
     def _pooled(self, vectors: list[torch.Tensor | None]) -> ModelRunnerOutput:
         """Return the result of a model with a pooler of its own: a vector in place of each token."""
         values = [np.empty(0, np.float32) if v is None else v.float().numpy().ravel() for v in vectors]
-        slots, ones = self.rows.slots[self.rows.samples], np.ones(len(vectors), np.int32)
+        rows = self.executed.rows.select(self.executed.rows.samples)
+        ones = np.ones(len(vectors), np.int32)
         return ModelRunnerOutput(
-            epoch=self.step.epoch,
-            step_id=self.step.step_id,
-            slots=slots.tobytes(),
-            generations=self.rows.generations[self.rows.samples].tobytes(),
+            epoch=self.executed.step.epoch,
+            step_id=self.executed.step.step_id,
+            slots=rows.slots.tobytes(),
+            generations=rows.generations.tobytes(),
             counts=ones.tobytes(),
             token_ids=(0 * ones).tobytes(),
-            times=self.clock.times(self.ended),
-            embedding_slots=slots.tobytes(),
+            times=self.executed.clock.times(self.ended),
+            embedding_slots=rows.slots.tobytes(),
             embeddings=b"".join(v.tobytes() for v in values),
             embedding_sizes=np.array([len(v) for v in values], np.int32).tobytes(),
         )
@@ -108,8 +120,8 @@ class VllmOutput:
             indices: vLLM's row of each sampling row
             counts: tokens of each sampling row
         """
-        rows, lists = self.rows.select(self.rows.samples), result.logprobs
-        tops = self.requested.logprobs[self.rows.samples]
+        samples, lists = self.executed.rows.samples, result.logprobs
+        rows, tops = self.executed.rows.select(samples), self.executed.requested.logprobs[samples]
         wanted = tops != NONE
         if not wanted.any() or lists is None:
             return []
@@ -123,14 +135,14 @@ class VllmOutput:
 
     def _prompt_logprobs(self, result: vllm_api.ModelRunnerOutput) -> list[LogprobRows]:
         """Return the log-probabilities of prompts that are complete. The first token has none."""
-        parts = []
-        for row in np.flatnonzero(self.requested.prompt_logprobs != NONE):
-            tensors = result.prompt_logprobs_dict.get(self.ids[row])
+        parts, executed = [], self.executed
+        for row in np.flatnonzero(executed.requested.prompt_logprobs != NONE):
+            tensors = result.prompt_logprobs_dict.get(executed.ids[row])
             if tensors is None or not len(tensors.logprobs):
                 continue
             positions = np.arange(1, len(tensors.logprobs) + 1, dtype=np.int32)
-            slots = np.full(len(positions), self.rows.slots[row], np.int32)
-            tops = np.full(len(positions), self.requested.prompt_logprobs[row], np.int32)
+            slots = np.full(len(positions), executed.rows.slots[row], np.int32)
+            tops = np.full(len(positions), executed.requested.prompt_logprobs[row], np.int32)
             columns = tensors.logprob_token_ids, tensors.logprobs, tensors.selected_token_ranks
             parts.append(_logprob_rows(slots, positions, tops, *(column.numpy() for column in columns)))
         return parts

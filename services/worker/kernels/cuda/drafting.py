@@ -32,7 +32,7 @@ class CudaDrafting(DraftingKernels):
         rows = max(1, _SEARCHED // begun.shape[1])
         parts = zip(which.split(rows), ends.split(rows), strict=True)
         drafts = [_drafts(begun.index_select(0, some), until, sizes, k, min_acceptance) for some, until in parts]
-        return self._device.download(torch.cat(drafts)).get()[0]
+        return self._device.download(torch.cat(drafts))()[0]
 
 
 def lookup_bytes(slots: int, max_model_len: int) -> int:

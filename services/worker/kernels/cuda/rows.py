@@ -81,7 +81,7 @@ class CudaRows(RowKernels):
         places = _places(slots[owners], firsts[owners] + offsets, history.shape[1])
         sampled, expected = self._device.upload(begins[owners] + offsets, places)
         here = ids.index_select(0, sampled) == history.view(-1).index_select(0, expected)
-        (equal,) = self._device.download(here).get()
+        (equal,) = self._device.download(here)()
         counts = np.ones(len(slots), np.int32)
         firsts_of = np.cumsum(most) - most
         for row in np.flatnonzero(most).tolist():

@@ -1,10 +1,10 @@
 """Drafters: one module per method."""
 
 from services.worker.backends.native.drafters.base import Drafter, TargetModel
-from services.worker.backends.native.drafters.deferred import DeferredDrafter
-from services.worker.backends.native.drafters.draft_model import DraftModelDrafter
-from services.worker.backends.native.drafters.eagle import EagleDrafter
-from services.worker.backends.native.drafters.ngram import NgramDrafter
+from services.worker.backends.native.drafters.deferred import deferred
+from services.worker.backends.native.drafters.draft_model import draft_model_drafter
+from services.worker.backends.native.drafters.eagle import eagle_drafter
+from services.worker.backends.native.drafters.ngram import ngram_drafter
 from services.worker.runner import LoadError
 
 
@@ -15,10 +15,10 @@ def create(target: TargetModel) -> Drafter:
     """
     match target.speculation.method:
         case "ngram":
-            return NgramDrafter(target)
+            return ngram_drafter(target)
         case "draft_model":
-            return DraftModelDrafter(target)
+            return draft_model_drafter(target)
         case "eagle" | "eagle3":
-            return DeferredDrafter(EagleDrafter(target))
+            return deferred(eagle_drafter(target))
         case method:
             raise LoadError(f"speculation by {method} is not supported; the native backend has none")

@@ -7,7 +7,7 @@ for them, addressed by the block tables of the target.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -85,19 +85,6 @@ class Advance(NamedTuple):
         return self.starts + self.counts
 
 
-class Drafter(ABC):
-    """The weights of a drafter, kept from epoch to epoch."""
-
-    reads: tuple[int, ...] = ()
-    """Hidden states of the target that `propose` reads: `forward.FINAL`, or the number of a layer for its input."""
-    bytes_per_block: int = 0
-    """Bytes per block of its own cache, in addition to the target's."""
-
-    @abstractmethod
-    def start(self, slots: DrafterSlots) -> "Proposer":
-        """Return a proposer for one epoch, with the cache that the memory holds."""
-
-
 class Proposer(ABC):
     """A drafter in one epoch. For one calling thread."""
 
@@ -119,3 +106,15 @@ class Proposer(ABC):
             int32[sampling rows, k], padded with NO_DRAFT. Tokens are in the vocabulary and their positions inside the
             context. A row may have fewer drafts if its slot lacks blocks.
         """
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """A drafter with its weights, kept from epoch to epoch."""
+
+    start: Callable[[DrafterSlots], Proposer]
+    """Returns a proposer for one epoch, with the cache that the memory holds."""
+    reads: tuple[int, ...] = ()
+    """Hidden states of the target that `propose` reads: `forward.FINAL`, or the number of a layer for its input."""
+    bytes_per_block: int = 0
+    """Bytes per block of its own cache, in addition to the target's."""

@@ -5,11 +5,13 @@ draft; processing many tokens at once costs little more than one. Adaptive specu
 costs almost nothing.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.worker.backends.native.drafters.base import I32, Advance, Drafter, DrafterSlots, Proposer, States
+from services.worker.backends.native.drafters.base import I32, Advance, Drafter, Proposer, States
 from services.worker.batch.slots import BatchColumns
 
 MOST_TOKENS = 1024
@@ -21,15 +23,9 @@ BoolRows = NDArray[np.bool_]
 _NO_SLOTS, _NO_ROWS = np.empty(0, np.int32), np.empty(0, np.bool_)
 
 
-class DeferredDrafter(Drafter):
-    """`drafter`, which gets steps without drafts together with the next step that has some, or when many are kept."""
-
-    def __init__(self, drafter: Drafter) -> None:
-        self._drafter = drafter
-        self.reads, self.bytes_per_block = drafter.reads, drafter.bytes_per_block
-
-    def start(self, slots: DrafterSlots) -> Proposer:
-        return DeferredProposer(self._drafter.start(slots), slots.table)
+def deferred(drafter: Drafter) -> Drafter:
+    """Let a drafter get steps without drafts together with the next step that has some, or when many are kept."""
+    return replace(drafter, start=lambda slots: DeferredProposer(drafter.start(slots), slots.table))
 
 
 class DeferredProposer(Proposer):

@@ -25,31 +25,28 @@ BEHIND = 16
 """Maximum number of missing positions of a request while no drafts are proposed."""
 
 
-class DraftModelDrafter(Drafter):
-    def __init__(self, target: TargetModel) -> None:
-        """Raises: LoadError, also for a checkpoint with another vocabulary."""
-        wanted = target.speculation
-        path = drafter_path(wanted)
-        config, whole = ModelConfig.from_checkpoint(path), target.model.part.whole
-        if config.vocab_size != whole.vocab_size:
-            raise LoadError(
-                f"the draft model {wanted.model} has {config.vocab_size} tokens, but the model has {whole.vocab_size}; "
-                "they must have the same vocabulary"
-            )
-        part, checkpoint = ModelPart.from_shard(config, Shard()), target.drafter_checkpoint(path)
-        self._model = Model(part, checkpoint, target.model.dtype, target.model.kernels, lambda *_: None)
-        self._ranks = Ranks(Assignment(1, 0, 1, target.block_size, 1, 1)).join()
-        self._limit = min(target.max_model_len, config.max_position, wanted.max_model_len or config.max_position)
-        self.bytes_per_block = self._model.bytes_per_block(target.block_size)
-
-    def start(self, slots: DrafterSlots) -> Proposer:
-        table = slots.table
-        blocks = torch.from_numpy(table.block_table)
-        forward = ForwardPass(
-            *(self._model, self._ranks, slots.num_blocks, table.block_size, table.max_model_len, blocks),
-            allocate=slots.allocate,
+def draft_model_drafter(target: TargetModel) -> Drafter:
+    """Raises: LoadError, also for a checkpoint with another vocabulary."""
+    wanted = target.speculation
+    path = drafter_path(wanted)
+    config, whole = ModelConfig.from_checkpoint(path), target.model.part.whole
+    if config.vocab_size != whole.vocab_size:
+        raise LoadError(
+            f"the draft model {wanted.model} has {config.vocab_size} tokens, but the model has {whole.vocab_size}; "
+            "they must have the same vocabulary"
         )
-        return DraftModelProposer(forward, self._model.kernels.sampling, slots, self._limit)
+    part, checkpoint = ModelPart.from_shard(config, Shard()), target.drafter_checkpoint(path)
+    model = Model(part, checkpoint, target.model.dtype, target.model.kernels, lambda *_: None)
+    ranks = Ranks(Assignment(1, 0, 1, target.block_size, 1, 1)).join()
+    limit = min(target.max_model_len, config.max_position, wanted.max_model_len or config.max_position)
+
+    def start(slots: DrafterSlots) -> Proposer:
+        table = slots.table
+        sizes = slots.num_blocks, table.block_size, table.max_model_len
+        forward = ForwardPass(model, ranks, *sizes, torch.from_numpy(table.block_table), allocate=slots.allocate)
+        return DraftModelProposer(forward, model.kernels.sampling, slots, limit)
+
+    return Drafter(start, bytes_per_block=model.bytes_per_block(target.block_size))
 
 
 class DraftModelProposer(Proposer):

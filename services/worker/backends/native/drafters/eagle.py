@@ -34,27 +34,22 @@ _FEW = 64
 """Initial number of places in the buffers."""
 
 
-class EagleDrafter(Drafter):
-    """EAGLE and EAGLE-3 heads, from checkpoints in Hugging Face format."""
-
-    def __init__(self, target: TargetModel) -> None:
-        """Raises: LoadError"""
-        speculation = target.speculation
-        try:
-            self._model: EagleModel = load(_directory(target), target)
-        except (CheckpointError, LoadError) as error:
-            raise LoadError(f"drafter {speculation.model or 'of the demo model'}: {error}") from error
-        config = self._model.config
-        self.reads = config.reads
-        self.bytes_per_block = self._model.bytes_per_block(target.block_size)
-        self._longest = speculation.max_model_len or config.layer.max_position
-        if self._longest > config.layer.max_position:
-            raise LoadError(
-                f'"max_model_len" {self._longest} is more than the {config.layer.max_position} positions of the drafter'
-            )
-
-    def start(self, slots: DrafterSlots) -> Proposer:
-        return EagleProposer(self._model, slots, min(self._longest, slots.table.max_model_len))
+def eagle_drafter(target: TargetModel) -> Drafter:
+    """Load an EAGLE or EAGLE-3 head from a checkpoint in Hugging Face format. Raises: LoadError"""
+    speculation = target.speculation
+    try:
+        model = load(_directory(target), target)
+    except (CheckpointError, LoadError) as error:
+        raise LoadError(f"drafter {speculation.model or 'of the demo model'}: {error}") from error
+    most = model.config.layer.max_position
+    longest = speculation.max_model_len or most
+    if longest > most:
+        raise LoadError(f'"max_model_len" {longest} is more than the {most} positions of the drafter')
+    return Drafter(
+        lambda slots: EagleProposer(model, slots, min(longest, slots.table.max_model_len)),
+        model.config.reads,
+        model.bytes_per_block(target.block_size),
+    )
 
 
 class EagleProposer(Proposer):

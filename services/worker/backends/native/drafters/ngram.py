@@ -4,6 +4,8 @@ and proposes nothing if the last tokens have not occurred before. A short match 
 Among equally long matches the last one is used, because nearby text is more similar; vLLM uses the first.
 """
 
+from functools import partial
+
 import numpy as np
 
 from protocol.steps import NO_DRAFT
@@ -11,17 +13,12 @@ from services.worker.backends.native.drafters.base import I32, Advance, Drafter,
 from services.worker.kernels.interface.drafting import DraftingKernels
 
 
-class NgramDrafter(Drafter):
-    """Searches prompt and output of each request for its last `prompt_lookup_min` to `prompt_lookup_max` tokens."""
-
-    def __init__(self, target: TargetModel) -> None:
-        wanted = target.speculation
-        self._kernels = target.model.kernels.drafting
-        self._sizes = range(wanted.prompt_lookup_min, wanted.prompt_lookup_max + 1)
-        self._limit = min(target.max_model_len, wanted.max_model_len or target.max_model_len)
-
-    def start(self, slots: DrafterSlots) -> Proposer:
-        return NgramProposer(self._kernels, self._sizes, self._limit, slots)
+def ngram_drafter(target: TargetModel) -> Drafter:
+    """Search prompt and output of each request for its last `prompt_lookup_min` to `prompt_lookup_max` tokens."""
+    wanted = target.speculation
+    sizes = range(wanted.prompt_lookup_min, wanted.prompt_lookup_max + 1)
+    limit = min(target.max_model_len, wanted.max_model_len or target.max_model_len)
+    return Drafter(partial(NgramProposer, target.model.kernels.drafting, sizes, limit))
 
 
 class NgramProposer(Proposer):

@@ -62,7 +62,7 @@ class ScoresOnTheirWay(NamedTuple):
 
     def get(self) -> LogprobRows | None:
         """Wait for the copies; None if there are none."""
-        rows = [LogprobRows(part.slots, part.positions, part.tokens.counts, *copy.get()) for part, copy in self.parts]
+        rows = [LogprobRows(part.slots, part.positions, part.tokens.counts, *copy()) for part, copy in self.parts]
         return LogprobRows.concatenate(rows) if rows else None
 
 

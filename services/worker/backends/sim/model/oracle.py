@@ -146,8 +146,7 @@ class Oracle:
         wrong = (counts < 0) | (frontiers > self.chained[slots])
         differs = self.tokens(slots[rows[accepted]], positions[accepted]) != tokens[accepted]
         wrong[rows[accepted][differs]] = True
-        if wrong.any():
-            i = int(wrong.argmax())
+        if (i := first_true(wrong)) is not None:
             raise OracleError(
                 f"slot {slots[i]}: {counts[i]} tokens were sampled from position {firsts[i]} on, but "
                 f"{self.chained[slots[i]]} positions are computed here, or their drafts are others"
@@ -162,8 +161,7 @@ class Oracle:
         Raises: OracleError, if fewer positions are computed.
         """
         chained = self.chained[slots]
-        if (early := (starts > chained) & self._begun[slots]).any():
-            i = int(early.argmax())
+        if (i := first_true((starts > chained) & self._begun[slots])) is not None:
             raise OracleError(
                 f"slot {slots[i]}: a row starts at {starts[i]}, but {chained[i]} positions are computed here"
             )
@@ -182,9 +180,7 @@ class Oracle:
         return stored - 1
 
     def _check_tokens(self, slots: NDArray[np.integer], positions: NDArray[np.integer], tokens: I32) -> None:
-        bad = (tokens < 0) | (tokens >= self.vocab_size)
-        if bad.any():
-            i = int(bad.argmax())
+        if (i := first_true((tokens < 0) | (tokens >= self.vocab_size))) is not None:
             raise OracleError(
                 f"slot {slots[i]} position {positions[i]}: token {tokens[i]} is not among the {self.vocab_size} "
                 "of the vocabulary"
@@ -198,9 +194,7 @@ class Oracle:
         Raises: OracleError, if one is later (position bound).
         """
         chained = self.chained[slots]
-        late = chained > planned
-        if late.any():
-            i = int(late.argmax())
+        if (i := first_true(chained > planned)) is not None:
             raise OracleError(
                 f"position bound: slot {slots[i]} is planned from {planned[i]} on, but {chained[i]} positions are "
                 "computed"
@@ -244,8 +238,7 @@ class Oracle:
         slots = batch.slots[rows]
         known = self.history[slots, positions] - 1
         wrong = (tokens < 0) | (tokens >= self.vocab_size) | ((known >= 0) & (known != tokens))
-        if wrong.any():
-            i = int(wrong.argmax())
+        if (i := first_true(wrong)) is not None:
             raise OracleError(
                 f"slot {slots[i]} position {positions[i]}: token {tokens[i]} of {self.vocab_size} came from the stage "
                 f"before, but {known[i]} is known here (-1: none)"
@@ -258,9 +251,7 @@ class Oracle:
         rows, positions = spread(batch.starts, batch.counts)
         slots = batch.slots[rows]
         expected = self.chain[slots, positions + 1]
-        wrong = hashes != expected
-        if wrong.any():
-            i = int(wrong.argmax())
+        if (i := first_true(hashes != expected)) is not None:
             raise OracleError(
                 f"slot {slots[i]} position {positions[i]}: expected the activation {expected[i]:016x} from the stage "
                 f"before, found {hashes[i]:016x}"
@@ -297,9 +288,7 @@ class Oracle:
         """Raises: OracleError, if a block is written for two slots in one step."""
         order = np.argsort(blocks, kind="stable")
         same = blocks[order[1:]] == blocks[order[:-1]]
-        shared = same & (rows[order[1:]] != rows[order[:-1]])
-        if shared.any():
-            at = int(shared.argmax())
+        if (at := first_true(same & (rows[order[1:]] != rows[order[:-1]]))) is not None:
             first, second = batch.slots[rows[order[at]]], batch.slots[rows[order[at + 1]]]
             raise OracleError(f"slots {first} and {second} both write block {blocks[order[at]]} in one step")
 
@@ -322,14 +311,17 @@ class Oracle:
         blocks = batch.block_table[rows, positions // self.block_size]
         found = self.kv[blocks * self.block_size + positions % self.block_size]
         expected = self.chain[batch.slots[rows], positions + 1]
-        wrong = found != expected
-        if wrong.any():
-            i = int(wrong.argmax())
+        if (i := first_true(found != expected)) is not None:
             state = "never written" if found[i] == UNWRITTEN else f"{found[i]:016x}"
             raise OracleError(
                 f"slot {batch.slots[rows[i]]} position {positions[i]} block {blocks[i]}: "
                 f"expected {expected[i]:016x}, found {state}"
             )
+
+
+def first_true(wrong: NDArray[np.bool_]) -> int | None:
+    """Return the index of the first true element; None: there is none."""
+    return int(wrong.argmax()) if wrong.any() else None
 
 
 def spread(starts: I32, counts: I32) -> tuple[NDArray[np.int64], I32]:

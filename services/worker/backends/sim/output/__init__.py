@@ -1,1 +1,1 @@
-"""Results of a step: tokens, log-probabilities, embeddings and the stage trace."""
+"""Results of a step: tokens, log-probabilities and embeddings."""

@@ -6,9 +6,8 @@ from protocol.rows import EmbeddingRows, LogprobRows
 from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepTimes
 from services.worker.backends.sim.device.rigid import PaddedStep
 from services.worker.backends.sim.device.simulated import SimEvent
-from services.worker.backends.sim.output.stage_trace import StageTrace
 from services.worker.backends.sim.sampling.acceptance import CopiedTokens
-from services.worker.batch.slots import I32, NONE, Rows
+from services.worker.batch.slots import I32, NONE
 
 
 @dataclass(frozen=True)
@@ -18,13 +17,11 @@ class StepOutput:
 
     is_done = False
     step: SchedulerOutput
-    rows: Rows
     prepared: float
     """Seconds on the monotonic clock: the step was ready to be launched."""
     forward: SimEvent
     copied: SimEvent
     """The last copy to the host."""
-    trace: StageTrace | None
     padded: PaddedStep | None = None
     """On a rigid device."""
     sampled: CopiedTokens | None = None
@@ -41,15 +38,11 @@ class StepOutput:
         if self.exchanged is not None:
             self.exchanged.reach()
         self.copied.synchronize()
-        step, copied = self.step, self.copied
-        if self.trace is not None and step.step_id:  # 0: the canary
-            tokens = int(self.rows.counts.sum())
-            self.trace.write(step.epoch, step.step_id, self.forward.began, copied.ended, tokens)
         times = StepTimes(
             prepared=self.prepared,
             forward_began=self.forward.began,
             forward_ended=self.forward.ended,
-            sampled=copied.ended,
+            sampled=self.copied.ended,
         )
         if self.sampled is None:
             return times

@@ -21,7 +21,7 @@ from protocol.codec import unpack
 from protocol.steps import SchedulerOutput
 from services.worker.backends.sim.cost import CostModel
 from services.worker.backends.sim.model.hashing import U64
-from services.worker.backends.sim.model.oracle import Activations, OracleError, spread
+from services.worker.backends.sim.model.oracle import Activations, OracleError, first_true, spread
 from services.worker.backends.sim.ranks.exchange import LeftOut, RankExchange, ReceivedInputs, StageFeedback
 from services.worker.backends.sim.sampling.acceptance import DraftAcceptance
 from services.worker.batch.slots import I32, Rows
@@ -62,8 +62,7 @@ class _ExpectedFeedback:
         ids, rest = body[:tokens].astype(np.int32), body[tokens:].astype(np.int32)
         firsts, counts = rest[:rows], rest[rows : 2 * rows]
         drafts = rest[2 * rows :].reshape(rows, self.proposed)
-        if (wrong := (counts < np.where(self.masked, 0, 1)) | (counts > self.room)).any():
-            i = int(wrong.argmax())
+        if (i := first_true((counts < np.where(self.masked, 0, 1)) | (counts > self.room))) is not None:
             raise OracleError(f"slot {self.slots[i]}: {counts[i]} tokens came back, with room for {self.room[i]}")
         begins = (np.cumsum(self.room) - self.room)[kept].astype(np.int32)
         _, at = spread(begins, counts[kept])
@@ -172,9 +171,7 @@ class GroupExchange(RankExchange):
             theirs = part.numpy()
             if theirs[0] != step_id:
                 raise OracleError(f"step {step_id} meets step {theirs[0]} of tensor-parallel rank {rank}")
-            wrong = theirs[1:] != mine
-            if wrong.any():
-                i = int(wrong.argmax())
+            if (i := first_true(theirs[1:] != mine)) is not None:
                 raise OracleError(
                     f"slot {slots[i]}: {what} is {mine[i]} here and {theirs[i + 1]} on tensor-parallel rank {rank}"
                 )

@@ -3,7 +3,7 @@
 import numpy as np
 
 from protocol.steps import NO_DRAFT
-from services.worker.backends.sim.model.oracle import OracleError, spread
+from services.worker.backends.sim.model.oracle import OracleError, first_true, spread
 from services.worker.batch.slots import I32
 
 _NOTHING = np.empty(0, np.int32)
@@ -57,8 +57,7 @@ class DeviceDrafts:
             return planned, _NOTHING
         counts = np.minimum(planned, available)
         wrong = (planned > requested) | ((counts > 0) & (self.firsts[slots] != firsts))
-        if wrong.any():
-            i = int(wrong.argmax())
+        if (i := first_true(wrong)) is not None:
             raise OracleError(
                 f"latest drafts: slot {slots[i]} is planned with {planned[i]} drafts from position {firsts[i]} on, but "
                 f"step {self._steps[slots[i]]} proposed {requested[i]}, from {self.firsts[slots[i]]} on"

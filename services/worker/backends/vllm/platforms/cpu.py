@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from services.worker.backends.vllm.engine_config import EngineOptions
 from services.worker.backends.vllm.parameters import RequestGenerator
 from services.worker.backends.vllm.platforms.interface import HostArray
-from services.worker.device.device_times import DeviceTime, PastTime
+from services.worker.device.device_times import DeviceTime, past
 from services.worker.runner import LoadError
 
 CPU_BLOCK = 32
@@ -56,4 +56,4 @@ class CpuPlatform:
         return tensor.numpy
 
     def now(self) -> DeviceTime:
-        return PastTime(time.monotonic())
+        return past(time.monotonic())
