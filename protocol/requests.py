@@ -186,6 +186,8 @@ class Finish(msgspec.Struct, array_like=True, frozen=True):
     times: RequestTimes | None = None
     retry_after: Annotated[float, msgspec.Meta(ge=0, le=MAX_RETRY_AFTER)] = 0.0
     """For REJECTED: seconds until the shortest request is expected to be admitted; 0.0: perhaps now."""
+    by_settings: bool = False
+    """For INVALID: an engine of the same weights with other settings may serve the request."""
 
 
 class Embedding(msgspec.Struct, array_like=True, frozen=True):
@@ -286,6 +288,12 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     """True: the scheduler knows `CacheAction.LOAD`."""
     adapted_modules: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_ITEMS)] = ()
     """`Loaded.adapted_modules`"""
+    max_loras: Count = 0
+    """LoRA adapters of the running requests together, at most; 0: none are served."""
+    running_loras: Annotated[list[Name], msgspec.Meta(max_length=MAX_ITEMS)] = []
+    """Names of the adapters of running requests."""
+    waiting_loras: Annotated[list[Name], msgspec.Meta(max_length=MAX_ITEMS)] = []
+    """Names of the adapters of requests that wait."""
 
 
 ClientMessage = GenerateRequest | AbortRequest | Subscribe | FrontendAlive | ResetPrefixCache | ControlCache

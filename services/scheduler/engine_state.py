@@ -16,7 +16,13 @@ class StateReports:
         self._config, self._incarnation, self._tokenizer = config, incarnation, tokenizer
 
     def state(
-        self, status: GroupStatus, group: WorkerGroup, started: Started | None, stats: dict[str, float]
+        self,
+        status: GroupStatus,
+        group: WorkerGroup,
+        started: Started | None,
+        stats: dict[str, float],
+        running_loras: list[str],
+        waiting_loras: list[str],
     ) -> EngineState:
         """
         Args:
@@ -47,6 +53,9 @@ class StateReports:
             pooling=loaded.pooling if loaded else None,
             media=loaded.media if loaded else None,
             adapted_modules=loaded.adapted_modules if loaded else (),
+            max_loras=limits.max_loras if limits else 0,
+            running_loras=running_loras,
+            waiting_loras=waiting_loras,
         )
 
     def _info(self, group: WorkerGroup, started: Started | None) -> dict[str, str]:
@@ -64,5 +73,6 @@ class StateReports:
                 "backend": group.backend,
                 "tensor_parallel_size": str(group.size.tensor_parallel if group.size else 0),
                 "pipeline_parallel_size": str(started.limits.stages),
+                "max_num_batched_tokens": str(started.limits.max_num_batched_tokens),
             }
         return info

@@ -83,9 +83,9 @@ PROBE_MS = 50
 """Milliseconds between two checks of the connections while one is known to be broken."""
 CHECK_INTERVAL = 0.02
 """Seconds between two looks at the timeouts of workers, if nothing but results arrives from them."""
-GRAMMAR_SECONDS = 0.05
-"""Seconds of one turn after which compiled grammars wait for the next one. After a restart of the scheduler, each is
-given the tokens delivered before, a million in 1 to 2 s."""
+GRAMMAR_SECONDS = 0.01
+"""Seconds of one turn after which compiled grammars wait for the next one. Each is given the tokens delivered before, a
+million in 1 to 2 s."""
 GAUGE_INTERVAL = 0.1
 """Seconds between two reports of the gauges while there are requests."""
 MASK_PATIENCE = 5e-4
@@ -336,7 +336,11 @@ class Service:
             self._grammars += self.compiler.take()
             ends = time.monotonic() + GRAMMAR_SECONDS
             while self._grammars:
-                self.engine.on_grammar(*self._grammars.popleft())
+                ticket, grammar = self._grammars.popleft()
+                if self.engine.replay(ticket, grammar):
+                    self.engine.on_grammar(ticket, grammar)
+                else:
+                    self._grammars.append((ticket, grammar))
                 if time.monotonic() >= ends:
                     break
         if self.mask_thread is not None and self.engine is not None:
@@ -516,7 +520,8 @@ class Service:
             self.frontends.send(client, replace(outputs, incarnation=self.incarnation))
 
     def _state(self) -> EngineState:
-        return self._reports.state(self._status(), self.group, self._started, self._stats())
+        loras = self.engine.loras() if self.engine is not None else ([], [])
+        return self._reports.state(self._status(), self.group, self._started, self._stats(), *loras)
 
     def _stats(self) -> dict[str, float]:
         if self.engine is None:

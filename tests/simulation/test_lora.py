@@ -26,6 +26,7 @@ def test_a_request_without_an_adapter_seat_waits_alone(depth: int, stages: int) 
     while any(stream.open for stream in others):
         world.step()
         assert not late.steps
+        assert world.engine.loras() == ([A.name, B.name], [C.name])
     while not late.steps:
         world.add(prompt_of(8), params(5, eos=False), lora=(A, B)[len(world.streams) % 2])
         world.step()

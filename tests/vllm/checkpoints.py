@@ -142,9 +142,15 @@ def make_eagle(directory: Path) -> Path:
     return directory
 
 
-def make_adapter(directory: Path, base: Path, seed: int, rank: int = 4, layers: str = "model.layers") -> Path:
+def make_adapter(
+    directory: Path, base: Path, seed: int, rank: int = 4, layers: str = "model.layers", **others: tuple[int, int]
+) -> Path:
     """Write a random LoRA adapter in PEFT's format for the head, and for attention and gate of every layer, of a
-    Llama-like checkpoint, to the new `directory`. Returns the directory."""
+    Llama-like checkpoint, to the new `directory`. Returns the directory.
+
+    Args:
+        others: inputs and outputs of further modules.
+    """
     directory.mkdir()
     of_base = json.loads((base / "config.json").read_text())
     of_base = of_base.get("text_config", of_base)
@@ -156,7 +162,7 @@ def make_adapter(directory: Path, base: Path, seed: int, rank: int = 4, layers: 
         "mlp.gate_proj": (hidden, of_base["intermediate_size"]),
     }
     numbers = range(of_base["num_hidden_layers"])
-    modules = {f"{layers}.{layer}.{name}": size for layer in numbers for name, size in sizes.items()}
+    modules = {f"{layers}.{layer}.{name}": size for layer in numbers for name, size in sizes.items()} | others
     if layers == "model.layers":
         modules["lm_head"] = hidden, of_base["vocab_size"]
     random, tensors = torch.Generator().manual_seed(seed), {}

@@ -3,12 +3,15 @@
 import base64
 import io
 import json
+import logging
 import socket
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from logging.handlers import QueueHandler
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
@@ -180,15 +183,16 @@ def answer(model: str, conversations: list[list[JSON]]) -> MediaAnswers:
     return MediaAnswers(prompts.token_ids, together, cached, hits, preempted, preemptions, kept, accepted)
 
 
-def answer_adapted(model: str, adapters: list[LoRAAdapter | None]) -> dict[str, list[list[int]]]:
-    """Needs a new process, because it creates vLLM."""
-    prompts, answers = Prompts(model, conversations("image")), {}
+def answer_adapted(model: str, adapters: list[LoRAAdapter | None]) -> tuple[dict[str, list[list[int]]], list[str]]:
+    """Return the answers and the warnings of the worker. Needs a new process, because it creates vLLM."""
+    prompts, answers, log = Prompts(model, conversations("image")), {}, QueueHandler(SimpleQueue())
+    logging.getLogger("runahead.worker").addHandler(log)
     worker = VllmWorker(model=model, dtype="float32", context=CONTEXT, chunk=CHUNK, max_loras=2)
     for depth in (1, 3):
         with VllmRun(worker, depth) as run:
             answers[f"depth {depth}"] = prompts.serve(run, adapters)
             answers[f"depth {depth}, cached"] = prompts.serve(run, adapters)
-    return answers
+    return answers, [log.queue.get().message for _ in range(log.queue.qsize())]
 
 
 @pytest.fixture(scope="module", params=media_checkpoints.MODELS)
@@ -271,11 +275,12 @@ def test_other_combinations_are_refused_by_name(
 def test_adapters_beside_images(tmp_path: Path) -> None:
     model = media_checkpoints.make("idefics3", tmp_path / "model")
     loading, layers = Adapters(model, 8), "model.text_model.layers"
+    encoder: dict[str, Any] = {"model.vision_model.encoder.layers.0.self_attn.q_proj": (64, 64)}
     adapters: list[LoRAAdapter | None] = [
         None,
         *(
-            loading.load(name, str(checkpoints.make_adapter(tmp_path / name, model, ord(name), layers=layers)))
-            for name in "ab"
+            loading.load(name, str(checkpoints.make_adapter(tmp_path / name, model, ord(name), layers=layers, **more)))
+            for name, more in (("a", {}), ("b", encoder))
         ),
     ]
     given = [{**params, "max_tokens": OUTPUT, "ignore_eos": True} for params in PARAMS]
@@ -283,9 +288,11 @@ def test_adapters_beside_images(tmp_path: Path) -> None:
     with processes() as pool:
         mine = pool.submit(answer_adapted, str(model), adapters)
         expected = pool.submit(chat, str(model), conversations("image"), given, adapters, **engine).result()
-        found = mine.result()
+        found, warnings = mine.result()
     answers = [tokens for _, tokens in expected]
     assert len({tuple(tokens) for tokens in answers}) == len(answers), "every adapter changes every answer"
+    [warning] = [text for text in warnings if text.startswith("adapter")]
+    assert "adapter b: vLLM ignores 1 of its 7 modules, such as model.vision_model" in warning
     assert found == dict.fromkeys(found, answers)
 
 

@@ -18,7 +18,7 @@ started again finds its KV memory, and a request that has killed the workers kil
 STARTING = (EnginePhase.WAITING_FOR_WORKERS, EnginePhase.LOADING)
 SIZES = (
     "max_model_len", "vocab_size", "num_blocks", "block_size", "max_num_seqs", "hidden_size", "identity", "pooling",
-    "adapted_modules",
+    "adapted_modules", "media", "max_loras",
 )  # fmt: skip
 """Fields of `EngineState` that requests are checked against, and that decide where they may go."""
 GAUGES = {
@@ -133,8 +133,9 @@ class Availability:
         self.executes, self._is_lost = False, True
         self._stopped_at, self._is_stopped = None, False
         totals = {name: value for name, value in self.state.stats.items() if name.partition(":")[0] not in GAUGES}
-        self.state = replace(self.state, stats=totals)
-        if self.state.phase is EnginePhase.FAILED:
+        self.state = replace(self.state, stats=totals, pids=[], running_loras=[], waiting_loras=[])
+        if self.state.phase is EnginePhase.FAILED:  # it is not expected back
+            self.state = replace(self.state, identity="")
             return
         if self.state.phase in (*SERVING, EnginePhase.DRAINING):
             self._lost_at = self._lost_at or now

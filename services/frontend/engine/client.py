@@ -147,6 +147,13 @@ class EngineClient:
         return NOT_CONNECTED if self.engines.primary is None else self.engines.primary.state
 
     @property
+    def adapted_modules(self) -> list[str]:
+        """Modules that LoRA adapters may change on every engine that may get their requests; []: not known."""
+        engines = (e for e in self.engines.values() if e.identity in ("", self.engines.identity))
+        known = [{*engine.state.adapted_modules} for engine in engines if engine.state.adapted_modules]
+        return sorted(set[str].intersection(*known)) if known else []
+
+    @property
     def ready(self) -> bool:
         """True if requests are executed now."""
         return not self.draining and self.engines.primary is not None and self.engines.primary.ready
@@ -282,9 +289,8 @@ class EngineClient:
             refused: engines that have no room for it.
         """
         request, identity = entry.request, entry.identity or self.engines.identity
-        decision = self.placement.place(
-            entry.key, request.token_ids, request.salt, identity, (*entry.refusals, *refused)
-        )
+        excluded, for_good = (*entry.refusals, *refused), bool(entry.num_admissions and entry.refusals)
+        decision = self.placement.place(entry.key, request.token_ids, request.salt, identity, excluded, for_good)
         if isinstance(decision, Place):
             entry.set_kv_peers(self._kv_peers(decision.holder))
             goes_on = request.pooling is Pooling.NONE and not entry.refusals  # the prompt is all of an embedding
@@ -345,41 +351,49 @@ class EngineClient:
             message = ControlCache(0, CacheAction.LOAD, names=b"".join(names), kv_peers=peers)
             target.connection.send_quietly(message)
 
-    def _on_finish(self, engine: ConnectedEngine, finish: Finish) -> bool:
-        """Return True if the request goes on: its prompt is computed, or another engine admits it, now or later."""
-        entry = self.ledger.entry(finish.number)
-        if entry is not None and entry.only_prompt and finish.reason is FinishReason.LENGTH:
+    def _on_finish(self, engine: ConnectedEngine, finish: Finish) -> Finish | APIError | None:
+        """Return the end of a request for its client. None: it goes on, as its prompt is computed, or another engine
+        admits it, now or later."""
+        if (entry := self.ledger.entry(finish.number)) is None:
+            return finish
+        if entry.only_prompt and finish.reason is FinishReason.LENGTH:
             if len(entry.stream.output) >= entry.request.params.max_tokens:
-                return False
+                return finish
             if (move := self.placement.prefilled(entry.key)) is not None:
                 self._move(move)
-            return move is not None
-        if entry is None:
-            return False
+            return finish if move is None else None
         if finish.reason is FinishReason.ERROR and engine.state.phase is EnginePhase.FAILED:
-            if is_possible := any(e.ready and e.identity == entry.identity for e in self.engines.values()):
-                self._take_from_owner(entry, is_fault=True)
-            return is_possible
-        if finish.reason is FinishReason.INVALID and entry.num_admissions > 1:  # only with the settings of this engine
-            entry.num_admissions -= 1
-            entry.refusals[engine.name] = finish.message
-            self._take_from_owner(entry, is_fault=False)
-            return True
-        if finish.reason is not FinishReason.REJECTED:
-            return False
-        entry.num_rejections += 1
-        entry.num_admissions -= 1  # the next one may reject it for load, too
-        self.engines.report(engine)
-        if len(self.engines) > entry.num_rejections:
-            decision = self._decide(entry, engine.name)  # it has the prompt now, which would attract it again
-            if isinstance(decision, Place):
-                self.ledger.move(finish.number, self._next_number(), decision.engine, is_fault=False)
-                return True
+            if not any(e.ready and e.identity == entry.identity for e in self.engines.values()):
+                return finish
+            self._take_from_owner(entry, is_fault=True)
+            return None
+        if finish.reason not in (FinishReason.REJECTED, FinishReason.INVALID):
+            return finish
+        entry.num_admissions -= 1  # the next one may refuse it, too
+        if finish.reason is FinishReason.INVALID:
+            if not (entry.num_admissions or finish.by_settings):
+                return finish
+            alike = [e for e in self.engines.values() if not entry.num_admissions and e.settings == engine.settings]
+            entry.refusals |= {e.name: finish.message for e in (engine, *alike)}
+        else:
+            entry.num_rejections += 1
+            self.engines.report(engine)
+        # It has the prompt now, which would attract it again
+        decision = self._decide(entry, engine.name) if len(self.engines) > entry.num_rejections else None
+        if isinstance(decision, Place):
+            self.ledger.move(finish.number, self._next_number(), decision.engine, is_fault=False)
+            return None
         if not entry.num_admissions:
-            return False
+            if finish.reason is FinishReason.REJECTED:
+                return finish
+            why = "; ".join(dict.fromkeys(entry.refusals.values()))
+            if isinstance(decision, Hold):
+                return APIError(503, f"{why}; an engine with other settings is not ready; try again later")
+            return replace(finish, message=why)
         self._take_from_owner(entry, is_fault=False)
-        entry.num_rejections, entry.held_until = 0, time.monotonic() + REJECTED_PAUSE
-        return True
+        if finish.reason is FinishReason.REJECTED:
+            entry.num_rejections, entry.held_until = 0, time.monotonic() + REJECTED_PAUSE
+        return None
 
     def _take_from_owner(self, entry: LedgerEntry, is_fault: bool) -> None:
         """Let a request wait for an engine."""

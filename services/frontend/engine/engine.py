@@ -17,11 +17,12 @@ from protocol.rows import LogprobRows, OutputRows
 from protocol.security import Security
 from protocol.transport import HandshakeRefused
 from services.frontend.engine.addresses import EngineAddress
-from services.frontend.engine.availability import Availability, Recovery, checked
+from services.frontend.engine.availability import SIZES, Availability, Recovery, checked
 from services.frontend.engine.connection import SchedulerConnection
 from services.frontend.engine.ledger import RequestLedger
 from services.frontend.engine.output_pace import OutputPace
 from services.frontend.engine.streams import RawLogprobs
+from services.frontend.errors import APIError
 from services.frontend.placement import Condition, EngineReport, Role
 from services.frontend.steps.ring import StepRing
 
@@ -41,8 +42,8 @@ class ConnectedEngine(Availability):
         tokenizer: digest of this frontend's tokenizer.json, to compare with the scheduler's; "": not compared.
         recoveries: receives losses and returns of the engine.
         on_change: called when the engine was lost, or has sent its state.
-        on_finish: called with the end of a request, before it is removed from the ledger. True: the request goes on at
-            another engine.
+        on_finish: called with the end of a request, before it is removed from the ledger. Returns the end for the
+            client; None: the request goes on at another engine.
         on_blocks: called with names of KV blocks that its prefix cache has from now on, and with those that it has no
             longer; None for these: it has no block but the first ones.
     """
@@ -57,7 +58,7 @@ class ConnectedEngine(Availability):
         tokenizer: str,
         recoveries: deque[Recovery],
         on_change: Callable[["ConnectedEngine"], None],
-        on_finish: Callable[["ConnectedEngine", Finish], bool],
+        on_finish: Callable[["ConnectedEngine", Finish], Finish | APIError | None],
         on_blocks: Callable[["ConnectedEngine", list[bytes], list[bytes] | None], None],
     ) -> None:
         super().__init__(patience, recoveries)
@@ -96,6 +97,11 @@ class ConnectedEngine(Availability):
             return ""
         parts = f"{state.identity} {state.tokenizer} {state.max_model_len} {state.vocab_size}"
         return hashlib.sha256(parts.encode()).hexdigest()[:32]
+
+    @property
+    def settings(self) -> tuple[object, ...]:
+        """Values that the engine's checks of a request depend on."""
+        return self.identity, self.state.info, *(getattr(self.state, name) for name in SIZES)
 
     @property
     def status(self) -> str:
@@ -269,8 +275,8 @@ class ConnectedEngine(Availability):
         for finish in message.finished:
             if finish.retry_after:
                 self.overloaded_until = time.monotonic() + min(finish.retry_after, MAX_SHEDDING)
-            if not self._on_finish(self, finish):
-                ledger.end(finish.number, finish)
+            if (end := self._on_finish(self, finish)) is not None:
+                ledger.end(finish.number, end)
         if message.finished and ledger.has_unsent:
             self._on_change(self)
 

@@ -187,7 +187,7 @@ class Engines(Mapping[str, ConnectedEngine]):
         staying = [engine for engine in engines if not engine.draining]
         keeps = any(e.identity == self.identity or (e.ready and not e.identity) for e in staying)
         if self.identity and not keeps and any(engine.ready for engine in staying):
-            log.warning("new requests go to engines with other weights from now on")
+            log.warning("new requests go to engines with other weights or another context length from now on")
             self.identity = ""
 
         def rank(engine: ConnectedEngine) -> tuple[bool, bool, bool]:

@@ -38,9 +38,6 @@ GUILTY = (
     f"the scheduler or its workers died {SUSPECT_AFTER + 1} times while they had this request, or could not read it, "
     "the last time without any other suspect; it is refused"
 )
-OTHER_MODEL = (
-    "the engine that had this request is gone, and there are other weights in its place; send the request again"
-)
 
 
 @dataclass(slots=True)
@@ -103,15 +100,17 @@ class LedgerEntry:
             self.attempts, self.blamed_for = 1 if self.has_progress else self.attempts + 1, self.holder
             self.holder = None
 
-    def end(self, identity: str) -> Finish | None:
-        """Return the end of a request that no scheduler of this identity must see again, or None."""
+    def is_foreign(self, identity: str) -> bool:
+        """Return whether engines of this identity would continue the output of another model."""
+        return bool(self.num_admissions and self.identity and identity and self.identity != identity)
+
+    def end(self) -> Finish | None:
+        """Return the end of a request that no scheduler must see again, or None."""
         number, output = self.request.number, self.stream.output
         if self.attempts > SUSPECT_AFTER:
             return Finish(number, FinishReason.ERROR, message=GUILTY)
         if self.num_admissions and len(output) >= self.request.params.max_tokens:  # only its end was lost
             return Finish(number, FinishReason.LENGTH)
-        if self.num_admissions and self.identity and identity and self.identity != identity:
-            return Finish(number, FinishReason.ERROR, message=OTHER_MODEL)
         return None
 
     def submission(self, scheduler: Holder, identity: str, now: float) -> GenerateRequest:
@@ -122,6 +121,8 @@ class LedgerEntry:
         self.holder, self.sent_length = scheduler, len(output)
         self.identity = identity or self.identity
         params = request.params
+        if output:  # what is known of the prompt came before, and would take another computation of all of it
+            params = replace(params, prompt_logprobs=None)
         if self.only_prompt:
             most = len(output) + 1
             params = replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
@@ -206,7 +207,7 @@ class RequestLedger:
         return entry
 
     def assign(self, entry: LedgerEntry, engine: str) -> None:
-        """Give a request that nobody owns an owner. `submissions` returns it next."""
+        """Give a request that no scheduler has another owner. `submissions` returns it next."""
         number = entry.request.number
         self._unsent[engine][number] = self._unsent[entry.engine].pop(number)
         entry.set_owner(engine)
@@ -317,7 +318,7 @@ class RequestLedger:
         self, scheduler: Holder, identity: str, now: float, only_again: bool = False
     ) -> list[GenerateRequest]:
         """Return the messages to send, oldest first. Suspects wait for the one before them; requests that no scheduler
-        must see again end.
+        must see again end, and those with output of another model have no owner from now on.
 
         Args:
             scheduler: the engine, and the scheduler that is connected.
@@ -333,8 +334,11 @@ class RequestLedger:
             if only_again and not entry.num_admissions:
                 continue
             entry.count_death(scheduler)
-            if (end := entry.end(identity)) is not None:
+            if (end := entry.end()) is not None:
                 self.end(number, end)
+                continue
+            if entry.is_foreign(identity):
+                self.assign(entry, NOBODY)
                 continue
             if entry.is_suspect:
                 if self._on_trial is not None:

@@ -21,7 +21,10 @@ POLL_INTERVAL = 0.1
 """Seconds between two looks at the new engine."""
 CONTROL_TIMEOUT = 60.0
 """Seconds until the supervisor answers: it checks files and memory first."""
-OTHER_WEIGHTS = "the engine of this request ends, and its successor has other weights; send the request again"
+OTHER_WEIGHTS = (
+    "the engine of this request ends, and its successor has other weights or another context length; send the request "
+    "again"
+)
 
 
 class ReplanStatus(TypedDict):
@@ -57,7 +60,7 @@ class Replans:
         Args:
             settings: names and texts of settings.
             start_timeout: seconds until it must be ready.
-            drain_timeout: seconds until the streams that cannot move, as its weights are others, are ended.
+            drain_timeout: seconds until the streams that cannot move, as its identity is another one, are ended.
 
         Raises: APIError
         """

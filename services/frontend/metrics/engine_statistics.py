@@ -50,7 +50,10 @@ class EngineStatistics(Collector):
         families.counter("requests_resubmitted", text, self._named, count)
         text, count = "requests that were refused for load before they were read", self._engine.num_shed
         families.counter("requests_shed", text, self._named, count)
-        self._always_the_same(families)
+        self._about_adapters(families)
+        for state, value in (("awake", 1.0), ("weights_offloaded", 0.0), ("discard_all", 0.0)):
+            sleeps = self._named | {"sleep_state": state}
+            families.gauge("engine_sleep_state", "the engine never sleeps", sleeps, value)
         yield from families.values()
         yield from self._about_this_frontend()
 
@@ -104,14 +107,15 @@ class EngineStatistics(Collector):
             families[decision].add_metric((self._labels[0], engine, reason), count)
         yield from families.values()
 
-    def _always_the_same(self, families: "_Families") -> None:
-        """Add families that routers expect of vLLM, with values that never change."""
-        adapters = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
-        text = "adapters in use, which are not named here; the value is a time"
-        families.gauge("lora_requests_info", text, adapters, time.time())
-        for state, value in (("awake", 1.0), ("weights_offloaded", 0.0), ("discard_all", 0.0)):
-            labels = self._named | {"sleep_state": state}
-            families.gauge("engine_sleep_state", "the engine never sleeps", labels, value)
+    def _about_adapters(self, families: "_Families") -> None:
+        """Add the LoRA adapters of all engines together; vLLM's metric has no label `engine`."""
+        states = [engine.state for engine in self._engine.engines.values()]
+        adapters = {
+            "max_lora": str(sum(state.max_loras for state in states)),
+            "running_lora_adapters": ",".join(sorted({name for state in states for name in state.running_loras})),
+            "waiting_lora_adapters": ",".join(sorted({name for state in states for name in state.waiting_loras})),
+        }
+        families.gauge("lora_requests_info", "adapters of open requests; the value is a time", adapters, time.time())
 
 
 class _Families(dict[str, Metric]):

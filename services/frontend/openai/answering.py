@@ -81,7 +81,7 @@ class Answering:
         adapter = self.model.adapter(model)
         self.engine.check_ready()
         if adapter is not None:
-            self.model.adapters.check_modules(adapter, self.engine.state.adapted_modules)
+            self.model.adapters.check_modules(adapter, self.engine.adapted_modules)
         if generates:
             check_task(self.engine.state.pooling, GENERATE)
 

@@ -32,8 +32,8 @@ class EngineColumns:
         self._free: list[int] = []
         self._has_roles = False
         """True: an engine has reported that it only computes prompts."""
-        self._candidates: dict[str, Candidates] = {}
-        """By required identity, until a condition, an identity or a block size changes."""
+        self._candidates: dict[tuple[str, Condition], Candidates] = {}
+        """By required identity and condition, until a condition, an identity or a block size changes."""
         self.slow: set[int] = set()
         """Rows of engines that have been far slower than others for some time."""
         self._set(np.zeros((NUM_COLUMNS, 0)))
@@ -77,18 +77,17 @@ class EngineColumns:
         self._free.append(row)
         self._candidates.clear()
 
-    def candidates(self, identity: str) -> Candidates:
-        """Return the ready engines, with this identity if it is not empty."""
-        if (found := self._candidates.get(identity)) is None:
+    def candidates(self, identity: str, condition: Condition = Condition.READY) -> Candidates:
+        """Return the engines in a condition, with this identity if it is not empty."""
+        if (found := self._candidates.get((identity, condition))) is None:
             rows = [
                 row
                 for row in self.row_of.values()
-                if self.reports[row].condition is Condition.READY
-                and (not identity or self.reports[row].identity == identity)
+                if self.reports[row].condition is condition and (not identity or self.reports[row].identity == identity)
             ]
             sizes = {self.reports[row].block_size for row in rows} - {0}
             found = Candidates(np.array(sorted(rows), np.int64), tuple(sorted(sizes)))
-            self._candidates[identity] = found
+            self._candidates[identity, condition] = found
         return found
 
     def by_role(self, rows: Rows) -> tuple[Rows, Rows]:
@@ -110,7 +109,9 @@ class EngineColumns:
         return seconds
 
     def token_seconds_of(self, row: int) -> float:
-        return float(self.prompt_seconds[row]) or float(self.token_seconds(self.candidates("").rows).mean())
+        if known := float(self.prompt_seconds[row]):
+            return known
+        return float(self.token_seconds(np.append(self.candidates("").rows, row)).mean())
 
     def _add(self, name: str, report: EngineReport) -> int:
         if not self._free:

@@ -63,6 +63,8 @@ class PlacedStream:
     """When it was placed or moved here, monotonic seconds."""
     left: frozenset[str] = frozenset()
     """Engines that it left because they were slow. It does not return to them for that reason."""
+    refused: frozenset[str] = frozenset()
+    """Engines that refuse it for good."""
     next_row: int = -1
     """The engine that fetches the blocks of its prompt while they are computed; -1: none does."""
 
@@ -185,7 +187,13 @@ class Placement:
     # -- decisions -----------------------------------------------------------------------------------------------------
 
     def place(
-        self, key: int, token_bytes: bytes, salt: str = "", identity_required: str = "", refused: tuple[str, ...] = ()
+        self,
+        key: int,
+        token_bytes: bytes,
+        salt: str = "",
+        identity_required: str = "",
+        refused: tuple[str, ...] = (),
+        for_good: bool = False,
     ) -> Decision:
         """Choose the engine of a request. A key that is placed already is placed anew.
 
@@ -194,12 +202,14 @@ class Placement:
             salt: the request's cache salt.
             identity_required: identity of the engine that has sent output of this request; "": any engine will do.
             refused: engines that are not chosen.
+            for_good: these would refuse the request again: it moves to none of them, and goes back to an engine that
+                drains if no other one is ready.
         """
         names = {}
         if self.uses_prefixes and len(self._fleet.row_of) > 1:
             for size in self._fleet.candidates(identity_required).block_sizes:
                 names[size] = self._prefix_names(size).of(token_bytes, salt)
-        return self.place_named(key, len(token_bytes) // TOKEN_BYTES, names, identity_required, refused)
+        return self.place_named(key, len(token_bytes) // TOKEN_BYTES, names, identity_required, refused, for_good)
 
     @_recorded(records.PlacementRequested)
     def place_named(
@@ -209,13 +219,17 @@ class Placement:
         names: Mapping[int, Sequence[bytes]],
         identity_required: str,
         refused: tuple[str, ...] = (),
+        for_good: bool = False,
     ) -> Decision:
         """`place` for a prompt of which only the names of prefixes are known, by block size; see `PrefixNames.of`."""
         self._end(key)
         excluded = {self._fleet.row_of.get(name) for name in refused}
-        rows = self._fleet.candidates(identity_required).rows
-        rows = rows[[row not in excluded for row in rows]] if excluded else rows
-        return self._place(key, num_tokens, names, rows) if len(rows) else self._no_engine(identity_required, excluded)
+        for condition in (Condition.READY, Condition.DRAINING) if for_good else (Condition.READY,):
+            rows = self._fleet.candidates(identity_required, condition).rows
+            rows = rows[[row not in excluded for row in rows]] if excluded else rows
+            if len(rows):
+                return self._place(key, num_tokens, names, rows, frozenset(refused if for_good else ()))
+        return self._no_engine(identity_required, excluded)
 
     @_recorded(records.MovesRequested)
     def moves(self) -> list[Move]:
@@ -271,7 +285,7 @@ class Placement:
     # -- placing -------------------------------------------------------------------------------------------------------
 
     def _place(
-        self, key: int, num_tokens: int, names: Mapping[int, Sequence[bytes]], rows: Rows
+        self, key: int, num_tokens: int, names: Mapping[int, Sequence[bytes]], rows: Rows, refused: frozenset[str]
     ) -> Place | RefuseRequest:
         fleet, most = self._fleet, self._limits.max_queue_seconds
         if most is not None:
@@ -301,7 +315,7 @@ class Placement:
                 reason = Reason.LOAD if hits.any() else Reason.NO_PREFIX
         row, hit, most_hit = int(rows[at]), int(hits[at]), int(hits.argmax())
         holder = fleet.names[int(rows[most_hit])] if hits[most_hit] > hit else ""
-        stream = PlacedStream(key, row, fleet.reports[row].identity, num_tokens, names, self._now)
+        stream = PlacedStream(key, row, fleet.reports[row].identity, num_tokens, names, self._now, refused=refused)
         self._put(stream, row, hit)
         return Place(fleet.names[row], reason, hit, holder)
 
@@ -314,7 +328,9 @@ class Placement:
         rows = {*self._fleet.row_of.values()} - self._removed - excluded
         reports = (self._fleet.reports[row] for row in rows)
         serving = [report for report in reports if report.condition in MAY_SERVE]
-        if not identity or any(report.identity in ("", identity) for report in serving):
+        # One without an identity may have it, unless it is gone for too long; or others have refused the request
+        unknown = [r for r in serving if not (r.identity or excluded or r.condition is Condition.GONE)]
+        if not identity or unknown or any(report.identity == identity for report in serving):
             if serving:
                 return Hold("no engine is ready; " + ", ".join(sorted({r.condition.value for r in serving})))
             return RefuseRequest(RETRY_AFTER, "no engine takes requests")
@@ -388,7 +404,7 @@ class Placement:
                 continue
             targets = self._targets(stream, reason)
             if not len(targets):
-                if not stream.left:
+                if not (stream.left or stream.refused):
                     full.add(stream.identity)
                 continue
             if reason is Reason.SLOW:
@@ -405,14 +421,16 @@ class Placement:
         fleet, limits = self._fleet, self._limits
         if not stream.identity:
             return np.zeros(0, np.int64)
-        rows = fleet.candidates(stream.identity).rows
+        rows, excluded = fleet.candidates(stream.identity).rows, stream.refused
         most = limits.lost_seconds if reason is Reason.LOST else limits.moved_seconds
         chosen = fleet.moving_until.take(rows) - self._now < most
         chosen &= rows != stream.row
         if reason is Reason.SLOW:
             seconds = fleet.output_seconds.take(rows)
             chosen &= seconds <= NO_LONGER_SLOW * reference(fleet, rows)
-            chosen &= ~np.isin(rows, [fleet.row_of.get(name, -1) for name in stream.left])
+            excluded |= stream.left
+        if excluded:
+            chosen &= ~np.isin(rows, [fleet.row_of.get(name, -1) for name in excluded])
         rows, _ = fleet.by_role(rows[chosen])
         if fleet.slow:
             fast = rows[~np.isin(rows, list(fleet.slow))]

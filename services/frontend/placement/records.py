@@ -61,6 +61,7 @@ class PlacementRequested(msgspec.Struct, frozen=True, tag="request"):
     """Names of the prompt's prefixes by block size; empty if they were not needed."""
     identity_required: str
     refused: tuple[str, ...] = ()
+    for_good: bool = False
 
 
 class RequestEnded(msgspec.Struct, frozen=True, tag="ended"):

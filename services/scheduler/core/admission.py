@@ -25,6 +25,8 @@ class Refusal(NamedTuple):
     """Seconds until the shortest request is expected to be admitted; 0.0: perhaps now."""
     limit: str = ""
     """Setting whose limit is reached. "": the request can never be served."""
+    by_settings: bool = False
+    """`Finish.by_settings`"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +49,15 @@ class Admission:
             wait: returns the seconds that a new request with so many tokens is expected to wait for its first step.
         """
         tokens = unpack(message.token_ids)
+        if problem := self._prompt_problem(message, tokens, limits) or self._parameter_problem(message, limits):
+            return Refusal(FinishReason.INVALID, problem)
         problem = (
-            self._prompt_problem(message, tokens, limits)
-            or self._size_problem(message, len(tokens), limits)
-            or self._parameter_problem(message, limits)
+            self._size_problem(message, len(tokens), limits)
             or self._missing_feature(message, store.compiling.serves, limits)
             or self._media_problem(message, limits)
         )
         if problem is not None:
-            return Refusal(FinishReason.INVALID, problem)
+            return Refusal(FinishReason.INVALID, problem, by_settings=True)
         full = self._full_again if message.age else self._full
         limit = full(len(tokens), limits, store)
         if message.media is not None and not limit:

@@ -39,6 +39,10 @@ class CompilingRequests:
         self._by_ticket[ticket] = request
         self._compiler.submit(ticket, params, request.params.eos_token_ids, again)
 
+    def get(self, ticket: int) -> Request | None:
+        """Return the request whose grammar has arrived; None if it ended meanwhile."""
+        return self._by_ticket.get(ticket)
+
     def take(self, ticket: int) -> Request | None:
         """Remove the request whose grammar has arrived; None if it ended meanwhile."""
         return self._by_ticket.pop(ticket, None)

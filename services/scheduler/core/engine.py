@@ -9,6 +9,7 @@ before it.
 import math
 from bisect import bisect_left
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from itertools import takewhile
 
 from protocol.block_names import NamedBlocks
 from protocol.codec import pack, unpack
@@ -32,12 +33,15 @@ from services.scheduler.core.loading import BlockLoad
 from services.scheduler.core.pins import Pin
 from services.scheduler.core.plan import PlannedStep, StepPlanner
 from services.scheduler.core.queue_time import QueueTime
-from services.scheduler.core.request import Request, RequestKey, arrival_of, make_order_key
+from services.scheduler.core.request import Request, RequestKey, RequestStatus, arrival_of, make_order_key
 from services.scheduler.core.results import UnknownResult, decode_result
 from services.scheduler.core.store import RequestStore
 from services.scheduler.core.suspects import GUILTY
 from services.scheduler.grammar import INLINE_MASKS, NOT_NOW, Compiler, Grammar, MaskMaker, Masks
 from services.scheduler.policies import BatchingPolicy
+
+REPLAYED_TOKENS = 1000
+"""Output tokens that one call of `EngineCore.replay` passes to a grammar, about 2 ms of work."""
 
 
 class StallError(Exception):
@@ -181,13 +185,27 @@ class EngineCore:
         return self._queue_time.seconds(self.store, self.epoch, num_tokens)
 
     def _refuse(self, frontend: int, message: GenerateRequest, refusal: Refusal) -> None:
-        reason, why, retry_after, limit = refusal
+        reason, why, retry_after, limit, by_settings = refusal
         times = RequestTimes(ended=self.store.now)
-        finish = Finish(message.number, reason, message=why, times=times, retry_after=retry_after)
+        finish = Finish(
+            message.number, reason, message=why, times=times, retry_after=retry_after, by_settings=by_settings
+        )
         self.store.outputs.finish(frontend, finish)
         if limit:
             self.store.counters[f"admission_rejections:{limit}"] += 1
         self.observers.emit(events.RequestRefused(frontend, message.request_id, finish))
+
+    def replay(self, ticket: int, grammar: Grammar | str) -> bool:
+        """Let a grammar accept some of the output tokens that its request came with; `on_grammar` does not repeat them.
+        Return False if others are left. Call it in turns, because a request may have come with 100,000 tokens."""
+        request = self.store.compiling.get(ticket)
+        if request is None or isinstance(grammar, str):
+            return True
+        begin = request.num_prompt_tokens + request.num_replayed
+        tokens = request.token_ids[begin : begin + REPLAYED_TOKENS].tolist()
+        accepted = len([*takewhile(grammar.accept, tokens)])
+        request.num_replayed += accepted
+        return accepted < REPLAYED_TOKENS
 
     def on_grammar(self, ticket: int, grammar: Grammar | str) -> None:
         """Queue the request whose grammar was compiled, or end it with the error text. Output tokens that the request
@@ -198,7 +216,7 @@ class EngineCore:
         if request is None:
             return
         if not isinstance(grammar, str):
-            outputs = request.token_ids[request.num_prompt_tokens :].tolist()
+            outputs = request.token_ids[request.num_prompt_tokens + request.num_replayed :].tolist()
             if all(map(grammar.accept, outputs)):
                 request.grammar = grammar
                 self.store.waiting.add(request)
@@ -206,6 +224,15 @@ class EngineCore:
             grammar = "the tokens delivered before do not match what the output must match"
         reason = FinishReason.REJECTED if grammar in NOT_NOW else FinishReason.INVALID
         self.store.end(request, request.finish_message(reason, message=grammar))
+
+    def loras(self) -> tuple[list[str], list[str]]:
+        """Return the names of the LoRA adapters of running requests, and those of requests that wait."""
+        if not self.epoch.limits.max_loras:
+            return [], []
+        found = {(r.lora.name, r.status) for r in self.requests.values() if r.lora is not None and not r.finished}
+        running = {name for name, status in found if status is RequestStatus.RUNNING}
+        waiting = {name for name, status in found if status is not RequestStatus.RUNNING}
+        return sorted(running), sorted(waiting)
 
     def on_masks(self, ticket: int, masks: Masks) -> None:
         """Take the masks of a request that a `MaskMaker` has made."""

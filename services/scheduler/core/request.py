@@ -69,6 +69,8 @@ class Request:
     first_token: float = 0.0
     grammar: Grammar | None = None
     """Constraint on the output. It has accepted exactly the confirmed output tokens."""
+    num_replayed: int = 0
+    """Output tokens that the request came with and its grammar has accepted while it was not queued yet."""
     masks: Masks | None = None
     """Masks of the next row, once they are made; None again when a token is emitted."""
     mask_ticket: int = 0

@@ -56,8 +56,9 @@ def engines_in(*states: EngineState) -> SimpleNamespace:
 
 def test_statistics_of_the_engine_are_labelled_by_position() -> None:
     stats = {"accepted:0": 5.0, "accepted:1": 3.0, "steps_total": 7.0, "epoch": 2.0}
-    other = {"steps_total": 9.0}
-    engine = engines_in(EngineState(EnginePhase.READY, stats=stats), EngineState(EnginePhase.READY, stats=other))
+    first = EngineState(EnginePhase.READY, stats=stats, max_loras=2, running_loras=["b", "a"], waiting_loras=["c"])
+    second = EngineState(EnginePhase.READY, stats={"steps_total": 9.0}, max_loras=1, running_loras=["a"])
+    engine = engines_in(first, second)
     text = asyncio.run(Metrics(engine, "demo").render()).decode()  # type: ignore[arg-type]
     for line in (
         'runahead:accepted_total{engine="0",model_name="demo",position="0"} 5.0',
@@ -65,6 +66,7 @@ def test_statistics_of_the_engine_are_labelled_by_position() -> None:
         'runahead:steps_total{engine="0",model_name="demo"} 7.0',
         'runahead:steps_total{engine="1",model_name="demo"} 9.0',
         'runahead:epoch{engine="0",model_name="demo"} 2.0',
+        'vllm:lora_requests_info{max_lora="3",running_lora_adapters="a,b",waiting_lora_adapters="c"} ',
         'runahead:stream_moves_total{engine="0",model_name="demo",reason="lost"} 1.0',
         'runahead:placements_total{engine="1",model_name="demo",reason="load"} 2.0',
     ):

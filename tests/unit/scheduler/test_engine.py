@@ -41,6 +41,7 @@ def test_a_request_that_cannot_be_served_ends_alone(message: GenerateRequest, sa
     (finish,) = finishes(core)
     assert (finish.number, finish.reason) == (message.number, FinishReason.INVALID)
     assert says in finish.message
+    assert finish.by_settings == any(text in says for text in ("KV cache", "delivered", "needs"))
     assert [key[1] for key in core.requests] == [9]
     assert len(list(core.dispatch())) == 2, "the other one is served"
 

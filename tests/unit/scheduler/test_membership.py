@@ -867,7 +867,7 @@ def test_engines_that_serve_a_context_with_other_factors_of_longrope_are_not_equ
         )
         *_, started = g.send("a", Ready(g.epoch))
         assert isinstance(started, Started)
-        state = StateReports(SchedulerConfig(), 1, "").state(g.status, g, started, {})
+        state = StateReports(SchedulerConfig(), 1, "").state(g.status, g, started, {}, [], [])
         assert state.max_model_len == 32
         return state.identity
 

@@ -14,6 +14,7 @@ from protocol.sampling import GrammarKind, Pooling, StructuredOutputParams
 from protocol.steps import GrammarOutput, SchedulerOutput
 from services.config import SchedulerConfig
 from services.scheduler import service as service_module
+from services.scheduler.core import engine as engine_module
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.results import UnknownResult
@@ -270,15 +271,19 @@ def service(tmp_path: Path) -> Iterator[Service]:
 def test_grammars_whose_replay_takes_long_do_not_stop_the_loop(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor does one alone that has many tokens to read: it takes several turns, and others get theirs."""
     monkeypatch.setattr(service_module, "GRAMMAR_SECONDS", 0.0)
-    core, compiled = service.engine, [[(number, Counting()) for number in (1, 2, 3)], [], []]
+    monkeypatch.setattr(engine_module, "REPLAYED_TOKENS", 2)
+    core, grammars = service.engine, {ticket: Counting() for ticket in (1, 2, 3)}
     assert core is not None
-    for number in range(3):
-        core.add(0, generate(number=number, structured=COUNTING))
-    service.compiler = SimpleNamespace(take=lambda: compiled.pop(0))  # type: ignore[assignment]
-    for done in (1, 2, 3):
+    for number, outputs in enumerate(([], [5, 6, 7, 8, 9], [])):
+        core.add(0, generate([1, 2, *outputs], number=number, prompt=2, max_tokens=9, structured=COUNTING))
+    compiled = [[*grammars.items()]]
+    service.compiler = SimpleNamespace(take=lambda: compiled.pop() if compiled else [])  # type: ignore[assignment]
+    for done, read in ((1, 5), (1, 7), (2, 7), (2, 9), (3, 10)):
         service._read_grammars()  # noqa: SLF001
-        assert (len(core.store.waiting), service._poll_ms() == 0) == (done, done < 3)  # noqa: SLF001
+        assert (len(core.store.waiting), grammars[2].next) == (done, read)
+        assert (service._poll_ms() == 0) == (done < 3)  # noqa: SLF001
 
 
 def test_embeddings_of_each_step_are_sent_at_once(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:

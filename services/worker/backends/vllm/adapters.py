@@ -1,12 +1,33 @@
 """Modules that adapters may change, and adapters of rows whose prompts vLLM scores."""
 
+import logging
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 import torch
 
 from services.worker.backends.vllm import vllm_api
+
+log = logging.getLogger("runahead.worker")
+
+
+def log_ignored_modules(manager: Any) -> None:
+    """Log the modules of each adapter that vLLM leaves out, as those of an encoder of images."""
+    load, adapters = manager._load_adapter, manager._adapter_manager  # noqa: SLF001  vLLM has no public names
+
+    def loaded(request: vllm_api.LoRARequest) -> Any:
+        adapter = load(request)
+        served = {*adapters.modules, *chain.from_iterable(adapters.packed_modules.values())}
+        if ignored := sorted({*adapter.loras} - served):
+            log.warning(
+                "adapter %s: vLLM ignores %d of its %d modules, such as %s; it adapts the language model only",
+                request.lora_name, len(ignored), len(adapter.loras), ignored[0],
+            )  # fmt: skip
+        return adapter
+
+    manager._load_adapter = loaded  # noqa: SLF001
 
 
 def adapted_modules(manager: Any, weights: Iterable[str]) -> tuple[str, ...]:

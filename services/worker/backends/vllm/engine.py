@@ -15,7 +15,7 @@ from protocol.membership import Speculation
 from services.worker import machine
 from services.worker.backends.pooling import PooledRows
 from services.worker.backends.vllm import vllm_api
-from services.worker.backends.vllm.adapters import adapted_modules, score_prompts_with_own_adapters
+from services.worker.backends.vllm.adapters import adapted_modules, log_ignored_modules, score_prompts_with_own_adapters
 from services.worker.backends.vllm.checkpoint import DTYPE_CHOICES
 from services.worker.backends.vllm.draft_verifier import DraftVerifier
 from services.worker.backends.vllm.drafters import give_next_tokens_of_chunks
@@ -76,6 +76,7 @@ class VllmEngine:
             self._wrapper.load_model()
         if assignment.max_loras:
             score_prompts_with_own_adapters(self.runner)
+            log_ignored_modules(self.runner.lora_manager)
         if self.config.model_config.is_hybrid:  # a block of attention holds a recurrent state
             vllm_api.current_platform.update_block_size_for_backend(self.config)
             check_block_size(self.config, assignment.block_size)

@@ -2,6 +2,7 @@
 
 from collections import deque
 
+from protocol.media import MediaModel
 from protocol.requests import EnginePhase, EngineState
 from services.frontend.engine.availability import RECOVERY_GRACE, Availability
 from services.frontend.placement import Condition
@@ -51,9 +52,11 @@ def test_condition_through_doubt_drains_and_losses() -> None:
 def test_an_engine_that_is_lost_runs_no_requests() -> None:
     engine, totals = Availability(10.0, deque()), {"steps_total": 9.0, "kv_tier_hit_tokens_total:host": 2.0}
     gauges = {"num_requests_running": 3.0, "kv_tier_bytes:host": 1.0}
-    engine.on_state(EngineState(EnginePhase.READY, stats=totals | gauges), 1.0)
+    engine.on_state(EngineState(EnginePhase.READY, stats=totals | gauges, pids=[7], media=MediaModel("float32")), 1.0)
     engine.on_lost(2.0)
-    assert engine.state.stats == totals
+    assert (engine.state.stats, engine.state.pids) == (totals, [])
+    engine.on_state(LOADING, 3.0)
+    assert engine.state.media is not None, "requests that wait for it are checked against what it served"
 
 
 def test_streams_move_from_engines_that_get_no_requests() -> None:

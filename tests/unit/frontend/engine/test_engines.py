@@ -56,6 +56,7 @@ class ScriptedEngine:
         self.subscriptions: list[Subscribe] = []
         self.loads: list[ControlCache] = []
         self.role, self.kv_peers, self.loads_ahead = "both", list[str](), True
+        self.adapted_modules: tuple[str, ...] = ()
         self.num_signs = 0
         """Signs of life on all connections."""
         self.deaf_after: int | None = None
@@ -87,6 +88,7 @@ class ScriptedEngine:
             self.phase, self.detail, incarnation=self.incarnation, identity=self.identity, max_model_len=100, lease=1,
             block_size=BLOCK, round_trips=RoundTrips(heard, self.unanswered), info={"role": self.role},
             kv_peers=self.kv_peers, loads_ahead=self.loads_ahead, controls_cache=True,
+            adapted_modules=self.adapted_modules,
         )  # fmt: skip
         with contextlib.suppress(PeerGone):  # the frontend has left this engine
             self.server.send(self.peers[-1], state)
@@ -100,6 +102,10 @@ class ScriptedEngine:
         columns = pack([number] * len(tokens)), pack([*indices]), pack([*tokens])
         self.server.send(self.peers[-1], RequestOutputs(*columns, finished, incarnation=self.incarnation))
 
+    def refuse(self, number: int, why: str, by_settings: bool = True) -> None:
+        finish = Finish(number, FinishReason.INVALID, message=why, by_settings=by_settings)
+        self.server.send(self.peers[-1], RequestOutputs(b"", b"", b"", [finish], incarnation=self.incarnation))
+
     def send_blocks(self, number: int, stored: list[bytes], removed: list[bytes] | None = None) -> None:
         self.server.send(self.peers[-1], CachedBlocks(number, b"".join(stored), b"".join(removed or [])))
 
@@ -110,10 +116,10 @@ class ScriptedEngine:
 class Fleet:
     """A frontend's client with two engines, or three."""
 
-    def __init__(self, directory: Path, identities: Sequence[str]) -> None:
+    def __init__(self, directory: Path, identities: Sequence[str], patience: float) -> None:
         self._endpoints = [f"ipc://{directory}/{name}" for name in "abc"[: len(identities)]]
         self.engines = [ScriptedEngine(endpoint, 10 + i, identities[i]) for i, endpoint in enumerate(self._endpoints)]
-        self.client = EngineClient(numbered(self._endpoints), 8, 10.0, 300.0, 600.0)
+        self.client = EngineClient(numbered(self._endpoints), 8, 10.0, patience, 600.0)
 
     async def until(self, condition: Callable[[], object]) -> None:
         async with asyncio.timeout(20):
@@ -142,8 +148,8 @@ class Fleet:
 
 
 @asynccontextmanager
-async def fleet(directory: Path, *identities: str) -> AsyncIterator[Fleet]:
-    made = Fleet(directory, identities or (MODEL, MODEL))
+async def fleet(directory: Path, *identities: str, patience: float = 300.0) -> AsyncIterator[Fleet]:
+    made = Fleet(directory, identities or (MODEL, MODEL), patience)
     running = asyncio.create_task(made.client.run())
     try:
         yield made
@@ -198,7 +204,7 @@ async def test_a_stream_goes_on_elsewhere_and_a_late_answer_is_dropped(
 
 
 async def test_no_stream_moves_to_another_model_and_no_request_goes_there(tmp_path: Path) -> None:
-    """Not even when the engine with its model is gone. A successor with other weights ends it with an error."""
+    """Not even when the engine with its model is gone, and a successor has other weights: it ends with an error."""
     async with fleet(tmp_path, MODEL, OTHER_MODEL) as engines:
         first, second = engines.engines
         second.phase = EnginePhase.LOADING
@@ -211,8 +217,27 @@ async def test_no_stream_moves_to_another_model_and_no_request_goes_there(tmp_pa
         await engines.until(lambda: stream.output == [7])
         engines.restart(first, 20, OTHER_MODEL)
         await engines.until(lambda: stream.end is not None)
-        assert "other weights" in stream.end.message  # type: ignore[union-attr]
+        assert "no other engine has the model" in stream.end.message  # type: ignore[union-attr]
         assert not other.requests
+
+
+async def test_a_stream_whose_engine_returns_with_another_model_waits_for_its_own(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as engines:
+        await engines.serve()
+        stream, owner, other = await engines.submit([1])
+        owner.send(stream.number, 0, 7)
+        await engines.until(lambda: stream.output == [7])
+        first, second = (engines.client.engines[str(engines.engines.index(engine))] for engine in (owner, other))
+        other.phase = EnginePhase.RECOVERING
+        other.send_state()
+        await engines.until(lambda: not second.ready)
+        engines.restart(owner, 20, OTHER_MODEL)
+        await engines.until(lambda: first.state.identity == OTHER_MODEL and first.ready)
+        assert stream.end is None
+        other.phase = EnginePhase.READY
+        other.send_state()
+        await engines.until(lambda: other.requests)
+        assert unpack(other.requests[0].token_ids).tolist() == [1, 7]
 
 
 async def test_a_request_that_kills_engine_after_engine_is_refused(tmp_path: Path) -> None:
@@ -254,6 +279,22 @@ async def test_streams_leave_an_engine_that_gets_another_address(tmp_path: Path)
         engines.client.engines.set_addresses([*addresses.values()])
         await engines.until(lambda: other.requests)
         assert other.requests[0].attempts == 0, "that is no death"
+
+
+async def test_an_engine_that_has_failed_keeps_no_request_from_new_weights(tmp_path: Path) -> None:
+    async with fleet(tmp_path, MODEL, OTHER_MODEL) as engines:
+        first, second = engines.engines
+        second.phase = EnginePhase.LOADING
+        await engines.until(lambda: engines.client.ready)
+        second.phase = EnginePhase.READY
+        await engines.serve()
+        first.phase = EnginePhase.FAILED
+        first.send_state()
+        await engines.until(lambda: engines.client.engines["0"].state.phase is EnginePhase.FAILED)
+        first.close()
+        await engines.until(lambda: engines.client.ready)
+        _, owner, _ = await engines.submit([1])
+        assert owner is second
 
 
 async def test_an_engine_that_was_never_there_keeps_no_request_from_new_weights(tmp_path: Path) -> None:
@@ -443,31 +484,62 @@ async def test_a_stream_for_which_no_other_engine_has_room_waits(
         assert stream.output == [7, 8]
 
 
-async def test_a_stream_that_engines_refuse_as_invalid_goes_on_at_another_one_or_ends(tmp_path: Path) -> None:
-    """It was valid, but their settings are others: that is no fault of its client."""
+async def test_a_new_request_that_settings_refuse_goes_to_an_engine_with_others(tmp_path: Path) -> None:
+    """One that no engine would serve is refused at once."""
     async with fleet(tmp_path, MODEL, MODEL, MODEL) as engines:
+        engines.engines[2].adapted_modules = ("q_proj", "v_proj")
         await engines.serve()
+        assert engines.client.adapted_modules == ["q_proj", "v_proj"], "the worker there would fail with another module"
         stream, owner, _ = await engines.submit([1, 2])
-        owner.send(stream.number, 0, 7)
-        await engines.until(lambda: stream.output == [7])
-        left = [engine for engine in engines.engines if engine is not owner]
-        owner.phase = EnginePhase.DRAINING
-        owner.send_state()
-        await engines.until(lambda: left[0].requests or left[1].requests)
-        refusing, other = left if left[0].requests else left[::-1]
-        refusing.send(stream.number, 1, ends=True, why=FinishReason.INVALID)
-        await engines.until(lambda: other.requests)
-        assert unpack(other.requests[0].token_ids).tolist() == [1, 2, 7]
-        other.send(stream.number, 1, 8)
-        await engines.until(lambda: stream.output == [7, 8])
-        other.phase = EnginePhase.DRAINING
-        other.send_state()
-        await engines.until(lambda: len(refusing.requests) == 2)
-        refusing.send(stream.number, 2, ends=True, why=FinishReason.INVALID)
+        owner.refuse(stream.number, "too long")
+        await engines.until(lambda: sum(len(engine.requests) for engine in engines.engines) == 2)
+        [other] = [engine for engine in engines.engines if engine.requests and engine is not owner]
+        assert other.adapted_modules != owner.adapted_modules
+        other.refuse(stream.number, "too long here, too")
+        await engines.until(lambda: stream.end is not None)
+        assert (stream.end.reason, stream.end.message) == (FinishReason.INVALID, "too long; too long here, too")  # type: ignore[union-attr]
+        stream, owner, _ = await engines.submit([1, 2])
+        owner.refuse(stream.number, "no grammar", by_settings=False)
+        await engines.until(lambda: stream.end is not None)
+        assert sum(len(engine.requests) for engine in engines.engines) == 3
+        engines.engines[2].phase = EnginePhase.RECOVERING
+        engines.engines[2].send_state()
+        await engines.until(lambda: not engines.client.engines["2"].ready)
+        stream, owner, _ = await engines.submit([1, 2])
+        owner.refuse(stream.number, "too long")
         await engines.until(lambda: stream.end is not None)
         assert isinstance(stream.end, APIError)
-        assert stream.end.status == 503
-        assert f"engine {engines.engines.index(refusing)} refuses it" in stream.end.message
+        assert stream.end.status == 503, "it is served later"
+
+
+@pytest.mark.parametrize("how", ["drained", "lost"])
+async def test_a_stream_that_others_refuse_returns_to_its_engine_or_ends(tmp_path: Path, how: str) -> None:
+    """It was valid there, so that is no fault of its client, also if settings are not known to be the reason. It waits
+    for an engine that is lost as long as that one is expected back."""
+    async with fleet(tmp_path, patience=0.2) as engines:
+        await engines.serve()
+        stream, owner, other = await engines.submit([1, 2])
+        owner.send(stream.number, 0, 7)
+        await engines.until(lambda: stream.output == [7])
+        if how == "lost":
+            owner.close()
+        else:
+            owner.phase = EnginePhase.DRAINING
+            owner.send_state()
+        await engines.until(lambda: other.requests)
+        other.refuse(stream.number, "too long", by_settings=how == "lost")
+        if how == "drained":
+            await engines.until(lambda: len(owner.requests) == 2)
+            assert unpack(owner.requests[1].token_ids).tolist() == [1, 2, 7]
+            owner.send(stream.number, 1, 8, ends=True)
+        await engines.until(lambda: stream.end is not None)
+        assert len(other.requests) == 1
+        if how == "drained":
+            assert stream.output == [7, 8]
+        else:
+            assert isinstance(stream.end, APIError)
+            assert stream.end.status == 503
+            assert f"engine {engines.engines.index(other)} refuses it: too long" in stream.end.message
 
 
 async def test_a_stream_whose_connection_breaks_while_its_engine_drains_goes_on_there(tmp_path: Path) -> None:

@@ -33,7 +33,8 @@ class OpenRequests:
         stream = RecordingStream(ResponseStream(FlushQueue()))
         stream.number = number
         self.streams[number] = stream
-        request = GenerateRequest(number, pack([number]), 1, SamplingParams(max_tokens=max_tokens, seed=number))
+        params = SamplingParams(max_tokens=max_tokens, seed=number, prompt_logprobs=0)
+        request = GenerateRequest(number, pack([number]), 1, params)
         self.ledger.assign(self.ledger.open(stream, request, self._now), ENGINE)
 
     def connect(self, incarnation: int) -> list[GenerateRequest]:
@@ -73,6 +74,7 @@ async def test_a_request_is_sent_once_and_again_with_its_output_to_the_next_sche
         (1, [1], 1),
         (2, [2, 7, 8], 1),
     ]
+    assert [r.params.prompt_logprobs for r in again] == [0, None], "it would be computed without the prefix cache"
     assert [(r.attempts, r.incarnation, r.params.seed) for r in again] == [(1, SECOND, 1), (1, SECOND, 2)]
     assert again[0].age > again[1].age > 0
     assert requests.ledger.resubmitted == 2

@@ -62,6 +62,8 @@ class PlacementMachine(RuleBasedStateMachine):
         self.engine_of: dict[int, str] = {}
         self.identity_of: dict[int, str] = {}
         """Model of the tokens of an open request."""
+        self.refused_by: dict[int, tuple[str, ...]] = {}
+        """Engines that refuse it for good."""
         self.fetches: dict[int, str] = {}
         """Engine that has fetched blocks of a request last."""
 
@@ -114,22 +116,26 @@ class PlacementMachine(RuleBasedStateMachine):
         self.core.on_ended(key)
 
     def forget(self, key: int) -> None:
-        for known in (self.engine_of, self.identity_of, self.fetches):
+        for known in (self.engine_of, self.identity_of, self.refused_by, self.fetches):
             known.pop(key, None)
 
     # -- decisions -----------------------------------------------------------------------------------------------------
 
-    @rule(key=KEYS, prompt=PROMPT, identity=IDENTITIES, refused=st.just(()) | st.tuples(ENGINES))
-    def place(self, key: int, prompt: int, identity: str, refused: tuple[str, ...]) -> None:
-        tokens = PROMPTS[prompt]
+    @rule(
+        key=KEYS, prompt=PROMPT, identity=IDENTITIES, refused=st.just(()) | st.tuples(ENGINES), for_good=st.booleans()
+    )
+    def place(self, key: int, prompt: int, identity: str, refused: tuple[str, ...], for_good: bool) -> None:
+        tokens, unknown = PROMPTS[prompt], set() if refused else {*MAY_SERVE} - {Condition.GONE}
         fitting = {
             name: report
             for name, report in self.reports.items()
             if name not in refused
-            and (not identity or report.identity in (identity, "" if report.condition in MAY_SERVE else identity))
+            and (not identity or report.identity in (identity, "" if report.condition in unknown else identity))
         }
         ready = [name for name, report in fitting.items() if report.condition is Condition.READY]
-        decision = self.core.place(key, tokens, "", identity, refused)
+        if for_good and not ready:
+            ready = [name for name, report in fitting.items() if report.condition is Condition.DRAINING]
+        decision = self.core.place(key, tokens, "", identity, refused, for_good)
         self.forget(key)
         match decision:
             case Place(engine=name, hit_tokens=hit, reason=reason):
@@ -141,6 +147,7 @@ class PlacementMachine(RuleBasedStateMachine):
                     assert only_computes == (reason is Reason.PREFILL)
                 assert 0 <= hit <= len(tokens) // 4
                 self.engine_of[key], self.identity_of[key] = name, self.reports[name].identity
+                self.refused_by[key] = refused if for_good else ()
             case Hold():
                 assert not ready
                 assert any(report.condition in MAY_SERVE for report in fitting.values())
@@ -153,6 +160,7 @@ class PlacementMachine(RuleBasedStateMachine):
     def move(self) -> None:
         for move in self.core.moves():
             assert self.engine_of[move.key] == move.source != move.target
+            assert move.target not in self.refused_by[move.key]
             target = self.reports[move.target]
             assert target.condition is Condition.READY
             assert target.identity == self.identity_of[move.key] != ""
@@ -188,16 +196,17 @@ class PlacementMachine(RuleBasedStateMachine):
 
     @rule()
     def streams_of_lost_engines_leave(self) -> None:
-        """A stream is on a lost engine only while no engine has its model."""
+        """A stream is on a lost engine only while no engine takes it that has its model."""
         for _ in range(50):
             self.now += 1e6
             self.core.advance(self.now)
             self.move()
-        ready = {report.identity for report in self.reports.values() if report.condition is Condition.READY}
+        ready = {name: each.identity for name, each in self.reports.items() if each.condition is Condition.READY}
         for key, name in self.engine_of.items():
             report = self.reports.get(name)
             if report is None or report.condition in MOVES_STREAMS:
-                assert self.identity_of[key] not in ready - {""}
+                models = {model for each, model in ready.items() if each not in self.refused_by[key]}
+                assert self.identity_of[key] not in models - {""}
 
     @invariant()
     def index_is_bounded(self) -> None:

@@ -174,6 +174,11 @@ def test_output_of_one_model_goes_on_with_the_same_model_only() -> None:
     placement.on_engine_removed("b")
     assert isinstance(refused := placement.place(6, LONG, "", "other"), RefuseRequest)
     assert "model" in refused.message
+    placement.on_engine("c", report(Condition.CONNECTING, identity=""))
+    assert isinstance(placement.place(6, LONG, "", "other"), Hold), "it may be the one"
+    assert placement.place(6, LONG, "", "other", ("a",)) == refused, "it may also never serve"
+    placement.on_engine("c", report(Condition.GONE, identity=""))
+    assert placement.place(6, LONG, "", "other") == refused, "it is not expected back"
 
 
 def test_a_queue_above_the_limit_refuses_with_the_time_to_wait() -> None:
