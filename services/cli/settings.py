@@ -139,7 +139,7 @@ def _from_file(file: Path | None, fields: Mapping[str, FieldInfo]) -> dict[str, 
         name = str(key).replace("-", "_")
         if name in found:
             raise ConfigurationError(f"{file}: {key} is given twice")
-        found[name] = [value] if is_list(fields[name]) and isinstance(value, str) else value
+        found[name] = value
     return found
 
 

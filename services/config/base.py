@@ -3,9 +3,9 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from protocol.security import Security
 
@@ -28,6 +28,14 @@ def from_json(value: object) -> object:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"is not JSON: {error}") from None
+
+
+def as_list(value: object) -> object:
+    """Return a list of one text, or another value as it is."""
+    return [value] if isinstance(value, str) else value
+
+
+Texts = Annotated[list[str], BeforeValidator(as_list)]
 
 
 def flag(name: str) -> str:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from services.config.base import CHECKPOINT, ENABLE_LORA, MAX_LORA_RANK, REVISION, TOKENIZER
+from services.config.base import CHECKPOINT, ENABLE_LORA, MAX_LORA_RANK, REVISION, TOKENIZER, Texts, as_list
 from services.config.http import HttpConfig
 from services.config.sizes import Size
 
@@ -25,27 +25,22 @@ ToolCallFormat = Literal[
 ReasoningFormat = Literal["deepseek_r1", "glm45", "granite", "mistral", "qwen3"]
 
 
-def as_list(value: object) -> object:
-    """Return a list of one text, or another value as it is."""
-    return [value] if isinstance(value, str) else value
-
-
 class FrontendConfig(HttpConfig):
     model: str = Field("", description=CHECKPOINT)
     revision: str | None = Field(None, description=REVISION)
     tokenizer: str | None = Field(None, description=TOKENIZER)
     chat_template: str | None = None
     """File with a Jinja chat template. Default: the checkpoint's."""
-    served_model_name: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    served_model_name: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(as_list)] = Field(
+        default_factory=list
+    )
     """Model names that the API accepts; responses contain the first one. Default: the name of the model."""
     enable_lora: bool = Field(False, description=ENABLE_LORA)
-    lora_modules: Annotated[list[str], BeforeValidator(as_list)] = Field(default_factory=list)
+    lora_modules: Texts = Field(default_factory=list)
     """LoRA adapter to serve, NAME=DIRECTORY. It may be given several times; requests name it as their model. Workers
     read the same directory."""
     max_lora_rank: int = Field(16, ge=1, le=512, description=MAX_LORA_RANK)
-    scheduler_endpoint: Annotated[list[str], BeforeValidator(as_list)] = Field(
-        default_factory=lambda: ["ipc:///tmp/runahead/clients"], min_length=1
-    )
+    scheduler_endpoint: Texts = Field(default_factory=lambda: ["ipc:///tmp/runahead/clients"], min_length=1)
     """Endpoint of the scheduler for frontends. It may be given several times, once for each engine."""
     engines: str | None = None
     """Engines in place of --scheduler-endpoint: a file with a line for each, ENDPOINT [PUBLIC_KEY [NAME]], which is
@@ -61,7 +56,7 @@ class FrontendConfig(HttpConfig):
     Default: none."""
     max_body_bytes: Size = Field(8 * 1024 * 1024, ge=1024)
     """Maximum size of a request body, bytes."""
-    allowed_media_domains: Annotated[list[str], BeforeValidator(as_list)] = Field(default_factory=list)
+    allowed_media_domains: Texts = Field(default_factory=list)
     """Host name from which images and sounds at addresses are fetched, such as media.example.com; --backend vllm only.
     It takes several; names at private addresses are refused. Default: none."""
     stream_interval: int = Field(1, ge=1)

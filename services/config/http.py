@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pydantic import Field, field_validator
 
-from services.config.base import ServiceConfig, flag
+from services.config.base import ServiceConfig, Texts, as_list, flag
 
 LOOPBACK_NAMES = ("localhost", "*.localhost", "127.0.0.1", "[::1]")
 """Values of the header Host that no name server can make another site's pages send."""
@@ -28,20 +28,20 @@ class HttpConfig(ServiceConfig):
     ssl_ca_certs: str | None = None
     """File with certificates of authorities, PEM. Clients, probes included, must have a certificate that one of them
     has signed. Default: none."""
-    api_key: list[str] = Field(default_factory=list)
+    api_key: Texts = Field(default_factory=list)
     """API keys, one of which every request must carry as its bearer token. Default: none."""
     api_key_file: str | None = None
     """File with API keys, one per line, such as a secret of Docker or Kubernetes. Default: none."""
-    allowed_hosts: list[str] = Field(default_factory=list)
+    allowed_hosts: Texts = Field(default_factory=list)
     """Values of the header Host that are answered, such as llm.example.com or *.example.com; probes are always
     answered; * means all. Default: all, but without an API key on a loopback address or a Unix socket only localhost,
     *.localhost, 127.0.0.1, [::1] and --host."""
-    allowed_origins: list[str] = Field(default_factory=list)
+    allowed_origins: Texts = Field(default_factory=list)
     """Origins of web pages that may use the API from a browser (CORS), such as https://chat.example.com; * means all.
     Default: none."""
-    allowed_methods: list[str] = Field(default_factory=lambda: ["*"])
+    allowed_methods: Texts = Field(default_factory=lambda: ["*"])
     """HTTP methods that such pages may use."""
-    allowed_headers: list[str] = Field(default_factory=lambda: ["*"])
+    allowed_headers: Texts = Field(default_factory=lambda: ["*"])
     """Headers that such pages may send."""
     allow_credentials: bool = False
     """Let such pages send cookies and HTTP authentication of the browser."""
@@ -74,7 +74,8 @@ class HttpConfig(ServiceConfig):
     @classmethod
     def _from_json(cls, given: object) -> object:
         """Read also vLLM's form, a JSON list."""
-        text = ",".join(map(str, given)) if isinstance(given, list) else ""
+        texts = as_list(given)
+        text = ",".join(map(str, texts)) if isinstance(texts, list) else ""
         return json.loads(text) if text.startswith("[") else given
 
     @field_validator("api_key")
