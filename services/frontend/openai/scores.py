@@ -18,12 +18,12 @@ from services.frontend.errors import invalid
 from services.frontend.openai.embeddings import (
     EmbeddingFormat,
     Given,
-    PromptReader,
     embed,
     embedding_usage,
     finite,
     normalised,
     pooled,
+    read_prompt,
 )
 from services.frontend.openai.schemas import responses
 from services.frontend.openai.schemas.fields import MAX_INPUTS, TemplateVariables, Text
@@ -223,8 +223,8 @@ async def _scores(
             given = [await context.answering.prompts.rendered_pair(*pair, variables) for pair in pairs]
         else:
             given = [*pairs] if model.separates_pairs else ["".join(pair) for pair in pairs]
-    reader = PromptReader(context, body.truncate_prompt_tokens, body.truncation_side, True)
-    prompts = [await reader.read(prompt) for prompt in given]
+    keep, side = body.truncate_prompt_tokens, body.truncation_side
+    prompts = [await read_prompt(context, prompt, keep, side) for prompt in given]
     normalises = model is None or model.task == "embed"
     params = PoolingParams(body.use_activation)
     vectors, count = await pooled(http, context, body, prompts, partial(_vector, normalises), params)
