@@ -110,15 +110,8 @@ class ResponseFiles:
     Raises: OSError, if the directory cannot be used
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        max_bytes: int = MAX_BYTES,
-        max_files: int = MAX_FILES,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._directory, self._clock = directory, clock
-        self._max_bytes, self._max_files = max_bytes, max_files
+    def __init__(self, directory: Path, max_bytes: int = MAX_BYTES, max_files: int = MAX_FILES) -> None:
+        self._directory, self._max_bytes, self._max_files = directory, max_bytes, max_files
         self._runs: dict[Path, BackgroundRun] = {}
         """Runs of this frontend that have not ended."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -272,7 +265,7 @@ class ResponseFiles:
         sizes = {folder: sum(size for _, size, _ in files) for folder, files in shares.items()}
         for files in shares.values():
             files.sort(reverse=True)
-        oldest = self._clock() - MAX_SECONDS
+        oldest = time.time() - MAX_SECONDS
         while shares:
             too_many = sum(map(len, shares.values())) > self._max_files
             too_large = sum(sizes.values()) > self._max_bytes
