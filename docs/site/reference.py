@@ -7,7 +7,6 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -17,6 +16,7 @@ from services.cli.command_help import group_of
 from services.cli.flags_of_others import HINTS
 from services.cli.settings import flag, type_name
 from services.config import FrontendConfig, SchedulerConfig, ServeConfig, WorkerConfig
+from services.config.descriptions import description, texts_below_fields
 from services.frontend.app import with_routes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,7 +69,7 @@ def settings() -> Iterator[str]:
                 yield f"\n### {group} of {command}\n\n| flag | value | default | meaning |\n|---|---|---|---|"
             default = info.get_default(call_default_factory=True, validated_data={})
             shown = "" if default in (None, "", []) else f"`{default}`"
-            yield f"| `{flag(name)}` | {cell(type_name(info))} | {cell(shown)} | {cell(info.description)} |"
+            yield f"| `{flag(name)}` | {cell(type_name(info))} | {cell(shown)} | {cell(description(name, model))} |"
 
 
 def routes() -> Iterator[str]:
@@ -86,7 +86,7 @@ def messages() -> Iterator[str]:
     for name in MESSAGES:
         module = importlib.import_module(f"protocol.{name}")
         yield f"\n## protocol.{name}\n\n{inspect.getdoc(module) or ''}"
-        texts = attribute_texts(module)
+        texts = texts_below_fields(module)
         for struct in vars(module).values():
             if not (inspect.isclass(struct) and issubclass(struct, msgspec.Struct)):
                 continue
@@ -96,26 +96,8 @@ def messages() -> Iterator[str]:
             yield f"\n### {struct.__name__}\n\n{inspect.cleandoc(own or '')}\n"
             yield "| field | type | |\n|---|---|---|"
             for field in struct.__struct_fields__:
-                kind, text = texts.get((struct.__name__, field), ("", ""))
-                yield f"| `{field}` | `{cell(kind)}` | {cell(text)} |"
-
-
-def attribute_texts(module: ModuleType) -> dict[tuple[str, str], tuple[str, str]]:
-    """Return the type of each field of a module's classes, as written, and the text below it."""
-    found = {}
-    for node in ast.parse(inspect.getsource(module)).body:
-        if not isinstance(node, ast.ClassDef):
-            continue
-        for line, following in zip(node.body, [*node.body[1:], None], strict=True):
-            if not (isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)):
-                continue
-            match following:
-                case ast.Expr(value=ast.Constant(value=str(text))):
-                    pass
-                case _:
-                    text = ""
-            found[node.name, line.target.id] = ast.unparse(line.annotation), text
-    return found
+                kind, text = texts.get((struct.__name__, field), (None, ""))
+                yield f"| `{field}` | `{cell(ast.unparse(kind) if kind else '')}` | {cell(text)} |"
 
 
 def flags_of_others() -> Iterator[str]:

@@ -11,23 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.exceptions import TyperException
 
+from services import config
 from services.cli.command_help import GroupedCommand
 from services.cli.flags import command
 from services.cli.settings import ConfigurationError, Settings
 from services.cli.show import show
-from services.config import (
-    OF_RAY,
-    OMITTED,
-    SERVICES,
-    WITHOUT_SERVER,
-    BaseConfig,
-    BenchConfig,
-    ConvertConfig,
-    RayCommandConfig,
-    ReplayConfig,
-    RunBatchConfig,
-    ServeConfig,
-)
 
 if TYPE_CHECKING:
     from services.cli.ask import ServerAddress
@@ -73,7 +61,7 @@ def _options(
 
 def _add(
     name: str,
-    model: type[BaseConfig],
+    model: type[config.BaseConfig],
     run: str | Callable[[Settings[Any]], int],
     positional: str | None = None,
     omitted: Collection[str] = (),
@@ -92,7 +80,7 @@ def _add(
     app.command(name, cls=GroupedCommand, help=HELP.get(name, f"Run one {name} service."))(invoke)
 
 
-def _ray(settings: Settings[RayCommandConfig]) -> int:
+def _ray(settings: Settings[config.RayCommandConfig]) -> int:
     try:
         from services.ray.command import run
     except ModuleNotFoundError as error:
@@ -104,14 +92,14 @@ def _ray(settings: Settings[RayCommandConfig]) -> int:
     return run(settings.config)
 
 
-_add("serve", ServeConfig, "services.cli.serve", "model", OMITTED)
-_add("ray", RayCommandConfig, _ray, "model", OF_RAY)
-for _name, _model in SERVICES.items():
+_add("serve", config.ServeConfig, "services.cli.serve", "model", config.OMITTED)
+_add("ray", config.RayCommandConfig, _ray, "model", config.OF_RAY)
+for _name, _model in config.SERVICES.items():
     _add(_name, _model, "services.cli.start")
-_add("run-batch", RunBatchConfig, "services.cli.run_batch", "model", WITHOUT_SERVER)
-_add("convert", ConvertConfig, "services.cli.convert", "model")
-_add("replay", ReplayConfig, "services.cli.replay", "recording")
-_add("bench", BenchConfig, "services.cli.bench", "base_url")
+_add("run-batch", config.RunBatchConfig, "services.cli.run_batch", "model", config.WITHOUT_SERVER)
+_add("convert", config.ConvertConfig, "services.cli.convert", "model")
+_add("replay", config.ReplayConfig, "services.cli.replay", "recording")
+_add("bench", config.BenchConfig, "services.cli.bench", "base_url")
 
 
 @app.command(
@@ -305,7 +293,7 @@ def _doctor() -> None:
     raise typer.Exit(doctor())
 
 
-_add("plan", ServeConfig, "services.cli.plan", "model", OMITTED)
+_add("plan", config.ServeConfig, "services.cli.plan", "model", config.OMITTED)
 
 
 @app.command("capabilities")
@@ -317,7 +305,7 @@ def _capabilities() -> None:
 
 
 config_app.command("show", cls=GroupedCommand, help="Print the settings of `serve`, and the origin of each.")(
-    command(ServeConfig, show, OMITTED, "model")
+    command(config.ServeConfig, show, config.OMITTED, "model")
 )
 
 

@@ -17,32 +17,23 @@ COMMON = (
     "speculative_config", "enable_auto_tool_choice", "tool_call_parser", "reasoning_parser",
 )  # fmt: skip
 """Settings that most users need first, in the order of the help."""
-GROUPS: tuple[tuple[str, type[BaseModel]], ...] = (
-    ("Logs, recovery and connections", ServiceConfig),
-    ("HTTP server", HttpConfig),
-    ("API", FrontendConfig),
-    ("Scheduler", SchedulerConfig),
-    ("Worker", BackendConfig),
-    ("Simulator", SimulatorConfig),
-)
-"""Title and configuration; a setting belongs to the first one that has it."""
-ORDER = (
-    "Common options",
-    "Options",
-    "API",
-    "HTTP server",
-    "Scheduler",
-    "Worker",
-    "Logs, recovery and connections",
-    "Simulator",
-)
+GROUPS: dict[str, type[BaseModel]] = {
+    "API": FrontendConfig,
+    "HTTP server": HttpConfig,
+    "Scheduler": SchedulerConfig,
+    "Worker": BackendConfig,
+    "Logs, recovery and connections": ServiceConfig,
+    "Simulator": SimulatorConfig,
+}
+"""Title and the configuration that declares the settings."""
+ORDER = ("Common options", "Options", *GROUPS)
 
 
 def group_of(name: str, model: type[BaseModel]) -> str:
     """Return the title of the group of a field of `model`."""
     if name in COMMON:
         return ORDER[0]
-    owners = (title for title, owner in GROUPS if issubclass(model, owner) and name in owner.model_fields)
+    owners = (title for title, owner in GROUPS.items() if issubclass(model, owner) and name in owner.__annotations__)
     return next(owners, "Options")
 
 

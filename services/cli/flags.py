@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from services.cli.command_help import ORDER, group_of, position
 from services.cli.settings import ConfigurationError, Settings, choices, is_list, is_switch, merge, type_name
 from services.config import flag
+from services.config.descriptions import description
 
 SHORT = {"input_file": "-i", "output_file": "-o", "base_url": "--url"}
 """Other forms of flags, by field."""
@@ -41,7 +42,7 @@ def command(
     fields = sorted((name for name in model.model_fields if name not in omitted), key=position)
     parameters = [_option(name, model) for name in fields]
     if positional is not None:
-        parameters.insert(0, _argument(positional, model.model_fields[positional]))
+        parameters.insert(0, _argument(positional, model))
     parameters.append(_config_file())
     invoke.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     invoke.__annotations__ = {}
@@ -57,7 +58,7 @@ def _option(name: str, model: type[BaseModel]) -> inspect.Parameter:
     option = typer.Option(
         *((SHORT[name],) if name in SHORT else ()),
         text,
-        help=f"{info.description}{_shown(default)}",
+        help=f"{description(name, model)}{_shown(default)}",
         metavar=None if is_switch(info) else type_name(info),
         show_default=False,
         autocompletion=_completion(info),
@@ -66,9 +67,9 @@ def _option(name: str, model: type[BaseModel]) -> inspect.Parameter:
     return _keyword(name, Annotated[kind | None, option])
 
 
-def _argument(name: str, info: FieldInfo) -> inspect.Parameter:
+def _argument(name: str, model: type[BaseModel]) -> inspect.Parameter:
     metavar = "URL" if name == "base_url" else name.upper()
-    argument = typer.Argument(help=info.description, metavar=metavar, show_default=False)
+    argument = typer.Argument(help=description(name, model), metavar=metavar, show_default=False)
     return _keyword("argument", Annotated[str | None, argument])
 
 

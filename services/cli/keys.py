@@ -1,9 +1,8 @@
 """API keys from a file, so that they appear neither in a list of processes nor in a container's description."""
 
-from pathlib import Path
 from typing import TypeVar
 
-from services.cli.settings import ConfigurationError
+from services.cli.settings import ConfigurationError, text_of_file
 from services.config import FrontendConfig
 
 F = TypeVar("F", bound=FrontendConfig)
@@ -17,11 +16,7 @@ def with_keys(config: F) -> F:
     """
     if not config.api_key_file:
         return config
-    try:
-        lines = Path(config.api_key_file).expanduser().read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ConfigurationError(f"--api-key-file: cannot read {config.api_key_file}: {reason}") from None
+    lines = text_of_file("api_key_file", config.api_key_file).splitlines()
     keys = [line.strip() for line in lines if line.strip()]
     if not keys:
         raise ConfigurationError(f"--api-key-file: {config.api_key_file} contains no key; write one per line")

@@ -15,7 +15,7 @@ from urllib.request import getproxies, proxy_bypass
 from protocol.fields import MAX_IPC_PATH
 from services.checkpoint import CheckpointError, is_gguf, is_local, read_json, resolve
 from services.checkpoint.default_model import packaged_model
-from services.cli.settings import ConfigurationError, refusing
+from services.cli.settings import ConfigurationError, refusing, text_of_file
 from services.config import BackendConfig, FrontendConfig, HttpConfig, SchedulerConfig, ServeConfig, flag
 from services.config.traces import GRPC, HTTP, TRACES_PROTOCOL, traces_protocol
 from services.worker import machine
@@ -109,12 +109,7 @@ def _check_template(name: str) -> None:
     from services.frontend.templates.sandbox import Sandbox
 
     try:
-        Sandbox().parse(Path(name).expanduser().read_text("utf-8"))
-    except FileNotFoundError:
-        raise ConfigurationError(f"--chat-template: cannot read {name}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ConfigurationError(f"--chat-template: cannot read {name}: {reason}") from None
+        Sandbox().parse(text_of_file("chat_template", name))
     except TemplateSyntaxError as error:
         raise ConfigurationError(f"--chat-template: {name}, line {error.lineno}: {error.message}") from None
 
@@ -192,10 +187,8 @@ def check_record(config: SchedulerConfig) -> None:
         return
     from services.scheduler.recording import prepare_directory
 
-    try:
+    with refusing(OSError):
         prepare_directory(config.record)
-    except OSError as error:
-        raise ConfigurationError(error.strerror or str(error)) from None
 
 
 def check_responses(config: FrontendConfig) -> None:

@@ -45,6 +45,15 @@ def refusing(*kinds: type[Exception], prefix: str = "") -> Iterator[None]:
         raise ConfigurationError(f"{prefix}{error}") from None
 
 
+def text_of_file(name: str, path: str) -> str:
+    """Return the text of the file that the setting `name` gives. Raises: ConfigurationError"""
+    try:
+        return Path(path).expanduser().read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigurationError(f"{flag(name)}: cannot read {path}: {reason}") from None
+
+
 @dataclass(frozen=True)
 class Settings(Generic[M]):
     """A checked configuration and the origin of each value."""
@@ -139,7 +148,7 @@ def _from_file(file: Path | None, fields: Mapping[str, FieldInfo]) -> dict[str, 
         name = str(key).replace("-", "_")
         if name in found:
             raise ConfigurationError(f"{file}: {key} is given twice")
-        found[name] = [value] if is_list(fields[name]) and isinstance(value, str) else value
+        found[name] = value
     return found
 
 

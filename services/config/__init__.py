@@ -1,7 +1,7 @@
 """One frozen configuration per service: every setting with its unit, limits and default.
 
 A setting has the same name as a flag (`--max-num-seqs`), in the environment (`RUNAHEAD_MAX_NUM_SEQS`) and in the YAML
-file (`max-num-seqs`). Its description is the help text of the flag.
+file (`max-num-seqs`). The text below it is the help of the flag.
 """
 
 from services.config.base import BaseConfig, ServiceConfig, flag

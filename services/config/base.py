@@ -3,9 +3,9 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from protocol.security import Security
 
@@ -30,6 +30,14 @@ def from_json(value: object) -> object:
         raise ValueError(f"is not JSON: {error}") from None
 
 
+def as_list(value: object) -> object:
+    """Return a list of one text, or another value as it is."""
+    return [value] if isinstance(value, str) else value
+
+
+Texts = Annotated[list[str], BeforeValidator(as_list)]
+
+
 def flag(name: str) -> str:
     """Return the flag of a field: `--max-num-seqs` for `max_num_seqs`."""
     return "--" + name.replace("_", "-")
@@ -52,45 +60,32 @@ class BaseConfig(BaseModel):
 class TrustConfig(BaseConfig):
     """Trust of a command in the server that it calls."""
 
-    insecure: bool = Field(False, description="Do not check the server's certificate.")
-    cacert: str = Field(
-        "",
-        description="File with the authorities to trust. Default: those of the system; certificates of this machine's "
-        "addresses are not checked.",
-    )
+    insecure: bool = False
+    """Do not check the server's certificate."""
+    cacert: str = ""
+    """File with the authorities to trust. Default: those of the system; certificates of this machine's addresses are
+    not checked."""
 
 
 class ServiceConfig(BaseConfig):
     """Settings of every service."""
 
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Lowest severity of messages on stderr."
-    )
-    log_format: Literal["text", "json"] = Field(
-        "text", description="Form of messages on stderr: lines of text, or a JSON object per line."
-    )
-    transport_keys: str | None = Field(
-        None,
-        description="Directory with the keys of this service (`runahead keys` makes them): tcp connections between "
-        "services are authenticated and encrypted. Default: none, for ipc and loopback.",
-    )
-    insecure_transport: bool = Field(
-        False,
-        description="Allow tcp connections beyond loopback without keys. Anyone who reaches the scheduler can then act "
-        "as a frontend or as a worker, and anyone who reaches the endpoint of KV events reads prompts.",
-    )
-    scheduler_timeout_seconds: float = Field(
-        10.0,
-        ge=2,
-        description="Seconds without a message from the scheduler after which frontends and workers look for another "
-        "one. A scheduler that did not run for so long exits.",
-    )
-    recovery_timeout_seconds: float = Field(
-        300.0,
-        gt=0,
-        description="Seconds that open requests wait for the replacement of a lost worker or scheduler before they "
-        "fail, and that a worker waits for another scheduler before it exits.",
-    )
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lowest severity of messages on stderr."""
+    log_format: Literal["text", "json"] = "text"
+    """Form of messages on stderr: lines of text, or a JSON object per line."""
+    transport_keys: str | None = None
+    """Directory with the keys of this service (`runahead keys` makes them): tcp connections between services are
+    authenticated and encrypted. Default: none, for ipc and loopback."""
+    insecure_transport: bool = False
+    """Allow tcp connections beyond loopback without keys. Anyone who reaches the scheduler can then act as a frontend
+    or as a worker, and anyone who reaches the endpoint of KV events reads prompts."""
+    scheduler_timeout_seconds: float = Field(10.0, ge=2)
+    """Seconds without a message from the scheduler after which frontends and workers look for another one. A scheduler
+    that did not run for so long exits."""
+    recovery_timeout_seconds: float = Field(300.0, gt=0)
+    """Seconds that open requests wait for the replacement of a lost worker or scheduler before they fail, and that a
+    worker waits for another scheduler before it exits."""
 
     @property
     def security(self) -> Security:

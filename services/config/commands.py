@@ -15,37 +15,43 @@ from services.config.speculation import SpeculativeConfig
 class BenchConfig(TrustConfig):
     """Settings of `runahead bench`. Names are those of `vllm bench serve` where the meaning is the same."""
 
-    base_url: str = Field(
-        "http://127.0.0.1:8000", pattern=r"^https?://[^/\s]", description="URL of the server, with or without /v1."
-    )
-    model: str = Field("", description="Model name in the requests. Default: the first one of the server.")
-    api_key: str = Field("", description="Bearer token of the requests. Default: none.")
-    num_prompts: int = Field(64, ge=1, description="Number of requests.")
-    max_concurrency: int | None = Field(
-        None, ge=1, description="Maximum number of requests open at once (closed loop). Default: no limit."
-    )
-    request_rate: float | None = Field(
-        None, gt=0, description="Requests per second, with Poisson arrivals (open loop). Default: all requests at once."
-    )
-    random_input_len: int = Field(128, ge=1, description="Length of each prompt, tokens.")
-    random_output_len: int = Field(128, ge=1, description="Length of each output, tokens.")
-    random_id_low: int = Field(300, ge=0, description="Lowest token id in prompts.")
-    random_id_high: int = Field(1000, ge=1, description="Upper bound of the token ids in prompts, exclusive.")
-    temperature: float = Field(0.0, ge=0, description="Sampling temperature.")
-    seed: int = Field(0, ge=0, description="Seed of prompts and arrival times.")
-    ignore_eos: bool = Field(
-        False, description="Continue after the end-of-sequence token, so that all outputs have the same length."
-    )
-    num_warmups: int = Field(0, ge=0, description="Number of requests before the measurement.")
-    timeout: float = Field(600.0, gt=0, description="Maximum duration of a request, seconds.")
-    save_result: bool = Field(False, description="Write the results as JSON.")
-    result_filename: str = Field(
-        "", description="File for the results; implies --save-result. Default: bench-TIME.json."
-    )
+    base_url: str = Field("http://127.0.0.1:8000", pattern=r"^https?://[^/\s]")
+    """URL of the server, with or without /v1."""
+    model: str = ""
+    """Model name in the requests. Default: the first one of the server."""
+    api_key: str = ""
+    """Bearer token of the requests. Default: none."""
+    num_prompts: int = Field(64, ge=1)
+    """Number of requests."""
+    max_concurrency: int | None = Field(None, ge=1)
+    """Maximum number of requests open at once (closed loop). Default: no limit."""
+    request_rate: float | None = Field(None, gt=0)
+    """Requests per second, with Poisson arrivals (open loop). Default: all requests at once."""
+    random_input_len: int = Field(128, ge=1)
+    """Length of each prompt, tokens."""
+    random_output_len: int = Field(128, ge=1)
+    """Length of each output, tokens."""
+    random_id_low: int = Field(300, ge=0)
+    """Lowest token id in prompts."""
+    random_id_high: int = Field(1000, ge=1)
+    """Upper bound of the token ids in prompts, exclusive."""
+    temperature: float = Field(0.0, ge=0)
+    """Sampling temperature."""
+    seed: int = Field(0, ge=0)
+    """Seed of prompts and arrival times."""
+    ignore_eos: bool = False
+    """Continue after the end-of-sequence token, so that all outputs have the same length."""
+    num_warmups: int = Field(0, ge=0)
+    """Number of requests before the measurement."""
+    timeout: float = Field(600.0, gt=0)
+    """Maximum duration of a request, seconds."""
+    save_result: bool = False
+    """Write the results as JSON."""
+    result_filename: str = ""
+    """File for the results; implies --save-result. Default: bench-TIME.json."""
 
-    draw: bool = Field(
-        False, description="Draw output tokens per second and open requests over time, below the results."
-    )
+    draw: bool = False
+    """Draw output tokens per second and open requests over time, below the results."""
 
     def refusals(self) -> Iterator[str]:
         yield from super().refusals()
@@ -56,16 +62,14 @@ class BenchConfig(TrustConfig):
 class ConvertConfig(BaseConfig):
     """Settings of `runahead convert`."""
 
-    model: str = Field(
-        "", description="GGUF file, or a directory or Hugging Face repository with one. Default: SmolLM2-135M-Instruct."
-    )
-    revision: str | None = Field(None, description="Branch, tag or commit on the hub. Default: the main branch.")
-    out: str = Field(
-        "", description="Directory to write, empty or new. Default: one per file in the user's cache directory."
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Data type of the weights. auto: the file's; bfloat16 for quantised weights."
-    )
+    model: str = ""
+    """GGUF file, or a directory or Hugging Face repository with one. Default: SmolLM2-135M-Instruct."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub. Default: the main branch."""
+    out: str = ""
+    """Directory to write, empty or new. Default: one per file in the user's cache directory."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Data type of the weights. auto: the file's; bfloat16 for quantised weights."""
 
 
 def _speculation(value: object) -> object:
@@ -75,39 +79,33 @@ def _speculation(value: object) -> object:
 class WhatIfConfig(BaseConfig):
     """Settings that a what-if changes, under their names in `SchedulerConfig`; None: as recorded."""
 
-    batch_queue_depth: int | None = Field(None, ge=1, le=64, description="What if: steps in flight.")
-    batching_policy: str | None = Field(None, min_length=1, description="What if: batching policy.")
-    scheduling_policy: Literal["fcfs", "priority"] | None = Field(
-        None, description="What if: order of waiting requests."
-    )
-    max_num_seqs: int | None = Field(None, ge=1, le=65536, description="What if: maximum number of running requests.")
-    max_num_batched_tokens: Size | None = Field(
-        None, ge=1, description="What if: maximum number of tokens in one step."
-    )
-    num_blocks: int | None = Field(None, ge=2, description="What if: number of KV-cache blocks.")
-    enable_prefix_caching: bool | None = Field(None, description="What if: share blocks of equal prefixes.")
-    speculative_config: Annotated[SpeculativeConfig | Literal["none"] | None, BeforeValidator(_speculation)] = Field(
-        None, description="What if: speculative decoding, as JSON, or none."
-    )
+    batch_queue_depth: int | None = Field(None, ge=1, le=64)
+    """What if: steps in flight."""
+    batching_policy: str | None = Field(None, min_length=1)
+    """What if: batching policy."""
+    scheduling_policy: Literal["fcfs", "priority"] | None = None
+    """What if: order of waiting requests."""
+    max_num_seqs: int | None = Field(None, ge=1, le=65536)
+    """What if: maximum number of running requests."""
+    max_num_batched_tokens: Size | None = Field(None, ge=1)
+    """What if: maximum number of tokens in one step."""
+    num_blocks: int | None = Field(None, ge=2)
+    """What if: number of KV-cache blocks."""
+    enable_prefix_caching: bool | None = None
+    """What if: share blocks of equal prefixes."""
+    speculative_config: Annotated[SpeculativeConfig | Literal["none"] | None, BeforeValidator(_speculation)] = None
+    """What if: speculative decoding, as JSON, or none."""
 
 
 class ReplayConfig(WhatIfConfig):
-    recording: str = Field("", description="Directory of --record, or file of --record-placement.")
-    incarnation: int | None = Field(
-        None,
-        ge=0,
-        description="Recording of this scheduler, the first number in the names of its files. Default: the latest.",
-    )
-    draft_acceptance: float | None = Field(
-        None,
-        ge=0,
-        le=1,
-        description="What if: chance of a draft to be accepted. Default: as recorded; needed if the recording has no "
-        "drafts.",
-    )
-    chart: str = Field(
-        "", description="What if: file for a picture of the figures (.png, .svg); needs matplotlib. Default: none."
-    )
+    recording: str = ""
+    """Directory of --record, or file of --record-placement."""
+    incarnation: int | None = Field(None, ge=0)
+    """Recording of this scheduler, the first number in the names of its files. Default: the latest."""
+    draft_acceptance: float | None = Field(None, ge=0, le=1)
+    """What if: chance of a draft to be accepted. Default: as recorded; needed if the recording has no drafts."""
+    chart: str = ""
+    """What if: file for a picture of the figures (.png, .svg); needs matplotlib. Default: none."""
 
     @property
     def is_what_if(self) -> bool:
@@ -129,16 +127,14 @@ class ReplayConfig(WhatIfConfig):
 class RunBatchConfig(TrustConfig, ServeConfig):
     """Settings of a batch, and of the services that it starts. Names are those of `vllm run-batch`."""
 
-    input_file: str = Field("", description="File with a request per line, in the format of OpenAI's batch files.")
-    output_file: str = Field("", description="File to write: an answer per line, in the order of the input.")
-    url: str = Field(
-        "",
-        pattern="^(https?://.*)?$",
-        description="URL of a running server, without /v1. Default: none; the services are started for the batch.",
-    )
-    max_concurrency: int | None = Field(
-        None, ge=1, description="Maximum number of requests open at once. Default: --max-num-seqs."
-    )
+    input_file: str = ""
+    """File with a request per line, in the format of OpenAI's batch files."""
+    output_file: str = ""
+    """File to write: an answer per line, in the order of the input."""
+    url: str = Field("", pattern="^(https?://.*)?$")
+    """URL of a running server, without /v1. Default: none; the services are started for the batch."""
+    max_concurrency: int | None = Field(None, ge=1)
+    """Maximum number of requests open at once. Default: --max-num-seqs."""
 
 
 WITHOUT_SERVER = (

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from services.config.base import CHECKPOINT, ENABLE_LORA, MAX_LORA_RANK, REVISION, TOKENIZER
+from services.config.base import CHECKPOINT, ENABLE_LORA, MAX_LORA_RANK, REVISION, TOKENIZER, Texts, as_list
 from services.config.http import HttpConfig
 from services.config.sizes import Size
 
@@ -25,132 +25,79 @@ ToolCallFormat = Literal[
 ReasoningFormat = Literal["deepseek_r1", "glm45", "granite", "mistral", "qwen3"]
 
 
-def as_list(value: object) -> object:
-    """Return a list of one text, or another value as it is."""
-    return [value] if isinstance(value, str) else value
-
-
 class FrontendConfig(HttpConfig):
     model: str = Field("", description=CHECKPOINT)
     revision: str | None = Field(None, description=REVISION)
     tokenizer: str | None = Field(None, description=TOKENIZER)
-    chat_template: str | None = Field(None, description="File with a Jinja chat template. Default: the checkpoint's.")
-    served_model_name: list[Annotated[str, Field(min_length=1)]] = Field(
-        default_factory=list,
-        description="Model names that the API accepts; responses contain the first one. Default: the name "
-        "of the model.",
+    chat_template: str | None = None
+    """File with a Jinja chat template. Default: the checkpoint's."""
+    served_model_name: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(as_list)] = Field(
+        default_factory=list
     )
+    """Model names that the API accepts; responses contain the first one. Default: the name of the model."""
     enable_lora: bool = Field(False, description=ENABLE_LORA)
-    lora_modules: Annotated[list[str], BeforeValidator(as_list)] = Field(
-        default_factory=list,
-        description="LoRA adapter to serve, NAME=DIRECTORY. It may be given several times; requests name it as their "
-        "model. Workers read the same directory.",
-    )
+    lora_modules: Texts = Field(default_factory=list)
+    """LoRA adapter to serve, NAME=DIRECTORY. It may be given several times; requests name it as their model. Workers
+    read the same directory."""
     max_lora_rank: int = Field(16, ge=1, le=512, description=MAX_LORA_RANK)
-    scheduler_endpoint: Annotated[list[str], BeforeValidator(as_list)] = Field(
-        default_factory=lambda: ["ipc:///tmp/runahead/clients"],
-        min_length=1,
-        description="Endpoint of the scheduler for frontends. It may be given several times, once for each engine.",
-    )
-    engines: str | None = Field(
-        None,
-        description="Engines in place of --scheduler-endpoint: a file with a line for each, ENDPOINT [PUBLIC_KEY "
-        "[NAME]], which is read again when it changes; or dns://NAME:PORT, all addresses that NAME has, resolved again "
-        "and again. Default: none.",
-    )
-    placement_policy: str = Field(
-        "prefix_aware",
-        description="Policy that chooses the engine of a request, if there are several; or the name of an entry point.",
-    )
-    record_placement: str | None = Field(
-        None,
-        min_length=1,
-        description="File for every event that enters placement and every decision, a line of JSON each, for `runahead "
-        "replay`; each frontend needs one of its own. It has hashes of prompts, no text. Default: none.",
-    )
-    control_socket: str | None = Field(
-        None,
-        description="Unix socket of the supervisor that starts and stops engines for `runahead replan`; `runahead "
-        "serve` sets it. Default: none.",
-    )
-    max_body_bytes: Size = Field(8 * 1024 * 1024, ge=1024, description="Maximum size of a request body, bytes.")
-    allowed_media_domains: Annotated[list[str], BeforeValidator(as_list)] = Field(
-        default_factory=list,
-        description="Host name from which images and sounds at addresses are fetched, such as media.example.com; "
-        "--backend vllm only. It takes several; names at private addresses are refused. Default: none.",
-    )
-    stream_interval: int = Field(
-        1,
-        ge=1,
-        description="Tokens of an answer that an event of a stream has; the first one comes alone. More than 1 costs "
-        "frontend and clients less, for short steps; a stop string is found up to so many tokens later. Requests may "
-        "ask for more.",
-    )
-    unknown_parameters: Literal["warn", "refuse", "ignore"] = Field(
-        "warn",
-        description="Treatment of fields of a request body that neither OpenAI nor vLLM has: ignored with a log "
-        "line and a response header (warn), refused with status 400 (refuse), or ignored (ignore).",
-    )
-    enable_admin_routes: bool = Field(
-        False,
-        description="Serve the routes that show and change the engines: /reset_prefix_cache, /v1/cache, /engines, and "
-        "those that load and unload LoRA adapters.",
-    )
-    request_timeout: float = Field(
-        600.0,
-        gt=0,
-        description="Seconds without a new token, or without an end, after which a request ends with status 504.",
-    )
-    max_open_requests: int = Field(
-        4096, ge=1, description="Maximum number of open requests in one frontend. More are refused with status 429."
-    )
-    response_store: bool = Field(
-        True, description="Keep responses of /v1/responses for an hour. previous_response_id and background need them."
-    )
-    response_store_dir: str | None = Field(
-        None,
-        min_length=1,
-        description="Directory in which responses of /v1/responses are kept, at most 1 GiB. Frontends that share it "
-        "serve the responses of one another, and go on with those of one that is lost. Default: a private one in "
-        "memory, at most 64 MiB.",
-    )
-    step_ring: int = Field(
-        1024,
-        ge=0,
-        le=65536,
-        description="Number of step records that are kept for /debug/steps, `runahead trace` and the page. 0: none; "
-        "the scheduler then sends none.",
-    )
-    otlp_traces_endpoint: str | None = Field(
-        None,
-        pattern=r"^https?://[^/\s]+",
-        description="Endpoint for OpenTelemetry traces of requests, such as http://localhost:4317. The variable "
-        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL chooses grpc (default) or http/protobuf, whose endpoint ends with "
-        "/v1/traces. Needs the extra otel. Default: none.",
-    )
-    enable_auto_tool_choice: bool | None = Field(
-        None,
-        description="Let the model decide whether to call a tool. Default: on if the format of its calls is known.",
-    )
-    tool_call_parser: Literal["auto", "none", ToolCallFormat] = Field(
-        "auto",
-        description="Format of tool calls in the output of the model: the one that its chat template shows (auto), no "
-        "calls (none), or a format by name. Qwen 2.5 and 3 use hermes, Qwen 3 Coder qwen3_xml, gpt-oss openai.",
-    )
-    reasoning_parser: Literal["auto", "none", ReasoningFormat] = Field(
-        "auto",
-        description="Format of reasoning in the output of the model: the one that its chat template shows (auto); no "
-        "reasoning (none); between <think> and </think>, always present (deepseek_r1) or present if the answer begins "
-        "with <think> (qwen3, glm45); between the same words in brackets (mistral); after a sentence (granite).",
-    )
-    generation_config: Literal["auto", "vllm"] = Field(
-        "auto", description="Default sampling parameters of requests: the checkpoint's (auto) or none (vllm)."
-    )
-    pooling_type: Literal["last", "mean"] = Field(
-        "last",
-        description="Hidden state that an embedding is made of: that of the last token (last) or the mean "
-        "of all tokens (mean).",
-    )
+    scheduler_endpoint: Texts = Field(default_factory=lambda: ["ipc:///tmp/runahead/clients"], min_length=1)
+    """Endpoint of the scheduler for frontends. It may be given several times, once for each engine."""
+    engines: str | None = None
+    """Engines in place of --scheduler-endpoint: a file with a line for each, ENDPOINT [PUBLIC_KEY [NAME]], which is
+    read again when it changes; or dns://NAME:PORT, all addresses that NAME has, resolved again and again. Default:
+    none."""
+    placement_policy: str = "prefix_aware"
+    """Policy that chooses the engine of a request, if there are several; or the name of an entry point."""
+    record_placement: str | None = Field(None, min_length=1)
+    """File for every event that enters placement and every decision, a line of JSON each, for `runahead replay`; each
+    frontend needs one of its own. It has hashes of prompts, no text. Default: none."""
+    control_socket: str | None = None
+    """Unix socket of the supervisor that starts and stops engines for `runahead replan`; `runahead serve` sets it.
+    Default: none."""
+    max_body_bytes: Size = Field(8 * 1024 * 1024, ge=1024)
+    """Maximum size of a request body, bytes."""
+    allowed_media_domains: Texts = Field(default_factory=list)
+    """Host name from which images and sounds at addresses are fetched, such as media.example.com; --backend vllm only.
+    It takes several; names at private addresses are refused. Default: none."""
+    stream_interval: int = Field(1, ge=1)
+    """Tokens of an answer that an event of a stream has; the first one comes alone. More than 1 costs frontend and
+    clients less, for short steps; a stop string is found up to so many tokens later. Requests may ask for more."""
+    unknown_parameters: Literal["warn", "refuse", "ignore"] = "warn"
+    """Treatment of fields of a request body that neither OpenAI nor vLLM has: ignored with a log line and a response
+    header (warn), refused with status 400 (refuse), or ignored (ignore)."""
+    enable_admin_routes: bool = False
+    """Serve the routes that show and change the engines: /reset_prefix_cache, /v1/cache, /engines, and those that load
+    and unload LoRA adapters."""
+    request_timeout: float = Field(600.0, gt=0)
+    """Seconds without a new token, or without an end, after which a request ends with status 504."""
+    max_open_requests: int = Field(4096, ge=1)
+    """Maximum number of open requests in one frontend. More are refused with status 429."""
+    response_store: bool = True
+    """Keep responses of /v1/responses for an hour. previous_response_id and background need them."""
+    response_store_dir: str | None = Field(None, min_length=1)
+    """Directory in which responses of /v1/responses are kept, at most 1 GiB. Frontends that share it serve the
+    responses of one another, and go on with those of one that is lost. Default: a private one in memory, at most 64
+    MiB."""
+    step_ring: int = Field(1024, ge=0, le=65536)
+    """Number of step records that are kept for /debug/steps, `runahead trace` and the page. 0: none; the scheduler then
+    sends none."""
+    otlp_traces_endpoint: str | None = Field(None, pattern=r"^https?://[^/\s]+")
+    """Endpoint for OpenTelemetry traces of requests, such as http://localhost:4317. The variable
+    OTEL_EXPORTER_OTLP_TRACES_PROTOCOL chooses grpc (default) or http/protobuf, whose endpoint ends with /v1/traces.
+    Needs the extra otel. Default: none."""
+    enable_auto_tool_choice: bool | None = None
+    """Let the model decide whether to call a tool. Default: on if the format of its calls is known."""
+    tool_call_parser: Literal["auto", "none", ToolCallFormat] = "auto"
+    """Format of tool calls in the output of the model: the one that its chat template shows (auto), no calls (none), or
+    a format by name. Qwen 2.5 and 3 use hermes, Qwen 3 Coder qwen3_xml, gpt-oss openai."""
+    reasoning_parser: Literal["auto", "none", ReasoningFormat] = "auto"
+    """Format of reasoning in the output of the model: the one that its chat template shows (auto); no reasoning (none);
+    between <think> and </think>, always present (deepseek_r1) or present if the answer begins with <think> (qwen3,
+    glm45); between the same words in brackets (mistral); after a sentence (granite)."""
+    generation_config: Literal["auto", "vllm"] = "auto"
+    """Default sampling parameters of requests: the checkpoint's (auto) or none (vllm)."""
+    pooling_type: Literal["last", "mean"] = "last"
+    """Hidden state that an embedding is made of: that of the last token (last) or the mean of all tokens (mean)."""
 
     @field_validator("allowed_media_domains")
     @classmethod

@@ -6,65 +6,49 @@ from collections.abc import Iterator
 
 from pydantic import Field, field_validator
 
-from services.config.base import ServiceConfig, flag
+from services.config.base import ServiceConfig, Texts, as_list, flag
 
 LOOPBACK_NAMES = ("localhost", "*.localhost", "127.0.0.1", "[::1]")
 """Values of the header Host that no name server can make another site's pages send."""
 
 
 class HttpConfig(ServiceConfig):
-    host: str = Field("127.0.0.1", description="Address of the HTTP server.")
-    port: int = Field(8000, ge=0, le=65535, description="Port of the HTTP server. 0: any free port.")
-    uds: str | None = Field(
-        None, description="Path of a Unix socket to listen on, instead of host and port. Default: none."
-    )
-    root_path: str = Field(
-        "",
-        pattern=r"^(/[A-Za-z0-9._~-]+)*$",
-        description="Path below which a proxy serves the API, such as /llm. Requests may have it or not.",
-    )
-    ssl_certfile: str | None = Field(
-        None, description="File with the server's certificate chain, PEM. Default: none, which is plain HTTP."
-    )
-    ssl_keyfile: str | None = Field(
-        None, description="File with the key of the certificate, PEM. Default: in the certificate's file."
-    )
-    ssl_ca_certs: str | None = Field(
-        None,
-        description="File with certificates of authorities, PEM. Clients, probes included, must have a certificate "
-        "that one of them has signed. Default: none.",
-    )
-    api_key: list[str] = Field(
-        default_factory=list,
-        description="API keys, one of which every request must carry as its bearer token. Default: none.",
-    )
-    api_key_file: str | None = Field(
-        None, description="File with API keys, one per line, such as a secret of Docker or Kubernetes. Default: none."
-    )
-    allowed_hosts: list[str] = Field(
-        default_factory=list,
-        description="Values of the header Host that are answered, such as llm.example.com or *.example.com; "
-        "probes are always answered; * means all. Default: all, but without an API key on a loopback address or a Unix "
-        "socket only localhost, *.localhost, 127.0.0.1, [::1] and --host.",
-    )
-    allowed_origins: list[str] = Field(
-        default_factory=list,
-        description="Origins of web pages that may use the API from a browser (CORS), such as "
-        "https://chat.example.com; * means all. Default: none.",
-    )
-    allowed_methods: list[str] = Field(
-        default_factory=lambda: ["*"], description="HTTP methods that such pages may use."
-    )
-    allowed_headers: list[str] = Field(default_factory=lambda: ["*"], description="Headers that such pages may send.")
-    allow_credentials: bool = Field(
-        False, description="Let such pages send cookies and HTTP authentication of the browser."
-    )
+    host: str = "127.0.0.1"
+    """Address of the HTTP server."""
+    port: int = Field(8000, ge=0, le=65535)
+    """Port of the HTTP server. 0: any free port."""
+    uds: str | None = None
+    """Path of a Unix socket to listen on, instead of host and port. Default: none."""
+    root_path: str = Field("", pattern=r"^(/[A-Za-z0-9._~-]+)*$")
+    """Path below which a proxy serves the API, such as /llm. Requests may have it or not."""
+    ssl_certfile: str | None = None
+    """File with the server's certificate chain, PEM. Default: none, which is plain HTTP."""
+    ssl_keyfile: str | None = None
+    """File with the key of the certificate, PEM. Default: in the certificate's file."""
+    ssl_ca_certs: str | None = None
+    """File with certificates of authorities, PEM. Clients, probes included, must have a certificate that one of them
+    has signed. Default: none."""
+    api_key: Texts = Field(default_factory=list)
+    """API keys, one of which every request must carry as its bearer token. Default: none."""
+    api_key_file: str | None = None
+    """File with API keys, one per line, such as a secret of Docker or Kubernetes. Default: none."""
+    allowed_hosts: Texts = Field(default_factory=list)
+    """Values of the header Host that are answered, such as llm.example.com or *.example.com; probes are always
+    answered; * means all. Default: all, but without an API key on a loopback address or a Unix socket only localhost,
+    *.localhost, 127.0.0.1, [::1] and --host."""
+    allowed_origins: Texts = Field(default_factory=list)
+    """Origins of web pages that may use the API from a browser (CORS), such as https://chat.example.com; * means all.
+    Default: none."""
+    allowed_methods: Texts = Field(default_factory=lambda: ["*"])
+    """HTTP methods that such pages may use."""
+    allowed_headers: Texts = Field(default_factory=lambda: ["*"])
+    """Headers that such pages may send."""
+    allow_credentials: bool = False
+    """Let such pages send cookies and HTTP authentication of the browser."""
 
-    ui: bool = Field(
-        True,
-        description="Serve the page at /: a chat and a live view of the engine. It has no data of its own and asks for "
-        "an API key if one is configured.",
-    )
+    ui: bool = True
+    """Serve the page at /: a chat and a live view of the engine. It has no data of its own and asks for an API key if
+    one is configured."""
 
     @property
     def is_local(self) -> bool:
@@ -90,7 +74,8 @@ class HttpConfig(ServiceConfig):
     @classmethod
     def _from_json(cls, given: object) -> object:
         """Read also vLLM's form, a JSON list."""
-        text = ",".join(map(str, given)) if isinstance(given, list) else ""
+        texts = as_list(given)
+        text = ",".join(map(str, texts)) if isinstance(texts, list) else ""
         return json.loads(text) if text.startswith("[") else given
 
     @field_validator("api_key")

@@ -17,24 +17,16 @@ class ServeConfig(WorkerConfig, SchedulerConfig, FrontendConfig):
     `serve` sets the endpoints itself, so they have no flags. `--help` lists the bases from last to first.
     """
 
-    data_parallel_size: int = Field(
-        1,
-        ge=1,
-        le=64,
-        description="Number of engines, each with a scheduler and workers of its own. Cores and the memory for KV "
-        "caches are divided among them.",
-    )
+    data_parallel_size: int = Field(1, ge=1, le=64)
+    """Number of engines, each with a scheduler and workers of its own. Cores and the memory for KV caches are divided
+    among them."""
 
-    prefill_engines: int = Field(
-        0,
-        ge=0,
-        description="Number of these engines that only compute long prompts (--role prefill). The others load the KV "
-        "blocks from them and decode.",
-    )
+    prefill_engines: int = Field(0, ge=0)
+    """Number of these engines that only compute long prompts (--role prefill). The others load the KV blocks from them
+    and decode."""
 
-    headless: bool = Field(
-        False, description="Start an engine without an HTTP server. Frontends connect to it at --client-endpoint."
-    )
+    headless: bool = False
+    """Start an engine without an HTTP server. Frontends connect to it at --client-endpoint."""
 
     @model_validator(mode="before")
     @classmethod

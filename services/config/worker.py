@@ -15,113 +15,69 @@ class BackendConfig(ServiceConfig):
 
     model: str = Field("", description=CHECKPOINT)
     revision: str | None = Field(None, description=REVISION)
-    scheduler_endpoint: str = Field("ipc:///tmp/runahead/workers", description="Endpoint of the scheduler for workers.")
-    backend: Literal["native", "sim", "vllm"] = Field(
-        "native",
-        description="Implementation of the forward pass: Runahead's own (native), vLLM (vllm), or a "
-        "simulator that verifies the plans and sleeps (sim).",
-    )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="Data type of weights and KV cache. auto: the checkpoint's; float32 for the demo model."
-    )
-    device: Literal["auto", "cuda", "cpu"] = Field(
-        "auto",
-        description="native, vllm: device that computes: one NVIDIA GPU (cuda), or the processor (cpu). auto: cuda if "
-        "torch has a GPU; with --backend vllm cpu.",
-    )
-    gpu_memory_utilization: float = Field(
-        0.9,
-        gt=0.0,
-        le=1.0,
-        description="On a GPU: share of its memory for weights, buffers and KV cache together. "
-        "--kv-cache-memory-bytes sets the size of the KV cache instead.",
-    )
-    kernels: Literal["auto", "compiled", "reference"] = Field(
-        "auto",
-        description="native: implementation of the kernels: compiled for this processor (compiled), or plain "
-        "torch, slow, to check the others against (reference). auto: the fastest for device and processor.",
-    )
-    threads: int = Field(
-        0,
-        ge=0,
-        description="Number of compute threads. 0: one per core, divided among the ranks of the group on "
-        "this machine; a single rank of vllm uses fewer for steps that are faster so.",
-    )
-    host_ip: str = Field(
-        "",
-        description="Address at which other ranks connect to this one, not that of all interfaces. Default: the "
-        "address of the route to the scheduler.",
-    )
-    kv_cache_memory_bytes: Size = Field(
-        0,
-        ge=0,
-        description="Size of the KV cache, bytes, such as 4G. 0: a share of the free memory, or what "
-        "--gpu-memory-utilization leaves of a GPU's.",
-    )
-    kv_offload_dir: str = Field(
-        "",
-        description="native, sim: private directory for KV blocks. They outlive this process there, and are loaded "
-        "again instead of computed where that is faster. Engines of one machine may share it. Default: none.",
-    )
-    kv_offload_dir_bytes: Size = Field(
-        10 << 30, gt=0, description="Size of all files in --kv-offload-dir, bytes, such as 50G; those used last stay."
-    )
-    kv_offload_bytes: Size = Field(
-        0,
-        ge=0,
-        description="native, sim: memory of the worker for KV blocks that leave its cache, bytes, such as 8G. 0: none.",
-    )
-    kv_peer_address: str = Field(
-        "",
-        description="native, sim: address of this machine at which workers of other engines with equal weights and "
-        "settings fetch KV blocks, tcp://HOST:0 for a free port. This worker fetches from theirs. Default: none.",
-    )
-    kv_keeper: str = Field(
-        "",
-        description="native, sim: socket of a `runahead kv-keeper` on this machine. It keeps the KV cache when this "
-        "process ends, for the next one with the same model and settings. Default: serve keeps it for its workers.",
-    )
-    weights_cache_dir: str = Field(
-        "auto",
-        description="native on the CPU: private directory for weights in the layout of the kernels, so that a worker "
-        "that starts again does not arrange them anew; as large as the model. auto: the user's cache directory, for "
-        "models of 256 MiB and more; none: none.",
-    )
-    weights_cache_bytes: Size = Field(
-        16 << 30,
-        gt=0,
-        description="Size of all files in --weights-cache-dir, bytes, such as 50G; those used last stay.",
-    )
-    quantization: str | None = Field(
-        None,
-        description="native: type of the weights in memory, with groups of 32 inputs: int8, int4 (embedding and head "
-        "int8), or none (the blocks of a GGUF file are dequantised). vllm: quantisation method of the weights. "
-        "Default: the checkpoint's.",
-    )
-    batch_invariant: bool = Field(
-        False,
-        description="native: require kernels that compute each row with the same bits whatever other rows are in its "
-        "step. Those for the CPU do so without this; --device cuda and --kernels reference do not.",
-    )
-    load_format: str = Field("auto", description="vllm: file format of the weights.")
-    runner: Literal["auto", "generate", "pooling"] = Field(
-        "auto",
-        description="vllm: whether the model generates text (generate), or embeds, classifies or scores it (pooling). "
-        "auto: as its files say.",
-    )
-    pooler_config: Annotated[dict[str, Any], BeforeValidator(from_json)] = Field(
-        {},
-        description='vllm: settings of a model for pooling as JSON, such as {"task": "token_classify"} or '
-        '{"pooling_type": "MEAN"}. Default: the checkpoint\'s.',
-    )
-    hf_overrides: Annotated[dict[str, Any], BeforeValidator(from_json)] = Field(
-        {}, description="vllm: values in place of those of config.json, as JSON. Default: none."
-    )
-    enforce_eager: bool = Field(
-        False,
-        description="vllm: do not compile the model. native on a GPU: do not record graphs. The worker starts sooner "
-        "and computes more slowly.",
-    )
+    scheduler_endpoint: str = "ipc:///tmp/runahead/workers"
+    """Endpoint of the scheduler for workers."""
+    backend: Literal["native", "sim", "vllm"] = "native"
+    """Implementation of the forward pass: Runahead's own (native), vLLM (vllm), or a simulator that verifies the plans
+    and sleeps (sim)."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Data type of weights and KV cache. auto: the checkpoint's; float32 for the demo model."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """native, vllm: device that computes: one NVIDIA GPU (cuda), or the processor (cpu). auto: cuda if torch has a GPU;
+    with --backend vllm cpu."""
+    gpu_memory_utilization: float = Field(0.9, gt=0.0, le=1.0)
+    """On a GPU: share of its memory for weights, buffers and KV cache together. --kv-cache-memory-bytes sets the size
+    of the KV cache instead."""
+    kernels: Literal["auto", "compiled", "reference"] = "auto"
+    """native: implementation of the kernels: compiled for this processor (compiled), or plain torch, slow, to check the
+    others against (reference). auto: the fastest for device and processor."""
+    threads: int = Field(0, ge=0)
+    """Number of compute threads. 0: one per core, divided among the ranks of the group on this machine; a single rank
+    of vllm uses fewer for steps that are faster so."""
+    host_ip: str = ""
+    """Address at which other ranks connect to this one, not that of all interfaces. Default: the address of the route
+    to the scheduler."""
+    kv_cache_memory_bytes: Size = Field(0, ge=0)
+    """Size of the KV cache, bytes, such as 4G. 0: a share of the free memory, or what --gpu-memory-utilization leaves
+    of a GPU's."""
+    kv_offload_dir: str = ""
+    """native, sim: private directory for KV blocks. They outlive this process there, and are loaded again instead of
+    computed where that is faster. Engines of one machine may share it. Default: none."""
+    kv_offload_dir_bytes: Size = Field(10 << 30, gt=0)
+    """Size of all files in --kv-offload-dir, bytes, such as 50G; those used last stay."""
+    kv_offload_bytes: Size = Field(0, ge=0)
+    """native, sim: memory of the worker for KV blocks that leave its cache, bytes, such as 8G. 0: none."""
+    kv_peer_address: str = ""
+    """native, sim: address of this machine at which workers of other engines with equal weights and settings fetch KV
+    blocks, tcp://HOST:0 for a free port. This worker fetches from theirs. Default: none."""
+    kv_keeper: str = ""
+    """native, sim: socket of a `runahead kv-keeper` on this machine. It keeps the KV cache when this process ends, for
+    the next one with the same model and settings. Default: serve keeps it for its workers."""
+    weights_cache_dir: str = "auto"
+    """native on the CPU: private directory for weights in the layout of the kernels, so that a worker that starts again
+    does not arrange them anew; as large as the model. auto: the user's cache directory, for models of 256 MiB and more;
+    none: none."""
+    weights_cache_bytes: Size = Field(16 << 30, gt=0)
+    """Size of all files in --weights-cache-dir, bytes, such as 50G; those used last stay."""
+    quantization: str | None = None
+    """native: type of the weights in memory, with groups of 32 inputs: int8, int4 (embedding and head int8), or none
+    (the blocks of a GGUF file are dequantised). vllm: quantisation method of the weights. Default: the checkpoint's."""
+    batch_invariant: bool = False
+    """native: require kernels that compute each row with the same bits whatever other rows are in its step. Those for
+    the CPU do so without this; --device cuda and --kernels reference do not."""
+    load_format: str = "auto"
+    """vllm: file format of the weights."""
+    runner: Literal["auto", "generate", "pooling"] = "auto"
+    """vllm: whether the model generates text (generate), or embeds, classifies or scores it (pooling). auto: as its
+    files say."""
+    pooler_config: Annotated[dict[str, Any], BeforeValidator(from_json)] = Field({})
+    """vllm: settings of a model for pooling as JSON, such as {"task": "token_classify"} or {"pooling_type": "MEAN"}.
+    Default: the checkpoint's."""
+    hf_overrides: Annotated[dict[str, Any], BeforeValidator(from_json)] = Field({})
+    """vllm: values in place of those of config.json, as JSON. Default: none."""
+    enforce_eager: bool = False
+    """vllm: do not compile the model. native on a GPU: do not record graphs. The worker starts sooner and computes more
+    slowly."""
 
 
 TIERS = ("kv_offload_dir", "kv_offload_bytes", "kv_peer_address")

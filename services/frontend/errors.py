@@ -15,14 +15,7 @@ _TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
-_ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
+_ANTHROPIC_TYPES = {**_TYPES, 413: "request_too_large", 503: "overloaded_error"}
 ANTHROPIC_PREFIX = "/v1/messages"
 """Path of the routes with Anthropic's dialect."""
 RETRY_AFTER = {"retry-after": "1"}

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from protocol.codec import Decoder, ProtocolError, encode, pack
 from protocol.media import (
@@ -26,9 +25,6 @@ from protocol.media import (
 from services.frontend.errors import APIError, invalid
 from services.helper_process import HelperProcess
 
-if TYPE_CHECKING:
-    from services.frontend.media_fetcher import MediaFetcher
-
 log = logging.getLogger("runahead.frontend")
 
 MODULE = "services.worker.backends.vllm.media_processor"
@@ -40,12 +36,6 @@ JOB_SECONDS = 30.0
 MAX_WAITING = 32
 """Requests whose files are being processed, or wait for that. One more is refused."""
 _OUTCOMES: Decoder[MediaOutcome] = Decoder(MediaOutcome)
-
-
-def _fetcher(domains: Sequence[str], max_bytes: int) -> "MediaFetcher":
-    from services.frontend.media_fetcher import MediaFetcher  # its client for HTTP is slow to import
-
-    return MediaFetcher(domains, max_bytes)
 
 
 def _is_data(file: MediaFile) -> bool:
@@ -65,7 +55,11 @@ class MediaProcessing:
 
     def __init__(self, directory: Path, domains: Sequence[str] = (), max_bytes: int = 0) -> None:
         self._directory = str(directory)
-        self._fetcher = _fetcher(domains, max_bytes) if domains else None
+        self._fetcher = None
+        if domains:
+            from services.frontend.media_fetcher import MediaFetcher  # its client for HTTP is slow to import
+
+            self._fetcher = MediaFetcher(domains, max_bytes)
         self._thread = ThreadPoolExecutor(1, "media")
         self._process: HelperProcess | None = None
         self._settings: ProcessorSettings | None = None

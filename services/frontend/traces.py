@@ -10,7 +10,7 @@ Imports the OpenTelemetry packages (extra `otel`); this module is imported only 
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
@@ -78,14 +78,19 @@ class TraceExporter:
     def export(self, http: HTTPRequest, status: int, error: str, now: float) -> None:
         """Add the trace of a request that has ended. `now`: monotonic seconds."""
         summary: RequestSummary = http.state.summary
-        clock = _WallClock()
+        offset = time.time() - time.monotonic()
+
+        def wall(moment: float) -> int:
+            """Convert monotonic seconds to nanoseconds since 1970."""
+            return int((moment + offset) * 1e9)
+
         route = http.scope["path"]
         operation = _OPERATIONS.get(route, "embeddings")
         span = self._tracer.start_span(
             f"{operation} {self._model}",
             context=self._parent(http),
             kind=SpanKind.SERVER,
-            start_time=clock.at(summary.started),
+            start_time=wall(summary.started),
             attributes={
                 "gen_ai.operation.name": operation,
                 "http.request.method": "POST",
@@ -99,11 +104,11 @@ class TraceExporter:
             span.set_status(StatusCode.ERROR, error)
         recoveries = [event for event in self._engine.recoveries if summary.started <= event.at <= now]
         for event in recoveries:
-            span.add_event(event.name, {"runahead.reason": event.reason}, clock.at(event.at))
+            span.add_event(event.name, {"runahead.reason": event.reason}, wall(event.at))
         below = set_span_in_context(span)
         for index, choice in enumerate(summary.choices or ()):
-            self._add_phases(below, index, choice, bool(recoveries), clock)
-        span.end(clock.at(now))
+            self._add_phases(below, index, choice, bool(recoveries), wall)
+        span.end(wall(now))
 
     def _parent(self, http: HTTPRequest) -> Context | None:
         names = ("traceparent", "tracestate")
@@ -137,7 +142,7 @@ class TraceExporter:
         return found
 
     def _add_phases(
-        self, below: Context, index: int, choice: EndedChoice, recovered: bool, clock: "_WallClock"
+        self, below: Context, index: int, choice: EndedChoice, recovered: bool, wall: Callable[[float], int]
     ) -> None:
         for name, began, ended in phases(choice, recovered):
             attributes: dict[str, int] = {"runahead.choice": index}
@@ -149,19 +154,9 @@ class TraceExporter:
                 attributes["runahead.accepted_tokens"] = choice.end.num_accepted_tokens
             if name == "detokenise":
                 attributes["gen_ai.usage.output_tokens"] = choice.output_tokens
-            start = clock.at(began)
+            start = wall(began)
             span = self._tracer.start_span(name, context=below, start_time=start, attributes=attributes)
-            span.end(max(clock.at(ended), start))
-
-
-class _WallClock:
-    """Converts monotonic seconds to nanoseconds since 1970."""
-
-    def __init__(self) -> None:
-        self._offset = time.time() - time.monotonic()
-
-    def at(self, moment: float) -> int:
-        return int((moment + self._offset) * 1e9)
+            span.end(max(wall(ended), start))
 
 
 class CollectorExporter(SpanExporter):

@@ -11,7 +11,7 @@ from ray.serve import Application
 
 from services import release
 from services.cli.preflight import check_placement, check_policy
-from services.cli.settings import ConfigurationError, is_list, meant_key, merge
+from services.cli.settings import ConfigurationError, meant_key, merge
 from services.config import OF_RAY, RayConfig, flag
 from services.ray.cluster import check_resources, show_reasons
 from services.ray.engine import EngineReplica
@@ -45,11 +45,7 @@ def settings(args: Mapping[str, Any]) -> RayConfig:
         raise ConfigurationError(f"{flag(refused[0])}: {WHY_REFUSED}")
     if unknown := sorted(args.keys() - RayConfig.model_fields.keys()):
         raise ConfigurationError(f"there is no setting {unknown[0]}{meant_key(unknown[0], RayConfig.model_fields)}")
-    given = {
-        name: [value] if is_list(RayConfig.model_fields[name]) and isinstance(value, str) else value
-        for name, value in args.items()
-    }
-    return merge(RayConfig, given, omitted=OF_RAY).config
+    return merge(RayConfig, args, omitted=OF_RAY).config
 
 
 def application(config: RayConfig) -> Application:

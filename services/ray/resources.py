@@ -14,24 +14,18 @@ def bundles(config: RayConfig) -> list[dict[str, float]]:
     """Return the bundles of the ranks, one per tensor-parallel group, as a bundle is on one node, or one per rank, and
     then that of the scheduler. It is last: with SPREAD, Ray gives each bundle a node of its own as long as there are
     any, and ranks need them more."""
-    return [*([_group(config)] * (config.num_workers // ranks_per_bundle(config))), {"CPU": SCHEDULER_CPUS}]
+    ranks = ranks_per_bundle(config)
+    group = {name: amount * ranks for name, amount in rank_resources(config).items()}
+    return [*[group] * (config.num_workers // ranks), {"CPU": SCHEDULER_CPUS}]
 
 
 def ranks_per_bundle(config: RayConfig) -> int:
-    return 1 if config.placement_group_strategy == "SPREAD" else _tensor_parallel(config)
+    return 1 if config.placement_group_strategy == "SPREAD" else config.num_workers // config.pipeline_parallel_size
 
 
 def rank_resources(config: RayConfig) -> dict[str, float]:
     gpus = {"GPU": 1.0} if config.device == "cuda" else {}
     return {"CPU": float(config.threads), **gpus}
-
-
-def _tensor_parallel(config: RayConfig) -> int:
-    return config.num_workers // config.pipeline_parallel_size
-
-
-def _group(config: RayConfig) -> dict[str, float]:
-    return {name: amount * ranks_per_bundle(config) for name, amount in rank_resources(config).items()}
 
 
 def missing(config: RayConfig, nodes: Sequence[Resources]) -> str:

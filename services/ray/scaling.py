@@ -3,6 +3,7 @@ differ by orders of magnitude in the work that they are."""
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,11 +31,11 @@ def wanted(queue_seconds: list[float], busy: list[float], target: float) -> int:
     return count
 
 
+@dataclass
 class QueueSeconds:
     """Policy of Serve's autoscaler. Serve bounds the number and applies its delays."""
 
-    def __init__(self, target: float) -> None:
-        self._target = target
+    target: float
 
     def __call__(self, context: "AutoscalingContext") -> tuple[int, dict[str, Any]]:
         metrics: Mapping[str, Mapping[Any, float]] = context.aggregated_metrics or {}
@@ -43,7 +44,7 @@ class QueueSeconds:
         if not known:
             return context.target_num_replicas, {}
         busy = metrics.get("busy", {})
-        number = wanted([waits[r] for r in known], [busy.get(r, 1.0) for r in known], self._target)
+        number = wanted([waits[r] for r in known], [busy.get(r, 1.0) for r in known], self.target)
         if number >= len(known):  # not fewer because some engines have not reported yet
             number = max(number, context.target_num_replicas)
         return number, {}

@@ -1,6 +1,7 @@
 """Answers in the form of the Messages API, whole and as events."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -40,19 +41,19 @@ def event(content: Mapping[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (content["type"].encode(), one_line(msgspec.json.encode(content)))
 
 
+@dataclass
 class MessageEvents(ChoiceWriter):
     """Builds one message, and writes its events, if it is streamed. It has one choice."""
 
-    def __init__(self, head: MessageHead, parser: AnswerParser, usage: UsageCounter, request_id: str) -> None:
-        self._head = head
-        self._parser = parser
-        self._usage = usage
-        self._request_id = request_id
-        self._blocks: list[JSON] = []
-        """Content blocks; `input` of a tool's is the text of its arguments."""
-        self._is_open = False
-        """True if the last block may grow."""
-        self._ending: MessageEnding = {"stop_reason": "end_turn", "stop_sequence": None}
+    _head: MessageHead
+    _parser: AnswerParser
+    _usage: UsageCounter
+    _request_id: str
+    _blocks: list[JSON] = field(default_factory=list)
+    """Content blocks; `input` of a tool's is the text of its arguments."""
+    _is_open: bool = False
+    """True if the last block may grow."""
+    _ending: MessageEnding = field(default_factory=lambda: MessageEnding(stop_reason="end_turn", stop_sequence=None))
 
     def next_choice(self) -> "MessageEvents":
         return self

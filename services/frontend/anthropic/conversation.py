@@ -4,19 +4,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from services.frontend.anthropic.schemas import (
-    AnthropicMessage,
-    AnthropicToolChoice,
-    Block,
-    CountTokensRequest,
-    MessagesRequest,
-    OutputConfig,
-    RedactedThinkingBlock,
-    TextBlock,
-    ThinkingBlock,
-    ToolResultBlock,
-    ToolUseBlock,
-)
+from services.frontend.anthropic import schemas
 from services.frontend.errors import invalid
 from services.frontend.json_text import json_text
 from services.frontend.openai.parameters.body import validated
@@ -28,7 +16,7 @@ _ATTRIBUTION = "x-anthropic-billing-header"
 block would be found."""
 
 
-def chat_request(body: CountTokensRequest) -> ChatRequest:
+def chat_request(body: schemas.CountTokensRequest) -> ChatRequest:
     """Return the chat body with the same meaning.
 
     A last message of the assistant is continued, and successive messages of a role are one, as in Anthropic's API.
@@ -62,21 +50,21 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
         fields |= _tool_choice(body.tool_choice)
     elif body.tool_choice is not None and body.tool_choice.type not in ("auto", "none"):
         raise invalid("tool_choice needs tools", "tool_choice")
-    if isinstance(body, MessagesRequest):
+    if isinstance(body, schemas.MessagesRequest):
         fields |= {**body.sampled_fields(), "max_tokens": body.max_tokens, "stop": body.stop_sequences or None}
     return validated(fields, ChatRequest)
 
 
-def _variables(body: CountTokensRequest) -> dict[str, Any]:
+def _variables(body: schemas.CountTokensRequest) -> dict[str, Any]:
     given = body.chat_template_kwargs or {}
     if body.thinking is None:
         return given
     return {"enable_thinking": body.thinking.type != "disabled", **given}
 
 
-def _output(body: CountTokensRequest) -> dict[str, Any]:
+def _output(body: schemas.CountTokensRequest) -> dict[str, Any]:
     """Raises: APIError"""
-    config = body.output_config or OutputConfig()
+    config = body.output_config or schemas.OutputConfig()
     if config.format is not None and body.output_format is not None:
         raise invalid("output_format is an older name of output_config.format; leave it out", "output_format")
     format = config.format or body.output_format
@@ -89,7 +77,7 @@ def _output(body: CountTokensRequest) -> dict[str, Any]:
     return fields
 
 
-def _tool_choice(given: AnthropicToolChoice | None) -> dict[str, Any]:
+def _tool_choice(given: schemas.AnthropicToolChoice | None) -> dict[str, Any]:
     """Raises: APIError"""
     if given is None:
         return {}
@@ -101,15 +89,16 @@ def _tool_choice(given: AnthropicToolChoice | None) -> dict[str, Any]:
     return {"tool_choice": {"type": "function", "function": {"name": given.name}}, **parallel}
 
 
-def _text(content: str | Sequence[TextBlock]) -> str:
+def _text(content: str | Sequence[schemas.TextBlock]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
-def _blocks(message: AnthropicMessage) -> list[Block]:
-    return [TextBlock(type="text", text=message.content)] if isinstance(message.content, str) else message.content
+def _blocks(message: schemas.AnthropicMessage) -> list[schemas.Block]:
+    content = message.content
+    return [schemas.TextBlock(type="text", text=content)] if isinstance(content, str) else content
 
 
-def _messages(role: str, blocks: list[Block]) -> list[dict[str, Any]]:
+def _messages(role: str, blocks: list[schemas.Block]) -> list[dict[str, Any]]:
     """Return the chat messages of one turn: results of tools become separate messages. Raises: APIError"""
     match role:
         case "assistant":
@@ -120,28 +109,28 @@ def _messages(role: str, blocks: list[Block]) -> list[dict[str, Any]]:
             return _of_system(blocks)
 
 
-def _of_system(given: list[Block]) -> list[dict[str, Any]]:
+def _of_system(given: list[schemas.Block]) -> list[dict[str, Any]]:
     """Raises: APIError"""
-    blocks = [block for block in given if isinstance(block, TextBlock)]
+    blocks = [block for block in given if isinstance(block, schemas.TextBlock)]
     if len(blocks) < len(given):
         raise invalid("messages: a message of the system has only text", "messages")
     return [{"role": "system", "content": _text(blocks)}]
 
 
-def _of_assistant(blocks: list[Block]) -> list[dict[str, Any]]:
+def _of_assistant(blocks: list[schemas.Block]) -> list[dict[str, Any]]:
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     for block in blocks:
         match block:
-            case TextBlock():
+            case schemas.TextBlock():
                 texts.append(block.text)
-            case ThinkingBlock():
+            case schemas.ThinkingBlock():
                 thoughts.append(block.thinking)
-            case ToolUseBlock():
+            case schemas.ToolUseBlock():
                 arguments = json_text(block.input)
                 calls.append({"id": block.id, "function": {"name": block.name, "arguments": arguments}})
-            case ToolResultBlock():
+            case schemas.ToolResultBlock():
                 raise invalid("messages: a tool_result belongs to a message of the user", "messages")
     plain: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
     if calls:
@@ -151,17 +140,17 @@ def _of_assistant(blocks: list[Block]) -> list[dict[str, Any]]:
     return [plain]
 
 
-def _of_user(blocks: list[Block]) -> list[dict[str, Any]]:
+def _of_user(blocks: list[schemas.Block]) -> list[dict[str, Any]]:
     plain: list[dict[str, Any]] = []
     texts: list[str] = []
     for block in blocks:
         match block:
-            case TextBlock():
+            case schemas.TextBlock():
                 texts.append(block.text)
-            case ToolResultBlock():
+            case schemas.ToolResultBlock():
                 content = _text(block.content) if block.content is not None else ""
                 plain.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
-            case ToolUseBlock() | ThinkingBlock() | RedactedThinkingBlock():
+            case schemas.ToolUseBlock() | schemas.ThinkingBlock() | schemas.RedactedThinkingBlock():
                 raise invalid(f"messages: a {block.type} belongs to a message of the assistant", "messages")
     if texts or not plain:
         plain.append({"role": "user", "content": "\n".join(texts) if texts else None})

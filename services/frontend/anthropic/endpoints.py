@@ -7,16 +7,9 @@ from fastapi import APIRouter
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
+from services.frontend.anthropic import schemas
 from services.frontend.anthropic.answers import MessageEvents
 from services.frontend.anthropic.conversation import chat_request
-from services.frontend.anthropic.schemas import (
-    CountTokensRequest,
-    CountTokensResponse,
-    MessageEvent,
-    MessageHead,
-    MessageResponse,
-    MessagesRequest,
-)
 from services.frontend.context import Context, recorded
 from services.frontend.errors import ANTHROPIC_PREFIX, AnthropicErrorResponse
 from services.frontend.openai.answering import AnswerRequest
@@ -27,10 +20,12 @@ router = APIRouter(prefix=ANTHROPIC_PREFIX, responses=errors(*WITH_BODY, body=An
 
 
 @router.post(
-    "/count_tokens", summary="Counts the tokens of a conversation", openapi_extra=read_by_handler(CountTokensRequest)
+    "/count_tokens",
+    summary="Counts the tokens of a conversation",
+    openapi_extra=read_by_handler(schemas.CountTokensRequest),
 )
-async def count_tokens(http: HTTPRequest, context: Context) -> CountTokensResponse:
-    given = await context.bodies.parse(http, CountTokensRequest)
+async def count_tokens(http: HTTPRequest, context: Context) -> schemas.CountTokensResponse:
+    given = await context.bodies.parse(http, schemas.CountTokensRequest)
     context.model.adapter(given.model)
     return {"input_tokens": len(await context.answering.prompts.encode_chat(chat_request(given)))}
 
@@ -38,12 +33,12 @@ async def count_tokens(http: HTTPRequest, context: Context) -> CountTokensRespon
 @router.post(
     "",
     summary="Continues a conversation, in Anthropic's dialect",
-    response_model=MessageResponse,
-    openapi_extra=read_by_handler(MessagesRequest, event=MessageEvent, error=AnthropicErrorResponse),
+    response_model=schemas.MessageResponse,
+    openapi_extra=read_by_handler(schemas.MessagesRequest, event=schemas.MessageEvent, error=AnthropicErrorResponse),
 )
 @recorded
 async def messages(http: HTTPRequest, context: Context) -> Response:
-    given = await context.bodies.parse(http, MessagesRequest)
+    given = await context.bodies.parse(http, schemas.MessagesRequest)
     answering, model, state = context.answering, context.model, context.engine.state
     answering.check(given.model)
     body = chat_request(given)
@@ -52,7 +47,7 @@ async def messages(http: HTTPRequest, context: Context) -> Response:
     output = output.after(prompt.token_ids, model.tokenizer)
     shared = answering.shared(http, body, structured=output.grammar())
     request = AnswerRequest(http, body, shared, await answering.submissions(body, [prompt]))
-    head: MessageHead = {
+    head: schemas.MessageHead = {
         "id": f"msg_{uuid.uuid4().hex}",
         "type": "message",
         "role": "assistant",

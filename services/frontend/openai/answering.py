@@ -54,26 +54,20 @@ class AnswerRequest:
     usage: UsageCounter = field(default_factory=UsageCounter)
 
 
+@dataclass
 class Answering:
     """Submits requests for answers to the engine."""
 
-    def __init__(
-        self,
-        engine: EngineClient,
-        model: ServedModel,
-        metrics: Metrics,
-        request_log: EndedRequestLog,
-        export_trace: TraceExport | None = None,
-        stream_interval: int = 1,
-    ) -> None:
-        self.engine = engine
-        self.model = model
-        self.metrics = metrics
-        self._export_trace = export_trace
-        self._stream_interval = stream_interval
-        self._log = request_log
-        self.prompts = PromptEncoder(model)
-        self._texts = TokenTexts(model.tokenizer)
+    engine: EngineClient
+    model: ServedModel
+    metrics: Metrics
+    _log: EndedRequestLog
+    _export_trace: TraceExport | None = None
+    _stream_interval: int = 1
+
+    def __post_init__(self) -> None:
+        self.prompts = PromptEncoder(self.model)
+        self._texts = TokenTexts(self.model.tokenizer)
 
     def check(self, model: str | None, generates: bool = True) -> None:
         """Raises: APIError, if the model is another one, or generates no text but should, or the engine takes no

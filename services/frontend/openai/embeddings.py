@@ -115,47 +115,45 @@ Given = str | list[int] | tuple[str, str]
 """A text, its token ids, or a pair of texts."""
 
 
-@dataclass(frozen=True)
-class PromptReader:
-    """Encodes and truncates texts as the served model reads them."""
+async def read_prompt(
+    context: AppContext, given: Given, keep: int | None, side: str | None, add_special_tokens: bool = True
+) -> PooledPrompt:
+    """Encode and truncate a text as the served model reads it. Return at least one token.
 
-    context: AppContext
-    keep: int | None
-    """`truncate_prompt_tokens`"""
-    side: str | None
-    """`truncation_side`"""
-    add_special_tokens: bool
+    Args:
+        keep: `truncate_prompt_tokens`
+        side: `truncation_side`
 
-    async def read(self, given: Given) -> PooledPrompt:
-        """Return at least one token. Raises: APIError"""
-        state, model, most = self.context.engine.state, self.context.model, self.keep
-        context_length, generates = state.max_model_len, state.pooling is None
-        longest = context_length - generates  # a token follows the prompt
-        if most == 0:
-            raise invalid("truncate_prompt_tokens leaves nothing of the input", "truncate_prompt_tokens")
-        most = longest if most == -1 else most
-        second = None
-        if isinstance(given, list):
-            ids = given
-        else:
-            first, other = given if isinstance(given, tuple) else (given, None)
-            least = least_tokens(first + (other or ""), model.tokenizer) - (other is not None)
-            if most is None and least > longest:
-                raise too_long(least, context_length, "input", True, generates)
-            # transformers cuts a text before it adds special tokens, and vLLM afterwards at a side that is given
-            cut = most if not generates and self.side is None else None
-            encode = self.context.answering.prompts.encode_texts
-            ids, second = await encode(first, other, self.add_special_tokens, cut)
-        checked_ids(ids, state.vocab_size, "input")
-        if most is not None and len(ids) > most:
-            keeps_end = self.side != "right" if generates else self.side == "left"
-            cut = len(ids) - most if keeps_end else 0
-            ids, second = ids[cut : cut + most], None if second is None else max(second - cut, 0)
-        if not ids:
-            raise invalid("an input is empty", "input")
-        if len(ids) > longest:
-            raise too_long(len(ids), context_length, "input", False, generates)
-        return PooledPrompt(ids, second)
+    Raises: APIError
+    """
+    state, model, most = context.engine.state, context.model, keep
+    context_length, generates = state.max_model_len, state.pooling is None
+    longest = context_length - generates  # a token follows the prompt
+    if most == 0:
+        raise invalid("truncate_prompt_tokens leaves nothing of the input", "truncate_prompt_tokens")
+    most = longest if most == -1 else most
+    second = None
+    if isinstance(given, list):
+        ids = given
+    else:
+        first, other = given if isinstance(given, tuple) else (given, None)
+        least = least_tokens(first + (other or ""), model.tokenizer) - (other is not None)
+        if most is None and least > longest:
+            raise too_long(least, context_length, "input", True, generates)
+        # transformers cuts a text before it adds special tokens, and vLLM afterwards at a side that is given
+        cut = most if not generates and side is None else None
+        encode = context.answering.prompts.encode_texts
+        ids, second = await encode(first, other, add_special_tokens, cut)
+    checked_ids(ids, state.vocab_size, "input")
+    if most is not None and len(ids) > most:
+        keeps_end = side != "right" if generates else side == "left"
+        cut = len(ids) - most if keeps_end else 0
+        ids, second = ids[cut : cut + most], None if second is None else max(second - cut, 0)
+    if not ids:
+        raise invalid("an input is empty", "input")
+    if len(ids) > longest:
+        raise too_long(len(ids), context_length, "input", False, generates)
+    return PooledPrompt(ids, second)
 
 
 async def inputs_of(body: TextsRequest, context: AppContext) -> list[PooledPrompt]:
@@ -164,8 +162,8 @@ async def inputs_of(body: TextsRequest, context: AppContext) -> list[PooledPromp
     if not inputs or not all(inputs):
         raise invalid("an input is empty", "input")
     special = body.add_special_tokens is not False
-    reader = PromptReader(context, body.truncate_prompt_tokens, body.truncation_side, special)
-    return [await reader.read(given) for given in inputs]
+    keep, side = body.truncate_prompt_tokens, body.truncation_side
+    return [await read_prompt(context, given, keep, side, special) for given in inputs]
 
 
 class EmbeddingStream(RequestStream):

@@ -19,14 +19,8 @@ from services.frontend.openai.embeddings import EmbeddingFormat, embed
 from services.frontend.openai.parameters.structured import structured_params
 from services.frontend.openai.prompts.encoder import answer_role
 from services.frontend.openai.prompts.prompt import Prompt
+from services.frontend.openai.schemas import responses
 from services.frontend.openai.schemas.requests import ChatRequest, CompletionRequest, EmbeddingRequest, StreamOptions
-from services.frontend.openai.schemas.responses import (
-    ChatChunk,
-    ChatResponse,
-    CompletionChunk,
-    CompletionResponse,
-    EmbeddingResponse,
-)
 from services.frontend.openai.tasks import GENERATE, check_task
 from services.frontend.openapi import WITH_BODY, errors, read_by_handler
 
@@ -36,8 +30,8 @@ router = APIRouter(responses=errors(*WITH_BODY))
 @router.post(
     "/v1/completions",
     summary="Continues one or several texts",
-    response_model=CompletionResponse,
-    openapi_extra=read_by_handler(CompletionRequest, event=CompletionChunk),
+    response_model=responses.CompletionResponse,
+    openapi_extra=read_by_handler(CompletionRequest, event=responses.CompletionChunk),
 )
 @recorded
 async def completions(http: HTTPRequest, context: Context) -> Response:
@@ -51,8 +45,8 @@ async def completions(http: HTTPRequest, context: Context) -> Response:
 @router.post(
     "/v1/chat/completions",
     summary="Continues a conversation",
-    response_model=ChatResponse,
-    openapi_extra=read_by_handler(ChatRequest, event=ChatChunk),
+    response_model=responses.ChatResponse,
+    openapi_extra=read_by_handler(ChatRequest, event=responses.ChatChunk),
 )
 @recorded
 async def chat(http: HTTPRequest, context: Context) -> Response:
@@ -70,7 +64,7 @@ async def chat(http: HTTPRequest, context: Context) -> Response:
 @router.post(
     "/v1/embeddings",
     summary="Computes embeddings of texts, normalised by default",
-    response_model=EmbeddingResponse,
+    response_model=responses.EmbeddingResponse,
     openapi_extra=read_by_handler(EmbeddingRequest),
 )
 @recorded

@@ -18,25 +18,17 @@ from services.frontend.errors import invalid
 from services.frontend.openai.embeddings import (
     EmbeddingFormat,
     Given,
-    PromptReader,
     embed,
     embedding_usage,
     finite,
     normalised,
     pooled,
+    read_prompt,
 )
+from services.frontend.openai.schemas import responses
 from services.frontend.openai.schemas.fields import MAX_INPUTS, TemplateVariables, Text
 from services.frontend.openai.schemas.open_object import OpenObject
 from services.frontend.openai.schemas.requests import PoolingRequest, ScheduledRequest, TextsRequest
-from services.frontend.openai.schemas.responses import (
-    ClassificationEntry,
-    ClassificationResponse,
-    PoolingEntry,
-    PoolingResponse,
-    RerankResponse,
-    RerankResult,
-    ScoreResponse,
-)
 from services.frontend.openai.tasks import check_scores, check_task
 from services.frontend.openapi import WITH_BODY, errors, read_by_handler
 
@@ -108,7 +100,7 @@ def _vector(normalises: bool, _index: int, values: NDArray[np.float32]) -> bytes
 def _class_entry(labels: Sequence[str], index: int, values: NDArray[np.float32]) -> bytes:
     best = int(finite(values).argmax())
     label = (labels[best] or None) if best < len(labels) else None
-    entry: ClassificationEntry = {
+    entry: responses.ClassificationEntry = {
         "index": index, "label": label, "probs": values.tolist(), "num_classes": len(values),
     }  # fmt: skip
     return msgspec.json.encode(entry)
@@ -119,19 +111,19 @@ def _pooling_entry(format: EmbeddingFormat, is_tokenwise: bool, index: int, valu
         data = format.numbers(finite(values).reshape(-1, format.dimensions))
     else:
         data = format.value(values)
-    entry: PoolingEntry = {"object": "pooling", "index": index, "data": data}
+    entry: responses.PoolingEntry = {"object": "pooling", "index": index, "data": data}
     return msgspec.json.encode(entry)
 
 
 router = APIRouter(responses=errors(*WITH_BODY))
 _SCORED: Any = {
     "summary": "Compares texts: by their embeddings, or by a model that scores pairs",
-    "response_model": ScoreResponse,
+    "response_model": responses.ScoreResponse,
     "openapi_extra": read_by_handler(ScoreRequest),
 }
 _RERANKED: Any = {
     "summary": "Orders documents by their scores with a query",
-    "response_model": RerankResponse,
+    "response_model": responses.RerankResponse,
     "openapi_extra": read_by_handler(RerankRequest),
 }
 
@@ -139,7 +131,7 @@ _RERANKED: Any = {
 @router.post(
     "/classify",
     summary="Computes the classes of texts",
-    response_model=ClassificationResponse,
+    response_model=responses.ClassificationResponse,
     openapi_extra=read_by_handler(TextsRequest),
 )
 @recorded
@@ -158,7 +150,7 @@ async def classify(http: HTTPRequest, context: Context) -> Response:
 async def score(http: HTTPRequest, context: Context) -> Response:
     body = await context.bodies.parse(http, ScoreRequest)
     scores, count = await _scores(http, context, body, *body.pairs())
-    answer: ScoreResponse = {
+    answer: responses.ScoreResponse = {
         "object": "list",
         **context.answering.head(body, "score"),
         "data": [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)],
@@ -175,13 +167,13 @@ async def rerank(http: HTTPRequest, context: Context) -> Response:
     body = await context.bodies.parse(http, RerankRequest)
     texts = [given if isinstance(given, str) else given.text for given in body.documents]
     scores, count = await _scores(http, context, body, [body.query], texts)
-    results: list[RerankResult] = []
+    results: list[responses.RerankResult] = []
     for i in sorted(range(len(texts)), key=lambda i: -scores[i])[: body.top_n or None]:
         results.append({"index": i, "relevance_score": scores[i]})
         if body.return_documents is not False:
             results[-1]["document"] = {"text": texts[i]}
     head = context.answering.head(body, "rerank")
-    answer: RerankResponse = {
+    answer: responses.RerankResponse = {
         "id": head["id"],
         "model": head["model"],
         "usage": embedding_usage(count),
@@ -193,7 +185,7 @@ async def rerank(http: HTTPRequest, context: Context) -> Response:
 @router.post(
     "/pooling",
     summary="Computes embeddings or classes of texts or of their tokens, as the model is served",
-    response_model=PoolingResponse,
+    response_model=responses.PoolingResponse,
     openapi_extra=read_by_handler(PoolingRequest),
 )
 @recorded
@@ -231,8 +223,8 @@ async def _scores(
             given = [await context.answering.prompts.rendered_pair(*pair, variables) for pair in pairs]
         else:
             given = [*pairs] if model.separates_pairs else ["".join(pair) for pair in pairs]
-    reader = PromptReader(context, body.truncate_prompt_tokens, body.truncation_side, True)
-    prompts = [await reader.read(prompt) for prompt in given]
+    keep, side = body.truncate_prompt_tokens, body.truncation_side
+    prompts = [await read_prompt(context, prompt, keep, side) for prompt in given]
     normalises = model is None or model.task == "embed"
     params = PoolingParams(body.use_activation)
     vectors, count = await pooled(http, context, body, prompts, partial(_vector, normalises), params)

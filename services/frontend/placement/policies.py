@@ -5,6 +5,7 @@ A policy stores nothing between calls: it derives every answer from the view, so
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -18,24 +19,22 @@ log = logging.getLogger("runahead.frontend")
 GROUP = "runahead.placement_policies"
 
 
+@dataclass(slots=True)
 class PlacementView:
     """The request that is placed, and the engines that may get it, in columns of equal length."""
 
-    def __init__(
-        self, fleet: EngineColumns, rows: Rows, num_tokens: int, hits: NDArray[np.int64], count: int, random: float
-    ) -> None:
-        self._fleet = fleet
-        self.rows = rows
-        """int64[engines]: each identifies an engine for as long as it is known."""
-        self.num_tokens = num_tokens
-        self.hits = hits
-        """int64[engines]: tokens that each is expected to find in its prefix cache; zeros for a policy that does not
-        use them."""
-        self.count = count
-        """Grows by one with each decision, from a number that depends on the frontend's seed: frontends that take turns
-        do not walk in step."""
-        self.random = random
-        """Uniform in [0, 1): another number for each request and frontend."""
+    _fleet: EngineColumns
+    rows: Rows
+    """int64[engines]: each identifies an engine for as long as it is known."""
+    num_tokens: int
+    hits: NDArray[np.int64]
+    """int64[engines]: tokens that each is expected to find in its prefix cache; zeros for a policy that does not use
+    them."""
+    count: int
+    """Grows by one with each decision, from a number that depends on the frontend's seed: frontends that take turns do
+    not walk in step."""
+    random: float
+    """Uniform in [0, 1): another number for each request and frontend."""
 
     @property
     def waiting_seconds(self) -> Column:

@@ -8,21 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from services.frontend.placement.decisions import (
-    EngineReport,
-    Hold,
-    LoadAhead,
-    Move,
-    Place,
-    PlacementLimits,
-    RefuseRequest,
-)
+from services.frontend.placement import decisions
 
 
 class PlacementStarted(msgspec.Struct, frozen=True, tag="started"):
     policy: str
     seed: int
-    limits: PlacementLimits
+    limits: decisions.PlacementLimits
 
 
 class Advanced(msgspec.Struct, frozen=True, tag="advanced"):
@@ -31,7 +23,7 @@ class Advanced(msgspec.Struct, frozen=True, tag="advanced"):
 
 class EngineReported(msgspec.Struct, frozen=True, tag="engine"):
     name: str
-    report: EngineReport
+    report: decisions.EngineReport
 
 
 class EngineRemoved(msgspec.Struct, frozen=True, tag="engine_removed"):
@@ -82,7 +74,7 @@ Event = (
     PlacementStarted | Advanced | EngineReported | EngineRemoved | BlocksStored | BlocksRemoved | BlocksCleared
     | PlacementRequested | RequestEnded | Prefilled | MovesRequested
 )  # fmt: skip
-Record = Event | Place | Hold | RefuseRequest | Move | LoadAhead
+Record = Event | decisions.Place | decisions.Hold | decisions.RefuseRequest | decisions.Move | decisions.LoadAhead
 Recorder = Callable[[Record], None]
 
 encode_record: Callable[[Record], bytes] = msgspec.json.Encoder().encode

@@ -5,31 +5,21 @@ from typing import Any
 
 from services.frontend.openai.parameters.body import validated
 from services.frontend.openai.schemas.requests import ChatRequest
-from services.frontend.responses_api.schemas import (
-    FunctionCallItem,
-    FunctionCallOutput,
-    InputMessage,
-    Item,
-    Part,
-    ReasoningItem,
-    ResponsesRequest,
-    ResponsesToolName,
-    TextFormat,
-)
+from services.frontend.responses_api import schemas
 
 JSON = dict[str, Any]
 _SAME = ("stop", "chat_template_kwargs", "parallel_tool_calls")
 """Fields that have the same name and meaning in a chat body, beside those of all dialects."""
 
 
-def input_items(body: ResponsesRequest) -> list[Item]:
+def input_items(body: schemas.ResponsesRequest) -> list[schemas.Item]:
     """Return the input as items; a text is a message of the user."""
     if isinstance(body.input, str):
-        return [InputMessage(role="user", content=body.input)]
+        return [schemas.InputMessage(role="user", content=body.input)]
     return body.input
 
 
-def chat_request(body: ResponsesRequest, history: Sequence[Item]) -> ChatRequest:
+def chat_request(body: schemas.ResponsesRequest, history: Sequence[schemas.Item]) -> ChatRequest:
     """Return the chat body with the same meaning.
 
     Args:
@@ -51,7 +41,7 @@ def chat_request(body: ResponsesRequest, history: Sequence[Item]) -> ChatRequest
             for tool in body.tools
         ]
     choice = body.tool_choice
-    if isinstance(choice, ResponsesToolName):
+    if isinstance(choice, schemas.ResponsesToolName):
         fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
     elif choice != "auto" or body.tools:  # clients send "auto" without tools
         fields["tool_choice"] = choice
@@ -61,7 +51,7 @@ def chat_request(body: ResponsesRequest, history: Sequence[Item]) -> ChatRequest
 _FUNCTION = {"name", "description", "parameters", "strict"}
 
 
-def _response_format(given: TextFormat) -> JSON:
+def _response_format(given: schemas.TextFormat) -> JSON:
     """`chat_request`'s checks name the fields that are missing or do not belong to the type."""
     if given.type != "json_schema":
         return {"type": given.type}
@@ -69,21 +59,21 @@ def _response_format(given: TextFormat) -> JSON:
     return {"type": "json_schema", "json_schema": schema}
 
 
-def messages_of(items: Sequence[Item]) -> list[JSON]:
+def messages_of(items: Sequence[schemas.Item]) -> list[JSON]:
     """Return chat messages. Reasoning, text and calls of one answer are one message of the assistant."""
     messages: list[JSON] = []
     for item in items:
         match item:
-            case InputMessage(role="assistant"):
+            case schemas.InputMessage(role="assistant"):
                 _join(messages, content=_text(item.content))
-            case InputMessage():
+            case schemas.InputMessage():
                 messages.append({"role": item.role, "content": _text(item.content)})
-            case ReasoningItem():
+            case schemas.ReasoningItem():
                 _join(messages, reasoning="".join(part.text for part in item.content or item.summary))
-            case FunctionCallItem():
+            case schemas.FunctionCallItem():
                 call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
                 _join(messages, call=call)
-            case FunctionCallOutput():
+            case schemas.FunctionCallOutput():
                 message = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
                 messages.append(message)
     return messages
@@ -104,7 +94,7 @@ def _join(
         last.setdefault("tool_calls", []).append(call)
 
 
-def _text(content: str | list[Part]) -> str:
+def _text(content: str | list[schemas.Part]) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(part.text for part in content)

@@ -28,19 +28,13 @@ from services.frontend.openai.parameters.body import decoded, validated
 from services.frontend.openai.prompts.prompt import Prompt
 from services.frontend.openai.schemas.requests import ChatRequest
 from services.frontend.openapi import GUARDED, WITH_BODY, errors, read_by_handler
+from services.frontend.responses_api import responses
 from services.frontend.responses_api.answers import ResponseEvents, ResponseInProgress, head_json
 from services.frontend.responses_api.background import BackgroundRun, Run
 from services.frontend.responses_api.conversation import chat_request, input_items
 from services.frontend.responses_api.files import Orphan, ResponseFiles
 from services.frontend.responses_api.items import new_id
 from services.frontend.responses_api.response_file import FileLog, Origin, StoredHead
-from services.frontend.responses_api.responses import (
-    DeletedResponse,
-    InputItemList,
-    ResponseHead,
-    ResponseObject,
-    ResponseStreamEvent,
-)
 from services.frontend.responses_api.schemas import Item, ResponsesRequest
 from services.frontend.responses_api.stored import StoredResponse
 
@@ -54,7 +48,7 @@ ResponseId = Annotated[str, Path(max_length=512)]
 @router.get(
     "/{id}",
     summary="A stored response; with stream, its events behind starting_after and those that follow",
-    response_model=ResponseObject,
+    response_model=responses.ResponseObject,
     responses=_STORED,
     operation_id="get_v1_responses_id",
 )
@@ -76,7 +70,7 @@ async def retrieve(
 @router.post(
     "/{id}/cancel",
     summary="Cancels a response with background, if it has not ended",
-    response_model=ResponseObject,
+    response_model=responses.ResponseObject,
     responses=_STORED,
 )
 async def cancel(http: HTTPRequest, context: Context, id: ResponseId) -> Response:
@@ -86,7 +80,7 @@ async def cancel(http: HTTPRequest, context: Context, id: ResponseId) -> Respons
 
 
 @router.delete("/{id}", summary="Deletes a stored response", responses=_STORED, operation_id="delete_v1_responses_id")
-async def delete(http: HTTPRequest, context: Context, id: ResponseId) -> DeletedResponse:
+async def delete(http: HTTPRequest, context: Context, id: ResponseId) -> responses.DeletedResponse:
     _required(context.responses).delete(http.state.tenant, id)
     return {"id": id, "object": "response", "deleted": True}
 
@@ -99,7 +93,7 @@ async def list_input_items(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
     after: Annotated[str | None, Query(max_length=512)] = None,
-) -> InputItemList:
+) -> responses.InputItemList:
     """The latest item is first, unless `order` is asc; the items behind the one with the id `after`."""
     items = _found(http, context, id).given()
     written = [item.model_dump(mode="json", exclude_none=True) for item in items]
@@ -158,9 +152,9 @@ class _Turn:
 @router.post(
     "",
     summary="Continues a conversation, in the form of items",
-    response_model=ResponseObject,
+    response_model=responses.ResponseObject,
     responses=errors(*WITH_BODY),
-    openapi_extra=read_by_handler(ResponsesRequest, event=ResponseStreamEvent),
+    openapi_extra=read_by_handler(ResponsesRequest, event=responses.ResponseStreamEvent),
 )
 @recorded
 async def create(http: HTTPRequest, context: Context) -> Response:
@@ -195,7 +189,7 @@ async def create(http: HTTPRequest, context: Context) -> Response:
 
 
 def _answer(
-    http: HTTPRequest, context: AppContext, turn: _Turn, head: ResponseHead, prompt: list[int]
+    http: HTTPRequest, context: AppContext, turn: _Turn, head: responses.ResponseHead, prompt: list[int]
 ) -> tuple[ResponseInProgress, GenerateRequest]:
     tokenizer, given = context.model.tokenizer, turn.given
     output = turn.output.after(prompt, tokenizer)
@@ -284,7 +278,7 @@ def _history(http: HTTPRequest, context: AppContext, given: ResponsesRequest) ->
     return _found(http, context, given.previous_response_id, "previous_response_id").items()
 
 
-def _keep(store: ResponseFiles | None, tenant: str, turn: _Turn, response: ResponseObject) -> None:
+def _keep(store: ResponseFiles | None, tenant: str, turn: _Turn, response: responses.ResponseObject) -> None:
     """Store a response, if it is whole. `store`: None, if the response is not kept."""
     if store is not None and response["status"] in ("completed", "incomplete"):
         store.add(tenant, turn.head(), response)

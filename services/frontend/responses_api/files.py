@@ -27,17 +27,9 @@ import msgspec
 
 from services.config import FrontendConfig
 from services.frontend.errors import APIError
+from services.frontend.responses_api import response_file
 from services.frontend.responses_api.answers import failed_event, joined
 from services.frontend.responses_api.background import BackgroundRun, OthersRun, Run
-from services.frontend.responses_api.response_file import (
-    FileContent,
-    FileLog,
-    Origin,
-    StoredHead,
-    StoredLine,
-    not_written,
-    write_all,
-)
 from services.frontend.responses_api.responses import ResponseObject
 from services.frontend.responses_api.stored import StoredResponse, not_stored
 from services.private import private_directory
@@ -69,9 +61,9 @@ class Orphan:
     """A response whose frontend is lost. This one has the lock on its file now."""
 
     id: str
-    origin: Origin
-    log: FileLog
-    content: FileContent
+    origin: response_file.Origin
+    log: response_file.FileLog
+    content: response_file.FileContent
 
     def fail(self, error: APIError) -> None:
         """End the response, which cannot go on."""
@@ -118,15 +110,8 @@ class ResponseFiles:
     Raises: OSError, if the directory cannot be used
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        max_bytes: int = MAX_BYTES,
-        max_files: int = MAX_FILES,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._directory, self._clock = directory, clock
-        self._max_bytes, self._max_files = max_bytes, max_files
+    def __init__(self, directory: Path, max_bytes: int = MAX_BYTES, max_files: int = MAX_FILES) -> None:
+        self._directory, self._max_bytes, self._max_files = directory, max_bytes, max_files
         self._runs: dict[Path, BackgroundRun] = {}
         """Runs of this frontend that have not ended."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -139,29 +124,29 @@ class ResponseFiles:
         folder = hashlib.sha256(b"responses of " + tenant.encode()).hexdigest()[:32]
         return self._directory / folder / f"{id}.jsonl"
 
-    def add(self, tenant: str, head: StoredHead, response: ResponseObject) -> None:
+    def add(self, tenant: str, head: response_file.StoredHead, response: ResponseObject) -> None:
         """Store a response without `background`, unless it is larger than the store. A failure to write is logged."""
         path = self._path(tenant, response["id"])
-        lines = (head, StoredLine(response=msgspec.Raw(msgspec.json.encode(response))))
+        lines = (head, response_file.StoredLine(response=msgspec.Raw(msgspec.json.encode(response))))
         data = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
         if len(data) > self._max_bytes:
             return
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             with open(path, "xb", buffering=0, opener=_private) as file:
-                write_all(file.fileno(), data)
+                response_file.write_all(file.fileno(), data)
         except OSError as error:
-            not_written(path, error)
+            response_file.not_written(path, error)
         self._grow(max(len(data), BLOCK))
 
-    def log(self, tenant: str, id: str, head: StoredHead) -> FileLog:
+    def log(self, tenant: str, id: str, head: response_file.StoredHead) -> response_file.FileLog:
         """Return where the events of a response with `background` are kept.
 
         Raises: APIError, if the request is larger than the store
         """
         if len(bytes(head.conversation)) > self._max_bytes:
             raise APIError(413, f"the request is larger than the store of responses ({self._max_bytes} bytes)")
-        return FileLog(self._path(tenant, id), head, self._grow)
+        return response_file.FileLog(self._path(tenant, id), head, self._grow)
 
     def _grow(self, num_bytes: int) -> None:
         self._growth += num_bytes
@@ -207,7 +192,7 @@ class ResponseFiles:
                 written = self._runs.get(path) or OthersRun(path, content, take_up)
         return StoredResponse(head, written)
 
-    def _read(self, path: Path, id: str, param: str | None) -> FileContent:
+    def _read(self, path: Path, id: str, param: str | None) -> response_file.FileContent:
         """Raises: APIError"""
         try:
             data = path.read_bytes() if _ID.fullmatch(id) else b""
@@ -218,7 +203,7 @@ class ResponseFiles:
             raise APIError(500, f"the stored response cannot be read: {error.strerror}", param) from None
         if data.count(b"\n") < 2:  # nobody has got its id
             raise not_stored(id, param)
-        return FileContent(data)
+        return response_file.FileContent(data)
 
     def _take_up(self, path: Path, id: str, param: str | None, go_on: GoOn) -> bool:
         """Raises: APIError"""
@@ -237,9 +222,9 @@ class ResponseFiles:
             except FileNotFoundError:
                 raise not_stored(id, param) from None
             except OSError as error:
-                raise not_written(path, error) from None
+                raise response_file.not_written(path, error) from None
             stack.pop_all()
-        go_on(Orphan(id, origin, FileLog(path, content.head, self._grow, lock), content))
+        go_on(Orphan(id, origin, response_file.FileLog(path, content.head, self._grow, lock), content))
         log.warning("a response of a lost frontend was taken up: id=%s", id)
         return True
 
@@ -250,7 +235,7 @@ class ResponseFiles:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
-            raise not_written(path, error) from None
+            raise response_file.not_written(path, error) from None
         if (run := self._runs.get(path)) is not None:
             run.fail(APIError(500, "the response was deleted"))
 
@@ -280,7 +265,7 @@ class ResponseFiles:
         sizes = {folder: sum(size for _, size, _ in files) for folder, files in shares.items()}
         for files in shares.values():
             files.sort(reverse=True)
-        oldest = self._clock() - MAX_SECONDS
+        oldest = time.time() - MAX_SECONDS
         while shares:
             too_many = sum(map(len, shares.values())) > self._max_files
             too_large = sum(sizes.values()) > self._max_bytes

@@ -15,17 +15,7 @@ from typing import Any
 import jinja2
 from jinja2 import meta
 
-from services.frontend.templates.jobs import (
-    LimitReached,
-    Outcome,
-    Rendered,
-    RenderJob,
-    TemplateRefused,
-    TemplatesBroken,
-    TemplateSources,
-    decode,
-    encode,
-)
+from services.frontend.templates import jobs
 from services.frontend.templates.sandbox import Sandbox, TemplateException, TemplateLimit
 from services.process import die_with_parent
 
@@ -33,7 +23,7 @@ MEGABYTES = 512
 """Limit of address space. A prompt of the maximum size takes about 200."""
 COMPILE_SECONDS = 30
 """Limit of processor time to compile the templates."""
-_NO_MEMORY = LimitReached("rendering it takes too much memory")
+_NO_MEMORY = jobs.LimitReached("rendering it takes too much memory")
 
 
 class _CompiledTemplate:
@@ -45,7 +35,7 @@ class _CompiledTemplate:
 class CompiledTemplates:
     """Raises: jinja2.TemplateError, MemoryError or RecursionError, if a template cannot be compiled"""
 
-    def __init__(self, sources: TemplateSources) -> None:
+    def __init__(self, sources: jobs.TemplateSources) -> None:
         self._special = sources.special
         self._sandbox = Sandbox()
         self._default, self._tool_use = (
@@ -53,10 +43,10 @@ class CompiledTemplates:
             for text in (sources.default, sources.tool_use)
         )
 
-    def render(self, job: RenderJob) -> Outcome:
+    def render(self, job: jobs.RenderJob) -> jobs.Outcome:
         compiled = self._tool_use if job.tools is not None and self._tool_use is not None else self._default
         if compiled is None:
-            return TemplatesBroken("there is no template for a conversation without tools")
+            return jobs.TemplatesBroken("there is no template for a conversation without tools")
         given = {name: value for name, value in job.variables.items() if name in compiled.variables}
         variables: dict[str, Any] = {
             **self._special,
@@ -67,15 +57,15 @@ class CompiledTemplates:
             "add_generation_prompt": job.add_generation_prompt,
         }
         try:
-            return Rendered(self._sandbox.render(compiled.template, variables, job.seconds))
+            return jobs.Rendered(self._sandbox.render(compiled.template, variables, job.seconds))
         except TemplateException as error:
-            return TemplateRefused(str(error)[:1000])
+            return jobs.TemplateRefused(str(error)[:1000])
         except TemplateLimit as error:
-            return LimitReached(str(error))
+            return jobs.LimitReached(str(error))
         except MemoryError:
             return _NO_MEMORY
         except Exception as error:  # expressions of the template fail on unexpected messages
-            return TemplatesBroken(type(error).__name__)
+            return jobs.TemplatesBroken(type(error).__name__)
 
 
 def _limit_seconds(seconds: float) -> None:
@@ -85,17 +75,17 @@ def _limit_seconds(seconds: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime + seconds) + 1, most))
 
 
-def _compile(data: bytes) -> tuple[CompiledTemplates | None, Outcome]:
+def _compile(data: bytes) -> tuple[CompiledTemplates | None, jobs.Outcome]:
     _limit_seconds(COMPILE_SECONDS)
     try:
-        return CompiledTemplates(decode(data, TemplateSources)), Rendered("")
+        return CompiledTemplates(jobs.decode(data, jobs.TemplateSources)), jobs.Rendered("")
     except (jinja2.TemplateError, MemoryError, RecursionError) as error:
-        return None, TemplatesBroken(" ".join(str(error).split())[:1000] or type(error).__name__)
+        return None, jobs.TemplatesBroken(" ".join(str(error).split())[:1000] or type(error).__name__)
 
 
-def _outcome(templates: CompiledTemplates, data: bytes) -> Outcome:
+def _outcome(templates: CompiledTemplates, data: bytes) -> jobs.Outcome:
     try:
-        job: RenderJob = decode(data, RenderJob)
+        job: jobs.RenderJob = jobs.decode(data, jobs.RenderJob)
         _limit_seconds(job.seconds)
         return templates.render(job)
     except MemoryError:
@@ -108,9 +98,9 @@ def main(descriptor: str, parent: str) -> int:
     gc.freeze()
     with Connection(int(descriptor)) as connection, contextlib.suppress(EOFError, OSError):  # the frontend has ended
         templates, outcome = _compile(connection.recv_bytes())
-        connection.send_bytes(encode(outcome))
+        connection.send_bytes(jobs.encode(outcome))
         while templates is not None:
-            connection.send_bytes(encode(_outcome(templates, connection.recv_bytes())))
+            connection.send_bytes(jobs.encode(_outcome(templates, connection.recv_bytes())))
     return 0
 
 

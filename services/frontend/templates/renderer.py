@@ -4,16 +4,7 @@ import logging
 import threading
 
 from services.checkpoint import CheckpointError
-from services.frontend.templates import render_process
-from services.frontend.templates.jobs import (
-    LimitReached,
-    Outcome,
-    RenderJob,
-    TemplatesBroken,
-    TemplateSources,
-    decode,
-    encode,
-)
+from services.frontend.templates import jobs, render_process
 from services.helper_process import HelperProcess
 
 log = logging.getLogger("runahead.frontend")
@@ -34,9 +25,9 @@ class Renderer:
     One process is enough: a prompt takes well below a millisecond, and none takes more than its limit.
     """
 
-    def __init__(self, sources: TemplateSources) -> None:
+    def __init__(self, sources: jobs.TemplateSources) -> None:
         """Raises: CheckpointError, if a template is broken"""
-        self._sources = encode(sources)
+        self._sources = jobs.encode(sources)
         self._lock = threading.Lock()
         self._process: HelperProcess | None = self._started()
 
@@ -44,22 +35,24 @@ class Renderer:
         """Raises: CheckpointError"""
         process = HelperProcess(render_process.__name__)
         try:
-            outcome: Outcome = decode(process.exchange(self._sources, START_SECONDS), Outcome)
+            outcome: jobs.Outcome = jobs.decode(process.exchange(self._sources, START_SECONDS), jobs.Outcome)
         except (EOFError, OSError):
-            outcome = TemplatesBroken("it takes too much time or memory to compile")
-        if isinstance(outcome, TemplatesBroken):
+            outcome = jobs.TemplatesBroken("it takes too much time or memory to compile")
+        if isinstance(outcome, jobs.TemplatesBroken):
             process.close()
             raise broken(outcome.reason)
         return process
 
-    def render(self, job: RenderJob) -> Outcome:
+    def render(self, job: jobs.RenderJob) -> jobs.Outcome:
         with self._lock:
             if self._process is None or not self._process.is_alive:  # a process that ends while idle harms no request
                 self._process = self._started()
             try:
-                outcome: Outcome = decode(self._process.exchange(encode(job), job.seconds + PATIENCE_SECONDS), Outcome)
+                outcome: jobs.Outcome = jobs.decode(
+                    self._process.exchange(jobs.encode(job), job.seconds + PATIENCE_SECONDS), jobs.Outcome
+                )
                 return outcome
             except (EOFError, OSError):
                 log.warning("the renderer of chat templates is replaced: a template reached its limits")
                 self._process = self._process.close()
-                return LimitReached("rendering it takes too much time or memory")
+                return jobs.LimitReached("rendering it takes too much time or memory")

@@ -12,6 +12,7 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -104,11 +105,16 @@ class ScriptedScheduler:
         self.aborted: set[int] = set()
         self.is_subscribed = False
         self.state = state
-        self._server = Server(endpoint, {"frontend"})
+        self._endpoint = endpoint
         self._outbox: deque[EngineMessage | bytes] = deque()
+        self._decoder: Decoder[GenerateRequest | AbortRequest | Subscribe] = Decoder(ClientMessage)
+        self.open()
+
+    def open(self) -> None:
+        """Begin to serve; after `close` as the next scheduler."""
+        self._server = Server(self._endpoint, {"frontend"})
         self._peer: bytes | None = None
         self._stop = threading.Event()
-        self._decoder: Decoder[GenerateRequest | AbortRequest | Subscribe] = Decoder(ClientMessage)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -211,6 +217,10 @@ class Frontend:
         content = options.pop("content", None)
         data = content if content is not None else json.dumps(body).encode()
         return httpx.post(self.url + path, content=data, timeout=PATIENCE, **options)
+
+    def post_later(self, path: str, body: object, **options: object) -> Future[httpx.Response]:
+        """Post from another thread."""
+        return ThreadPoolExecutor(1).submit(self.post, path, body, **options)
 
     def client(self, key: str = "none") -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE)

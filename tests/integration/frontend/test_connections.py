@@ -33,9 +33,11 @@ def connect(frontend: Frontend, buffer: int | None = None) -> socket.socket:
     return connection
 
 
-def post(connection: socket.socket, body: dict[str, object], path: str = "/v1/completions") -> None:
+def post(
+    connection: socket.socket, body: dict[str, object], path: str = "/v1/completions", more_headers: str = ""
+) -> None:
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{more_headers}Content-Length: {len(data)}\r\n\r\n"
     connection.sendall(head.encode() + data)
 
 

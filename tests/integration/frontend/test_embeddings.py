@@ -40,23 +40,6 @@ def unit(values: np.ndarray) -> np.ndarray:
     return values / np.linalg.norm(values)
 
 
-@pytest.fixture(scope="module")
-def pair():
-    with scripted(state=EMBEDS, served_model_name=["demo"]) as pair:
-        yield pair
-
-
-@pytest.fixture
-def embedder(pair: tuple[Frontend, ScriptedScheduler]) -> Frontend:
-    pair[1].script(embedding)
-    return pair[0]
-
-
-@pytest.fixture
-def engine(pair: tuple[Frontend, ScriptedScheduler]) -> ScriptedScheduler:
-    return pair[1]
-
-
 def numbers_of(response: httpx.Response) -> list[np.ndarray]:
     assert response.status_code == 200, response.text
     return [np.array(item["embedding"], np.float32) for item in response.json()["data"]]

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from tests.integration.frontend.scripted import CONTEXT, TOKENIZER, Frontend, ScriptedScheduler, scripted, wait_until
-from tests.integration.frontend.test_connections import connect
+from tests.integration.frontend.test_connections import connect, post
 
 
 def get(frontend: Frontend, path: str) -> httpx.Response:
@@ -61,9 +61,7 @@ def test_load_is_the_number_of_open_requests(frontend: Frontend, scheduler: Scri
         return int(get(frontend, "/load").json()["server_load"])
 
     wait_until(lambda: load() == 0, "nothing is open")
-    body = b'{"prompt": "x", "n": 2}'
     with connect(frontend) as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
-        connection.sendall(head.encode() + body)
+        post(connection, {"prompt": "x", "n": 2})
         wait_until(lambda: load() == 2, "both choices are open")
     wait_until(lambda: load() == 0, "the requests are aborted")

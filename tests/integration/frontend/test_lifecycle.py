@@ -2,7 +2,6 @@
 
 import json
 import socket
-import threading
 from pathlib import Path
 
 import httpx
@@ -11,8 +10,6 @@ from msgspec.structs import replace
 
 from protocol.codec import unpack
 from protocol.requests import EnginePhase, EngineState, GenerateRequest, RequestOutputs
-from services.checkpoint import DEMO_MODEL
-from services.config import FrontendConfig
 from services.process import EXIT_HUNG
 from tests.integration.frontend.scripted import (
     PATIENCE,
@@ -21,7 +18,6 @@ from tests.integration.frontend.scripted import (
     ScriptedScheduler,
     answering,
     ended,
-    endpoint,
     ids_of,
     scripted,
     tokens,
@@ -29,6 +25,7 @@ from tests.integration.frontend.scripted import (
 )
 
 COMPLETIONS = "/v1/completions"
+LOADING = EngineState(EnginePhase.LOADING)
 
 
 def test_readiness_follows_the_engine_and_shows_its_progress() -> None:
@@ -80,79 +77,52 @@ def test_probes_answer_head(frontend: Frontend, scheduler: ScriptedScheduler) ->
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_without_another_scheduler_in_time_open_requests_end_and_the_next_one_is_connected(stream: bool) -> None:
-    with endpoint() as address:
-        scheduler = ScriptedScheduler(address)
-        frontend = Frontend(
-            FrontendConfig(model=str(DEMO_MODEL), scheduler_endpoint=address, port=0, recovery_timeout_seconds=0.2)
-        )
-        try:
-            frontend.wait_ready()
-            scheduler.script(lambda request: [tokens(request.number, ids_of("words "))])
-            answers: list[httpx.Response] = []
-            body = {"prompt": "x", "stream": stream}
-            asking = threading.Thread(target=lambda: answers.append(frontend.post(COMPLETIONS, body)))
-            asking.start()
-            scheduler.request()
-            wait_until(lambda: frontend.metric("time_to_first_token_seconds_count") == 1, "the stream has begun")
-            scheduler.close()
-            asking.join(PATIENCE)
-            (answer,) = answers
-            assert answer.status_code == (200 if stream else 503)
-            last = answer.text.strip().split("\n\n")[-1].removeprefix("data: ")
-            assert "gone" in json.loads(last)["error"]["message"]
-            assert not frontend.ready()
-            assert frontend.post(COMPLETIONS, body).status_code == 503
-            scheduler = ScriptedScheduler(address)
-            scheduler.script(answering("back again"))
-            frontend.wait_ready()
-            assert frontend.post(COMPLETIONS, {"prompt": "x"}).json()["choices"][0]["text"] == "back again"
-        finally:
-            frontend.close()
-            scheduler.close()
+    with scripted(recovery_timeout_seconds=0.2) as (frontend, scheduler):
+        scheduler.script(lambda request: [tokens(request.number, ids_of("words "))])
+        body = {"prompt": "x", "stream": stream}
+        asked = frontend.post_later(COMPLETIONS, body)
+        scheduler.request()
+        wait_until(lambda: frontend.metric("time_to_first_token_seconds_count") == 1, "the stream has begun")
+        scheduler.close()
+        answer = asked.result(PATIENCE)
+        assert answer.status_code == (200 if stream else 503)
+        last = answer.text.strip().split("\n\n")[-1].removeprefix("data: ")
+        assert "gone" in json.loads(last)["error"]["message"]
+        assert not frontend.ready()
+        assert frontend.post(COMPLETIONS, body).status_code == 503
+        scheduler.script(answering("back again"))
+        scheduler.open()
+        frontend.wait_ready()
+        assert frontend.post(COMPLETIONS, {"prompt": "x"}).json()["choices"][0]["text"] == "back again"
 
 
 def test_the_next_scheduler_gets_open_requests_with_their_output_and_new_ones() -> None:
     """Tokens that it repeats are dropped. A request that arrives between the two waits."""
-    with endpoint() as address:
-        scheduler = ScriptedScheduler(address)
-        frontend = Frontend(FrontendConfig(model=str(DEMO_MODEL), scheduler_endpoint=address, port=0))
-        try:
-            frontend.wait_ready()
-            words, more = ids_of("first words "), ids_of("and the rest")
-            scheduler.script(lambda request: [tokens(request.number, words)])
-            answers: dict[str, str] = {}
-
-            def ask(prompt: str) -> None:
-                answer = frontend.post(COMPLETIONS, {"prompt": prompt, "seed": 5})
-                answers[prompt] = answer.json()["choices"][0]["text"]
-
-            asking = [threading.Thread(target=ask, args=(prompt,)) for prompt in ("early", "late")]
-            asking[0].start()
-            first = scheduler.request()
-            wait_until(lambda: frontend.metric("time_to_first_token_seconds_count") == 1, "its tokens have arrived")
-            scheduler.close()
-            wait_until(lambda: not frontend.ready(), "the loss is noticed")
-            asking[1].start()
-            wait_until(lambda: httpx.get(f"{frontend.url}/load").json()["server_load"] == 2, "it waits")
-            scheduler = ScriptedScheduler(address)
-            scheduler.script(
-                lambda request: [
-                    tokens(request.number, [*words, *more][delivered(request) :], delivered(request)),
-                    tokens(request.number, more, len(words)),
-                    ended(request.number),
-                ]
-            )
-            for thread in asking:
-                thread.join(PATIENCE)
-            assert answers == {"early": "first words and the rest", "late": "first words and the rest"}
-            again = scheduler.request(0)
-            assert unpack(again.token_ids).tolist() == [*unpack(first.token_ids).tolist(), *words]
-            assert (again.params, again.num_prompt_tokens) == (first.params, first.num_prompt_tokens)
-            assert (again.age > 0, scheduler.request(1).age) == (True, 0.0)
-            assert frontend.metric("requests_resubmitted_total") == 1
-        finally:
-            frontend.close()
-            scheduler.close()
+    with scripted() as (frontend, scheduler):
+        words, more = ids_of("first words "), ids_of("and the rest")
+        scheduler.script(lambda request: [tokens(request.number, words)])
+        early = frontend.post_later(COMPLETIONS, {"prompt": "early", "seed": 5})
+        first = scheduler.request()
+        wait_until(lambda: frontend.metric("time_to_first_token_seconds_count") == 1, "its tokens have arrived")
+        scheduler.close()
+        wait_until(lambda: not frontend.ready(), "the loss is noticed")
+        late = frontend.post_later(COMPLETIONS, {"prompt": "late", "seed": 5})
+        wait_until(lambda: httpx.get(f"{frontend.url}/load").json()["server_load"] == 2, "it waits")
+        scheduler.script(
+            lambda request: [
+                tokens(request.number, [*words, *more][delivered(request) :], delivered(request)),
+                tokens(request.number, more, len(words)),
+                ended(request.number),
+            ]
+        )
+        scheduler.open()
+        for asked in (early, late):
+            assert asked.result(PATIENCE).json()["choices"][0]["text"] == "first words and the rest"
+        again = scheduler.request(0)
+        assert unpack(again.token_ids).tolist() == [*unpack(first.token_ids).tolist(), *words]
+        assert (again.params, again.num_prompt_tokens) == (first.params, first.num_prompt_tokens)
+        assert (again.age > 0, scheduler.request(1).age) == (True, 0.0)
+        assert frontend.metric("requests_resubmitted_total") == 1
 
 
 def test_a_bad_message_costs_no_token(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
@@ -165,14 +135,11 @@ def test_a_bad_message_costs_no_token(frontend: Frontend, scheduler: ScriptedSch
         return [tokens(request.number, more, len(words)), ended(request.number)]
 
     scheduler.script(behave)
-    answers: list[httpx.Response] = []
-    asking = threading.Thread(target=lambda: answers.append(frontend.post(COMPLETIONS, {"prompt": "x"})))
     before = frontend.metric("time_to_first_token_seconds_count")
-    asking.start()
+    asked = frontend.post_later(COMPLETIONS, {"prompt": "x"})
     wait_until(lambda: frontend.metric("time_to_first_token_seconds_count") > before, "its tokens have arrived")
     scheduler.send(b"\xc1 no message")
-    asking.join(PATIENCE)
-    assert answers[0].json()["choices"][0]["text"] == "first words and the rest"
+    assert asked.result(PATIENCE).json()["choices"][0]["text"] == "first words and the rest"
     assert delivered(scheduler.request(1)) == len(words)
     assert "bad message from the scheduler" in frontend.log
 
@@ -218,37 +185,30 @@ def test_sigterm_lets_the_open_stream_finish_and_refuses_new_requests() -> None:
 
 def test_second_sigterm_ends_open_requests() -> None:
     with scripted() as (frontend, scheduler):
-        answers: list[httpx.Response] = []
-        asking = threading.Thread(target=lambda: answers.append(frontend.post(COMPLETIONS, {"prompt": "x"})))
-        asking.start()
+        asked = frontend.post_later(COMPLETIONS, {"prompt": "x"})
         number = scheduler.request().number
         frontend.signal()
         wait_until(lambda: not frontend.ready(), "it is draining")
         frontend.signal()
         assert frontend.wait() == 0
-        asking.join(PATIENCE)
-        assert answers[0].status_code == 503
+        assert asked.result(PATIENCE).status_code == 503
         scheduler.wait_aborted(number)
 
 
 def test_refused_handshake_ends_the_frontend_with_the_reason() -> None:
     patch = "from protocol.transport import client; client.PROTOCOL_VERSION = (99, 0)"
-    loading = EngineState(EnginePhase.LOADING)
-    with scripted(patch, state=loading) as (frontend, _):
+    with scripted(patch, state=LOADING) as (frontend, _):
         assert frontend.wait() == 4
         assert "99.0" in frontend.log
 
 
 def test_scheduler_with_another_tokenizer_ends_open_requests_and_the_frontend() -> None:
     with scripted() as (frontend, scheduler):
-        answers: list[httpx.Response] = []
-        asking = threading.Thread(target=lambda: answers.append(frontend.post(COMPLETIONS, {"prompt": "x"})))
-        asking.start()
+        asked = frontend.post_later(COMPLETIONS, {"prompt": "x"})
         scheduler.request()
         scheduler.send(replace(READY, tokenizer="another"))
         assert frontend.wait() == 4
-        asking.join(PATIENCE)
-        assert answers[0].status_code == 503
+        assert asked.result(PATIENCE).status_code == 503
         assert "tokenizer mismatch" in frontend.log
 
 
@@ -269,26 +229,17 @@ metrics.Metrics.render = spin
 
 
 def test_taken_port_is_one_line() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, endpoint() as address:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        frontend = Frontend(FrontendConfig(model=str(DEMO_MODEL), scheduler_endpoint=address, port=port))
-        try:
+        with scripted(state=LOADING, port=port) as (frontend, _):
             assert frontend.wait() == 1
             assert f"cannot listen on 127.0.0.1 port {port}" in frontend.log
             assert "Traceback" not in frontend.log
-        finally:
-            frontend.close()
 
 
 def test_evil_template_is_refused_at_start(tmp_path: Path) -> None:
     file = tmp_path / "evil.jinja"
     file.write_text("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
-    with endpoint() as address:
-        frontend = Frontend(
-            FrontendConfig(model=str(DEMO_MODEL), scheduler_endpoint=address, port=0, chat_template=str(file))
-        )
-        try:
-            assert frontend.wait() == 3
-            assert "the chat template is broken" in frontend.log
-        finally:
-            frontend.close()
+    with scripted(state=LOADING, chat_template=str(file)) as (frontend, _):
+        assert frontend.wait() == 3
+        assert "the chat template is broken" in frontend.log

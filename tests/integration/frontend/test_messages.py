@@ -13,7 +13,6 @@ from protocol.sampling import GrammarKind
 from services.frontend.anthropic.schemas import MessageResponse
 from tests.integration.frontend.declared import strict
 from tests.integration.frontend.scripted import (
-    PATIENCE,
     Frontend,
     ScriptedScheduler,
     answering,
@@ -21,7 +20,6 @@ from tests.integration.frontend.scripted import (
     ids_of,
     prompt_of,
     scripted,
-    tokens,
 )
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -268,16 +266,3 @@ def test_failures_have_the_dialect(
     unknown = frontend.post(PATH, body(model="claude"))
     assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "not_found_error")
     assert httpx.get(frontend.url + PATH).json()["type"] == "error"
-
-
-def test_failure_in_a_stream_is_its_last_event(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
-    scheduler.script(lambda request: [tokens(request.number, ids_of("some text "))])
-    with httpx.stream("POST", frontend.url + PATH, json=body(stream=True), timeout=PATIENCE) as response:
-        number = scheduler.request().number
-        scheduler.send(ended(number, FinishReason.ERROR, message="the worker failed"))
-        *_, last, nothing = response.read().decode().split("\n\n")
-    assert nothing == ""
-    kind, data = last.split("\n")
-    assert kind == "event: error"
-    error = json.loads(data.removeprefix("data: "))["error"]
-    assert error == {"type": "api_error", "message": "the worker failed"}

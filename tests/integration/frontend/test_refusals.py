@@ -2,7 +2,6 @@
 
 import asyncio
 import gzip
-import json
 from pathlib import Path
 
 import httpx
@@ -71,17 +70,30 @@ def test_failure_in_the_middle_of_a_stream_is_its_last_event(frontend: Frontend,
         scheduler.send(ended(number, FinishReason.ERROR, message="the worker failed"))
         with pytest.raises(openai.APIError, match="the worker failed"):
             list(stream)
-    with httpx.stream(
-        "POST", frontend.url + COMPLETIONS, json={"prompt": "x", "stream": True}, timeout=PATIENCE
-    ) as raw:
-        number = scheduler.request(1).number
-        scheduler.send(ended(number, FinishReason.ERROR, message="the worker failed"))
-        body = raw.read().decode()
-    assert raw.status_code == 200
-    *_, last, nothing = body.split("\n\n")
-    assert nothing == ""
-    assert json.loads(last.removeprefix("data: "))["error"]["type"] == "internal_server_error"
-    assert "[DONE]" not in body
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "begin"),
+    [
+        (COMPLETIONS, {"prompt": "x"}, 'data: {"error":{"message":"the worker failed","type":"internal_server_error"'),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9},
+            'event: error\ndata: {"type":"error","error":{"type":"api_error","message":"the worker failed"}',
+        ),
+        ("/v1/responses", {"input": "x"}, "event: response.failed\n"),
+    ],
+)
+def test_event_of_a_failure_is_the_last_one_in_each_dialect(
+    frontend: Frontend, scheduler: ScriptedScheduler, path: str, body: dict[str, object], begin: str
+) -> None:
+    scheduler.script(lambda request: [tokens(request.number, ids_of("some text "))])
+    with httpx.stream("POST", frontend.url + path, json=body | {"stream": True}, timeout=PATIENCE) as response:
+        scheduler.send(ended(scheduler.request().number, FinishReason.ERROR, message="the worker failed"))
+        *_, last, nothing = response.read().decode().split("\n\n")
+    assert (response.status_code, nothing) == (200, "")
+    assert last.startswith(begin)
+    assert '"message":"the worker failed"' in last
 
 
 def test_one_refused_prompt_of_several_aborts_the_others(frontend: Frontend, scheduler: ScriptedScheduler) -> None:

@@ -20,7 +20,7 @@ from tests.integration.frontend.scripted import (
     tokens,
     wait_until,
 )
-from tests.integration.frontend.test_connections import connect
+from tests.integration.frontend.test_connections import connect, post
 
 COMPLETIONS = "/v1/completions"
 
@@ -89,13 +89,10 @@ def test_refused(pair: tuple[Frontend, ScriptedScheduler]) -> None:
 def test_aborted_by_its_client(pair: tuple[Frontend, ScriptedScheduler], stream: bool) -> None:
     frontend, scheduler = pair
     scheduler.script(silent)
-    name, body = f"abort-{stream}", b'{"prompt": [5], "stream": %s}' % str(stream).lower().encode()
-    head = (
-        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer key\r\nX-Request-Id: {name}\r\n"
-        f"Content-Length: {len(body)}\r\n\r\n"
-    )
+    name = f"abort-{stream}"
+    headers = f"Authorization: Bearer key\r\nX-Request-Id: {name}\r\n"
     with connect(frontend) as connection:
-        connection.sendall(head.encode() + body)
+        post(connection, {"prompt": [5], "stream": stream}, more_headers=headers)
         scheduler.request()
     *_, last = wait_lines(frontend, name, "aborted")
     assert last.startswith("request aborted: status=499 ")
@@ -105,16 +102,11 @@ def test_aborted_by_its_client(pair: tuple[Frontend, ScriptedScheduler], stream:
 def test_tokens_of_an_answer_that_its_client_leaves_are_counted() -> None:
     count = len(ids_of("a b c"))
     with scripted() as (frontend, scheduler):
-        for number, stream in enumerate(("false", "true")):
+        for number, stream in enumerate((False, True)):
             scheduler.script(lambda request: [tokens(request.number, ids_of("a b c"))])
-            body = f'{{"prompt": [5], "n": 2, "stream": {stream}}}'
-            head = (
-                f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: {stream}\r\n"
-                f"Content-Length: {len(body)}\r\n\r\n"
-            )
-            first = 2 * (number + 1)
+            body, first = {"prompt": [5], "n": 2, "stream": stream}, 2 * (number + 1)
             with connect(frontend) as connection:
-                connection.sendall((head + body).encode())
+                post(connection, body, more_headers=f"X-Request-Id: {stream}\r\n")
                 wait_until(
                     lambda first=first: frontend.metric("time_to_first_token_seconds_count") == first,
                     "both choices have their tokens",

@@ -12,17 +12,7 @@ from protocol.requests import FinishReason
 from protocol.sampling import GrammarKind
 from services.frontend.responses_api.responses import InputItemList, ResponseObject
 from tests.integration.frontend.declared import strict
-from tests.integration.frontend.scripted import (
-    PATIENCE,
-    Frontend,
-    ScriptedScheduler,
-    answering,
-    ended,
-    ids_of,
-    prompt_of,
-    scripted,
-    tokens,
-)
+from tests.integration.frontend.scripted import Frontend, ScriptedScheduler, answering, ids_of, prompt_of, scripted
 
 PATH = "/v1/responses"
 TOOL: Any = {
@@ -35,13 +25,9 @@ TOOL: Any = {
 REASONING = {"reasoning_parser": "deepseek_r1", "tool_call_parser": "hermes", "enable_auto_tool_choice": True}
 
 
-def client(frontend: Frontend, key: str = "none") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{frontend.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE)
-
-
 def answer_of(frontend: Frontend, stream: bool, **fields: Any) -> Response:
     """Return an answer, which the client joins from a stream's events. Checks their numbers."""
-    responses = client(frontend).responses
+    responses = frontend.client().responses
     if not stream:
         return responses.create(model="demo", **{"input": "Hi", **fields})
     events = list(responses.create(model="demo", stream=True, **{"input": "Hi", **fields}))
@@ -183,7 +169,7 @@ def test_items_are_the_messages_of_a_chat(frontend: Frontend, scheduler: Scripte
 @pytest.mark.parametrize("stream", [False, True])
 def test_stored_response_is_continued(frontend: Frontend, scheduler: ScriptedScheduler, stream: bool) -> None:
     scheduler.script(answering("Hello"))
-    responses = client(frontend).responses
+    responses = frontend.client().responses
     first = answer_of(frontend, stream, instructions="Only for this turn.")
     second = answer_of(frontend, stream, input="And you?", previous_response_id=first.id)
     assert second.previous_response_id == first.id
@@ -205,7 +191,7 @@ def test_pages_of_input_items(frontend: Frontend, scheduler: ScriptedScheduler) 
     texts = [str(number) for number in range(45)]
     # Ids of the client are not kept: pages are found by ids that differ
     items: Any = [{"type": "message", "role": "user", "content": text, "id": "m"} for text in texts]
-    id, input_items = answer_of(frontend, False, input=items).id, client(frontend).responses.input_items
+    id, input_items = answer_of(frontend, False, input=items).id, frontend.client().responses.input_items
     page: Any = input_items.list(id)
     assert [item.content for item in page.data] == texts[:-21:-1]
     assert [item.content for item in page] == texts[::-1]
@@ -231,17 +217,17 @@ def test_response_that_is_not_stored_is_not_found(
 def test_responses_belong_to_a_key_and_the_store_can_be_off() -> None:
     with scripted(served_model_name=["demo"], api_key=["a", "b"]) as (frontend, scheduler):
         scheduler.script(answering("Hello"))
-        mine = client(frontend, "a").responses.create(model="demo", input="Hi")
+        mine = frontend.client("a").responses.create(model="demo", input="Hi")
         with pytest.raises(openai.NotFoundError):
-            client(frontend, "b").responses.retrieve(mine.id)
+            frontend.client("b").responses.retrieve(mine.id)
         with pytest.raises(openai.NotFoundError):
-            client(frontend, "b").responses.delete(mine.id)
-        assert client(frontend, "a").responses.retrieve(mine.id).id == mine.id
+            frontend.client("b").responses.delete(mine.id)
+        assert frontend.client("a").responses.retrieve(mine.id).id == mine.id
     with scripted(served_model_name=["demo"], response_store=False) as (frontend, scheduler):
         scheduler.script(answering("Hello"))
         answer = answer_of(frontend, False)
         with pytest.raises(openai.NotFoundError, match="no-response-store"):
-            client(frontend).responses.retrieve(answer.id)
+            frontend.client().responses.retrieve(answer.id)
 
 
 BAD: list[dict[str, Any]] = [
@@ -276,14 +262,3 @@ def test_unknown_fields_are_named(frontend: Frontend, scheduler: ScriptedSchedul
     item = {"role": "user", "content": [{"type": "input_text", "text": "Hi", "mark": 1}], "colour": 1}
     response = frontend.post(PATH, {"input": [item], "speed": 1})
     assert response.headers["x-ignored-parameters"] == "speed, input.colour, input.content.mark"
-
-
-def test_failure_in_a_stream_is_its_last_event(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
-    scheduler.script(lambda request: [tokens(request.number, ids_of("some text "))])
-    body = {"model": "demo", "input": "Hi", "stream": True}
-    with httpx.stream("POST", frontend.url + PATH, json=body, timeout=PATIENCE) as response:
-        scheduler.send(ended(scheduler.request().number, FinishReason.ERROR, message="the worker failed"))
-        *_, last, nothing = response.read().decode().split("\n\n")
-    assert nothing == ""
-    assert last.startswith("event: response.failed\n")
-    assert '"message":"the worker failed"' in last

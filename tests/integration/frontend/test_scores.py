@@ -1,34 +1,16 @@
 """/score, /rerank, /pooling and /classify: answers from embeddings, and refusals."""
 
 import base64
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from tests.integration.frontend.declared import check_answer
-from tests.integration.frontend.scripted import TOKENIZER, Frontend, ScriptedScheduler, scripted
-from tests.integration.frontend.test_embeddings import EMBEDS, embedding, states, unit
+from tests.integration.frontend.scripted import TOKENIZER, Frontend, ScriptedScheduler
+from tests.integration.frontend.test_embeddings import states, unit
 from tests.integration.frontend.test_refusals import error_of
 
 QUERY, TEXTS = "one", ["three four five six", "one", "two words"]
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[tuple[Frontend, ScriptedScheduler]]:
-    with scripted(state=EMBEDS, served_model_name=["demo"]) as pair:
-        yield pair
-
-
-@pytest.fixture
-def engine(pair: tuple[Frontend, ScriptedScheduler]) -> ScriptedScheduler:
-    pair[1].script(embedding)
-    return pair[1]
-
-
-@pytest.fixture
-def scorer(pair: tuple[Frontend, ScriptedScheduler], engine: ScriptedScheduler) -> Frontend:
-    return pair[0]
 
 
 def cosines_of(engine: ScriptedScheduler) -> list[float]:
@@ -42,29 +24,29 @@ def cosines_of(engine: ScriptedScheduler) -> list[float]:
     "names", [("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2")]
 )
 def test_one_text_is_compared_with_each(
-    scorer: Frontend, engine: ScriptedScheduler, path: str, names: tuple[str, str]
+    embedder: Frontend, engine: ScriptedScheduler, path: str, names: tuple[str, str]
 ) -> None:
-    answer = scorer.post(path, {names[0]: QUERY, names[1]: TEXTS, "priority": -3}).json()
+    answer = embedder.post(path, {names[0]: QUERY, names[1]: TEXTS, "priority": -3}).json()
     assert [entry["score"] for entry in answer["data"]] == pytest.approx(cosines_of(engine))
     assert answer["data"][1]["score"] == pytest.approx(1.0)
     assert answer["usage"]["prompt_tokens"] == sum(len(TOKENIZER.encode(text)) for text in [QUERY, *TEXTS])
     assert {request.priority for request in engine.requests} == {-3}
 
 
-def test_lists_of_equal_length_are_compared_in_pairs(scorer: Frontend, engine: ScriptedScheduler) -> None:
-    answer = scorer.post("/score", {"text_1": TEXTS, "text_2": TEXTS}).json()
+def test_lists_of_equal_length_are_compared_in_pairs(embedder: Frontend, engine: ScriptedScheduler) -> None:
+    answer = embedder.post("/score", {"text_1": TEXTS, "text_2": TEXTS}).json()
     assert [entry["score"] for entry in answer["data"]] == pytest.approx([1.0] * 3)
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
-def test_documents_are_ordered(scorer: Frontend, engine: ScriptedScheduler, path: str) -> None:
+def test_documents_are_ordered(embedder: Frontend, engine: ScriptedScheduler, path: str) -> None:
     documents = [TEXTS[0], {"text": TEXTS[1]}, TEXTS[2]]
-    answer = scorer.post(path, {"query": QUERY, "documents": documents, "top_n": 2}).json()
+    answer = embedder.post(path, {"query": QUERY, "documents": documents, "top_n": 2}).json()
     scores = cosines_of(engine)
     best, second = answer["results"]
     assert (best["index"], best["document"]) == (1, {"text": "one"})
     assert second["relevance_score"] == pytest.approx(max(scores[0], scores[2]))
-    bare = scorer.post(path, {"query": QUERY, "documents": documents, "return_documents": False}).json()
+    bare = embedder.post(path, {"query": QUERY, "documents": documents, "return_documents": False}).json()
     assert [set(result) for result in bare["results"]] == [{"index", "relevance_score"}] * 3
 
 
@@ -78,16 +60,16 @@ def test_documents_are_ordered(scorer: Frontend, engine: ScriptedScheduler, path
     ],
 )
 def test_answers_have_the_declared_fields(
-    scorer: Frontend, engine: ScriptedScheduler, path: str, body: dict[str, object]
+    embedder: Frontend, engine: ScriptedScheduler, path: str, body: dict[str, object]
 ) -> None:
-    check_answer(path, False, scorer.post(path, body).text)
+    check_answer(path, False, embedder.post(path, body).text)
 
 
-def test_pooling_is_the_embedding(scorer: Frontend, engine: ScriptedScheduler) -> None:
-    answer = scorer.post("/pooling", {"input": ["x"]}).json()
-    embedded = scorer.post("/v1/embeddings", {"input": ["x"]}).json()
+def test_pooling_is_the_embedding(embedder: Frontend, engine: ScriptedScheduler) -> None:
+    answer = embedder.post("/pooling", {"input": ["x"]}).json()
+    embedded = embedder.post("/v1/embeddings", {"input": ["x"]}).json()
     assert answer["data"][0]["data"] == embedded["data"][0]["embedding"]
-    encoded = scorer.post("/pooling", {"input": "x", "encoding_format": "base64"}).json()["data"][0]["data"]
+    encoded = embedder.post("/pooling", {"input": "x", "encoding_format": "base64"}).json()["data"][0]["data"]
     assert np.frombuffer(base64.b64decode(encoded), "<f4").tolist() == pytest.approx(answer["data"][0]["data"])
 
 
@@ -111,9 +93,9 @@ def test_pooling_is_the_embedding(scorer: Frontend, engine: ScriptedScheduler) -
     ],
 )
 def test_bad_field_is_refused(
-    scorer: Frontend, engine: ScriptedScheduler, path: str, body: dict[str, object], param: str | None
+    embedder: Frontend, engine: ScriptedScheduler, path: str, body: dict[str, object], param: str | None
 ) -> None:
-    assert error_of(scorer.post(path, body), 400)["param"] == param
+    assert error_of(embedder.post(path, body), 400)["param"] == param
     assert engine.requests == []
 
 

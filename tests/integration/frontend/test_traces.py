@@ -1,15 +1,12 @@
 """Traces of requests at a collector: spans, times, attributes, and events of recoveries."""
 
 import re
-import threading
 from collections.abc import Iterator
 
 import pytest
 from msgspec.structs import replace
 
-from protocol.requests import EnginePhase, FinishReason, RequestTimes
-from services.checkpoint import DEMO_MODEL
-from services.config import FrontendConfig
+from protocol.requests import EnginePhase, EngineState, FinishReason, RequestTimes
 from tests.integration.frontend.collector import TRANSPORTS, CollectedTraces
 from tests.integration.frontend.scripted import (
     READY,
@@ -18,7 +15,6 @@ from tests.integration.frontend.scripted import (
     ScriptedScheduler,
     answering,
     ended,
-    endpoint,
     scripted,
     silent,
     wait_until,
@@ -100,17 +96,14 @@ def test_failed_and_refused_requests_have_a_trace_without_a_parent(traced: Trace
 def test_recoveries_are_events_of_open_requests(traced: Traced) -> None:
     frontend, scheduler, collected = traced
     scheduler.script(silent)
-    client = threading.Thread(
-        target=frontend.post, args=(COMPLETIONS, {"prompt": [5]}), kwargs={"headers": {"x-request-id": "long"}}
-    )
-    client.start()
+    asked = frontend.post_later(COMPLETIONS, {"prompt": [5]}, headers={"x-request-id": "long"})
     number = scheduler.request().number
     scheduler.send(replace(READY, phase=EnginePhase.RECOVERING, detail="rank 1 was lost"))
     wait_until(lambda: not frontend.ready(), "the frontend has noticed")
     scheduler.send(READY)
     frontend.wait_ready()
     scheduler.send(ended(number, times=TIMES))
-    client.join()
+    asked.result()
     root, _ = collected.request("long")
     assert [name for name, _ in root.events] == ["engine lost", "engine recovered"]
     assert root.began < root.events[0][1] < root.events[1][1] < root.ended
@@ -158,14 +151,9 @@ def test_failing_exports_are_logged_when_they_begin_and_when_they_end(protocol: 
 
 def test_without_the_packages_the_flag_is_refused_in_one_line() -> None:
     code = "import sys\nsys.modules['opentelemetry'] = None"
-    with endpoint() as address:
-        settings = {"model": str(DEMO_MODEL), "scheduler_endpoint": address, "port": 0}
-        config = FrontendConfig.model_validate({**settings, "otlp_traces_endpoint": "http://127.0.0.1:4317"})
-        frontend = Frontend(config, code)
-        try:
-            assert frontend.wait() == 1
-        finally:
-            frontend.close()
+    loading = EngineState(EnginePhase.LOADING)
+    with scripted(code, state=loading, otlp_traces_endpoint="http://127.0.0.1:4317") as (frontend, _):
+        assert frontend.wait() == 1
     assert re.fullmatch(
         r"\S+ \S+ ERROR runahead: --otlp-traces-endpoint needs packages that are not installed \(.*\); "
         r"install the extra: pip install 'runahead-engine\[otel\]'\n",

@@ -35,16 +35,14 @@ def test_a_poor_machine_gets_a_remark_for_each_lack(capsys: Capture, monkeypatch
         assert words in text
 
 
-def test_without_the_native_extra_the_hint_has_its_name(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "installed", lambda name: "" if name == "torch" else "1.0")
+@pytest.mark.parametrize(
+    ("package", "status", "hint"), [("torch", 1, "runahead-engine[native]"), ("numba", 0, "computes on a GPU alone")]
+)
+def test_what_a_missing_package_prevents_is_said_and_no_kernels_are_shown(
+    package: str, status: int, hint: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "installed", lambda name: "" if name == package else "1.0")
     done = run_command(capsys, "doctor")
-    assert done.status == 1
-    assert "runahead-engine[native]" in done.stdout
-
-
-def test_without_numba_no_kernels_of_processors_are_shown(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "installed", lambda name: "" if name == "numba" else "1.0")
-    done = run_command(capsys, "doctor")
-    assert done.status == 0
-    assert "computes on a GPU alone" in done.stdout
+    assert done.status == status
+    assert hint in done.stdout
     assert "kernels:" not in done.stdout

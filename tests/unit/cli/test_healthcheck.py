@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -76,16 +76,13 @@ def test_missing_server_is_unhealthy() -> None:
 
 
 def test_scheduler_is_healthy_while_its_loop_reads_and_keeps_no_probe() -> None:
-    server = Server("tcp://127.0.0.1:0", {"worker"})
-    try:
+    with closing(Server("tcp://127.0.0.1:0", {"worker"})) as server:
         with pytest.raises(Unhealthy, match="no answer"):  # the socket listens, but nothing reads it
             healthcheck(server.endpoint, timeout=SHORT)
         with echoing(server):
             healthcheck(server.endpoint)
         assert not server.peers
         assert not server.errors
-    finally:
-        server.close()
 
 
 def test_command_checks_a_scheduler_with_keys_from_the_environment_or_a_flag(
@@ -93,17 +90,14 @@ def test_command_checks_a_scheduler_with_keys_from_the_environment_or_a_flag(
 ) -> None:
     make_keys(tmp_path)
     keys = str(tmp_path / "scheduler")
-    server = Server("tcp://127.0.0.1:0", {"worker"}, Security(tmp_path / "scheduler"))
-    try:
-        with echoing(server):
-            assert main([server.endpoint]) == 1
-            assert capsys.readouterr().err.startswith("unhealthy: ")
-            assert main(["--transport-keys", keys, server.endpoint], PATIENCE) == 0
-            assert main([server.endpoint, f"--transport-keys={keys}"], PATIENCE) == 0
-            monkeypatch.setenv("RUNAHEAD_TRANSPORT_KEYS", keys)
-            assert main([server.endpoint], PATIENCE) == 0
-    finally:
-        server.close()
+    security = Security(tmp_path / "scheduler")
+    with closing(Server("tcp://127.0.0.1:0", {"worker"}, security)) as server, echoing(server):
+        assert main([server.endpoint]) == 1
+        assert capsys.readouterr().err.startswith("unhealthy: ")
+        assert main(["--transport-keys", keys, server.endpoint], PATIENCE) == 0
+        assert main([server.endpoint, f"--transport-keys={keys}"], PATIENCE) == 0
+        monkeypatch.setenv("RUNAHEAD_TRANSPORT_KEYS", keys)
+        assert main([server.endpoint], PATIENCE) == 0
 
 
 def test_worker_is_healthy_while_it_is_connected(tmp_path: Path) -> None:

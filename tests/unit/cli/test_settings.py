@@ -93,6 +93,10 @@ def test_list_from_commas_in_the_environment_and_from_one_text_in_a_file(tmp_pat
             {"RUNAHEAD_TENSOR_PARALLEL_SIZE": "0"},
             "'auto' or greater than or equal to 1, not '0' .from environment RUNAHEAD_TENSOR_PARALLEL_SIZE.$",
         ),
+        ({"async_scheduling": False, "batch_queue_depth": "2"}, {}, "--no-async-scheduling contradicts.*depth 2"),
+        ({"async_scheduling": False}, {"RUNAHEAD_BATCH_QUEUE_DEPTH": "3"}, "contradicts --batch-queue-depth 3"),
+        ({"async_scheduling": True, "batch_queue_depth": "1"}, {}, "--async-scheduling contradicts.*depth 1"),
+        ({"lora_modules": ["a=b"], "backend": "vllm"}, {}, "--lora-modules needs --enable-lora"),
         ({"served_model_name": [1, 2]}, {}, "--served-model-name: input should be a valid string, not 1$"),
         (
             {"tensor_parallel_size": "auto"},
@@ -101,7 +105,9 @@ def test_list_from_commas_in_the_environment_and_from_one_text_in_a_file(tmp_pat
         ),
     ],
 )
-def test_error_names_flag_value_and_origin(flags: dict[str, object], environment: dict[str, str], message: str) -> None:
+def test_wrong_values_and_contradictions_are_refused_by_flag_value_and_origin(
+    flags: dict[str, object], environment: dict[str, str], message: str
+) -> None:
     with pytest.raises(ConfigurationError, match=message):
         merge(ServeConfig, flags, None, environment)
 
@@ -123,11 +129,6 @@ def test_error_names_flag_value_and_origin(flags: dict[str, object], environment
 )
 def test_placeholder_of_a_value_in_the_help(name: str, placeholder: str) -> None:
     assert type_name(ServeConfig.model_fields[name]) == placeholder
-
-
-@pytest.mark.parametrize(("given", "size"), [("auto", "auto"), ("4", 4)])
-def test_tensor_parallel_size_is_a_word_or_a_number(given: str, size: object) -> None:
-    assert merge(SchedulerConfig, {"tensor_parallel_size": given}, None, {}).config.tensor_parallel_size == size
 
 
 @pytest.mark.parametrize(
@@ -201,32 +202,20 @@ def test_refused_secret_is_not_repeated(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "depth"),
+    ("flags", "name", "value"),
     [
-        ({}, 2),
-        ({"async_scheduling": False}, 1),
-        ({"async_scheduling": True}, 2),
-        ({"async_scheduling": False, "batch_queue_depth": "1"}, 1),
-        ({"async_scheduling": True, "batch_queue_depth": "5"}, 5),
-        ({"batch_queue_depth": "8"}, 8),
+        ({"tensor_parallel_size": "auto"}, "tensor_parallel_size", "auto"),
+        ({"tensor_parallel_size": "4"}, "tensor_parallel_size", 4),
+        ({}, "depth", 2),
+        ({"async_scheduling": False}, "depth", 1),
+        ({"async_scheduling": True}, "depth", 2),
+        ({"async_scheduling": False, "batch_queue_depth": "1"}, "depth", 1),
+        ({"async_scheduling": True, "batch_queue_depth": "5"}, "depth", 5),
+        ({"batch_queue_depth": "8"}, "depth", 8),
     ],
 )
-def test_depth_of_each_combination_of_flags(flags: dict[str, object], depth: int) -> None:
-    assert merge(SchedulerConfig, flags, None, {}).config.depth == depth
-
-
-@pytest.mark.parametrize(
-    ("flags", "environment", "message"),
-    [
-        ({"async_scheduling": False, "batch_queue_depth": "2"}, {}, "--no-async-scheduling contradicts.*depth 2"),
-        ({"async_scheduling": False}, {"RUNAHEAD_BATCH_QUEUE_DEPTH": "3"}, "contradicts --batch-queue-depth 3"),
-        ({"async_scheduling": True, "batch_queue_depth": "1"}, {}, "--async-scheduling contradicts.*depth 1"),
-        ({"lora_modules": ["a=b"], "backend": "vllm"}, {}, "--lora-modules needs --enable-lora"),
-    ],
-)
-def test_contradicting_flags_are_refused(flags: dict[str, object], environment: dict[str, str], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        merge(ServeConfig, flags, None, environment)
+def test_value_of_each_combination_of_flags(flags: dict[str, object], name: str, value: object) -> None:
+    assert getattr(merge(SchedulerConfig, flags, None, {}).config, name) == value
 
 
 @pytest.mark.parametrize(

@@ -247,23 +247,23 @@ def test_second_signal_stops_all_at_once(supervised: SupervisedChildren) -> None
     assert {child.process.returncode for child in supervised.supervisor.children} == {-signal.SIGKILL}
 
 
-@pytest.mark.parametrize("position", range(3))
-def test_child_that_fails_ends_all_with_its_status_and_reason(supervised: SupervisedChildren, position: int) -> None:
-    scripts = [STOPPING, STOPPING, STOPPING]
-    scripts[position] = FAILING
-    assert supervised.run((scripts[0], scripts[1], scripts[2])) == 7
-    assert supervised.failure == f"{NAMES[position]} exited with status 7: the disk is full"
-    assert (NAMES[position], "bye") in supervised.lines
-
-
-def test_last_line_of_a_traceback_is_the_reason(supervised: SupervisedChildren) -> None:
-    assert supervised.run((STOPPING, RAISING, STOPPING)) == 1
-    assert supervised.failure == "scheduler exited with status 1: RuntimeError: no such luck"
-
-
-def test_unexpected_end_with_status_0_is_a_failure(supervised: SupervisedChildren) -> None:
-    assert supervised.run((STOPPING, STOPPING, EXITING)) == 1
-    assert supervised.failure == "worker exited with status 0"
+@pytest.mark.parametrize(
+    ("scripts", "status", "failure"),
+    [
+        ((FAILING, STOPPING, STOPPING), 7, "frontend exited with status 7: the disk is full"),
+        ((STOPPING, FAILING, STOPPING), 7, "scheduler exited with status 7: the disk is full"),
+        ((STOPPING, STOPPING, FAILING), 7, "worker exited with status 7: the disk is full"),
+        ((STOPPING, RAISING, STOPPING), 1, "scheduler exited with status 1: RuntimeError: no such luck"),
+        ((STOPPING, STOPPING, EXITING), 1, "worker exited with status 0"),
+    ],
+    ids=["frontend", "scheduler", "worker", "traceback", "status 0"],
+)
+def test_child_that_fails_ends_all_with_its_status_and_reason(
+    supervised: SupervisedChildren, scripts: tuple[str, str, str], status: int, failure: str
+) -> None:
+    assert supervised.run(scripts) == status
+    assert supervised.failure == failure
+    assert ("bye" in [line for _, line in supervised.lines]) is (FAILING in scripts)
 
 
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGKILL, "SIGKILL"), (40, "signal 40")])
@@ -377,16 +377,12 @@ def test_reason_of_a_failure_is_in_the_output_of_the_last_process(supervised: Su
 
 
 @pytest.mark.usefixtures("short_pauses")
-def test_child_that_ends_too_often_stops_all(supervised: SupervisedChildren) -> None:
-    assert supervised.run((STOPPING, STOPPING, EXITING_WITH_9), restarted="worker") == 9
-    assert supervised.events().count("worker up") == 1 + RESTARTS
-    assert supervised.failure == "worker exited with status 9"
-
-
-@pytest.mark.usefixtures("short_pauses")
-def test_child_is_not_restarted_after_a_final_status(supervised: SupervisedChildren) -> None:
-    assert supervised.run((STOPPING, STOPPING, EXITING_WITH_9), restarted="worker", final=(3, 9)) == 9
-    assert supervised.events().count("worker up") == 1
+@pytest.mark.parametrize(("final", "starts"), [((), 1 + RESTARTS), ((3, 9), 1)])
+def test_child_that_ends_too_often_or_with_a_final_status_stops_all(
+    supervised: SupervisedChildren, final: tuple[int, ...], starts: int
+) -> None:
+    assert supervised.run((STOPPING, STOPPING, EXITING_WITH_9), restarted="worker", final=final) == 9
+    assert supervised.events().count("worker up") == starts
     assert supervised.failure == "worker exited with status 9"
 
 

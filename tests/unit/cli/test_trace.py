@@ -32,6 +32,13 @@ def pipelined(step_id: int, ranks: int = 2) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def trace_of(**entries: Any) -> dict[str, Any]:
+    """Return the trace of what the frontend keeps of the scheduler's records."""
+    ring = StepRing(8)
+    ring.add(batch(**entries), now=0.0)
+    return TraceWriter([json.loads(entry_json(entry, True)) for entry in ring.read(0, 8)[0]]).document()
+
+
 def events_of(trace: dict[str, Any], phase: str) -> list[dict[str, Any]]:
     return [event for event in trace["traceEvents"] if event["ph"] == phase]
 
@@ -67,11 +74,8 @@ def test_a_plan_is_sent_while_the_step_before_runs() -> None:
 
 
 def test_a_request_has_its_phases_from_its_times() -> None:
-    ring = StepRing(8)
     ended = RequestRecord(0, 1, "cmpl-1", outcome="LENGTH", times=RequestTimes(1.0, 1.5, 2.0, 4.0))
-    ring.add(batch(requests=[RequestRecord(0, 1, "cmpl-1", 12), ended]), now=0.0)
-    entries = [json.loads(entry_json(entry, True)) for entry in ring.read(0, 8)[0]]
-    trace = TraceWriter(entries).document()
+    trace = trace_of(requests=[RequestRecord(0, 1, "cmpl-1", 12), ended])
     check(trace)
     found = {event["name"]: (event["ts"], event["dur"]) for event in events_of(trace, "X")}
     assert found == {
@@ -89,18 +93,14 @@ def test_a_request_that_has_not_ended_has_the_times_of_its_steps() -> None:
 
 def test_a_request_that_ended_in_the_queue_and_one_that_was_never_queued() -> None:
     queued = RequestRecord(0, 1, outcome="ABORT", times=RequestTimes(queued=1.0, ended=2.0))
-    ring = StepRing(8)
-    ring.add(batch(requests=[queued, RequestRecord(0, 2, outcome="ABORT")]), now=0.0)
-    trace = TraceWriter([json.loads(entry_json(entry, True)) for entry in ring.read(0, 8)[0]]).document()
+    trace = trace_of(requests=[queued, RequestRecord(0, 2, outcome="ABORT")])
     check(trace)
     assert {event["name"] for event in events_of(trace, "X")} == {"0/1", "queue"}
 
 
 def test_a_recovery_is_marked_in_all_lanes() -> None:
-    ring = StepRing(8)
-    ring.add(batch(events=[EngineEvent(EngineEventKind.EPOCH_ENDED, 1.0, EPOCH, "2 steps are void")]), now=0.0)
-    entries = [json.loads(entry_json(entry, True)) for entry in ring.read(0, 8)[0]]
-    (mark,) = events_of(TraceWriter(entries).document(), "i")
+    trace = trace_of(events=[EngineEvent(EngineEventKind.EPOCH_ENDED, 1.0, EPOCH, "2 steps are void")])
+    (mark,) = events_of(trace, "i")
     assert (mark["name"], mark["s"], mark["args"]["text"]) == ("epoch ended", "g", "2 steps are void")
 
 

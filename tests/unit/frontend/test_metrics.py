@@ -54,12 +54,16 @@ def engines_in(*states: EngineState) -> SimpleNamespace:
     )
 
 
+def text_of(*states: dict[str, object]) -> str:
+    """Return the metrics of a frontend with engines in these states."""
+    engines = engines_in(*(EngineState(EnginePhase.READY, **state) for state in states))  # type: ignore[arg-type]
+    return asyncio.run(Metrics(engines, "demo").render()).decode()  # type: ignore[arg-type]
+
+
 def test_statistics_of_the_engine_are_labelled_by_position() -> None:
     stats = {"accepted:0": 5.0, "accepted:1": 3.0, "steps_total": 7.0, "epoch": 2.0}
-    first = EngineState(EnginePhase.READY, stats=stats, max_loras=2, running_loras=["b", "a"], waiting_loras=["c"])
-    second = EngineState(EnginePhase.READY, stats={"steps_total": 9.0}, max_loras=1, running_loras=["a"])
-    engine = engines_in(first, second)
-    text = asyncio.run(Metrics(engine, "demo").render()).decode()  # type: ignore[arg-type]
+    first = {"stats": stats, "max_loras": 2, "running_loras": ["b", "a"], "waiting_loras": ["c"]}
+    text = text_of(first, {"stats": {"steps_total": 9.0}, "max_loras": 1, "running_loras": ["a"]})
     for line in (
         'runahead:accepted_total{engine="0",model_name="demo",position="0"} 5.0',
         'runahead:accepted_total{engine="0",model_name="demo",position="1"} 3.0',
@@ -91,11 +95,9 @@ async def test_other_tasks_run_while_metrics_are_rendered() -> None:
 
 
 def rendered(**state: object) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    engine = engines_in(EngineState(EnginePhase.READY, **state))  # type: ignore[arg-type]
-    text = asyncio.run(Metrics(engine, "demo").render()).decode()  # type: ignore[arg-type]
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
-        for family in text_string_to_metric_families(text)
+        for family in text_string_to_metric_families(text_of(state))
         for sample in family.samples
     }
 
@@ -143,8 +145,7 @@ def test_every_family_of_the_list_is_shown_under_both_names() -> None:
         ),
         1.0,
     )  # fmt: skip
-    engine = engines_in(EngineState(EnginePhase.READY, num_blocks=2, block_size=16, stats=stats))
-    lines = asyncio.run(Metrics(engine, "demo").render()).decode().splitlines()  # type: ignore[arg-type]
+    lines = text_of({"num_blocks": 2, "block_size": 16, "stats": stats}).splitlines()
     families = [line.split()[2] for line in lines if line.startswith("# TYPE") and not line.endswith("_created gauge")]
     assert len(set(families)) == len(families)
     for name in VLLM_NAMES:

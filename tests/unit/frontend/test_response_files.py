@@ -1,6 +1,7 @@
 """Bounds and modes of the files of responses."""
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ def added(files: ResponseFiles, directory: Path, tenant: str, age: float) -> str
     response: Any = {"id": id, "output": [{"type": "message", "role": "assistant", "content": [part]}]}
     files.add(tenant, StoredHead.of(GIVEN, GIVEN), response)
     (path,) = directory.glob(f"*/{id}.jsonl")
-    os.utime(path, (1000 - age, 1000 - age))
+    os.utime(path, (time.time() - age,) * 2)
     assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     return id
 
@@ -49,14 +50,14 @@ def test_stored_response_is_that_which_was_added(tmp_path: Path) -> None:
 
 
 def test_old_files_are_deleted(tmp_path: Path) -> None:
-    files = ResponseFiles(tmp_path, clock=lambda: 1000.0)
-    old, young = (added(files, tmp_path, "a", age) for age in (MAX_SECONDS + 1, MAX_SECONDS - 1))
+    files = ResponseFiles(tmp_path)
+    old, young = (added(files, tmp_path, "a", age) for age in (MAX_SECONDS + 60, MAX_SECONDS - 60))
     files.prune()
     assert (is_stored(files, "a", old), is_stored(files, "a", young)) == (False, True)
 
 
 def test_files_of_others_in_the_directory_are_kept(tmp_path: Path) -> None:
-    files = ResponseFiles(tmp_path, clock=lambda: 1000.0, max_files=0)
+    files = ResponseFiles(tmp_path, max_files=0)
     id = added(files, tmp_path, "a", 0)
     (folder,) = tmp_path.iterdir()
     others = [tmp_path / "photos" / "a.jpg", folder / "b.jpg", folder / "directory"]
@@ -72,7 +73,7 @@ def test_files_of_others_in_the_directory_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bounds", [{"max_bytes": 6 * BLOCK}, {"max_files": 6}])
 def test_the_key_that_has_most_loses_its_oldest(tmp_path: Path, bounds: Any) -> None:
-    files = ResponseFiles(tmp_path, clock=lambda: 1000.0, **bounds)
+    files = ResponseFiles(tmp_path, **bounds)
     few = [added(files, tmp_path, "few", 500 + age) for age in range(2)]
     many = [added(files, tmp_path, "many", age) for age in range(9)]
     files.prune()
@@ -81,7 +82,7 @@ def test_the_key_that_has_most_loses_its_oldest(tmp_path: Path, bounds: Any) -> 
 
 
 def test_giant_is_not_stored(tmp_path: Path) -> None:
-    files = ResponseFiles(tmp_path, max_bytes=6 * BLOCK, clock=lambda: 1000.0)
+    files = ResponseFiles(tmp_path, max_bytes=6 * BLOCK)
     id = added(files, tmp_path, "", 0)
     text = [InputMessage(role="user", content="x" * 7 * BLOCK)]
     giant: Any = {"id": new_id("resp"), "output": []}

@@ -8,17 +8,11 @@ from services.ray.resources import bundles, missing
 FOUR, TWO = {"CPU": 4.0, "memory": 1e9}, {"CPU": 2.0}
 
 
-def test_a_tensor_parallel_group_is_one_bundle_and_stages_are_several() -> None:
+def test_a_tensor_parallel_group_is_one_bundle_unless_its_ranks_are_spread() -> None:
     config = RayConfig(tensor_parallel_size=2, pipeline_parallel_size=3, threads=4)
     assert bundles(config) == [{"CPU": 8.0}, {"CPU": 8.0}, {"CPU": 8.0}, {"CPU": 1.0}]
-
-
-def test_spread_ranks_are_bundles_of_their_own() -> None:
     config = RayConfig(tensor_parallel_size=2, threads=2, placement_group_strategy="SPREAD")
     assert bundles(config) == [{"CPU": 2.0}, {"CPU": 2.0}, {"CPU": 1.0}]
-
-
-def test_a_rank_on_cuda_has_a_gpu() -> None:
     assert bundles(RayConfig(device="cuda"))[0] == {"CPU": 1.0, "GPU": 1.0}
 
 

@@ -16,7 +16,4 @@ def test_one_engine_with_a_short_queue_is_enough_for_new_requests() -> None:
 def test_engines_that_the_others_can_replace_are_too_many() -> None:
     assert wanted([0.0, 0.0, 0.0], [0.1, 0.2, 0.1], target=2.0) == 2
     assert wanted([0.0], [0.0], target=2.0) == 1
-
-
-def test_busy_engines_without_queues_stay() -> None:
-    assert wanted([0.0, 0.0], [0.5, 0.5], target=2.0) == 2
+    assert wanted([0.0, 0.0], [0.5, 0.5], target=2.0) == 2, "each is half busy"

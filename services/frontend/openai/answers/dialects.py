@@ -1,19 +1,11 @@
 """The JSON of completions and of chat, whole and streamed."""
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 from services.frontend.openai.answers.chunk import Chunk
 from services.frontend.openai.answers.logprobs import chat_json, completion_json
-from services.frontend.openai.schemas.responses import (
-    AnswerHead,
-    ChatChoice,
-    ChatDelta,
-    ChatMessage,
-    ChatResponse,
-    CompletionChoice,
-    CompletionResponse,
-    MessageDelta,
-    PromptLogprobs,
-    Usage,
-)
+from services.frontend.openai.schemas import responses
 
 
 class CompletionDialect:
@@ -25,8 +17,12 @@ class CompletionDialect:
     """True if a chunk that is only text always becomes one event, and such events differ only in the text."""
 
     def answer(
-        self, head: AnswerHead, whole: list[Chunk], usage: Usage, prompts: list[PromptLogprobs] | None
-    ) -> CompletionResponse:
+        self,
+        head: responses.AnswerHead,
+        whole: list[Chunk],
+        usage: responses.Usage,
+        prompts: list[responses.PromptLogprobs] | None,
+    ) -> responses.CompletionResponse:
         """Return the body of a response that is not streamed.
 
         Args:
@@ -41,13 +37,13 @@ class CompletionDialect:
     def opening(self, index: int) -> None:
         """Return the choice of a stream's event before any text."""
 
-    def deltas(self, index: int, chunk: Chunk) -> list[CompletionChoice]:
+    def deltas(self, index: int, chunk: Chunk) -> list[responses.CompletionChoice]:
         """Return the choices of a stream's events for a chunk, in order; none while its text is held back."""
         return [self.choice(index, chunk)]
 
     @staticmethod
-    def choice(index: int, chunk: Chunk) -> CompletionChoice:
-        choice: CompletionChoice = {
+    def choice(index: int, chunk: Chunk) -> responses.CompletionChoice:
+        choice: responses.CompletionChoice = {
             "index": index,
             "text": chunk.text,
             "logprobs": completion_json(chunk.logprobs) if chunk.logprobs else None,
@@ -61,26 +57,27 @@ class CompletionDialect:
         return choice
 
 
+@dataclass
 class ChatDialect:
     prefix, chunk_object = "chatcmpl", "chat.completion.chunk"
     has_constant_frame = True
-    no_content: str | None = ""
+    no_content: ClassVar[str | None] = ""
     """Content before any text."""
 
-    def __init__(self, role: str = "assistant", beginning: str = "") -> None:
-        """
-        Args:
-            role: the role of the message.
-            beginning: the part of the message that the conversation already has, if it is to be shown.
-        """
-        self._role = role
-        self._beginning = beginning
+    role: str = "assistant"
+    """Role of the message."""
+    beginning: str = ""
+    """The part of the message that the conversation already has, if it is to be shown."""
 
     def answer(
-        self, head: AnswerHead, whole: list[Chunk], usage: Usage, prompts: list[PromptLogprobs] | None
-    ) -> ChatResponse:
+        self,
+        head: responses.AnswerHead,
+        whole: list[Chunk],
+        usage: responses.Usage,
+        prompts: list[responses.PromptLogprobs] | None,
+    ) -> responses.ChatResponse:
         choices = [self.choice(index, chunk) for index, chunk in enumerate(whole)]
-        answer: ChatResponse = {
+        answer: responses.ChatResponse = {
             "id": head["id"],
             "object": "chat.completion",
             "created": head["created"],
@@ -94,9 +91,9 @@ class ChatDialect:
             answer["prompt_logprobs"] = prompts[0]
         return answer
 
-    def choice(self, index: int, whole: Chunk) -> ChatChoice:
-        message: ChatMessage = {"role": self._role, "content": self._beginning + whole.text, "refusal": None}
-        choice: ChatChoice = {
+    def choice(self, index: int, whole: Chunk) -> responses.ChatChoice:
+        message: responses.ChatMessage = {"role": self.role, "content": self.beginning + whole.text, "refusal": None}
+        choice: responses.ChatChoice = {
             "index": index,
             "message": message,
             "logprobs": chat_json(whole.logprobs) if whole.logprobs else None,
@@ -107,15 +104,15 @@ class ChatDialect:
             choice["token_ids"] = whole.token_ids
         return choice
 
-    def opening(self, index: int) -> ChatDelta:
-        delta: MessageDelta = {"role": self._role, "content": self._beginning or self.no_content}
+    def opening(self, index: int) -> responses.ChatDelta:
+        delta: responses.MessageDelta = {"role": self.role, "content": self.beginning or self.no_content}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def deltas(self, index: int, chunk: Chunk) -> list[ChatDelta]:
+    def deltas(self, index: int, chunk: Chunk) -> list[responses.ChatDelta]:
         return [self._delta(index, chunk, {"content": chunk.text} if chunk.text else {})]
 
-    def _delta(self, index: int, chunk: Chunk, delta: MessageDelta) -> ChatDelta:
-        choice: ChatDelta = {
+    def _delta(self, index: int, chunk: Chunk, delta: responses.MessageDelta) -> responses.ChatDelta:
+        choice: responses.ChatDelta = {
             "index": index,
             "delta": delta,
             "logprobs": chat_json(chunk.logprobs) if chunk.logprobs else None,

@@ -2,38 +2,29 @@
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from services.frontend.engine.streams import RawLogprobs
 from services.frontend.openai.answers.chunk import ScoredPosition, ScoredToken
 from services.frontend.openai.prompts.prompt import Prompt
-from services.frontend.openai.schemas.responses import (
-    ChatLogprobs,
-    CompletionLogprobs,
-    PositionLogprobs,
-    PromptLogprobs,
-    PromptToken,
-    TokenLogprob,
-)
+from services.frontend.openai.schemas import responses
 from services.frontend.text.token_texts import TokenTexts
 
 IMPOSSIBLE = -9999.0
 """Stands for minus infinity, which JSON has no number for; vLLM's value."""
 
 
+@dataclass(frozen=True)
 class LogprobFormatter:
     """Adds the tokens' texts to the engine's rows."""
 
-    def __init__(self, texts: TokenTexts, ids_as_text: bool) -> None:
-        """
-        Args:
-            ids_as_text: write a token as token_id:123, so that tokens with equal texts stay distinct.
-        """
-        self._texts = texts
-        self._ids_as_text = ids_as_text
+    texts: TokenTexts
+    ids_as_text: bool
+    """Write a token as token_id:123, so that tokens with equal texts stay distinct."""
 
     def _token(self, token_id: int, value: float | None) -> ScoredToken:
-        text, raw = self._texts[token_id]
-        text = f"token_id:{token_id}" if self._ids_as_text else text
+        text, raw = self.texts[token_id]
+        text = f"token_id:{token_id}" if self.ids_as_text else text
         return ScoredToken(text, raw, value if value is None else max(value, IMPOSSIBLE))
 
     def position(self, logprobs: RawLogprobs, offset: int) -> ScoredPosition:
@@ -55,16 +46,16 @@ class LogprobFormatter:
             return scored
         return [ScoredPosition(self._token(prompt.token_ids[0], None), (), 0), *scored]
 
-    def prompt_json(self, prompt: Prompt) -> PromptLogprobs:
+    def prompt_json(self, prompt: Prompt) -> responses.PromptLogprobs:
         """Return vLLM's `prompt_logprobs`: per position a dictionary by token id, None for the first."""
         return [None, *(self._by_id(logprobs) for _, logprobs in sorted(prompt.logprobs.items()))]
 
-    def _by_id(self, logprobs: RawLogprobs) -> dict[str, PromptToken]:
-        entries: dict[str, PromptToken] = {}
+    def _by_id(self, logprobs: RawLogprobs) -> dict[str, responses.PromptToken]:
+        entries: dict[str, responses.PromptToken] = {}
         ranks = [logprobs.token_rank, *range(1, len(logprobs.token_ids))]
         for rank, token_id, value in zip(ranks, logprobs.token_ids, logprobs.values, strict=True):
             text = self._token(token_id, value).text
-            entry: PromptToken = {"logprob": max(value, IMPOSSIBLE), "rank": rank, "decoded_token": text}
+            entry: responses.PromptToken = {"logprob": max(value, IMPOSSIBLE), "rank": rank, "decoded_token": text}
             entries.setdefault(str(token_id), entry)
         return entries
 
@@ -101,7 +92,7 @@ class LogprobQueue:
             yield self._held.popleft()
 
 
-def completion_json(positions: list[ScoredPosition]) -> CompletionLogprobs:
+def completion_json(positions: list[ScoredPosition]) -> responses.CompletionLogprobs:
     """Return the columns of a completion's `logprobs`. `top_logprobs` includes the token itself."""
     return {
         "tokens": [p.token.text for p in positions],
@@ -120,12 +111,14 @@ def _top(position: ScoredPosition) -> dict[str, float] | None:
     return top
 
 
-def chat_json(positions: list[ScoredPosition]) -> ChatLogprobs:
-    content: list[PositionLogprobs] = [{**_entry(p.token), "top_logprobs": [*map(_entry, p.top)]} for p in positions]
+def chat_json(positions: list[ScoredPosition]) -> responses.ChatLogprobs:
+    content: list[responses.PositionLogprobs] = [
+        {**_entry(p.token), "top_logprobs": [*map(_entry, p.top)]} for p in positions
+    ]
     return {"content": content, "refusal": None}
 
 
-def _entry(token: ScoredToken) -> TokenLogprob:
+def _entry(token: ScoredToken) -> responses.TokenLogprob:
     return {"token": token.text, "logprob": _value(token), "bytes": list(token.raw)}
 
 

@@ -1,6 +1,6 @@
 """Chat answers whose text is split into reasoning, tool calls and content."""
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from services.frontend.openai.answers.chat_output import AnswerParser, ChatOutput
@@ -16,38 +16,40 @@ _EMPTY = Chunk()
 def chat_dialect(output: ChatOutput, role: str, beginning: str) -> ChatDialect:
     """Return the form of the answers to a chat. `role`, `beginning`: see `ChatDialect`."""
     is_plain = output.tools.parser is None and output.start is None
-    return ChatDialect(role, beginning) if is_plain else ToolDialect(output, role, beginning)
+    return ChatDialect(role, beginning) if is_plain else ToolDialect(role, beginning, output=output)
 
 
+@dataclass(kw_only=True)
 class ToolDialect(ChatDialect):
     has_constant_frame = False
     no_content = None  # the answer may have none
 
-    def __init__(self, output: ChatOutput, role: str = "assistant", beginning: str = "") -> None:
-        super().__init__(role, beginning)
-        self._output = output
-        self._shows_reasoning = output.body.include_reasoning is not False
-        self._parsers: dict[int, AnswerParser] = {}
-        """By choice, of a stream."""
+    output: ChatOutput
+    _parsers: dict[int, AnswerParser] = field(default_factory=dict)
+    """By choice, of a stream."""
+
+    @property
+    def _shows_reasoning(self) -> bool:
+        return self.output.body.include_reasoning is not False
 
     def choice(self, index: int, whole: Chunk) -> ChatChoice:
-        parser = AnswerParser(self._output, eager=False)
+        parser = AnswerParser(self.output, eager=False)
         delta = self._parsed(parser.push(whole.text, is_last=True))
         choice = super().choice(index, self._replaced(whole, parser, delta.get("content") or ""))
         message = choice["message"]
         if calls := delta.get("tool_calls"):
             found: list[Any] = [{"id": c["id"], "type": c["type"], "function": c["function"]} for c in calls]
             message["tool_calls"] = found
-        if self._shows_reasoning and (self._output.start is not None or "reasoning" in delta):
+        if self._shows_reasoning and (self.output.start is not None or "reasoning" in delta):
             message["reasoning_content"] = message["reasoning"] = delta.get("reasoning")
-        if not message["content"] and (calls or self._output.start is not None):
+        if not message["content"] and (calls or self.output.start is not None):
             message["content"] = None
         return choice
 
     def deltas(self, index: int, chunk: Chunk) -> list[ChatDelta]:
         parser = self._parsers.get(index)
         if parser is None:
-            parser = self._parsers[index] = AnswerParser(self._output, eager=True)
+            parser = self._parsers[index] = AnswerParser(self.output, eager=True)
         events = parser.push(chunk.text, is_last=chunk.finish is not None)
         if chunk.is_text_only and not events:
             return []
@@ -63,7 +65,7 @@ class ToolDialect(ChatDialect):
         `finish_reason` becomes "tool_calls" if the answer has calls, but not if the client named the one tool to call:
         OpenAI and vLLM report "stop" then.
         """
-        is_call = chunk.finish == "stop" and parser.num_calls > 0 and self._output.tools.mode is not Mode.NAMED
+        is_call = chunk.finish == "stop" and parser.num_calls > 0 and self.output.tools.mode is not Mode.NAMED
         return replace(chunk, text=text, finish="tool_calls" if is_call else chunk.finish)
 
     def _parsed(self, events: list[ParsedEvent]) -> MessageDelta:

@@ -48,20 +48,14 @@ def _check(directory: Path, eos: Collection[object], given: Mapping[str, object]
         wrong = "a sampling default is not a number" if not numbers else "an eos_token_id is not a token id"
         raise CheckpointError(f"{directory}: {wrong}; correct generation_config.json")
     try:
-        SamplingParams(1, **_complete(given))
+        SamplingParams(1, **_numbers(given))
     except (ValueError, OverflowError) as error:
         raise CheckpointError(f"{directory / 'generation_config.json'}: {error}") from None
 
 
-def _complete(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sampling fields of `SamplingParams`, with OpenAI's defaults for missing ones."""
-    return {
-        "temperature": float(given.get("temperature", 1.0)),
-        "top_p": float(given.get("top_p", 1.0)),
-        "top_k": max(int(given.get("top_k", 0)), 0),
-        "min_p": float(given.get("min_p", 0.0)),
-        "repetition_penalty": float(given.get("repetition_penalty", 1.0)),
-    }
+def _numbers(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields of `SamplingParams`, in which a `top_k` of -1 is 0."""
+    return {name: max(int(value), 0) if name == "top_k" else float(value) for name, value in given.items()}
 
 
 def sampling_params(
@@ -90,7 +84,7 @@ def sampling_params(
     try:
         return SamplingParams(
             max(max_tokens, 1),  # echoing only the prompt still takes a step
-            **_complete({**defaults.sampling, **given}),
+            **_numbers({**defaults.sampling, **given}),
             seed=secrets.randbits(64) if body.seed is None else body.seed % 2**64,
             min_tokens=body.min_tokens or 0,
             eos_token_ids=tuple(token for token in eos if token < vocab_size),

@@ -30,9 +30,9 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     await response(scope, receive, send)
 
 
-def guarded(keys: list[str], max_body: int = 1000, **settings: object) -> httpx.AsyncClient:
+def guarded(keys: list[str], *guards: Any, **settings: object) -> httpx.AsyncClient:
     config = HttpConfig.model_validate({"api_key": keys, **settings})
-    transport = httpx.ASGITransport(app=with_cors(Guards(echo, config, max_body), config))
+    transport = httpx.ASGITransport(app=with_cors(Guards(echo, config, 1000, *guards), config))
     return httpx.AsyncClient(transport=transport, base_url="http://localhost")
 
 
@@ -57,10 +57,8 @@ async def test_every_route_of_the_application_needs_a_key_but_those_listed_here(
     app = with_routes(FrontendConfig(enable_admin_routes=True), page)
     routes = [route for route in app.routes if isinstance(route, Route)]
     assert len(routes) == len(app.routes) > 40
-    config = HttpConfig(api_key=["right"])
-    transport = httpx.ASGITransport(app=with_cors(Guards(echo, config, 1000, frozenset(page)), config))
     answered = set()
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with guarded(["right"], frozenset(page)) as client:
         for route in routes:
             path = re.sub(r"\{[^}]*\}", "x", route.path)
             for method in route.methods or ():
@@ -72,7 +70,6 @@ async def test_every_route_of_the_application_needs_a_key_but_those_listed_here(
 
 
 async def test_request_that_is_refused_for_load_is_not_read() -> None:
-    config = HttpConfig.model_validate({"api_key": ["right"]})
     is_read = False
 
     async def body() -> AsyncIterator[bytes]:
@@ -83,8 +80,7 @@ async def test_request_that_is_refused_for_load_is_not_read() -> None:
     def shed(scope: Scope) -> APIError | None:
         return APIError(429, "overloaded", retry_after=2.5) if scope["path"] == "/v1/completions" else None
 
-    transport = httpx.ASGITransport(app=Guards(echo, config, 1000, shed=shed))
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+    async with guarded(["right"], frozenset(), shed) as client:
         right = {"authorization": "Bearer right"}
         refused = await client.post("/v1/completions", content=body(), headers=right)
         assert (refused.status_code, refused.headers["retry-after"], is_read) == (429, "3", False)
@@ -104,10 +100,9 @@ def test_every_route_that_submits_requests_is_refused_for_load_before_it_is_read
 
 
 async def test_public_files_need_no_key_but_a_known_host() -> None:
-    config = HttpConfig.model_validate({"api_key": ["right"], "allowed_hosts": ["llm.example.com"]})
-    transport = httpx.ASGITransport(app=Guards(echo, config, 1000, frozenset({"/", "/page/main.js"})))
-    async with httpx.AsyncClient(transport=transport, base_url="http://llm.example.com") as client:
-        for path in ("/", "/page/main.js"):
+    files = frozenset({"/", "/page/main.js"})
+    async with guarded(["right"], files, allowed_hosts=["localhost"]) as client:
+        for path in files:
             assert (await client.get(path)).status_code == 200
             assert (await client.get(path, headers={"host": "evil.example.com"})).status_code == 400
         for path in ("/page", "/page/", "/page/other.js", "/page/../v1/models", "/%2e/v1/models"):

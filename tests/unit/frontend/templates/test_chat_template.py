@@ -81,34 +81,26 @@ def test_prompt_is_the_one_that_transformers_renders(name: str) -> None:
     assert template.render(Conversation(MESSAGES)) == expected
 
 
-def test_exception_of_a_template_is_a_400_with_its_message() -> None:
-    template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
-    with pytest.raises(APIError, match="roles must alternate") as refused:
-        template.render(Conversation(MESSAGES))
-    assert refused.value.status == 400
-
-
 @pytest.mark.parametrize(
-    "text",
+    ("text", "reason"),
     [
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.append(1) }}",
-        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{% for _ in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", "too long"),
+        (None, "--chat-template"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "cannot be applied"),
+        ("{{ messages.append(1) }}", "cannot be applied"),
+        ("{{ cycler.__init__.__globals__.os.system('true') }}", "cannot be applied"),
+        ("{{ messages[7].content }}", "cannot be applied"),
+        ("{{ 1 / 0 }}", "cannot be applied"),
+        ("{{ messages + 1 }}", "cannot be applied"),
+        ("{{ messages[0]['content'] % 5 }}", "cannot be applied"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "cannot be applied"),
     ],
 )
-def test_sandbox_denies_unsafe_access(text: str) -> None:
-    with pytest.raises(APIError):
+def test_template_that_fails_over_these_messages_is_a_400(text: str | None, reason: str) -> None:
+    with pytest.raises(APIError, match=reason) as refused:
         ChatTemplate(text, {}).render(Conversation([dict(message) for message in MESSAGES]))
-
-
-def test_endless_output_is_cut_off() -> None:
-    with pytest.raises(APIError, match="too long"):
-        ChatTemplate("{% for _ in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", {}).render(Conversation(MESSAGES))
-
-
-def test_error_without_a_template_names_the_flag() -> None:
-    with pytest.raises(APIError, match="--chat-template"):
-        ChatTemplate(None, {}).render(Conversation(MESSAGES))
+    assert refused.value.status == 400
 
 
 def test_broken_template_is_refused_at_start(tmp_path: Path) -> None:
@@ -146,21 +138,11 @@ def test_template_is_not_refused_because_the_machine_is_busy() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["{{ messages[7].content }}", "{{ 1 / 0 }}", "{{ messages + 1 }}", "{{ messages[0]['content'] % 5 }}",
-     "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"],
-)  # fmt: skip
-def test_template_that_fails_over_these_messages_is_a_400(text: str) -> None:
-    with pytest.raises(APIError) as refused:
-        ChatTemplate(text, {}).render(Conversation(MESSAGES))
-    assert refused.value.status == 400
-
-
-@pytest.mark.parametrize(
-    "text",
     ["{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
      "{% set n = namespace(x='xx') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+     "{% if tools %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}",
      "{{ 'x' * 10 ** 11 }}", "{% for %}"],
-    ids=["endless", "doubling", "huge", "syntax"],
+    ids=["endless", "doubling", "endless with tools", "huge", "syntax"],
 )  # fmt: skip
 def test_template_that_would_hang_the_server_fails_its_trial(text: str) -> None:
     with pytest.raises(CheckpointError, match="broken"):
