@@ -28,6 +28,15 @@ if triton.knobs.runtime.interpret:
     # It asserts only in debug mode that no integer overflows, but computes each sum and product in int64 for that.
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
+    # It makes a table of all types for each value.
+    make_numpy_type, numpy_types = interpreter._get_np_dtype, dict[str, Any]()  # noqa: SLF001
+
+    def numpy_type(kind: Any) -> Any:
+        if kind.name not in numpy_types:
+            numpy_types[kind.name] = make_numpy_type(kind)
+        return numpy_types[kind.name]
+
+    interpreter._get_np_dtype = numpy_type  # noqa: SLF001
 
 
 class CopyingDevice(CpuDevice):
