@@ -17,7 +17,7 @@ from tests.simulation.workload import draw
 
 SEEDS = 150
 """A fault must show within so many seeds, running ahead by one step and by more."""
-FIRST = (4, 12, 14, 16, 18, 1)
+FIRST = (4, 12, 14, 16, 18, 1, 39)
 """Seeds that notice the faults that run per change; the others count when a change has changed those runs."""
 
 

@@ -4,6 +4,7 @@ bfloat16 is not tested so: the interpreter's products of it are garbage.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -24,6 +25,18 @@ if triton.knobs.runtime.interpret:
     # takes most of its time. Here it does so once: this process compiles nothing.
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))  # noqa: SLF001
     interpreter._patch_lang = lambda _: interpreter._LangPatchScope()  # noqa: SLF001
+    # It asserts only in debug mode that no integer overflows, but computes each sum and product in int64 for that.
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
+    # It makes a table of all types for each value.
+    make_numpy_type, numpy_types = interpreter._get_np_dtype, dict[str, Any]()  # noqa: SLF001
+
+    def numpy_type(kind: Any) -> Any:
+        if kind.name not in numpy_types:
+            numpy_types[kind.name] = make_numpy_type(kind)
+        return numpy_types[kind.name]
+
+    interpreter._get_np_dtype = numpy_type  # noqa: SLF001
 
 
 class CopyingDevice(CpuDevice):

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,15 @@ def expected(text: str, body: dict[str, Any]) -> str:
     return rendered
 
 
+@lru_cache(maxsize=4)
+def chat_template(text: str, tool_use: str | None) -> ChatTemplate:
+    """Return one that renders all prompts of this template: it is a process."""
+    return ChatTemplate(text, SPECIAL, tool_use)
+
+
 def render(text: str, body: dict[str, Any], tool_use: str | None = None) -> str:
-    return ChatTemplate(text, SPECIAL, tool_use).render(conversation(ChatRequest.model_validate(body)))
+    said = conversation(ChatRequest.model_validate(body))
+    return chat_template(text, tool_use).render(said)
 
 
 @pytest.mark.parametrize("name", FILES)
