@@ -51,8 +51,8 @@ class StagesRun:
 
     @property
     def microbatches(self) -> list[int]:
-        """Number of tokens of each step, in order."""
-        return [span.tokens for span in self.spans if span.stage == 0]
+        """Number of tokens of each step, in order, on the stage whose report comes with the result."""
+        return [span.tokens for span in self.spans if span.stage == self.spans[-1].stage]
 
     def figures(self) -> dict[str, object]:
         """Return the metrics of the run; times in seconds."""
