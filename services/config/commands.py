@@ -80,21 +80,21 @@ class WhatIfConfig(BaseConfig):
     """Settings that a what-if changes, under their names in `SchedulerConfig`; None: as recorded."""
 
     batch_queue_depth: int | None = Field(None, ge=1, le=64)
-    """What if: steps in flight."""
+    """Steps in flight. Default: as recorded."""
     batching_policy: str | None = Field(None, min_length=1)
-    """What if: batching policy."""
+    """Batching policy. Default: as recorded."""
     scheduling_policy: Literal["fcfs", "priority"] | None = None
-    """What if: order of waiting requests."""
+    """Order of waiting requests. Default: as recorded."""
     max_num_seqs: int | None = Field(None, ge=1, le=65536)
-    """What if: maximum number of running requests."""
+    """Maximum number of running requests. Default: as recorded."""
     max_num_batched_tokens: Size | None = Field(None, ge=1)
-    """What if: maximum number of tokens in one step."""
+    """Maximum number of tokens in one step. Default: as recorded."""
     num_blocks: int | None = Field(None, ge=2)
-    """What if: number of KV-cache blocks."""
+    """Number of KV-cache blocks. Default: as recorded."""
     enable_prefix_caching: bool | None = None
-    """What if: share blocks of equal prefixes."""
+    """Sharing of blocks by equal prefixes. Default: as recorded."""
     speculative_config: Annotated[SpeculativeConfig | Literal["none"] | None, BeforeValidator(_speculation)] = None
-    """What if: speculative decoding, as JSON, or none."""
+    """Speculative decoding, as JSON, or none. Default: as recorded."""
 
 
 class ReplayConfig(WhatIfConfig):
@@ -103,9 +103,9 @@ class ReplayConfig(WhatIfConfig):
     incarnation: int | None = Field(None, ge=0)
     """Recording of this scheduler, the first number in the names of its files. Default: the latest."""
     draft_acceptance: float | None = Field(None, ge=0, le=1)
-    """What if: chance of a draft to be accepted. Default: as recorded; needed if the recording has no drafts."""
+    """Chance of a draft to be accepted. Default: as recorded; needed if the recording has no drafts."""
     chart: str = ""
-    """What if: file for a picture of the figures (.png, .svg); needs matplotlib. Default: none."""
+    """File for a picture of the figures of a what-if (.png, .svg); needs matplotlib. Default: none."""
 
     @property
     def is_what_if(self) -> bool:
