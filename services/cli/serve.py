@@ -41,23 +41,7 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
         ConfigurationError: the model or the address cannot be used.
     """
     started = time.monotonic()
-    preflight.check_model(config.model)
-    config = with_keys(config)
-    preflight.check_tls(config)
-    preflight.check_files(config)
-    check_sizes(config)
-    check_tokenizer(config)
-    check_drafter(config)
-    preflight.check_threads(config)
-    preflight.check_policy(config)
-    preflight.check_placement(config)
-    preflight.check_responses(config)
-    preflight.check_traces(config)
-    preflight.check_kv_events(config)
-    preflight.check_kv_keeper(config)
-    preflight.check_record(config)
-    if config.uds is None and not config.headless:
-        config = config.model_copy(update={"port": preflight.free_port(config.host, config.port)})
+    config = _checked(config)
     screen = display(config.log_format)
     if (text := preflight.warning(config)) is not None:
         screen.line(text)
@@ -116,6 +100,28 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
     if supervisor.failure is not None:
         screen.line(f"runahead: {supervisor.failure.describe_end()}")
     return status
+
+
+def _checked(config: ServeConfig) -> ServeConfig:
+    """Return the configuration with its keys and its port. Raises: ConfigurationError"""
+    preflight.check_model(config.model)
+    config = with_keys(config)
+    preflight.check_tls(config)
+    preflight.check_files(config)
+    check_sizes(config)
+    check_tokenizer(config)
+    check_drafter(config)
+    preflight.check_threads(config)
+    preflight.check_policy(config)
+    preflight.check_placement(config)
+    preflight.check_responses(config)
+    preflight.check_traces(config)
+    preflight.check_kv_events(config)
+    preflight.check_kv_keeper(config)
+    preflight.check_record(config)
+    if config.uds is None and not config.headless:
+        config = config.model_copy(update={"port": preflight.free_port(config.host, config.port)})
+    return config
 
 
 @contextlib.contextmanager

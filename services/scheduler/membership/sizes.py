@@ -24,33 +24,10 @@ def fit(c: SchedulerConfig, loaded: list[Loaded], leaves_rows_out: bool = False)
 
     Raises: GroupError
     """
-    least = min(rank.num_blocks for rank in loaded)
-    num_blocks = c.num_gpu_blocks_override or least
-    if num_blocks > least:
-        raise GroupError(f"--num-gpu-blocks-override {num_blocks}: the workers can hold {least} blocks")
-    groups, pooling = loaded[0].groups or ONE_GROUP, loaded[0].pooling
-    sized = ("sliding_window", "chunked_local_attention")
-    wrong = any((group.kind in sized) != bool(group.size) for group in groups)
-    wrong |= (states := num_states(groups)) == len(groups)
-    if wrong or any((rank.groups or ONE_GROUP, rank.pooling) != (groups, pooling) for rank in loaded):
-        raise GroupError(
-            "the workers have different poolers or groups of KV cache, or impossible ones; start all with the same "
-            "release and settings"
-        )
-    whole_prompts = pooling is not None and pooling.whole_prompts
-    if whole_prompts and c.policy == "phased":
-        raise GroupError(
-            "this model computes a prompt in one step, and --batching-policy phased in chunks; use chunked"
-        )
-    if (media := loaded[0].media) is not None and c.policy == "phased":
-        raise GroupError(
-            "this model reads images or sounds, which --batching-policy phased does not serve; use chunked"
-        )
-    if states and c.speculative_config is not None:
-        raise GroupError(
-            "--speculative-config: this model has recurrent states, from which rejected drafts cannot be taken back; "
-            "serve it without drafts"
-        )
+    num_blocks, groups, pooling = _num_blocks(c, loaded), loaded[0].groups or ONE_GROUP, loaded[0].pooling
+    _refuse_different(loaded)
+    _refuse_unserved(c, loaded[0])
+    states, whole_prompts = num_states(groups), pooling is not None and pooling.whole_prompts
     s, has_stages = c.speculative_config, c.pipeline_parallel_size > 1
     sizes = Limits(
         max_num_seqs=c.max_num_seqs,
@@ -90,5 +67,41 @@ def fit(c: SchedulerConfig, loaded: list[Loaded], leaves_rows_out: bool = False)
         max_loras=c.num_loras,
         pools_only=pooling is not None,
         whole_prompts=whole_prompts,
-        encoder_budget=c.max_num_batched_tokens if media is not None else 0,
+        encoder_budget=c.max_num_batched_tokens if loaded[0].media is not None else 0,
     )
+
+
+def _num_blocks(c: SchedulerConfig, loaded: list[Loaded]) -> int:
+    """Raises: GroupError"""
+    least = min(rank.num_blocks for rank in loaded)
+    if (wanted := c.num_gpu_blocks_override or least) > least:
+        raise GroupError(f"--num-gpu-blocks-override {wanted}: the workers can hold {least} blocks")
+    return wanted
+
+
+def _refuse_different(loaded: list[Loaded]) -> None:
+    """Raises: GroupError"""
+    groups, sized = loaded[0].groups or ONE_GROUP, ("sliding_window", "chunked_local_attention")
+    wrong = any((group.kind in sized) != bool(group.size) for group in groups) or num_states(groups) == len(groups)
+    if wrong or any((rank.groups or ONE_GROUP, rank.pooling) != (groups, loaded[0].pooling) for rank in loaded):
+        raise GroupError(
+            "the workers have different poolers or groups of KV cache, or impossible ones; start all with the same "
+            "release and settings"
+        )
+
+
+def _refuse_unserved(c: SchedulerConfig, model: Loaded) -> None:
+    """Raises: GroupError, for a model that is not served with these settings"""
+    if model.pooling is not None and model.pooling.whole_prompts and c.policy == "phased":
+        raise GroupError(
+            "this model computes a prompt in one step, and --batching-policy phased in chunks; use chunked"
+        )
+    if model.media is not None and c.policy == "phased":
+        raise GroupError(
+            "this model reads images or sounds, which --batching-policy phased does not serve; use chunked"
+        )
+    if num_states(model.groups or ONE_GROUP) and c.speculative_config is not None:
+        raise GroupError(
+            "--speculative-config: this model has recurrent states, from which rejected drafts cannot be taken back; "
+            "serve it without drafts"
+        )
