@@ -146,22 +146,6 @@ def test_a_late_result_of_a_step_id_that_is_in_flight_again_is_dropped(depth: in
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_requests_come_and_go_while_there_are_no_workers(depth: int) -> None:
-    world = World(Limits(2, 64, 128, 32, 4), depth)
-    streams = [world.add(prompt_of(20, seed=i), params(8, eos=False)) for i in range(4)]
-    world.step()
-    world.dispatch()
-    world.end_epoch()
-    world.abort(streams[0], streams[3])
-    world.add(prompt_of(20), params(8, eos=False), number=0)
-    world.end_epoch()
-    world.start_epoch(world.limits, ChunkedPolicy())
-    change_workers(world)
-    world.drain()
-    assert [len(stream.tokens) for stream in world.streams] == [1, 8, 8, 0, 8]
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("num_blocks", [8, 64])
 def test_a_group_with_less_memory_ends_what_does_not_fit_and_only_that(num_blocks: int, depth: int) -> None:
     world = World(Limits(4, 64, 128, 32, 4, encoder_budget=64), depth)
