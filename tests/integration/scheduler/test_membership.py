@@ -68,6 +68,19 @@ def test_killed_worker_is_replaced_by_one_that_comes_later(tmp_path: Path, undis
         finished(client, undisturbed)
 
 
+def test_open_requests_fail_when_recovery_takes_too_long(tmp_path: Path) -> None:
+    with engine(tmp_path, SCHEDULER | {"recovery_timeout_seconds": 0.5}, SIM) as running:
+        client = started(running, 3)
+        running.worker.kill()
+        client.wait_finished(*REQUESTS)
+        assert {finish.reason for finish in client.finished.values()} == {FinishReason.ERROR}
+        running.add_worker()
+        wait_for(client, lambda c: c.state.phase is EnginePhase.READY)
+        client.generate(99, [1, 2, 3], SamplingParams(max_tokens=5, temperature=0.0))
+        client.wait_finished(99)
+        assert len(client.tokens[99]) == 5
+
+
 @pytest.mark.parametrize(
     ("other", "named"),
     [
