@@ -239,24 +239,3 @@ def test_one_request_enters_again_when_its_token_is_at_the_first_stage(stages: i
     while not world.streams[0].finish:
         world.step()
     assert world.streams[0].steps == 30
-
-
-@pytest.mark.parametrize(("stages", "depth"), PIPELINES[1:])
-def test_a_stage_is_lost_with_steps_in_every_stage(stages: int, depth: int) -> None:
-    world = World(Limits(8, 4, 128, 256, 4, stages=stages), depth)
-    for i in range(8):
-        world.add(prompt_of(6, seed=i), params(20, eos=False))
-    for _ in range(10 * stages):
-        world.dispatch()
-        if stages > 1:
-            world.tick()
-        if world.pending:
-            world.complete()
-    world.dispatch()
-    inflight = len(world.engine.queue)
-    assert inflight >= stages
-    change_workers(world)
-    assert len(world.orphans) == inflight
-    world.drain()
-    while world.orphans:
-        world.late_result()
