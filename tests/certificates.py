@@ -1,8 +1,14 @@
-"""HTTP clients without certificates: reading them takes 0.2 s for each client, and tests only use http."""
+"""Certificates of servers, and HTTP clients without any: reading them takes 0.2 s for each client, and most tests only
+use http."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+CERTIFICATES = Path(__file__).parent / "integration" / "frontend" / "certificates"
+AUTHORITY, CERTIFICATE, KEY = (str(CERTIFICATES / name) for name in ("ca.pem", "server.pem", "server.key"))
+TLS = ("--ssl-certfile", CERTIFICATE, "--ssl-keyfile", KEY)
 
 
 @pytest.fixture(scope="session", autouse=True)

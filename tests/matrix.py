@@ -40,14 +40,6 @@ def pairwise(values: Sequence[T], cell: Callable[[T], tuple[object, ...]]) -> li
     ]
 
 
-def one_in(count: int, values: Sequence[object]) -> list[ParameterSet]:
-    """Return `values`, of which every `count`-th runs per change, beginning with the first."""
-    return [
-        pytest.param(value, marks=() if index % count == 0 else (pytest.mark.soak,))
-        for index, value in enumerate(values)
-    ]
-
-
 def _choose(cells: Sequence[tuple[object, ...]], strength: int) -> set[int]:
     """Return indices of cells that cover all combinations of `strength` values, chosen greedily."""
     covered: set[Combined] = set()

@@ -1,17 +1,15 @@
 """Depth two beside depth one, as clients of `runahead serve` see it: throughput, time to first token, inter-token
 latency, time per output token and end-to-end latency.
 
-The servers of both depths run at the same time and get the load in turns, so that both meet the same machine; a server
-without requests does not compute. m135 has the shape of SmolLM2-135M.
+The servers of both depths run at the same time and get the load in turns. m135 has the shape of SmolLM2-135M.
 """
 
 import argparse
-from contextlib import ExitStack
 from typing import Any
 
 from tests.benchmarks.support.random_llama import SHAPES, random_llama
 from tests.benchmarks.support.report import add_ints, medians, report
-from tests.benchmarks.support.servers import BACKENDS, forward_seconds, runahead_process, served
+from tests.benchmarks.support.servers import BACKENDS, forward_seconds, served, side_by_side
 
 DEPTHS = (1, 2)
 COLUMNS = {
@@ -33,23 +31,9 @@ Loads = dict[int, list[dict[str, Any]]]
 def measure(model: str, backend: str, args: argparse.Namespace) -> Loads:
     """Serve the load `args.repeats` times at each depth."""
     loads: Loads = {depth: [] for depth in DEPTHS}
-    with ExitStack() as stack:
-        servers = {
-            depth: stack.enter_context(
-                runahead_process(
-                    random_llama(model),
-                    f"--backend={backend}",
-                    f"--batch-queue-depth={depth}",
-                    f"--threads={args.threads}",
-                    f"--dtype={args.dtype}",
-                    "--max-model-len=1024",
-                    "--block-size=32",  # vLLM's attention on the CPU requires a multiple of it
-                    "--kv-cache-memory-bytes=1G",
-                    python=BACKENDS[backend](),
-                )
-            )
-            for depth in DEPTHS
-        }
+    common = (f"--threads={args.threads}", "--max-model-len=1024")
+    settings = {depth: (f"--batch-queue-depth={depth}", *common) for depth in DEPTHS}
+    with side_by_side(random_llama(model), backend, args.dtype, settings) as servers:
         for number in range(args.repeats):
             for depth in DEPTHS if number % 2 == 0 else reversed(DEPTHS):
                 url = servers[depth].url

@@ -1,7 +1,6 @@
 """`--threads 0` beside each explicit number of threads, alone and beside a process that keeps a core busy.
 
-The servers of all settings run at the same time and get the loads in turns, so that all meet the same machine; a server
-without requests does not compute.
+The servers of all settings run at the same time and get the loads in turns.
 """
 
 import argparse
@@ -15,7 +14,7 @@ from typing import Any
 from services.worker.machine import cores
 from tests.benchmarks.support.random_llama import SHAPES, random_llama
 from tests.benchmarks.support.report import report
-from tests.benchmarks.support.servers import BACKENDS, runahead_process, served
+from tests.benchmarks.support.servers import BACKENDS, served, side_by_side
 
 TOKENS, WAVES = 64, {1: 6, 16: 2, 64: 3}
 """Tokens of each prompt and answer; streams -> requests of each."""
@@ -36,22 +35,8 @@ def busy_core() -> Iterator[None]:
 
 def measure(model: str, backend: str, args: argparse.Namespace) -> Loads:
     loads: Loads = {}
-    with ExitStack() as stack:
-        servers = {
-            threads: stack.enter_context(
-                runahead_process(
-                    random_llama(model),
-                    f"--backend={backend}",
-                    f"--threads={threads}",
-                    f"--dtype={args.dtype}",
-                    "--max-model-len=512",
-                    "--block-size=32",
-                    "--kv-cache-memory-bytes=1G",
-                    python=BACKENDS[backend](),
-                )
-            )
-            for threads in (0, *range(1, cores() + 1))
-        }
+    settings = {threads: (f"--threads={threads}", "--max-model-len=512") for threads in range(cores() + 1)}
+    with side_by_side(random_llama(model), backend, args.dtype, settings) as servers:
         for server in servers.values():
             served(server.url, max(args.streams), TOKENS, TOKENS, 1)
         for _ in range(args.repeats):

@@ -21,19 +21,9 @@ def server() -> Iterator[ServeProcess]:
 @pytest.fixture(scope="session")
 def sim() -> Iterator[ServeProcess]:
     """The simulator without delays. A short context bounds every output. The soak records it."""
-    arguments = (
-        "--backend",
-        "sim",
-        "--sim-step-ms",
-        "0",
-        "--sim-prefill-token-us",
-        "0",
-        "--max-model-len",
-        "96",
-        "--enable-admin-routes",
-    )
+    arguments = ("--backend=sim", "--sim-step-ms=0", "--sim-prefill-token-us=0", "--max-model-len=96")
     record = os.environ.get("RUNAHEAD_SOAK_RECORD")
-    with serving(*arguments, *(("--record", record) if record else ())) as running:
+    with serving(*arguments, "--enable-admin-routes", *(("--record", record) if record else ())) as running:
         yield running
 
 

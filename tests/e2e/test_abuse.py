@@ -5,7 +5,6 @@ tests/unit/scheduler/grammar/test_bombs.py.
 """
 
 import json
-import socket
 from typing import Any
 
 import httpx
@@ -178,18 +177,6 @@ def test_integers_beyond_64_bits_in_passed_on_json_are_no_server_error(sim: Serv
     assert send(sim, "/v1/responses", {**echoed, "max_output_tokens": 2}).status_code == 200
 
 
-def test_huge_header_and_invalid_http_close_only_their_connection(sim: ServeProcess) -> None:
-    host, port = sim.url.removeprefix("http://").split(":")
-    for raw in (b"GET / HTTP/1.1\r\nx: " + b"y" * 1_000_000, b"\x00\x01\x02\r\n\r\n", b"GET /nowhere HTTP/9.9\r\n\r\n"):
-        with socket.create_connection((host, int(port)), timeout=SOON) as connection:
-            try:
-                connection.sendall(raw)
-                answer = connection.recv(65536)
-            except ConnectionError:
-                answer = b""
-        assert not answer or answer.split()[1].startswith(b"4")
-
-
 def test_wrong_types_in_every_field(sim: ServeProcess) -> None:
     """Each value is either allowed (such as a text for a list of texts) and answered, or refused. Fields that are
     declared alike on several paths are sent to one of them."""
@@ -225,30 +212,15 @@ GRAMMARS: dict[str, dict[str, Any]] = {
     "a long regex": {"regex": "(ab?c*|d+){1,30}" * 15_000},
     "look-behind": {"regex": "(?<=a)b"},
     "back reference": {"regex": r"(a)\1"},
-    "an invalid regex": {"regex": "[z-a"},
-    "an undefined rule": {"grammar": "start: nothing"},
     "control characters as grammar": {"grammar": "\x00\x01"},
     "a million repetitions": {"grammar": 'start: "a"~1000000'},
     "a schema that is only recursive": {"json": {"$ref": "#"}},
-    "a schema without a finite match": {
-        "json": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
-    },
     "a deep schema": {"json": DEEP},
-    "a reference to a file": {"json": {"$ref": "file:///etc/passwd"}},
-    "a reference to an address": {"json": {"$ref": "http://127.0.0.1:9/schema.json"}},
     "a regex bomb in a schema": {"json": {"type": "string", "pattern": "^((a{1,1000}){1,1000}){1,1000}$"}},
-    "a billion items": {"json": {"type": "array", "items": {"type": "string"}, "minItems": 10**9}},
-    "a billion characters": {"json": {"type": "string", "minLength": 10**9}},
     "invalid JSON": {"json": "{"},
-    "an unknown type": {"json": {"type": "wizard"}},
     "a long choice": {"choice": ["x" * 100_000]},
     "a structural tag with invalid JSON": {"structural_tag": "{"},
 }  # fmt: skip
-
-EXPENSIVE: dict[str, dict[str, Any]] = {
-    "states that double": {"regex": "(a|b)*a(a|b){1,5000}"},
-}  # fmt: skip
-"""Grammars that may be served or refused, but must not delay the server."""
 
 
 def structured(more: dict[str, Any], **body: Any) -> dict[str, Any]:
@@ -267,9 +239,9 @@ def test_expensive_or_invalid_grammar_is_refused(sim: ServeProcess, name: str) -
         assert_refused(send(sim, COMPLETIONS, structured(GRAMMARS[name], stream=stream)))
 
 
-@pytest.mark.parametrize("name", EXPENSIVE)
-def test_grammar_with_many_states_is_answered(sim: ServeProcess, name: str) -> None:
-    response = send(sim, COMPLETIONS, structured(EXPENSIVE[name]))
+def test_grammar_with_many_states_is_answered(sim: ServeProcess) -> None:
+    """It may be served or refused, but must not delay the server."""
+    response = send(sim, COMPLETIONS, structured({"regex": "(a|b)*a(a|b){1,5000}"}))
     if response.status_code != 200:
         assert_refused(response)
 

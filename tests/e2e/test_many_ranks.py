@@ -97,10 +97,3 @@ async def test_services_do_not_outlive_a_killed_supervisor(ranks: tuple[str, ...
             for stream in streams:
                 await stream.close()
         wait_until(lambda: not any(map(is_alive, server.services.values())), "all ranks have ended")
-
-
-def test_unsupported_tensor_parallel_size_is_refused_with_the_possible_ones() -> None:
-    with serving("--tensor-parallel-size", "3", *NATIVE, wait=False) as server:
-        assert server.wait() == 2
-        assert server.last_line().startswith("runahead: this model cannot be cut for 3 tensor-parallel ranks")
-        assert "only for 1, 2, 4" in server.last_line()

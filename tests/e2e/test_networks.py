@@ -11,12 +11,10 @@ import httpx
 import pytest
 
 from services.cli.healthcheck import Unhealthy, healthcheck
+from tests.certificates import AUTHORITY, CERTIFICATE, KEY, TLS
 from tests.e2e.server import ServeProcess, serving
 
-CERTIFICATES = Path(__file__).parents[1] / "integration" / "frontend" / "certificates"
-AUTHORITY, CERTIFICATE, KEY = (str(CERTIFICATES / name) for name in ("ca.pem", "server.pem", "server.key"))
 SIM = ("--backend", "sim")
-TLS = ("--ssl-certfile", CERTIFICATE, "--ssl-keyfile", KEY)
 BODY = {"prompt": "Hi", "max_tokens": 3, "stream": True}
 
 
@@ -70,29 +68,3 @@ def test_unix_socket(tmp_path: Path) -> None:
             answer = client.post("http://localhost/v1/completions", json=BODY)
             assert answer.text.endswith("data: [DONE]\n\n")
     assert not path.exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--ssl-certfile", "missing.pem"), "--ssl-certfile: cannot use missing.pem: no such file"),
-        (("--ssl-certfile", AUTHORITY, "--ssl-keyfile", KEY), "key values mismatch"),
-        ((*TLS, "--ssl-ca-certs", KEY), "--ssl-ca-certs: cannot use"),
-        (("--ssl-keyfile", KEY), "--ssl-keyfile needs --ssl-certfile"),
-        (("--root-path", "llm"), "--root-path"),
-    ],
-)
-def test_what_cannot_be_used_is_one_line_before_any_service_starts(arguments: tuple[str, ...], words: str) -> None:
-    with serving(*SIM, *arguments, wait=False) as server:
-        assert server.wait() == 2
-        (line,) = server.log.read_text().splitlines()
-        assert words in line
-
-
-def test_taken_unix_socket_is_one_line(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_text("x")
-    with serving(*SIM, "--uds", str(path), wait=False) as server:
-        assert server.wait() != 0
-        assert server.log.read_text() == f"runahead: --uds: {path} is a file; give a path that a socket can have\n"
-    assert path.read_text() == "x"

@@ -106,11 +106,3 @@ def test_structured_output_matches_its_schema_choice_or_regex(client: OpenAI, mo
     assert re.fullmatch(
         "[a-f]{3}-[0-9]{2}", completed(extra_body={"structured_outputs": {"regex": "[a-f]{3}-[0-9]{2}"}})
     )
-
-
-def test_complete_structured_output_ends_before_min_tokens(complete: Completions) -> None:
-    """The grammar takes precedence over `min_tokens`."""
-    extra = {"structured_outputs": {"choice": ["yes", "no"]}, "min_tokens": 10}
-    answer = complete(extra_body=extra)
-    assert answer.choices[0].text in ("yes", "no")
-    assert answer.usage.completion_tokens < 10

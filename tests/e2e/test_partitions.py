@@ -39,30 +39,6 @@ def link_of(services: SeparateServices, name: str) -> TcpProxy:
     return services.frontend_link() if name == "frontend" else services.worker_link()
 
 
-@pytest.mark.parametrize(
-    ("link", "fault"),
-    [
-        ("frontend", "deaf scheduler"),
-        pytest.param("frontend", "mute scheduler", marks=soak),
-        pytest.param("frontend", "cut", marks=soak),
-        pytest.param("worker", "deaf scheduler", marks=soak),
-        ("worker", "mute scheduler"),
-        pytest.param("worker", "cut", marks=soak),
-    ],
-)
-def test_an_idle_engine_whose_link_is_broken_is_not_ready(services: SeparateServices, link: str, fault: str) -> None:
-    proxy, do = link_of(services, link), services.proxies.do
-    services.wait_readyz()
-    do(FAULTS[fault](proxy))
-    services.wait_readyz(False)
-    do(proxy.restore())
-    services.wait_readyz()
-    with services.client() as client:
-        model = client.models.list().data[0].id
-        answer = client.completions.create(model=model, prompt="Hi", max_tokens=5, extra_body={"ignore_eos": True})
-        assert answer.usage.completion_tokens == 5
-
-
 @pytest.mark.soak
 def test_a_worker_that_receives_no_plans_connects_again(services: SeparateServices) -> None:
     """Its other connection works, and so would a new one: the fault need not end."""

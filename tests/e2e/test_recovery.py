@@ -204,17 +204,6 @@ async def test_streams_end_with_an_error_when_the_server_gives_up(service: str) 
             server.assert_nothing_is_left()
 
 
-def test_a_stopped_scheduler_fails_the_probe_before_it_is_lost() -> None:
-    patient = {STOPPED_GRACE: "60"}  # on a loaded machine the probe may fail later than `serve` kills the process
-    with serving(*SIM, "--scheduler-timeout-seconds", "60", **patient) as server:
-        server.services["scheduler"].send_signal(signal.SIGSTOP)
-        wait_until(lambda: server.get("/readyz")[0] == 503, "the frontend has noticed")
-        assert "waiting for the scheduler" in server.get("/readyz")[1]
-        server.services["scheduler"].send_signal(signal.SIGCONT)
-        wait_until(lambda: server.get("/readyz")[0] == 200, "the same scheduler serves again")
-        assert "connecting again" not in server.log.read_text()
-
-
 async def test_a_scheduler_that_was_stopped_for_long_exits_when_it_wakes(undisturbed_sim: list[Any]) -> None:
     """Meanwhile the others have turned away from it. It is restarted, and the streams continue."""
     with serving(*SIM, "--scheduler-timeout-seconds", f"{SILENCE:g}", **{STOPPED_GRACE: "60"}) as server:

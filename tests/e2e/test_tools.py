@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
-import openai
 import pytest
 from openai import OpenAI
 
@@ -81,15 +80,6 @@ def test_required_call_is_valid_and_equals_its_stream(client: OpenAI, model: str
     if tool_choice == NAMED:
         assert calls[0][0][0] == "plan_trip"
         assert len([delta for delta in deltas if delta.tool_calls]) > 1, "the arguments came in one chunk"
-
-
-def test_tools_do_not_change_a_template_without_tools(client: OpenAI, model: str) -> None:
-    body = request_of("none", 0, model=model, max_tokens=24)
-    with_tools = client.chat.completions.create(**body)
-    without = client.chat.completions.create(model=model, messages=MESSAGES, temperature=0.0, seed=0, max_tokens=24)
-    assert with_tools.choices[0].message.content == without.choices[0].message.content
-    with pytest.raises(openai.BadRequestError, match="--tool-call-parser"):
-        client.chat.completions.create(**request_of("auto", 0, model=model))
 
 
 def test_grammar_begins_after_the_reasoning(reasoning_client: OpenAI) -> None:

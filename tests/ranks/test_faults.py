@@ -16,7 +16,7 @@ from tests.integration.native.conftest import Family
 from tests.integration.native.driver import BLOCK_SIZE, GREEDY, NUM_BLOCKS, NUM_SLOTS, DrivenRequest
 from tests.ranks.conftest import RankPool, per_change
 from tests.ranks.failures import RankFailure
-from tests.ranks.group import GroupDriver, NativeRankProcess, RankGroup, encode
+from tests.ranks.group import GroupDriver, NativeRankProcess, encode
 
 Start = Callable[..., GroupDriver]
 PROMPT = list(range(20, 49))
@@ -229,16 +229,3 @@ def test_a_canary_step_leaves_nothing_behind(tied: Family, start: Start, layout:
     assert (request.slot, request.generation) == (0, 1)
     driver.generate([request], 4, chunk=1)
     assert request.output == expected.output
-
-
-def test_a_size_that_the_model_does_not_allow_is_refused(tied: Family, pool: RankPool) -> None:
-    group = RankGroup(pool.take(3), tied.path, 3, 1)
-    with pytest.raises(
-        RankFailure, match="LoadError: this model cannot be cut for 3 tensor-parallel ranks, only for 1, 2, 4"
-    ):
-        group.load(Assignment(1, 0, 1, BLOCK_SIZE, NUM_SLOTS, 64), lambda phase, fraction: None)
-    for rank in group.ranks[1:]:
-        with pytest.raises(RankFailure, match="LoadError"):
-            rank.receive()
-    group.call("leave")
-    assert group.identify() == [[1, 2, 4], 5]

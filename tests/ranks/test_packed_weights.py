@@ -1,11 +1,11 @@
 """The ranks of a group that starts again take their packed weights from files."""
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from tests.integration.native.conftest import Family
 from tests.ranks.group import GroupDriver
+from tests.waiting import wait_until
 
 PROMPT = [5, 9, 201, 17, 3, 3, 88]
 
@@ -20,6 +20,6 @@ def test_two_ranks_start_again_with_the_same_tokens_and_digests(
         group.generate([request], 8)
         found.append((request.output, [each.contents for each in group.runner.loaded]))
         if config["weights_cache_dir"] != "none":
-            while len(list((tmp_path / "weights").glob("*.packed"))) < 2:  # each rank writes its own
-                time.sleep(0.01)
+            written = lambda: len(list((tmp_path / "weights").glob("*.packed"))) == 2  # noqa: E731
+            wait_until(written, "each rank has written its own")
     assert found[0] == found[1] == found[2]

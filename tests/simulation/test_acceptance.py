@@ -1,4 +1,4 @@
-"""Lengths, sharing, equality of depths, preemption and stops."""
+"""Lengths, sharing, and stops."""
 
 from collections.abc import Callable
 from random import Random
@@ -10,9 +10,8 @@ from protocol.sampling import SamplingParams
 from protocol.steps import NewRequest
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import RequestStatus
-from tests.matrix import covering
 from tests.simulation.reference import ExpectedAnswer, reference
-from tests.simulation.world import EOS, SimulatedStream, World, params, prompt_of
+from tests.simulation.world import EOS, World, params, prompt_of
 
 DEPTHS = [1, 2, 3, 5]
 ROOMY = Limits(max_num_seqs=16, max_num_batched_tokens=512, max_model_len=512, num_blocks=256, block_size=16)
@@ -117,45 +116,6 @@ def test_the_next_turn_recomputes_only_the_unfinished_block(depth: int) -> None:
     assert (start, count) == (288, 300 % 16)
 
 
-def _two_hundred(depth: int) -> list[SimulatedStream]:
-    rng = Random(5)
-    world = World(Limits(12, 64, 96, 48, 8), depth, use_priority=True)
-    for _ in range(200):
-        world.add(
-            prompt_of(rng.randint(1, 60), seed=rng.randrange(40)),
-            params(rng.randint(1, 30), *rng.sample(range(64), rng.choice((0, 2))), seed=rng.choice((None, 7))),
-            priority=rng.randint(-2, 2),
-        )
-        for _ in range(rng.choice((0, 0, 1, 4))):
-            world.step()
-    world.drain()
-    assert world.store.counters["num_preemptions"] > 0
-    return world.streams
-
-
-def test_two_hundred_random_requests_equal_depth_one() -> None:
-    expected = [(stream.tokens, stream.finish and stream.finish.reason) for stream in _two_hundred(1)]
-    for depth in DEPTHS[1:]:
-        assert [(s.tokens, s.finish and s.finish.reason) for s in _two_hundred(depth)] == expected
-
-
-@pytest.mark.parametrize(("num_blocks", "depth"), covering([17, 24, 33], DEPTHS, strength=1))
-def test_preemption_storm(num_blocks: int, depth: int) -> None:
-    def run(blocks: int, depth: int) -> World:
-        rng = Random(num_blocks)
-        world = World(Limits(16, 48, 128, blocks, 16), depth)
-        for i in range(32):
-            world.add(prompt_of(rng.randint(40, 67), seed=i), params(rng.randint(10, 40), eos=False))
-        world.drain()
-        return world
-
-    storm, calm = run(num_blocks, depth), run(1024, 1)
-    assert storm.store.counters["num_preemptions"] > 0
-    assert calm.store.counters["num_preemptions"] == 0
-    assert storm.coverage["chunked prefills"] > 0
-    assert [stream.tokens for stream in storm.streams] == [stream.tokens for stream in calm.streams]
-
-
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_eos_is_noticed_while_the_next_steps_are_in_flight(depth: int) -> None:
     sampling = params(40)
@@ -166,18 +126,6 @@ def test_eos_is_noticed_while_the_next_steps_are_in_flight(depth: int) -> None:
     needed = len(prompt) + len(stream.tokens) - 1
     assert stream.tokens[-1] == EOS
     assert stream.scheduled == needed + depth - 1, "the steps already in flight, and no more"
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("tokens", [1, 4])
-def test_eos_on_the_first_and_on_the_last_allowed_token(tokens: int, depth: int) -> None:
-    sampling = params(4)
-    prompt = prompt_whose_answer(sampling, lambda a: a.reason is FinishReason.STOP and len(a.tokens) == tokens)
-    world = World(ROOMY, depth)
-    stream = world.add(prompt, sampling)
-    world.drain()
-    assert len(stream.tokens) == tokens
-    assert (stream.finish.reason, stream.finish.stop_reason) == (FinishReason.STOP, None)
 
 
 def test_a_stop_token_arrives_while_the_request_is_preempted() -> None:

@@ -1,4 +1,4 @@
-"""`balanced` against the oracle, and against `chunked` on a virtual clock."""
+"""`balanced` against `chunked` on a virtual clock."""
 
 from functools import cache
 from itertools import pairwise
@@ -10,9 +10,7 @@ import pytest
 
 from services.scheduler.core.limits import Limits
 from services.scheduler.policies import BalancedPolicy, BatchingPolicy, ChunkedPolicy
-from tests.matrix import covering, one_in
 from tests.simulation.pipeline import Costs, PipelineJob, PipelineRun, Step, cards, simulate, spread
-from tests.simulation.world import World, params
 
 JOBS = [PipelineJob(128, 128)] * 256
 CARDS = cards(hop=4e-3, dispatch=10e-3)
@@ -20,55 +18,6 @@ CARDS = cards(hop=4e-3, dispatch=10e-3)
 
 def limits(kv_tokens: int, budget: int, stages: int = 4, seats: int = 256) -> Limits:
     return Limits(seats, budget, 512, kv_tokens // 16, 16, enable_prefix_caching=False, stages=stages)
-
-
-# -- tokens ------------------------------------------------------------------------------------------------------
-
-
-def storm(policy: BatchingPolicy, stages: int, depth: int, num_blocks: int, aborts: bool, seed: int = 0) -> World:
-    """Play 32 requests in a pool that holds a few; half share prefixes."""
-    rng = Random(seed)
-    world = World(Limits(16, 48, 128, num_blocks, 16, stages=stages), depth, policy=policy, use_priority=True)
-    shared = [rng.randrange(64) for _ in range(67)]
-    for i in range(32):
-        length, own = rng.randint(20, 67), rng.randint(1, 20)
-        prompt = shared[: length - own] if i % 2 else [rng.randrange(64) for _ in range(length - own)]
-        prompt = prompt + [rng.randrange(64) for _ in range(own)]
-        seeded = rng.choice((None, rng.randrange(2**40)))
-        world.add(prompt, params(rng.randint(10, 40), seed=seeded), priority=rng.choice((0, 0, 1)))
-    leaving = [rng.randrange(32) for _ in range(6)]
-    while aborts and leaving:
-        for _ in range(5):
-            world.step()
-        world.abort(world.streams[leaving.pop()])
-    world.drain()
-    return world
-
-
-@cache
-def calm() -> list[list[int]]:
-    """Tokens of the same requests, one after another and without preemption."""
-    world = storm(ChunkedPolicy(), 1, 1, 1024, aborts=False)
-    assert world.store.counters["num_preemptions"] == 0
-    return [stream.tokens for stream in world.streams]
-
-
-@pytest.mark.parametrize(("stages", "num_blocks", "ahead"), covering([2, 4], [17, 24, 33], [0, 1]))
-def test_tokens_are_those_of_chunked_in_a_storm_of_preemptions(stages: int, num_blocks: int, ahead: int) -> None:
-    balanced = storm(BalancedPolicy(), stages, stages + ahead, num_blocks, aborts=False)
-    greedy = storm(ChunkedPolicy(), stages, stages + ahead, num_blocks, aborts=False)
-    assert balanced.store.counters["num_preemptions"] > 0
-    assert balanced.coverage["chunked prefills"] > 0
-    tokens = [stream.tokens for stream in balanced.streams]
-    assert tokens == [stream.tokens for stream in greedy.streams]
-    assert tokens == calm()
-
-
-@pytest.mark.parametrize("seed", one_in(3, range(6)))
-def test_aborts_in_a_storm_leave_nothing_behind(seed: int) -> None:
-    """The world checks each token, every rule, and that no step stays empty while a request could be computed."""
-    world = storm(BalancedPolicy(), 4, 5, 24, aborts=True, seed=seed)
-    assert sum(stream.aborted for stream in world.streams) > 0
 
 
 # -- plans ------------------------------------------------------------------------------------------------------

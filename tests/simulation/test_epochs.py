@@ -146,22 +146,6 @@ def test_a_late_result_of_a_step_id_that_is_in_flight_again_is_dropped(depth: in
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_requests_come_and_go_while_there_are_no_workers(depth: int) -> None:
-    world = World(Limits(2, 64, 128, 32, 4), depth)
-    streams = [world.add(prompt_of(20, seed=i), params(8, eos=False)) for i in range(4)]
-    world.step()
-    world.dispatch()
-    world.end_epoch()
-    world.abort(streams[0], streams[3])
-    world.add(prompt_of(20), params(8, eos=False), number=0)
-    world.end_epoch()
-    world.start_epoch(world.limits, ChunkedPolicy())
-    change_workers(world)
-    world.drain()
-    assert [len(stream.tokens) for stream in world.streams] == [1, 8, 8, 0, 8]
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("num_blocks", [8, 64])
 def test_a_group_with_less_memory_ends_what_does_not_fit_and_only_that(num_blocks: int, depth: int) -> None:
     world = World(Limits(4, 64, 128, 32, 4, encoder_budget=64), depth)
@@ -255,24 +239,3 @@ def test_one_request_enters_again_when_its_token_is_at_the_first_stage(stages: i
     while not world.streams[0].finish:
         world.step()
     assert world.streams[0].steps == 30
-
-
-@pytest.mark.parametrize(("stages", "depth"), PIPELINES[1:])
-def test_a_stage_is_lost_with_steps_in_every_stage(stages: int, depth: int) -> None:
-    world = World(Limits(8, 4, 128, 256, 4, stages=stages), depth)
-    for i in range(8):
-        world.add(prompt_of(6, seed=i), params(20, eos=False))
-    for _ in range(10 * stages):
-        world.dispatch()
-        if stages > 1:
-            world.tick()
-        if world.pending:
-            world.complete()
-    world.dispatch()
-    inflight = len(world.engine.queue)
-    assert inflight >= stages
-    change_workers(world)
-    assert len(world.orphans) == inflight
-    world.drain()
-    while world.orphans:
-        world.late_result()

@@ -14,7 +14,7 @@ from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import Request
 from services.scheduler.core.results import UnknownResult
-from services.scheduler.core.slots import DELIVER, DROP
+from services.scheduler.core.slots import DROP
 from services.scheduler.policies import ChunkedPolicy
 from tests.simulation.faults import Fault, FaultList, assert_caught, parameters
 from tests.simulation.grammar import structured
@@ -120,22 +120,6 @@ def test_nobody_is_left_out_where_nobody_waits() -> None:
     world.drain()
 
 
-@pytest.mark.parametrize("depth", [2, 3])
-def test_some_masks_are_in_time(depth: int) -> None:
-    """Only the constrained row without its masks is left out, not another one of the same step."""
-    world, stream, _ = late(depth)
-    second = world.add(prompt_of(7, 3), params(20, eos=False), structured=structured(4))
-    world.compiled()
-    while second.request is None or second.request.mask_ticket == 0:
-        world.leave_out() if world.worker.holds_back else None
-        world.complete()
-        world.dispatch()
-    world.masks_made(list(world.masks.waiting).index(second.request.mask_ticket))
-    world.dispatch()
-    world.drain()
-    assert (len(stream.tokens), len(second.tokens)) == (20, 20)
-
-
 @pytest.mark.parametrize("is_applied", [False, True])
 def test_abort(is_applied: bool) -> None:
     """Its masks arrive when it has gone, or never."""
@@ -167,18 +151,6 @@ def test_the_core_is_not_empty_while_masks_are_made() -> None:
     assert len(again.tokens) == 5
 
 
-@pytest.mark.parametrize("state", [DELIVER, DROP])
-@pytest.mark.parametrize("is_applied", [False, True])
-def test_preemption(state: int, is_applied: bool) -> None:
-    """A preempted request whose row is left out gets no token of it, and resumes."""
-    world, stream, other = left_out() if is_applied else late()
-    world.preempt(stream, state)
-    if not is_applied and state == DELIVER:
-        world.leave_out()
-    world.drain()
-    assert (len(stream.tokens), len(other.tokens)) == (20, 20)
-
-
 def test_masks_survive_lost_workers() -> None:
     """They belong to the request's tokens: they are made once, whichever workers use them."""
     world, stream, other = left_out()
@@ -205,20 +177,6 @@ def test_all_others_end_while_it_waits() -> None:
     world.drain()
     assert world.store.counters["left_out_rows_total"] == rows
     assert len(stream.tokens) == 20
-
-
-def test_stages() -> None:
-    """The next microbatch goes on, and the row behind the one that was left out has its position."""
-    world = World(replace(ROOMY, stages=2), 3, late_masks=True)
-    stream = world.add(prompt_of(12), params(20, eos=False), structured=structured(1))
-    world.compiled()
-    world.dispatch()
-    other = world.add(prompt_of(9, 50), params(20, eos=False))
-    world.dispatch()
-    world.leave_out()
-    world.drain()
-    assert (len(stream.tokens), len(other.tokens)) == (20, 20)
-    assert world.store.counters["left_out_rows_total"] > 0
 
 
 # -- workers that break the rules --------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 
 from protocol.codec import unpack
 from services.scheduler.core.ledger import InflightStep
-from services.scheduler.core.request import Request, RequestStatus
+from services.scheduler.core.request import Request
 from services.scheduler.core.slots import SlotIds
 from services.scheduler.policies import SchedulerView, StepBudget
 from services.scheduler.policies.phased import PhasedPolicy
@@ -74,21 +74,6 @@ def test_the_random_workloads_meet_what_they_are_for() -> None:
         happened += world.coverage
         happened += world.store.counters
     assert [name for name in MUST_HAPPEN if not happened[name]] == []
-
-
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("interleave", [True, False])
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_long_prompts_that_arrive_while_others_decode(depth: int, interleave: bool, caching: bool) -> None:
-    """Prompts of 1, 2, 3 and 5 chunks; the world compares every token with the reference."""
-    world = RigidWorld(limits(enable_prefix_caching=caching), depth, interleave=interleave)
-    for length in (3, 13, 22, 40, 40):
-        world.add(prompt(length), params(12, eos=False))
-        for _ in range(4):
-            world.step()
-    world.drain()
-    assert ("PP" not in "".join(world.kinds)) == interleave
-    assert (world.coverage["prefix hits"] > 0) == caching
 
 
 # -- interleaving ---------------------------------------------------------------------------------------------------
@@ -323,40 +308,6 @@ def test_the_last_chunk_comes_short_and_returns_no_token() -> None:
     assert starts(world, stream)[:3] == [(1, 0, 4), (1, 4, 12), (2, 9, 12)]
 
 
-@pytest.mark.parametrize("when", ["abort", "displace", "reset"])
-def test_a_request_leaves_while_its_rows_are_void(when: str) -> None:
-    """Late rows belong to an earlier generation; the slot stays behind its fence until they arrived."""
-    cuts = iter([4])
-    world = RigidWorld(
-        limits(max_num_seqs=1), 3, use_priority=True, progress=lambda _start, end, _most: next(cuts, end)
-    )
-    stream = world.add(prompt(24), params(3, eos=False))
-    world.dispatch()
-    world.complete()
-    match when:
-        case "abort":
-            world.abort(stream)
-        case "displace":
-            world.add(prompt(3), params(2, eos=False), priority=-1)
-            world.dispatch()
-            assert stream.request.status is RequestStatus.PREEMPTED
-        case "reset":
-            world.reset_prefix_cache(reset_running=True)
-    world.drain()
-    assert stream.aborted or len(stream.tokens) == 3
-    assert world.store.counters["rollbacks_total"] >= 1
-
-
-def test_progress_of_a_request_that_has_left_is_ignored() -> None:
-    cuts = iter([4])
-    world = RigidWorld(limits(), 2, progress=lambda _start, end, _most: next(cuts, end))
-    stream = world.add(prompt(16), params(3, eos=False))
-    world.dispatch()
-    world.abort(stream)
-    world.drain()
-    assert world.store.counters["rollbacks_total"] == 0
-
-
 def test_workers_are_lost_while_rows_are_void() -> None:
     """The rollback does not outlive the epoch: the request is prefilled anew in chunks of all its tokens."""
     cuts = iter([4])
@@ -369,30 +320,6 @@ def test_workers_are_lost_while_rows_are_void() -> None:
     assert world.epoch.ledger.newest is None
     world.drain()
     assert starts(world, stream)[-5:] == [(1, 0, 8), (1, 8, 16), (1, 16, 24), (1, 24, 25), (1, 25, 26)]
-
-
-# -- aborts ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("length", [3, 13, 24])
-def test_abort_at_every_moment(depth: int, length: int) -> None:
-    """Waiting, at every chunk, decoding, paused: the engine drains clean, and others are not disturbed."""
-    happened: Counter[str] = Counter()
-    for moment in range(14):
-        world = RigidWorld(limits(num_blocks=24), depth, max_volume=80, pausing=True)
-        for i in range(3):
-            world.add(prompt(9, first=7 * i), params(18, eos=False))
-        for _ in range(6):
-            world.step()
-        victim = world.add(prompt(length, first=33), params(9, eos=False))
-        for _ in range(moment):
-            world.step()
-        world.abort(victim)
-        world.drain()
-        happened += world.coverage
-    assert happened["aborts: waiting"] > 0
-    assert sum(n for name, n in happened.items() if name.startswith("aborts: ")) >= 10
 
 
 # -- prefix cache ----------------------------------------------------------------------------------------------------

@@ -5,14 +5,12 @@ start of each row when they happen.
 """
 
 from dataclasses import replace
-from itertools import pairwise
 from random import Random
 
 import pytest
 
 from protocol.codec import unpack
 from protocol.requests import FinishReason
-from protocol.sampling import SamplingParams
 from services.scheduler.core import deferred_masks
 from services.scheduler.core.deferred_masks import MAX_MASK_BYTES
 from services.scheduler.core.limits import Limits
@@ -110,20 +108,6 @@ def test_requests_take_turns_if_a_step_is_too_small_for_their_drafts(budget: int
     assert bool(waited) == (budget > 1)
     assert budget == 1 or 1 < max(waited) <= 3, "rows skip steps, in turn"
     assert all(len(stream.tokens) == 40 for stream in world.streams)
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_rows_change_their_places_in_each_step(depth: int) -> None:
-    """Requests arrive and finish in each step, so drafts by row would belong to other requests."""
-    world = World(replace(ROOMY, max_num_seqs=5), depth, use_priority=True, speculating=Speculating("by request"))
-    rng = Random(depth)
-    for i in range(40):
-        world.add(prompt_of(rng.randint(1, 30), i), params(rng.randint(1, 9), eos=False), priority=rng.choice((0, -i)))
-        world.step()
-    world.drain()
-    orders = [unpack(plan.slots).tolist() for plan in world.plans]
-    assert sum(one != two for one, two in pairwise(orders)) > len(orders) // 2
-    assert world.coverage["drafts: accepted"] > 20
 
 
 # -- ends of rows ----------------------------------------------------------------------------------------------
@@ -224,18 +208,6 @@ def test_drafts_whose_masks_would_make_a_message_too_large_are_not_accepted(
     assert bool(world.coverage["drafts: accepted"]) == accepts
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_grammars_that_fail_within_a_row(depth: int) -> None:
-    """The tokens before the failure are delivered, and no other request is affected."""
-    world = World(ROOMY, depth, speculating=Speculating("always", (3,)))
-    bad = [world.add(prompt_of(8, i), params(20, eos=False), structured=structured(i, fails_after=i)) for i in range(6)]
-    good = [world.add(prompt_of(9, i), params(12, eos=False), structured=structured(9) if i else None) for i in (0, 1)]
-    world.drain()
-    assert [len(stream.tokens) for stream in bad] == list(range(6))
-    assert all(stream.finish and stream.finish.reason is FinishReason.ERROR for stream in bad)
-    assert [len(stream.tokens) for stream in good] == [12, 12]
-
-
 # -- pipeline stages ---------------------------------------------------------------------------------------------
 
 
@@ -276,18 +248,3 @@ def test_drafts_leave_microbatches_even(stages: int, requests: int) -> None:
     assert max(sizes) - min(sizes) <= 1
     tokens = [sum(unpack(plan.counts).tolist()) for plan in world.plans[3 * stages : 6 * stages]]
     assert tokens == [4 * size for size in sizes]
-
-
-# -- loss --------------------------------------------------------------------------------------------------------
-
-
-def test_drafts_of_lost_workers_are_lost() -> None:
-    world = World(ROOMY, 3, speculating=Speculating("always", (3,)))
-    stream = world.add(prompt_of(9), SamplingParams(max_tokens=30, temperature=0.0))
-    for _ in range(3):
-        world.step()
-    world.dispatch()
-    world.end_epoch()
-    world.start_epoch(ROOMY, world.policy.policy)
-    world.drain()
-    assert stream.tokens == plain(stream)

@@ -4,7 +4,6 @@ The world checks answers, masks and the state of every grammar after every trans
 """
 
 from dataclasses import replace
-from random import Random
 
 import msgspec
 import pytest
@@ -17,10 +16,8 @@ from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import RequestStatus
 from services.scheduler.core.slots import DELIVER, DROP
 from services.scheduler.policies import ChunkedPolicy
-from tests.simulation import rigid
 from tests.simulation.grammar import REFUSED, structured
 from tests.simulation.oracle import MESSAGES, OracleViolation
-from tests.simulation.parameters import MATRIX, OTHERS, with_parameters
 from tests.simulation.world import SimulatedStream, World, params, prompt_of
 
 ROOMY = Limits(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=256, num_blocks=128, block_size=16)
@@ -243,7 +240,7 @@ def test_a_grammar_that_fails_for_a_token_that_is_delivered_late() -> None:
     assert len(urgent.tokens) == 2
 
 
-# -- replays, embeddings, rigid devices --------------------------------------------------------------------------
+# -- replays and embeddings ----------------------------------------------------------------------------------------
 
 
 def test_a_replay_goes_on_where_its_grammar_would_be() -> None:
@@ -302,27 +299,6 @@ def test_chunks_of_a_displaced_request_are_dropped_when_it_was_aborted() -> None
     again = world.add(prompt_of(50, 1), scored, number=stream.number)
     world.drain()
     assert again.scored == set(range(1, 50))
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_rigid_device_that_ends_chunks_elsewhere(depth: int) -> None:
-    """Chunks that end elsewhere than planned lose no log-probabilities of prompt tokens, and no grammar."""
-    rng = Random(depth)
-
-    def progress(start: int, end: int, most: int) -> int:
-        return rng.randint(start + 1, most) if rng.random() < 0.5 else end
-
-    world = rigid.RigidWorld(rigid.limits(), depth, progress=progress)
-    draw = Random(7)
-    for i in range(16):
-        name = (*MATRIX, *OTHERS)[i % 11]
-        sampling, grammar = with_parameters(name, params(draw.randint(3, 9), eos=False), draw, 64)
-        world.add(prompt_of(draw.randint(5, 30), i), sampling, structured=grammar)
-        world.compiled() if grammar else None
-        world.step()
-    world.drain()
-    assert world.store.counters["rollbacks_total"] > 3
-    assert world.coverage["log-probabilities"] > 50
 
 
 def test_the_worker_refuses_a_step_before_the_one_that_waits_was_sampled() -> None:

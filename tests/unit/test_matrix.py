@@ -4,7 +4,7 @@ from itertools import combinations
 
 from _pytest.mark import ParameterSet
 
-from tests.matrix import covering, one_in, pairwise
+from tests.matrix import covering, pairwise
 
 
 def per_change(cells: list[ParameterSet]) -> list[tuple[object, ...]]:
@@ -33,7 +33,3 @@ def test_every_pair_of_the_valid_cells_runs_per_change() -> None:
     assert len(chosen) < len(valid)
     for i, j in combinations(range(3), 2):
         assert {(cell[i], cell[j]) for cell in chosen} == {(cell[i], cell[j]) for cell in valid}
-
-
-def test_one_in_some_values_runs_per_change() -> None:
-    assert per_change(one_in(3, range(7))) == [(0,), (3,), (6,)]

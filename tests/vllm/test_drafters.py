@@ -1,6 +1,5 @@
 """vLLM's drafters under the scheduler: the same tokens (docs/invariants.md) as without drafts, at any depth."""
 
-import json
 from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
@@ -13,6 +12,7 @@ from services.checkpoint import DEMO_MODEL
 from services.config import WorkerConfig
 from services.worker.backends.vllm import VllmRunner
 from services.worker.runner import LoadError
+from tests.random_models import edit_config
 from tests.vllm import checkpoints
 from tests.vllm.driver import BLOCK, CHUNK, CONTEXT, VllmRun, VllmStream, VllmWorker
 from tests.vllm.parameter_cases import (
@@ -139,6 +139,5 @@ def test_drafters_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     assert refusal(Speculation("eagle", K, "/no/such/head")).startswith("the drafter: no such model directory")
     assert "shorter" in refusal(Speculation("draft_model", K, str(DEMO_MODEL), max_model_len=CONTEXT - 1))
     short = checkpoints.make_eagle(tmp_path / "short")
-    config = json.loads((short / "config.json").read_text()) | {"max_position_embeddings": 128}
-    (short / "config.json").write_text(json.dumps(config))
+    edit_config(short, max_position_embeddings=128)
     assert refusal(Speculation("eagle", K, str(short))).endswith("use --max-model-len 128")

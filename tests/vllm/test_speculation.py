@@ -12,7 +12,7 @@ import pytest
 from protocol.codec import pack
 from protocol.requests import FinishReason
 from services.scheduler.capabilities import Combination, refusal, table
-from tests.vllm.driver import CONTEXT, MAX_SEQS, VllmRun, VllmStream, VllmWorker
+from tests.vllm.driver import CONTEXT, VllmRun, VllmStream, VllmWorker
 from tests.vllm.parameter_cases import (
     DRAFTS,
     GREEDY,
@@ -156,17 +156,6 @@ def test_number_reused_while_drafts_of_the_first_request_are_in_flight(
                 run.abort(9)  # in the middle of its prompt
             assert_equal(run.serve_one(1, all_streams()[0]), plain.everything["greedy"])
         assert long.aborted
-
-
-def test_more_requests_than_slots(worker: VllmWorker) -> None:
-    def streams() -> list[VllmStream]:
-        return [VllmStream((prompt_of(n, 3 + n % 4) * 8)[:40], SAMPLED if n % 2 else ONLY) for n in range(3 * MAX_SEQS)]
-
-    with VllmRun(worker, 1) as run:
-        expected = [stream.tokens for stream in run.serve(*streams())]
-    with VllmRun(worker, 3) as run:
-        assert [stream.tokens for stream in run.serve(*streams())] == expected
-        assert accepted(run) > 0
 
 
 def test_no_drafts_beyond_the_limit_of_the_drafter(worker: VllmWorker) -> None:

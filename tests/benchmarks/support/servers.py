@@ -13,7 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -93,6 +93,21 @@ def runahead_process(
         if match is None:
             raise SystemExit(f"the server did not start: {line}")
         yield ServerProcess(match[1], process.pid)
+
+
+@contextmanager
+def side_by_side(
+    model: Path, backend: str, dtype: str, settings: Mapping[int, Sequence[str]]
+) -> Iterator[dict[int, ServerProcess]]:
+    """Run a server with each of the settings at the same time, so that all meet the same machine; a server without
+    requests does not compute."""
+    common = (f"--backend={backend}", f"--dtype={dtype}", "--kv-cache-memory-bytes=1G")
+    common += ("--block-size=32",)  # vLLM's attention on the CPU requires a multiple of it
+    with ExitStack() as stack:
+        yield {
+            name: stack.enter_context(runahead_process(model, *common, *flags, python=BACKENDS[backend]()))
+            for name, flags in settings.items()
+        }
 
 
 @contextmanager

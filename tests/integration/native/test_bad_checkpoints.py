@@ -8,29 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from services.checkpoint import CheckpointError
 from services.worker.runner import LoadError
 from tests.integration.native.conftest import Family
 from tests.integration.native.driver import RunnerDriver
+from tests.random_models import edit_config, edit_tensors
 
 
 @pytest.fixture
 def copy(llama: Family, tmp_path: Path) -> Path:
     """A checkpoint to break."""
     return Path(shutil.copytree(llama.path, tmp_path / "model"))
-
-
-def edit(path: Path, **changes: Any) -> None:
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, **changes}))
-
-
-def tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    weights = load_file(path / "model.safetensors")
-    change(weights)
-    save_file(weights, path / "model.safetensors")
 
 
 def refusal(path: Path, **options: Any) -> str:
@@ -67,7 +56,7 @@ def refusal(path: Path, **options: Any) -> str:
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )  # fmt: skip
 def test_config_that_cannot_be_computed(copy: Path, changes: dict[str, Any], said: str) -> None:
-    edit(copy, **changes)
+    edit_config(copy, **changes)
     assert said in refusal(copy)
 
 
@@ -88,38 +77,45 @@ def test_config_that_contradicts_its_tensors(
     make_family: Callable[[str], Family], tmp_path: Path, name: str, changes: dict[str, Any], said: str
 ) -> None:
     path = Path(shutil.copytree(make_family(name).path, tmp_path / "model"))
-    edit(path, **changes)
+    edit_config(path, **changes)
     assert said in refusal(path)
 
 
-def test_missing_directory(tmp_path: Path) -> None:
-    assert "no such model directory" in refusal(tmp_path / "nothing")
+def without_weights(model: Path) -> None:
+    (model / "model.safetensors").unlink()
 
 
-def test_directory_without_config(tmp_path: Path) -> None:
-    assert "config.json is missing" in refusal(tmp_path)
+def without_shard(model: Path) -> None:
+    index = {"weight_map": {"model.norm.weight": "../secret.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def test_config_that_is_no_json(copy: Path) -> None:
-    (copy / "config.json").write_text("{")
-    assert "config.json cannot be read" in refusal(copy)
+def without_key(model: Path) -> None:
+    edit_tensors(model, lambda weights: weights.pop("model.layers.1.self_attn.k_proj.weight"))
 
 
-def test_adapter(copy: Path) -> None:
-    (copy / "adapter_config.json").write_text("{}")
-    assert "LoRA adapter" in refusal(copy)
-    (copy / "config.json").unlink()
-    assert "LoRA adapter" in refusal(copy)
+def with_integers(model: Path) -> None:
+    edit_tensors(model, lambda weights: weights.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}))
 
 
-def test_only_bin_files(copy: Path) -> None:
-    (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
-    assert "no safetensors files; convert its .bin files" in refusal(copy)
-
-
-def test_no_weights(copy: Path) -> None:
-    (copy / "model.safetensors").unlink()
-    assert "no safetensors files; download the model again" in refusal(copy)
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (shutil.rmtree, "no such model directory"),
+        (lambda model: (model / "config.json").unlink(), "config.json is missing"),
+        (lambda model: (model / "config.json").write_text("{"), "config.json cannot be read"),
+        (lambda model: (model / "adapter_config.json").write_text("{}"), "LoRA adapter"),
+        (lambda model: (model / "config.json").rename(model / "adapter_config.json"), "LoRA adapter"),
+        (lambda model: (model / "model.safetensors").rename(model / "model.bin"), "files; convert its .bin files"),
+        (without_weights, "no safetensors files; download the model again"),
+        (without_shard, "has no ../secret.safetensors"),
+        (without_key, "no tensor model.layers.1.self_attn.k_proj.weight"),
+        (with_integers, "tensor model.norm.weight is I8; quantised weights"),
+    ],
+)
+def test_files_that_are_missing_or_wrong(copy: Path, damage: Callable[[Path], object], said: str) -> None:
+    damage(copy)
+    assert said in refusal(copy)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 4000, -100])
@@ -129,27 +125,11 @@ def test_cut_file(copy: Path, keep: int) -> None:
     assert "is not a valid safetensors file" in refusal(copy)
 
 
-def test_missing_tensor(copy: Path) -> None:
-    tensors(copy, lambda weights: weights.pop("model.layers.1.self_attn.k_proj.weight"))
-    assert "no tensor model.layers.1.self_attn.k_proj.weight" in refusal(copy)
-
-
-def test_integer_weights(copy: Path) -> None:
-    tensors(copy, lambda weights: weights.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}))
-    assert "tensor model.norm.weight is I8; quantised weights" in refusal(copy)
-
-
 def test_missing_shard(make_family: Callable[[str], Family], tmp_path: Path) -> None:
     path = Path(shutil.copytree(make_family("qwen2").path, tmp_path / "model"))
     shard = sorted(path.glob("*.safetensors"))[1]
     shard.unlink()
     assert f"has no {shard.name}, which its index names" in refusal(path)
-
-
-def test_index_that_points_outside(copy: Path) -> None:
-    index = {"weight_map": {"model.norm.weight": "../secret.safetensors"}}
-    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "has no ../secret.safetensors" in refusal(copy)
 
 
 def test_context_longer_than_the_model(copy: Path) -> None:
@@ -163,6 +143,6 @@ def test_cache_too_small_for_a_block(copy: Path) -> None:
 def test_no_code_of_a_checkpoint_runs(copy: Path, tmp_path: Path) -> None:
     canary = tmp_path / "ran"
     (copy / "modeling_evil.py").write_text(f"open({str(canary)!r}, 'w')")
-    edit(copy, auto_map={"AutoModelForCausalLM": "modeling_evil.Evil"})
+    edit_config(copy, auto_map={"AutoModelForCausalLM": "modeling_evil.Evil"})
     RunnerDriver(copy)
     assert not canary.exists()

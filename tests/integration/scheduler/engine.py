@@ -94,19 +94,6 @@ class FrontendConnection:
         )
         self.send(message)
 
-    def resubmit(
-        self,
-        number: int,
-        prompt: list[int],
-        delivered: list[int],
-        params: SamplingParams,
-        structured: StructuredOutputParams | None = None,
-    ) -> None:
-        """Send a request whose first tokens were delivered before."""
-        self.tokens[number], self.logprobs[number] = list(delivered), {}
-        tokens = pack([*prompt, *delivered])
-        self.send(GenerateRequest(number, tokens, len(prompt), params, structured=structured))
-
     def abort(self, *numbers: int) -> None:
         self.send(AbortRequest(list(numbers)))
 

@@ -264,28 +264,3 @@ def test_results_without_a_worker_and_on_the_wrong_connection_are_dropped(worker
     assert [sender for sender, message in workers.received if message == result] == [other]
     close(clients)
     close(others)
-
-
-def test_bad_frame_loses_its_worker_alone(workers: Workers) -> None:
-    peer, clients = workers.register("host:1")
-    other, others = workers.register("host:2")
-    clients[1].socket.send(b"\xc1")
-    until(lambda: (workers.pump(), workers.gone == [peer])[1])
-    before = len(workers.received)
-    others[1].send(Heartbeat(0, 1))
-    until(lambda: (workers.pump(), len(workers.received) > before)[1])
-    assert workers.received[before:] == [(other, Heartbeat(0, 1))]
-    close(clients)
-    close(others)
-
-
-def test_bad_frame_loses_its_frontend_alone(frontends: Frontends) -> None:
-    first, second = frontends.connect(), frontends.connect()
-    first.socket.send(b"\xc1")
-    until(lambda: frontends.has_lost(0))
-    with pytest.raises(HandshakeRefused, match="bad message"):
-        until(lambda: (first.receive_now(), False)[1])
-    second.send(AbortRequest([7]))
-    until(lambda: (frontends.pump(), (1, AbortRequest([7])) in frontends.received)[1])
-    first.close()
-    second.close()

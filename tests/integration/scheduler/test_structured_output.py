@@ -100,23 +100,6 @@ def _assert_steps_went_on(trace: Path, least: int) -> None:
     assert len(read_steps(trace)) > least
 
 
-def test_a_bomb_is_refused_and_the_next_request_is_served(tmp_path: Path) -> None:
-    objects = [
-        {"type": "object", "properties": {f"{letter}{i}": {"type": "string"} for i in range(2_000)}} for letter in "ab"
-    ]
-    with engine(tmp_path, {"max_model_len": 1024}, SIM) as running:
-        client = running.connect()
-        params = SamplingParams(64, eos_token_ids=EOS)
-        client.generate(0, PROMPT, params, structured=schema_params({"anyOf": objects}))
-        client.generate(1, PROMPT, params)
-        client.generate(2, PROMPT, params, structured=HEX)
-        client.wait_finished(0, 1, 2)
-        assert client.finished[0].reason is FinishReason.INVALID
-        assert "too complex" in client.finished[0].message
-        assert client.finished[2].reason is FinishReason.STOP
-        assert set(running.stop()) == {0}
-
-
 def test_without_a_tokenizer_it_is_refused_by_name_and_everything_else_is_served(tmp_path: Path) -> None:
     with engine(tmp_path, {"max_model_len": 1024, "tokenizer": str(tmp_path)}, SIM) as running:
         client = running.connect()
@@ -148,20 +131,3 @@ def test_a_grammar_begins_after_its_marker_and_ends_before_what_ignores_its_end(
     end = client.tokens[1].index(EOS[0])
     assert text_of(client.tokens[1][:end]) in ("yes", "no")
     assert len(client.tokens[1]) == 40
-
-
-def test_delivered_tokens_belong_to_the_answer_when_a_request_comes_again(tmp_path: Path) -> None:
-    """A frontend resubmits after a restart: delivered tokens stay, and the rest matches."""
-    with engine(tmp_path, {"max_model_len": 1024}, SIM) as running:
-        client = running.connect()
-        params = SamplingParams(60, seed=3, eos_token_ids=EOS)
-        client.generate(0, PROMPT, params, structured=HEX)
-        client.wait_finished(0)
-        whole = client.tokens[0]
-        for number, delivered in ((1, whole[:5]), (2, [*whole[:4], TOKENIZER.token_to_id("z")])):
-            client.resubmit(number, PROMPT, delivered, params, HEX)
-        client.wait_finished(1, 2)
-        assert set(running.stop()) == {0}
-    assert client.tokens[1] == whole
-    assert client.finished[2].reason is FinishReason.INVALID
-    assert "delivered before do not match" in client.finished[2].message

@@ -326,15 +326,6 @@ def test_a_worker_that_reads_the_shutdown_late_leaves_in_order(scheduler: Script
         assert "leaving: the script ends" in log
 
 
-def test_a_worker_without_another_scheduler_in_time_ends(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
-    with worker_process(tmp_path, recovery_timeout_seconds=0.2) as process:
-        scheduler.serve()
-        scheduler.close()
-        status, text = exit_status(process)
-        assert status == EXIT_LOST
-        assert "the scheduler is lost" in text
-
-
 def test_a_worker_registers_with_the_next_scheduler_and_keeps_its_weights(
     scheduler: ScriptedWorkerServer, tmp_path: Path
 ) -> None:

@@ -12,10 +12,9 @@ from pathlib import Path
 import certifi
 import pytest
 
+from tests.certificates import AUTHORITY, CERTIFICATE, KEY
 from tests.http_server import http_server
 from tests.unit.cli.command import run_command
-
-CERTIFICATES = Path(__file__).parents[2] / "integration" / "frontend" / "certificates"
 
 ANSWERS = {"/page": b"<html>", "/list": b"[1]", "/other": b'{"version": "1"}', "/binary": b"\xff\xfe"}
 
@@ -113,7 +112,7 @@ def test_the_reason_of_a_refusal_is_shown_if_there_is_one(
 @pytest.fixture(scope="module")
 def tls_program() -> Iterator[str]:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(CERTIFICATES / "server.pem", CERTIFICATES / "server.key")
+    context.load_cert_chain(CERTIFICATE, KEY)
     with http_server(_OtherProgram, context) as url:
         yield url
 
@@ -128,7 +127,7 @@ def test_every_command_trusts_a_server_in_the_same_way(
         "trace": ["-o", str(tmp_path / "trace.json")],
         "run-batch": ["-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")],
     }.get(command, [])
-    known, unknown = str(CERTIFICATES / "ca.pem"), certifi.where()
+    known, unknown = AUTHORITY, certifi.where()
 
     def complaint(*trust: str) -> str:
         return run_command(capsys, command, "--url", tls_program, *more, *trust).stderr

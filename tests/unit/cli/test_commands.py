@@ -71,11 +71,6 @@ def test_serve_refuses_an_unusable_gguf_file_before_a_service_starts(
     assert reason in done.stderr
 
 
-def test_process_exits_2_with_one_line() -> None:
-    done = run_process("serve", "--max-num-seqs", "many")
-    assert (done.status, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-
-
 def test_service_refuses_an_endpoint_that_it_must_not_bind() -> None:
     done = run_process("scheduler", "--worker-endpoint", "tcp://0.0.0.0:5555")
     assert done.status == 1

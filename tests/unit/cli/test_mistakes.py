@@ -17,6 +17,7 @@ from services.cli.model_check import check_sizes
 from services.cli.settings import ConfigurationError
 from services.config import ServeConfig
 from services.worker import gpus, machine
+from tests.certificates import AUTHORITY, KEY, TLS
 from tests.unit.cli.command import run_command
 
 DEMO = str(DEMO_MODEL)
@@ -91,6 +92,10 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("replay",), "runahead replay DIR"),
     (("replay", "{folder}"), "contains no recording"),
     (("serve", DEMO, "--ssl-keyfile", "key.pem"), "--ssl-keyfile needs --ssl-certfile"),
+    (("serve", DEMO, "--ssl-certfile", "missing.pem"), "--ssl-certfile: cannot use missing.pem: no such file"),
+    (("serve", DEMO, "--ssl-certfile", AUTHORITY, "--ssl-keyfile", KEY), "key values mismatch"),
+    (("serve", DEMO, *TLS, "--ssl-ca-certs", KEY), "--ssl-ca-certs: cannot use"),
+    (("serve", DEMO, "--root-path", "llm"), "--root-path"),
     (("serve", DEMO, "--config", "{yaml}"), "unknown keys: max-num-seq (max-num-seqs?)"),
     (("serve", DEMO, "--speculative-config", "{}"), "--speculative-config: method: field required"),
     (("serve", DEMO, "--speculative-config", "ngram"), "--speculative-config: is not JSON"),

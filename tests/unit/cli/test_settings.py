@@ -59,11 +59,6 @@ def test_key_in_both_cases_is_refused(tmp_path: Path) -> None:
         merge(SchedulerConfig, {}, written(tmp_path, "block-size: 8\nblock_size: 16\n"), {})
 
 
-def test_error_names_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="nothing-here"):
-        merge(ServeConfig, {}, tmp_path / "nothing-here", {})
-
-
 def test_empty_file_and_empty_variables_set_nothing(tmp_path: Path) -> None:
     settings = merge(ServeConfig, {}, written(tmp_path, "# empty\n"), {"RUNAHEAD_PORT": "", "RUNAHEAD_MODEL": ""})
     assert set(settings.origins.values()) == {"default"}

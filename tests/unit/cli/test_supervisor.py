@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from services.cli.supervisor import RESTART_WINDOW, RESTARTS, Child, Supervisor
 from services.frontend import service as frontend_service
 from services.scheduler.service import EXIT_WORKER_LOST
 from services.worker.service import EXIT_MODEL, EXIT_REFUSED
+from tests.waiting import wait_until
 
 PRELUDE = """
 import os, signal, sys, time
@@ -449,8 +449,7 @@ def test_children_end_with_a_killed_parent(tmp_path: Path) -> None:
         word, pid = process.stdout.readline().split()
         assert word == "up"
         process.kill()
-    while _is_running(int(pid)):
-        time.sleep(0.02)
+    wait_until(lambda: not _is_running(int(pid)), "it has ended")
 
 
 def _is_running(pid: int) -> bool:

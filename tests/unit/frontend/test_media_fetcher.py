@@ -16,8 +16,8 @@ from services.frontend import media_fetcher
 from services.frontend.errors import APIError
 from services.frontend.media import MediaProcessing
 from services.frontend.media_fetcher import MediaFetcher, is_public
+from tests.certificates import AUTHORITY, CERTIFICATE, KEY
 
-CERTIFICATES = Path(__file__).parents[2] / "integration" / "frontend" / "certificates"
 FILE = b"\x89PNG a file"
 ENDLESS = 1 << 20
 """More bytes than are allowed, and than sockets keep."""
@@ -236,10 +236,10 @@ async def test_a_server_that_never_answers_is_given_up(names: Names, monkeypatch
 
 
 async def test_certificates_are_checked_against_the_name(names: Names, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SSL_CERT_FILE", str(CERTIFICATES / "ca.pem"))
+    monkeypatch.setenv("SSL_CERT_FILE", AUTHORITY)
     names.addresses["localhost"] = ["127.0.0.1"]
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    tls.load_cert_chain(CERTIFICATES / "server.pem", CERTIFICATES / "server.key")
+    tls.load_cert_chain(CERTIFICATE, KEY)
     async with file_server(tls) as server:
         used = fetcher()
         assert await used.fetch({"a": server.url("/file", "localhost", "https")}) == {"a": FILE}

@@ -1,15 +1,13 @@
 """An EAGLE head that does not fit is refused in one line that names what is wrong, before anything is served."""
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from services.worker.runner import LoadError
+from tests.random_models import edit_config, edit_tensors
 from tests.unit.native.eagle_heads import CONTEXT, HIDDEN, VOCAB, EagleSetup, HeadCheckpoint
 
 NAMED = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}
@@ -23,17 +21,6 @@ def setup(tmp_path: Path) -> EagleSetup:
 @pytest.fixture
 def three(tmp_path: Path) -> EagleSetup:
     return EagleSetup(tmp_path, HeadCheckpoint("eagle3", NAMED, draft_vocab=70))
-
-
-def edit(head: Path, **changes: Any) -> None:
-    config = json.loads((head / "config.json").read_text())
-    (head / "config.json").write_text(json.dumps(config | changes))
-
-
-def tensors(head: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    weights = load_file(head / "model.safetensors")
-    change(weights)
-    save_file(weights, head / "model.safetensors")
 
 
 def refusal(setup: EagleSetup, **speculation: Any) -> str:
@@ -63,7 +50,7 @@ def refusal(setup: EagleSetup, **speculation: Any) -> str:
     ],
 )
 def test_eagle_configurations(setup: EagleSetup, changes: dict[str, Any], said: str) -> None:
-    edit(setup.path.parent / "head", **changes)
+    edit_config(setup.path.parent / "head", **changes)
     assert said in refusal(setup)
 
 
@@ -82,7 +69,7 @@ def test_eagle_configurations(setup: EagleSetup, changes: dict[str, Any], said: 
     ],
 )
 def test_eagle3_configurations(three: EagleSetup, changes: dict[str, Any], said: str) -> None:
-    edit(three.path.parent / "head", **changes)
+    edit_config(three.path.parent / "head", **changes)
     assert any(one in refusal(three) for one in said.split("|"))
 
 
@@ -99,7 +86,7 @@ def test_eagle3_configurations(three: EagleSetup, changes: dict[str, Any], said:
     ],
 )
 def test_eagle3_tensors(three: EagleSetup, name: str, value: torch.Tensor | None, said: str) -> None:
-    tensors(three.path.parent / "head", lambda w: w.pop(name) if value is None else w.update({name: value}))
+    edit_tensors(three.path.parent / "head", lambda w: w.pop(name) if value is None else w.update({name: value}))
     assert said in refusal(three)
 
 

@@ -208,13 +208,6 @@ def test_receive_returns_none_after_its_timeout(server: Server) -> None:
     assert server.receive() is None
 
 
-def test_server_returns_frames_undecoded(server: Server) -> None:
-    """The service decodes frames and counts invalid ones."""
-    client, peer = connect(server)
-    client.socket.send(b"\xc1")
-    assert arrived(server) == (peer, b"\xc1")
-
-
 def test_refused_client_that_keeps_sending_is_refused_again(server: Server) -> None:
     client, peer = connect(server)
     server.refuse(peer, "no")

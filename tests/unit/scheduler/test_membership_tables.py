@@ -22,7 +22,7 @@ from services.scheduler.membership.member_states import (
     event_of,
 )
 from services.scheduler.membership.roster import Roster
-from services.scheduler.transitions import IllegalTransition, transition
+from services.scheduler.transitions import IllegalTransition
 
 WORKER = Register("sim", "m", "host", 1, "hash", "float32", tensor_parallel_sizes=(1, 2))
 EPOCH = 1
@@ -84,15 +84,6 @@ def test_every_member_event_has_a_row_or_changes_nothing(state: MemberState, eve
     assert roster.apply(b"a", event, 1.0) == actions
     assert roster.state_of(b"a") is after
     assert (b"a" in roster) is (after is not MemberState.UNKNOWN)
-
-
-@pytest.mark.parametrize(("state", "event"), list(product(GroupState, GroupEvent)))
-def test_every_group_event_has_a_row_or_is_refused(state: GroupState, event: GroupEvent) -> None:
-    if (state, event) in GROUP_TABLE:
-        assert transition(GROUP_TABLE, state, event, "the group") == GROUP_TABLE[state, event]
-        return
-    with pytest.raises(IllegalTransition, match=f"{event.name} has no place while the group is {state.name}"):
-        transition(GROUP_TABLE, state, event, "the group")
 
 
 def test_every_message_has_an_event_and_every_state_a_phase() -> None:

@@ -86,21 +86,6 @@ def test_a_grammar_of_a_later_step_is_a_fault(session: Session, waiting: bool) -
     assert session.on(grammar(2)) == StepFault(3, 2, "a grammar for step 2, which has not arrived")
 
 
-@pytest.mark.parametrize("message", [INIT, plan(1), grammar(1), ReleaseSlots(0, b"")])
-def test_only_an_assignment_is_allowed_after_the_registration(message) -> None:  # type: ignore[no-untyped-def]
-    session = Session()
-    with pytest.raises(ProtocolError, match=f"{type(message).__name__} is not allowed while REGISTERED"):
-        session.on(message)
-    assert session.phase is Phase.REGISTERED
-
-
-@pytest.mark.parametrize("message", [ASSIGNMENT, INIT])
-def test_messages_of_the_start_up_are_not_allowed_while_serving(session: Session, message) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(ProtocolError, match="not allowed while SERVING"):
-        session.on(message)
-    assert session.on(plan(1)) == plan(1)
-
-
 def test_a_shutdown_is_allowed_before_and_while_serving(session: Session) -> None:
     for leaving in (Session(), session):
         assert leaving.on(Shutdown("enough")) == Shutdown("enough")
@@ -156,18 +141,6 @@ def test_the_end_of_an_epoch_leads_from_every_phase_to_the_next_epoch(phase: Pha
     session.ready()
     assert session.on(plan(2, epoch=3)) is None, "a step of the epoch before"
     assert session.on(plan(1, epoch=4)) == plan(1, epoch=4), "steps are counted from 1 again"
-
-
-def test_the_end_of_an_earlier_epoch_is_ignored(session: Session) -> None:
-    assert session.on(EndEpoch(2)) is None
-    assert session.phase is Phase.SERVING
-
-
-@pytest.mark.parametrize("message", [plan(1), grammar(1), ReleaseSlots(3, b""), INIT])
-def test_a_worker_that_lost_its_ranks_ignores_everything_but_the_end_of_the_epoch(session: Session, message) -> None:  # type: ignore[no-untyped-def]
-    session.ranks_lost()
-    assert session.on(message) is None
-    assert session.phase is Phase.RANKS_LOST
 
 
 @pytest.mark.parametrize("phase", [p for p in Phase if p not in (Phase.LEAVING, Phase.FAILED)])
