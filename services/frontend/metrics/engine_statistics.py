@@ -103,7 +103,7 @@ class EngineStatistics(Collector):
             decision: CounterMetricFamily(f"{OURS}{name}", text, labels=(*LABELS, "reason"))
             for decision, name, text in DECISIONS
         }
-        for (decision, engine, reason), count in self._engine.decisions.items():
+        for (decision, engine, reason), count in self._engine.owners.decisions.items():
             families[decision].add_metric((self._labels[0], engine, reason), count)
         yield from families.values()
 

@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 
 from services.checkpoint import CheckpointError
 from services.frontend.context import Context
-from services.frontend.engine.client import MoveEntry
+from services.frontend.engine.owners import MoveEntry
 from services.frontend.engine.replan import ReplanStatus
 from services.frontend.errors import APIError
 from services.frontend.openai.parameters.body import decoded
@@ -161,7 +161,7 @@ async def streams(context: Context, limit: Annotated[int, Query(ge=0, le=10000)]
             }
             for entry in client.ledger.oldest(limit)
         ],
-        "moves": [*client.latest_moves],
+        "moves": [*client.owners.latest_moves],
     }
 
 

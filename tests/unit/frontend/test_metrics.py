@@ -49,7 +49,7 @@ def engines_in(*states: EngineState) -> SimpleNamespace:
         engines=engines,
         ledger=RequestLedger(),
         num_shed=0,
-        decisions={("place", "1", "load"): 2, ("move", "0", "lost"): 1},
+        owners=SimpleNamespace(decisions={("place", "1", "load"): 2, ("move", "0", "lost"): 1}),
         placement=Placement(),
     )
 

@@ -198,7 +198,7 @@ async def test_a_stream_goes_on_elsewhere_and_a_late_answer_is_dropped(
         assert stream.output == [7, 8, 9, 10]
         assert stream.tokens == stream.output
         assert stream.end.reason is FinishReason.STOP  # type: ignore[union-attr]
-        moves = {reason: n for (kind, _, reason), n in engines.client.decisions.items() if kind == "move"}
+        moves = {reason: n for (kind, _, reason), n in engines.client.owners.decisions.items() if kind == "move"}
         assert moves == {Reason.DRAINING if how == "drained" else Reason.LOST: 1}
         assert not engines.client.num_open
 
@@ -364,7 +364,7 @@ async def test_blocks_that_an_engine_reports_attract_requests_of_their_salt_alon
     """A report that is missing voids all before it, and all names are requested again."""
     prompt, follows = [*range(40)], Subscribe(steps=False, cached_blocks=True)
     async with fleet(tmp_path) as engines:
-        placement, decisions = engines.client.placement, engines.client.decisions
+        placement, decisions = engines.client.placement, engines.client.owners.decisions
         await engines.until(lambda: all(engine.subscriptions == [follows] for engine in engines.engines))
         holder, names = engines.engines[1], names_of(prompt, "one key")
 
