@@ -30,7 +30,7 @@ from protocol.requests import (
 from protocol.sampling import SamplingParams
 from protocol.suspects import SUSPECT_AFTER
 from protocol.transport import PeerGone, Server
-from services.frontend.engine import availability, client
+from services.frontend.engine import availability, owners
 from services.frontend.engine.addresses import EngineAddress, numbered
 from services.frontend.engine.client import NO_PROMPT, EngineClient
 from services.frontend.engine.ledger import GUILTY
@@ -467,7 +467,7 @@ async def test_streams_of_an_engine_that_fails_go_on_elsewhere(tmp_path: Path) -
 async def test_a_stream_for_which_no_other_engine_has_room_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "REJECTED_PAUSE", 0.1)
+    monkeypatch.setattr(owners, "REJECTED_PAUSE", 0.1)
     async with fleet(tmp_path) as engines:
         await engines.serve()
         stream, owner, other = await engines.submit([1])
@@ -512,22 +512,28 @@ async def test_a_new_request_that_settings_refuse_goes_to_an_engine_with_others(
         assert stream.end.status == 503, "it is served later"
 
 
-@pytest.mark.parametrize("how", ["drained", "lost"])
+@pytest.mark.parametrize("how", ["drained", "lost", "changed"])
 async def test_a_stream_that_others_refuse_returns_to_its_engine_or_ends(tmp_path: Path, how: str) -> None:
     """It was valid there, so that is no fault of its client, also if settings are not known to be the reason. It waits
-    for an engine that is lost as long as that one is expected back."""
-    async with fleet(tmp_path, patience=0.2) as engines:
+    for an engine that is lost as long as that one is expected back, and for other settings of those that refuse it."""
+    async with fleet(tmp_path, patience=300.0 if how == "changed" else 0.2) as engines:
         await engines.serve()
         stream, owner, other = await engines.submit([1, 2])
         owner.send(stream.number, 0, 7)
         await engines.until(lambda: stream.output == [7])
-        if how == "lost":
-            owner.close()
-        else:
+        if how == "drained":
             owner.phase = EnginePhase.DRAINING
             owner.send_state()
+        else:
+            owner.close()
         await engines.until(lambda: other.requests)
         other.refuse(stream.number, "too long", by_settings=how == "lost")
+        if how == "changed":
+            await engines.until(lambda: stream.number in {e.request.number for e in engines.client.ledger.waiting})
+            other.adapted_modules = ("q_proj",)
+            other.send_state()
+            await engines.until(lambda: len(other.requests) == 2)
+            return
         if how == "drained":
             await engines.until(lambda: len(owner.requests) == 2)
             assert unpack(owner.requests[1].token_ids).tolist() == [1, 2, 7]
