@@ -118,8 +118,8 @@ class EngineClient:
     @property
     def adapted_modules(self) -> list[str]:
         """Modules that LoRA adapters may change on every engine that may get their requests; []: not known."""
-        engines = (e for e in self.engines.values() if e.identity in ("", self.engines.identity))
-        known = [{*engine.state.adapted_modules} for engine in engines if engine.state.adapted_modules]
+        fitting = filter(self.engines.fits, self.engines.values())
+        known = [{*engine.state.adapted_modules} for engine in fitting if engine.state.adapted_modules]
         return sorted(set[str].intersection(*known)) if known else []
 
     @property
@@ -148,9 +148,9 @@ class EngineClient:
             raise APIError(503, "the engines drain, and no other one takes requests; try again later")
 
     def check_load(self) -> None:
-        """Raises: APIError, if all engines would certainly refuse a request for load"""
-        now = time.monotonic()
-        left = min((e.overloaded_until - now for e in self.engines.values() if e.accepts), default=0.0)
+        """Raises: APIError, if all engines that may get a request would certainly refuse it for load"""
+        now, engines = time.monotonic(), self.engines
+        left = min((e.overloaded_until - now for e in engines.values() if e.ready and engines.fits(e)), default=0.0)
         if left > 0:
             self.num_shed += 1
             raise APIError(429, "the server is overloaded; try again later", retry_after=left)

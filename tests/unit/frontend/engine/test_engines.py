@@ -98,7 +98,7 @@ class ScriptedEngine:
     ) -> None:
         """Send tokens of a request from an index on."""
         indices = range(first, first + len(tokens))
-        finished = [Finish(number, why)] if ends else []
+        finished = [Finish(number, why, retry_after=9.0 * (why is FinishReason.REJECTED))] if ends else []
         columns = pack([number] * len(tokens)), pack([*indices]), pack([*tokens])
         self.server.send(self.peers[-1], RequestOutputs(*columns, finished, incarnation=self.incarnation))
 
@@ -449,6 +449,22 @@ async def test_a_request_that_its_engine_rejects_goes_to_one_that_has_less_of_it
         stream, owner, other = await engines.submit([*range(400)])
         owner.send(stream.number, 0, ends=True, why=FinishReason.REJECTED)
         await engines.until(lambda: other.requests)
+
+
+@pytest.mark.parametrize("identity", [MODEL, OTHER_MODEL])
+async def test_requests_are_shed_if_no_engine_that_could_get_them_has_room(tmp_path: Path, identity: str) -> None:
+    """The other engine has no workers, or another model."""
+    async with fleet(tmp_path, MODEL, identity) as engines:
+        await engines.serve()
+        stream, owner, other = await engines.submit([1])
+        if identity == MODEL:
+            other.phase = EnginePhase.RECOVERING
+            other.send_state()
+            await engines.until(lambda: sum(engine.ready for engine in engines.client.engines.values()) == 1)
+        owner.send(stream.number, 0, ends=True, why=FinishReason.REJECTED)
+        await engines.until(lambda: stream.end is not None)
+        with pytest.raises(APIError, match="overloaded"):
+            engines.client.check_load()
 
 
 async def test_streams_of_an_engine_that_fails_go_on_elsewhere(tmp_path: Path) -> None:
