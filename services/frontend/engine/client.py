@@ -47,13 +47,13 @@ def failure(finish: Finish, param: str | None = None) -> APIError | None:
     """Return the error for the client if the request failed, else None.
 
     Args:
-        param: the field of the body that the error names if the engine found the request invalid.
+        param: the field of the body that constrains the output. The error names it if the engine finds it invalid.
     """
     if finish.reason in (FinishReason.STOP, FinishReason.LENGTH):
         return None
     status = _STATUSES.get(finish.reason, 500)
     message = finish.message or "the request was not completed"
-    if status != 400 or param is None:
+    if status != 400 or param is None or finish.by_settings:
         return APIError(status, message, retry_after=finish.retry_after)
     # The log does not have the engine's text: errors of a grammar quote the grammar
     return invalid(message, param, logged=f"{param}: the engine refused the request")
