@@ -124,6 +124,7 @@ class Engines(Mapping[str, ConnectedEngine]):
             engine = self._by_name[name] = self._make(address)
             if known is not None:  # its requests move, or wait for the scheduler at the other endpoint
                 self._disconnect(known)
+                engine.state = known.state  # it is expected there for as long as at its endpoint of before
                 engine.on_lost(time.monotonic())
             self.report(engine)
             if self._ended is not None:

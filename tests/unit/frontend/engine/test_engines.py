@@ -270,15 +270,19 @@ async def test_an_engine_that_is_listed_no_longer_is_left_when_its_streams_have_
 
 
 async def test_streams_leave_an_engine_that_gets_another_address(tmp_path: Path) -> None:
-    async with fleet(tmp_path) as engines:
+    """They wait for it no longer than for an engine that is lost."""
+    async with fleet(tmp_path, patience=0.2) as engines:
         await engines.serve()
-        _, owner, other = await engines.submit([1])
+        stream, owner, other = await engines.submit([1])
         addresses = {name: engine.address for name, engine in engines.client.engines.items()}
         name = str(engines.engines.index(owner))
         addresses[name] = EngineAddress(name, f"ipc://{tmp_path}/nowhere")
         engines.client.engines.set_addresses([*addresses.values()])
         await engines.until(lambda: other.requests)
         assert other.requests[0].attempts == 0, "that is no death"
+        nowhere = EngineAddress(str(engines.engines.index(other)), addresses[name].endpoint)
+        engines.client.engines.set_addresses([addresses[name], nowhere])
+        await engines.until(lambda: stream.end is not None)
 
 
 async def test_an_engine_that_has_failed_keeps_no_request_from_new_weights(tmp_path: Path) -> None:
