@@ -30,7 +30,7 @@ def hf_config(header: GgufHeader) -> dict[str, Any]:
     rotated = header.integer(f"{name}.rope.dimension_count", head_dim)
     plain = {
         "architectures": [kind.hf],
-        "model_type": name,
+        "model_type": kind.model_type,
         "vocab_size": _vocab_size(header),
         "hidden_size": hidden,
         "intermediate_size": _size(header, "feed_forward_length"),
@@ -43,16 +43,17 @@ def hf_config(header: GgufHeader) -> dict[str, Any]:
         "hidden_act": "silu",
         "rope_theta": theta,
         "rope_parameters": rope_scaling(header, rotated, theta) or {},
-        "original_max_position_embeddings": None,  # that of the rotary parameters
         "partial_rotary_factor": rotated / head_dim,
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "attention_bias": name == "qwen2" or "blk.0.attn_output.bias" in header.tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in header.tensors,
         "bos_token_id": token_id(header, "bos"),
         "eos_token_id": token_id(header, "eos"),
+        "pad_token_id": token_id(header, "pad"),
         "dtype": _dtype(header),
     }
-    return {**plain, **(_OTHER[name](header) if name in _OTHER else {})}
+    experts = _experts(header) if header.integer(f"{name}.expert_count", 0) else {}
+    return {**plain, **experts, **(_OTHER[name](header) if name in _OTHER else {})}
 
 
 def _granite(header: GgufHeader) -> dict[str, Any]:
@@ -62,7 +63,7 @@ def _granite(header: GgufHeader) -> dict[str, Any]:
         "attention_multiplier": "attention.scale",
         "logits_scaling": "logit_scale",
     }
-    given = {ours: header.metadata.get(f"granite.{key}") for ours, key in keys.items()}
+    given = {ours: header.metadata.get(f"{header.architecture}.{key}") for ours, key in keys.items()}
     head_dim = _size(header, "embedding_length") // _size(header, "attention.head_count")
     head_dim = _size(header, "attention.key_length", head_dim)
     multipliers = {name: _rounded(v) for name, v in given.items() if isinstance(v, int | float) and v}
@@ -77,39 +78,49 @@ def _gemma3(header: GgufHeader) -> dict[str, Any]:
     for key in ("final_logit_softcapping", "attn_logit_softcapping"):
         if header.number(f"gemma3.{key}", 0.0):
             raise CheckpointError(f"{header.path}: gemma3.{key} is not supported")
+    theta, local = header.number("gemma3.rope.freq_base", 1e6), header.number("gemma3.rope.freq_base_swa", 1e4)
+    full = rope_scaling(header, head_dim, theta) or {"rope_type": "default"}
     return {
         "hidden_activation": "gelu_pytorch_tanh",
         "sliding_window": _size(header, "attention.sliding_window"),
         "sliding_window_pattern": header.integer("gemma3.attention.sliding_window_pattern", 6),
-        "rope_theta": header.number("gemma3.rope.freq_base", 1_000_000.0),
-        "rope_local_base_freq": header.number("gemma3.rope.freq_base_swa", 10_000.0),
+        "rope_parameters": {
+            "full_attention": {**full, "rope_theta": theta},
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        },
         "query_pre_attn_scalar": hidden // heads if _size(header, "block_count") == 62 else head_dim,
     }
 
 
 def _phi3(header: GgufHeader) -> dict[str, Any]:
     window = header.integer("phi3.attention.sliding_window", 0)
-    return {"sliding_window": window or None}
+    original = header.integer("phi3.rope.scaling.original_context_length", _size(header, "context_length"))
+    return {"sliding_window": window or None, "original_max_position_embeddings": original}
 
 
 def _experts(header: GgufHeader) -> dict[str, Any]:
     return {
         "num_local_experts": _size(header, "expert_count"),
         "num_experts_per_tok": _size(header, "expert_used_count"),
-        "norm_topk_prob": True,
-        "moe_intermediate_size": _size(header, "expert_feed_forward_length"),
+        "norm_topk_prob": header.architecture != "olmoe",
+        "moe_intermediate_size": _expert_size(header),
     }
 
 
+def _expert_size(header: GgufHeader) -> int:
+    return _size(header, "expert_feed_forward_length", _size(header, "feed_forward_length"))
+
+
 def _gpt_oss(header: GgufHeader) -> dict[str, Any]:
-    width = _size(header, "expert_feed_forward_length", _size(header, "feed_forward_length"))
-    window = _size(header, "attention.sliding_window")
-    experts = {**_experts(header), "intermediate_size": width}
-    return {**experts, "sliding_window": window, "rope_theta": header.number("gpt-oss.rope.freq_base", 150_000.0)}
+    return {
+        "intermediate_size": _expert_size(header),
+        "sliding_window": _size(header, "attention.sliding_window"),
+        "rope_theta": header.number("gpt-oss.rope.freq_base", 150_000.0),
+    }
 
 
 _OTHER: dict[str, Callable[[GgufHeader], dict[str, Any]]] = {
-    "granite": _granite, "gemma3": _gemma3, "phi3": _phi3, "qwen3moe": _experts, "gpt-oss": _gpt_oss,
+    "granite": _granite, "granitemoe": _granite, "gemma3": _gemma3, "phi3": _phi3, "gpt-oss": _gpt_oss,
 }  # fmt: skip
 """Keys of config.json that only some architectures have."""
 

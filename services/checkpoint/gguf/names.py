@@ -36,6 +36,12 @@ _EXPERTS = {
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
 """Tensors of all experts of a layer together, which become one for each expert."""
+_MIXTRAL_EXPERTS = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}
 
 
 class GgufArchitecture(NamedTuple):
@@ -43,42 +49,65 @@ class GgufArchitecture(NamedTuple):
 
     hf: str
     """Class in `transformers`."""
+    model_type: str
+    """Name there of its configuration."""
     names: Mapping[str, str] = {}
     """Tensors of layers with other Hugging Face names."""
     reorders: bool = False
     """In the rows of query and key projections, the two halves of each head alternate."""
     norm_offset: float = 0.0
     """Added to the weights of norms by the converter."""
+    stacks_experts: bool = False
+    """In `transformers`, a tensor has all experts of a layer."""
 
 
 _NORMED_OUTPUTS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 ARCHITECTURES: Mapping[str, GgufArchitecture] = {
-    "llama": GgufArchitecture("LlamaForCausalLM", reorders=True),
-    "qwen2": GgufArchitecture("Qwen2ForCausalLM"),
-    "qwen3": GgufArchitecture("Qwen3ForCausalLM"),
-    "smollm3": GgufArchitecture("SmolLM3ForCausalLM", reorders=True),
-    "granite": GgufArchitecture("GraniteForCausalLM", reorders=True),
-    "olmo2": GgufArchitecture("Olmo2ForCausalLM", _NORMED_OUTPUTS),
-    "phi3": GgufArchitecture("Phi3ForCausalLM", {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
-    "gemma3": GgufArchitecture(
-        "Gemma3ForCausalLM", {**_NORMED_OUTPUTS, "ffn_norm": "pre_feedforward_layernorm"}, norm_offset=1.0
+    "llama": GgufArchitecture("LlamaForCausalLM", "llama", reorders=True),
+    "qwen2": GgufArchitecture("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": GgufArchitecture("Qwen3ForCausalLM", "qwen3"),
+    "smollm3": GgufArchitecture("SmolLM3ForCausalLM", "smollm3", reorders=True),
+    "granite": GgufArchitecture("GraniteForCausalLM", "granite", reorders=True),
+    "granitemoe": GgufArchitecture(
+        "GraniteMoeForCausalLM",
+        "granitemoe",
+        {**_MIXTRAL_EXPERTS, "ffn_gate_inp": "block_sparse_moe.router.layer"},
+        reorders=True,
+        stacks_experts=True,
     ),
-    "qwen3moe": GgufArchitecture("Qwen3MoeForCausalLM", _EXPERTS),
+    "olmo2": GgufArchitecture("Olmo2ForCausalLM", "olmo2", _NORMED_OUTPUTS),
+    "olmoe": GgufArchitecture("OlmoeForCausalLM", "olmoe", _EXPERTS),
+    "phi3": GgufArchitecture(
+        "Phi3ForCausalLM", "phi3", {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+    ),
+    "gemma3": GgufArchitecture(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        {**_NORMED_OUTPUTS, "ffn_norm": "pre_feedforward_layernorm"},
+        norm_offset=1.0,
+    ),
+    "qwen3moe": GgufArchitecture("Qwen3MoeForCausalLM", "qwen3_moe", _EXPERTS),
     "gpt-oss": GgufArchitecture(
         "GptOssForCausalLM",
+        "gpt_oss",
         {
             **_EXPERTS,
             "ffn_gate_inp": "mlp.router",
             "post_attention_norm": "post_attention_layernorm",
             "attn_sinks": SINKS,
         },
+        stacks_experts=True,
     ),
 }
+
+MIXTRAL = GgufArchitecture("MixtralForCausalLM", "mixtral", _MIXTRAL_EXPERTS, reorders=True)
 
 
 def architecture(header: GgufHeader) -> GgufArchitecture:
     """Return the architecture. Raises: CheckpointError, if it is not supported."""
     name = header.architecture
+    if name == "llama" and header.integer("llama.expert_count", 0):
+        return MIXTRAL
     if name not in ARCHITECTURES:
         raise CheckpointError(
             f"{header.path}: architecture {name:.80} is not supported in GGUF files; "

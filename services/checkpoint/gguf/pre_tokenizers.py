@@ -39,14 +39,16 @@ _DEFAULT = [
 """llama.cpp's rules for files that name no pre-tokenizer."""
 ADD_BOS = ("llama-bpe", "llama3", "llama-v3")
 """Pre-tokenizers with a BOS token unless the file says otherwise. Whole words of their vocabularies need no merges."""
-_NFC = ("qwen2", "deepseek-r1-qwen")
+_QWEN = ("qwen2", "deepseek-r1-qwen")
+_NFC = ("olmo", *_QWEN)
 _BY_NAME: dict[str, list[dict[str, Any]]] = {
     "gpt-2": [BYTE_LEVEL],
+    "olmo": [BYTE_LEVEL],
     "default": _DEFAULT,
     **dict.fromkeys(("smollm", "refact", "starcoder"), _DIGITS),
     "gpt-4o": [_split(_CASED_WORDS), _BYTES_ONLY],
     **dict.fromkeys(("dbrx", "smaug-bpe", *ADD_BOS), _words(r"\p{N}{1,3}")),
-    **dict.fromkeys(_NFC, _words(r"\p{N}")),
+    **dict.fromkeys(_QWEN, _words(r"\p{N}")),
 }
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from services.checkpoint import is_gguf, read_text
-from services.checkpoint.gguf import FILES, read_header, tensors_by_name
+from services.checkpoint.gguf import FILES, architecture, read_header, tensors_by_name
 from services.private import user_cache
 from services.worker.runner import LoadError
 from services.worker.weights.gguf_checkpoint import GgufCheckpoint
@@ -70,6 +70,12 @@ def convert(path: Path, directory: Path, dtype: str = "auto") -> None:
         raise LoadError(f"{path} is not a GGUF file; a checkpoint in Hugging Face format needs no conversion")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise LoadError(f"{directory} is not empty; name another directory")
+    header = read_header(path)
+    if architecture(header).stacks_experts:
+        raise LoadError(
+            f"{path} cannot be converted: the experts of {header.architecture} are stored in another way; "
+            "serve it with --backend native, or the original checkpoint"
+        )
     directory.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=".convert-", dir=directory.parent))
     try:

@@ -95,6 +95,10 @@ VARIANTS: dict[str, Callable[[], nn.Module]] = {
         use_sliding_window=True, sliding_window=23,
     ),
     "mixtral": partial(random_model, "mixtral", **SMALL, num_local_experts=4, num_experts_per_tok=2),
+    "granitemoe": partial(
+        random_model, "granitemoe", **SMALL, **MULTIPLIERS, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "olmoe": partial(random_model, "olmoe", **SMALL, **TOKENS, num_experts=6, num_experts_per_tok=3),
     "gpt-oss": partial(
         random_model, "gpt_oss",
         **SMALL, **TOKENS, head_dim=24, num_local_experts=4, num_experts_per_tok=2, sliding_window=15,

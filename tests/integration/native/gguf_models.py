@@ -1,5 +1,6 @@
 """Tiny models as GGUF files, written with the `gguf` package, and their counterparts in transformers."""
 
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -44,7 +45,12 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3": partial(random_model, "qwen3", **SMALL, head_dim=32, tie_word_embeddings=True),
     "smollm3": partial(random_model, "smollm3", **{**SMALL, "num_hidden_layers": 4}, **TOKENS),
     "granite": partial(random_model, "granite", **SMALL, **MULTIPLIERS),
+    "granitemoe": partial(
+        random_model, "granitemoe", **SMALL, **MULTIPLIERS, num_local_experts=4, num_experts_per_tok=2,
+    ),
     "olmo2": partial(random_model, "olmo2", **SMALL, **TOKENS),
+    "olmoe": partial(random_model, "olmoe", **SMALL, **TOKENS, num_experts=4, num_experts_per_tok=2),
+    "mixtral": partial(random_model, "mixtral", **SMALL, num_local_experts=4, num_experts_per_tok=2),
     "phi3": partial(
         random_model, "phi3", **SMALL, **TOKENS, sliding_window=7, original_max_position_embeddings=256,
         rope_parameters={**LONGROPE, "attention_factor": 1.25, "partial_rotary_factor": 0.75},
@@ -67,7 +73,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 }  # fmt: skip
 _ORIGINAL = {"phi3": 256, "gpt-oss": 32}
 """Positions before rotary scaling."""
-_REORDERED = ("llama", "smollm3", "granite")
+_REORDERED = ("llama", "smollm3", "granite", "granitemoe")
 """Families whose converter reorders the rows of queries and keys."""
 _RANDOM = ("Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
 """Types that the package cannot quantise. Their blocks are random."""
@@ -77,7 +83,7 @@ def write(path: Path, name: str, kind: str) -> Family:
     """Write the model `name` with matrices of the type `kind`; the weights of the returned model are dequantised."""
     torch.manual_seed(3)
     model = MODELS[name]().eval()
-    family = name if name == "gpt-oss" else name.partition("-")[0]
+    family = {"gpt-oss": name, "mixtral": "llama"}.get(name, name.partition("-")[0])
     config = model.config
     writer = GGUFWriter(path, family)
     _write_sizes(writer, model)
@@ -93,7 +99,9 @@ def write(path: Path, name: str, kind: str) -> Family:
             stored, number, values = _stored(parameter.float().numpy(), number, turned[0] if turned else 0)
             parameter.copy_(torch.from_numpy(values))
             offset = family == "gemma3" and key.endswith("norm.weight")
-            file_name = known.get_name(key.replace("mlp.router.", "mlp.gate."), (".weight", ".bias"))
+            file_name = known.get_name(
+                re.sub(r"(mlp|block_sparse_moe)\.router\.", "mlp.gate.", key), (".weight", ".bias")
+            )
             assert file_name is not None, key
             file_name += ".weight" if key.endswith("sinks") else ""
             writer.add_tensor(file_name, stored + 1 if offset else stored, raw_dtype=number)
@@ -158,7 +166,7 @@ def _write_sizes(writer: GGUFWriter, model: PreTrainedModel) -> None:
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """The parameters, and those of experts as views with gate and up apart."""
     for key, parameter in model.named_parameters():
-        prefix, _, part = key.rpartition("mlp.experts.")
+        prefix, _, part = key.replace("block_sparse_moe", "mlp").rpartition("mlp.experts.")
         if not prefix:
             yield key, parameter
             continue

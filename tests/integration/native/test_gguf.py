@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from services.checkpoint.gguf.tensor_types import TENSOR_TYPES
 from services.cli.app import run
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.runner import LoadError
 from services.worker.weights import model_digest, open_checkpoint
+from services.worker.weights.conversion import convert
 from tests.integration.native import gguf_models
 from tests.integration.native.driver import RunnerDriver
 
@@ -33,6 +35,20 @@ def test_logits_and_greedy_tokens(kind: str, name: str, tmp_path: Path) -> None:
     close = 2e-3 if kind in ("F32", "F16", "BF16") else 1e-2
     torch.testing.assert_close(torch.cat(driver.logits), logits, atol=close, rtol=1e-4)
     driver.runner.shutdown()
+
+
+@pytest.mark.parametrize("name", gguf_models.MODELS)
+@torch.no_grad()
+def test_a_converted_file_is_a_checkpoint_of_transformers(name: str, tmp_path: Path) -> None:
+    family, converted = gguf_models.write(tmp_path / "model.gguf", name, "F32"), tmp_path / "converted"
+    if name in ("granitemoe", "gpt-oss"):
+        with pytest.raises(LoadError, match=f"the experts of {name} are stored in another way"):
+            convert(family.path, converted)
+        return
+    convert(family.path, converted)
+    model = AutoModelForCausalLM.from_pretrained(converted, dtype=torch.float32)
+    prompt = torch.tensor([PROMPT])
+    assert torch.equal(model(prompt).logits, family.model(prompt).logits)
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q4_1", "Q8_0"])

@@ -33,8 +33,9 @@ class TensorNames(NamedTuple):
     router: str = "mlp.gate"
     expert_gate_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
     expert_down: str = "mlp.experts.{}.down_proj"
-    stacked_experts: str = "mlp.experts."
-    """Prefix of `gate_up_proj` and `down_proj`, which some checkpoints store for all experts of a layer together."""
+    stacked_experts: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    """Tensors that some checkpoints have for all experts of a layer together: [experts, inputs, outputs], where rows of
+    gate and up alternate; or, with the suffix `weight`, [experts, outputs, inputs], where up follows gate."""
 
 
 class ExpertsConfig(NamedTuple):

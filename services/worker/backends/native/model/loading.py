@@ -124,7 +124,7 @@ class ShardLoader:
         """The experts of this rank, and the whole router. Raises: LoadError, where experts are not supported."""
         c, whole = self._whole, slice(None)
         router = [_Part(c.names.router, experts.number, whole)]
-        read = self._stacked_expert if at + c.names.stacked_experts + "gate_up_proj" in self._checkpoint else None
+        read = self._stacked_expert if at + c.names.stacked_experts[0] in self._checkpoint else None
         return Experts(
             self._network,
             experts,
@@ -144,20 +144,25 @@ class ShardLoader:
         return self._by_outputs(at, gate_up, experts.bias), self._linear(down, weight, bias)
 
     def _stacked_expert(self, at: str, number: int, experts: ExpertsConfig) -> Expert:
-        """One of the experts that are stored together as [experts, inputs, outputs]; rows of gate and up alternate."""
-        at, hidden, width = at + self._whole.names.stacked_experts, self._whole.hidden_size, experts.width
+        """One of the experts that are stored together."""
+        names, hidden, width = self._whole.names.stacked_experts, self._whole.hidden_size, experts.width
         products = []
-        for name, inputs, outputs in (("gate_up_proj", hidden, 2 * width), ("down_proj", width, hidden)):
+        for name, inputs, outputs in zip(names, (hidden, width), (2 * width, hidden), strict=True):
             cut = (slice(number, number + 1),)
-            read = partial(self._stacked, at + name, (experts.number, inputs, outputs), cut)
+            read = partial(self._stacked, at + name, (experts.number, outputs, inputs), cut)
             bias = None
             if experts.bias:
                 bias = _halves(name, self._product(f"{at}{name}_bias", (experts.number, outputs), *cut)[0])
             products.append(self._linear(f"{at}{name}[{number}]", read, bias))
         return products[0], products[1]
 
-    def _stacked(self, name: str, shape: tuple[int, ...], cut: Cut) -> Weight:
-        stored = _halves(name, self._checkpoint.take(name, shape, self._dtype, cut)[0].t())
+    def _stacked(self, name: str, shape: tuple[int, int, int], cut: Cut) -> Weight:
+        """`shape`: experts, outputs, inputs."""
+        if name.endswith(".weight"):
+            stored = self._checkpoint.take(name, shape, self._dtype, cut)[0]
+        else:
+            turned = shape[0], shape[2], shape[1]
+            stored = _halves(name, self._checkpoint.take(name, turned, self._dtype, cut)[0].t())
         kind = self._quantization
         weight: Weight = stored.contiguous()
         if kind == "int8" or kind == "int4":

@@ -1,12 +1,16 @@
-"""Granite 3, and the dense models of Granite 4: a Llama with four multipliers."""
+"""Granite 3, with and without experts, and the dense models of Granite 4: a Llama with four multipliers."""
 
 from dataclasses import replace
 
-from services.worker.backends.native.model.architectures import llama
+from services.worker.backends.native.model.architectures import llama, mixtral
 from services.worker.backends.native.model.config import Architecture, ModelConfig, TensorNames
 from services.worker.backends.native.model.config_reader import ConfigReader
 
 NAMES = TensorNames(gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear")
+EXPERT_NAMES = mixtral.NAMES._replace(
+    router="block_sparse_moe.router.layer",
+    stacked_experts=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+)
 
 
 def configure(config: ConfigReader, model: ModelConfig) -> ModelConfig:
@@ -17,6 +21,10 @@ def configure(config: ConfigReader, model: ModelConfig) -> ModelConfig:
         attention_scale=config.number("attention_multiplier", 1.0),
         logits_scale=1 / config.number("logits_scaling", 1.0),
     )
+
+
+def with_experts(config: ConfigReader, model: ModelConfig) -> ModelConfig:
+    return replace(configure(config, model), experts=mixtral.experts(config, model), names=EXPERT_NAMES)
 
 
 def dense_hybrid(config: ConfigReader, model: ModelConfig) -> ModelConfig:
@@ -36,4 +44,5 @@ def dense_hybrid(config: ConfigReader, model: ModelConfig) -> ModelConfig:
 
 
 ARCHITECTURE = Architecture(configure)
+WITH_EXPERTS = Architecture(with_experts, {"num_local_experts": 8, "num_experts_per_tok": 2})
 DENSE_HYBRID = Architecture(dense_hybrid)

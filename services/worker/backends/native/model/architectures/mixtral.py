@@ -12,10 +12,13 @@ NAMES = TensorNames(
 )
 
 
-def configure(config: ConfigReader, model: ModelConfig) -> ModelConfig:
+def experts(config: ConfigReader, model: ModelConfig) -> ExpertsConfig:
     number, chosen = config.size("num_local_experts"), config.size("num_experts_per_tok")
-    experts = ExpertsConfig(number, chosen, model.intermediate_size, normalised=True)
-    return replace(mistral.windowed(config, model), experts=experts, names=NAMES)
+    return ExpertsConfig(number, chosen, model.intermediate_size, normalised=True)
+
+
+def configure(config: ConfigReader, model: ModelConfig) -> ModelConfig:
+    return replace(mistral.windowed(config, model), experts=experts(config, model), names=NAMES)
 
 
 ARCHITECTURE = Architecture(
