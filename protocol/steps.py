@@ -247,6 +247,8 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, frozen=True, tag="resul
     for plans with `has_structured_output_requests`, whose masks depend on the drafts."""
     embedding_sizes: bytes = b""
     """int32[embeddings]: numbers of each result of a model's own pooler (`Pooling.MODEL`); b"": hidden size each"""
+    failed_slots: bytes = b""
+    """int32[failures]: slots of rows whose request entered without its adapter, which a rank cannot load"""
 
 
 class StepReport(msgspec.Struct, array_like=True, frozen=True, tag="report"):

@@ -4,7 +4,16 @@ Frontends read the tokenizer, workers the weights. This package contains what bo
 """
 
 from services.checkpoint.errors import CheckpointError
-from services.checkpoint.files import named_eos, read_json, read_text, special_tokens, text_digest, weight_shards
+from services.checkpoint.files import (
+    ADAPTER_WEIGHTS,
+    adapter_digest,
+    named_eos,
+    read_json,
+    read_text,
+    special_tokens,
+    text_digest,
+    weight_shards,
+)
 from services.checkpoint.location import (
     CONFIG_FILES,
     DEMO_MODEL,

@@ -10,6 +10,7 @@ from services.checkpoint.errors import CheckpointError
 from services.checkpoint.gguf import read_gguf_text, read_header
 from services.checkpoint.location import is_gguf
 
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -90,3 +91,12 @@ def weight_shards(directory: Path) -> list[Path]:
         if Path(name).name != name or not (directory / name).is_file():
             raise CheckpointError(f"{directory} has no {name}, which its index names; download the model again")
     return [directory / name for name in names]
+
+
+def adapter_digest(directory: Path) -> str:
+    """Return the digest of a LoRA adapter's files, `LoRAAdapter.digest`. Raises: OSError"""
+    digest = hashlib.sha256()
+    for name in ("adapter_config.json", ADAPTER_WEIGHTS):
+        with (directory / name).open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()

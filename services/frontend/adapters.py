@@ -5,7 +5,6 @@ A request carries its adapter to the workers, which read it when its first row c
 takes no new requests, and open ones end as they began.
 """
 
-import hashlib
 from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
@@ -13,10 +12,9 @@ from typing import NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from protocol.lora import LoRAAdapter
-from services.checkpoint import CheckpointError, read_json
+from services.checkpoint import ADAPTER_WEIGHTS, CheckpointError, adapter_digest, read_json
 from services.frontend.errors import APIError
 
-WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _KINDS = ("lora_A.weight", "lora_B.weight")
 _UNSERVED = ("use_dora", "modules_to_save")
@@ -61,7 +59,7 @@ class Adapters:
         if len(str(directory)) > 4096 or not directory.is_dir():
             raise CheckpointError(f"the adapter {name!r}: {path!r:.200} is no directory")
         modules = self._check(directory)
-        served = _Served(LoRAAdapter(name, str(directory), _digest(directory)), modules)
+        served = _Served(LoRAAdapter(name, str(directory), adapter_digest(directory)), modules)
         if self._adapters.setdefault(name, served) is not served:  # two at once
             raise CheckpointError(f"the name {name!r} is already that of an adapter")
         return served.adapter
@@ -100,20 +98,20 @@ class Adapters:
                 raise CheckpointError(f"{directory}: {option} is not supported by vLLM")
         if not 1 <= rank <= self._max_rank:
             raise CheckpointError(f"{directory}: the adapter has rank {rank}, but --max-lora-rank is {self._max_rank}")
-        if not (directory / WEIGHTS).is_file():
-            raise CheckpointError(f"{directory} has no {WEIGHTS}; other formats are not served")
-        shapes = _shapes(directory / WEIGHTS)
+        if not (directory / ADAPTER_WEIGHTS).is_file():
+            raise CheckpointError(f"{directory} has no {ADAPTER_WEIGHTS}; other formats are not served")
+        shapes = _shapes(directory / ADAPTER_WEIGHTS)
         if not shapes:
-            raise CheckpointError(f"{directory / WEIGHTS} has no tensors")
+            raise CheckpointError(f"{directory / ADAPTER_WEIGHTS} has no tensors")
         base = _base_shapes(self._base)
         if not any(_weight_of(name) in base for name in shapes):  # a format with other names: vLLM finds the modules
             base = {}
         for name, shape in shapes.items():
             kind = next((k for k in _KINDS if name.endswith(k)), None)
             if kind is None or not name.startswith(_PREFIX) or len(shape) != 2:
-                raise CheckpointError(f"{directory / WEIGHTS}: {name!r:.200} is no tensor of LoRA")
+                raise CheckpointError(f"{directory / ADAPTER_WEIGHTS}: {name!r:.200} is no tensor of LoRA")
             if shape[0 if kind is _KINDS[0] else 1] != rank:
-                raise CheckpointError(f"{directory / WEIGHTS}: {name!r:.200} is not of rank {rank}")
+                raise CheckpointError(f"{directory / ADAPTER_WEIGHTS}: {name!r:.200} is not of rank {rank}")
             wanted, side = base.get(_weight_of(name)), int(kind is _KINDS[0])
             if base and (wanted is None or wanted[side] != shape[side]):
                 raise CheckpointError(
@@ -140,11 +138,3 @@ def _shapes(file: Path) -> dict[str, Shape]:
             return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from None
-
-
-def _digest(directory: Path) -> str:
-    digest = hashlib.sha256()
-    for name in ("adapter_config.json", WEIGHTS):
-        with (directory / name).open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()

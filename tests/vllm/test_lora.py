@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from protocol.lora import LoRAAdapter
+from protocol.requests import Finish, FinishReason
 from protocol.sampling import SamplingParams
 from services.frontend.adapters import Adapters
 from services.worker.runner import LoadError
@@ -42,6 +43,8 @@ class LoRAAnswers(msgspec.Struct):
     """By maximum of adapters in a step and depth."""
     preempted: list[list[int]]
     preemptions: float
+    failed: list[Finish | None]
+    """Ends of a request whose adapter has other files than it names, and of one beside it."""
 
 
 def answer(model: str, adapters: list[LoRAAdapter]) -> LoRAAnswers:
@@ -60,10 +63,15 @@ def answer(model: str, adapters: list[LoRAAdapter]) -> LoRAAnswers:
     with VllmRun(worker, 3, num_blocks=13) as run:
         preempted = serve(run)
         preemptions = run.core.stats()["num_preemptions"]
+    changed = msgspec.structs.replace(adapters[0], digest="0" * 64)
+    params = SamplingParams(max_tokens=OUTPUT, temperature=0.0)
+    with VllmRun(worker, 3) as run:
+        beside = [VllmStream([5] * 70, params, lora=adapter) for adapter in (changed, None)]
+        failed = [stream.finish for stream in run.serve(*beside)]
     worker.max_loras = 1  # vLLM is loaded again
     with VllmRun(worker, 2) as run:
         together["one, depth 2"] = serve(run)
-    return LoRAAnswers(together, preempted, preemptions)
+    return LoRAAnswers(together, preempted, preemptions, failed)
 
 
 def _own(params: dict[str, Any]) -> dict[str, Any]:
@@ -91,6 +99,7 @@ def test_tokens_equal_vllms(architecture: str, pool: ProcessPoolExecutor, tmp_pa
     assert mine.together == dict.fromkeys(mine.together, expected)
     assert mine.preempted == expected
     assert mine.preemptions > 0
+    assert [end and end.reason for end in mine.failed] == [FinishReason.ERROR, FinishReason.LENGTH]
 
 
 def test_experts_are_refused_by_name(tmp_path: Path) -> None:

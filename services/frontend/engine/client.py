@@ -47,13 +47,13 @@ def failure(finish: Finish, param: str | None = None) -> APIError | None:
     """Return the error for the client if the request failed, else None.
 
     Args:
-        param: the field of the body that the error names if the engine found the request invalid.
+        param: the field of the body that constrains the output. The error names it if the engine finds it invalid.
     """
     if finish.reason in (FinishReason.STOP, FinishReason.LENGTH):
         return None
     status = _STATUSES.get(finish.reason, 500)
     message = finish.message or "the request was not completed"
-    if status != 400 or param is None:
+    if status != 400 or param is None or finish.by_settings:
         return APIError(status, message, retry_after=finish.retry_after)
     # The log does not have the engine's text: errors of a grammar quote the grammar
     return invalid(message, param, logged=f"{param}: the engine refused the request")
@@ -118,8 +118,8 @@ class EngineClient:
     @property
     def adapted_modules(self) -> list[str]:
         """Modules that LoRA adapters may change on every engine that may get their requests; []: not known."""
-        engines = (e for e in self.engines.values() if e.identity in ("", self.engines.identity))
-        known = [{*engine.state.adapted_modules} for engine in engines if engine.state.adapted_modules]
+        fitting = filter(self.engines.fits, self.engines.values())
+        known = [{*engine.state.adapted_modules} for engine in fitting if engine.state.adapted_modules]
         return sorted(set[str].intersection(*known)) if known else []
 
     @property
@@ -148,9 +148,9 @@ class EngineClient:
             raise APIError(503, "the engines drain, and no other one takes requests; try again later")
 
     def check_load(self) -> None:
-        """Raises: APIError, if all engines would certainly refuse a request for load"""
-        now = time.monotonic()
-        left = min((e.overloaded_until - now for e in self.engines.values() if e.accepts), default=0.0)
+        """Raises: APIError, if all engines that may get a request would certainly refuse it for load"""
+        now, engines = time.monotonic(), self.engines
+        left = min((e.overloaded_until - now for e in engines.values() if e.ready and engines.fits(e)), default=0.0)
         if left > 0:
             self.num_shed += 1
             raise APIError(429, "the server is overloaded; try again later", retry_after=left)

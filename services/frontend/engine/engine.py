@@ -210,9 +210,11 @@ class ConnectedEngine(Availability):
             return
         if self.condition is Condition.GONE and state.incarnation and state.incarnation == self._lost_incarnation:
             self._ledger.returned((self.name, state.incarnation))
-        self.refusal, now = "", time.monotonic()
+        self.refusal, now, settings = "", time.monotonic(), self.settings
         self._pace.on_stats(state.stats, now)
         self.on_state(checked(state, self._max_silence), now)
+        if self.settings != settings:
+            self._ledger.forget_refusals(self.name)
         self._log_condition()
         self._subscribe()
         self.submit_open()

@@ -124,6 +124,7 @@ class Engines(Mapping[str, ConnectedEngine]):
             engine = self._by_name[name] = self._make(address)
             if known is not None:  # its requests move, or wait for the scheduler at the other endpoint
                 self._disconnect(known)
+                engine.state = known.state  # it is expected there for as long as at its endpoint of before
                 engine.on_lost(time.monotonic())
             self.report(engine)
             if self._ended is not None:
@@ -180,6 +181,10 @@ class Engines(Mapping[str, ConnectedEngine]):
         self._placement.advance(time.monotonic())
         self._placement.on_engine(engine.name, engine.report())
 
+    def fits(self, engine: ConnectedEngine) -> bool:
+        """Return whether new requests may go to an engine, as far as its model is known."""
+        return not self.identity or engine.identity in ("", self.identity)
+
     def elect(self) -> None:
         """Choose the engine whose sizes hold for new requests. Engines with other weights get none, unless no engine
         that stays has the weights of before."""
@@ -191,7 +196,7 @@ class Engines(Mapping[str, ConnectedEngine]):
             self.identity = ""
 
         def rank(engine: ConnectedEngine) -> tuple[bool, bool, bool]:
-            fits = not self.identity or engine.identity in ("", self.identity)
+            fits = self.fits(engine)
             return fits and engine.ready, fits and engine.accepts, not engine.refusal
 
         best = max(engines, key=rank, default=None)

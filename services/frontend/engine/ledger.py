@@ -314,6 +314,11 @@ class RequestLedger:
             if entry.blamed_for == scheduler:
                 entry.attempts, entry.blamed_for = max(entry.attempts - 1, 0), None
 
+    def forget_refusals(self, engine: str) -> None:
+        """An engine has other settings now, for which it may take the requests that it has refused."""
+        for entry in self._entries.values():
+            entry.refusals.pop(engine, None)
+
     def submissions(
         self, scheduler: Holder, identity: str, now: float, only_again: bool = False
     ) -> list[GenerateRequest]:

@@ -4,6 +4,7 @@ The applier has no state; it acts on the `RequestStore` and the `EpochState`. It
 `apply`, in the order in which it calls them. Tests override single ones to inject faults (tests/simulation/faults.py).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.columns import greatest, has_all, has_any, indices
+from protocol.kv_groups import name_in_group
 from protocol.requests import Embedding, Finish, FinishReason
 from protocol.rows import LogprobRows, ProgressRows
 from protocol.sampling import Pooling
@@ -24,6 +26,7 @@ from services.scheduler.core.slots import DELIVER, DROP, LIVE, Column, Mask, Slo
 from services.scheduler.core.store import RequestStore
 
 _MISMATCH = "the output could not be kept within what was asked for; simplify the grammar or schema"
+_NOT_LOADED = "the workers cannot load the adapter of this model; their log has the reason"
 
 RequestEnd = tuple[Request, Finish]
 
@@ -64,6 +67,7 @@ class ResultApplier:
             drafts and one (row width), or a report of progress is impossible.
         """
         epoch, s, counts = self.epoch, self.epoch.slots, result.counts
+        failed = self._end_failed(step, result.failed) if result.failed else ()
         if result.progress is not None:
             self.apply_progress(step, result.progress)
         sampling = slice(None) if has_all(step.samples) else step.samples
@@ -105,7 +109,21 @@ class ResultApplier:
         for request, finish in ends:
             self.lifecycle.finish(request, finish)
         epoch.open_fence(step)
-        return AppliedResult(states, appended, tuple(request.key for request, _ in ends))
+        return AppliedResult(states, appended, (*failed, *(request.key for request, _ in ends)))
+
+    def _end_failed(self, step: InflightStep, failed: Sequence[int]) -> tuple[RequestKey, ...]:
+        """End the requests whose adapter the workers cannot load, and all others with it. Their blocks, which were
+        computed without the adapter, leave the prefix cache."""
+        rows = step.slots[self.epoch.ledger.current(step) & np.isin(step.slots, failed)].tolist()
+        owners = [self.epoch.slots.request(slot) for slot in rows]
+        digests = {request.lora.digest for request in owners if request.lora is not None}
+        alike = [r for r in self.store.requests.values() if r.lora is not None and r.lora.digest in digests]
+        names = {name for request in (*owners, *alike) for name in request.block_hashes}
+        groups = range(self.epoch.kv.num_groups)
+        self.lifecycle.drop_blocks([name_in_group(name, group) for name in names for group in groups])
+        for request in alike:
+            self.lifecycle.finish(request, request.finish_message(FinishReason.ERROR, message=_NOT_LOADED))
+        return tuple(request.key for request in alike)
 
     # -- checks and corrections of the plan ----------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """A worker's result, decoded and checked against its plan (identity matching)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -38,6 +38,8 @@ class DecodedResult(NamedTuple):
     """slot -> float32[values], of pooling rows that sample."""
     progress: ProgressRows | None = None
     """Positions that prefill rows reached, where the runner reports them."""
+    failed: Sequence[int] = ()
+    """Slots of rows whose request has an adapter that the workers cannot load."""
     sampled: float = 0.0
     """When the step was sampled, seconds on the worker's clock; 0: unknown."""
 
@@ -53,18 +55,20 @@ def decode_result(step: InflightStep, message: ModelRunnerOutput, vocab_size: in
         progress = ProgressRows.from_message(message) if reports_progress else None
         logprobs = LogprobRows.from_message(message.logprobs) if message.logprobs is not None else None
         embeddings = EmbeddingRows.from_message(message).by_slot() if message.embeddings else NO_EMBEDDINGS
+        failed = unpack(message.failed_slots).tolist()
         draft_ids = _decode_drafts(step, message, len(rows.counts), vocab_size) if message.draft_token_ids else None
     except ProtocolError as error:
         raise UnknownResult(f"step {step.step_id}: {error}") from error
     _check_rows(step, rows, vocab_size)
     if logprobs is not None and not np.isin(logprobs.owners, step.slots).all():
         raise UnknownResult(f"step {step.step_id} has log-probabilities of slots that are not its own")
+    if not {*failed} <= {*step.slots.tolist()}:
+        raise UnknownResult(f"step {step.step_id} reports adapters of slots that are not its own")
     is_hidden = not message.embedding_sizes  # otherwise the model's pooler decides the size
     if is_hidden and any(len(values) != 4 * hidden_size for values in embeddings.values()):
         raise UnknownResult(f"step {step.step_id} has embeddings of another size than the model's")
-    return DecodedResult(
-        rows.counts, rows.token_ids, rows.drafted, draft_ids, logprobs, embeddings, progress, message.times.sampled
-    )
+    columns = rows.counts, rows.token_ids, rows.drafted, draft_ids, logprobs, embeddings, progress, failed
+    return DecodedResult(*columns, message.times.sampled)
 
 
 def _check_rows(step: InflightStep, rows: ResultRows, vocab_size: int) -> None:

@@ -92,7 +92,7 @@ def connection_lost(error: RuntimeError) -> RanksLost:
     return RanksLost(f"a connection between ranks has failed (gloo: {one_line(error)})")
 
 
-def one_line(error: RuntimeError) -> str:
+def one_line(error: Exception) -> str:
     """Return what an error of torch or gloo says, without its place in their source and without C++ frames."""
     return _PLACE.sub("", str(error).partition("\n")[0])
 

@@ -287,10 +287,13 @@ def test_invalid_constraints_are_refused_by_name(
 def test_a_grammar_that_does_not_compile_is_a_400_that_names_its_field(
     frontend: Frontend, scheduler: ScriptedScheduler
 ) -> None:
-    scheduler.script(lambda r: [ended(r.number, FinishReason.INVALID, message="line 1: expected a rule")])
-    for stream in (False, True):
+    """A refusal for the engine's settings, as of its adapter, does not."""
+    for stream, by_settings in ((False, False), (True, False), (False, True)):
+        fields = {"message": "line 1: expected a rule", "by_settings": by_settings}
+        scheduler.script(lambda r: [ended(r.number, FinishReason.INVALID, **fields)])  # noqa: B023
         body = {"prompt": "x", "structured_outputs": {"grammar": "?"}, "stream": stream}
         response = frontend.post(COMPLETIONS, body)
         assert response.status_code == 400
         error = response.json()["error"]
-        assert (error["param"], error["message"]) == ("structured_outputs", "line 1: expected a rule")
+        param = None if by_settings else "structured_outputs"
+        assert (error["param"], error["message"]) == (param, "line 1: expected a rule")

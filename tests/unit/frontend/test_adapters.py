@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from protocol.lora import LoRAAdapter, salt_of
-from services.checkpoint import CheckpointError
-from services.frontend.adapters import WEIGHTS, Adapters
+from services.checkpoint import ADAPTER_WEIGHTS, CheckpointError
+from services.frontend.adapters import Adapters
 from services.frontend.errors import APIError
 
 MODULE = "model.layers.0.self_attn.q_proj."
@@ -31,7 +31,7 @@ def write(file: Path, shapes: dict[str, tuple[int, ...]], missing: int = 0) -> N
 def adapter(directory: Path, shapes: dict[str, tuple[int, ...]] = FITTING, missing: int = 0, **changes: Any) -> str:
     directory.mkdir()
     (directory / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, **changes}))
-    write(directory / WEIGHTS, shapes, missing)
+    write(directory / ADAPTER_WEIGHTS, shapes, missing)
     return str(directory)
 
 

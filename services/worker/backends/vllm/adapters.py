@@ -4,20 +4,27 @@ import logging
 from collections.abc import Iterable
 from contextlib import suppress
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from protocol.lora import LoRAAdapter
+from services.checkpoint import adapter_digest
 from services.worker.backends.vllm import vllm_api
 
 log = logging.getLogger("runahead.worker")
 
 
-def log_ignored_modules(manager: Any) -> None:
-    """Log the modules of each adapter that vLLM leaves out, as those of an encoder of images."""
+def check_adapters(manager: Any) -> None:
+    """Refuse each adapter whose files are not those that the frontend has read, and log the modules of others that vLLM
+    leaves out, as those of an encoder of images."""
     load, adapters = manager._load_adapter, manager._adapter_manager  # noqa: SLF001  vLLM has no public names
 
     def loaded(request: vllm_api.LoRARequest) -> Any:
+        digest = adapter_digest(Path(request.lora_path))
+        if LoRAAdapter(request.lora_name, request.lora_path, digest).number != request.lora_int_id:
+            raise ValueError(f"the files in {request.lora_path} are not those that the frontend has read")
         adapter = load(request)
         served = {*adapters.modules, *chain.from_iterable(adapters.packed_modules.values())}
         if ignored := sorted({*adapter.loras} - served):

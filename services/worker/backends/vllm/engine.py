@@ -11,11 +11,12 @@ import numpy as np
 import torch
 
 from protocol.kv_groups import ONE_GROUP
+from protocol.lora import LoRAAdapter
 from protocol.membership import Speculation
 from services.worker import machine
 from services.worker.backends.pooling import PooledRows
 from services.worker.backends.vllm import vllm_api
-from services.worker.backends.vllm.adapters import adapted_modules, log_ignored_modules, score_prompts_with_own_adapters
+from services.worker.backends.vllm.adapters import adapted_modules, check_adapters, score_prompts_with_own_adapters
 from services.worker.backends.vllm.checkpoint import DTYPE_CHOICES
 from services.worker.backends.vllm.draft_verifier import DraftVerifier
 from services.worker.backends.vllm.drafters import give_next_tokens_of_chunks
@@ -29,8 +30,10 @@ from services.worker.backends.vllm.recurrent_states import RecurrentStates
 from services.worker.backends.vllm.sampled_steps import SampledStep
 from services.worker.backends.vllm.thread_choice import ThreadChoice, numbers_to_try
 from services.worker.batch.slots import Rows
+from services.worker.distributed.messages import one_line
 from services.worker.runner import LoadError, RanksLost
 
+log = logging.getLogger("runahead.worker")
 _set_num_threads = torch.set_num_threads  # vLLM replaces the function by one that does nothing
 
 
@@ -76,7 +79,7 @@ class VllmEngine:
             self._wrapper.load_model()
         if assignment.max_loras:
             score_prompts_with_own_adapters(self.runner)
-            log_ignored_modules(self.runner.lora_manager)
+            check_adapters(self.runner.lora_manager)
         if self.config.model_config.is_hybrid:  # a block of attention holds a recurrent state
             vllm_api.current_platform.update_block_size_for_backend(self.config)
             check_block_size(self.config, assignment.block_size)
@@ -258,6 +261,16 @@ class VllmEngine:
         tensors = {name: buffer[:num_tokens] for name, buffer in self.runner.intermediate_tensors.items()}
         self._pipeline.receive_activations(*(tensors[name] for name in sorted(tensors)))
         return vllm_api.IntermediateTensors(tensors)
+
+    def loads(self, adapter: LoRAAdapter) -> bool:
+        """Load an adapter, unless it is in memory. Return False, with the reason in the log, if that fails."""
+        try:
+            self.runner.add_lora(vllm_api.LoRARequest(adapter.name, adapter.number, adapter.path))
+        except Exception as error:  # of any kind: the files are the user's
+            log.error("the adapter %s cannot be loaded, and its requests end: %s", adapter.name, one_line(error))
+            self.runner.remove_lora(adapter.number)  # it may be in memory in part
+            return False
+        return True
 
     def execute(self, step: vllm_api.SchedulerOutput, activations: vllm_api.IntermediateTensors | None = None) -> Any:
         """Execute the forward pass of a step, and send its activations to the next stage.

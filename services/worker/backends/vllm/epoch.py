@@ -3,9 +3,10 @@
 import time
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from protocol.codec import unpack
+from protocol.codec import pack, unpack
 from protocol.membership import Assignment, InitializeCache
 from protocol.steps import GrammarOutput, SchedulerOutput
 from services.worker.backends.pending_step import PendingStep, own_grammar
@@ -73,6 +74,7 @@ class VllmEpoch:
         self._pending.require_none()
         engine, table = self._engine, self.table
         planned = table.apply(step)
+        step, failed = self._load_adapters(step)
         self._outcomes.take(step.new, planned.slots)
         vllm_step, rows, ids = self._translator.translate(step, planned)
         requested = RequestedLogprobs(table.logprobs[rows.slots], table.prompt_logprobs[rows.slots])
@@ -87,7 +89,18 @@ class VllmEpoch:
         if pooled is not None:
             engine.pool(pooled, ids, rows)
         clock = StepClock(prepared, began, engine.platform.now())
-        self._pending.put(ExecutedVllmStep(step, rows, ids, requested, clock, pooled, result))
+        self._pending.put(ExecutedVllmStep(step, rows, ids, requested, clock, pooled, result, failed))
+
+    def _load_adapters(self, step: SchedulerOutput) -> tuple[SchedulerOutput, bytes]:
+        """Load the adapters of requests that enter. Return the step without those that a rank cannot load, and the
+        slots of their requests: the ranks must compute the same."""
+        asked = [(request.slot, request.lora) for request in step.new if request.lora is not None]
+        if not asked:
+            return step, b""
+        loaded = self._groups.agree([self._engine.loads(adapter) for _, adapter in asked])
+        failed = [slot for (slot, _), done in zip(asked, loaded, strict=True) if not done]
+        new = [replace(request, lora=None) if request.slot in failed else request for request in step.new]
+        return replace(step, new=new), pack(failed)
 
     def sample(self, grammar: GrammarOutput | None) -> Output:
         """Sample the executed step, as `ModelRunner.sample_tokens`."""

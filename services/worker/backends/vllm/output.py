@@ -44,6 +44,8 @@ class ExecutedVllmStep:
     """None if no row needs a hidden state, or if another rank reports the step."""
     result: Any = None
     """The result of a model with a pooler of its own, which samples nothing."""
+    failed: bytes = b""
+    """`ModelRunnerOutput.failed_slots`"""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class VllmOutput:
             embeddings=embeddings,
             drafted=drafted[samples].tobytes() if drafted.any() else b"",
             draft_token_ids=self.proposed[samples].tobytes() if self.proposed is not None else b"",
+            failed_slots=executed.failed,
         )
 
     def _pooled(self, vectors: list[torch.Tensor | None]) -> ModelRunnerOutput:

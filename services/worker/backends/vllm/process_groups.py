@@ -97,6 +97,17 @@ class ProcessGroups:
             with self.detect_lost_ranks():
                 _c10d.broadcast(torch.from_numpy(numbers), self._assignment.output_rank, coordinator.cpu_group)
 
+    def agree(self, each: list[bool]) -> list[bool]:
+        """Return where all ranks have True. All of them call it with as many.
+
+        Raises: RanksLost
+        """
+        numbers = torch.tensor(each, dtype=torch.int32)
+        if self.has_several_ranks:
+            with self.detect_lost_ranks():
+                _c10d.all_reduce(numbers, _c10d.ReduceOp.MIN)
+        return numbers.bool().tolist()
+
     def gather(self, value: Any) -> list[Any]:
         """Return the value of each stage.
 

@@ -30,7 +30,7 @@ from protocol.requests import (
 from protocol.sampling import SamplingParams
 from protocol.suspects import SUSPECT_AFTER
 from protocol.transport import PeerGone, Server
-from services.frontend.engine import availability, client
+from services.frontend.engine import availability, owners
 from services.frontend.engine.addresses import EngineAddress, numbered
 from services.frontend.engine.client import NO_PROMPT, EngineClient
 from services.frontend.engine.ledger import GUILTY
@@ -98,7 +98,7 @@ class ScriptedEngine:
     ) -> None:
         """Send tokens of a request from an index on."""
         indices = range(first, first + len(tokens))
-        finished = [Finish(number, why)] if ends else []
+        finished = [Finish(number, why, retry_after=9.0 * (why is FinishReason.REJECTED))] if ends else []
         columns = pack([number] * len(tokens)), pack([*indices]), pack([*tokens])
         self.server.send(self.peers[-1], RequestOutputs(*columns, finished, incarnation=self.incarnation))
 
@@ -270,15 +270,19 @@ async def test_an_engine_that_is_listed_no_longer_is_left_when_its_streams_have_
 
 
 async def test_streams_leave_an_engine_that_gets_another_address(tmp_path: Path) -> None:
-    async with fleet(tmp_path) as engines:
+    """They wait for it no longer than for an engine that is lost."""
+    async with fleet(tmp_path, patience=0.2) as engines:
         await engines.serve()
-        _, owner, other = await engines.submit([1])
+        stream, owner, other = await engines.submit([1])
         addresses = {name: engine.address for name, engine in engines.client.engines.items()}
         name = str(engines.engines.index(owner))
         addresses[name] = EngineAddress(name, f"ipc://{tmp_path}/nowhere")
         engines.client.engines.set_addresses([*addresses.values()])
         await engines.until(lambda: other.requests)
         assert other.requests[0].attempts == 0, "that is no death"
+        nowhere = EngineAddress(str(engines.engines.index(other)), addresses[name].endpoint)
+        engines.client.engines.set_addresses([addresses[name], nowhere])
+        await engines.until(lambda: stream.end is not None)
 
 
 async def test_an_engine_that_has_failed_keeps_no_request_from_new_weights(tmp_path: Path) -> None:
@@ -451,6 +455,22 @@ async def test_a_request_that_its_engine_rejects_goes_to_one_that_has_less_of_it
         await engines.until(lambda: other.requests)
 
 
+@pytest.mark.parametrize("identity", [MODEL, OTHER_MODEL])
+async def test_requests_are_shed_if_no_engine_that_could_get_them_has_room(tmp_path: Path, identity: str) -> None:
+    """The other engine has no workers, or another model."""
+    async with fleet(tmp_path, MODEL, identity) as engines:
+        await engines.serve()
+        stream, owner, other = await engines.submit([1])
+        if identity == MODEL:
+            other.phase = EnginePhase.RECOVERING
+            other.send_state()
+            await engines.until(lambda: sum(engine.ready for engine in engines.client.engines.values()) == 1)
+        owner.send(stream.number, 0, ends=True, why=FinishReason.REJECTED)
+        await engines.until(lambda: stream.end is not None)
+        with pytest.raises(APIError, match="overloaded"):
+            engines.client.check_load()
+
+
 async def test_streams_of_an_engine_that_fails_go_on_elsewhere(tmp_path: Path) -> None:
     async with fleet(tmp_path) as engines:
         await engines.serve()
@@ -467,7 +487,7 @@ async def test_streams_of_an_engine_that_fails_go_on_elsewhere(tmp_path: Path) -
 async def test_a_stream_for_which_no_other_engine_has_room_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "REJECTED_PAUSE", 0.1)
+    monkeypatch.setattr(owners, "REJECTED_PAUSE", 0.1)
     async with fleet(tmp_path) as engines:
         await engines.serve()
         stream, owner, other = await engines.submit([1])
@@ -512,22 +532,28 @@ async def test_a_new_request_that_settings_refuse_goes_to_an_engine_with_others(
         assert stream.end.status == 503, "it is served later"
 
 
-@pytest.mark.parametrize("how", ["drained", "lost"])
+@pytest.mark.parametrize("how", ["drained", "lost", "changed"])
 async def test_a_stream_that_others_refuse_returns_to_its_engine_or_ends(tmp_path: Path, how: str) -> None:
     """It was valid there, so that is no fault of its client, also if settings are not known to be the reason. It waits
-    for an engine that is lost as long as that one is expected back."""
-    async with fleet(tmp_path, patience=0.2) as engines:
+    for an engine that is lost as long as that one is expected back, and for other settings of those that refuse it."""
+    async with fleet(tmp_path, patience=300.0 if how == "changed" else 0.2) as engines:
         await engines.serve()
         stream, owner, other = await engines.submit([1, 2])
         owner.send(stream.number, 0, 7)
         await engines.until(lambda: stream.output == [7])
-        if how == "lost":
-            owner.close()
-        else:
+        if how == "drained":
             owner.phase = EnginePhase.DRAINING
             owner.send_state()
+        else:
+            owner.close()
         await engines.until(lambda: other.requests)
         other.refuse(stream.number, "too long", by_settings=how == "lost")
+        if how == "changed":
+            await engines.until(lambda: stream.number in {e.request.number for e in engines.client.ledger.waiting})
+            other.adapted_modules = ("q_proj",)
+            other.send_state()
+            await engines.until(lambda: len(other.requests) == 2)
+            return
         if how == "drained":
             await engines.until(lambda: len(owner.requests) == 2)
             assert unpack(owner.requests[1].token_ids).tolist() == [1, 2, 7]
