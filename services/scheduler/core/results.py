@@ -55,14 +55,14 @@ def decode_result(step: InflightStep, message: ModelRunnerOutput, vocab_size: in
         progress = ProgressRows.from_message(message) if reports_progress else None
         logprobs = LogprobRows.from_message(message.logprobs) if message.logprobs is not None else None
         embeddings = EmbeddingRows.from_message(message).by_slot() if message.embeddings else NO_EMBEDDINGS
-        failed = unpack(message.failed_slots).tolist()
+        failed = unpack(message.failed_slots).tolist() if message.failed_slots else ()
         draft_ids = _decode_drafts(step, message, len(rows.counts), vocab_size) if message.draft_token_ids else None
     except ProtocolError as error:
         raise UnknownResult(f"step {step.step_id}: {error}") from error
     _check_rows(step, rows, vocab_size)
     if logprobs is not None and not np.isin(logprobs.owners, step.slots).all():
         raise UnknownResult(f"step {step.step_id} has log-probabilities of slots that are not its own")
-    if not {*failed} <= {*step.slots.tolist()}:
+    if failed and not {*failed} <= {*step.slots.tolist()}:
         raise UnknownResult(f"step {step.step_id} reports adapters of slots that are not its own")
     is_hidden = not message.embedding_sizes  # otherwise the model's pooler decides the size
     if is_hidden and any(len(values) != 4 * hidden_size for values in embeddings.values()):
