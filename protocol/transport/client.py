@@ -30,6 +30,17 @@ class Client:
         self.endpoint = check_endpoint(endpoint, security)
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._monitor = Monitor(self.socket)
+        self._connected = False
+        """There was a connection."""
+        self._broken = False
+        """The connection was lost; frames may still be unread."""
+        self._gone = False
+        """The connection was lost and all frames were read."""
+        self._made_again = False
+        """libzmq has made another connection in place of the lost one, before that loss was seen here."""
+        self._rejected = False
+        """libzmq has given up the connection."""
+        self._failure = ""
         try:
             configure(self.socket, endpoint)
             self.socket.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)
@@ -42,17 +53,6 @@ class Client:
         except BaseException:
             self.close()
             raise
-        self._connected = False
-        """There was a connection."""
-        self._broken = False
-        """The connection was lost; frames may still be unread."""
-        self._gone = False
-        """The connection was lost and all frames were read."""
-        self._made_again = False
-        """libzmq has made another connection in place of the lost one, before that loss was seen here."""
-        self._rejected = False
-        """libzmq has given up the connection."""
-        self._failure = ""
         self._poller = zmq.Poller()
         for source in (self.socket, self._monitor.socket):
             self._poller.register(source, zmq.POLLIN)
@@ -154,5 +154,7 @@ class Client:
     def close(self) -> None:
         if self.socket.closed:
             return
+        self._read_events()
         self._monitor.close()
-        self.socket.close()
+        # After a loss, libzmq would send what it still has to the next server, which expects a Hello.
+        self.socket.close(0 if self._broken else None)

@@ -48,14 +48,14 @@ def bodies() -> list[dict[str, Any]]:
 async def answers(
     client: AsyncOpenAI,
     fault: Fault | None = None,
-    on_chunk: Callable[[int], None] = lambda _: None,
+    on_text: Callable[[int, str], None] = lambda *_: None,
     prefix: str = "",
     times: int = 1,
 ) -> list[Any]:
     """Return text, finish reason and log-probabilities of each choice. The fault comes when all streams have begun.
 
     Args:
-        on_chunk: called with the number of the stream whenever it has got something.
+        on_text: called with the number of the stream and its new text, from when all have begun.
         prefix: of all prompts.
         times: number of the `bodies`, each time with other prompts.
     """
@@ -72,8 +72,8 @@ async def answers(
             if waits:
                 waits = False
                 await begun.wait()
-            on_chunk(number)
             for choice in chunk.choices:
+                on_text(number, choice.text)
                 text, reason, scores = choices.setdefault(choice.index, ["", None, []])
                 scores += choice.logprobs.tokens if choice.logprobs else []
                 choices[choice.index] = [text + choice.text, choice.finish_reason or reason, scores]

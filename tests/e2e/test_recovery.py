@@ -124,18 +124,29 @@ async def test_the_next_process_finds_the_blocks_of_the_one_before(
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(7))
 async def test_streams_continue_when_the_scheduler_dies_at_random_moments(seed: int) -> None:
-    """Three deaths per server, the most that `serve` allows within a minute: 21 moments."""
+    """Three deaths per server, the most that `serve` allows within a minute: 21 moments, by the text that has come."""
     rng = random.Random(seed)
     with serving(*DRAFTING) as server:
         async with server.async_client() as client:
-            undisturbed = await answers(client)
+            left, reached = 0, asyncio.Event()
+
+            def on_text(_: int, text: str) -> None:
+                nonlocal left
+                left -= len(text)
+                if left <= 0:
+                    reached.set()
+
+            async def kill() -> None:
+                await reached.wait()
+                await restart(server, "scheduler")
+
+            undisturbed = await answers(client, on_text=on_text)
+            half = -left // 2
             for _ in range(3):
-
-                async def kill() -> None:
-                    await asyncio.sleep(3 * rng.random())
-                    await restart(server, "scheduler")
-
-                assert await answers(client, kill) == undisturbed
+                left = rng.randint(1, half)
+                reached.clear()
+                assert await answers(client, kill, on_text) == undisturbed
+                server.wait_readyz()
             assert server.metric("weight_loads") == 1
 
 

@@ -63,7 +63,7 @@ async def disturbed(frontend: HttpFrontend, fault: Callable[[], object], name: s
     """Return the answers, and note the longest pause of a stream."""
     last, longest = dict[int, float](), 0.0
 
-    def on_chunk(number: int) -> None:
+    def on_text(number: int, _: str) -> None:
         nonlocal longest
         now = time.monotonic()
         longest = max(longest, now - last.get(number, now))
@@ -73,7 +73,7 @@ async def disturbed(frontend: HttpFrontend, fault: Callable[[], object], name: s
         await asyncio.to_thread(fault)
 
     async with frontend.async_client() as client:
-        found = await answers(client, strike, on_chunk, times=TIMES)
+        found = await answers(client, strike, on_text, times=TIMES)
     gaps[name] = longest
     return found
 

@@ -1,5 +1,6 @@
 """Delivery: a frame that is not delivered raises an error, and one peer does not affect the others."""
 
+import select
 import time
 from collections.abc import Callable
 
@@ -172,6 +173,20 @@ def test_client_does_not_reconnect_to_a_new_server(endpoint: str, sends: bool) -
         client.receive(PATIENCE)
     again, peer = connect(second)
     exchange(second, again, peer)
+    second.close()
+
+
+def test_messages_to_a_lost_server_do_not_reach_the_next_one(endpoint: str) -> None:
+    first = Server(endpoint, {"worker"})
+    client, _ = connect(first)
+    client.socket.linger = 1000 * int(PATIENCE)
+    assert client.receive_now() is None
+    first.close()
+    assert select.select(client.fds, [], [], PATIENCE)[0]
+    client.send(Heartbeat(1, 1))
+    client.close()
+    second = Server(endpoint, {"worker"})
+    assert not second.socket.poll(300)  # libzmq connects again after 100 ms
     second.close()
 
 
