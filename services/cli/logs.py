@@ -9,7 +9,7 @@ import time
 from typing import Literal
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-_ERROR = re.compile(r"^\S+ \S+ (?:ERROR|CRITICAL) \S+: (.*)")
+_ENTRY = re.compile(r"^\S+ \S+ (DEBUG|INFO|WARNING|ERROR|CRITICAL) \S+: (.*)")
 
 
 class TextFormatter(logging.Formatter):
@@ -55,12 +55,12 @@ def configure(level: str, form: Literal["text", "json"] = "text") -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
-def error_text(line: str) -> str | None:
-    """Return the message of a log line at level ERROR or above, None for any other line."""
+def log_entry(line: str) -> tuple[str, str] | None:
+    """Return level and message of a log line, None for any other line."""
     if (content := _json(line)) is not None:
-        return str(content.get("message", "")) if content.get("level") in ("ERROR", "CRITICAL") else None
-    match = _ERROR.match(line)
-    return match[1] if match else None
+        return str(content.get("level", "")), str(content.get("message", ""))
+    match = _ENTRY.match(line)
+    return (match[1], match[2]) if match else None
 
 
 def json_line(service: str, line: str) -> str:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from services.cli.logs import error_text
+from services.cli.logs import log_entry
 from services.process import EXIT_HUNG, PHASE_MARK, STARTED
 
 ABORT_GRACE = 2.0
@@ -48,6 +48,7 @@ class Child:
     end_expected: bool = False
     """This child, or one before it in the order of stopping, was signalled to stop."""
     last_line: str = ""
+    """The last one that is not of the log."""
     last_error: str = ""
     output_ended: bool = False
     phase: str = FIRST_PHASE
@@ -104,8 +105,11 @@ class Child:
                 self.phase = line.removeprefix(PHASE_MARK)
                 continue
             lines.append(line)
-            self.last_line = line.strip() or self.last_line
-            self.last_error = error_text(line) or self.last_error
+            match log_entry(line):
+                case "ERROR" | "CRITICAL", message:
+                    self.last_error = message or self.last_error
+                case None:
+                    self.last_line = line.strip() or self.last_line
         return lines
 
     def schedule_restart(self, now: float) -> bool:

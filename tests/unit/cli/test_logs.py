@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from services.cli.logs import FORMAT, JsonFormatter, TextFormatter, error_text, json_line
+from services.cli.logs import FORMAT, JsonFormatter, TextFormatter, json_line, log_entry
 
 RECORD = logging.LogRecord("runahead.frontend", logging.INFO, "x.py", 1, "request %s", ("completed",), None)
 
@@ -48,18 +48,18 @@ def test_fields_and_traceback_are_members_of_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "text"),
+    ("line", "entry"),
     [
-        ("2026-11-22 10:00:00,000 ERROR runahead: no model", "no model"),
-        ("2026-11-22 10:00:00,000 INFO runahead: fine", None),
-        ('{"level": "ERROR", "message": "no model"}', "no model"),
-        ('{"level": "INFO", "message": "fine"}', None),
+        ("2026-11-22 10:00:00,000 ERROR runahead: no model", ("ERROR", "no model")),
+        ("2026-11-22 10:00:00,000 INFO runahead: fine", ("INFO", "fine")),
+        ('{"level": "ERROR", "message": "no model"}', ("ERROR", "no model")),
+        ('{"level": "INFO", "message": "fine"}', ("INFO", "fine")),
         ("{not json", None),
-        ("{}", None),
+        ("Killed", None),
     ],
 )
-def test_error_is_found_in_both_formats(line: str, text: str | None) -> None:
-    assert error_text(line) == text
+def test_log_lines_are_known_in_both_formats(line: str, entry: tuple[str, str] | None) -> None:
+    assert log_entry(line) == entry
 
 
 def test_lines_of_services_carry_their_name_and_others_are_wrapped() -> None:

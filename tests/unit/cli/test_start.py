@@ -8,7 +8,7 @@ from services.cli import logs, start
 from services.config import SchedulerConfig
 
 def run():
-    for target, text in ((json.loads, "{"), (logs.error_text, None)):
+    for target, text in ((json.loads, "{"), (logs.log_entry, None)):
         thread = threading.Thread(target=target, args=(text,))
         thread.start()
         thread.join()

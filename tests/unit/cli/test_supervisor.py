@@ -70,6 +70,7 @@ sys.exit(0)
 """
 EXITING_WITH_9 = """
 note("up")
+print("2026-11-22 10:00:00,000 INFO runahead: no reason", flush=True)
 sys.exit(9)
 """
 EXITING_ONCE_WITH_9 = (
