@@ -70,7 +70,6 @@ sys.exit(0)
 """
 EXITING_WITH_9 = """
 note("up")
-print("2026-11-22 10:00:00,000 INFO runahead: no reason", flush=True)
 sys.exit(9)
 """
 EXITING_ONCE_WITH_9 = (
@@ -382,7 +381,8 @@ def test_reason_of_a_failure_is_in_the_output_of_the_last_process(supervised: Su
 def test_child_that_ends_too_often_or_with_a_final_status_stops_all(
     supervised: SupervisedChildren, final: tuple[int, ...], starts: int
 ) -> None:
-    assert supervised.run((STOPPING, STOPPING, EXITING_WITH_9), restarted="worker", final=final) == 9
+    exiting = 'print("2026-11-22 10:00:00,000 INFO runahead: no reason", flush=True)' + EXITING_WITH_9
+    assert supervised.run((STOPPING, STOPPING, exiting), restarted="worker", final=final) == 9
     assert supervised.events().count("worker up") == starts
     assert supervised.failure == "worker exited with status 9"
 
