@@ -181,12 +181,17 @@ class ResultSender:
         finally:
             self._waits_for_ranks = self._in_step = False
 
+    def leave(self) -> None:
+        """Report no step any more that ends without a result: the end of the wait for its masks would reach the
+        scheduler as the loss of other ranks, before the fault behind it."""
+        self._leaves = True
+
     def close(self, timeout: float) -> bool:
         """Send the queued messages, then end the threads and close the connection.
 
         Return False if the threads did not end within `timeout` seconds.
         """
-        self._leaves = True
+        self.leave()
         self._queue.put(None)
         # The heartbeat thread is the second one: until the first has ended, it aborts waits that are useless
         for thread in self._threads:

@@ -83,6 +83,7 @@ class Worker:
         finally:
             self._link.is_closing = True
             self._start_up.close_listener()
+            self._link.results.leave()
             self._runner.end_masks()  # this thread reads none any more
             self._offload.end(leaves=True)
             self.sockets_closed = self._link.close()

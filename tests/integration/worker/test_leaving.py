@@ -1,12 +1,14 @@
 """A worker that leaves while a step waits for masks. Nobody delivers them any more."""
 
 import signal
+import time
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from protocol.codec import pack
 from protocol.steps import StepFault
+from services.worker.backends.sim import SimRunner
 from services.worker.service import EXIT_FAULT
 from tests.integration.worker.scripted import ScriptedWorkerServer, exit_status, worker_process, worker_thread
 from tests.unit.worker.plans import one_request
@@ -23,8 +25,15 @@ def test_a_signal(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
     assert (status, "did not end" in log) == (0, False), log
 
 
+class PausingRunner(SimRunner):
+    def end_masks(self) -> None:
+        """Let the thread that waits for masks report the end of its wait."""
+        super().end_masks()
+        time.sleep(0.2)
+
+
 def test_a_failed_step_behind_it_is_reported(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
-    with worker_thread(scheduler, tmp_path) as worker:
+    with worker_thread(scheduler, tmp_path, PausingRunner) as worker:
         scheduler.serve()
         plans, request = one_request()
         first, second = (plans.step(request, masked=[request]) for _ in range(2))
