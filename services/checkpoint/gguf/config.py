@@ -52,7 +52,7 @@ def hf_config(header: GgufHeader) -> dict[str, Any]:
         "pad_token_id": token_id(header, "pad"),
         "dtype": _dtype(header),
     }
-    experts = _experts(header) if header.integer(f"{name}.expert_count", 0) else {}
+    experts = _experts(header) if "ffn_gate_exps" in kind.names else {}
     return {**plain, **experts, **(_OTHER[name](header) if name in _OTHER else {})}
 
 
