@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from services.cli import preflight
+from services.cli.child_process import RESTART_WINDOW
 from services.cli.control import EngineControl
 from services.cli.display import display, write_line
 from services.cli.engine_set import CONTROL, Command, EngineSet, divided, engine_names
@@ -16,7 +17,7 @@ from services.cli.logs import json_line
 from services.cli.model_check import check_drafter, check_sizes, check_tokenizer
 from services.cli.readiness import FrontendProbe, LoadingState
 from services.cli.settings import PREFIX, ConfigurationError
-from services.cli.supervisor import RESTART_WINDOW, Supervisor
+from services.cli.supervisor import Supervisor
 from services.config import ServeConfig
 from services.kv_keeper import keeping
 from services.private import private_directory, short_base

@@ -3,9 +3,10 @@
 import threading
 from pathlib import Path
 
+from services.cli.child_process import RESTART_WINDOW
 from services.cli.engine_set import child_command
 from services.cli.serve import FINAL, child_environment
-from services.cli.supervisor import RESTART_WINDOW, Supervisor
+from services.cli.supervisor import Supervisor
 from services.config import ServiceConfig
 from services.kv_keeper import keeping
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from services.cli import child_process
 from services.cli import supervisor as supervisor_module
+from services.cli.child_process import RESTART_WINDOW, RESTARTS, Child
 from services.cli.serve import FINAL
-from services.cli.supervisor import RESTART_WINDOW, RESTARTS, Child, Supervisor
+from services.cli.supervisor import Supervisor
 from services.frontend import service as frontend_service
 from services.scheduler.service import EXIT_WORKER_LOST
 from services.worker.service import EXIT_MODEL, EXIT_REFUSED
@@ -291,7 +293,7 @@ def test_failure_during_an_orderly_stop_is_a_failure(supervised: SupervisedChild
 
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor_module, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(child_process, "FIRST_PAUSE", 0.01)
 
 
 @pytest.mark.usefixtures("short_pauses")
@@ -412,7 +414,7 @@ def test_stop_does_not_wait_for_a_restart(
     supervised: SupervisedChildren, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """The pause before the restart is an hour here. The child would have been restarted, so the stop is orderly."""
-    monkeypatch.setattr(supervisor_module, "FIRST_PAUSE", 3600.0)
+    monkeypatch.setattr(child_process, "FIRST_PAUSE", 3600.0)
 
     def stop_after_end() -> None:
         if supervised.lines:
