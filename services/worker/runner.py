@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.fields import MAX_TEXT
-from protocol.membership import Assignment, InitializeCache, Loaded, RankLost
+from protocol.membership import Assignment, InitializeCache, Loaded, RankLost, Shard
 from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepTimes
 from services.worker.kv_memory import KVMemory
 
@@ -84,6 +84,11 @@ class ForwardDone:
 class ModelRunner(Protocol):
     kv_memory: KVMemory
     """Memory of the KV cache. The runner begins and takes it; one that keeps no cache for the next epoch does not."""
+
+    @property
+    def shard(self) -> Shard | None:
+        """The shard that `load` reads fastest: its weights are in memory, or were read last. None: all are equal."""
+        ...
 
     def identify(self) -> Identity:
         """Read the checkpoint's configuration, but not its weights.

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from protocol.codec import pack
 from protocol.fields import MAX_TEXT
-from protocol.membership import Assignment, InitializeCache, LoadFailed, LoadProgress, Ready, Register, Shard
+from protocol.membership import Assignment, InitializeCache, LoadFailed, LoadProgress, Ready, Register
 from protocol.sampling import SamplingParams
 from protocol.steps import NewRequest, SchedulerOutput
 from protocol.transport import PeerGone, PeerSlow
@@ -41,8 +41,6 @@ class StartUp:
         self._offload = offload
         self._listener: socket.socket | None = None
         """The rendezvous that was sent with the registration, until the runner owns it."""
-        self._shard: Shard | None = None
-        """The shard whose weights are in memory."""
         self._num_groups = 1
         """Groups of KV cache of the model that was loaded last."""
         self._next_progress = 0.0
@@ -74,7 +72,7 @@ class StartUp:
                 max_pipeline_parallel_size=identity.max_pipeline_parallel_size,
                 rendezvous=f"{host}:{listener.getsockname()[1]}",
                 epoch=self._session.epoch,
-                shard=self._shard,
+                shard=self._runner.shard,
                 returns=self._session.returns,
                 tokenizer=identity.tokenizer,
                 leaves_rows_out=identity.leaves_rows_out,
@@ -90,7 +88,7 @@ class StartUp:
 
     def load(self, assignment: Assignment) -> None:
         """Raises: LoadError, after it was sent; RanksLost"""
-        listener, self._listener, self._shard = self._listener, None, None
+        listener, self._listener = self._listener, None
         self._link.results.begin_epoch(assignment.epoch, assignment.rank)
         try:
             with self._starting():
@@ -103,7 +101,7 @@ class StartUp:
             if listener is not None:  # the runner may have failed before it owned the listener
                 listener.close()
             raise
-        self._shard, self._num_groups = assignment.shard, max(1, len(loaded.groups))
+        self._num_groups = max(1, len(loaded.groups))
         size = size_text(loaded.num_blocks * loaded.bytes_per_block)
         log.info("loaded: the KV cache has %s in %d blocks", size, loaded.num_blocks)
         offload = self._offload

@@ -122,7 +122,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPair]:
 
 
 def test_the_end_of_the_epoch_ends_the_wait_for_a_partner_that_never_joins(pair: RankPair) -> None:
-    """The rank serves a later epoch."""
+    """The rank serves a later epoch, and says until then that it has its weights."""
     pair.serve()
     pair.end_epoch()
     first, second = pair.ranks
@@ -131,8 +131,10 @@ def test_the_end_of_the_epoch_ends_the_wait_for_a_partner_that_never_joins(pair:
     first.scheduler.send(Assignment(epoch, 0, 2, BLOCK, SLOTS, 512, CONTEXT, 2, 1, rendezvous))
     first.scheduler.wait_heartbeat()
     first.scheduler.end(epoch)
+    assert first.next_of(Register).shard == Shard(0, 2, 0, 1)
     assert second.next_of(Register).epoch == epoch - 1
-    second.scheduler.end(epoch)  # so that it registers again, as the first one does
+    for rank in pair.ranks:
+        rank.scheduler.end(epoch)  # so that it registers again
     pair.serve()
     pair.end_epoch()
 

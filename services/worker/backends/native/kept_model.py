@@ -66,6 +66,11 @@ class KeptModel:
         self.num_loads = 0
         """Number of times that weights were read."""
 
+    @property
+    def shard(self) -> Shard | None:
+        """Whose weights are in memory."""
+        return None if self._model is None else self._model.part.shard
+
     def identify(self) -> Identity:
         """Return the model's identity. It is computed once, so that it stays that of the registration."""
         if self._identity is None:
@@ -91,7 +96,7 @@ class KeptModel:
 
         Raises: LoadError
         """
-        if self._model is None or self._model.part.shard != shard:
+        if self._model is None or self.shard != shard:
             self.drop()  # before the next ones are read
             self.num_loads += 1
             self._model, self._contents = self._read(shard, progress)

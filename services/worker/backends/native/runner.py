@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from protocol.membership import Assignment, InitializeCache, Loaded
+from protocol.membership import Assignment, InitializeCache, Loaded, Shard
 from protocol.steps import GrammarOutput, SchedulerOutput
 from services.config import WorkerConfig
 from services.units import size_text
@@ -79,6 +79,10 @@ class NativeRunner:
         """Set at the beginning of `load`, so that `abort` ends a join as well."""
         self._loaded = EpochValue[_Loaded]("load")
         self._stages = EpochValue[NativeStages]("init_kv_cache")
+
+    @property
+    def shard(self) -> Shard | None:
+        return self._kept.shard
 
     @property
     def epoch(self) -> NativeEpoch:

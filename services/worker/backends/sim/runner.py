@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.membership import Assignment, InitializeCache, Loaded
+from protocol.membership import Assignment, InitializeCache, Loaded, Shard
 from protocol.steps import GrammarOutput, SchedulerOutput
 from services.config import WorkerConfig
 from services.worker.backends.epoch_value import EpochValue
@@ -40,6 +40,7 @@ class SimRunner:
         self._config = config
         self.kv_memory = KVMemory.kept(config.kv_keeper)
         self._make_device, self._full_check = make_device, full_check
+        self.shard: Shard | None = None
         self.exchange = RankExchange()
         self._rank = EpochValue[LoadedRank]("load")
         self._epoch = EpochValue[SimEpoch]("init_kv_cache")
@@ -72,6 +73,7 @@ class SimRunner:
         cost = CostModel(config, shard.pipeline_parallel_size)
         self._join(assignment, cost, listener)
         self._rank.set(LoadedRank(config, assignment, checkpoint, cost, self.exchange))
+        self.shard = shard
         progress("simulated model", 1.0)
         return Loaded(
             model_hash=checkpoint.digest,

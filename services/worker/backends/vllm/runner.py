@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from protocol.kv_groups import ONE_GROUP
 from protocol.media import MediaModel
-from protocol.membership import Assignment, InitializeCache, Loaded
+from protocol.membership import Assignment, InitializeCache, Loaded, Shard
 from protocol.steps import GrammarOutput, SchedulerOutput
 from services.checkpoint import is_gguf
 from services.config import WorkerConfig
@@ -50,6 +50,7 @@ class VllmRunner:
     ) -> None:
         self._config, self._create_platform = config, create_platform
         self.kv_memory = KVMemory()  # vLLM allocates its own, for each epoch
+        self.shard: Shard | None = None
         self._identity: Identity | None = None
         self._engine: VllmEngine | None = None
         self._groups: ProcessGroups | None = None
@@ -75,6 +76,7 @@ class VllmRunner:
         digest, options = self.identify().model_hash, self._options(assignment)
         if self._engine is None or self._engine.options != options:
             self._close()
+            self.shard = None
             progress("weights", 0.0)
             self._num_loads += 1
             platform = self._create_platform(self._config)
@@ -82,6 +84,7 @@ class VllmRunner:
             self._groups = ProcessGroups(assignment, listener)
             with self._groups.detect_lost_ranks():
                 self._engine = VllmEngine(options, self._groups, platform)
+            self.shard = assignment.shard
         elif listener is not None:
             listener.close()
         progress("weights", 1.0)
