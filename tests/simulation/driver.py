@@ -82,7 +82,7 @@ def _player(
     restarts: bool = False,
     adopts: bool = True,
 ) -> "_Player":
-    policy = build(load, load.limits, seed)
+    policy, of_adapters = build(load, load.limits, seed), Random(f"adapters/{seed}/{depth}")
     world = World(
         load.limits,
         depth,
@@ -96,6 +96,7 @@ def _player(
         observer=observer,
         late_masks=load.mask_speed < 1,
         tier=SimulatedTier() if load.limits.loads_blocks else None,
+        loads=lambda: of_adapters.random() >= load.failing,
     )
     world.coverage[f"policies: {load.policy}"] += 1
     world.coverage[f"stages: {load.limits.stages}"] += 1

@@ -5,6 +5,7 @@ write, and the hashes of known tokens. Each failure names its rule.
 """
 
 from collections import Counter
+from collections.abc import Collection
 from hashlib import sha256
 from itertools import pairwise
 
@@ -152,7 +153,7 @@ class Checker:
             demand(False, "work conservation", "slot {} is ready, but step {} is empty", slot, epoch.next_step)
         if len(epoch.running) >= limits.max_num_seqs or not s.free:
             return
-        tenants = [s.request(slot) for slot in epoch.running.tolist() if s.request(slot).lora is not None]
+        tenants = [request for request in s.owner if request is not None and request.lora is not None]
         seated, oldest = {request.lora for request in tenants}, min((r.order_key for r in tenants), default=0)
         passed = oldest
         for request in self.waiting:
@@ -420,11 +421,11 @@ class Checker:
         if self.epoch.slots.state[slot] == LIVE and self.epoch.slots.inflight[slot] == 0:
             demand(missing == first, WINDOW, "slot {} keeps blocks of group {} behind it", slot, group)
 
-    def check_cache(self, kv: list[list[int | None]]) -> None:
+    def check_cache(self, kv: list[list[int | None]], tainted: Collection[int] = ()) -> None:
         """Prefix-cache content, when every dispatched plan has reached the oracle: each cached block holds what its
-        hash stands for."""
+        hash stands for, but `tainted` ones."""
         for block_hash, block in self.epoch.kv.pool.by_hash.items():
-            if kv[block] != self.known.get(block_hash):
+            if kv[block] != self.known.get(block_hash) and block not in tainted:
                 has_known = block_hash in self.known
                 demand(has_known, "prefix-cache content", "block {} has a hash of no known tokens", block)
                 demand(False, "prefix-cache content", "block {} does not hold what its hash promises", block)

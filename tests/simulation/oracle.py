@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from protocol.codec import Decoder, encode, pack, unpack
 from protocol.kv_groups import NO_BLOCK, num_states
 from protocol.logprobs import Logprobs
+from protocol.lora import LoRAAdapter
 from protocol.media import distinct_tokens
 from protocol.membership import Assignment, InitializeCache
 from protocol.sampling import Pooling, SamplingParams
@@ -45,6 +46,8 @@ MESSAGES: Decoder[StepMessage] = Decoder(StepMessage)
 TORN = -1
 """Hash at a position that a lost step may have written in part."""
 MOST_IN_FLIGHT = 64
+WITHOUT_ADAPTER = -1
+"""Extends each prefix of a row that is computed without its adapter: nothing about it is right."""
 
 
 class OracleViolation(AssertionError):
@@ -80,6 +83,9 @@ class _Slot:
     a row that was left out), of steps whose result is on its way."""
     hidden_sum: NDArray[np.float64] = field(default_factory=lambda: np.zeros(HIDDEN_SIZE))
     """Sum over the positions computed in this slot."""
+    lora: LoRAAdapter | None = None
+    tainted: bool = False
+    """True: computed without its adapter, or behind such blocks."""
 
 
 Row = tuple[int, int]
@@ -117,9 +123,16 @@ class OracleWorker:
         epoch: int = 1,
         speculating: Speculating | None = None,
         foresight: Foresight | None = None,
+        loads: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`foresight` gives the drafter the right tokens; `speculating` decides how many drafts are right."""
+        """`foresight` gives the drafter the right tokens; `speculating` decides how many drafts are right; `loads`
+        whether the adapter of a request that enters can be loaded."""
         self._speculating, self._foresight = speculating, foresight
+        self._loads, self._max_loras = loads, limits.max_loras
+        self.failed: dict[int, dict[int, str]] = {}
+        """Step -> slot -> digest of the adapter that could not be loaded; the reader removes steps."""
+        self.tainted: set[int] = set()
+        """Blocks with keys that were computed without the adapter of their request."""
         self._max_model_len, self._lookahead = limits.max_model_len, limits.lookahead
         self._planned_drafts: dict[int, int] = {}
         """Slot -> drafts in the last plan."""
@@ -263,6 +276,8 @@ class OracleWorker:
         self._release(plan.released)
         for new in plan.new:
             self._enter(new)
+        adapters = {s.lora.digest for s in self.slots.values() if s.lora is not None}
+        self._demand(len(adapters) <= self._max_loras, "adapter seat: {} adapters are in use", len(adapters))
         self._append_blocks(plan)
         columns = (unpack(c).tolist() for c in (plan.slots, plan.generations, plan.starts, plan.counts))
         rows = list(zip(*columns, map(bool, plan.samples), strict=True))
@@ -294,7 +309,14 @@ class OracleWorker:
         for token in distinct_tokens(unpack(new.token_ids), new.media).tolist():
             prefix = extend(prefix, token)
             entered.prefixes.append(prefix)
+        entered.lora = new.lora
+        if new.lora is not None and not self._loads():
+            self.failed.setdefault(self._last_step, {})[slot] = new.lora.digest
+            self._taint(entered)
         self.slots[slot] = entered
+
+    def _taint(self, s: _Slot) -> None:
+        s.tainted, s.prefixes = True, [extend(prefix, WITHOUT_ADAPTER) for prefix in s.prefixes]
 
     def _append_blocks(self, plan: SchedulerOutput) -> None:
         pairs = zip(unpack(plan.block_slots).tolist(), unpack(plan.block_ids).tolist(), strict=True)
@@ -315,6 +337,7 @@ class OracleWorker:
 
     def _poison(self, block: int) -> None:
         self.kv[block] = [None] * self.block_size
+        self.tainted.discard(block)
 
     def _write(self, slot: int, generation: int, start: int, count: int, samples: bool) -> None:
         self._demand(slot in self.slots, "slot {} is empty", slot)
@@ -325,6 +348,8 @@ class OracleWorker:
             for table in self._tables(s):
                 for block in table[start // size :]:
                     self._poison(block)
+                if not s.tainted and not self.tainted.isdisjoint(table[: start // size]):
+                    self._taint(s)
             s.computed = start
         s.rejected = [(step, drafts) for step, drafts in s.rejected if step > self._known]
         unknown = sum(drafts for _, drafts in s.rejected)
@@ -356,6 +381,8 @@ class OracleWorker:
                 block, offset = table[position // size], position % size
                 self._demand(block != NO_BLOCK, "slot {}: no block for position {}", slot, position)
                 self.kv[block][offset] = in_group(s.prefixes[position], group)
+                if s.tainted:
+                    self.tainted.add(block)
                 written.append((block, offset))
             if s.pooling is Pooling.MEAN:
                 s.hidden_sum += hidden(s.prefixes[position])
@@ -393,7 +420,9 @@ class OracleWorker:
         return [s.table[group :: len(self.groups)] for group in range(len(self.groups))]
 
     def _read(self, slot: int, group: int, start: int, end: int) -> None:
-        """Read what queries at positions start .. end - 1 read."""
+        """Read what queries at positions start .. end - 1 read. What they find if they are tainted does not matter."""
+        if self.slots[slot].tainted:
+            return
         s, size, span = self.slots[slot], self.block_size, self.groups[group].size
         low = 0
         if self.groups[group].kind == "sliding_window":
@@ -447,6 +476,7 @@ class OracleWorker:
             embeddings=b"".join(vector.astype(np.float32).tobytes() for vector in vectors.values()),
             drafted=pack(drafted) if plan.drafts else b"",
             draft_token_ids=pack(proposed) if plan.has_structured_output_requests else b"",
+            failed_slots=pack([*self.failed.get(plan.step_id, ())]),
         )
 
     def _leave_out(self, slot: int, plan: SchedulerOutput) -> None:

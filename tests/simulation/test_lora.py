@@ -44,6 +44,22 @@ def test_equal_prompts_hit_within_an_adapter_only() -> None:
     assert hits == [0, 0, 0, 36, 36]
 
 
+def test_an_adapter_that_cannot_be_loaded_ends_its_requests_alone() -> None:
+    """Also one that waits. What was computed without it is found by nobody, nor what was computed behind that."""
+    loads = iter([True, False])
+    world = World(LIMITS, 3, loads=lambda: next(loads, True))
+    sent = []
+    for number, adapter, length, tokens in ((0, A, 9, 1), (1, A, 9, 1), (1, A, 17, 20), (1, None, 9, 20), (2, A, 9, 1)):
+        sent.append(world.add(prompt_of(length, number), params(tokens, eos=False), lora=adapter))
+        world.dispatch()
+    assert sent[2].hit
+    world.abort(sent.pop(2))
+    world.complete()
+    world.complete()  # before the end of the first one is sent
+    world.drain()
+    assert [stream.finish.reason.name for stream in sent] == ["LENGTH", "ERROR", "LENGTH", "ERROR"]
+
+
 def test_a_salt_cannot_name_an_adapter() -> None:
     world = World(LIMITS, 2)
     world.add(prompt_of(40), params(2, eos=False), lora=A)

@@ -31,7 +31,8 @@ MUST_HAPPEN = [
     "grammars: ready between epochs", "sampling: waits for tokens in flight",
     "sampling: of a request that ended before", "epochs: ended with a sampling deferred", "aborts: compiling",
     "aborts: sampling deferred", "masks: late", "left out: live", "left out: with a recurrent state",
-    "left out: dropped", "left out: delivered", "epochs: ended with masks being made",
+    "left out: dropped", "left out: delivered", "epochs: ended with masks being made", "adapters: failed",
+    "adapters: failed after a preemption",
 ]  # fmt: skip
 
 

@@ -58,6 +58,8 @@ class Workload:
     mask_speed: float
     """Probability that the next masks are made in the same round; 1: they are made at once."""
     speculating: Speculating | None = None
+    failing: float = 0.0
+    """Probability that the adapter of a request that enters cannot be loaded."""
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -138,6 +140,7 @@ def draw(seed: int, speculates: bool = False, tier: bool = False) -> Workload:
         uneven=of_group.random() < 0.3,
         mask_speed=of_masks.choice((1, 1, 0.8, 0.5, 0.2)),
         speculating=speculating(seed) if speculates else None,
+        failing=0.0 if tier else of_adapters.choice((0.0, 0.1, 0.4)),  # vLLM's workers have no tier
     )
 
 

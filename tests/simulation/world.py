@@ -173,10 +173,12 @@ class World:
         observer: Observer | None = None,
         late_masks: bool = False,
         tier: SimulatedTier | None = None,
+        loads: Callable[[], bool] = lambda: True,
     ) -> None:
         """A world with one epoch of workers.
 
         Args:
+            loads: whether all ranks can load the adapter of a request that enters.
             late_masks: masks are made when `masks_made` is called, not at once.
             conserves_work: the policy leaves no step empty in which a request could be computed (work conservation).
             seed: of the lengths that `speculating` draws.
@@ -204,7 +206,8 @@ class World:
         if observer is not None:
             self.engine.observers.add(observer)
         self.engine.observers.add(self)
-        self.worker = OracleWorker(limits, vocab, speculating=speculating, foresight=self._future)
+        self._of_worker = speculating, self._future, loads
+        self.worker = OracleWorker(limits, vocab, 1, *self._of_worker)
         self.names = BlockNames.empty(limits.num_blocks, limits.block_size, len(limits.groups))
         """The names of blocks that the workers keep."""
         self.dropped: set[bytes] = set()
@@ -530,7 +533,7 @@ class World:
         self._count_drafts()
         self.checker.on_new_epoch()
         kv = self.worker.kv
-        self.worker = OracleWorker(limits, self.vocab, epoch, self.speculating, self._future)
+        self.worker = OracleWorker(limits, self.vocab, epoch, *self._of_worker)
         held = None if keeps_memory is None or len(kv) < limits.num_blocks else self.names.held()
         if held is None:
             self.names = BlockNames.empty(limits.num_blocks, limits.block_size, len(limits.groups))
@@ -585,9 +588,10 @@ class World:
         self.checker.check()
 
     def _check_cache(self) -> None:
-        """Compare cached blocks with the workers' KV, unless steps that write them still wait for masks."""
+        """Compare cached blocks with the workers' KV, unless steps that write them still wait for masks. The scheduler
+        does not know yet of adapters that could not be loaded in steps in flight."""
         if not self.worker.is_behind:
-            self.checker.check_cache(self.worker.kv)
+            self.checker.check_cache(self.worker.kv, self.worker.tainted if self.worker.failed else ())
 
     def _advance(self) -> None:
         """Advance the clock by a millisecond."""
@@ -844,6 +848,7 @@ class World:
 
     def _on_applied(self, event: ResultApplied) -> None:
         """Count verified and accepted drafts of the rows whose result was used; check the state after the result."""
+        self._on_failed({*self.worker.failed.pop(event.step.step_id, {}).values()}, event.ended)
         result = ResultRows.from_message(event.result)
         columns = (event.states, result.counts, result.drafted, event.counts)
         streams = self._rows.pop(event.step.step_id)
@@ -862,6 +867,15 @@ class World:
                 self.coverage["drafts: stale rows of several tokens"] += count > 1
                 self.coverage["stops while preempted"] += (stream.frontend, stream.number) in event.ended
         self._on_updated(event.step)
+
+    def _on_failed(self, digests: set[str], ended: Collection[tuple[int, int]]) -> None:
+        """The requests of adapters that could not be loaded have ended, and no other ones."""
+        for request in self.engine.requests.values():
+            if request.lora is not None and request.lora.digest in digests:
+                assert request.finished, f"{request.number} goes on without its adapter"
+                self._by_request[request].doomed |= request.key in ended
+                self.coverage["adapters: failed"] += 1
+                self.coverage["adapters: failed after a preemption"] += request.num_preemptions > 0
 
     def _on_left_out(self, stream: SimulatedStream, state: int) -> None:
         self.coverage[f"left out: {('free', 'live', 'delivered', 'dropped')[state]}"] += 1

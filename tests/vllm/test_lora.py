@@ -1,5 +1,6 @@
 """LoRA adapters: tokens under this scheduler equal those of vLLM's own `LLM.generate` with the same adapters."""
 
+import shutil
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,11 +46,17 @@ class LoRAAnswers(msgspec.Struct):
     preemptions: float
     failed: list[Finish | None]
     """Ends of a request whose adapter has other files than it names, and of one beside it."""
+    kept: list[list[int]]
+    """Answers of requests beside which another adapter comes, when the files of theirs are gone."""
 
 
-def answer(model: str, adapters: list[LoRAAdapter]) -> LoRAAnswers:
-    """Needs a new process, because it creates vLLM."""
-    together = {}
+def answer(model: str, adapters: list[LoRAAdapter], third: LoRAAdapter) -> LoRAAnswers:
+    """Needs a new process, because it creates vLLM. The adapters have one name, which was given to other files."""
+    together, kept = {}, []
+    adapters = [
+        msgspec.structs.replace(adapter, name="a", path=shutil.copytree(adapter.path, f"{adapter.path}-copy"))
+        for adapter in adapters
+    ]
 
     def serve(run: VllmRun) -> list[list[int]]:
         streams = [VllmStream(r.prompt, SamplingParams(**_own(r.params)), lora=r.lora) for r in vllm_requests(adapters)]
@@ -68,10 +75,29 @@ def answer(model: str, adapters: list[LoRAAdapter]) -> LoRAAnswers:
     with VllmRun(worker, 3) as run:
         beside = [VllmStream([5] * 70, params, lora=adapter) for adapter in (changed, None)]
         failed = [stream.finish for stream in run.serve(*beside)]
+    for ended in (0, 1):
+        with VllmRun(worker, 2) as run:
+            pair = [VllmStream(r.prompt, SamplingParams(**_own(r.params)), lora=r.lora) for r in _greedy(adapters)]
+            for number, stream in enumerate((*pair, VllmStream([5] * 70, params, lora=third))):
+                run.add(number, stream)
+            while not all(stream.tokens for stream in pair):
+                run.run_step()
+            for adapter in adapters:
+                Path(adapter.path).rename(f"{adapter.path}-gone")
+            run.abort(ended)
+            run.finish()
+            kept.append(pair[1 - ended].tokens)
+            for adapter in adapters:
+                Path(f"{adapter.path}-gone").rename(adapter.path)
     worker.max_loras = 1  # vLLM is loaded again
     with VllmRun(worker, 2) as run:
         together["one, depth 2"] = serve(run)
-    return LoRAAnswers(together, preempted, preemptions, failed)
+    return LoRAAnswers(together, preempted, preemptions, failed, kept)
+
+
+def _greedy(adapters: list[LoRAAdapter]) -> list[VllmRequest]:
+    """A request with each adapter."""
+    return [r for r in vllm_requests(adapters) if r.lora is not None and len(r.prompt) == 33]
 
 
 def _own(params: dict[str, Any]) -> dict[str, Any]:
@@ -90,16 +116,18 @@ def reference(model: str, adapters: list[LoRAAdapter]) -> list[list[int]]:
 def test_tokens_equal_vllms(architecture: str, pool: ProcessPoolExecutor, tmp_path: Path) -> None:
     base = checkpoints.make(architecture, tmp_path / "base")
     loading = Adapters(base, 8)
-    adapters = [
-        loading.load(name, str(checkpoints.make_adapter(tmp_path / name, base, seed))) for seed, name in enumerate("ab")
-    ]
-    both = [pool.submit(side, str(base), adapters) for side in (answer, reference)]
-    mine, expected = (future.result() for future in both)
+    *adapters, third = (
+        loading.load(name, str(checkpoints.make_adapter(tmp_path / name, base, seed)))
+        for seed, name in enumerate("abc")
+    )
+    own, vllms = pool.submit(answer, str(base), adapters, third), pool.submit(reference, str(base), adapters)
+    mine, expected = own.result(), vllms.result()
     assert len({tuple(tokens) for tokens in expected}) == len(expected)  # every adapter changes every answer
     assert mine.together == dict.fromkeys(mine.together, expected)
     assert mine.preempted == expected
     assert mine.preemptions > 0
     assert [end and end.reason for end in mine.failed] == [FinishReason.ERROR, FinishReason.LENGTH]
+    assert mine.kept == expected[8:6:-1]
 
 
 def test_experts_are_refused_by_name(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ class EngineClient:
         self._request_timeout = request_timeout
         self._security = security
         self.placement = placement or Placement(seed=os.getpid())
-        self.ledger = RequestLedger(self.placement.on_ended)
+        self.ledger = RequestLedger(self.placement.on_ended, self.placement.forget_refusals)
         self.recoveries: deque[Recovery] = deque(maxlen=MAX_RECOVERIES)
         """Losses and returns of engines, the latest ones in order."""
         self.num_shed = 0

@@ -57,8 +57,8 @@ class LedgerEntry:
     """The scheduler that had it last and is not known to be dead."""
     blamed_for: Holder | None = None
     """The scheduler whose death `attempts` counted last; None: there is none, or it is certain."""
-    num_rejections: int = 0
-    """Number of engines that did not admit it."""
+    rejections: set[str] = field(default_factory=set)
+    """Names of the engines that had no room for it, since it waited last."""
     held_until: float = 0.0
     """Until then no engine is chosen: monotonic seconds."""
     attempts: int = 0
@@ -141,9 +141,12 @@ class RequestLedger:
 
     Args:
         on_closed: called with the key of each request that is removed.
+        on_forgotten: called with the name of an engine whose refusals are forgotten.
     """
 
-    def __init__(self, on_closed: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(
+        self, on_closed: Callable[[int], None] = lambda _: None, on_forgotten: Callable[[str], None] = lambda _: None
+    ) -> None:
         self._entries: dict[int, LedgerEntry] = {}
         self.streams: dict[int, RequestStream] = {}
         """The same requests, for the path of each token."""
@@ -153,7 +156,7 @@ class RequestLedger:
         """By owner: requests that its scheduler does not have."""
         self._on_trial: LedgerEntry | None = None
         """The suspect that a scheduler has."""
-        self._on_closed = on_closed
+        self._on_closed, self._on_forgotten = on_closed, on_forgotten
         self._checked = 0.0
         """When `stuck` was called last: monotonic seconds."""
         self.resubmitted = 0
@@ -318,6 +321,7 @@ class RequestLedger:
         """An engine has other settings now, for which it may take the requests that it has refused."""
         for entry in self._entries.values():
             entry.refusals.pop(engine, None)
+        self._on_forgotten(engine)
 
     def submissions(
         self, scheduler: Holder, identity: str, now: float, only_again: bool = False

@@ -103,7 +103,7 @@ class Owners:
             refused: engines that have no room for it.
         """
         request, identity = entry.request, entry.identity or self.engines.identity
-        excluded, for_good = (*entry.refusals, *refused), bool(entry.num_admissions and entry.refusals)
+        excluded, for_good = (*entry.refusals, *refused), (*entry.refusals,) if entry.num_admissions else ()
         decision = self._placement.place(entry.key, request.token_ids, request.salt, identity, excluded, for_good)
         if isinstance(decision, Place):
             entry.set_kv_peers(self._kv_peers(decision.holder))
@@ -199,14 +199,15 @@ class Owners:
     def _on_rejected(self, entry: LedgerEntry, engine: ConnectedEngine, finish: Finish) -> Finish | None:
         """Ask another engine, as this one has no room. A stream that was admitted before waits if all reject it."""
         entry.num_admissions -= 1
-        entry.num_rejections += 1
+        entry.rejections.add(engine.name)
         self.engines.report(engine)
-        if isinstance(self._place_again(entry, engine), Place):
+        if isinstance(self._place_again(entry, *entry.rejections), Place):  # they have the prompt, which attracts it
             return None
         if not entry.num_admissions:
             return finish
         self._take_from_owner(entry, is_fault=False)
-        entry.num_rejections, entry.held_until = 0, time.monotonic() + REJECTED_PAUSE
+        entry.rejections.clear()
+        entry.held_until = time.monotonic() + REJECTED_PAUSE
         return None
 
     def _on_invalid(self, entry: LedgerEntry, engine: ConnectedEngine, finish: Finish) -> Finish | APIError | None:
@@ -216,7 +217,7 @@ class Owners:
             return finish
         alike = [e for e in self.engines.values() if not entry.num_admissions and e.settings == engine.settings]
         entry.refusals |= {e.name: finish.message for e in (engine, *alike)}
-        decision = self._place_again(entry, engine)
+        decision = self._place_again(entry)
         if isinstance(decision, Place):
             return None
         if entry.num_admissions:
@@ -227,11 +228,9 @@ class Owners:
             return APIError(503, f"{why}; an engine with other settings is not ready; try again later")
         return replace(finish, message=why)
 
-    def _place_again(self, entry: LedgerEntry, engine: ConnectedEngine) -> Decision | None:
+    def _place_again(self, entry: LedgerEntry, *refused: str) -> Decision:
         """Send a request that an engine has refused to another one, if there is one now."""
-        if len(self.engines) <= entry.num_rejections:
-            return None
-        decision = self._decide(entry, engine.name)  # that one has the prompt now, which would attract it again
+        decision = self._decide(entry, *refused)
         if isinstance(decision, Place):
             self._ledger.move(entry.request.number, self.next_number(), decision.engine, is_fault=False)
         return decision

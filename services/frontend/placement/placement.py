@@ -179,6 +179,12 @@ class Placement:
         if (row := self._fleet.row_of.get(name)) is not None:
             self._index.clear(row)
 
+    @_recorded(records.RefusalsForgotten)
+    def forget_refusals(self, name: str) -> None:
+        """An engine has other settings now: streams that it has refused may move there."""
+        for stream in self._streams.values():
+            stream.refused -= {name}
+
     @_recorded(records.RequestEnded)
     def on_ended(self, key: int) -> None:
         """A request has ended. Unknown keys are ignored."""
@@ -193,7 +199,7 @@ class Placement:
         salt: str = "",
         identity_required: str = "",
         refused: tuple[str, ...] = (),
-        for_good: bool = False,
+        for_good: tuple[str, ...] = (),
     ) -> Decision:
         """Choose the engine of a request. A key that is placed already is placed anew.
 
@@ -202,8 +208,8 @@ class Placement:
             salt: the request's cache salt.
             identity_required: identity of the engine that has sent output of this request; "": any engine will do.
             refused: engines that are not chosen.
-            for_good: these would refuse the request again: it moves to none of them, and goes back to an engine that
-                drains if no other one is ready.
+            for_good: those of them that would refuse the request again: it moves to none of these. If there are any,
+                it goes back to an engine that drains while no other one is ready.
         """
         names = {}
         if self.uses_prefixes and len(self._fleet.row_of) > 1:
@@ -219,7 +225,7 @@ class Placement:
         names: Mapping[int, Sequence[bytes]],
         identity_required: str,
         refused: tuple[str, ...] = (),
-        for_good: bool = False,
+        for_good: tuple[str, ...] = (),
     ) -> Decision:
         """`place` for a prompt of which only the names of prefixes are known, by block size; see `PrefixNames.of`."""
         self._end(key)
@@ -228,7 +234,7 @@ class Placement:
             rows = self._fleet.candidates(identity_required, condition).rows
             rows = rows[[row not in excluded for row in rows]] if excluded else rows
             if len(rows):
-                return self._place(key, num_tokens, names, rows, frozenset(refused if for_good else ()))
+                return self._place(key, num_tokens, names, rows, frozenset(for_good))
         return self._no_engine(identity_required, excluded)
 
     @_recorded(records.MovesRequested)

@@ -53,7 +53,11 @@ class PlacementRequested(msgspec.Struct, frozen=True, tag="request"):
     """Names of the prompt's prefixes by block size; empty if they were not needed."""
     identity_required: str
     refused: tuple[str, ...] = ()
-    for_good: bool = False
+    for_good: tuple[str, ...] = ()
+
+
+class RefusalsForgotten(msgspec.Struct, frozen=True, tag="refusals_forgotten"):
+    name: str
 
 
 class RequestEnded(msgspec.Struct, frozen=True, tag="ended"):
@@ -72,7 +76,7 @@ class MovesRequested(msgspec.Struct, frozen=True, tag="moves_requested"):
 
 Event = (
     PlacementStarted | Advanced | EngineReported | EngineRemoved | BlocksStored | BlocksRemoved | BlocksCleared
-    | PlacementRequested | RequestEnded | Prefilled | MovesRequested
+    | PlacementRequested | RefusalsForgotten | RequestEnded | Prefilled | MovesRequested
 )  # fmt: skip
 Record = Event | decisions.Place | decisions.Hold | decisions.RefuseRequest | decisions.Move | decisions.LoadAhead
 Recorder = Callable[[Record], None]

@@ -113,17 +113,19 @@ class ResultApplier:
 
     def _end_failed(self, step: InflightStep, failed: Sequence[int]) -> tuple[RequestKey, ...]:
         """End the requests whose adapter the workers cannot load, and all others with it. Their blocks, which were
-        computed without the adapter, leave the prefix cache."""
+        computed without the adapter, leave the prefix cache; so do those of requests that have ended in flight, which
+        may have found such blocks."""
+        slots, groups = self.epoch.slots, range(self.epoch.kv.num_groups)
         rows = step.slots[self.epoch.ledger.current(step) & np.isin(step.slots, failed)].tolist()
-        owners = [self.epoch.slots.request(slot) for slot in rows]
-        digests = {request.lora.digest for request in owners if request.lora is not None}
-        alike = [r for r in self.store.requests.values() if r.lora is not None and r.lora.digest in digests]
-        names = {name for request in (*owners, *alike) for name in request.block_hashes}
-        groups = range(self.epoch.kv.num_groups)
+        digests = {lora.digest for slot in rows if (lora := slots.request(slot).lora) is not None}
+        known = dict.fromkeys((*self.store.requests.values(), *filter(None, slots.owner)))
+        alike = [r for r in known if r.lora is not None and r.lora.digest in digests]
+        names = dict.fromkeys(name for request in alike for name in request.block_hashes)
         self.lifecycle.drop_blocks([name_in_group(name, group) for name in names for group in groups])
-        for request in alike:
+        ended = [request for request in alike if not request.finished]
+        for request in ended:
             self.lifecycle.finish(request, request.finish_message(FinishReason.ERROR, message=_NOT_LOADED))
-        return tuple(request.key for request in alike)
+        return tuple(request.key for request in ended)
 
     # -- checks and corrections of the plan ----------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from services.scheduler.core.kv_cache import KVCacheManager
 from services.scheduler.core.ledger import Ledger
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import Request
-from services.scheduler.core.slots import LIVE, SlotColumns, SlotIds
+from services.scheduler.core.slots import FREE, SlotColumns, SlotIds
 from services.scheduler.core.waiting import WaitingQueue
 
 
@@ -53,9 +53,10 @@ class SchedulerView:
                 seated = self.adapters()
 
     def adapters(self) -> dict[str, int]:
-        """Return the adapters of the running requests, each with the lowest order key of these requests."""
+        """Return the adapters of the slots that are not free, which the workers hold, each with the lowest order key of
+        its requests."""
         seated: dict[str, int] = {}
-        slots = np.flatnonzero(self.slots.state == LIVE).tolist() if self.limits.max_loras else []
+        slots = np.flatnonzero(self.slots.state != FREE).tolist() if self.limits.max_loras else []
         for request in map(self.slots.request, slots):
             if request.lora is not None:
                 key = request.order_key

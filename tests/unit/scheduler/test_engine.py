@@ -1,10 +1,8 @@
 """Admission and bookkeeping of requests: a request that cannot be served ends alone."""
 
-from dataclasses import replace
-
 import pytest
 
-from protocol.codec import pack, unpack
+from protocol.codec import unpack
 from protocol.requests import MAX_PRIORITY, FinishReason, GenerateRequest
 from services.scheduler.core import plan
 from services.scheduler.core.engine import EngineCore
@@ -12,7 +10,6 @@ from services.scheduler.core.limits import Limits
 from services.scheduler.policies import ChunkedPolicy
 from tests.simulation.requests import finishes, generate, plans
 from tests.simulation.results import result_of
-from tests.simulation.workload import ADAPTERS
 
 LIMITS = Limits(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=32, num_blocks=6, block_size=4)
 
@@ -47,20 +44,6 @@ def test_a_request_that_cannot_be_served_ends_alone(message: GenerateRequest, sa
     assert finish.by_settings == any(text in says for text in ("KV cache", "delivered", "needs"))
     assert [key[1] for key in core.requests] == [9]
     assert len(list(core.dispatch())) == 2, "the other one is served"
-
-
-def test_an_adapter_that_cannot_be_loaded_ends_its_requests_alone() -> None:
-    """Also one that waits. What was computed without it is found by nobody."""
-    core = EngineCore(replace(LIMITS, max_loras=1), ChunkedPolicy(), depth=2, vocab_size=50)
-    for number, adapter in enumerate((None, ADAPTERS[0], ADAPTERS[0])):
-        core.add(0, generate([1] * 5, number=number, lora=adapter))
-    first, second = plans(core)
-    core.on_result(result_of(first, failed_slots=pack([first.new[1].slot])))
-    assert [(finish.number, finish.reason) for finish in finishes(core)] == [(n, FinishReason.ERROR) for n in (1, 2)]
-    core.on_result(result_of(second))
-    core.add(0, generate([1] * 5, number=3, lora=ADAPTERS[0]))
-    (third, *_) = plans(core)
-    assert unpack(third.counts).tolist() == [1, 5], "the first request goes on, and the last one has no hit"
 
 
 def test_bounded_queues_reject_and_say_so() -> None:

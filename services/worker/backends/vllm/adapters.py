@@ -16,6 +16,12 @@ from services.worker.backends.vllm import vllm_api
 log = logging.getLogger("runahead.worker")
 
 
+def to_vllm(adapter: LoRAAdapter) -> vllm_api.LoRARequest:
+    """Return vLLM's adapter. Its name has the number too, because vLLM takes two of one name for the same, and requests
+    of an adapter go on when its name was given to other files."""
+    return vllm_api.LoRARequest(f"{adapter.name}@{adapter.number}", adapter.number, adapter.path)
+
+
 def check_adapters(manager: Any) -> None:
     """Refuse each adapter whose files are not those that the frontend has read, and log the modules of others that vLLM
     leaves out, as those of an encoder of images."""

@@ -16,7 +16,12 @@ from protocol.membership import Speculation
 from services.worker import machine
 from services.worker.backends.pooling import PooledRows
 from services.worker.backends.vllm import vllm_api
-from services.worker.backends.vllm.adapters import adapted_modules, check_adapters, score_prompts_with_own_adapters
+from services.worker.backends.vllm.adapters import (
+    adapted_modules,
+    check_adapters,
+    score_prompts_with_own_adapters,
+    to_vllm,
+)
 from services.worker.backends.vllm.checkpoint import DTYPE_CHOICES
 from services.worker.backends.vllm.draft_verifier import DraftVerifier
 from services.worker.backends.vllm.drafters import give_next_tokens_of_chunks
@@ -265,7 +270,7 @@ class VllmEngine:
     def loads(self, adapter: LoRAAdapter) -> bool:
         """Load an adapter, unless it is in memory. Return False, with the reason in the log, if that fails."""
         try:
-            self.runner.add_lora(vllm_api.LoRARequest(adapter.name, adapter.number, adapter.path))
+            self.runner.add_lora(to_vllm(adapter))
         except Exception as error:  # of any kind: the files are the user's
             log.error("the adapter %s cannot be loaded, and its requests end: %s", adapter.name, one_line(error))
             self.runner.remove_lora(adapter.number)  # it may be in memory in part

@@ -97,6 +97,10 @@ class VllmEpoch:
         asked = [(request.slot, request.lora) for request in step.new if request.lora is not None]
         if not asked:
             return step, b""
+        runner, released = self._engine.runner, self._translator.request_ids(unpack(step.released))
+        in_use = {state.lora_request for name, state in runner.requests.items() if name not in released}
+        for adapter in in_use - {None}:  # for a new one, vLLM drops the one that was named least recently
+            runner.add_lora(adapter)
         loaded = self._groups.agree([self._engine.loads(adapter) for _, adapter in asked])
         failed = [slot for (slot, _), done in zip(asked, loaded, strict=True) if not done]
         new = [replace(request, lora=None) if request.slot in failed else request for request in step.new]

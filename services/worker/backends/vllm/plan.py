@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from protocol.codec import unpack
 from protocol.steps import NewRequest, SchedulerOutput
 from services.worker.backends.vllm import vllm_api
+from services.worker.backends.vllm.adapters import to_vllm
 from services.worker.backends.vllm.media_inputs import MediaInputs
 from services.worker.backends.vllm.model_pooler import ModelPooler
 from services.worker.backends.vllm.parameters import RequestGenerator, to_vllm_params
@@ -180,7 +181,7 @@ class PlanTranslator:
             block_ids=tuple([] for _ in self._table.groups),
             num_computed_tokens=start,
             output_token_ids=output,
-            lora_request=None if lora is None else vllm_api.LoRARequest(lora.name, lora.number, lora.path),
+            lora_request=None if lora is None else to_vllm(lora),
         )
 
     def _new_blocks(self, slots: NDArray[np.int32]) -> list[tuple[list[int], ...] | None]:

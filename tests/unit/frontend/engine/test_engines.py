@@ -102,8 +102,10 @@ class ScriptedEngine:
         columns = pack([number] * len(tokens)), pack([*indices]), pack([*tokens])
         self.server.send(self.peers[-1], RequestOutputs(*columns, finished, incarnation=self.incarnation))
 
-    def refuse(self, number: int, why: str, by_settings: bool = True) -> None:
-        finish = Finish(number, FinishReason.INVALID, message=why, by_settings=by_settings)
+    def refuse(
+        self, number: int, why: str, by_settings: bool = True, reason: FinishReason = FinishReason.INVALID
+    ) -> None:
+        finish = Finish(number, reason, message=why, by_settings=by_settings)
         self.server.send(self.peers[-1], RequestOutputs(b"", b"", b"", [finish], incarnation=self.incarnation))
 
     def send_blocks(self, number: int, stored: list[bytes], removed: list[bytes] | None = None) -> None:
@@ -447,12 +449,16 @@ async def test_a_request_that_its_engine_rejects_is_new_and_fetches_blocks_from_
         assert other.requests[0].age == 0.0, "limits of load and the order of arrival hold for it as for a new one"
 
 
-async def test_a_request_that_its_engine_rejects_goes_to_one_that_has_less_of_its_prompt(tmp_path: Path) -> None:
-    async with fleet(tmp_path) as engines:
+async def test_a_request_that_engines_reject_goes_to_one_that_has_less_of_its_prompt(tmp_path: Path) -> None:
+    async with fleet(tmp_path, MODEL, MODEL, MODEL) as engines:
         await engines.serve()
-        stream, owner, other = await engines.submit([*range(400)])
-        owner.send(stream.number, 0, ends=True, why=FinishReason.REJECTED)
-        await engines.until(lambda: other.requests)
+        stream, owner, _ = await engines.submit([*range(400)])
+        others = [*engines.engines]
+        for _ in range(2):
+            others.remove(owner)
+            owner.refuse(stream.number, "full", reason=FinishReason.REJECTED)
+            await engines.until(lambda: any(engine.requests for engine in others))
+            [owner] = [engine for engine in others if engine.requests]
 
 
 @pytest.mark.parametrize("identity", [MODEL, OTHER_MODEL])
@@ -532,24 +538,25 @@ async def test_a_new_request_that_settings_refuse_goes_to_an_engine_with_others(
         assert stream.end.status == 503, "it is served later"
 
 
-@pytest.mark.parametrize("how", ["drained", "lost", "changed"])
+@pytest.mark.parametrize("how", ["drained", "lost", "drained; changed", "lost; changed"])
 async def test_a_stream_that_others_refuse_returns_to_its_engine_or_ends(tmp_path: Path, how: str) -> None:
     """It was valid there, so that is no fault of its client, also if settings are not known to be the reason. It waits
-    for an engine that is lost as long as that one is expected back, and for other settings of those that refuse it."""
-    async with fleet(tmp_path, patience=300.0 if how == "changed" else 0.2) as engines:
+    for an engine that is lost as long as that one is expected back. Those that refuse it get it with other settings."""
+    changed = how.endswith("changed")
+    async with fleet(tmp_path, patience=300.0 if changed else 0.2) as engines:
         await engines.serve()
         stream, owner, other = await engines.submit([1, 2])
         owner.send(stream.number, 0, 7)
         await engines.until(lambda: stream.output == [7])
-        if how == "drained":
+        if how.startswith("drained"):
             owner.phase = EnginePhase.DRAINING
             owner.send_state()
         else:
             owner.close()
         await engines.until(lambda: other.requests)
         other.refuse(stream.number, "too long", by_settings=how == "lost")
-        if how == "changed":
-            await engines.until(lambda: stream.number in {e.request.number for e in engines.client.ledger.waiting})
+        if changed:
+            await engines.until(lambda: engines.client.ledger.waiting or len(owner.requests) == 2)
             other.adapted_modules = ("q_proj",)
             other.send_state()
             await engines.until(lambda: len(other.requests) == 2)

@@ -115,6 +115,11 @@ class PlacementMachine(RuleBasedStateMachine):
         self.forget(key)
         self.core.on_ended(key)
 
+    @rule(name=ENGINES)
+    def forget_refusals(self, name: str) -> None:
+        self.refused_by = {key: tuple({*names} - {name}) for key, names in self.refused_by.items()}
+        self.core.forget_refusals(name)
+
     def forget(self, key: int) -> None:
         for known in (self.engine_of, self.identity_of, self.refused_by, self.fetches):
             known.pop(key, None)
@@ -122,9 +127,11 @@ class PlacementMachine(RuleBasedStateMachine):
     # -- decisions -----------------------------------------------------------------------------------------------------
 
     @rule(
-        key=KEYS, prompt=PROMPT, identity=IDENTITIES, refused=st.just(()) | st.tuples(ENGINES), for_good=st.booleans()
-    )
-    def place(self, key: int, prompt: int, identity: str, refused: tuple[str, ...], for_good: bool) -> None:
+        key=KEYS, prompt=PROMPT, identity=IDENTITIES, for_now=st.just(()) | st.tuples(ENGINES),
+        for_good=st.just(()) | st.tuples(ENGINES),
+    )  # fmt: skip
+    def place(self, key: int, prompt: int, identity: str, for_now: tuple[str, ...], for_good: tuple[str, ...]) -> None:
+        refused = for_now + for_good
         tokens, unknown = PROMPTS[prompt], set() if refused else {*MAY_SERVE} - {Condition.GONE}
         fitting = {
             name: report
@@ -147,7 +154,7 @@ class PlacementMachine(RuleBasedStateMachine):
                     assert only_computes == (reason is Reason.PREFILL)
                 assert 0 <= hit <= len(tokens) // 4
                 self.engine_of[key], self.identity_of[key] = name, self.reports[name].identity
-                self.refused_by[key] = refused if for_good else ()
+                self.refused_by[key] = for_good
             case Hold():
                 assert not ready
                 assert any(report.condition in MAY_SERVE for report in fitting.values())
