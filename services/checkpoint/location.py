@@ -125,11 +125,12 @@ def _download(model: str, revision: str | None, patterns: Sequence[str]) -> Path
 
 
 def _chosen(files: list[str], choice: str, model: str) -> list[str]:
-    """Return the files whose names have `choice` as a word, so that F16 is not BF16 and Q4_K is not Q4_K_M; else those
-    whose names contain it. Raises: CheckpointError"""
+    """Return the files whose names have `choice` as a word, so that F16 is not BF16 and Q4_K is not Q4_K_M.
+
+    Raises: CheckpointError
+    """
     word = re.compile(rf"(?<![a-z0-9]){re.escape(choice)}(?![a-z0-9_])", re.IGNORECASE)
     found = [file for file in files if word.search(Path(file).name)]
-    found = found or [file for file in files if choice.lower() in Path(file).name.lower()]
     if not found:
         raise CheckpointError(f"no such GGUF file: {model}; the repository has {', '.join(files[:40]) or 'none'}")
     if all(_PART.search(file) for file in found):

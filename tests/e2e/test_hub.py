@@ -77,7 +77,7 @@ def test_quantisation_chooses_one_file_and_only_that_is_downloaded(hub: LocalHub
 
 def test_choices_that_fit_no_file_or_several_are_refused_with_the_names(hub: LocalHub, tmp_path: Path) -> None:
     refusals = resolved(
-        [TINY, f"{TINY}:Q4_K_M", "some/names:a", "some/parts:Q8_0", "some/absent:Q8_0"], **hub.environment(tmp_path)
+        [TINY, f"{TINY}:Q4", "some/names:a", "some/parts:Q8_0", "some/absent:Q8_0"], **hub.environment(tmp_path)
     )
     several, missing, ambiguous, parts, absent = refusals.values()
     assert "several GGUF files" in several

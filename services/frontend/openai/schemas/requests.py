@@ -83,6 +83,10 @@ class BaseRequest(OpenObject):
     """Not used; answers are not stored."""
     service_tier: str | None = Field(None, max_length=64)
     """Not used; `priority` orders requests."""
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """Not used."""
+    prediction: fields.JSON | None = None
+    """Not used; `--speculative-config` makes drafts."""
 
     @classmethod
     def unserved(cls) -> Neutral:
@@ -120,10 +124,6 @@ class SampledRequest(ScheduledRequest):
     include_stop_str_in_output: bool | None = False
     skip_special_tokens: bool | None = True
     structured_outputs: StructuredOutputs | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
-    """Not used."""
-    prediction: fields.JSON | None = None
-    """Not used; `--speculative-config` makes drafts."""
 
     def sampled_fields(self) -> fields.JSON:
         """Return the given fields of those that all dialects share."""
