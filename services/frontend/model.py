@@ -38,6 +38,8 @@ class ServedModel:
     pair_template: bool = False
     """True: `template` was given with --chat-template, so a model that scores pairs uses it, with the roles `query` and
     `document`. Templates of checkpoints are often those of the model that they were made of."""
+    root: str = ""
+    """Name of the model without `--served-model-name`."""
 
     @property
     def all_names(self) -> list[str]:
@@ -81,4 +83,4 @@ class ServedModel:
             adapters.load(adapter, path)
         media = tuple(config.allowed_media_domains), config.max_body_bytes
         is_given = config.chat_template is not None
-        return cls(names, tokenizer, template, defaults, pooling, formats, adapters, directory, *media, is_given)
+        return cls(names, tokenizer, template, defaults, pooling, formats, adapters, directory, *media, is_given, name)

@@ -1,7 +1,7 @@
 """/v1/models: the names under which the model is served, in OpenAI's and Anthropic's form at once."""
 
 from datetime import UTC, datetime
-from typing import Annotated, Literal, NotRequired
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path
 from typing_extensions import TypedDict
@@ -23,7 +23,9 @@ class ModelEntry(TypedDict):
     display_name: str
     created_at: str
     """RFC 3339."""
-    parent: NotRequired[str]
+    root: str
+    """vLLM's: the name of the checkpoint."""
+    parent: str | None
     """The model of an adapter."""
 
 
@@ -49,7 +51,8 @@ async def model(name: Annotated[str, Path(max_length=512)], context: Context) ->
 
 
 def _entry(context: AppContext, name: str) -> ModelEntry:
-    entry: ModelEntry = {
+    is_adapter = context.model.adapters.get(name) is not None
+    return {
         "id": name,
         "object": "model",
         "created": context.started,
@@ -58,7 +61,6 @@ def _entry(context: AppContext, name: str) -> ModelEntry:
         "type": "model",
         "display_name": name,
         "created_at": datetime.fromtimestamp(context.started, UTC).isoformat().replace("+00:00", "Z"),
+        "root": name if is_adapter else context.model.root,
+        "parent": context.model.names[0] if is_adapter else None,
     }
-    if context.model.adapters.get(name) is not None:
-        entry["parent"] = context.model.names[0]
-    return entry

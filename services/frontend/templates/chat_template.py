@@ -110,8 +110,12 @@ class ChatTemplate:
         self._renderer: Renderer | None = None
         if self._has_default or self._has_tool_use:
             self._renderer = Renderer(TemplateSources(text, tool_use, special))
-        self._needs_parts = not self._shows(_PROBE) and self._shows(_as_parts(_PROBE))
+        self._needs_parts = not self._shows(_said("user", _PROBE)) and self._shows(_said("user", _as_parts(_PROBE)))
         """The template shows a content only if it is a list of parts, as those of some models that read images."""
+        self._has_developer = re.search("""['"]developer['"]""", f"{text} {tool_use}") is not None
+        first = _said("system", "Be brief."), _USER, _ASSISTANT
+        self._has_one_system = not self._shows(*first, _said("system", _PROBE), _USER)
+        """The template refuses or leaves out a message of the role `system` that is not the first."""
 
     def try_out(self) -> None:
         """Render short conversations, which the template may refuse. Raises: CheckpointError, if it reaches a limit"""
@@ -120,11 +124,10 @@ class ChatTemplate:
             if self._renderer and isinstance(outcome := self._renderer.render(job), LimitReached):
                 raise broken(f"with a short conversation, {outcome.reason}")
 
-    def _shows(self, content: Any) -> bool:
+    def _shows(self, *messages: dict[str, Any]) -> bool:
         if self._renderer is None:
             return False
-        job = RenderJob([{"role": "user", "content": content}], None, True, {}, RENDER_SECONDS)
-        outcome = self._renderer.render(job)
+        outcome = self._renderer.render(RenderJob([*messages], None, True, {}, RENDER_SECONDS))
         return isinstance(outcome, Rendered) and _PROBE in outcome.text
 
     def render(self, given: Conversation) -> str:
@@ -132,7 +135,8 @@ class ChatTemplate:
         has_template = self._has_default or (self._has_tool_use and given.tools is not None)
         if self._renderer is None or not has_template:
             raise invalid("this model has no chat template; use /v1/completions or start with --chat-template")
-        messages = _with_marker(given.messages) if given.continue_final_message else given.messages
+        messages = self._in_known_roles(given.messages)
+        messages = _with_marker(messages) if given.continue_final_message else messages
         if self._needs_parts:
             messages = [
                 {**m, "content": _as_parts(m["content"])} if isinstance(m.get("content"), str) else m for m in messages
@@ -148,6 +152,22 @@ class ChatTemplate:
             case LimitReached(reason):
                 raise invalid(f"the conversation is too long: {reason}", "messages")
         raise invalid("the chat template cannot be applied to these messages", "messages")
+
+    def _in_known_roles(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the messages with `system` in place of a role `developer` that the template does not have, and with
+        one message of that role, at the beginning, if it does not show others: vLLM's rule."""
+        if not self._has_developer:
+            messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
+        if not self._has_one_system or all(message["role"] != "system" for message in messages[1:]):
+            return messages
+        given = [message["content"] for message in messages if message["role"] == "system"]
+        texts = [text if isinstance(text, str) else "\n".join(part.get("text", "") for part in text) for text in given]
+        others = [message for message in messages if message["role"] != "system"]
+        return [_said("system", "\n\n".join(filter(None, texts))), *others]
+
+
+def _said(role: str, content: str | list[dict[str, Any]]) -> dict[str, Any]:
+    return {"role": role, "content": content}
 
 
 def _as_parts(text: str) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tokenizers import Tokenizer as HFTokenizer
 
@@ -19,6 +19,7 @@ from services.frontend.text.detokenizer import (
     is_word_level,
 )
 
+CutSide = Literal["left", "right"]
 MANY = 4096
 """Tokens from which decoding takes so long that it must not hold the GIL."""
 _HARMLESS_NORMALIZERS = {"NFC", "NFKC", "Prepend", "Replace", "Sequence"}
@@ -78,13 +79,13 @@ class Tokenizer:
         return list(encoding.ids)
 
     def encode_texts(
-        self, first: str, second: str | None, add_special_tokens: bool, most: int | None
+        self, first: str, second: str | None, add_special_tokens: bool, most: int | None, cut: CutSide = "right"
     ) -> tuple[list[int], int | None]:
-        """Encode a text or a pair as a model for pooling reads it.
+        """Encode a text or a pair, cut before the special tokens are added, as transformers does.
 
         Args:
-            most: number of tokens to keep, special ones included; the end of a text is cut, of a pair that of the
-                longer text first. None: all.
+            most: number of tokens to keep, special ones included; of a pair the longer text is cut first. None: all.
+            cut: the side of a text that is cut off.
 
         Returns: token ids, and the index of the first token of the second text, if the tokenizer marks it.
         """
@@ -94,7 +95,7 @@ class Tokenizer:
             added = self._tokenizer.num_special_tokens_to_add(second is not None) if add_special_tokens else 0
             lengths = _fitting([len(part.ids) for part in parts], max(most - added, 0))
             for part, length in zip(parts, lengths, strict=True):
-                part.truncate(length)
+                part.truncate(length, direction=cut)
         whole = self._tokenizer.post_process(parts[0], None if second is None else parts[1], add_special_tokens)
         types = whole.type_ids
         return list(whole.ids), types.index(1) if 1 in types else None

@@ -5,6 +5,7 @@ from datetime import datetime
 import httpx
 import pytest
 
+from services.checkpoint import DEMO_MODEL
 from tests.integration.frontend.scripted import CONTEXT, TOKENIZER, Frontend, ScriptedScheduler, scripted, wait_until
 from tests.integration.frontend.test_connections import connect, post
 
@@ -38,7 +39,8 @@ def test_information_has_sizes_and_no_secrets() -> None:
             assert "sesame" not in answer.text
             return answer.json()
 
-        assert content("/v1/models/org/demo")["id"] == "org/demo"
+        entry = content("/v1/models/org/demo")
+        assert (entry["id"], entry["root"], entry["parent"]) == ("org/demo", DEMO_MODEL.name, None)
         assert content("/v1/models/org%2Fdemo")["id"] == "org/demo"
         info = content("/server_info")
         assert (info["phase"], info["max_model_len"], info["served_model_names"]) == ("ready", CONTEXT, ["org/demo"])

@@ -122,7 +122,7 @@ def test_prompts_are_truncated_at_their_beginning(frontend: Frontend, scheduler:
         ({"prompt": long, "truncate_prompt_tokens": -1}, long[-(CONTEXT - 16) :]),
         ({"prompt": long, "truncate_prompt_tokens": -1, "max_tokens": 100}, long[-(CONTEXT - 100) :]),
         ({"prompt": long[:4], "truncate_prompt_tokens": 7}, long[:4]),
-        ({"prompt": "a b c d", "truncate_prompt_tokens": 2}, TOKENIZER.encode("a b c d")[-2:]),
+        ({"prompt": "a b c d", "truncate_prompt_tokens": 3}, [1, *TOKENIZER.encode("a b c d")[-2:]]),  # BOS stays
     ]
     for index, (body, kept) in enumerate(cases):
         assert frontend.post(COMPLETIONS, body).status_code == 200

@@ -49,9 +49,7 @@ def _plain(message: MessageParam, index: int) -> dict[str, Any]:
     if message.files:
         plain["content"] = [_part(part) for part in message.content or () if not isinstance(part, str)]
     if message.tool_calls:
-        plain["tool_calls"] = [
-            _call(call, f"messages.{index}.tool_calls.{i}") for i, call in enumerate(message.tool_calls)
-        ]
+        plain["tool_calls"] = [*map(_call, message.tool_calls)]
     if message.tool_call_id is not None:
         plain["tool_call_id"] = message.tool_call_id
     reasoning = message.reasoning if message.reasoning is not None else message.reasoning_content
@@ -69,11 +67,12 @@ def media_files(body: ChatRequest) -> list[MediaFile]:
     return [file for message in body.messages for file in message.files]
 
 
-def _call(call: ToolCall, path: str) -> dict[str, Any]:
-    """Raises: APIError, if the arguments are not an object; the message names the field by `path`"""
+def _call(call: ToolCall) -> dict[str, Any]:
+    """Return a call with its arguments as an object: an empty one for any other text, by vLLM's rule. A call that was
+    cut off stays in the client's conversation, and a refusal would end that for good."""
     try:
-        arguments = msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
+        arguments = msgspec.json.decode(call.function.arguments, type=dict[str, Any])
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        raise invalid(f"{path}.function.arguments is not the text of a JSON object", "messages") from None
+        arguments = {}
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}

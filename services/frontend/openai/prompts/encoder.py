@@ -18,7 +18,7 @@ from services.frontend.openai.prompts.conversation import conversation, media_fi
 from services.frontend.openai.prompts.prompt import Prompt
 from services.frontend.openai.schemas.requests import BaseGenerationRequest, ChatRequest, CompletionRequest
 from services.frontend.templates.chat_template import Conversation
-from services.frontend.text.tokenizer import Tokenizer
+from services.frontend.text.tokenizer import CutSide, Tokenizer
 
 T = TypeVar("T")
 
@@ -53,7 +53,8 @@ class PromptEncoder:
             if isinstance(given, str):
                 ids = await self._encode(given, body, state, "prompt")
             else:
-                ids = checked_ids(self._truncated(given, body, state.max_model_len), state.vocab_size, "prompt")
+                keep = self._kept(body, state.max_model_len)
+                ids = checked_ids(given if keep is None else given[-keep:], state.vocab_size, "prompt")
             prompts.append(Prompt(ids))
             if body.echo:
                 await self._set_echo(prompts[-1], given, body)
@@ -107,12 +108,12 @@ class PromptEncoder:
         return await self._run_encoder(len(text), lambda: self._model.tokenizer.encode(text, add_special_tokens))
 
     async def encode_texts(
-        self, first: str, second: str | None, add_special_tokens: bool, most: int | None
+        self, first: str, second: str | None, add_special_tokens: bool, most: int | None, cut: CutSide = "right"
     ) -> tuple[list[int], int | None]:
         """See `Tokenizer.encode_texts`. Raises: APIError, if a text is too long"""
         encode = self._model.tokenizer.encode_texts
         size = len(first) + len(second or "")
-        return await self._run_encoder(size, lambda: encode(first, second, add_special_tokens, most))
+        return await self._run_encoder(size, lambda: encode(first, second, add_special_tokens, most, cut))
 
     async def _run_encoder(self, size: int, work: Callable[[], T]) -> T:
         """`size`: characters. Raises: APIError, if they are too many"""
@@ -130,22 +131,23 @@ class PromptEncoder:
             raise too_long(least, state.max_model_len, param, at_least=True)
         is_chat = isinstance(body, ChatRequest)  # a chat template writes the special tokens itself
         special = not is_chat if body.add_special_tokens is None else body.add_special_tokens
-        ids = await self.encode(text, special)
-        return checked_ids(self._truncated(ids, body, state.max_model_len), state.vocab_size, param)
+        if (keep := self._kept(body, state.max_model_len)) is None:
+            ids = await self.encode(text, special)
+        else:
+            ids, _ = await self.encode_texts(text, None, special, keep, "left")
+        return checked_ids(ids, state.vocab_size, param)
 
     @staticmethod
-    def _truncated(ids: list[int], body: BaseGenerationRequest, max_model_len: int) -> list[int]:
-        """Raises: APIError"""
+    def _kept(body: BaseGenerationRequest, max_model_len: int) -> int | None:
+        """Return the number of tokens to keep of a prompt; None: all. Raises: APIError"""
         keep = body.truncate_prompt_tokens
-        if keep is None:
-            return ids
-        if keep == 0 or keep > max_model_len:
+        if keep is not None and (keep == 0 or keep > max_model_len):
             raise invalid(
                 f"truncate_prompt_tokens {keep} is not between 1 and the {max_model_len} tokens of the context, "
                 "or -1 for what the context holds",
                 "truncate_prompt_tokens",
             )
-        return ids[-(keep if keep > 0 else max(max_model_len - _output_room(body), 1)) :]
+        return max(max_model_len - _output_room(body), 1) if keep == -1 else keep
 
     async def _set_echo(self, prompt: Prompt, given: str | list[int], body: CompletionRequest) -> None:
         """Set the text of the prompt, and the offsets of its tokens if log-probabilities are shown."""

@@ -145,7 +145,8 @@ class BaseGenerationRequest(SampledRequest):
     return_tokens_as_token_ids: bool | None = False
     """Write tokens in log-probabilities as token_id:123."""
     truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=2**31)
-    """Number of tokens to keep at the end of the prompt; -1: as many as the context holds."""
+    """Number of tokens to keep: the end of the prompt, behind the special tokens that the tokenizer adds to a text; -1:
+    as many as the context holds."""
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = False
     response_format: ResponseFormat | None = None

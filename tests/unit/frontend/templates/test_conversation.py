@@ -149,11 +149,19 @@ def test_number_from_a_request_cannot_make_a_huge_value(text: str) -> None:
 
 
 @pytest.mark.parametrize("arguments", ["[1]", "{", "null", "7", "{} {}", "[" * 100_000])
-def test_arguments_that_are_no_object_are_refused_with_their_path(arguments: str) -> None:
+def test_arguments_that_are_no_object_are_shown_as_an_empty_one(arguments: str) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    body = {"messages": [USER, {"role": "assistant", "tool_calls": [CALL, call]}]}
-    with pytest.raises(APIError, match=r"messages\.1\.tool_calls\.1\.function\.arguments"):
-        conversation(ChatRequest.model_validate(body))
+    _, said = conversation(ChatRequest.model_validate({"messages": [USER, {**CALLED, "tool_calls": [call]}]})).messages
+    assert said["tool_calls"][0]["function"]["arguments"] == {}
+
+
+def test_templates_show_instructions_of_roles_that_they_do_not_have() -> None:
+    said = [SYSTEM, USER, SAID, {"role": "developer", "content": "Rhyme."}, USER]
+    assert "<|im_start|>system\nRhyme.<|im_end|>" in render(FILES["hermes"], {"messages": said})
+    joined = [{**SYSTEM, "content": "Be brief.\n\nRhyme."}, USER, SAID, USER]
+    assert render(FILES["mistral"], {"messages": said}) == render(FILES["mistral"], {"messages": joined})
+    roles = "{% for m in messages %}{{ m.role }} {% endfor %}{# 'developer' #}"
+    assert render(roles, {"messages": said[3:]}) == "developer user "
 
 
 def test_message_that_the_template_omits_cannot_be_continued() -> None:
