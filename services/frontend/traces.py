@@ -102,12 +102,15 @@ class TraceExporter:
         if status >= 500:
             span.set_attribute("error.type", str(status))
             span.set_status(StatusCode.ERROR, error)
+        engines = summary.engines
         recoveries = [event for event in self._engine.recoveries if summary.started <= event.at <= now]
+        recoveries = [event for event in recoveries if not engines or event.engine in engines]
         for event in recoveries:
-            span.add_event(event.name, {"runahead.reason": event.reason}, wall(event.at))
-        below = set_span_in_context(span)
+            named = {"runahead.reason": event.reason, "runahead.engine": event.engine}
+            span.add_event(event.name, named, wall(event.at))
+        below, recovered = set_span_in_context(span), bool(recoveries) or len(engines) > 1
         for index, choice in enumerate(summary.choices or ()):
-            self._add_phases(below, index, choice, bool(recoveries), wall)
+            self._add_phases(below, index, choice, recovered, wall)
         span.end(wall(now))
 
     def _parent(self, http: HTTPRequest) -> Context | None:
