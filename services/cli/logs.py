@@ -50,9 +50,12 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(level: str, form: Literal["text", "json"] = "text") -> None:
+    """Set up the log. DEBUG is that of the services only: a library's is ten thousands of lines, or quotes what it
+    reads."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
-    logging.basicConfig(level=level.upper(), handlers=[handler])
+    logging.basicConfig(level="INFO" if level == "debug" else level.upper(), handlers=[handler])
+    logging.getLogger("runahead").setLevel(level.upper())
 
 
 def log_entry(line: str) -> tuple[str, str] | None:

@@ -27,6 +27,8 @@ class EndedChoice(NamedTuple):
     """Choices of the same prompt."""
     duplicates: int = 0
     """Tokens that were dropped because they had arrived before."""
+    is_resumed: bool = False
+    """True if the scheduler that ended it was not the first one."""
 
 
 @dataclass(slots=True)

@@ -41,18 +41,18 @@ EXPORT_SECONDS = 5
 Attributes = Mapping[str, str | int | float | list[str]]
 
 
-def phases(choice: EndedChoice, recovered: bool) -> list[tuple[str, float, float]]:
+def phases(choice: EndedChoice) -> list[tuple[str, float, float]]:
     """Return name, beginning and end of the phases of a choice that are known, in monotonic seconds of this process.
 
     The scheduler's clock is another one. With the offset between the clocks, the request was queued after it was
     submitted here, and ended before its end was seen here. The first bound is the closer one, as the end may have
-    waited for a slow client; it does not hold if another scheduler continued the request (`recovered`).
+    waited for a slow client; it says little if another scheduler continued the request.
     """
     found = []
     times = choice.end.times if choice.end is not None else None
     if times is not None and times.ended:
         earliest, latest = choice.submitted - times.queued, choice.ended - times.ended
-        offset = latest if recovered else min(earliest, latest)
+        offset = latest if choice.is_resumed else min(earliest, latest)
         found += [(name, began + offset, ended + offset) for name, began, ended in times.phases()]
     if choice.first_token is not None:
         found.append(("detokenise", choice.first_token, choice.ended))
@@ -102,12 +102,15 @@ class TraceExporter:
         if status >= 500:
             span.set_attribute("error.type", str(status))
             span.set_status(StatusCode.ERROR, error)
+        engines = summary.engines
         recoveries = [event for event in self._engine.recoveries if summary.started <= event.at <= now]
+        recoveries = [event for event in recoveries if not engines or event.engine in engines]
         for event in recoveries:
-            span.add_event(event.name, {"runahead.reason": event.reason}, wall(event.at))
+            named = {"runahead.reason": event.reason, "runahead.engine": event.engine}
+            span.add_event(event.name, named, wall(event.at))
         below = set_span_in_context(span)
         for index, choice in enumerate(summary.choices or ()):
-            self._add_phases(below, index, choice, bool(recoveries), wall)
+            self._add_phases(below, index, choice, wall)
         span.end(wall(now))
 
     def _parent(self, http: HTTPRequest) -> Context | None:
@@ -141,10 +144,8 @@ class TraceExporter:
             found["gen_ai.response.finish_reasons"] = [choice.reason for choice in summary.choices]
         return found
 
-    def _add_phases(
-        self, below: Context, index: int, choice: EndedChoice, recovered: bool, wall: Callable[[float], int]
-    ) -> None:
-        for name, began, ended in phases(choice, recovered):
+    def _add_phases(self, below: Context, index: int, choice: EndedChoice, wall: Callable[[float], int]) -> None:
+        for name, began, ended in phases(choice):
             attributes: dict[str, int] = {"runahead.choice": index}
             if name == "prefill" and choice.end is not None:
                 attributes["runahead.cached_tokens"] = choice.end.num_cached_tokens

@@ -49,8 +49,9 @@ class RequestLog:
             case RequestFinished(frontend=frontend, request_id=request_id, finish=finish):
                 self._ids.pop((frontend, finish.number), None)
                 level = logging.WARNING if finish.reason is FinishReason.ERROR else logging.DEBUG
-                times, text = _times(finish.times), finish.message
-                log.log(level, "request_id=%s finished: %s%s %s", request_id, finish.reason.name, times, text)
+                reason, times = finish.reason, _times(finish.times)
+                text = "" if reason is FinishReason.INVALID else finish.message  # it quotes the grammar
+                log.log(level, "request_id=%s finished: %s%s %s", request_id, reason.name, times, text)
             case _:
                 pass
 

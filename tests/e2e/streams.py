@@ -157,7 +157,7 @@ def requests_total(server: HttpServer) -> dict[str, float]:
     totals = defaultdict[str, float](float)
     for labels, count in samples(server.get("/metrics")[1], "runahead:requests_total"):
         totals[labels["outcome"]] += count
-    return totals
+    return {outcome: count for outcome, count in totals.items() if count}
 
 
 def run_command(*arguments: str, fails: bool = False) -> str:

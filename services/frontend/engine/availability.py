@@ -22,9 +22,9 @@ SIZES = (
 )  # fmt: skip
 """Fields of `EngineState` that requests are checked against, and that decide where they may go."""
 GAUGES = {
-    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "inflight_steps", "epoch", "num_workers",
-    "grammar_cache_bytes", "grammars_compiling", "weight_loads", "expected_queue_seconds",
-    "seconds_per_prompt_token", "kv_tier_bytes",
+    "num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc",
+    "inflight_steps", "epoch", "num_workers", "grammar_cache_bytes", "grammars_compiling", "weight_loads",
+    "expected_queue_seconds", "seconds_per_prompt_token", "kv_tier_bytes",
 }  # fmt: skip
 """Statistics that say nothing of an engine whose scheduler is lost. The others are totals."""
 
@@ -47,18 +47,21 @@ class Recovery(NamedTuple):
     """Monotonic seconds."""
     name: str
     reason: str
+    engine: str
+    """Name of the engine."""
 
 
 class Availability:
     """Requests may wait while lost workers, or a lost scheduler, are replaced. They wait for a bounded time.
 
     Args:
+        name: of the engine.
         patience: seconds that open requests wait for another scheduler.
         recoveries: receives losses and returns.
     """
 
-    def __init__(self, patience: float, recoveries: deque["Recovery"]) -> None:
-        self._patience = patience
+    def __init__(self, name: str, patience: float, recoveries: deque["Recovery"]) -> None:
+        self.name, self._patience = name, patience
         self.state = NOT_CONNECTED
         self.executes = False
         """The scheduler that is connected executes requests, or will when it has its workers again."""
@@ -156,7 +159,7 @@ class Availability:
     def _set(self, state: EngineState, now: float) -> None:
         was_lost, is_lost = (s.phase is EnginePhase.RECOVERING for s in (self.state, state))
         if is_lost and not was_lost:
-            self._recoveries.append(Recovery(now, "engine lost", state.detail))
+            self._recoveries.append(Recovery(now, "engine lost", state.detail, self.name))
         elif was_lost and state.phase is EnginePhase.READY:
-            self._recoveries.append(Recovery(now, "engine recovered", ""))
+            self._recoveries.append(Recovery(now, "engine recovered", "", self.name))
         self.state = state

@@ -61,9 +61,8 @@ class ConnectedEngine(Availability):
         on_finish: Callable[["ConnectedEngine", Finish], Finish | APIError | None],
         on_blocks: Callable[["ConnectedEngine", list[bytes], list[bytes] | None], None],
     ) -> None:
-        super().__init__(patience, recoveries)
+        super().__init__(address.name, patience, recoveries)
         self.address = address
-        self.name = address.name
         self.connection = SchedulerConnection(
             address.endpoint, security.with_server_key(address.public_key), silence, self._on_frame, self._on_loss
         )

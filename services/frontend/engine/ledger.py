@@ -354,6 +354,7 @@ class RequestLedger:
                     continue
                 self._on_trial = entry
             del unsent[number]
-            self.resubmitted += entry.num_admissions > 0
+            entry.stream.is_resumed = entry.num_admissions > 0
+            self.resubmitted += entry.stream.is_resumed
             messages.append(entry.submission(scheduler, identity, now))
         return messages

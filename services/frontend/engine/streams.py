@@ -41,7 +41,9 @@ class RawLogprobs(NamedTuple):
 class RequestStream(ABC):
     """Outputs of one open engine request that arrived since the last flush. Subclasses turn them into bytes."""
 
-    __slots__ = ("duplicates", "end", "has_ended", "interval", "is_due", "number", "output", "response", "tokens")
+    __slots__ = (
+        "duplicates", "end", "has_ended", "interval", "is_due", "is_resumed", "number", "output", "response", "tokens",
+    )  # fmt: skip
 
     def __init__(self, response: "ResponseStream") -> None:
         response.num_open += 1
@@ -52,6 +54,8 @@ class RequestStream(ABC):
         """Output tokens that are not fed yet."""
         self.duplicates = 0
         """Tokens that were dropped because they had arrived before."""
+        self.is_resumed = False
+        """True if a scheduler has it that was not the first one."""
         self.output: list[int] = []
         """Every output token that has arrived, each once and in order: what a scheduler needs to continue."""
         self.end: Finish | APIError | None = None

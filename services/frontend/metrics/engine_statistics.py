@@ -21,8 +21,8 @@ DECISIONS = (
 )
 """Decisions of placement: name, metric, and its text."""
 _PART_LABELS = {
-    "wasted_tokens_total": "cause", "admission_rejections": "reason", "kv_tier_bytes": "tier",
-    "kv_tier_hit_tokens_total": "tier",
+    "wasted_tokens_total": "cause", "admission_rejections": "reason", "num_requests_waiting_by_reason": "reason",
+    "kv_tier_bytes": "tier", "kv_tier_hit_tokens_total": "tier",
 }  # fmt: skip
 """Label of the part behind the colon in the name of a statistic; "position", unless it is listed."""
 
@@ -91,11 +91,6 @@ class EngineStatistics(Collector):
             families.gauge("cache_config_info", "sizes of the KV cache", named | sizes, 1.0)
         ready = "1 if requests are executed now"
         families.gauge("engine_ready", ready, named, float(engine.ready))
-        name, stats = "num_requests_waiting_by_reason", state.stats
-        text = "requests that wait for room, or for something else (grammars)"
-        waiting, compiling = stats.get("num_requests_waiting", 0.0), stats.get("grammars_compiling", 0.0)
-        families.gauge(name, text, named | {"reason": "capacity"}, waiting)
-        families.gauge(name, text, named | {"reason": "deferred"}, compiling)
 
     def _about_this_frontend(self) -> Iterator[Metric]:
         yield InfoMetricFamily(f"{OURS}build", "version of this frontend", value=self._named | self._release)

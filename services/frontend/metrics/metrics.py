@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 from protocol.requests import Finish
 from services.frontend.engine.client import EngineClient
 from services.frontend.errors import GONE
-from services.frontend.metrics.collectors import OURS, Count, Total, ValueHistogram
+from services.frontend.metrics.collectors import OURS, Total, ValueHistogram
 from services.frontend.metrics.engine_statistics import EngineStatistics
 from services.frontend.metrics.vllm_names import with_vllm_name
 from services.frontend.request_summary import EndedChoice
@@ -24,6 +24,8 @@ _TOKENS = tuple(float(m * 10**e) for e in range(7) for m in (1, 2, 5))
 """1, 2, 5, 10, ...; vLLM's end at the context length."""
 _CHOICES = (1, 2, 5, 10, 20)
 _PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
+_STATUSES = (200, 400, 429, GONE, 500, 503, 504)
+"""Statuses that are counted from 0 on: the rate of a series that begins with its first requests has none of them."""
 
 
 def outcome_of(status: int) -> str:
@@ -59,7 +61,7 @@ class Metrics:
         success = counter("request_success", "answers that completed", "finished_reason")
         self._finished = {reason: success.count(reason) for reason in ("stop", "length", "abort", "error")}
         self._requests = counter("requests", "HTTP requests for answers that ended", "outcome", "code")
-        self._by_status: dict[int, Count] = {}
+        self._by_status = {s: self._requests.count(outcome_of(s), str(s)) for s in _STATUSES}
         self._duplicates = counter(
             "duplicate_tokens_dropped", "tokens dropped because they had been delivered before"
         ).count()

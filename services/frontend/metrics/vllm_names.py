@@ -1,5 +1,7 @@
 """Families of metrics once more, under vLLM's names."""
 
+from collections import defaultdict
+
 from prometheus_client.core import Metric
 from prometheus_client.samples import Sample
 
@@ -32,9 +34,12 @@ def with_vllm_name(family: Metric) -> Metric | None:
     if name not in VLLM_NAMES:
         return None
     renamed = Metric(VLLM + name, family.documentation, family.type)
-    for sample in family.samples:
-        labels = sample.labels
-        if name == "admission_rejections":  # has no label `engine` in vLLM
-            labels = {"model_name": labels["model_name"], "reason": labels["reason"]}
-        renamed.samples.append(Sample(VLLM + sample.name.removeprefix(OURS), labels, *sample[2:]))
+    samples = family.samples
+    if name == "admission_rejections":  # has no label `engine` in vLLM
+        totals = defaultdict[tuple[str, str], float](float)
+        for sample in samples:
+            totals[sample.labels["model_name"], sample.labels["reason"]] += sample.value
+        labels = ({"model_name": model, "reason": reason} for model, reason in totals)
+        samples = [*map(Sample, [samples[0].name] * len(totals), labels, totals.values())]
+    renamed.samples = [Sample(VLLM + s.name.removeprefix(OURS), *s[1:]) for s in samples]
     return renamed

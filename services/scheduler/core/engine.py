@@ -537,6 +537,8 @@ class EngineCore:
         return {
             "num_requests_running": len(self.epoch.running),
             "num_requests_waiting": self.store.num_waiting,
+            "num_requests_waiting_by_reason:capacity": len(self.store.waiting),
+            "num_requests_waiting_by_reason:deferred": self.store.num_waiting - len(self.store.waiting),
             "kv_cache_usage_perc": self.epoch.kv.usage,
             "inflight_steps": len(self.queue),
             "expected_queue_seconds": self.queue_seconds(),

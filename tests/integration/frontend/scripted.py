@@ -11,7 +11,7 @@ import signal
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -258,14 +258,14 @@ def endpoint() -> Iterator[str]:
 
 @contextmanager
 def scripted(
-    patch: str = "", state: EngineState = READY, **config: object
+    patch: str = "", state: EngineState = READY, more_endpoints: Sequence[str] = (), **config: object
 ) -> Iterator[tuple[Frontend, ScriptedScheduler]]:
-    """Run a frontend with its scripted scheduler; both are ended."""
+    """Run a frontend with its scripted scheduler; both are ended. `more_endpoints`: those of other schedulers."""
     with endpoint() as address:
         scheduler = ScriptedScheduler(address, state)
         frontend = Frontend(
             FrontendConfig.model_validate(
-                {"model": str(DEMO_MODEL), "scheduler_endpoint": address, "port": 0, **config}
+                {"model": str(DEMO_MODEL), "scheduler_endpoint": [address, *more_endpoints], "port": 0, **config}
             ),
             patch,
         )

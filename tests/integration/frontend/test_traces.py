@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 from msgspec.structs import replace
@@ -15,8 +16,10 @@ from tests.integration.frontend.scripted import (
     ScriptedScheduler,
     answering,
     ended,
+    endpoint,
     scripted,
     silent,
+    tokens,
     wait_until,
 )
 
@@ -111,6 +114,35 @@ def test_recoveries_are_events_of_open_requests(traced: Traced) -> None:
     frontend.post(COMPLETIONS, {"prompt": [5]}, headers={"x-request-id": "later"})
     later, _ = collected.request("later")
     assert later.events == []
+
+
+def test_a_stream_that_moves_has_the_times_of_its_last_engine_and_recoveries_of_its_own_ones() -> None:
+    ready, patch = replace(READY, identity="that of both"), environment("http/protobuf")
+    with (
+        TRANSPORTS["http/protobuf"]() as (url, collected),
+        endpoint() as other,
+        closing(ScriptedScheduler(other, EngineState(EnginePhase.LOADING))) as second,
+        scripted(patch, ready, more_endpoints=[other], otlp_traces_endpoint=url) as (frontend, first),
+    ):
+        moved, stayed = (
+            frontend.post_later(COMPLETIONS, {"prompt": [5], "max_tokens": 2}, headers={"x-request-id": name})
+            for name in ("moved", "stayed")
+        )
+        numbers = {first.request(index).request_id: first.request(index).number for index in range(2)}
+        for phase, count in ((EnginePhase.READY, 2), (EnginePhase.RECOVERING, 1), (EnginePhase.READY, 2)):
+            second.send(replace(ready, phase=phase))
+            wait_until(lambda n=count: frontend.metric("engine_ready") == n, f"{count} engines are ready")
+        first.send(tokens(numbers["moved"], [5]))
+        first.send(ended(numbers["stayed"], times=TIMES))
+        stayed.result()
+        second.script(lambda request: [tokens(request.number, [6], first=1), ended(request.number, times=TIMES)])
+        first.send(replace(ready, phase=EnginePhase.DRAINING))
+        moved.result()
+        root, below = collected.request("moved")
+        assert [name for name, _ in root.events] == ["engine lost", "engine recovered"]
+        ends = {span.name: span.ended for span in below}
+        assert ends["decode"] == ends["detokenise"], "the first engine's submission bounds nothing"
+        assert collected.request("stayed")[0].events == []
 
 
 def test_grpc_is_the_default_protocol_and_the_last_traces_leave_at_the_end() -> None:

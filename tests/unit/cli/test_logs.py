@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from services.cli.logs import FORMAT, JsonFormatter, TextFormatter, json_line, log_entry
+from services.cli.logs import FORMAT, JsonFormatter, TextFormatter, configure, json_line, log_entry
 
 RECORD = logging.LogRecord("runahead.frontend", logging.INFO, "x.py", 1, "request %s", ("completed",), None)
 
@@ -45,6 +45,17 @@ def test_fields_and_traceback_are_members_of_it() -> None:
     assert json.loads(found[0])["status"] == 200
     assert "\n" not in found[1]
     assert "ValueError: two\nlines" in json.loads(found[1])["exception"]
+
+
+def test_libraries_write_no_debug_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.root, "handlers", [])
+    loggers = logging.root, logging.getLogger("runahead"), logging.getLogger("numba.core")
+    levels = [logger.level for logger in loggers]
+    configure("debug")
+    effective = [logger.getEffectiveLevel() for logger in loggers]
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
+    assert effective == [logging.INFO, logging.DEBUG, logging.INFO]
 
 
 @pytest.mark.parametrize(

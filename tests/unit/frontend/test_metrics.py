@@ -73,6 +73,7 @@ def test_statistics_of_the_engine_are_labelled_by_position() -> None:
         'vllm:lora_requests_info{max_lora="3",running_lora_adapters="a,b",waiting_lora_adapters="c"} ',
         'runahead:stream_moves_total{engine="0",model_name="demo",reason="lost"} 1.0',
         'runahead:placements_total{engine="1",model_name="demo",reason="load"} 2.0',
+        'runahead:requests_total{code="429",engine="0",model_name="demo",outcome="rejected"} 0.0',
     ):
         assert line in text
     assert text.count("# TYPE runahead:steps_total") == 1
@@ -121,16 +122,21 @@ def test_steps_by_their_tokens_are_a_histogram() -> None:
 
 
 def test_sizes_of_the_cache_and_waiting_requests_have_vllm_labels() -> None:
-    stats = {"num_requests_waiting": 4.0, "grammars_compiling": 1.0, "admission_rejections:max_num_queued_tokens": 6.0}
+    by_reason = {"capacity": 4.0, "deferred": 1.0}
+    stats = {f"num_requests_waiting_by_reason:{reason}": count for reason, count in by_reason.items()}
     found = rendered(num_blocks=100, block_size=16, stats=stats, info={"prefix_caching": "False"})
     (sizes,) = [dict(labels) for (name, labels) in found if name == "vllm:cache_config_info"]
     assert (sizes["block_size"], sizes["num_gpu_blocks"], sizes["engine"]) == ("16", "100", "0")
     assert sizes["enable_prefix_caching"] == "False"
     waiting = {dict(labels)["reason"]: value for (name, labels), value in found.items()
                if name == "vllm:num_requests_waiting_by_reason"}  # fmt: skip
-    assert waiting == {"capacity": 4, "deferred": 1}
-    rejected = (("model_name", "demo"), ("reason", "max_num_queued_tokens"))
-    assert found["vllm:admission_rejections_total", rejected] == 6
+    assert waiting == by_reason
+
+
+def test_refusals_of_all_engines_are_one_sample_under_vllm_name() -> None:
+    text = text_of(*({"stats": {"admission_rejections:max_num_queued_tokens": count}} for count in (6.0, 1.0)))
+    rejected = 'vllm:admission_rejections_total{model_name="demo",reason="max_num_queued_tokens"} '
+    assert [line for line in text.splitlines() if line.startswith(rejected)] == [f"{rejected}7.0"]
 
 
 def test_every_family_of_the_list_is_shown_under_both_names() -> None:
@@ -139,7 +145,7 @@ def test_every_family_of_the_list_is_shown_under_both_names() -> None:
             "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions",
             "prefix_cache_queries", "prefix_cache_hits", "prompt_tokens", "generation_tokens",
             "external_prefix_cache_queries", "external_prefix_cache_hits",
-            "admission_rejections:max_num_queued_reqs",
+            "admission_rejections:max_num_queued_reqs", "num_requests_waiting_by_reason:capacity",
             "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
             "spec_decode_num_accepted_tokens_per_pos:0", "iteration_tokens_sum",
         ),

@@ -145,12 +145,17 @@ def test_a_result_that_ends_its_request_counts_no_token_behind_the_end() -> None
     assert (second.counts.tolist(), second.states.tolist(), second.ended) == ([0], [DROP], ())
 
 
-def test_the_log_keeps_ids_of_open_requests_only() -> None:
+def test_the_log_keeps_ids_of_open_requests_only_and_quotes_no_grammar(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
     engine, log = ObservedEngine(), RequestLog()
     engine.core.observers.add(log)
     engine.generate(number=3, prompt=LIMITS.max_model_len)
     engine.generate(number=4)
+    engine.generate(number=5, structured=structured(5))
+    engine.core.on_grammar(2, "it has 'secret'")
     assert [*log._ids] == [(0, 4)]  # noqa: SLF001
+    assert "request_id=cmpl-5 finished: INVALID" in caplog.text
+    assert "secret" not in caplog.text
 
 
 def test_a_refused_request() -> None:

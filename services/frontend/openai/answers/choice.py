@@ -265,6 +265,7 @@ class Choice(RequestStream):
             self._max_tokens,
             self._context.options.num_samples,
             self.duplicates,
+            self.is_resumed,
         )
         self._context.summary.on_choice(ended)
         self._metrics.on_answer(ended)

@@ -13,7 +13,7 @@ READY, DRAINING, LOADING, RECOVERING = map(EngineState, PHASES)
 
 
 def test_condition_through_doubt_drains_and_losses() -> None:
-    engine, seen = Availability(10.0, deque()), list[Condition]()
+    engine, seen = Availability("0", 10.0, deque()), list[Condition]()
 
     def drain(draining: bool) -> None:
         engine.draining = draining
@@ -50,8 +50,8 @@ def test_condition_through_doubt_drains_and_losses() -> None:
 
 
 def test_an_engine_that_is_lost_runs_no_requests() -> None:
-    engine, totals = Availability(10.0, deque()), {"steps_total": 9.0, "kv_tier_hit_tokens_total:host": 2.0}
-    gauges = {"num_requests_running": 3.0, "kv_tier_bytes:host": 1.0}
+    engine, totals = Availability("0", 10.0, deque()), {"steps_total": 9.0, "kv_tier_hit_tokens_total:host": 2.0}
+    gauges = {"num_requests_waiting_by_reason:capacity": 3.0, "kv_tier_bytes:host": 1.0}
     engine.on_state(EngineState(EnginePhase.READY, stats=totals | gauges, pids=[7], media=MediaModel("float32")), 1.0)
     engine.on_lost(2.0)
     assert (engine.state.stats, engine.state.pids) == (totals, [])
