@@ -184,7 +184,7 @@ class ResponseFiles:
         if (own := self._runs.get(path)) is not None and path.exists():
             head, written = own.events.head, own
         else:
-            content = self._read(path, id, param)
+            content = response_file.FileContent(self._read(path, id, param))
             head, written = content.head, content.last
             if head.origin is not None:
                 if not content.last:
@@ -192,7 +192,7 @@ class ResponseFiles:
                 written = self._runs.get(path) or OthersRun(path, content, take_up)
         return StoredResponse(head, written)
 
-    def _read(self, path: Path, id: str, param: str | None) -> response_file.FileContent:
+    def _read(self, path: Path, id: str, param: str | None) -> bytes:
         """Raises: APIError"""
         try:
             data = path.read_bytes() if _ID.fullmatch(id) else b""
@@ -203,7 +203,7 @@ class ResponseFiles:
             raise APIError(500, f"the stored response cannot be read: {error.strerror}", param) from None
         if data.count(b"\n") < 2:  # nobody has got its id
             raise not_stored(id, param)
-        return response_file.FileContent(data)
+        return data
 
     def _take_up(self, path: Path, id: str, param: str | None, go_on: GoOn) -> bool:
         """Raises: APIError"""
@@ -212,7 +212,7 @@ class ResponseFiles:
                 lock = os.open(path, os.O_RDWR | os.O_APPEND)
                 stack.callback(os.close, lock)
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                content = self._read(path, id, param)
+                content = response_file.FileContent(self._read(path, id, param))
                 origin = content.head.origin
                 if content.last or origin is None or not os.fstat(lock).st_nlink:
                     return False

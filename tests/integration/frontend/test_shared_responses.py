@@ -223,6 +223,8 @@ def test_response_of_other_weights_waits_and_one_of_other_settings_fails(tmp_pat
         path.write_bytes(before[:-1].replace(b'"batches"', b"'batches'") + b"\n")
         with pytest.raises(openai.InternalServerError, match="the stored response is damaged"):
             client(other[0]).retrieve(id, stream=True)
+        client(other[0]).delete(id)
+        assert not path.exists()
 
 
 FULL = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (16384, 16384))"
