@@ -11,6 +11,7 @@ import jinja2
 
 from services.checkpoint import CheckpointError, read_json, read_text
 from services.frontend.errors import invalid
+from services.frontend.templates import call_form
 from services.frontend.templates.jobs import LimitReached, Rendered, RenderJob, TemplateRefused, TemplateSources
 from services.frontend.templates.renderer import Renderer, broken
 
@@ -30,11 +31,12 @@ _RESERVED = frozenset(
 )  # fmt: skip
 _FILES = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
 _VARIABLE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
+_DEVELOPER = re.compile(r"""["']developer["']""")
 _PROBE = "probe-of-a-content"
 _MARKER = f"END-OF-FINAL-MESSAGE-{secrets.token_hex(16)} "
 """A text that no message contains. Its last character shows whether a template strips messages."""
 _USER, _ASSISTANT = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}
-_CALL = {"id": "123456789", "type": "function", "function": {"name": "now", "arguments": {"zone": "UTC"}}}
+_CALL = {"id": "call-1", "type": "function", "function": {"name": _PROBE, "arguments": {"zone": "UTC"}}}
 _TOOL = {"name": "now", "description": "The time.", "parameters": {"type": "object", "properties": {}}}
 _TRIALS: tuple[tuple[list[dict[str, Any]], list[dict[str, Any]] | None], ...] = (
     ([_USER], None),
@@ -43,7 +45,7 @@ _TRIALS: tuple[tuple[list[dict[str, Any]], list[dict[str, Any]] | None], ...] = 
         [
             _USER,
             {"role": "assistant", "content": "", "tool_calls": [_CALL]},
-            {"role": "tool", "content": "noon", "tool_call_id": "123456789", "name": "now"},
+            {"role": "tool", "content": "noon", "tool_call_id": "call-1", "name": "now"},
         ],
         [{"type": "function", "function": _TOOL}],
     ),
@@ -110,12 +112,16 @@ class ChatTemplate:
         self._renderer: Renderer | None = None
         if self._has_default or self._has_tool_use:
             self._renderer = Renderer(TemplateSources(text, tool_use, special))
-        self._needs_parts = not self._shows(_said("user", _PROBE)) and self._shows(_said("user", _as_parts(_PROBE)))
+        self._reaches_limit = False
+        """A prompt reached a limit, so no more are tried; `try_out` says why."""
+        plain, parts = ({"role": "user", "content": content} for content in (_PROBE, _as_parts(_PROBE)))
+        self._needs_parts = not self._shown([plain]) and bool(self._shown([parts]))
         """The template shows a content only if it is a list of parts, as those of some models that read images."""
-        self._has_developer = re.search("""['"]developer['"]""", f"{text} {tool_use}") is not None
-        first = _said("system", "Be brief."), _USER, _ASSISTANT
-        self._has_one_system = not self._shows(*first, _said("system", _PROBE), _USER)
-        """The template refuses or leaves out a message of the role `system` that is not the first."""
+        called, tools = _TRIALS[-1]
+        shown = {form: self._shown(form.of(called), tools) for form in call_form.FORMS}
+        self._call_form = min(filter(shown.get, shown), key=lambda form: len(shown[form]), default=call_form.FORMS[0])
+        """One in which the template shows calls, and nothing beside them."""
+        self._knows_developer = _DEVELOPER.search(f"{text}{tool_use}") is not None
 
     def try_out(self) -> None:
         """Render short conversations, which the template may refuse. Raises: CheckpointError, if it reaches a limit"""
@@ -124,18 +130,21 @@ class ChatTemplate:
             if self._renderer and isinstance(outcome := self._renderer.render(job), LimitReached):
                 raise broken(f"with a short conversation, {outcome.reason}")
 
-    def _shows(self, *messages: dict[str, Any]) -> bool:
-        if self._renderer is None:
-            return False
-        outcome = self._renderer.render(RenderJob([*messages], None, True, {}, RENDER_SECONDS))
-        return isinstance(outcome, Rendered) and _PROBE in outcome.text
+    def _shown(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
+        """Return the prompt of these messages, "" if it does not have their probe."""
+        if self._renderer is None or self._reaches_limit:
+            return ""
+        outcome = self._renderer.render(RenderJob(messages, tools, True, {}, RENDER_SECONDS))
+        self._reaches_limit = isinstance(outcome, LimitReached)
+        return outcome.text if isinstance(outcome, Rendered) and _PROBE in outcome.text else ""
 
     def render(self, given: Conversation) -> str:
         """Return the prompt. Raises: APIError, if there is no template, or it refuses this conversation"""
         has_template = self._has_default or (self._has_tool_use and given.tools is not None)
         if self._renderer is None or not has_template:
             raise invalid("this model has no chat template; use /v1/completions or start with --chat-template")
-        messages = self._in_known_roles(given.messages)
+        messages = given.messages if self._knows_developer else _without_developer(given.messages)
+        messages = self._call_form.of(messages)
         messages = _with_marker(messages) if given.continue_final_message else messages
         if self._needs_parts:
             messages = [
@@ -153,21 +162,19 @@ class ChatTemplate:
                 raise invalid(f"the conversation is too long: {reason}", "messages")
         raise invalid("the chat template cannot be applied to these messages", "messages")
 
-    def _in_known_roles(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the messages with `system` in place of a role `developer` that the template does not have, and with
-        one message of that role, at the beginning, if it does not show others: vLLM's rule."""
-        if not self._has_developer:
-            messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
-        if not self._has_one_system or all(message["role"] != "system" for message in messages[1:]):
-            return messages
-        given = [message["content"] for message in messages if message["role"] == "system"]
-        texts = [text if isinstance(text, str) else "\n".join(part.get("text", "") for part in text) for text in given]
-        others = [message for message in messages if message["role"] != "system"]
-        return [_said("system", "\n\n".join(filter(None, texts))), *others]
 
-
-def _said(role: str, content: str | list[dict[str, Any]]) -> dict[str, Any]:
-    return {"role": role, "content": content}
+def _without_developer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages; those of the system and of a developer become one of the system, the first, by vLLM's rule.
+    Templates that do not know the role omit or refuse its messages, and many refuse a second one of the system."""
+    if all(message["role"] != "developer" for message in messages):
+        return messages
+    rules = [message for message in messages if message["role"] in ("system", "developer")]
+    texts = [
+        text if isinstance(text := rule["content"] or "", str) else "\n".join(part.get("text", "") for part in text)
+        for rule in rules
+    ]
+    others = [message for message in messages if message not in rules]
+    return [{"role": "system", "content": "\n\n".join(filter(None, texts))}, *others]
 
 
 def _as_parts(text: str) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """gpt-oss: messages `<|start|>ROLE<|channel|>CHANNEL to=RECIPIENT<|message|>TEXT<|end|>`.
 
-The channel `analysis` is reasoning, a message to `functions.NAME` is a call, all others are content. Source of the
-format: OpenAI's description of the Harmony response format.
+The channel `analysis` is reasoning; a message to `functions.NAME`, or to the name of a tool, is a call; all others are
+content. Source of the format: OpenAI's description of the Harmony response format.
 """
 
 import re
@@ -15,7 +15,7 @@ from services.frontend.tools.schema import MAX_NAME
 _START, _CHANNEL, _MESSAGE, _TO = "<|start|>", "<|channel|>", "<|message|>", "to=functions."
 _HEADS = (_START, _CHANNEL, _TO)
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", _START, _CHANNEL)
-_RECIPIENT = re.compile(rf"\b{re.escape(_TO)}([\w.-]{{1,{MAX_NAME}}})")
+_RECIPIENT = re.compile(rf"\bto=(functions\.)?([\w.-]{{1,{MAX_NAME}}})")
 _NAME_OF_CHANNEL = re.compile(r"\s*(\w*)")
 
 
@@ -46,11 +46,12 @@ class HarmonyParser(ToolParser):
             return ""
         buffer.drop_kept()
         channel = _NAME_OF_CHANNEL.match(header.rpartition(_CHANNEL)[2])
-        if (recipient := _RECIPIENT.search(header)) is not None:
+        recipient = _RECIPIENT.search(header)
+        if recipient is not None and (recipient[1] or recipient[2] in self._names):
             if self._max_calls == 0:
                 return (yield from pass_until(buffer, _ENDS, lambda _: None))
             buffer.keep(MAX_HELD)
-            yield from self._attempt(self._calls(recipient[1]))
+            yield from self._attempt(self._calls(recipient[2]))
             return (yield from pass_until(buffer, _ENDS, self._after_call))
         is_reasoning = _CHANNEL in header and channel is not None and channel[1] == "analysis"
         return (yield from pass_until(buffer, _ENDS, self._reasoning if is_reasoning else self._content))

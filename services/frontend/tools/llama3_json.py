@@ -1,4 +1,5 @@
-"""Llama 3: `{"name": ..., "parameters": {...}}`, several separated by `;`, alone or after `<|python_tag|>`."""
+"""Llama 3: `{"name": ..., "parameters": {...}}`, or several, between them `;` or nothing; alone or after
+`<|python_tag|>`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,6 +25,8 @@ class Llama3JSONParser(ToolParser):
         while True:
             yield from self._call(strict=not marker)
             self._buffer.keep(MAX_HELD)
-            if (yield from self._buffer.past_space()) != ";":
+            char = yield from self._buffer.past_space()
+            if char == ";":
+                self._buffer.skip()
+            elif char != "{":
                 raise ParseError
-            self._buffer.skip()

@@ -1,5 +1,6 @@
 """Chat bodies to the variables of a chat template."""
 
+import contextlib
 from typing import Any
 
 import msgspec
@@ -49,12 +50,14 @@ def _plain(message: MessageParam, index: int) -> dict[str, Any]:
     if message.files:
         plain["content"] = [_part(part) for part in message.content or () if not isinstance(part, str)]
     if message.tool_calls:
-        plain["tool_calls"] = [*map(_call, message.tool_calls)]
+        plain["tool_calls"] = [_call(call) for call in message.tool_calls]
     if message.tool_call_id is not None:
         plain["tool_call_id"] = message.tool_call_id
     reasoning = message.reasoning if message.reasoning is not None else message.reasoning_content
     if reasoning is not None:
         plain["reasoning"] = plain["reasoning_content"] = reasoning
+        if not (message.tool_calls and plain["content"]):  # the template of gpt-oss refuses both
+            plain["thinking"] = reasoning
     return plain
 
 
@@ -68,11 +71,9 @@ def media_files(body: ChatRequest) -> list[MediaFile]:
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
-    """Return a call with its arguments as an object: an empty one for any other text, by vLLM's rule. A call that was
-    cut off stays in the client's conversation, and a refusal would end that for good."""
-    try:
-        arguments = msgspec.json.decode(call.function.arguments, type=dict[str, Any])
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        arguments = {}
-    function = {"name": call.function.name, "arguments": arguments}
-    return {"id": call.id, "type": "function", "function": function}
+    """Return a call with its arguments as an object, {} if they are none, by vLLM's rule: each later request has a call
+    that was cut off."""
+    arguments: dict[str, Any] = {}
+    with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
+        arguments = msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

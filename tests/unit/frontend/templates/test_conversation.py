@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -149,19 +150,48 @@ def test_number_from_a_request_cannot_make_a_huge_value(text: str) -> None:
 
 
 @pytest.mark.parametrize("arguments", ["[1]", "{", "null", "7", "{} {}", "[" * 100_000])
-def test_arguments_that_are_no_object_are_shown_as_an_empty_one(arguments: str) -> None:
+def test_arguments_that_are_no_object_are_empty_so_that_the_conversation_goes_on(arguments: str) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    _, said = conversation(ChatRequest.model_validate({"messages": [USER, {**CALLED, "tool_calls": [call]}]})).messages
-    assert said["tool_calls"][0]["function"]["arguments"] == {}
+    body = {"messages": [USER, {"role": "assistant", "tool_calls": [CALL, call]}]}
+    assert '{"name": "f", "arguments": {}}' in render(FILES["hermes"], body)
 
 
-def test_templates_show_instructions_of_roles_that_they_do_not_have() -> None:
-    said = [SYSTEM, USER, SAID, {"role": "developer", "content": "Rhyme."}, USER]
-    assert "<|im_start|>system\nRhyme.<|im_end|>" in render(FILES["hermes"], {"messages": said})
-    joined = [{**SYSTEM, "content": "Be brief.\n\nRhyme."}, USER, SAID, USER]
-    assert render(FILES["mistral"], {"messages": said}) == render(FILES["mistral"], {"messages": joined})
-    roles = "{% for m in messages %}{{ m.role }} {% endfor %}{# 'developer' #}"
-    assert render(roles, {"messages": said[3:]}) == "developer user "
+@pytest.mark.parametrize("name", FILES)
+def test_message_of_a_developer_is_one_of_the_system_where_the_template_does_not_know_the_role(name: str) -> None:
+    developer = {"role": "developer", "content": "Answer in French."}
+    both = {"role": "system", "content": "Be brief.\n\nAnswer in French."}
+    for before, after in (
+        ([developer, USER], [{**developer, "role": "system"}, USER]),
+        ([SYSTEM, USER, developer], [both, USER]),
+    ):
+        assert render(FILES[name], {"messages": before}) == expected(FILES[name], {"messages": after})
+    known = "{% for m in messages %}{{ m.role }},{{ 'x' if m.role == 'developer' }}{% endfor %}"
+    assert render(known, {"messages": [SYSTEM, developer, USER]}) == "system,developer,xuser,"
+
+
+@pytest.mark.parametrize(("content", "shown"), [(None, "Hm."), ("I look.", "")])
+def test_reasoning_before_a_call_has_the_name_in_the_template_of_gpt_oss(content: str | None, shown: str) -> None:
+    """The template refuses content and reasoning beside a call."""
+    called = {**CALLED, "content": content, "reasoning_content": "Hm."}
+    assert render("{{ messages[1].thinking }}", {"messages": [USER, called, RESULT]}) == shown
+
+
+def test_ids_of_calls_have_the_form_that_the_template_accepts() -> None:
+    """Other ids come from forced calls, `/v1/responses` and other servers."""
+    call, result = {**CALL, "id": "call_1"}, {**RESULT, "tool_call_id": "call_1"}
+    prompt = render(FILES["mistral"], {"messages": [USER, {**CALLED, "tool_calls": [CALL, call]}, RESULT, result]})
+    first, second = re.findall(r'"id": "(\w{9})"', prompt)
+    assert (first, re.findall(r'"call_id": "(\w+)"', prompt)) == (CALL["id"], [first, second])
+
+
+def test_calls_have_the_form_in_which_the_template_shows_them() -> None:
+    """DeepSeek's templates show calls of messages whose content is none, and join the text of their arguments."""
+    text = (
+        "{% for m in messages %}{% if m.content is none %}{% for c in m.tool_calls %}"
+        "{{ c.function.name + c.function.arguments }}{% endfor %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    prompt = render(text, {"messages": [USER, CALLED, RESULT]})
+    assert prompt == ' Rain in Köln? get_weather{"city": "Köln", "days": [1, 2.5, null]}{"rain": true}'
 
 
 def test_message_that_the_template_omits_cannot_be_continued() -> None:

@@ -127,7 +127,7 @@ WHOLE: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("llama3_json", f"<|python_tag|>{TWO}", "", BOTH[1:]),
     ("llama3_json", f"I will.<|python_tag|>{ONE};{TWO}", "I will.", BOTH),
     ("llama3_json", '{"type": "function", "name": "f", "parameters": {}}', "", [("f", "{}")]),
-    ("llama3_json", f"{TWO} done", "done", BOTH[1:]),
+    ("llama3_json", f"{ONE}\n{TWO} done", "done", BOTH),
     ("mistral", f"[TOOL_CALLS][{ONE}, {TWO}]", "", BOTH),
     ("mistral", f"[TOOL_CALLS] [ {ONE} ]\n", "", BOTH[:1]),
     ("mistral", f"Well [1] [TOOL_CALLS]{ONE}", "Well [1]", BOTH[:1]),
@@ -143,6 +143,10 @@ WHOLE: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("qwen3_xml", f"Let me.\n{QWEN3}\n{QWEN3}", "Let me.", TYPED * 2),
     ("qwen3_xml", QWEN3.removeprefix("<tool_call>\n"), "", TYPED),
     ("qwen3_xml", "<tool_call><function=f></function></tool_call>", "", [("f", "{}")]),
+    (
+        "qwen3_xml", "<function=f>\n<parameter=a>\nx <parameter=\n<parameter=b>\n1\n</function>\n</tool_call>", "",
+        [("f", '{"a": "x <parameter=", "b": 1}')],
+    ),
     ("glm45", GLM, "", TYPED),
     ("glm45", f"Now{GLM}\n{GLM}", "Now", TYPED * 2),
     ("glm45", "<tool_call>f</tool_call>", "", [("f", "{}")]),
@@ -151,6 +155,8 @@ WHOLE: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("llama4_pythonic", "[f()]", "", [("f", "{}")]),
     ("openai", HARMONY, "The answer.", [("get_weather", TWO_ARGUMENTS)]),
     ("openai", "<|channel|>final<|message|>Hi <b>", "Hi <b>", []),
+    ("openai", f"<|channel|>commentary to=get_weather json<|message|>{TWO_ARGUMENTS}<|call|>", "", BOTH[1:]),
+    ("openai", "<|channel|>commentary to=python<|message|>1<|call|>", "1", []),
     (
         "openai",
         f" to=functions.get_weather<|channel|>commentary json<|message|>{TWO_ARGUMENTS}<|call|>",
