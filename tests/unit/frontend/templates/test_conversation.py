@@ -155,6 +155,12 @@ def test_arguments_that_are_no_object_are_shown_as_an_empty_one(arguments: str) 
     assert said["tool_calls"][0]["function"]["arguments"] == {}
 
 
+def test_claude_codes_attribution_is_left_out() -> None:
+    """Gateways pass it on."""
+    given = {**SYSTEM, "content": f"x-anthropic-billing-header: cch=1;\n{SYSTEM['content']}"}
+    assert render(FILES["hermes"], {"messages": [given, USER]}) == render(FILES["hermes"], BODIES["no tools"])
+
+
 def test_templates_show_instructions_of_roles_that_they_do_not_have() -> None:
     said = [SYSTEM, USER, SAID, {"role": "developer", "content": "Rhyme."}, USER]
     assert "<|im_start|>system\nRhyme.<|im_end|>" in render(FILES["hermes"], {"messages": said})
