@@ -8,12 +8,10 @@ from services.frontend.anthropic import schemas
 from services.frontend.errors import invalid
 from services.frontend.json_text import json_text
 from services.frontend.openai.parameters.body import validated
+from services.frontend.openai.prompts.conversation import ATTRIBUTION
 from services.frontend.openai.schemas.requests import ChatRequest
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_ATTRIBUTION = "x-anthropic-billing-header"
-"""Beginning of a text for Anthropic that Claude Code puts first. It differs from request to request, so that no cached
-block would be found."""
 
 
 def chat_request(body: schemas.CountTokensRequest) -> ChatRequest:
@@ -27,7 +25,7 @@ def chat_request(body: schemas.CountTokensRequest) -> ChatRequest:
     messages = [plain for role, turn in turns for plain in _messages(role, [b for said in turn for b in _blocks(said)])]
     system = body.system or ""
     if not isinstance(system, str):
-        system = [block for block in system if not block.text.startswith(_ATTRIBUTION)]
+        system = [block for block in system if not block.text.startswith(ATTRIBUTION)]
     if system:
         messages.insert(0, {"role": "system", "content": _text(system)})
     fields: dict[str, Any] = {"messages": messages, "chat_template_kwargs": _variables(body)}

@@ -124,6 +124,7 @@ BAD_FIELDS: list[tuple[str, dict[str, object], str]] = [
     (COMPLETIONS, {"prompt": [5] * CONTEXT}, "prompt"),
     (COMPLETIONS, {"prompt": "word " * 5000}, "prompt"),
     (COMPLETIONS, {"prompt": "x" * 3_000_000}, "prompt"),
+    (COMPLETIONS, {"prompt": ["x"] * 9, "n": 128}, "n"),
     (COMPLETIONS, {"prompt": "x", "max_tokens": CONTEXT}, "max_tokens"),
     (COMPLETIONS, {"prompt": "x", "max_tokens": "4"}, "max_tokens"),
     (COMPLETIONS, {"prompt": "x", "temperature": True}, "temperature"),

@@ -11,6 +11,10 @@ from services.frontend.openai.schemas.messages import ContentPart, FilePart, Mes
 from services.frontend.openai.schemas.requests import ChatRequest
 from services.frontend.templates.chat_template import Conversation
 
+ATTRIBUTION = "x-anthropic-billing-header"
+"""Beginning of a text for Anthropic that Claude Code puts first. It differs from request to request, so that no cached
+block would be found."""
+
 
 def conversation(body: ChatRequest) -> Conversation:
     """Raises: APIError"""
@@ -47,6 +51,8 @@ def _plain(message: MessageParam, index: int) -> dict[str, Any]:
     if message.role == "user" and (message.content is None or message.content == []):
         raise invalid(f"messages.{index}.content is missing; the message of a user needs one", "messages")
     plain = message.plain()
+    if message.role == "system" and plain["content"].startswith(ATTRIBUTION):
+        plain["content"] = plain["content"].partition("\n")[2]
     if message.files:
         plain["content"] = [_part(part) for part in message.content or () if not isinstance(part, str)]
     if message.tool_calls:

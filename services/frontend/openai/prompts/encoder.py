@@ -16,6 +16,7 @@ from services.frontend.model import ServedModel
 from services.frontend.openai.parameters.sampling import COMPLETION_MAX_TOKENS, bad_words, checked_ids, too_long
 from services.frontend.openai.prompts.conversation import conversation, media_files, num_chars
 from services.frontend.openai.prompts.prompt import Prompt
+from services.frontend.openai.schemas.fields import MAX_ANSWERS
 from services.frontend.openai.schemas.requests import BaseGenerationRequest, ChatRequest, CompletionRequest
 from services.frontend.templates.chat_template import Conversation
 from services.frontend.text.tokenizer import CutSide, Tokenizer
@@ -48,6 +49,8 @@ class PromptEncoder:
         given_prompts = separate_prompts(body.prompt)
         if not given_prompts or not all(given_prompts):
             raise invalid("the prompt is empty", "prompt")
+        if (answers := len(given_prompts) * (body.n or 1)) > MAX_ANSWERS:
+            raise invalid(f"the prompts have {answers} answers in all; at most {MAX_ANSWERS} are possible", "n")
         prompts = []
         for given in given_prompts:
             if isinstance(given, str):

@@ -25,8 +25,10 @@ MAX_URL = 1 << 26
 """Characters of a data URL."""
 MAX_PROMPT_IDS = 2_000_000
 MAX_MESSAGES = 4096
-MAX_CHOICES = 16
-"""Maximum of `n`, the answers per prompt."""
+MAX_CHOICES = 128
+"""Maximum of `n`, the answers per prompt; OpenAI's bound."""
+MAX_ANSWERS = 1024
+"""Answers to all prompts of a body. They are submitted without a pause."""
 MAX_SCHEMA_CHARS = 262_144
 MAX_ALLOWED_IDS = 262_144
 MAX_INPUTS = 2048

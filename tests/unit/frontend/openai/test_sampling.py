@@ -179,7 +179,7 @@ def test_eos_ids_beyond_the_logits_are_dropped() -> None:
     "body",
     [
         {"temperature": -1}, {"temperature": 2.1}, {"temperature": "hot"}, {"top_p": 0}, {"top_p": 1.1},
-        {"max_tokens": -1}, {"n": 17}, {"n": True}, {"echo": 0},
+        {"max_tokens": -1}, {"n": 129}, {"n": True}, {"echo": 0},
         {"presence_penalty": 2.1}, {"frequency_penalty": "x"}, {"repetition_penalty": 0}, {"logprobs": 21},
         {"prompt_logprobs": -1}, {"logit_bias": {"5": "x"}}, {"logit_bias": [1]}, {"allowed_token_ids": []},
         {"bad_words": ["x"] * 129}, {"truncate_prompt_tokens": -2}, {"response_format": {"type": "x"}},

@@ -194,6 +194,12 @@ def test_calls_have_the_form_in_which_the_template_shows_them() -> None:
     assert prompt == ' Rain in Köln? get_weather{"city": "Köln", "days": [1, 2.5, null]}{"rain": true}'
 
 
+def test_claude_codes_attribution_is_left_out() -> None:
+    """Gateways pass it on."""
+    given = {**SYSTEM, "content": f"x-anthropic-billing-header: cch=1;\n{SYSTEM['content']}"}
+    assert render(FILES["hermes"], {"messages": [given, USER]}) == render(FILES["hermes"], BODIES["no tools"])
+
+
 def test_message_that_the_template_omits_cannot_be_continued() -> None:
     body = BODIES["continued"]
     with pytest.raises(APIError, match="does not show"):
