@@ -42,6 +42,8 @@ class MediaModel(msgspec.Struct, array_like=True, frozen=True):
 
     dtype: Name
     """Data type of the encoder's inputs."""
+    hf_overrides: Text = "{}"
+    """Values in place of those of config.json, as JSON."""
 
 
 # -- frontend and the process of the backend that computes inputs of the encoder ----------------------------------
@@ -50,9 +52,9 @@ class MediaModel(msgspec.Struct, array_like=True, frozen=True):
 class ProcessorSettings(msgspec.Struct, array_like=True, frozen=True):
     """First message to the process. It answers with `ProcessedMedia` without items, or `MediaFailed` and ends."""
 
-    model: Text
+    directory: Text
     """Directory of the checkpoint."""
-    dtype: Name
+    model: MediaModel
 
 
 class MediaFile(msgspec.Struct, array_like=True, frozen=True):

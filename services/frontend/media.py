@@ -33,8 +33,8 @@ START_SECONDS = 180.0
 """Time limit for a process to import the backend and to read the checkpoint."""
 JOB_SECONDS = 30.0
 """Time limit for the files of one request."""
-MAX_WAITING = 32
-"""Requests whose files are being processed, or wait for that. One more is refused."""
+MAX_WAITING_BYTES = 256 << 20
+"""Bytes of all files that are being processed, or wait for that, as data URLs. Beside others, more are refused."""
 _OUTCOMES: Decoder[MediaOutcome] = Decoder(MediaOutcome)
 
 
@@ -107,17 +107,18 @@ class MediaProcessing:
             for name, data in (await self._fetcher.fetch(addresses)).items():
                 kind = by_name[name].kind
                 by_name[name] = MediaFile(kind, f"data:{kind}/;base64,{b64encode(data).decode()}")
-        if self._waiting >= MAX_WAITING:
-            raise APIError(429, f"the files of {MAX_WAITING} requests are being processed; try again later")
-        settings = ProcessorSettings(self._directory, model.dtype)
+        size = sum(len(file.url) for file in by_name.values())
+        if self._waiting and self._waiting + size > MAX_WAITING_BYTES:
+            raise APIError(429, f"{MAX_WAITING_BYTES} bytes of files are being processed; try again later")
+        settings = ProcessorSettings(self._directory, model)
         job = MediaJob(pack(token_ids), list(by_name.values()))
-        self._waiting += 1
+        self._waiting += size
         try:
             outcome = await asyncio.get_running_loop().run_in_executor(self._thread, self._run, settings, job)
         except ValueError:
             raise invalid("the files are too large", "messages") from None
         finally:
-            self._waiting -= 1
+            self._waiting -= size
         match outcome:
             case ProcessedMedia():
                 return outcome

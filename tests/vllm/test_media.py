@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import logging
+import shutil
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,7 @@ from transformers import AutoTokenizer
 
 from protocol.codec import pack, unpack
 from protocol.lora import LoRAAdapter
-from protocol.media import MAX_FILES, Media, MediaJob, ProcessorSettings
+from protocol.media import MAX_FILES, Media, MediaJob, MediaModel, ProcessorSettings
 from protocol.membership import Assignment, Speculation
 from protocol.sampling import SamplingParams
 from services.config import WorkerConfig
@@ -84,15 +85,18 @@ def user(*parts: str, kind: str = "") -> JSON:
     return {"role": "user", "content": [part("Once"), *(part(text, kind) for text in parts)]}
 
 
+MORE: JSON = {"save_all": True, "append_images": [Image.new("RGB", (8, 8))]}
+"""Another picture in a file."""
 FILES = {
     "image": [
-        image_url(1), image_url(2, 60, 120), image_url(3, form="JPEG"), image_url(4, form="WEBP", lossless=True),
+        image_url(1), image_url(2, 60, 120), image_url(3, form="MPO", **MORE), image_url(4, form="WEBP", lossless=True),
     ],
     "audio": [
         sound_url(1), sound_url(2, 3.0, 8000, channels=2), sound_url(3, form="MP3"), sound_url(4, 1.5, 22050, "FLAC"),
     ],
 }  # fmt: skip
-"""Data URLs by kind. The second sound has two channels, and two have other sample rates than the model's."""
+"""Data URLs by kind. The third image is a JPEG file with another picture behind it, as telephones write it. The second
+sound has two channels, and two have other sample rates than the model's."""
 
 
 def conversations(kind: str) -> list[list[JSON]]:
@@ -130,7 +134,7 @@ class Prompts:
     """The conversations as a frontend makes them."""
 
     def __init__(self, model: str, conversations: list[list[JSON]]) -> None:
-        processor = MediaProcessor(ProcessorSettings(model, "float32"))
+        processor = MediaProcessor(ProcessorSettings(model, MediaModel("float32")))
         tokenizer = AutoTokenizer.from_pretrained(model)
         given = [ChatRequest.model_validate({"messages": c}) for c in conversations]
         rendered = [conversation(body).messages for body in given]
@@ -206,11 +210,16 @@ def kind(model: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def server(model: Path) -> Iterator[ServeProcess]:
-    """Files at addresses of this machine are allowed."""
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+    """Files at addresses of this machine are allowed. config.json does not name the architecture."""
+    directory = shutil.copytree(model, tmp_path_factory.mktemp("served") / model.name)
+    config = json.loads((directory / "config.json").read_text())
+    overrides = json.dumps({"architectures": config.pop("architectures")})
+    (directory / "config.json").write_text(json.dumps(config | {"architectures": ["Unknown"]}))
     with serving_preloaded(
-        model, *SIZES, "--allowed-media-domains", "localhost", "10.0.0.1", patch=LOCAL_FILES
-    ) as running:
+        directory, *SIZES, "--hf-overrides", overrides, "--allowed-media-domains", "localhost", "10.0.0.1",
+        patch=LOCAL_FILES,
+    ) as running:  # fmt: skip
         yield running
 
 
@@ -390,11 +399,10 @@ def bad_files(kind: str) -> list[tuple[str, str]]:
             (silence(), "600 s"),
             (image_url(1), "reads no image"),
         ]
-    frames = {"save_all": True, "append_images": [Image.new("RGB", (8, 8))]}
     return [
         (FILES[kind][0][: len("data:image/png;base64,") + 8000], "broken"),
         (image_url(5, form="GIF"), "PNG, JPEG, WEBP"),
-        (image_url(5, 8, 8, form="WEBP", **frames), "several frames"),
+        (image_url(5, 8, 8, form="WEBP", **MORE), "several frames"),
         (bomb(), "pixels"),
         (sound_url(1), "reads no audio"),
     ]

@@ -69,7 +69,7 @@ async def test_a_job_in_progress_does_not_delay_the_exit(processing: MediaProces
 async def test_more_requests_than_may_wait_are_refused(
     processing: MediaProcessing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(media, "MAX_WAITING", 2)
+    monkeypatch.setattr(media, "MAX_WAITING_BYTES", 2 * len("good"))
     jobs = [processing.process(MODEL, [1, 2], [MediaFile("image", "good")]) for _ in range(3)]
     *served, refused = await asyncio.gather(*jobs, return_exceptions=True)
     assert isinstance(refused, APIError)

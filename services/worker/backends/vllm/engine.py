@@ -1,5 +1,6 @@
 """vLLM's own Worker of one rank, started in the order of vLLM's engine."""
 
+import json
 import logging
 import time
 from collections import ChainMap
@@ -12,6 +13,7 @@ import torch
 
 from protocol.kv_groups import ONE_GROUP
 from protocol.lora import LoRAAdapter
+from protocol.media import MediaModel
 from protocol.membership import Speculation
 from services.worker import machine
 from services.worker.backends.pooling import PooledRows
@@ -59,7 +61,7 @@ class VllmEngine:
         assignment, speculation = options.assignment, options.assignment.speculation
         self.config = create_engine_config(options, platform.arguments())
         platform.check(self.config, options)
-        if self.reads_media and not platform.computes_here:
+        if self.media is not None and not platform.computes_here:
             raise LoadError("models that read images or sounds are served with --device cpu only")
         if options.config.enforce_eager:
             torch.compiler.set_stance("force_eager")  # vLLM compiles parts of its sampler in any case
@@ -173,8 +175,11 @@ class VllmEngine:
         return bool(self.config.model_config.runner_type == "generate")
 
     @property
-    def reads_media(self) -> bool:
-        return bool(self.config.model_config.is_multimodal_model)
+    def media(self) -> MediaModel | None:
+        """None: the model reads text only."""
+        if not self.config.model_config.is_multimodal_model:
+            return None
+        return MediaModel(self.options.dtype, json.dumps(self.options.config.hf_overrides))
 
     def adapted_modules(self, weights: Iterable[str]) -> tuple[str, ...]:
         """Return the last parts of the names of the modules that adapters may change; (): adapters are not served.

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from PIL import Image
 
 from protocol.codec import Decoder, encode, pack, unpack
@@ -62,7 +63,10 @@ class FileRefused(Exception):
 
 class MediaProcessor:
     def __init__(self, settings: ProcessorSettings) -> None:
-        arguments = vllm_api.EngineArgs(model=settings.model, dtype=settings.dtype, limit_mm_per_prompt=MODALITIES)
+        overrides = msgspec.json.decode(settings.model.hf_overrides, type=dict[str, Any])
+        arguments = vllm_api.EngineArgs(
+            settings.directory, dtype=settings.model.dtype, hf_overrides=overrides, limit_mm_per_prompt=MODALITIES
+        )
         self._processor = vllm_api.MULTIMODAL_REGISTRY.create_processor(arguments.create_model_config())
 
     def process(self, job: MediaJob) -> ProcessedMedia:
@@ -118,7 +122,8 @@ def _image(data: bytes, name: str) -> Any:
         width, height = image.size
         if width * height > MAX_PIXELS:
             raise FileRefused(f"{name} has {width} x {height} pixels, but at most {MAX_PIXELS} are served")
-        if getattr(image, "n_frames", 1) > 1:
+        # A JPEG file with further pictures behind it, as telephones write it, is "MPO" to Pillow.
+        if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
             raise FileRefused(f"{name} has several frames; video is not served")
     reader = vllm_api.ImageMediaIO()
     return reader.load_bytes(data)

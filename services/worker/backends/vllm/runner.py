@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from protocol.kv_groups import ONE_GROUP
-from protocol.media import MediaModel
 from protocol.membership import Assignment, InitializeCache, Loaded, Shard
 from protocol.steps import GrammarOutput, SchedulerOutput
 from services.checkpoint import is_gguf
@@ -109,7 +108,7 @@ class VllmRunner:
             num_loads=self._num_loads,
             contents=self._contents,
             pooling=None if engine.pooler is None else engine.pooler.model,
-            media=MediaModel(engine.options.dtype) if engine.reads_media else None,
+            media=engine.media,
             adapted_modules=engine.adapted_modules(self._names),
             longrope=engine.longrope,
         )
