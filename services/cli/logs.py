@@ -67,9 +67,12 @@ def log_entry(line: str) -> tuple[str, str] | None:
 
 
 def json_line(service: str, line: str) -> str:
-    """Return a service's line as JSON with the name of the service, unless it has one already."""
-    content = _json(line)
-    return json.dumps({"service": service, **({"message": line} if content is None else content)}, ensure_ascii=False)
+    """Return a service's line as JSON with the name of the service, unless it has one already, and with the time, if it
+    is no line of a log."""
+    if (content := _json(line)) is None:
+        now = datetime.datetime.now().astimezone()
+        content = {"time": now.isoformat(timespec="milliseconds"), "message": line}
+    return json.dumps({"service": service, **content}, ensure_ascii=False)
 
 
 def _json(line: str) -> dict[str, object] | None:

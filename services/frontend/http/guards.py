@@ -40,12 +40,13 @@ class Guards:
         config: HttpConfig,
         max_body_bytes: int,
         public: frozenset[str] = frozenset(),
-        shed: Callable[[Scope], APIError | None] = lambda _: None,
+        shed: Callable[[Scope, bool], APIError | None] = lambda *_: None,
     ) -> None:
         """
         Args:
             public: paths of files without data, which need no key. Their header Host is checked.
-            shed: returns why a request that passes the other checks is refused for load, or None.
+            shed: returns why a request that passes the other checks is refused for load, or None, from its scope and
+                whether too many connections are open.
         """
         self._app = app
         self._public = public
@@ -79,11 +80,7 @@ class Guards:
         is_crowded = connection is not None and connection.is_crowded
         scope["state"].update(request_id=request_id.decode(), tenant=tenant or "")
         refusal = self._refusal(scope, headers, tenant)
-        if refusal is None:
-            refusal = (
-                APIError(503, "too many connections are open; try again later") if is_crowded else self._shed(scope)
-            )
-        if refusal is not None:
+        if (refusal := refusal or self._shed(scope, is_crowded)) is not None:
             log.debug(
                 "request refused: request_id=%s status=%d: %s", request_id.decode(), refusal.status, refusal.logged
             )

@@ -79,20 +79,26 @@ class Answering:
         if generates:
             check_task(self.engine.state.pooling, GENERATE)
 
-    def shed(self, scope: Scope) -> APIError | None:
-        """Return why the engine would certainly refuse the request for load, or None. A refusal is recorded.
+    def shed(self, scope: Scope, is_crowded: bool) -> APIError | None:
+        """Return why the request is refused for load, or None. The refusal of one for an answer is recorded.
 
         It is decided before the request is read and routed, so that refusals do not delay the outputs of admitted
         requests.
+
+        Args:
+            is_crowded: so many connections are open that every request is refused.
         """
-        if scope["path"] not in ANSWER_PATHS or scope["method"] != "POST":
-            return None
+        is_for_answer = scope["path"] in ANSWER_PATHS and scope["method"] == "POST"
         try:
-            self.engine.check_load()
+            if is_crowded:
+                raise APIError(503, "too many connections are open; try again later")
+            if is_for_answer:
+                self.engine.check_load()
         except APIError as error:
-            http = HTTPRequest(scope)
-            self.begin_record(http)
-            self._record_failure(http, error)
+            if is_for_answer:
+                http = HTTPRequest(scope)
+                self.begin_record(http)
+                self._record_failure(http, error)
             return error
         return None
 

@@ -245,6 +245,7 @@ def _start(
 
 def _go_on(http: HTTPRequest, context: AppContext, orphan: Orphan) -> None:
     """Go on with the response of a lost frontend. Raises: APIError, if that may work later"""
+    http = HTTPRequest({**http.scope, "path": router.prefix})  # its log line and its trace are those of the route
     try:
         context.answering.check(None)
         context.answering.begin_record(http)

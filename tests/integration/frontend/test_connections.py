@@ -218,7 +218,7 @@ def test_connections_beyond_the_limit_of_open_files_get_an_answer() -> None:
             clients = [stack.enter_context(connect(frontend)) for _ in range(70)]
             answers = []
             for client in clients:  # one after another, as each refusal ends a connection and so makes room
-                client.sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                post(client, {"prompt": "x"})
                 answers.append(read_json(client))
             assert {answer[:12] for answer in answers} == {b"HTTP/1.1 200", b"HTTP/1.1 503"}
             refused = [answer for answer in answers if b"503" in answer[:12]]
@@ -227,3 +227,4 @@ def test_connections_beyond_the_limit_of_open_files_get_an_answer() -> None:
                 part in answer for answer in refused for part in (b"retry-after", b"connection: close", b"too many")
             )
         wait_until(lambda: frontend.post("/v1/completions", {"prompt": "x"}).status_code == 200, "it serves")
+        assert frontend.metric("requests_total", outcome="rejected", code="503") >= len(refused)

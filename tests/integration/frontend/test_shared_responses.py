@@ -180,6 +180,7 @@ def test_response_of_a_killed_frontend_goes_on_at_another(tmp_path: Path, text: 
         assert [event.sequence_number for event in whole] == list(range(len(whole)))
         assert whole[-1].type == "response.completed"
         assert whole[-1].response.usage.output_tokens == len(ids)
+        wait_until(lambda: "status=200 route=/v1/responses prompt_tokens" in other[0].log, "its end is logged")
         other[1].script(lambda request: [tokens(request.number, ids), ended(request.number)])
         undisturbed = client(other[0]).create(model="demo", input="Hi", **fields)
         assert [_shape(item) for item in whole[-1].response.output] == [_shape(item) for item in undisturbed.output]

@@ -18,7 +18,6 @@ from tests.integration.frontend.scripted import (
     ended,
     endpoint,
     scripted,
-    silent,
     tokens,
     wait_until,
 )
@@ -96,26 +95,6 @@ def test_failed_and_refused_requests_have_a_trace_without_a_parent(traced: Trace
     assert (invalid.failed, invalid.attributes["http.response.status_code"], below) == (False, 400, [])
 
 
-def test_recoveries_are_events_of_open_requests(traced: Traced) -> None:
-    frontend, scheduler, collected = traced
-    scheduler.script(silent)
-    asked = frontend.post_later(COMPLETIONS, {"prompt": [5]}, headers={"x-request-id": "long"})
-    number = scheduler.request().number
-    scheduler.send(replace(READY, phase=EnginePhase.RECOVERING, detail="rank 1 was lost"))
-    wait_until(lambda: not frontend.ready(), "the frontend has noticed")
-    scheduler.send(READY)
-    frontend.wait_ready()
-    scheduler.send(ended(number, times=TIMES))
-    asked.result()
-    root, _ = collected.request("long")
-    assert [name for name, _ in root.events] == ["engine lost", "engine recovered"]
-    assert root.began < root.events[0][1] < root.events[1][1] < root.ended
-    scheduler.script(answering("a", times=TIMES))
-    frontend.post(COMPLETIONS, {"prompt": [5]}, headers={"x-request-id": "later"})
-    later, _ = collected.request("later")
-    assert later.events == []
-
-
 def test_a_stream_that_moves_has_the_times_of_its_last_engine_and_recoveries_of_its_own_ones() -> None:
     ready, patch = replace(READY, identity="that of both"), environment("http/protobuf")
     with (
@@ -135,14 +114,20 @@ def test_a_stream_that_moves_has_the_times_of_its_last_engine_and_recoveries_of_
         first.send(tokens(numbers["moved"], [5]))
         first.send(ended(numbers["stayed"], times=TIMES))
         stayed.result()
-        second.script(lambda request: [tokens(request.number, [6], first=1), ended(request.number, times=TIMES)])
+        second.script(
+            lambda request: [
+                tokens(request.number, [6], len(request.token_ids) // 4 - 1), ended(request.number, times=TIMES)
+            ]
+        )  # fmt: skip
         first.send(replace(ready, phase=EnginePhase.DRAINING))
         moved.result()
+        frontend.post(COMPLETIONS, {"prompt": [5]}, headers={"x-request-id": "later"})
         root, below = collected.request("moved")
         assert [name for name, _ in root.events] == ["engine lost", "engine recovered"]
+        assert root.began < root.events[0][1] < root.events[1][1] < root.ended
         ends = {span.name: span.ended for span in below}
         assert ends["decode"] == ends["detokenise"], "the first engine's submission bounds nothing"
-        assert collected.request("stayed")[0].events == []
+        assert collected.request("stayed")[0].events == collected.request("later")[0].events == []
 
 
 def test_grpc_is_the_default_protocol_and_the_last_traces_leave_at_the_end() -> None:

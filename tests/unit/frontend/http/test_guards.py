@@ -77,7 +77,7 @@ async def test_request_that_is_refused_for_load_is_not_read() -> None:
         is_read = True
         yield b"{}"
 
-    def shed(scope: Scope) -> APIError | None:
+    def shed(scope: Scope, is_crowded: bool) -> APIError | None:
         return APIError(429, "overloaded", retry_after=2.5) if scope["path"] == "/v1/completions" else None
 
     async with guarded(["right"], frozenset(), shed) as client:
