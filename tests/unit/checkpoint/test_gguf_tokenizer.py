@@ -87,9 +87,11 @@ ORIGINALS = {
 }
 
 
-def write(path: Path, model: str, vocabulary: dict[str, int], types: list[int] | None = None) -> GGUFWriter:
+def write(
+    path: Path, model: str, vocabulary: dict[str, int], types: list[int] | None = None, arch: str = "llama"
+) -> GGUFWriter:
     """A file without tensors; the caller adds to its metadata and calls `finish`."""
-    writer = GGUFWriter(path, "llama")
+    writer = GGUFWriter(path, arch)
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)
     writer.add_tokenizer_model(model)
     writer.add_token_list(tokens)
@@ -154,6 +156,25 @@ def test_sentencepiece_ids_over_many_scripts(tmp_path: Path) -> None:
         assert ours.encode(text, add_special_tokens=False) == ids, text
         assert ours.encode(text) == [1, *ids]
         assert ours.decode(ids) == original.decode(ids)
+
+
+def test_pieces_with_equal_scores_merge_in_their_order(tmp_path: Path) -> None:
+    """The converter of llama.cpp writes such scores if a checkpoint has no SentencePiece model."""
+    pieces = ["x", "y", "b", "c", "xy", "bc", "xyb"]
+    writer = write(tmp_path / "m.gguf", "llama", {piece: number for number, piece in enumerate(pieces)})
+    writer.add_token_scores([-1000.0] * 7)
+    writer.add_add_space_prefix(False)
+    finish(writer)
+    assert ServedTokenizer(tmp_path / "m.gguf").encode("xybc") == [4, 5]
+
+
+def test_special_tokens_of_phi3_strip_the_white_space_behind_them(tmp_path: Path) -> None:
+    tokens = ["<s>", "<|end|>", "<0x0A>", "▁", "a", "▁a"]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    writer = write(tmp_path / "m.gguf", "llama", vocabulary, [3, 3, 6, 1, 1, 1], "phi3")
+    writer.add_token_scores([-1.0] * 6)
+    finish(writer)
+    assert ServedTokenizer(tmp_path / "m.gguf").encode("<|end|>\na<s>\na") == [1, 5, 0, 3, 2, 4]
 
 
 def test_special_tokens_template_and_ends(tmp_path: Path) -> None:
