@@ -40,6 +40,7 @@ def hf_config(header: GgufHeader) -> dict[str, Any]:
         "max_position_embeddings": _size(header, "context_length"),
         "rms_norm_eps": _rounded(header.number(f"{name}.attention.layer_norm_rms_epsilon")),
         "hidden_act": "silu",
+        "is_causal": header.flag(f"{name}.attention.causal", True),
         "rope_theta": theta,
         "rope_parameters": rope_scaling(header, rotated, theta) or {},
         "partial_rotary_factor": rotated / head_dim,

@@ -201,11 +201,16 @@ def test_special_tokens_template_and_ends(tmp_path: Path) -> None:
     assert ours.eos_token_id == 0
 
 
-def test_a_message_of_gpt_oss_does_not_end_the_answer(tmp_path: Path) -> None:
-    writer = write(tmp_path / "m.gguf", "gpt2", {"<|return|>": 0, "<|end|>": 1, "<|call|>": 2}, [3, 3, 3])
+@pytest.mark.parametrize(
+    ("tokens", "ends"),
+    [(["<|return|>", "<|end|>", "<|call|>"], [0, 2]), (["<|eot_id|>", "x", "<|eom_id|>"], [0, 2])],
+    ids=["a message of gpt-oss does not end the answer", "a tool call of Llama 3.1 does"],
+)
+def test_tokens_that_end_an_answer(tokens: list[str], ends: list[int], tmp_path: Path) -> None:
+    writer = write(tmp_path / "m.gguf", "gpt2", dict(zip(tokens, range(3), strict=True)), [3, 3, 3])
     writer.add_eos_token_id(0)
     finish(writer)
-    assert read_json(tmp_path / "m.gguf", "generation_config.json")["eos_token_id"] == [0, 2]
+    assert read_json(tmp_path / "m.gguf", "generation_config.json")["eos_token_id"] == ends
 
 
 @pytest.mark.parametrize(
