@@ -23,8 +23,7 @@ _STORED = {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}
 def hf_config(header: GgufHeader) -> dict[str, Any]:
     """Return the content of config.json. Raises: CheckpointError, if the model is not supported."""
     kind, name = architecture(header), header.architecture
-    heads, hidden = _size(header, "attention.head_count"), _size(header, "embedding_length")
-    head_dim = _size(header, "attention.key_length", hidden // heads)
+    heads, head_dim = _size(header, "attention.head_count"), head_size(header)
     theta = header.number(f"{name}.rope.freq_base", 10_000.0)
     _refuse_unsupported(header, head_dim)
     rotated = header.integer(f"{name}.rope.dimension_count", head_dim)
@@ -32,7 +31,7 @@ def hf_config(header: GgufHeader) -> dict[str, Any]:
         "architectures": [kind.hf],
         "model_type": kind.model_type,
         "vocab_size": _vocab_size(header),
-        "hidden_size": hidden,
+        "hidden_size": _size(header, "embedding_length"),
         "intermediate_size": _size(header, "feed_forward_length"),
         "num_hidden_layers": _size(header, "block_count"),
         "num_attention_heads": heads,
@@ -41,6 +40,7 @@ def hf_config(header: GgufHeader) -> dict[str, Any]:
         "max_position_embeddings": _size(header, "context_length"),
         "rms_norm_eps": _rounded(header.number(f"{name}.attention.layer_norm_rms_epsilon")),
         "hidden_act": "silu",
+        "is_causal": header.flag(f"{name}.attention.causal", True),
         "rope_theta": theta,
         "rope_parameters": rope_scaling(header, rotated, theta) or {},
         "partial_rotary_factor": rotated / head_dim,
@@ -64,10 +64,8 @@ def _granite(header: GgufHeader) -> dict[str, Any]:
         "logits_scaling": "logit_scale",
     }
     given = {ours: header.metadata.get(f"{header.architecture}.{key}") for ours, key in keys.items()}
-    head_dim = _size(header, "embedding_length") // _size(header, "attention.head_count")
-    head_dim = _size(header, "attention.key_length", head_dim)
     multipliers = {name: _rounded(v) for name, v in given.items() if isinstance(v, int | float) and v}
-    return {"attention_multiplier": head_dim**-0.5, **multipliers}
+    return {"attention_multiplier": head_size(header) ** -0.5, **multipliers}
 
 
 def _gemma3(header: GgufHeader) -> dict[str, Any]:
@@ -131,6 +129,12 @@ def generation_config(header: GgufHeader) -> dict[str, Any]:
     sampling = {name: _rounded(v) for name, v in given.items() if isinstance(v, int | float)}
     ids = {"bos_token_id": token_id(header, "bos"), "eos_token_id": list(end_tokens(header))}
     return {**ids, **({"do_sample": True} if sampling else {}), **sampling}
+
+
+def head_size(header: GgufHeader) -> int:
+    """Return the dimensions of a head of queries and keys. Raises: CheckpointError"""
+    shared = _size(header, "embedding_length") // _size(header, "attention.head_count")
+    return _size(header, "attention.key_length", shared)
 
 
 def _size(header: GgufHeader, key: str, default: int | None = None) -> int:

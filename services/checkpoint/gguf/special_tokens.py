@@ -6,7 +6,9 @@ from services.checkpoint.gguf.header import GgufHeader
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Values of `tokenizer.ggml.token_type`."""
 _KEYS = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unk": "unknown", "pad": "padding"}
-_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
+_ENDS = (
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"
+)  # fmt: skip
 """Control tokens that end an answer in the chat formats of common models. Many files name only one of them."""
 _HARMONY_ENDS = ("<|return|>", "<|call|>")
 """Tokens that end an answer of gpt-oss. `<|end|>` only ends a message: the answer follows that with the reasoning."""

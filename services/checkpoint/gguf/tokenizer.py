@@ -10,6 +10,8 @@ from services.checkpoint.gguf.special_tokens import BYTE, CONTROL, NORMAL, UNKNO
 
 _KINDS = ("gpt2", "llama")
 _SPACE = "▁"
+_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
+"""Special tokens of Phi-3 that do not strip the white space behind them. The file does not say that the others do."""
 MAX_PIECE = 512
 """Maximum number of characters in a piece of a SentencePiece vocabulary. Merges take time and memory in proportion."""
 
@@ -23,15 +25,16 @@ def tokenizer_json(header: GgufHeader) -> dict[str, Any]:
             "Name the original tokenizer with --tokenizer"
         )
     tokens, types = _vocabulary(header)
+    strips = header.architecture == "phi3" and kind == "llama"
     sections = _byte_level(header, tokens) if kind == "gpt2" else _sentencepiece(header, tokens, types)
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            _added(i, token, kind)
-            for i, (token, kind) in enumerate(zip(tokens, types, strict=True))
-            if kind in (CONTROL, USER_DEFINED, UNKNOWN)
+            _added(i, token, of_type, strips and token not in _KEEPS_SPACE)
+            for i, (token, of_type) in enumerate(zip(tokens, types, strict=True))
+            if of_type in (CONTROL, USER_DEFINED, UNKNOWN)
         ],
         **sections,
         "post_processor": _post_processor(header, tokens, kind),
@@ -67,8 +70,8 @@ def _vocabulary(header: GgufHeader) -> tuple[list[str], list[int]]:
     return tokens, types
 
 
-def _added(number: int, token: str, kind: int) -> dict[str, Any]:
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+def _added(number: int, token: str, kind: int, rstrip: bool) -> dict[str, Any]:
+    flags = {"single_word": False, "lstrip": False, "rstrip": rstrip, "normalized": False}
     return {"id": number, "content": token, **flags, "special": kind != USER_DEFINED}
 
 
@@ -126,17 +129,19 @@ def _sentencepiece(header: GgufHeader, tokens: list[str], types: list[int]) -> d
 def _merges(scores: Mapping[str, float], ids: Mapping[str, int]) -> list[tuple[str, str]]:
     """Return all pairs of pieces that make a piece, best first, as the converter of `transformers` orders them.
 
+    A file has equal scores if it was converted without the SentencePiece model; then pieces are in the order of merges.
+
     Args:
         scores: of the pieces that a merge may make.
         ids: of all pieces.
     """
-    found: list[tuple[float, int, int, str, str]] = []
+    found: list[tuple[float, int, int, int, str, str]] = []
     for piece, score in scores.items():
         pairs = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
         pairs = [(left, right) for left, right in pairs if left in ids and right in ids]
         pairs.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
-        found.extend((score, len(left), len(right), left, right) for left, right in pairs)
-    found.sort(key=lambda each: each[:3], reverse=True)
+        found.extend((score, -ids[piece], len(left), len(right), left, right) for left, right in pairs)
+    found.sort(key=lambda each: each[:4], reverse=True)
     return [(left, right) for *_, left, right in found]
 
 

@@ -11,16 +11,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.checkpoint.gguf import GgufHeader, GgufTensor, architecture, read_header, tensors_by_name
+from services.checkpoint.gguf import GgufHeader, GgufTensor, architecture, head_size, read_header, tensors_by_name
 from services.worker.kernels.quantized_weight import BlockRows
 from services.worker.runner import LoadError
 from services.worker.weights.checkpoint import Cut, check_shape, missing_tensor, sampled_rows
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types without blocks."""
-_PERMUTED = {"q_proj": "attention.head_count", "k_proj": "attention.head_count_kv"}
-"""Projections whose rows the converter of Llama models reorders, and the key with the number of their heads."""
-_ROTATED = re.compile(r".*\.self_attn\.([qk]_proj)\.(?:weight|bias)")
+_ROTATED = re.compile(r".*\.self_attn\.[qk]_proj\.(?:weight|bias)")
+"""Projections whose rows the converter of Llama models reorders."""
 _CHUNK_ELEMENTS = 1 << 18
 """Elements that are dequantised at a time, so that temporary arrays stay small."""
 
@@ -97,15 +96,12 @@ class GgufCheckpoint:
 
         In files of Llama and similar models, the rows of a head's two halves alternate: they are rotated in pairs.
         """
-        match = _ROTATED.fullmatch(name)
-        if match is None or not architecture(self._header).reorders:
+        if not architecture(self._header).reorders or not _ROTATED.fullmatch(name):
             return None
-        outputs, at = tensor.shape[0], self._header.architecture + "."
-        heads = self._header.integer(at + _PERMUTED["q_proj"])
-        heads = self._header.integer(at + _PERMUTED[match[1]], heads)
-        if outputs % (2 * heads):
-            raise LoadError(f"tensor {name} has {outputs} outputs, which {heads} heads cannot share")
-        return np.arange(outputs).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+        outputs, size = tensor.shape[0], head_size(self._header)
+        if outputs % size or size % 2:
+            raise LoadError(f"tensor {name} has {outputs} outputs, which are no heads of {size}")
+        return np.arange(outputs).reshape(-1, size // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
 def _slices(tensor: GgufTensor, cut: Cut) -> tuple[slice, slice]:

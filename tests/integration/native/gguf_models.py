@@ -125,7 +125,8 @@ def _write_sizes(writer: GGUFWriter, model: PreTrainedModel) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    kv_heads, layers = config.num_key_value_heads, config.num_hidden_layers
+    writer.add_head_count_kv([kv_heads] * layers if writer.arch == "granite" else kv_heads)  # as of Granite 4
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     if multiplier := getattr(config, "embedding_multiplier", None):
         writer.add_embedding_scale(multiplier)

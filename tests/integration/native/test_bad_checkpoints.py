@@ -48,6 +48,7 @@ def refusal(path: Path, **options: Any) -> str:
         ({"rope_parameters": {"rope_type": "linear"}}, "'factor' must be a number above 0, it is None"),
         ({"num_attention_heads": "four"}, "'num_attention_heads' must be a whole number"),
         ({"num_key_value_heads": 3}, "4 heads cannot share 3"),
+        ({"is_causal": False}, "'is_causal' False is not supported"),
         ({"vocab_size": None}, "'vocab_size' must be a whole number"),
         ({"intermediate_size": 96}, "mlp.gate_proj.weight is [104, 64], but config.json says [96, 64]"),
         ({"num_hidden_layers": 4}, "no tensor model.layers.3."),

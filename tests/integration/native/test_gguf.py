@@ -1,12 +1,15 @@
 """GGUF files give the logits and the tokens of `transformers` with the dequantised weights."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from services.checkpoint.gguf import read_header
+from services.checkpoint.gguf.config import hf_config
 from services.checkpoint.gguf.tensor_types import TENSOR_TYPES
 from services.cli.app import run
 from services.worker.backends.native.model.config import ModelConfig
@@ -105,6 +108,9 @@ def test_configuration_is_that_of_the_model(tmp_path: Path) -> None:
     ours, theirs = (ModelConfig.from_checkpoint(tmp_path / name) for name in ("model.gguf", "original"))
     assert (ours.ropes, ours.num_heads, ours.norm_eps) == (theirs.ropes, theirs.num_heads, theirs.norm_eps)
     assert ours.tied is theirs.tied is False
+    header = read_header(family.path)
+    embedding = replace(header, metadata={**header.metadata, "llama.attention.causal": False})
+    assert (hf_config(header)["is_causal"], hf_config(embedding)["is_causal"]) == (True, False)
 
 
 def test_convert_prints_the_directory_and_says_what_it_has_written(

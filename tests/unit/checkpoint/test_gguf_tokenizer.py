@@ -87,9 +87,11 @@ ORIGINALS = {
 }
 
 
-def write(path: Path, model: str, vocabulary: dict[str, int], types: list[int] | None = None) -> GGUFWriter:
+def write(
+    path: Path, model: str, vocabulary: dict[str, int], types: list[int] | None = None, arch: str = "llama"
+) -> GGUFWriter:
     """A file without tensors; the caller adds to its metadata and calls `finish`."""
-    writer = GGUFWriter(path, "llama")
+    writer = GGUFWriter(path, arch)
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)
     writer.add_tokenizer_model(model)
     writer.add_token_list(tokens)
@@ -156,6 +158,25 @@ def test_sentencepiece_ids_over_many_scripts(tmp_path: Path) -> None:
         assert ours.decode(ids) == original.decode(ids)
 
 
+def test_pieces_with_equal_scores_merge_in_their_order(tmp_path: Path) -> None:
+    """The converter of llama.cpp writes such scores if a checkpoint has no SentencePiece model."""
+    pieces = ["x", "y", "b", "c", "xy", "bc", "xyb"]
+    writer = write(tmp_path / "m.gguf", "llama", {piece: number for number, piece in enumerate(pieces)})
+    writer.add_token_scores([-1000.0] * 7)
+    writer.add_add_space_prefix(False)
+    finish(writer)
+    assert ServedTokenizer(tmp_path / "m.gguf").encode("xybc") == [4, 5]
+
+
+def test_special_tokens_of_phi3_strip_the_white_space_behind_them(tmp_path: Path) -> None:
+    tokens = ["<s>", "<|end|>", "<0x0A>", "▁", "a", "▁a"]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    writer = write(tmp_path / "m.gguf", "llama", vocabulary, [3, 3, 6, 1, 1, 1], "phi3")
+    writer.add_token_scores([-1.0] * 6)
+    finish(writer)
+    assert ServedTokenizer(tmp_path / "m.gguf").encode("<|end|>\na<s>\na") == [1, 5, 0, 3, 2, 4]
+
+
 def test_special_tokens_template_and_ends(tmp_path: Path) -> None:
     vocabulary, _ = trained(pre_tokenizers.ByteLevel(add_prefix_space=False))
     writer = write(tmp_path / "m.gguf", "gpt2", vocabulary)
@@ -180,11 +201,16 @@ def test_special_tokens_template_and_ends(tmp_path: Path) -> None:
     assert ours.eos_token_id == 0
 
 
-def test_a_message_of_gpt_oss_does_not_end_the_answer(tmp_path: Path) -> None:
-    writer = write(tmp_path / "m.gguf", "gpt2", {"<|return|>": 0, "<|end|>": 1, "<|call|>": 2}, [3, 3, 3])
+@pytest.mark.parametrize(
+    ("tokens", "ends"),
+    [(["<|return|>", "<|end|>", "<|call|>"], [0, 2]), (["<|eot_id|>", "x", "<|eom_id|>"], [0, 2])],
+    ids=["a message of gpt-oss does not end the answer", "a tool call of Llama 3.1 does"],
+)
+def test_tokens_that_end_an_answer(tokens: list[str], ends: list[int], tmp_path: Path) -> None:
+    writer = write(tmp_path / "m.gguf", "gpt2", dict(zip(tokens, range(3), strict=True)), [3, 3, 3])
     writer.add_eos_token_id(0)
     finish(writer)
-    assert read_json(tmp_path / "m.gguf", "generation_config.json")["eos_token_id"] == [0, 2]
+    assert read_json(tmp_path / "m.gguf", "generation_config.json")["eos_token_id"] == ends
 
 
 @pytest.mark.parametrize(

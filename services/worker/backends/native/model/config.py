@@ -175,6 +175,7 @@ def _activation(config: ConfigReader) -> Activation:
 
 def _plain(config: ConfigReader) -> ModelConfig:
     """Return the configuration of a Llama without biases whose layers read all keys."""
+    config.refuse("is_causal", True)
     heads, hidden, layers = (config.size(k) for k in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
     kv_heads = config.size("num_key_value_heads", heads)
     head_dim = config.size("head_dim", max(1, hidden // heads))
