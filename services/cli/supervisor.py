@@ -240,7 +240,7 @@ class Supervisor:
                 self._show(child.name, f"{child.describe_end()}; the others go on")
                 child.end_expected = True
                 continue
-            if not self._stopping and child.schedule_restart(time.monotonic()):
+            if child.schedule_restart(time.monotonic()):  # also for streams that an orderly stop waits for
                 self._show(child.name, f"{child.describe_end()}; restarting")
                 continue
             self.failure = child

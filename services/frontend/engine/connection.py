@@ -82,6 +82,7 @@ class SchedulerConnection:
 
         Raises: HandshakeRefused
         """
+        complaint = ""
         while True:
             client = AsyncClient(self._endpoint, self._security)
             try:
@@ -89,7 +90,10 @@ class SchedulerConnection:
                 self._client = client
                 self._begin()
                 await client.read(self._handle)
-            except HandshakeTimeout:
+            except HandshakeTimeout as error:
+                if str(error) != complaint:
+                    complaint = str(error)
+                    log.info("%s; trying again", complaint)
                 continue
             except ProtocolError as error:  # in place of a welcome
                 log.warning("bad message from the scheduler: %s", error)

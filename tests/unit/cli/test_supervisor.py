@@ -279,12 +279,17 @@ def test_failure_names_the_signal_and_children_that_ignore_sigterm_are_killed(
     assert supervised.failure == f"worker was killed by {name}"
 
 
-def test_failure_during_an_orderly_stop_is_a_failure(supervised: SupervisedChildren) -> None:
-    def drain_then_kill() -> None:
+def drain_then_kill(supervised: SupervisedChildren, position: int) -> Callable[[], None]:
+    def kill() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
-        supervised.supervisor.children[1].process.send_signal(signal.SIGKILL)
+        supervised.supervisor.children[position].process.send_signal(signal.SIGKILL)
 
-    assert supervised.run((IGNORING, STOPPING, STOPPING), drain_then_kill) == 128 + signal.SIGKILL
+    return kill
+
+
+def test_failure_during_an_orderly_stop_is_a_failure(supervised: SupervisedChildren) -> None:
+    status = supervised.run((IGNORING, STOPPING, STOPPING), drain_then_kill(supervised, 1))
+    assert status == 128 + signal.SIGKILL
     assert supervised.failure == "scheduler was killed by SIGKILL"
 
 
@@ -294,6 +299,16 @@ def test_failure_during_an_orderly_stop_is_a_failure(supervised: SupervisedChild
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_process, "FIRST_PAUSE", 0.01)
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_child_is_restarted_while_the_first_one_drains(supervised: SupervisedChildren) -> None:
+    draining = STOPPING.replace(
+        "time.sleep(0.1)", 'while open(journal).read().count("worker up") < 2: time.sleep(0.01)'
+    )
+    scripts = draining, STOPPING, STOPPING
+    assert supervised.run(scripts, drain_then_kill(supervised, 2), restarted="worker") == 0
+    assert supervised.lines == [("worker", "worker was killed by SIGKILL; restarting")]
 
 
 @pytest.mark.usefixtures("short_pauses")

@@ -17,6 +17,7 @@ from protocol.requests import (
 )
 from protocol.sampling import SamplingParams
 from protocol.transport import HandshakeRefused, Server
+from services.frontend.engine import connection as connection_module
 from services.frontend.engine import engines as engines_module
 from services.frontend.engine.addresses import numbered
 from services.frontend.engine.client import NO_PROMPT, EngineClient
@@ -42,6 +43,18 @@ async def test_scheduler_with_another_tokenizer_is_refused(tmp_path: Path, their
             await running
     await asyncio.wait({running})
     server.close()
+
+
+async def test_why_no_scheduler_answers_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connection_module, "HANDSHAKE_TIMEOUT", 0.01)
+    running = asyncio.create_task(EngineClient(numbered([f"ipc://{tmp_path}/c"]), 1, 10.0, 300.0, 600.0).run())
+    with caplog.at_level("INFO"):
+        while f"no answer from ipc://{tmp_path}/c within 0.01 s; trying again" not in caplog.text:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.wait({running})
 
 
 async def test_a_bug_in_the_checks_ends_the_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
