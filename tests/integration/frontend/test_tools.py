@@ -309,11 +309,6 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs", "chat_template"),
     ({"chat_template_kwargs": {"thinking": "x" * 70_000}}, "chat_template_kwargs", "thinking"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages", "function"),
-    (
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
-        "messages",
-        "messages.0.tool_calls.0.function.arguments",
-    ),
 ]
 
 
