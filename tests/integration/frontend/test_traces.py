@@ -103,31 +103,31 @@ def test_a_stream_that_moves_has_the_times_of_its_last_engine_and_recoveries_of_
         closing(ScriptedScheduler(other, EngineState(EnginePhase.LOADING))) as second,
         scripted(patch, ready, more_endpoints=[other], otlp_traces_endpoint=url) as (frontend, first),
     ):
-        moved, stayed = (
-            frontend.post_later(COMPLETIONS, {"prompt": [5], "max_tokens": 2}, headers={"x-request-id": name})
-            for name in ("moved", "stayed")
-        )
-        numbers = {first.request(index).request_id: first.request(index).number for index in range(2)}
-        for phase, count in ((EnginePhase.READY, 2), (EnginePhase.RECOVERING, 1), (EnginePhase.READY, 2)):
-            second.send(replace(ready, phase=phase))
+        stayed = frontend.post_later(COMPLETIONS, {"prompt": [5]}, headers={"x-request-id": "stayed"})
+        number = first.request().number
+        lost = EnginePhase.RECOVERING
+        for engine, phase, count in ((second, 2, 2), (first, lost, 1), (first, 2, 2), (second, lost, 1)):
+            engine.send(replace(ready, phase=EnginePhase(phase)))
             wait_until(lambda n=count: frontend.metric("engine_ready") == n, f"{count} engines are ready")
-        first.send(tokens(numbers["moved"], [5]))
-        first.send(ended(numbers["stayed"], times=TIMES))
+        first.send(ended(number, times=TIMES))
         stayed.result()
-        second.script(
-            lambda request: [
-                tokens(request.number, [6], len(request.token_ids) // 4 - 1), ended(request.number, times=TIMES)
-            ]
-        )  # fmt: skip
-        first.send(replace(ready, phase=EnginePhase.DRAINING))
-        moved.result()
-        frontend.post(COMPLETIONS, {"prompt": [5]}, headers={"x-request-id": "later"})
-        root, below = collected.request("moved")
+        root, _ = collected.request("stayed")
         assert [name for name, _ in root.events] == ["engine lost", "engine recovered"]
         assert root.began < root.events[0][1] < root.events[1][1] < root.ended
+
+        body = {"prompt": [5], "max_tokens": 2}
+        moved = frontend.post_later(COMPLETIONS, body, headers={"x-request-id": "moved"})
+        first.send(tokens(first.request(1).number, [5]))
+        second.script(lambda request: [tokens(request.number, [6], first=1), ended(request.number, times=TIMES)])
+        second.send(EngineState(EnginePhase.LOADING))
+        second.send(ready)
+        wait_until(lambda: frontend.metric("engine_ready") == 2, "the second engine is ready")
+        first.send(replace(ready, phase=EnginePhase.DRAINING))
+        moved.result()
+        root, below = collected.request("moved")
         ends = {span.name: span.ended for span in below}
         assert ends["decode"] == ends["detokenise"], "the first engine's submission bounds nothing"
-        assert collected.request("stayed")[0].events == collected.request("later")[0].events == []
+        assert root.events == []
 
 
 def test_grpc_is_the_default_protocol_and_the_last_traces_leave_at_the_end() -> None:
