@@ -141,6 +141,8 @@ class StartUp:
         except (PeerGone, PeerSlow, RanksLost):
             raise
         except Exception as error:
+            if self._link.is_closing:  # a callback of the compiler has dropped the exit, and the compiler fails then
+                raise SystemExit(0) from None
             why = str(error)
             if not isinstance(error, LoadError | CheckpointError):
                 log.exception("the model cannot be served")

@@ -174,7 +174,10 @@ class WorkerThread:
         self._thread.start()
 
     def _run(self) -> None:
-        self._status = run_worker(self.worker)
+        try:
+            self._status = run_worker(self.worker)
+        except SystemExit as end:
+            self._status = end.code
 
     def exit_status(self) -> int:
         """Wait for the worker to end by itself. Return the exit status that its process would have."""

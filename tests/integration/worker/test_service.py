@@ -266,8 +266,11 @@ def test_a_signal_ends_the_worker(scheduler: ScriptedWorkerServer, tmp_path: Pat
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_signal_during_a_finaliser_ends_the_worker(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
-    """Python prints an exception that a finaliser raises, and continues."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_signal_during_a_finaliser_ends_the_worker(
+    scheduler: ScriptedWorkerServer, tmp_path: Path, fails: bool
+) -> None:
+    """Python prints an exception that a finaliser raises, and continues; numba, in a callback, fails then."""
 
     workers: list[Worker] = []
 
@@ -277,10 +280,16 @@ def test_a_signal_during_a_finaliser_ends_the_worker(scheduler: ScriptedWorkerSe
             reference = weakref.ref(mortal, workers[0].leave)
             del mortal
             assert reference() is None
+            if fails:
+                raise RuntimeError("no compiled object yet")
 
     with worker_thread(scheduler, tmp_path, FinalisingRunner) as thread:
         workers.append(thread.worker)
-        scheduler.serve()  # the canary step has released its slot
+        scheduler.registered()
+        scheduler.assign(EPOCH)
+        while not isinstance(scheduler.next_message(), Loaded):
+            pass
+        scheduler.send(InitializeCache(BLOCKS, CONTEXT))  # the canary step releases its slot
         assert thread.exit_status() == 0
 
 
