@@ -126,7 +126,7 @@ class ChatTemplate:
     def try_out(self) -> None:
         """Render short conversations, which the template may refuse. Raises: CheckpointError, if it reaches a limit"""
         for messages, tools in _TRIALS:
-            job = RenderJob(messages, tools, True, {}, TRIAL_SECONDS)
+            job = RenderJob(self._call_form.of(messages), tools, True, {}, TRIAL_SECONDS)
             if self._renderer and isinstance(outcome := self._renderer.render(job), LimitReached):
                 raise broken(f"with a short conversation, {outcome.reason}")
 
