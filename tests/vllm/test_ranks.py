@@ -4,6 +4,7 @@ import math
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,11 +24,12 @@ from tokenizers import Tokenizer
 
 from protocol.codec import encode
 from protocol.kv_groups import MAX_GROUPS, ONE_GROUP
+from protocol.lora import LoRAAdapter
 from protocol.membership import Assignment, InitializeCache, Speculation
 from protocol.requests import EnginePhase, FinishReason
 from protocol.sampling import GrammarKind, Pooling, SamplingParams, StructuredOutputParams
 from protocol.steps import GrammarOutput, ModelRunnerOutput, ReleaseSlots, SchedulerOutput
-from services.checkpoint import DEMO_MODEL
+from services.checkpoint import DEMO_MODEL, adapter_digest
 from services.config import SchedulerConfig, WorkerConfig
 from services.scheduler.policies import make_policy
 from services.worker.backends.vllm.shared_memory import DIRECTORY, PREFIX
@@ -60,10 +62,11 @@ STRUCTURED = (3, 7, 11)
 EMBEDDED = 50
 
 
-def work(config: str, scratch: str) -> None:
-    """Run a worker in a process that starts with vLLM imported. Its temporary files are in `scratch`."""
+def work(config: str, scratch: str, directory: Path) -> None:
+    """Run a worker in `directory`, in a process that starts with vLLM imported. Temporary files are in `scratch`."""
     from services.worker.service import run
 
+    os.chdir(directory)
     os.environ.pop("XDG_RUNTIME_DIR", None)
     tempfile.tempdir = scratch
     sys.exit(run(WorkerConfig.model_validate_json(config)))
@@ -90,7 +93,9 @@ class VllmCluster:
     def add_worker(self) -> BaseProcess:
         config = WorkerConfig.model_validate({**WORKER, "scheduler_endpoint": self._at("w")})
         context = multiprocessing.get_context("forkserver")
-        process = context.Process(target=work, args=(config.model_dump_json(), self.scratch))
+        directory = self._directory / f"worker{len(self.workers)}"
+        directory.mkdir()
+        process = context.Process(target=work, args=(config.model_dump_json(), self.scratch, directory))
         process.start()
         self.workers.append(process)
         return process
@@ -213,7 +218,7 @@ def test_two_ranks_answer_like_one_also_after_a_rank_was_lost(
     The rank that stays frees the memory that an ended epoch shared. vLLM shares memory with AVX-512 only."""
     tokens, one = expected
     settings = {"tensor_parallel_size": 2, "batch_queue_depth": 2, "speculative_config": NGRAM_CONFIG}
-    with cluster(tmp_path / "two", 2, **settings) as running:
+    with cluster(tmp_path / "two", 2, enable_lora=True, max_num_seqs=8, **settings) as running:
         client = running.client()
         state = client.wait_ready()
         assert state.info["backend"] == "vllm"
@@ -223,6 +228,16 @@ def test_two_ranks_answer_like_one_also_after_a_rank_was_lost(
         assert client.logprobs[2].keys() == one.logprobs[2].keys()
         assert client.logprobs[6].keys() == one.logprobs[6].keys()
         assert sum(client.finished[number].num_accepted_tokens for number in numbers) > 0
+
+        adapter = checkpoints.make_adapter(tmp_path / "two/worker1/adapter", DEMO_MODEL, 1)
+        lora = LoRAAdapter("a", "/proc/self/cwd/adapter", adapter_digest(adapter))
+        ends = []
+        for number in (60, 61):  # one rank cannot load it, then both can
+            client.generate(number, [5] * 70, SamplingParams(max_tokens=4, temperature=0.0), lora=lora)
+            client.wait_finished(number)
+            ends.append((client.finished[number].reason, len(client.tokens[number])))
+            shutil.copytree(adapter, tmp_path / "two/worker0/adapter", dirs_exist_ok=True)
+        assert ends == [(FinishReason.ERROR, 0), (FinishReason.LENGTH, 4)]
 
         first = shared_pages(running.workers[0])
         assert len(first) == torch.backends.cpu.get_cpu_capability().startswith("AVX512")

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Self
 
 import msgspec
 from fastapi import APIRouter, Path, Query
+from msgspec.structs import replace
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response, StreamingResponse
 
@@ -171,7 +172,7 @@ async def create(http: HTTPRequest, context: Context) -> Response:
     if given.background:
         params = msgspec.msgpack.encode(submissions[0][1])
         text = (await http.body()).decode()
-        origin = Origin(text, name, created, pack(prompt.token_ids), params)
+        origin = Origin(text, name, created, pack(prompt.token_ids), params, model.adapter(given.model))
         events = _required(store).log(tenant, id, turn.head(origin))
         run = _start(http, context, turn, id, origin, events)
         return _events(run, -1) if given.stream else Response(run.response, media_type="application/json")
@@ -227,6 +228,7 @@ def _start(
     if orphan is not None and orphan.content.opening != opening:
         raise APIError(500, OTHER_EVENTS)
     http.state.summary.is_detached = True
+    shared = replace(shared, lora=origin.lora or shared.lora)
     request = AnswerRequest(http, turn.body, shared, [(prompt, params)], answer.usage)
     generating = answering.generation(request, run.encoder, delivered)
     with contextlib.ExitStack() as stack:

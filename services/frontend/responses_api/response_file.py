@@ -16,6 +16,7 @@ from typing import BinaryIO
 import msgspec
 from pydantic import TypeAdapter
 
+from protocol.lora import LoRAAdapter
 from services.frontend.engine.ledger import RequestLedger
 from services.frontend.errors import GONE, APIError
 from services.frontend.json_text import json_text
@@ -47,6 +48,8 @@ class Origin(msgspec.Struct, frozen=True):
     """Token ids, int32 little-endian."""
     params: bytes
     """`SamplingParams` as MessagePack, with the seed that was drawn."""
+    lora: LoRAAdapter | None = None
+    """Another frontend may have other files under the name."""
 
 
 class StoredHead(msgspec.Struct):

@@ -32,9 +32,11 @@ from tests.integration.frontend.scripted import (
 )
 from tests.integration.frontend.test_background_responses import client, status_of, text_of
 from tests.integration.frontend.test_responses import TOOL
+from tests.unit.frontend.test_adapters import adapter
 
 Pair = tuple[Frontend, ScriptedScheduler]
 HELLO, WORLD = ids_of("Hello"), ids_of(" big world")
+OF_NO_WEIGHT = {f"base_model.model.x.lora_{kind}.weight": (4, 4) for kind in "AB"}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
@@ -136,16 +138,23 @@ def test_foreign_key_or_path_finds_nothing(two: tuple[Pair, Pair]) -> None:
 
 @pytest.mark.parametrize("text", ["Hello big world", f"Sum: {CALL}{CALL}"])
 def test_response_of_a_killed_frontend_goes_on_at_another(tmp_path: Path, text: str) -> None:
-    """Every event comes once and in order; the engine gets the prompt, the seed and the delivered tokens."""
+    """Every event comes once and in order; the engine gets the prompt, the seed, the delivered tokens and the adapter.
+    The other frontend has other files under its name."""
     ids, fields = ids_of(text), {"tools": [TOOL]} if CALL in text else {}
     cut = len(ids) * 2 // 3
-    config: Any = {"tool_call_parser": "hermes"}
-    with sharing(tmp_path, state=state("m"), **config) as owner, sharing(tmp_path, state=state("m"), **config) as other:
-        stream = client(owner[0]).create(model="demo", input="Hi", background=True, stream=True, **fields)
+    files = [adapter(tmp_path / name, OF_NO_WEIGHT, lora_alpha=len(name)) for name in ("x", "xx")]
+    config: list[Any] = [
+        {"state": state("m"), "tool_call_parser": "hermes", "enable_lora": True, "lora_modules": [f"a={path}"]}
+        for path in files
+    ]
+    store = tmp_path / "store"
+    store.mkdir()
+    with sharing(store, **config[0]) as owner, sharing(store, **config[1]) as other:
+        stream = client(owner[0]).create(model="a", input="Hi", background=True, stream=True, **fields)
         seen = [next(stream), next(stream)]
         before = owner[1].request()
         id = seen[0].response.id
-        (path,) = tmp_path.glob("*/*.jsonl")
+        (path,) = store.glob("*/*.jsonl")
         owner[1].send(tokens(before.number, ids[:1]))
         wait_until(lambda: _batches(path), "the first token is written")
         owner[1].send(tokens(before.number, ids[1:cut], 1))
@@ -163,9 +172,10 @@ def test_response_of_a_killed_frontend_goes_on_at_another(tmp_path: Path, text: 
             delivered = len(unpack(again.token_ids)) - again.num_prompt_tokens
             assert unpack(again.token_ids).tolist() == unpack(before.token_ids).tolist() + ids[:delivered]
             assert cut - 3 <= delivered <= cut
-            assert (again.params, again.cache_salt, again.structured) == (
-                before.params, before.cache_salt, before.structured,
+            assert (again.params, again.cache_salt, again.structured, again.lora) == (
+                before.params, before.cache_salt, before.structured, before.lora,
             )  # fmt: skip
+            assert again.lora is not None
             other[1].send(tokens(again.number, ids[delivered:], delivered))
             wait_until(lambda: sum(map(len, _batches(path))) > delivered, "they are written")
             other[1].send(ended(again.number))

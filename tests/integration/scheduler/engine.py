@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from protocol.codec import Decoder, pack, unpack
+from protocol.lora import LoRAAdapter
 from protocol.requests import (
     AbortRequest,
     EngineMessage,
@@ -79,6 +80,7 @@ class FrontendConnection:
         pooling: Pooling = Pooling.NONE,
         request_id: str = "",
         cache_salt: str = "",
+        lora: LoRAAdapter | None = None,
     ) -> None:
         self.tokens[number], self.logprobs[number] = [], {}
         message = GenerateRequest(
@@ -91,6 +93,7 @@ class FrontendConnection:
             request_id,
             structured=structured,
             pooling=pooling,
+            lora=lora,
         )
         self.send(message)
 
