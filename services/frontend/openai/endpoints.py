@@ -57,7 +57,7 @@ async def chat(http: HTTPRequest, context: Context) -> Response:
     encoding = answering.prompts.for_chat(body, state)
     prompt = await (encoding if state.media is None else until_left(http, encoding))
     output = output.after(prompt.token_ids, model.tokenizer)
-    dialect = chat_dialect(output, *answer_role(body))
+    dialect = chat_dialect(output, model.tokenizer.count, *answer_role(body))
     return await _answer(http, context, body, [prompt], dialect, output.grammar())
 
 

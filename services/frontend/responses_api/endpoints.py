@@ -195,9 +195,7 @@ def _answer(
     tokenizer, given = context.model.tokenizer, turn.given
     output = turn.output.after(prompt, tokenizer)
     parser = AnswerParser(output, eager=bool(given.stream or given.background))
-    answer = ResponseInProgress(
-        head, parser, UsageCounter(), lambda text: len(tokenizer.encode(text, add_special_tokens=False))
-    )
+    answer = ResponseInProgress(head, parser, UsageCounter(), tokenizer.count)
     return answer, context.answering.shared(http, turn.body, structured=output.grammar())
 
 

@@ -78,6 +78,10 @@ class Tokenizer:
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 
+    def count(self, text: str) -> int:
+        """Return the number of tokens of a text, without special ones that belong to a whole prompt."""
+        return len(self.encode(text, add_special_tokens=False))
+
     def encode_texts(
         self, first: str, second: str | None, add_special_tokens: bool, most: int | None, cut: CutSide = "right"
     ) -> tuple[list[int], int | None]:

@@ -257,7 +257,7 @@ def test_grammar_begins_after_the_reasoning_of_a_reasoning_model(pair: tuple[Fro
     assert scheduler.request(0).structured.begins_after == end
 
 
-def test_reasoning_is_omitted_on_request(pair: tuple[Frontend, ScriptedScheduler]) -> None:
+def test_reasoning_is_omitted_on_request_and_counted(pair: tuple[Frontend, ScriptedScheduler]) -> None:
     frontend, scheduler = pair
     scheduler.script(answering("<think>secret</think>Hi"))
     hidden = {"extra_body": {"include_reasoning": False}}
@@ -265,6 +265,12 @@ def test_reasoning_is_omitted_on_request(pair: tuple[Frontend, ScriptedScheduler
     assert answer.message.content == "Hi"
     assert "secret" not in answer.to_json()
     assert not any("secret" in chunk.to_json() for chunk in streamed(frontend, **hidden)[1])
+    body = {"messages": ASK, "include_reasoning": False}
+    usage = frontend.post("/v1/chat/completions", body).json()["usage"]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": len(ids_of("secret"))}
+    streaming = {"stream": True, "stream_options": {"include_usage": True}}
+    *_, last, _, _ = frontend.post("/v1/chat/completions", {**body, **streaming}).text.split("\n\n")
+    assert json.loads(last[6:])["usage"] == usage
 
 
 def test_token_ids_are_complete_though_the_text_is_parsed(pair: tuple[Frontend, ScriptedScheduler]) -> None:

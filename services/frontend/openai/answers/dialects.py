@@ -34,6 +34,11 @@ class CompletionDialect:
             choice["prompt_logprobs"] = scored
         return {"object": "text_completion", **head, "choices": choices, "usage": usage}
 
+    @staticmethod
+    def counted(usage: responses.Usage) -> responses.Usage:
+        """Return the usage of a whole answer, with what is known of its choices."""
+        return usage
+
     def opening(self, index: int) -> None:
         """Return the choice of a stream's event before any text."""
 
@@ -83,13 +88,16 @@ class ChatDialect:
             "created": head["created"],
             "model": head["model"],
             "choices": choices,
-            "usage": usage,
+            "usage": self.counted(usage),
         }
         if whole[0].prompt_token_ids is not None:
             answer["prompt_token_ids"] = whole[0].prompt_token_ids
         if prompts is not None:
             answer["prompt_logprobs"] = prompts[0]
         return answer
+
+    def counted(self, usage: responses.Usage) -> responses.Usage:
+        return usage
 
     def choice(self, index: int, whole: Chunk) -> responses.ChatChoice:
         message: responses.ChatMessage = {"role": self.role, "content": self.beginning + whole.text, "refusal": None}

@@ -108,7 +108,8 @@ class EventEncoder:
     def closing(self) -> bytes:
         if not self._options.include_usage:
             return DONE
-        return _event(_encode({**self._head, "choices": [], "usage": self._usage.to_json()})) + DONE
+        usage = self._dialect.counted(self._usage.to_json())
+        return _event(_encode({**self._head, "choices": [], "usage": usage})) + DONE
 
     def error(self, error: APIError) -> bytes:
         return _event(error.encoded())

@@ -1,5 +1,6 @@
 """Chat answers whose text is split into reasoning, tool calls and content."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -7,16 +8,17 @@ from services.frontend.openai.answers.chat_output import AnswerParser, ChatOutpu
 from services.frontend.openai.answers.chunk import Chunk
 from services.frontend.openai.answers.dialects import ChatDialect
 from services.frontend.openai.parameters.tool_choice import Mode
-from services.frontend.openai.schemas.responses import CallDelta, ChatChoice, ChatDelta, MessageDelta
+from services.frontend.openai.schemas.responses import CallDelta, ChatChoice, ChatDelta, MessageDelta, Usage
 from services.frontend.parsing.events import Arguments, CallStart, Content, ParsedEvent, Reasoning
 
 _EMPTY = Chunk()
 
 
-def chat_dialect(output: ChatOutput, role: str, beginning: str) -> ChatDialect:
+def chat_dialect(output: ChatOutput, count_tokens: Callable[[str], int], role: str, beginning: str) -> ChatDialect:
     """Return the form of the answers to a chat. `role`, `beginning`: see `ChatDialect`."""
-    is_plain = output.tools.parser is None and output.start is None
-    return ChatDialect(role, beginning) if is_plain else ToolDialect(role, beginning, output=output)
+    if output.tools.parser is None and output.start is None:
+        return ChatDialect(role, beginning)
+    return ToolDialect(role, beginning, output=output, count_tokens=count_tokens)
 
 
 @dataclass(kw_only=True)
@@ -25,6 +27,9 @@ class ToolDialect(ChatDialect):
     no_content = None  # the answer may have none
 
     output: ChatOutput
+    count_tokens: Callable[[str], int]
+    _reasoning: list[str] = field(default_factory=list)
+    """Reasoning of all choices."""
     _parsers: dict[int, AnswerParser] = field(default_factory=dict)
     """By choice, of a stream."""
 
@@ -59,6 +64,11 @@ class ToolDialect(ChatDialect):
             return []
         return [self._delta(index, bare, delta)]
 
+    def counted(self, usage: Usage) -> Usage:
+        if self.output.start is not None or self._reasoning:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.count_tokens("".join(self._reasoning))}
+        return usage
+
     def _replaced(self, chunk: Chunk, parser: AnswerParser, text: str) -> Chunk:
         """Return the chunk with its text replaced by `text`.
 
@@ -76,8 +86,10 @@ class ToolDialect(ChatDialect):
             match event:
                 case Content(text):
                     delta["content"] = (delta.get("content") or "") + text
-                case Reasoning(text) if self._shows_reasoning:
-                    delta["reasoning_content"] = delta["reasoning"] = delta.get("reasoning", "") + text
+                case Reasoning(text):
+                    self._reasoning.append(text)
+                    if self._shows_reasoning:
+                        delta["reasoning_content"] = delta["reasoning"] = delta.get("reasoning", "") + text
                 case CallStart(index, id, name):
                     calls[index] = {
                         "index": index,

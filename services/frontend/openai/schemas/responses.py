@@ -15,11 +15,18 @@ class PromptTokensDetails(TypedDict):
     cached_tokens: Natural
 
 
+class CompletionTokensDetails(TypedDict):
+    reasoning_tokens: Natural
+    """Length of the reasoning's text; with `n`, of all choices."""
+
+
 class Usage(TypedDict):
     prompt_tokens: Natural
     completion_tokens: Natural
     total_tokens: Natural
     prompt_tokens_details: NotRequired[PromptTokensDetails | None]
+    completion_tokens_details: NotRequired[CompletionTokensDetails]
+    """Only in the usage of a whole answer with reasoning."""
 
 
 class PromptToken(TypedDict):

@@ -21,7 +21,8 @@ CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 
 def dialect(begins: ReasoningStart | None = None) -> ToolDialect:
     body = ChatRequest.model_validate(BODY)
-    return ToolDialect(output=ChatOutput(body, OutputFormats(), ToolChoice.from_body(body, HermesParser, True), begins))
+    output = ChatOutput(body, OutputFormats(), ToolChoice.from_body(body, HermesParser, True), begins)
+    return ToolDialect(output=output, count_tokens=len)
 
 
 def joined(choices: list[dict[str, Any]]) -> dict[str, Any]:
