@@ -584,6 +584,7 @@ async def test_a_stream_whose_connection_breaks_while_its_engine_drains_goes_on_
         index = engines.engines.index(owner)
         engines.restart(owner, owner.incarnation, owner.identity)
         engines.engines[index].phase = EnginePhase.DRAINING
+        await engines.until(lambda: not engines.client.engines[str(index)].ready)
         new = engines.client.ledger.open(RecordingStream(ResponseStream(FlushQueue())), NO_PROMPT, 0.0)
         engines.client.ledger.assign(new, str(index))
         await engines.until(lambda: engines.engines[index].requests)
