@@ -36,7 +36,7 @@ def check_adapters(manager: Any) -> None:
         if ignored := sorted({*adapter.loras} - served):
             log.warning(
                 "adapter %s: vLLM ignores %d of its %d modules, such as %s; it adapts the language model only",
-                request.lora_name, len(ignored), len(adapter.loras), ignored[0],
+                request.lora_name.rpartition("@")[0], len(ignored), len(adapter.loras), ignored[0],
             )  # fmt: skip
         return adapter
 
