@@ -76,7 +76,7 @@ def test_failed_by_the_engine(pair: tuple[Frontend, ScriptedScheduler], stream: 
 def test_refused(pair: tuple[Frontend, ScriptedScheduler]) -> None:
     frontend, _ = pair
     headers = {"x-request-id": "invalid", "authorization": "Bearer key"}
-    frontend.post(COMPLETIONS, {"prompt": [5], "n": 99}, headers=headers)
+    frontend.post(COMPLETIONS, {"prompt": [5], "n": 129}, headers=headers)
     (line,) = wait_lines(frontend, "invalid", "invalid")
     assert line.startswith("request invalid: status=400 route=/v1/completions ")
     assert ": n:" in line

@@ -88,7 +88,7 @@ def test_failed_and_refused_requests_have_a_trace_without_a_parent(traced: Trace
     frontend, scheduler, collected = traced
     scheduler.script(lambda request: [ended(request.number, FinishReason.ERROR, message="the worker failed")])
     frontend.post(COMPLETIONS, {"prompt": [5]}, headers={"x-request-id": "failed"})
-    frontend.post(COMPLETIONS, {"prompt": [5], "n": 99}, headers={"x-request-id": "invalid"})
+    frontend.post(COMPLETIONS, {"prompt": [5], "n": 129}, headers={"x-request-id": "invalid"})
     failed, _ = collected.request("failed")
     assert (failed.failed, failed.parent, failed.attributes["error.type"]) == (True, "", "500")
     invalid, below = collected.request("invalid")
