@@ -115,6 +115,10 @@ class DeferredStep:
     """Slots whose masks it waits for."""
 
 
+def always() -> bool:
+    return True
+
+
 class OracleWorker:
     def __init__(
         self,
@@ -123,7 +127,7 @@ class OracleWorker:
         epoch: int = 1,
         speculating: Speculating | None = None,
         foresight: Foresight | None = None,
-        loads: Callable[[], bool] = lambda: True,
+        loads: Callable[[], bool] = always,
     ) -> None:
         """`foresight` gives the drafter the right tokens; `speculating` decides how many drafts are right; `loads`
         whether the adapter of a request that enters can be loaded."""

@@ -47,7 +47,7 @@ from tests.simulation.budgets import WatchedPolicy
 from tests.simulation.drafts import Speculating
 from tests.simulation.grammar import REFUSED, Automaton, Compilation, LateMasks
 from tests.simulation.invariants import Checker, demand
-from tests.simulation.oracle import TORN, OracleWorker
+from tests.simulation.oracle import TORN, OracleWorker, always
 from tests.simulation.reference import HIDDEN_SIZE, ExpectedAnswer, reference
 from tests.simulation.stage_pipeline import StagePipeline
 from tests.simulation.tier import LoadUnderWay, SimulatedTier
@@ -173,7 +173,7 @@ class World:
         observer: Observer | None = None,
         late_masks: bool = False,
         tier: SimulatedTier | None = None,
-        loads: Callable[[], bool] = lambda: True,
+        loads: Callable[[], bool] = always,
     ) -> None:
         """A world with one epoch of workers.
 
