@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from services.frontend.openai.answers.chat_output import ChatOutput
 from services.frontend.openai.answers.chunk import Chunk
-from services.frontend.openai.answers.tool_dialect import ToolDialect
+from services.frontend.openai.answers.tool_dialect import COUNTED_AT_ONCE, ToolDialect
 from services.frontend.openai.parameters.tool_choice import ToolChoice
 from services.frontend.openai.schemas.requests import ChatRequest
+from services.frontend.openai.schemas.responses import Usage
 from services.frontend.output_formats import TOOL_FORMATS as FORMATS
 from services.frontend.output_formats import OutputFormats
 from services.frontend.reasoning.think import ReasoningStart
@@ -72,6 +73,16 @@ def test_stream_and_whole_answer_are_equal(
     finishes = [choice["finish_reason"] for choice in choices]
     assert finishes == [None] * (len(choices) - 1) + [whole["finish_reason"]]
     assert (whole["finish_reason"] == "tool_calls") == bool(whole["message"].get("tool_calls"))
+
+
+def test_tokens_of_reasoning_are_counted_while_it_is_streamed() -> None:
+    streaming, counted = dialect(ReasoningStart.INSIDE), list[int]()
+    streaming.count_tokens = lambda text: counted.append(len(text)) or len(text)
+    for _ in range(3 * COUNTED_AT_ONCE):
+        streaming.deltas(0, Chunk("a"))
+    usage: Usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+    assert len(counted) > 1
+    assert streaming.counted(usage)["completion_tokens_details"] == {"reasoning_tokens": 3 * COUNTED_AT_ONCE}
 
 
 def test_token_ids_are_sent_while_their_text_is_held_back() -> None:
