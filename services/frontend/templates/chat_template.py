@@ -168,12 +168,14 @@ def _without_developer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     Templates that do not know the role omit or refuse its messages, and many refuse a second one of the system."""
     if all(message["role"] != "developer" for message in messages):
         return messages
-    rules = [message for message in messages if message["role"] in ("system", "developer")]
+    rules, others = (
+        [message for message in messages if (message["role"] in ("system", "developer")) is is_rule]
+        for is_rule in (True, False)
+    )
     texts = [
         text if isinstance(text := rule["content"] or "", str) else "\n".join(part.get("text", "") for part in text)
         for rule in rules
     ]
-    others = [message for message in messages if message not in rules]
     return [{"role": "system", "content": "\n\n".join(filter(None, texts))}, *others]
 
 
