@@ -245,7 +245,7 @@ class Service:
                 self._subscriptions.set(client, steps)
                 self._cached_blocks.set(client, cached_blocks)
             case ResetPrefixCache(number=number, reset_running=running):
-                done = self.engine is not None and self.engine.reset_prefix_cache(running)
+                done = self.engine is not None and self.engine.prefix_cache.reset(running)
                 log.info("prefix cache reset%s", "" if done else "; running requests still share blocks")
                 self.frontends.send_if_connected(client, ResetDone(number, done))
             case ControlCache():
@@ -328,7 +328,7 @@ class Service:
             count = min(answer.count for answer in answers.values())
             if (done := self._cache_control.on_dropped(report)) is not None:
                 self.frontends.send_if_connected(*done)
-            elif self.engine.on_loaded(report.epoch, report.ticket, count):
+            elif self.engine.prefix_cache.on_loaded(report.epoch, report.ticket, count):
                 self._tiers.on_loaded(answers.values())
 
     def _read_grammars(self) -> None:
@@ -423,7 +423,7 @@ class Service:
         """Begin with the blocks that all ranks hold. A recording without tokens cannot contain their names."""
         c = self.config
         if started.held is not None and self.engine is not None and (not c.record or c.record_tokens):
-            self.engine.adopt(started.held)
+            self.engine.prefix_cache.adopt(started.held)
             pool = self.engine.epoch.kv.pool
             log.info("%d of %d KV blocks are adopted", len(pool.cached), pool.num_blocks)
 

@@ -246,7 +246,7 @@ def test_a_reset_of_the_prefix_cache_preempts_what_runs() -> None:
     engine = ObservedEngine()
     engine.generate(max_tokens=9)
     engine.dispatch()
-    engine.core.reset_prefix_cache(reset_running=True)
+    engine.core.prefix_cache.reset(reset_running=True)
     assert engine.events[-2] == events.PrefixCacheReset(reset_running=True)
     (preempted,) = engine.of(events.RequestPreempted)
     assert (preempted.request, preempted.cause) == ((0, 0), events.PreemptionCause.RESET)
