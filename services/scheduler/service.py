@@ -142,7 +142,7 @@ class Service:
         """
         try:
             poller = zmq.Poller()
-            clients, workers = self.frontends.sockets, self.workers.sockets
+            clients, workers = self.frontends.server.sockets, self.workers.server.sockets
             for source in (*clients, *workers, wakeup, *self._structured.fds):
                 poller.register(source, zmq.POLLIN)
             worked = 0.0
@@ -181,7 +181,7 @@ class Service:
         """Exit at once if another scheduler has taken this one's place: closing the sockets would remove the other's
         files, and a message would disturb it."""
         due = now >= self._next_sign
-        if (why := self._leadership.lost(now, due and self.frontends.replaced)) is not None:
+        if (why := self._leadership.lost(now, due and self.frontends.server.replaced)) is not None:
             log.error("%s; it exits", why)
             logging.shutdown()
             os._exit(EXIT_REPLACED)
@@ -190,7 +190,7 @@ class Service:
         """Return the milliseconds to wait for messages. When idle, the loop wakes only for its signs of life."""
         if self._structured.grammars:
             return 0
-        if self.workers.probing or self._subscriptions.pending:
+        if self.workers.server.sweeps or self._subscriptions.pending:
             return PROBE_MS
         if self.engine is not None and self.engine.has_requests:
             return int(1000 * GAUGE_INTERVAL)
@@ -277,12 +277,12 @@ class Service:
                     try:
                         self._tiers.on_report(worker, message.tiers, self.engine.observers)
                     except ProtocolError as error:
-                        self.workers.count_error(worker, error)
+                        self.workers.server.count_error(worker, error)
             case _:
                 try:
                     self.group.on_message(worker, message, now)
                 except ProtocolError as error:
-                    self.workers.count_error(worker, error)
+                    self.workers.server.count_error(worker, error)
 
     def _on_result(self, worker: bytes, result: ModelRunnerOutput, now: float) -> None:
         if self.engine is None:
@@ -445,7 +445,7 @@ class Service:
             for frontend in self.leases.expired(now):
                 self.frontends.forget(frontend, "it has sent no sign of life")
         stale = (busy or self._was_busy) and (not busy or now >= self._next_gauges)
-        if due or stale or self._reported != self._status() or self.frontends.sweep_due:
+        if due or stale or self._reported != self._status():
             self._next_gauges = now + GAUGE_INTERVAL
             self._report_state()
         self._was_busy = busy
