@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeGuard
+from typing import Any, Self
 
 from llguidance import LLTokenizer
 
@@ -57,10 +57,6 @@ def _token_ids(content: dict[str, Any]) -> dict[str, int]:
 
 def _eos_token_ids(directory: Path, source: Path, ids: dict[str, int]) -> tuple[int, ...]:
     """Return the same ids that the frontend sends with requests. Raises: CheckpointError"""
-    found: dict[int, None] = dict.fromkeys(filter(_is_id, named_eos(directory)))
+    found = [token for token in named_eos(directory) if type(token) is int and 0 <= token < 2**31]
     token = ids.get(special_tokens(source).get("eos_token", ""))
-    return tuple(found if token is None else found | {token: None})
-
-
-def _is_id(token: object) -> TypeGuard[int]:
-    return type(token) is int and 0 <= token < 2**31
+    return tuple(dict.fromkeys(found if token is None else [*found, token]))
