@@ -19,13 +19,17 @@ log = logging.getLogger("runahead.transport")
 DOMAIN = "runahead"
 
 
-class AllowedKeys:
-    """Keys that may connect, for the authenticator's thread. The files are read at every connection."""
+class RoleAuthenticator(ThreadAuthenticator):
+    """Authenticator whose User-Id is the role of the key. The files of keys are read at every connection."""
 
-    def __init__(self, directory: Path, roles: Collection[str]) -> None:
-        """Raises: OSError"""
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", directory: Path, roles: Collection[str]) -> None:
+        super().__init__(context, log=log.getChild("curve"))
         self._directory, self._roles = directory, roles
-        public_roles(directory)
+        self.start()
+        self.configure_curve_callback(DOMAIN, self)
+
+    def curve_user_id(self, client_public_key: bytes) -> str:
+        return self.role_of(z85.encode(client_public_key)) or ""
 
     def callback(self, domain: str, key: bytes) -> bool:
         return self.role_of(key) is not None
@@ -40,27 +44,15 @@ class AllowedKeys:
         return role if role in self._roles else None
 
 
-class RoleAuthenticator(ThreadAuthenticator):
-    """Authenticator whose User-Id is the role of the key."""
-
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", allowed: AllowedKeys) -> None:
-        super().__init__(context, log=log.getChild("curve"))
-        self._accepted_keys = allowed
-        self.start()
-        self.configure_curve_callback(DOMAIN, allowed)
-
-    def curve_user_id(self, client_public_key: bytes) -> str:
-        return self._accepted_keys.role_of(z85.encode(client_public_key)) or ""
-
-
 class SecureContext:
     """A ZeroMQ context whose servers accept only keys of `roles`. It has its own thread."""
 
     def __init__(self, keys: Path, roles: Collection[str], binds_as: str = SERVER) -> None:
         """Raises: OSError, if a key is missing or invalid."""
-        self._pair, allowed = server_pair(keys, binds_as), AllowedKeys(keys, roles)
+        self._pair = server_pair(keys, binds_as)
+        public_roles(keys)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._authenticator = RoleAuthenticator(self.context, allowed)
+        self._authenticator = RoleAuthenticator(self.context, keys, roles)
 
     def secure(self, socket: zmq.Socket[bytes]) -> None:
         """Set the keys of a server's socket. Call it before bind."""

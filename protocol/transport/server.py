@@ -25,8 +25,9 @@ log = logging.getLogger("runahead.transport")
 
 MAX_PEERS = 1024
 """Maximum number of peers; more are refused."""
-SWEEP_INTERVAL = 0.1
-"""Minimum seconds between two sweeps of a full table."""
+SWEEP_INTERVAL, SWEEP_SECONDS = 0.05, 1.0
+"""Minimum seconds between two sweeps, and seconds for which there are some after a connection broke: libzmq drops a
+peer a little after it reports it."""
 CHECK = b""
 """Frame that tests a connection. Clients ignore it."""
 _HELLO = encode(Hello(*PROTOCOL_VERSION, "", ""))[:-4]
@@ -44,7 +45,7 @@ class Server:
 
     A peer that violates the protocol is expelled: only its own connection is lost (identity, docs/invariants.md).
 
-    Poll `socket` and `events`, then call `receive` until it returns None. Must not be shared between threads.
+    Poll `sockets`, then call `receive` until it returns None. Must not be shared between threads.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Server:
         """Number of invalid messages, refused peers and failed connections by role."""
         self._lost: list[bytes] = []
         """Peers that were removed since the last `take_lost`."""
-        self._swept = 0.0
+        self._swept = self._sweep_until = 0.0
         self._hello: Decoder[Hello] = Decoder(Hello, max_bytes=4096)
         self._secure = _secure_context(endpoint, roles, security)
         context = self._secure.context if self._secure is not None else zmq.Context.instance()
@@ -70,7 +71,6 @@ class Server:
         self._poller = zmq.Poller()
         for source in (self.socket, self._monitor.socket):
             self._poller.register(source, zmq.POLLIN)
-        self._disconnected = False
         self.endpoint = ""
         """Endpoint for clients, with the actual port if 0 was requested."""
         self._file: tuple[int, int] | None = None
@@ -188,8 +188,15 @@ class Server:
         if self.peers.pop(peer, None) is not None:
             self._lost.append(peer)
 
+    @property
+    def sweeps(self) -> bool:
+        """Return whether a connection broke lately, so that `take_lost` looks for its peer."""
+        return self._swept < self._sweep_until
+
     def take_lost(self) -> list[bytes]:
-        """Return the peers that were found to be gone or were expelled since the last call."""
+        """Return the peers that were found to be gone or were expelled since the last call. Call it regularly."""
+        if self.sweeps:
+            self._sweep()
         lost, self._lost = self._lost, []
         return lost
 
@@ -221,23 +228,19 @@ class Server:
         for event in self._monitor.read():
             if event in FAILURES:
                 self._count(UNKNOWN, f"a connection to {self.endpoint} failed: {FAILURES[event]}")
-            self._disconnected |= event == zmq.EVENT_DISCONNECTED
+            if event == zmq.EVENT_DISCONNECTED:
+                self._sweep_until = time.monotonic() + SWEEP_SECONDS
 
     @property
-    def events(self) -> zmq.Socket[bytes]:
-        """Socket that is readable when a connection was made or lost. `receive` reads it."""
-        return self._monitor.socket
+    def sockets(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """The socket, and one that is readable when a connection was made or lost."""
+        return self.socket, self._monitor.socket
 
     @property
     def replaced(self) -> bool:
         """Return whether another server has taken the place of this one: its ipc socket is not the one in the file
         system any more."""
         return self._file != _file_of(self.endpoint)
-
-    def take_disconnected(self) -> bool:
-        """Return whether a connection was lost since the last call. Only `send` to a peer shows whose it was."""
-        disconnected, self._disconnected = self._disconnected, False
-        return disconnected
 
     def name(self, peer: bytes) -> str:
         """Return the peer's role and name in one line, for logs."""

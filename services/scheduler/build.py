@@ -26,6 +26,20 @@ class CoreStart(NamedTuple):
     """Backend of the workers, as in services.scheduler.capabilities; the core does not depend on it."""
 
 
+class CoreListener:
+    """Attaches observers to the core, and owns what they write to."""
+
+    def attach(self, core: EngineCore, start: CoreStart) -> None:
+        """The core is built. It has processed nothing yet."""
+
+    def on_turn(self, core: EngineCore) -> None:
+        """The service has handled everything that arrived and sent what followed from it; an epoch is in effect. Only
+        here a listener may call the core."""
+
+    def close(self) -> None:
+        """Write or publish what is left."""
+
+
 def build_core(config: SchedulerConfig, start: CoreStart, policy: BatchingPolicy) -> EngineCore:
     """Return a core for the workers of its first epoch.
 

@@ -41,13 +41,13 @@ class CacheControl:
                 self._check(engine)
             match message.action:
                 case CacheAction.PIN:
-                    engine.pin(message.pin, message.owner, names)
+                    engine.prefix_cache.pin(message.pin, message.owner, names)
                     log.info("prefix pinned: %s, %d blocks", message.pin, len(names))
                 case CacheAction.UNPIN:
-                    engine.unpin(message.pin)
+                    engine.prefix_cache.unpin(message.pin)
                     log.info("prefix unpinned: %s", message.pin)
                 case CacheAction.LOAD:
-                    engine.load_ahead(names, message.kv_peers)
+                    engine.prefix_cache.load_ahead(names, message.kv_peers)
                     return None
                 case CacheAction.DROP:
                     if not started.drops_blocks:
@@ -63,7 +63,7 @@ class CacheControl:
         for pin in kept.pins:
             try:
                 self._check(engine)
-                engine.pin(pin.pin, pin.owner, split_names(pin.names))
+                engine.prefix_cache.pin(pin.pin, pin.owner, split_names(pin.names))
             except (PinRefused, ProtocolError) as refused:
                 log.warning("a pin of the last scheduler ends: %s: %s", pin.pin, refused)
 
@@ -81,8 +81,8 @@ class CacheControl:
     ) -> None:
         """Raises: PinRefused"""
         if message.pin:
-            names = engine.unpin(message.pin)
-        ticket, count = engine.drop_blocks(names)
+            names = engine.prefix_cache.unpin(message.pin)
+        ticket, count = engine.prefix_cache.drop(names)
         log.info("%d of %d blocks have left the prefix cache; tiers follow", count, len(names))
         answer = self._answer(message.number, engine, started)
         self._unconfirmed[ticket] = (frontend, replace(answer, num_dropped=count * self._config.block_size))

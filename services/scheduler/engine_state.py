@@ -24,10 +24,7 @@ class StateReports:
         running_loras: list[str],
         waiting_loras: list[str],
     ) -> EngineState:
-        """
-        Args:
-            started: the epoch in effect, or the last one; None: there was none.
-        """
+        """`started`: the epoch in effect, or the last one; None: there was none."""
         limits, loaded = (started.limits, started.loaded) if started else (None, None)
         return EngineState(
             phase=status.phase,

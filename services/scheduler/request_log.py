@@ -5,7 +5,7 @@ import logging
 from protocol.epochs import number_of
 from protocol.records import RequestTimes
 from protocol.requests import FinishReason
-from services.scheduler.build import CoreStart
+from services.scheduler.build import CoreListener, CoreStart
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.observer import (
     Event,
@@ -19,8 +19,8 @@ from services.scheduler.core.observer import (
 log = logging.getLogger("runahead.scheduler")
 
 
-class RequestLog:
-    """An observer, and the `CoreListener` that attaches it."""
+class RequestLog(CoreListener):
+    """An observer that attaches itself."""
 
     def __init__(self) -> None:
         self._ids: dict[tuple[int, int], str] = {}
@@ -28,10 +28,6 @@ class RequestLog:
 
     def attach(self, core: EngineCore, start: CoreStart) -> None:
         core.observers.add(self)
-
-    def on_turn(self, core: EngineCore) -> None: ...
-
-    def close(self) -> None: ...
 
     def observe(self, event: Event) -> None:
         match event:

@@ -11,7 +11,6 @@ import math
 import os
 import socket
 import time
-from collections import deque
 
 import zmq
 from msgspec.structs import replace
@@ -42,21 +41,20 @@ from protocol.suspects import SUSPECT_AFTER
 from services.checkpoint import CheckpointError, text_digest
 from services.config import SchedulerConfig
 from services.process import HANG_FACTOR, NO_ALARM, STARTED, HangAlarm, start_log, stop_signals
-from services.scheduler.build import CoreStart, build_core
+from services.scheduler.build import CoreListener, CoreStart, build_core
 from services.scheduler.cache_control import CacheControl
 from services.scheduler.cached_blocks import CachedBlockReports
 from services.scheduler.capabilities import Combination
 from services.scheduler.core.engine import EngineCore, StallError
 from services.scheduler.core.results import UnknownResult
 from services.scheduler.engine_state import StateReports
-from services.scheduler.grammar import Grammar
 from services.scheduler.grammar.compiler import GrammarCompiler
 from services.scheduler.grammar.masks import INLINE_MASKS, MaskThread
 from services.scheduler.grammar.vocabulary import GrammarVocabulary
 from services.scheduler.io.frontends import FrontendConnections
 from services.scheduler.io.workers import WorkerConnections
 from services.scheduler.leases import Leadership, Leases
-from services.scheduler.listeners import CoreListener, make_listeners
+from services.scheduler.listeners import make_listeners
 from services.scheduler.membership import (
     Ended,
     FailRequests,
@@ -69,6 +67,7 @@ from services.scheduler.membership import (
     WorkerGroup,
 )
 from services.scheduler.policies import BatchingPolicy, make_policy
+from services.scheduler.structured_output import StructuredOutput
 from services.scheduler.subscriptions import Subscriptions
 from services.scheduler.tier_reports import TierReports
 from services.scheduler.worker_seconds import WorkerSeconds
@@ -83,16 +82,8 @@ PROBE_MS = 50
 """Milliseconds between two checks of the connections while one is known to be broken."""
 CHECK_INTERVAL = 0.02
 """Seconds between two looks at the timeouts of workers, if nothing but results arrives from them."""
-GRAMMAR_SECONDS = 0.01
-"""Seconds of one turn after which compiled grammars wait for the next one. Each is given the tokens delivered before, a
-million in 1 to 2 s."""
 GAUGE_INTERVAL = 0.1
 """Seconds between two reports of the gauges while there are requests."""
-MASK_PATIENCE = 5e-4
-"""Seconds that the loop waits for masks after it has submitted some, so that they are sent before the next plan."""
-MASK_SHARE = 1 / 3
-"""Share of a forward pass for which the loop waits for masks that are made fast. If it formed the plan meanwhile, it
-would keep the interpreter's lock from the thread that makes them; the plan is due only when the pass ends."""
 
 
 class Service:
@@ -107,9 +98,8 @@ class Service:
     ) -> None:
         """
         Args:
-            compiler: None: structured output is refused. The service closes it.
+            compiler, mask_thread: as in `StructuredOutput`. The service closes them.
             tokenizer: digest of the tokenizer.json that grammars are compiled for.
-            mask_thread: None: masks are made in the loop. The service closes it.
             alarm: set with each sign of life, and cancelled after the loop.
         """
         self.config = config
@@ -117,9 +107,7 @@ class Service:
         self.leases = Leases(config.scheduler_timeout_seconds)
         self._alarm = alarm
         self._leadership = Leadership(config.scheduler_timeout_seconds, time.monotonic())
-        self.compiler, self.mask_thread = compiler, mask_thread
-        self._grammars = deque[tuple[int, Grammar | str]]()
-        """Compiled, by ticket."""
+        self._structured = StructuredOutput(compiler, mask_thread)
         self.frontends = FrontendConnections(config.client_endpoint, config.security)
         self.workers = WorkerConnections(config.worker_endpoint, config.security)
         # A tokenizer of its own is not that of the model.
@@ -154,13 +142,9 @@ class Service:
         """
         try:
             poller = zmq.Poller()
-            clients, workers = self.frontends.sockets, self.workers.sockets
-            for source in (*clients, *workers, wakeup):
+            clients, workers = self.frontends.server.sockets, self.workers.server.sockets
+            for source in (*clients, *workers, wakeup, *self._structured.fds):
                 poller.register(source, zmq.POLLIN)
-            if self.compiler is not None:
-                poller.register(self.compiler.fileno(), zmq.POLLIN)
-            if self.mask_thread is not None:
-                poller.register(self.mask_thread.fileno(), zmq.POLLIN)
             worked = 0.0
             while not self._finished():
                 ready = dict(poller.poll(self._poll_ms()))
@@ -175,7 +159,8 @@ class Service:
                 if not ready.keys().isdisjoint(workers):
                     self._read_workers()
                 self._watch_workers()
-                self._read_grammars()
+                if self.engine is not None:
+                    self._structured.read(self.engine, self._worker_seconds, self._send)
                 self._send()
                 worked = time.monotonic() - began
             if self.group.failed:
@@ -186,10 +171,7 @@ class Service:
             return 0
         finally:
             self._alarm.cancel()
-            if self.mask_thread is not None:
-                self.mask_thread.close()
-            if self.compiler is not None:
-                self.compiler.close()
+            self._structured.close()
             self.frontends.close(LINGER_MS)
             self.workers.close(LINGER_MS)
             for listener in self._listeners:
@@ -199,16 +181,16 @@ class Service:
         """Exit at once if another scheduler has taken this one's place: closing the sockets would remove the other's
         files, and a message would disturb it."""
         due = now >= self._next_sign
-        if (why := self._leadership.lost(now, due and self.frontends.replaced)) is not None:
+        if (why := self._leadership.lost(now, due and self.frontends.server.replaced)) is not None:
             log.error("%s; it exits", why)
             logging.shutdown()
             os._exit(EXIT_REPLACED)
 
     def _poll_ms(self) -> int:
         """Return the milliseconds to wait for messages. When idle, the loop wakes only for its signs of life."""
-        if self._grammars:
+        if self._structured.grammars:
             return 0
-        if self.workers.probing or self._subscriptions.pending:
+        if self.workers.server.sweeps or self._subscriptions.pending:
             return PROBE_MS
         if self.engine is not None and self.engine.has_requests:
             return int(1000 * GAUGE_INTERVAL)
@@ -245,7 +227,7 @@ class Service:
                 self._subscriptions.set(client, steps)
                 self._cached_blocks.set(client, cached_blocks)
             case ResetPrefixCache(number=number, reset_running=running):
-                done = self.engine is not None and self.engine.reset_prefix_cache(running)
+                done = self.engine is not None and self.engine.prefix_cache.reset(running)
                 log.info("prefix cache reset%s", "" if done else "; running requests still share blocks")
                 self.frontends.send_if_connected(client, ResetDone(number, done))
             case ControlCache():
@@ -295,12 +277,12 @@ class Service:
                     try:
                         self._tiers.on_report(worker, message.tiers, self.engine.observers)
                     except ProtocolError as error:
-                        self.workers.count_error(worker, error)
+                        self.workers.server.count_error(worker, error)
             case _:
                 try:
                     self.group.on_message(worker, message, now)
                 except ProtocolError as error:
-                    self.workers.count_error(worker, error)
+                    self.workers.server.count_error(worker, error)
 
     def _on_result(self, worker: bytes, result: ModelRunnerOutput, now: float) -> None:
         if self.engine is None:
@@ -328,29 +310,8 @@ class Service:
             count = min(answer.count for answer in answers.values())
             if (done := self._cache_control.on_dropped(report)) is not None:
                 self.frontends.send_if_connected(*done)
-            elif self.engine.on_loaded(report.epoch, report.ticket, count):
+            elif self.engine.prefix_cache.on_loaded(report.epoch, report.ticket, count):
                 self._tiers.on_loaded(answers.values())
-
-    def _read_grammars(self) -> None:
-        if self.compiler is not None and self.engine is not None:
-            self._grammars += self.compiler.take()
-            ends = time.monotonic() + GRAMMAR_SECONDS
-            while self._grammars:
-                ticket, grammar = self._grammars.popleft()
-                if self.engine.replay(ticket, grammar):
-                    self.engine.on_grammar(ticket, grammar)
-                else:
-                    self._grammars.append((ticket, grammar))
-                if time.monotonic() >= ends:
-                    break
-        if self.mask_thread is not None and self.engine is not None:
-            needed = self.mask_thread.seconds_needed
-            if needed and not self._worker_seconds.arrives_in_time(time.monotonic() + needed):
-                self._send()  # they come too late for the step in flight, and the next plan need not
-            most = max(MASK_PATIENCE, MASK_SHARE * self._worker_seconds.last_forward)
-            self.mask_thread.wait(MASK_PATIENCE, most)
-            for ticket, masks in self.mask_thread.take():
-                self.engine.on_masks(ticket, masks)
 
     def _watch_workers(self) -> None:
         """Pass broken connections and the time to the group."""
@@ -423,18 +384,16 @@ class Service:
         """Begin with the blocks that all ranks hold. A recording without tokens cannot contain their names."""
         c = self.config
         if started.held is not None and self.engine is not None and (not c.record or c.record_tokens):
-            self.engine.adopt(started.held)
+            self.engine.prefix_cache.adopt(started.held)
             pool = self.engine.epoch.kv.pool
             log.info("%d of %d KV blocks are adopted", len(pool.cached), pool.num_blocks)
 
     def _build_engine(self, started: Started, policy: BatchingPolicy) -> EngineCore:
         vocab_size, hidden_size = started.loaded.vocab_size, started.loaded.hidden_size
-        if self.compiler is not None:
-            self.compiler.set_vocab_size(vocab_size)
-        start = CoreStart(
-            *(started.limits, started.epoch, vocab_size, hidden_size),
-            *(self.compiler, self.mask_thread or INLINE_MASKS, self.group.backend),
-        )
+        if (compiler := self._structured.compiler) is not None:
+            compiler.set_vocab_size(vocab_size)
+        mask_maker, backend = self._structured.mask_thread or INLINE_MASKS, self.group.backend
+        start = CoreStart(started.limits, started.epoch, vocab_size, hidden_size, compiler, mask_maker, backend)
         self.engine = build_core(self.config, start, policy)
         for listener in self._listeners:
             listener.attach(self.engine, start)
@@ -486,7 +445,7 @@ class Service:
             for frontend in self.leases.expired(now):
                 self.frontends.forget(frontend, "it has sent no sign of life")
         stale = (busy or self._was_busy) and (not busy or now >= self._next_gauges)
-        if due or stale or self._reported != self._status() or self.frontends.sweep_due:
+        if due or stale or self._reported != self._status():
             self._next_gauges = now + GAUGE_INTERVAL
             self._report_state()
         self._was_busy = busy
@@ -527,7 +486,7 @@ class Service:
         if self.engine is None:
             return {}
         seconds = self._worker_seconds.stats()
-        grammars = self.compiler.stats() if self.compiler is not None else {}
+        grammars = self._structured.compiler.stats() if self._structured.compiler is not None else {}
         held = len(self.engine.epoch.kv.pool.by_hash) * (self._started.bytes_per_block if self._started else 0)
         tiers = self._tiers.stats(held, self.engine.store.counters["prefix_cache_hits"])
         return self.engine.stats() | seconds | self.group.stats() | grammars | tiers

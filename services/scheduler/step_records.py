@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,6 @@ from protocol.records import (
 )
 from protocol.steps import STEP_DURATIONS, StepTimes
 from services.scheduler.core import observer as events
-from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.request import RequestKey
 
 MAX_RECORDS = 2048
@@ -69,24 +68,6 @@ class _Report(NamedTuple):
     """Seconds by which the rank's clock is ahead of the scheduler's."""
 
 
-class _SlotOwners:
-    """Owner of each slot, followed from the events."""
-
-    def __init__(self) -> None:
-        self._slots = np.zeros((0, 3), np.int64)
-        """Frontend and number of the slot's request, and the tokens that it had when it entered the slot."""
-
-    def enter(self, slot: int, key: RequestKey, tokens: int) -> None:
-        if slot >= len(self._slots):
-            self._slots = np.concatenate((self._slots, np.zeros((slot + 16, 3), np.int64)))
-        self._slots[slot] = *key, tokens
-
-    def columns(self, step: InflightStep) -> tuple[NDArray[np.int32], NDArray[np.uint32], NDArray[np.bool_]]:
-        """Frontend and number of each row's request, and whether the row is a prefill chunk."""
-        frontends, numbers, tokens = self._slots[step.slots].T
-        return frontends.astype(np.int32), numbers.astype(np.uint32), step.starts < tokens
-
-
 class StepRecorder:
     """An observer that turns events into `StepRecords`.
 
@@ -99,43 +80,25 @@ class StepRecorder:
         self._log: list[tuple[float, events.Event | _Report]] = []
         self._began = clock()
         """When the core began to form the next step."""
-        self._owners = _SlotOwners()
+        self._owners = np.zeros((0, 3), np.int64)
+        """By slot: frontend and number of its request, and the tokens that it had when it entered the slot."""
         self._steps: dict[StepKey, _Step] = {}
         self._applied: deque[StepKey] = deque()
         """Steps whose result was applied, in that order; they are in `_steps` too."""
         self._events: deque[EngineEvent] = deque()
         self._requests: deque[RequestRecord] = deque()
         self._dropped = 0
-        self._readers: dict[type, Callable[[float, Any], None]] = {
-            events.AllRequestsFailed: self._on_failed,
-            events.DispatchStarted: self._on_planning,
-            events.EpochEnded: self._on_epoch_ended,
-            events.EpochStarted: self._on_epoch_started,
-            events.GrammarSent: self._on_planning,
-            events.ObserverAttached: self._on_attached,
-            events.RequestFinished: self._on_finished,
-            events.RequestPreempted: self._on_preempted,
-            events.ResultApplied: self._on_applied,
-            events.ResultArrived: self._on_result,
-            events.StepDispatched: self._on_dispatched,
-            _Report: self._on_report,
-        }
-        """By type of a log entry; events of other types are not logged."""
 
     # -- what enters ---------------------------------------------------------------------------------------------
 
-    def observe(self, event: events.Event) -> None:
-        if type(event) in self._readers:
-            self._append(event)
+    def observe(self, event: events.Event | _Report) -> None:
+        self._log.append((self._clock(), event))
+        if len(self._log) >= MAX_LOG:
+            self._read_log()
 
     def add_times(self, epoch: int, step_id: int, rank: RankTimes, clock_offset: float) -> None:
         """Add the times of a rank. `clock_offset`: seconds by which its clock is ahead of the scheduler's."""
-        self._append(_Report((epoch, step_id), rank, clock_offset))
-
-    def _append(self, entry: events.Event | _Report) -> None:
-        self._log.append((self._clock(), entry))
-        if len(self._log) >= MAX_LOG:
-            self._read_log()
+        self.observe(_Report((epoch, step_id), rank, clock_offset))
 
     def set_num_ranks(self, num_ranks: int) -> None:
         """Ranks of the epoch that starts."""
@@ -147,34 +110,54 @@ class StepRecorder:
     def _read_log(self) -> None:
         log, self._log = self._log, []
         for now, entry in log:
-            self._readers[type(entry)](now, entry)
+            self._read(now, entry)
             while len(self._applied) + len(self._events) + len(self._requests) > MAX_RECORDS:
                 self._drop_oldest()
 
-    def _on_attached(self, now: float, event: events.ObserverAttached) -> None:
-        for slot, key, tokens in event.running:
-            self._owners.enter(slot, key, tokens)
+    def _read(self, now: float, entry: events.Event | _Report) -> None:
+        match entry:
+            case events.DispatchStarted() | events.GrammarSent():
+                self._began = now
+            case events.StepDispatched():
+                self._on_dispatched(now, entry)
+            case _Report(key, rank, clock_offset):
+                if (step := self._steps.get(key)) is not None:
+                    times = _shifted(rank.times, clock_offset)
+                    step.ranks[rank.rank] = RankTimes(rank.rank, times, rank.returns_result)
+            case events.ResultArrived(result=result):
+                if (step := self._steps.get((result.epoch, result.step_id))) is not None:
+                    step.result_received = step.result_received or now
+            case events.ResultApplied():
+                self._on_applied(now, entry)
+            case events.RequestPreempted(request=(frontend, number)):
+                self._add_event(now, EngineEventKind.PREEMPTED, f"{frontend}/{number}")
+            case events.RequestFinished():
+                self._on_finished(entry)
+            case events.EpochStarted(epoch=epoch):
+                self._epoch = epoch
+                self._add_event(now, EngineEventKind.EPOCH_STARTED)
+            case events.EpochEnded():
+                self._add_event(now, EngineEventKind.EPOCH_ENDED, f"{self._void_steps()} steps in flight are void")
+            case events.AllRequestsFailed():
+                self._void_steps()
+            case events.ObserverAttached(running=running):
+                for slot, key, tokens in running:
+                    self._enter(slot, key, tokens)
 
-    def _on_planning(self, now: float, event: events.DispatchStarted | events.GrammarSent) -> None:
-        self._began = now
+    def _enter(self, slot: int, key: RequestKey, tokens: int) -> None:
+        if slot >= len(self._owners):
+            self._owners = np.concatenate((self._owners, np.zeros((slot + 16, 3), np.int64)))
+        self._owners[slot] = *key, tokens
 
     def _on_dispatched(self, now: float, event: events.StepDispatched) -> None:
         plan = event.plan
         for new, key in zip(plan.new, event.requests, strict=True):
-            self._owners.enter(new.slot, key, len(unpack(new.token_ids)))
+            self._enter(new.slot, key, len(unpack(new.token_ids)))
             self._requests.append(RequestRecord(*key, new.request_id, new.num_prompt_tokens))
-        columns = self._owners.columns(event.step)
+        frontends, numbers, tokens = self._owners[event.step.slots].T
+        columns = frontends.astype(np.int32), numbers.astype(np.uint32), event.step.starts < tokens
         self._steps[plan.epoch, plan.step_id] = _Step(event, self._num_ranks, self._began, now, *columns)
         self._began = now
-
-    def _on_report(self, now: float, report: _Report) -> None:
-        if (step := self._steps.get(report.key)) is not None:
-            rank, times = report.rank, _shifted(report.rank.times, report.clock_offset)
-            step.ranks[rank.rank] = RankTimes(rank.rank, times, rank.returns_result)
-
-    def _on_result(self, now: float, event: events.ResultArrived) -> None:
-        if (step := self._steps.get((event.result.epoch, event.result.step_id))) is not None:
-            step.result_received = step.result_received or now
 
     def _on_applied(self, now: float, event: events.ResultApplied) -> None:
         key = event.result.epoch, event.result.step_id
@@ -186,11 +169,7 @@ class StepRecorder:
         step.generated, step.applied = pack(generated), now
         self._applied.append(key)
 
-    def _on_preempted(self, now: float, event: events.RequestPreempted) -> None:
-        frontend, number = event.request
-        self._add_event(now, EngineEventKind.PREEMPTED, f"{frontend}/{number}")
-
-    def _on_finished(self, now: float, event: events.RequestFinished) -> None:
+    def _on_finished(self, event: events.RequestFinished) -> None:
         finish = event.finish
         self._requests.append(
             RequestRecord(
@@ -203,17 +182,6 @@ class StepRecorder:
                 num_preemptions=finish.num_preemptions,
             )
         )
-
-    def _on_epoch_started(self, now: float, event: events.EpochStarted) -> None:
-        self._epoch = event.epoch
-        self._add_event(now, EngineEventKind.EPOCH_STARTED)
-
-    def _on_epoch_ended(self, now: float, event: events.EpochEnded) -> None:
-        void = self._void_steps()
-        self._add_event(now, EngineEventKind.EPOCH_ENDED, f"{void} steps in flight are void")
-
-    def _on_failed(self, now: float, event: events.AllRequestsFailed) -> None:
-        self._void_steps()
 
     def _void_steps(self) -> int:
         """Drop the steps in flight, which get no record. Return their number."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from protocol.record_fields import event_fields, request_fields, row_columns, step_fields
 from protocol.records import RankTimes, StepRecords
 from protocol.steps import ModelRunnerOutput, StepReport
-from services.scheduler.build import CoreStart
+from services.scheduler.build import CoreListener, CoreStart
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.step_records import StepRecorder
 
@@ -56,16 +56,11 @@ BATCH_SECONDS = 0.5
 """Shortest time between two batches of records. A message costs a subscriber more than the records of many steps."""
 
 
-class Subscriptions:
-    """A `CoreListener` that attaches a recorder when somebody needs records, and detaches it when nobody does."""
+class Subscriptions(CoreListener):
+    """Attaches a recorder when somebody needs records, and detaches it when nobody does."""
 
     def __init__(self, trace_path: str | None) -> None:
-        """
-        Args:
-            trace_path: file of the step trace; None: no trace.
-
-        Raises: OSError, if the file cannot be written.
-        """
+        """`trace_path`: file of the step trace; None: no trace. Raises: OSError, if the file cannot be written."""
         self.frontends: set[int] = set()
         self._trace = StepTrace(trace_path) if trace_path else None
         self._core: EngineCore | None = None
@@ -113,8 +108,6 @@ class Subscriptions:
             self._core.observers.remove(self._recorder)
             self._core.observers.rank_times = False
             self._recorder = None
-
-    def on_turn(self, core: EngineCore) -> None: ...
 
     def add_times(self, worker: bytes, message: ModelRunnerOutput | StepReport, clock_offset: float) -> None:
         """Add the times of a rank; those of other workers are ignored.

@@ -66,7 +66,7 @@ PARAMS = SamplingParams(max_tokens=OUTPUT, temperature=0.0)
 
 def build(running: int) -> tuple[StepPlanner, ResultApplier]:
     store = RequestStore()
-    epoch = EpochState(1, limits_of(running), ChunkedPolicy())
+    epoch = EpochState(1, limits_of(running), ChunkedPolicy(), store)
     lifecycle = Lifecycle(store, epoch)
     for number in range(running):
         tokens = prompt(number)

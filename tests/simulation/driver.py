@@ -35,12 +35,14 @@ def play(
 
     Args:
         restarts: the core is restarted whenever it is empty.
-        adopts: some workers keep their memory, and prefixes are pinned and dropped if they have a tier.
+        observer: records the run; without one prefixes are pinned and dropped if the workers have a tier.
+        adopts: some workers keep their memory.
         tier: the workers have a tier, loads of which fail or come late.
 
     Raises: AssertionError, with the name of the broken rule.
     """
     player = _player(draw(seed, speculates, tier), seed, depth, trace, observer, restarts, adopts)
+    player.pins = observer is None
     for _ in player.rounds():
         pass
     return player.world
@@ -106,7 +108,7 @@ def _player(
 
 class _Player:
     def __init__(self, world: World, load: Workload, seed: int, rng: Random, restarts: bool, adopts: bool) -> None:
-        self.adopts = adopts
+        self.adopts, self.pins = adopts, True
         self.world, self.load, self.seed, self.rng, self.restarts = world, load, seed, rng, restarts
         self.arrivals = list(reversed(load.arrivals))
         self.of_masks = Random(f"masks/{seed}/{world.depth}")
@@ -204,7 +206,7 @@ class _Player:
     def _pins(self) -> None:
         """Pin, unpin and drop prefixes of requests that came, if the workers have a tier."""
         world, rng = self.world, self.of_pins
-        if world.tier is None or not self.adopts or not world.streams or rng.random() > 0.1:
+        if world.tier is None or not self.pins or not world.streams or rng.random() > 0.1:
             return
         stream = rng.choice(world.streams[-8:])
         names = world.names_of(stream, rng.choice((1, 2, 3, 1000)))

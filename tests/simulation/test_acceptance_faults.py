@@ -81,16 +81,6 @@ def test_the_same_number_again_while_the_old_request_is_in_flight(depth: int) ->
     assert old.tokens == before
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_a_request_that_needs_the_whole_pool(depth: int) -> None:
-    world = World(Limits(4, 64, 64, 8, 4), depth)
-    small = world.add(prompt_of(5, seed=1), params(20, eos=False))
-    whole = world.add(prompt_of(20), params(13, eos=False))
-    world.drain()
-    assert len(whole.tokens) == 13
-    assert small.finish is not None
-
-
 class WorstFirst(ChunkedPolicy):
     """Requests take from the budget in reverse order, so that a victim may have been chosen before."""
 

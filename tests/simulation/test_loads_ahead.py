@@ -132,7 +132,7 @@ def test_a_running_request_needs_the_blocks_of_a_load(world: World) -> None:
 
 def test_a_tier_is_asked_for_less_after_two_late_answers_in_a_row() -> None:
     """One that finds nothing may be late by chance, also the first."""
-    times, load = LoadTimes(), BlockLoad(1, [], False, [], [], [], (), began=0.0, gives_up=2.0)
+    times, load = LoadTimes(), BlockLoad([], [], [], (), False, began=0.0, gives_up=2.0)
     for seconds, is_worth in ((0.5, True), (0.01, True), (0.5, True), (0.5, False)):
         times.add(load, 0, seconds)
         assert times.is_worth(1.0, 1, now=1.0) == is_worth

@@ -25,6 +25,7 @@ from services.scheduler.core.ledger import Ledger
 from services.scheduler.core.lifecycle import Lifecycle
 from services.scheduler.core.pins import Pins
 from services.scheduler.core.plan import StepPlanner
+from services.scheduler.core.prefix_cache import PrefixCacheControl
 from services.scheduler.core.request import Request
 from services.scheduler.core.slots import DELIVER, DROP, SlotColumns
 from services.scheduler.core.waiting import WaitingQueue
@@ -405,9 +406,9 @@ def a_failed_grammar_is_overlooked(matches: Any, self: Request, token_ids: list[
 @FAULTS.add(CompilingRequests, "cancel")
 def a_ticket_outlives_its_aborted_request(cancel: Any, self: CompilingRequests, request: Request) -> bool:
     """The ticket of the grammar stays when its request ends."""
-    before = dict(self._by_ticket)
+    before = dict(self.by_ticket)
     cancelled = bool(cancel(self, request))
-    self._by_ticket = before
+    self.by_ticket = before
     return cancelled
 
 
@@ -455,15 +456,15 @@ SELDOM = {"pins_that_do_not_fit_stay"}
 def found_before_it_is_loaded(load: Any, self: StepPlanner, request: Any, prefix: Any) -> bool:
     """The blocks of a load count when it is sent."""
     waits = bool(load(self, request, prefix))
-    for sent in self.store.loading.unsent:
+    for sent in self.store.loading:
         for block, name in zip(sent.blocks, sent.names, strict=True):
             self.epoch.kv.pool.register(block, name)
     return waits
 
 
-@TIER_FAULTS.add(EngineCore, "on_loaded")
-def a_load_fills_all_it_asked_for(on_loaded: Any, self: EngineCore, epoch: int, ticket: int, count: int) -> None:
-    load = self.store.loading.get(ticket)
+@TIER_FAULTS.add(PrefixCacheControl, "on_loaded")
+def a_load_fills_all_it_asked_for(on_loaded: Any, self: Any, epoch: int, ticket: int, count: int) -> None:
+    load = self.store.loading.by_ticket.get(ticket)
     on_loaded(self, epoch, ticket, len(load.blocks) if load is not None else count)
 
 
@@ -476,9 +477,9 @@ def blocks_before_a_load_may_be_evicted(reserve: Any, self: KVCacheManager, pref
 
 @TIER_FAULTS.add(Lifecycle, "finish")
 def a_load_outlives_its_aborted_request(finish: Any, self: Lifecycle, request: Request, message: Any) -> None:
-    load = self.store.loading.of(request)
+    load = self.store.loading.load_of.get(request)
     finish(self, request, message)
-    if load is not None and self.store.loading.get(load.ticket) is None:
+    if load is not None and self.store.loading.by_ticket.get(load.ticket) is None:
         load.requests.append(request)
         self.store.waiting.add(request)
 

@@ -119,21 +119,6 @@ def test_abort(depth: int) -> None:
     assert not stream.tokens
 
 
-def test_abort_of_all_requests() -> None:
-    world, stream, others = deferred()
-    world.abort(stream, *others)
-    world.drain()
-    assert not world.worker.waits_for_grammar
-
-
-def test_abort_and_the_same_number_again_with_another_grammar() -> None:
-    world, stream, _ = deferred()
-    world.abort(stream)
-    again = world.add(prompt_of(12), params(7, eos=False), number=stream.number, structured=structured(2))
-    world.drain()
-    assert len(again.tokens) == 7
-
-
 @pytest.mark.parametrize("state", [DELIVER, DROP])
 def test_preemption(state: int) -> None:
     """Its tokens in flight are delivered and advance its grammar, or are dropped and sampled again."""
@@ -184,17 +169,6 @@ def test_lost_workers() -> None:
     assert (len(stream.tokens), len(others[0].tokens)) == (20, 20)
 
 
-def test_workers_lost_for_good() -> None:
-    world, stream, others = deferred()
-    compiling = world.add([5], params(3), structured=structured(9))
-    world.fail_all("the workers are gone")
-    world.publish()
-    for one in (stream, compiling, *others):
-        assert (one.finish.reason, one.finish.message) == (FinishReason.ERROR, "the workers are gone")
-    world.compiled()
-    assert not world.engine.requests
-
-
 def test_a_grammar_is_ready_when_smaller_workers_have_taken_over() -> None:
     world = World(ROOMY, 2)
     waits = world.add(prompt_of(100), params(20), structured=structured(4))
@@ -241,16 +215,6 @@ def test_a_grammar_that_fails_for_a_token_that_is_delivered_late() -> None:
 
 
 # -- replays and embeddings ----------------------------------------------------------------------------------------
-
-
-def test_a_replay_goes_on_where_its_grammar_would_be() -> None:
-    world = World(ROOMY, 2)
-    first = world.add(prompt_of(8), params(20, eos=False), structured=structured(6))
-    world.drain()
-    replay = world.add(prompt_of(8), params(20, eos=False), structured=structured(6), replayed=11)
-    world.drain()
-    assert replay.tokens == first.tokens
-    assert replay.finish is not None
 
 
 @pytest.mark.parametrize("pooling", [Pooling.LAST, Pooling.MEAN])

@@ -321,7 +321,7 @@ class World:
     def compiled(self, which: int = 0) -> None:
         """Deliver the `which`-th grammar that is being compiled, or its error."""
         ticket = list(self.compilation.waiting)[which]
-        known, grammar = ticket in self.store.compiling, self.compilation.finish(ticket)
+        known, grammar = ticket in self.store.compiling.by_ticket, self.compilation.finish(ticket)
         self.coverage[
             "grammars: " + ("of an ended request" if not known else "refused" if isinstance(grammar, str) else "ready")
         ] += 1
@@ -390,7 +390,7 @@ class World:
         if len(self.engine.queue) and len(self.epoch.running):
             self.coverage[f"resets in flight: running={reset_running}"] += 1
         self.checker.on_blocks_forgotten()
-        self.engine.reset_prefix_cache(reset_running)
+        self.engine.prefix_cache.reset(reset_running)
         assert not self.epoch.kv.pool.by_hash
         self._transition()
 
@@ -407,14 +407,14 @@ class World:
         """Pin a prefix, which may be refused."""
         self.log("pin", pin, len(names))
         try:
-            self.engine.pin(pin, "", names)
+            self.engine.prefix_cache.pin(pin, "", names)
         except PinRefused:
             self.coverage["pins: refused"] += 1
         self._transition()
 
     def unpin(self, pin: str) -> None:
         self.log("unpin", pin)
-        self.engine.unpin(pin)
+        self.engine.prefix_cache.unpin(pin)
         self._transition()
 
     def drop_blocks(self, names: list[bytes]) -> None:
@@ -422,7 +422,7 @@ class World:
         self.log("drop", len(names))
         self.checker.on_blocks_forgotten()
         waits = sum(not set(load.names).isdisjoint(names) for load in self.store.loading)
-        _, count = self.engine.drop_blocks(names)
+        _, count = self.engine.prefix_cache.drop(names)
         self.coverage["drops: blocks"] += count
         self.coverage["drops: of a load"] += waits
         all_names = {name_in_group(name, g) for name in names for g in range(len(self.limits.groups))}
@@ -433,7 +433,7 @@ class World:
     def load_ahead(self, names: list[bytes]) -> None:
         """Let the workers load a prefix of a request to come, with the next step."""
         self.log("load ahead", len(names))
-        self.engine.load_ahead(names, ["peer"])
+        self.engine.prefix_cache.load_ahead(names, ["peer"])
         self._transition()
 
     def restart(self, policy: BatchingPolicy, seed: int) -> None:
@@ -449,9 +449,9 @@ class World:
         request, slots = stream.request, self.epoch.slots
         if request is None or request.status is RequestStatus.FINISHED:
             return "finished"
-        if request in list(self.store.compiling):
+        if request in self.store.compiling.by_ticket.values():
             return "compiling"
-        if self.store.loading.of(request) is not None:
+        if request in self.store.loading.load_of:
             return "loading"
         if request.status is not RequestStatus.RUNNING:
             return "stale rows in flight" if request.stale_rows else request.status.name.lower()
@@ -557,7 +557,7 @@ class World:
         kv[canary] = [TORN] * self.limits.block_size
         assert self.dropped.isdisjoint(adopted.values()), "dropped block: one is adopted"
         if adopted:
-            self.engine.adopt(NamedBlocks.from_lists([*adopted], [*adopted.values()]))
+            self.engine.prefix_cache.adopt(NamedBlocks.from_lists([*adopted], [*adopted.values()]))
         self.coverage["adopted blocks"] += len(adopted)
 
     @staticmethod
@@ -672,15 +672,15 @@ class World:
         self.log("load", load.message.ticket, load.filled, "of", len(load.blocks))
         if load.message.epoch != self.epoch.number:
             self.coverage["loads: reported after their epoch"] += 1
-        elif self.store.loading.get(load.message.ticket) is None:
+        elif self.store.loading.by_ticket.get(load.message.ticket) is None:
             self.coverage["loads: reported too late"] += 1
-        known = self.store.loading.get(load.message.ticket)
+        known = self.store.loading.by_ticket.get(load.message.ticket)
         if known is not None and known.is_ahead:
             self.coverage["loads: ahead, blocks"] += load.filled
             self.coverage["loads: ahead, in part"] += 0 < load.filled < len(load.blocks)
             self.coverage["loads: ahead, and a request has come"] += bool(known.requests)
         self._advance()
-        self.engine.on_loaded(load.message.epoch, load.message.ticket, load.filled)
+        self.engine.prefix_cache.on_loaded(load.message.epoch, load.message.ticket, load.filled)
         self._transition()
         self._check_cache()
 

@@ -136,7 +136,8 @@ def _parse(path: Path, data: mmap.mmap) -> GgufHeader:
         )
     metadata = _metadata(cursor, num_entries)
     described = [_description(cursor) for _ in range(num_tensors)]
-    begin = _aligned(cursor.position, alignment := _alignment(metadata))
+    alignment = _alignment(metadata)
+    begin = -(-cursor.position // alignment) * alignment
     tensors = [GgufTensor(name, shape, kind, begin + at) for name, shape, kind, at in described]
     _check_places(tensors, begin, alignment, len(data))
     by_name = {tensor.name: tensor for tensor in tensors}
@@ -184,10 +185,6 @@ def _alignment(metadata: Mapping[str, Value]) -> int:
             f"general.alignment must be a power of two from 8 to {_MAX_ALIGNMENT}, it is {value!r:.80}"
         )
     return value
-
-
-def _aligned(position: int, alignment: int) -> int:
-    return -(-position // alignment) * alignment
 
 
 def _check_places(tensors: Iterable[GgufTensor], begin: int, alignment: int, size: int) -> None:

@@ -146,16 +146,7 @@ def _merges(scores: Mapping[str, float], ids: Mapping[str, int]) -> list[tuple[s
 
 
 def _bpe(ids: dict[str, int], merges: Sequence[tuple[str, ...]], **options: Any) -> dict[str, Any]:
-    neutral = {
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": False,
-    }
-    return {"type": "BPE", **neutral, **options, "vocab": ids, "merges": merges}
+    return {"type": "BPE", **options, "vocab": ids, "merges": merges}
 
 
 def _post_processor(header: GgufHeader, tokens: list[str], kind: str) -> dict[str, Any] | None:

@@ -53,7 +53,7 @@ class Admission:
             return Refusal(FinishReason.INVALID, problem)
         problem = (
             self._size_problem(message, len(tokens), limits)
-            or self._missing_feature(message, store.compiling.serves, limits)
+            or self._missing_feature(message, store.compiling.compiler is not None, limits)
             or self._media_problem(message, limits)
         )
         if problem is not None:

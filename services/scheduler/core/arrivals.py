@@ -21,14 +21,9 @@ class Arrivals:
         self._open_numbers = open_numbers
         self._new = 0
         self._again = 0
-        self._taken: set[int] = set()
+        self.taken: set[int] = set()
         """Numbers of requests that arrived again. Those of ended requests are swept when there may be many."""
         self._sweep_at = _LEAST_SWEPT
-
-    @property
-    def num_kept(self) -> int:
-        """Numbers that are kept so that none is given twice."""
-        return len(self._taken)
 
     def next(self, age: float) -> int:
         """Return the number of the next arrival.
@@ -39,13 +34,13 @@ class Arrivals:
         if not age:
             self._new += 1
             return _NEW + self._new
-        if len(self._taken) >= self._sweep_at:
-            self._taken.intersection_update(self._open_numbers())
-            self._sweep_at = max(2 * len(self._taken), _LEAST_SWEPT)
+        if len(self.taken) >= self._sweep_at:
+            self.taken.intersection_update(self._open_numbers())
+            self._sweep_at = max(2 * len(self.taken), _LEAST_SWEPT)
         youth = _OLDEST - min(int(1000 * age), _OLDEST)
         number = (youth << _TIE_BITS) + (self._again & ((1 << _TIE_BITS) - 1))
         self._again += 1
-        while number in self._taken:
+        while number in self.taken:
             number += 1
-        self._taken.add(number)
+        self.taken.add(number)
         return number

@@ -1,23 +1,21 @@
 """The run-ahead loop without I/O: events go in, messages come out.
 
-The shell calls `advance` with the time, then `add`, `abort`, `on_grammar`, `on_masks`, `on_loaded` and `on_result` as
-messages arrive, and after each batch of events `dispatch` and `take_outputs`. `dispatch` fills the batch queue: filling
-it comes before reading results (run-ahead loop, docs/invariants.md). Aborts that arrived with a result are applied
-before it.
+The shell calls `advance` with the time, then `add`, `abort`, `on_grammar`, `on_masks`, `on_result` and the methods of
+`prefix_cache` as messages arrive, and after each batch of events `dispatch` and `take_outputs`. `dispatch` fills the
+batch queue: filling it comes before reading results (run-ahead loop, docs/invariants.md). Aborts that arrived with a
+result are applied before it.
 """
 
 import math
 from bisect import bisect_left
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from itertools import takewhile
 
-from protocol.block_names import NamedBlocks
 from protocol.codec import pack, unpack
 from protocol.columns import total
-from protocol.kv_groups import name_in_group
 from protocol.records import RequestTimes
 from protocol.requests import ITERATION_TOKENS, Finish, FinishReason, GenerateRequest, RequestOutputs
-from protocol.steps import KeepPins, LoadBlocks, ModelRunnerOutput, ReleaseSlots, SchedulerOutput, StepMessage
+from protocol.steps import KeepPins, ModelRunnerOutput, ReleaseSlots, SchedulerOutput, StepMessage
 from services.scheduler.core import observer as events
 from services.scheduler.core.admission import Admission, Refusal
 from services.scheduler.core.apply import ResultApplier
@@ -29,9 +27,8 @@ from services.scheduler.core.epoch import EpochState
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.lifecycle import Lifecycle
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.loading import BlockLoad
-from services.scheduler.core.pins import Pin
 from services.scheduler.core.plan import PlannedStep, StepPlanner
+from services.scheduler.core.prefix_cache import PrefixCacheControl
 from services.scheduler.core.queue_time import QueueTime
 from services.scheduler.core.request import Request, RequestKey, RequestStatus, arrival_of, make_order_key
 from services.scheduler.core.results import UnknownResult, decode_result
@@ -91,9 +88,10 @@ class EngineCore:
         self._build_epoch(epoch, limits, policy)
 
     def _build_epoch(self, number: int, limits: Limits, policy: BatchingPolicy) -> None:
-        self.epoch = EpochState(number, limits, policy, self.observers, self.store.pins)
+        self.epoch = EpochState(number, limits, policy, self.store)
         self.lifecycle = Lifecycle(self.store, self.epoch)
         self.planner = StepPlanner(self.store, self.epoch, self.lifecycle, self.drafting)
+        self.prefix_cache = PrefixCacheControl(self.store, self.epoch, self.lifecycle, self.planner)
         self.applier = ResultApplier(self.store, self.epoch, self.lifecycle, self.drafting)
         self.deferred_masks = DeferredMasks(self.store, self.epoch, self.queue, self._mask_words)
 
@@ -198,7 +196,7 @@ class EngineCore:
     def replay(self, ticket: int, grammar: Grammar | str) -> bool:
         """Let a grammar accept some of the output tokens that its request came with; `on_grammar` does not repeat them.
         Return False if others are left. Call it in turns, because a request may have come with 100,000 tokens."""
-        request = self.store.compiling.get(ticket)
+        request = self.store.compiling.by_ticket.get(ticket)
         if request is None or isinstance(grammar, str):
             return True
         begin = request.num_prompt_tokens + request.num_replayed
@@ -210,7 +208,7 @@ class EngineCore:
     def on_grammar(self, ticket: int, grammar: Grammar | str) -> None:
         """Queue the request whose grammar was compiled, or end it with the error text. Output tokens that the request
         came with must match the grammar."""
-        request = self.store.compiling.take(ticket)
+        request = self.store.compiling.by_ticket.pop(ticket, None)
         error = grammar if isinstance(grammar, str) else ""
         self.observers.emit(events.GrammarReady(ticket, None if request is None else request.key, error))
         if request is None:
@@ -299,18 +297,12 @@ class EngineCore:
         self.observers.emit(events.EpochStarted(number, limits))
         self._build_epoch(number, limits, policy)
         self.store.pins.fit(limits)
-        for request in [*self.store.waiting, *self.store.compiling]:
+        for request in [*self.store.waiting, *self.store.compiling.by_ticket.values()]:
             positions = limits.positions(request.num_prompt_tokens, request.params)
             is_long = len(request.token_ids) >= limits.max_model_len or positions > limits.kv_capacity
             if is_long or any(item.length > limits.encoder_budget for item in request.items):
                 message = "the workers were replaced by others with less memory, in which it does not fit"
                 self.lifecycle.finish(request, request.finish_message(FinishReason.ERROR, message=message))
-
-    def adopt(self, held: NamedBlocks) -> None:
-        """Start the prefix cache of an epoch that has just begun with the whole blocks that all of its workers hold
-        (adopted block)."""
-        self.observers.emit(events.BlocksAdopted(held))
-        self.epoch.kv.begin_with(held)
 
     def fail_all(self, error: str) -> None:
         """The workers are lost for good: every request ends with the error."""
@@ -328,9 +320,8 @@ class EngineCore:
 
     def restart(self, point: events.CoreRestarted, policy: BatchingPolicy, drafting: Drafting | None) -> None:
         """Drop the prefix cache and all estimates, so that a new core that is restarted from the same point decides the
-        same. The core must be empty. Totals stay."""
+        same. The core must be empty, without pins. Totals stay."""
         self.observers.emit(point)
-        self._remove_pins()
         self._admitted, self._arrivals = point.tickets, Arrivals(self._open_arrivals)
         self.store.masks.last_ticket = point.mask_tickets
         self.store.loading.restart(point.load_tickets)
@@ -343,39 +334,6 @@ class EngineCore:
         self.queue.clear()
         self._queue_time.reset()
         self.lifecycle.void()
-
-    def reset_prefix_cache(self, reset_running: bool = False) -> bool:
-        """Empty the prefix cache; with `reset_running`, recompute running requests too. Return False if running
-        requests still share blocks."""
-        self.observers.emit(events.PrefixCacheReset(reset_running))
-        return self.lifecycle.reset_prefix_cache(reset_running)
-
-    def pin(self, pin: str, owner: str, names: Sequence[bytes]) -> None:
-        """Pin the prefix whose blocks have these names (pinned block). Raises: PinRefused"""
-        self.observers.emit(events.PrefixPinned(pin, owner, tuple(names)))
-        self.store.pins.add(Pin(pin, owner, [*names]), self.epoch.kv, self.epoch.limits)
-
-    def unpin(self, pin: str) -> list[bytes]:
-        """End a pin. Return the names of its blocks. Raises: PinRefused"""
-        self.observers.emit(events.PrefixUnpinned(pin))
-        return self.store.pins.remove(pin, self.epoch.kv).names
-
-    def _remove_pins(self) -> None:
-        for pin in [*self.store.pins]:
-            self.store.pins.remove(pin.id, self.epoch.kv)
-
-    def drop_blocks(self, names: Sequence[bytes]) -> tuple[int, int]:
-        """Let nobody find the blocks with these names (dropped block). Return the ticket with which the workers answer,
-        and the number of blocks that have left the prefix cache. There must be workers."""
-        self.observers.emit(events.BlocksDropped(tuple(names)))
-        groups = range(self.epoch.kv.num_groups)
-        all_names = [name_in_group(name, group) for name in names for group in groups]
-        count = self.lifecycle.drop_blocks(all_names)
-        return self.store.loading.drop(all_names, self.store.now), count // len(groups)
-
-    def load_ahead(self, names: Sequence[bytes], peers: Sequence[str]) -> None:
-        """Load the blocks of a prefix with the next step, for a request to come (loaded block). It is not recorded."""
-        self.store.loading.ahead.append(([*names], tuple(peers)))
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -398,12 +356,8 @@ class EngineCore:
             raise
 
     def _dispatch(self, observers: events.Observers) -> Iterator[StepMessage]:
-        queue, loading = self.queue, self.store.loading
-        for load in loading.expired(self.store.now) if loading.under_way else ():
-            self._end_load(load, 0)
-        while loading.ahead and not self.store.suspects.active:
-            self.planner.load_ahead(*loading.ahead.pop(0))
-        yield from self._drops_to_send()
+        queue = self.queue
+        self.prefix_cache.begin_loads()
         if (pins := self.store.pins.take_unsent()) is not None:
             yield KeepPins(self.epoch.number, self.epoch.limits.block_size, pins)
         while True:
@@ -411,8 +365,8 @@ class EngineCore:
                 observers.emit(events.GrammarSent(grammar))
                 yield grammar
             planned = None if queue.full or self.deferred_masks.holds_back else self._schedule()
-            if loading.unsent:
-                yield from self._loads_to_send(planned)
+            if self.store.loading.unsent:
+                yield from self.prefix_cache.messages(planned.step.step_id if planned else self.epoch.next_step)
             if planned is None:
                 break
             step, plan, masked = planned
@@ -426,41 +380,6 @@ class EngineCore:
             release = ReleaseSlots(self.epoch.number, pack(released), whole)
             observers.emit(events.SlotsReleased(release))
             yield release
-
-    def _drops_to_send(self) -> Iterator[LoadBlocks]:
-        dropped, epoch = self.store.loading.dropped, self.epoch
-        while dropped:
-            ticket, names = dropped.pop(0)
-            message = LoadBlocks(epoch.number, epoch.next_step, ticket, b"", b"", dropped=names)
-            self.observers.emit(events.LoadSent(message))
-            yield message
-
-    def _loads_to_send(self, planned: PlannedStep | None) -> Iterator[LoadBlocks]:
-        """Send the loads that were started with a step before it."""
-        unsent, epoch = self.store.loading.unsent, self.epoch
-        following = planned.step.step_id if planned is not None else epoch.next_step
-        while unsent:
-            load = unsent.pop(0)
-            blocks, names = pack(load.blocks), b"".join(load.names)
-            message = LoadBlocks(epoch.number, following, load.ticket, blocks, names, [*load.peers])
-            self.observers.emit(events.LoadSent(message))
-            yield message
-
-    def on_loaded(self, epoch: int, ticket: int, count: int) -> bool:
-        """All ranks have filled the first `count` blocks of a load (loaded block). Return False if the load was given
-        up before."""
-        self.observers.emit(events.BlocksFilled(epoch, ticket, count))
-        load = self.store.loading.get(ticket) if epoch == self.epoch.number else None
-        if load is not None:
-            self._end_load(load, min(count, len(load.blocks)))
-        return load is not None
-
-    def _end_load(self, load: BlockLoad, count: int) -> None:
-        self.store.loading.times_of(load.peers).add(load, count, self.store.now)
-        found = count * self.epoch.limits.block_size
-        self.store.counters["external_prefix_cache_hits"] += found
-        self.store.counters["external_prefix_cache_queries"] += found if load.is_ahead else 0
-        self.lifecycle.end_load(load, count)
 
     def _dispatched(self, step: InflightStep, plan: SchedulerOutput) -> events.StepDispatched:
         return events.StepDispatched(
@@ -510,7 +429,7 @@ class EngineCore:
             except UnknownResult:
                 self.observers.emit(events.ResultRefused(ready[1].epoch, ready[1].step_id))
                 raise
-        if self.store.masks.late:
+        if self.store.masks.maker.late:
             self.deferred_masks.start()  # before the next step is formed: they are more urgent
 
     def _apply(self, step: InflightStep, result: ModelRunnerOutput) -> None:

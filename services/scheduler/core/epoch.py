@@ -13,39 +13,22 @@ Rules (docs/invariants.md):
 
 import numpy as np
 
-from services.scheduler.core.block_pool import BlockPool
 from services.scheduler.core.kv_cache import KVCacheManager
 from services.scheduler.core.ledger import InflightStep, Ledger
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.observer import Observers
-from services.scheduler.core.pins import Pins
 from services.scheduler.core.request import Request
 from services.scheduler.core.slots import Column, SlotColumns, SlotIds
+from services.scheduler.core.store import RequestStore
 from services.scheduler.core.waiting import WaitingQueue
 from services.scheduler.policies import BatchingPolicy, SchedulerView
 
 
 class EpochState:
-    def __init__(
-        self,
-        number: int,
-        limits: Limits,
-        policy: BatchingPolicy,
-        observers: Observers | None = None,
-        pins: Pins | None = None,
-    ) -> None:
+    def __init__(self, number: int, limits: Limits, policy: BatchingPolicy, store: RequestStore) -> None:
         self.number, self.limits, self.policy = number, limits, policy
         self.slots = SlotColumns(limits.num_slots, limits.max_model_len)
         self.ledger = Ledger(self.slots)
-        self.kv = KVCacheManager(
-            self.slots,
-            BlockPool(limits.num_blocks),
-            limits.block_size,
-            limits.enable_prefix_caching,
-            observers,
-            limits.groups,
-            pins,
-        )
+        self.kv = KVCacheManager(self.slots, limits, store.observers, store.pins)
         self.running: SlotIds = np.empty(0, np.int64)
         """Live slots by order key."""
         self.fences: dict[int, list[int]] = {}

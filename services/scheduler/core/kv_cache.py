@@ -23,9 +23,10 @@ import numpy as np
 
 from protocol.block_names import NamedBlocks, extend_names
 from protocol.columns import has_any, total
-from protocol.kv_groups import NO_BLOCK, ONE_GROUP, KVGroup, name_in_group, num_states
+from protocol.kv_groups import NO_BLOCK, name_in_group, num_states
 from protocol.media import contents
 from services.scheduler.core.block_pool import BlockPool
+from services.scheduler.core.limits import Limits
 from services.scheduler.core.observer import BlocksCached, BlocksEvicted, Observers
 from services.scheduler.core.pins import Pins
 from services.scheduler.core.request import Request
@@ -33,31 +34,21 @@ from services.scheduler.core.slots import Column, SlotColumns, SlotIds
 
 
 class KVCacheManager:
-    def __init__(
-        self,
-        slots: SlotColumns,
-        pool: BlockPool,
-        block_size: int,
-        enable_prefix_caching: bool = True,
-        observers: Observers | None = None,
-        groups: Sequence[KVGroup] = ONE_GROUP,
-        pins: Pins | None = None,
-    ) -> None:
-        self.block_size = block_size
-        self.pool = pool
-        self.pins = Pins() if pins is None else pins
-        self.num_states = num_states(groups)
-        groups = [group for group in groups if not group.is_state]
-        self.enable_prefix_caching = enable_prefix_caching and not self.num_states
-        self._slots = slots
-        self._observers = Observers() if observers is None else observers
+    def __init__(self, slots: SlotColumns, limits: Limits, observers: Observers, pins: Pins) -> None:
+        self.block_size = limits.block_size
+        self.pool = BlockPool(limits.num_blocks)
+        self.pins = pins
+        self.num_states = num_states(limits.groups)
+        groups = [group for group in limits.groups if not group.is_state]
+        self.enable_prefix_caching = limits.enable_prefix_caching and not self.num_states
+        self._slots, self._observers = slots, observers
         self.num_groups = len(groups)
         """Groups with keys."""
         self._full = [number for number, group in enumerate(groups) if not group.size]
         self._windows = [(number, group) for number, group in enumerate(groups) if group.size]
         self.emitted_group = self._full[0] if self._full else 0
         """The group whose blocks are emitted, where possible one that keeps every token."""
-        self.emitted = bytearray(b"\1" * pool.num_blocks)
+        self.emitted = bytearray(b"\1" * limits.num_blocks)
         """1: the block is of that group, or was last."""
         self.tables: list[list[int]] = [[] for _ in range(slots.num_slots)]
         """Entry i is the block of group i % num_groups for the tokens from i // num_groups * block_size on; NO_BLOCK

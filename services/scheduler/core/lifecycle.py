@@ -1,4 +1,4 @@
-"""Requests between both owners: finish, preemption, cache reset, loss of the workers.
+"""Requests between both owners: finish, preemption, loss of the workers.
 
 Stateless; acts on what survives (`RequestStore`) and on the present epoch (`EpochState`).
 """
@@ -24,7 +24,7 @@ class Lifecycle:
         """End a request in any state; `finish` None: nothing is sent (abort). Its rows in flight are ignored."""
         if request.status is RequestStatus.RUNNING:
             self.epoch.leave(request.slot, DROP)
-        elif self.store.loading.of(request) is not None:
+        elif request in self.store.loading.load_of:
             if (load := self.store.loading.leave(request)) is not None:
                 self.end_load(load, 0)
         elif not self.store.compiling.cancel(request):
@@ -69,15 +69,6 @@ class Lifecycle:
                 slots.state[slot] = DROP
         request.stale_rows = 0
 
-    def reset_prefix_cache(self, reset_running: bool) -> bool:
-        """Remove every block from the prefix cache; with `reset_running`, recompute running requests too. Return False
-        if running requests still share blocks."""
-        if reset_running:
-            for slot in self.epoch.running.tolist()[::-1]:
-                self.preempt(slot, PreemptionCause.RESET, stale=DROP)
-        self.epoch.kv.forget_all()
-        return not len(self.epoch.running)
-
     def drop_blocks(self, names: Sequence[bytes]) -> int:
         """Remove the blocks with these names from the prefix cache, and end the loads that would fill such ones
         (dropped block). Return the number of blocks."""
@@ -97,7 +88,6 @@ class Lifecycle:
         for load in [*self.store.loading]:
             self.end_load(load, 0)
         self.store.loading.unsent.clear()
-        self.store.loading.dropped.clear()
         self.store.loading.ahead.clear()
         for request in self.store.waiting:
             self.drop_stale(request)

@@ -9,6 +9,8 @@ report how many of them all ranks have. So a load that finds nothing costs its r
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from protocol.codec import pack
+from protocol.steps import LoadBlocks
 from services.scheduler.core.request import Request
 
 SHARE = 0.5
@@ -28,20 +30,20 @@ LEAST_TIMEOUT = 2.0
 class BlockLoad:
     """Blocks that are being filled."""
 
-    ticket: int
-    requests: list[Request]
-    """Requests that wait for it: the first one asked, the others need its first block too."""
-    is_ahead: bool
-    """It was begun for requests to come."""
     prefix: list[int]
     """Cached blocks before them; held, so that they stay."""
     blocks: list[int]
     names: list[bytes]
     peers: tuple[str, ...]
     """Workers of another engine that are asked, too, by rank."""
+    is_ahead: bool
+    """It was begun for requests to come."""
     began: float
     gives_up: float
     """Times on the scheduler's clock, seconds."""
+    ticket: int = 0
+    requests: list[Request] = field(default_factory=list)
+    """Requests that wait for it: the first one asked, the others need its first block too."""
 
 
 @dataclass
@@ -82,63 +84,53 @@ class LoadingRequests:
     seconds_per_token: float = 0.0
     """Time to compute a prompt token; 0.0: not measured."""
     last_ticket: int = 0
-    unsent: list[BlockLoad] = field(default_factory=list)
-    """Loads that the workers were not sent yet."""
+    unsent: list[LoadBlocks] = field(default_factory=list)
+    """Messages that the workers were not sent yet, without the epoch and the step."""
     ahead: list[tuple[list[bytes], tuple[str, ...]]] = field(default_factory=list)
     """Loads to begin: names of the blocks of a prefix, and who is asked, too."""
-    dropped: list[tuple[int, bytes]] = field(default_factory=list)
-    """Tickets, and names of blocks that the workers were not sent to drop yet."""
     _dropped_at: dict[bytes, float] = field(default_factory=dict)
     """Names of blocks that were dropped lately, and when."""
-    _by_ticket: dict[int, BlockLoad] = field(default_factory=dict)
-    _by_first: dict[bytes, BlockLoad] = field(default_factory=dict)
-    """By the name of the first block."""
-    _of: dict[Request, BlockLoad] = field(default_factory=dict)
+    by_ticket: dict[int, BlockLoad] = field(default_factory=dict)
+    """Loads that have not ended."""
+    by_first: dict[bytes, BlockLoad] = field(default_factory=dict)
+    """The same by the name of the first block."""
+    load_of: dict[Request, BlockLoad] = field(default_factory=dict)
+    """The load that a request waits for."""
 
     def __len__(self) -> int:
         """Number of requests that wait."""
-        return len(self._of)
+        return len(self.load_of)
 
     def __iter__(self) -> Iterator[BlockLoad]:
-        return iter(self._by_ticket.values())
+        return iter(self.by_ticket.values())
 
     @property
     def under_way(self) -> bool:
-        return bool(self._by_ticket)
+        return bool(self.by_ticket)
 
     @property
     def last(self) -> BlockLoad | None:
         """The load that began last; None: there is none."""
-        return next(reversed(self._by_ticket.values()), None)
+        return next(reversed(self.by_ticket.values()), None)
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(request.token_ids) for request in self._of)
+        return sum(len(request.token_ids) for request in self.load_of)
 
     def times_of(self, peers: tuple[str, ...]) -> LoadTimes:
         return self.peer_times if peers else self.times
 
-    def start(
-        self,
-        prefix: list[int],
-        blocks: list[int],
-        names: list[bytes],
-        peers: tuple[str, ...],
-        is_ahead: bool,
-        now: float,
-        computing: float,
-    ) -> None:
-        """`computing`: seconds to compute the blocks."""
+    def start(self, load: BlockLoad) -> None:
         self.last_ticket += 1
-        gives_up = now + max(LEAST_TIMEOUT, computing)
-        load = BlockLoad(self.last_ticket, [], is_ahead, prefix, blocks, names, peers, now, gives_up)
-        self._by_ticket[load.ticket] = self._by_first[names[0]] = load
-        self.unsent.append(load)
+        load.ticket = self.last_ticket
+        self.by_ticket[load.ticket] = self.by_first[load.names[0]] = load
+        blocks, names = pack(load.blocks), b"".join(load.names)
+        self.unsent.append(LoadBlocks(0, 0, load.ticket, blocks, names, [*load.peers]))
 
     def drop(self, names: list[bytes], now: float) -> int:
         """Let the workers drop blocks. Return the ticket that they answer with."""
         self.last_ticket += 1
-        self.dropped.append((self.last_ticket, b"".join(names)))
+        self.unsent.append(LoadBlocks(0, 0, self.last_ticket, b"", b"", dropped=b"".join(names)))
         self._dropped_at = {name: at for name, at in self._dropped_at.items() if now - at < DROPPED_SECONDS}
         self._dropped_at |= dict.fromkeys(names, now)
         return self.last_ticket
@@ -150,39 +142,27 @@ class LoadingRequests:
 
     def join(self, request: Request, name: bytes) -> bool:
         """Let a request wait for the load that begins with this block. Return False if there is none."""
-        if (load := self._by_first.get(name)) is None:
+        if (load := self.by_first.get(name)) is None:
             return False
         load.requests.append(request)
-        self._of[request] = load
+        self.load_of[request] = load
         return True
-
-    def has(self, name: bytes) -> bool:
-        """Return whether a load begins with this block."""
-        return name in self._by_first
 
     def expired(self, now: float) -> list[BlockLoad]:
         """Return the loads that take too long."""
         return [load for load in self if now >= load.gives_up]
 
-    def get(self, ticket: int) -> BlockLoad | None:
-        """Return a load; None: it has ended."""
-        return self._by_ticket.get(ticket)
-
-    def of(self, request: Request) -> BlockLoad | None:
-        """Return the load that a request waits for."""
-        return self._of.get(request)
-
     def leave(self, request: Request) -> BlockLoad | None:
         """Remove a request. Return its load if nobody waits for that one any more, and none is to come."""
-        load = self._of.pop(request)
+        load = self.load_of.pop(request)
         load.requests.remove(request)
         return None if load.requests or load.is_ahead else load
 
     def remove(self, load: BlockLoad) -> None:
         """Remove a load that has ended, with its requests."""
-        del self._by_ticket[load.ticket], self._by_first[load.names[0]]
+        del self.by_ticket[load.ticket], self.by_first[load.names[0]]
         for request in load.requests:
-            del self._of[request]
+            del self.load_of[request]
 
     def restart(self, last_ticket: int) -> None:
         """Drop the measured times, and the names of dropped blocks; there is no load."""

@@ -13,7 +13,7 @@ class RequestMasks:
     """Masks by request; those that are being made by ticket. A ticket is never used twice."""
 
     def __init__(self, maker: MaskMaker) -> None:
-        self._maker = maker
+        self.maker = maker
         self._by_ticket: dict[int, Request] = {}
         self.last_ticket = 0
         """Number of times that masks were made or begun."""
@@ -22,26 +22,18 @@ class RequestMasks:
         """Masks that are being made, those of ended requests included."""
         return len(self._by_ticket)
 
-    @property
-    def late(self) -> bool:
-        """Return whether masks are made beside the loop."""
-        return self._maker.late
-
     def get(self, request: Request, num_drafts: int, num_words: int) -> Masks | None:
         """Return the masks of the request's next row, or None while they are being made.
 
         Args:
             num_drafts: drafts that the row verifies.
             num_words: int32 words of one mask.
-
-        Raises: KeyError, if the request has no grammar.
         """
         if request.masks is None and not request.mask_ticket:
-            if request.grammar is None:
-                raise KeyError(f"request {request.frontend}/{request.number} has no grammar")
+            assert request.grammar is not None
             self.last_ticket += 1
             drafts = request.draft_ids[:num_drafts].tolist() if num_drafts else []
-            request.masks = self._maker.submit(self.last_ticket, request.grammar, drafts, num_words)
+            request.masks = self.maker.submit(self.last_ticket, request.grammar, drafts, num_words)
             if request.masks is None:
                 request.mask_ticket = self.last_ticket
                 self._by_ticket[self.last_ticket] = request

@@ -100,22 +100,6 @@ class PrefixCacheReset(InboundEvent, frozen=True):
     reset_running: bool
 
 
-class PrefixPinned(InboundEvent, frozen=True):
-    pin: str
-    owner: str
-    names: tuple[bytes, ...]
-
-
-class PrefixUnpinned(InboundEvent, frozen=True):
-    pin: str
-
-
-class BlocksDropped(InboundEvent, frozen=True):
-    """Nobody may find the blocks with these names any more."""
-
-    names: tuple[bytes, ...]
-
-
 class EpochEnded(InboundEvent, frozen=True):
     epoch: int
     is_fault: bool = False

@@ -16,22 +16,15 @@ class _FrontendOutputs:
     """Outputs for one frontend since the last message."""
 
     def __init__(self) -> None:
-        self.numbers: list[NDArray[np.uint32]] = []
-        self.indices: list[Column] = []
-        self.token_ids: list[Column] = []
+        self.rows: list[tuple[NDArray[np.uint32], Column, Column]] = []
+        """Numbers of requests, indices and token ids, in parts."""
         self.finished: list[Finish] = []
         self.logprobs: list[LogprobRows] = []
         self.embeddings: list[Embedding] = []
 
-    def add(self, numbers: NDArray[np.uint32], indices: Column, token_ids: Column) -> None:
-        self.numbers.append(numbers)
-        self.indices.append(indices)
-        self.token_ids.append(token_ids)
-
     def message(self) -> RequestOutputs:
-        numbers, indices, token_ids = (
-            b"".join(map(pack, parts)) for parts in (self.numbers, self.indices, self.token_ids)
-        )
+        columns = [b"".join(map(pack, parts)) for parts in zip(*self.rows, strict=True)]
+        numbers, indices, token_ids = columns or [b""] * 3
         logprobs = LogprobRows.concatenate(self.logprobs).to_message() if self.logprobs else None
         return RequestOutputs(numbers, indices, token_ids, self.finished, logprobs, self.embeddings)
 
@@ -50,9 +43,9 @@ class OutputBuffer:
             frontend = int(frontends[0])
             mine = frontends == frontend
             if has_all(mine):
-                self._by_frontend[frontend].add(numbers, indices, token_ids)
+                self._by_frontend[frontend].rows.append((numbers, indices, token_ids))
                 return
-            self._by_frontend[frontend].add(numbers[mine], indices[mine], token_ids[mine])
+            self._by_frontend[frontend].rows.append((numbers[mine], indices[mine], token_ids[mine]))
             others = ~mine
             frontends, numbers = frontends[others], numbers[others]
             indices, token_ids = indices[others], token_ids[others]

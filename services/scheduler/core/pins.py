@@ -6,27 +6,20 @@ those of them that the prefix cache has: the others when they are computed. Pins
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from protocol.requests import PinnedPrefix
 from protocol.steps import KeptPin
-from services.scheduler.core.block_pool import BlockPool
 from services.scheduler.core.limits import Limits
+
+if TYPE_CHECKING:
+    from services.scheduler.core.kv_cache import KVCacheManager
 
 MAX_PINS = 1024
 
 
 class PinRefused(Exception):
     """The text says why, and what would be possible."""
-
-
-class PrefixCache(Protocol):
-    pool: BlockPool
-    num_groups: int
-
-    def prefix_of(self, names: list[bytes]) -> list[int]:
-        """Return the table of the longest prefix of the blocks with these names that the cache has."""
-        ...
 
 
 @dataclass(eq=False, slots=True)
@@ -57,7 +50,7 @@ class Pins:
     def __len__(self) -> int:
         return len(self._pins)
 
-    def add(self, pin: Pin, kv: PrefixCache, limits: Limits) -> None:
+    def add(self, pin: Pin, kv: "KVCacheManager", limits: Limits) -> None:
         """Raises: PinRefused"""
         if pin.id in self._pins:
             raise PinRefused(f"there is a pin {pin.id!r}; unpin it first, or give another id")
@@ -73,7 +66,7 @@ class Pins:
         self._pins[pin.id], self._is_sent = pin, False
         self.hold(kv)
 
-    def remove(self, pin_id: str, kv: PrefixCache) -> Pin:
+    def remove(self, pin_id: str, kv: "KVCacheManager") -> Pin:
         """Raises: PinRefused"""
         if (pin := self._pins.pop(pin_id, None)) is None:
             raise PinRefused(f"there is no pin {pin_id!r}")
@@ -88,7 +81,7 @@ class Pins:
         self._is_sent = True
         return [KeptPin(pin.id, pin.owner, b"".join(pin.names)) for pin in self]
 
-    def hold(self, kv: PrefixCache) -> None:
+    def hold(self, kv: "KVCacheManager") -> None:
         """Hold what the prefix cache has got meanwhile. Call it before blocks may be evicted that became findable."""
         for pin in self:
             known = len(pin.table) // kv.num_groups
@@ -98,7 +91,7 @@ class Pins:
             kv.pool.hold(pin.blocks)
             kv.pool.give_back(reversed(held))
 
-    def release(self, kv: PrefixCache) -> None:
+    def release(self, kv: "KVCacheManager") -> None:
         """Hold no block any more."""
         for pin in self:
             self._give_back(pin, kv)
@@ -127,6 +120,6 @@ class Pins:
         return len({name for pin in (*self, *more) for name in pin.names}) * len(limits.groups)
 
     @staticmethod
-    def _give_back(pin: Pin, kv: PrefixCache) -> None:
+    def _give_back(pin: Pin, kv: "KVCacheManager") -> None:
         blocks, pin.table = pin.blocks, []
         kv.pool.give_back(reversed(blocks))

@@ -21,6 +21,7 @@ from services.scheduler.core.encoding import encodable
 from services.scheduler.core.epoch import EpochState
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.lifecycle import Lifecycle
+from services.scheduler.core.loading import LEAST_TIMEOUT, BlockLoad
 from services.scheduler.core.observer import PreemptionCause
 from services.scheduler.core.request import Request, RequestStatus, priority_of
 from services.scheduler.core.slots import Column, SlotIds
@@ -303,19 +304,10 @@ class StepPlanner:
         if kv.num_missing(prefix, (len(prefix) + len(names)) * size) > kv.num_free:
             return False
         blocks = kv.reserve(prefix, len(names))
-        store.loading.start(prefix, blocks, names, peers, is_ahead, store.now, computing)
+        gives_up = store.now + max(LEAST_TIMEOUT, computing)
+        store.loading.start(BlockLoad(prefix, blocks, names, peers, is_ahead, store.now, gives_up))
         store.counters["external_prefix_cache_queries"] += 0 if is_ahead else len(names) * size
         return True
-
-    def load_ahead(self, names: list[bytes], peers: tuple[str, ...]) -> None:
-        """Ask for the blocks of a prefix that the cache lacks, for a request to come. Nobody waits for them, and those
-        that are not there are asked for again by that request."""
-        limits, loading = self.epoch.limits, self.store.loading
-        prefix = self.epoch.kv.prefix_of(names)
-        missing = names[len(prefix) :]
-        can_load = limits.loads_blocks or (limits.fetches_blocks and peers)
-        if can_load and missing and not loading.has(missing[0]):
-            self.begin_load(prefix, missing, peers, is_ahead=True)
 
     def admit(self, request: Request, prefix: list[int], count: int, held: Column, choice: StepChoice) -> None:
         """Move a request from the queue to a slot with blocks for `held` tokens, int32[1]; its first row computes

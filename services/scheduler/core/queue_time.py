@@ -66,7 +66,9 @@ class QueueTime:
 
     def seconds(self, store: RequestStore, epoch: EpochState, num_tokens: int) -> float:
         """Return the estimate for a new request with so many tokens; 0.0 if nothing stands before it."""
-        return max(self._for_prompts(store, epoch), self._for_seats(store, epoch, num_tokens))
+        left = epoch.slots.entry.take(epoch.running) - epoch.slots.computed.take(epoch.running)
+        tokens = store.num_waiting_tokens + int(left[left > 0].sum())
+        return max(tokens * self.seconds_per_prompt_token, self._for_seats(store, epoch, num_tokens))
 
     @property
     def seconds_per_prompt_token(self) -> float:
@@ -77,11 +79,6 @@ class QueueTime:
     def seconds_per_computed_token(self) -> float:
         """Measured time to compute a prompt token; 0.0: nothing was measured."""
         return self._seconds / self._computed if self._computed else 0.0
-
-    def _for_prompts(self, store: RequestStore, epoch: EpochState) -> float:
-        left = epoch.slots.entry.take(epoch.running) - epoch.slots.computed.take(epoch.running)
-        tokens = store.num_waiting_tokens + int(left[left > 0].sum())
-        return tokens * self.seconds_per_prompt_token
 
     def _for_seats(self, store: RequestStore, epoch: EpochState, num_tokens: int) -> float:
         limits, running = epoch.limits, epoch.running

@@ -23,19 +23,16 @@ class Grammar(Protocol):
     def accept(self, token_id: int) -> bool:
         """Advance by a token that is about to be emitted. Return False if the token does not match or an earlier
         `fill` failed; the request has then failed."""
-        ...
 
     def fill(self, mask: NDArray[np.int32]) -> None:
         """Write the tokens that may come next into `mask`, int32[ceil(vocab / 32)]: one bit per token, least
         significant bit first. All bits are set where every token may come, and after a failure, which the next
         `accept` reports."""
-        ...
 
     def look_ahead(self, token_ids: list[int], masks: NDArray[np.int32]) -> int:
         """Fill `masks`, int32[more rows than tokens, ceil(vocab / 32)]: the first row as `fill` does, each further row
         as if one more of the tokens had been accepted. Stops at a token that does not match or ends the output.
         Return the number of rows that were filled. The matching state is unchanged."""
-        ...
 
 
 class MaskMaker(Protocol):
@@ -44,7 +41,6 @@ class MaskMaker(Protocol):
     @property
     def late(self) -> bool:
         """False: `submit` returns the masks."""
-        ...
 
     def submit(self, ticket: int, grammar: Grammar, draft_ids: list[int], num_words: int) -> NDArray[np.int32] | None:
         """Return the masks, int32[masks, num_words], if they are made at once: that of the next token, and one for each
@@ -52,7 +48,6 @@ class MaskMaker(Protocol):
 
         The grammar is not used by others until then.
         """
-        ...
 
 
 class Compiler(Protocol):
@@ -68,8 +63,6 @@ class Compiler(Protocol):
             eos_token_ids: tokens that may be sampled where the grammar may end.
             again: the request was admitted before. It is not refused because others wait.
         """
-        ...
 
     def cancel(self, ticket: int) -> None:
         """Drop the request for a grammar. A result that is already on its way may still arrive."""
-        ...

@@ -34,9 +34,6 @@ class GrammarCache:
         self._max_bytes = max_bytes
         self._entries: OrderedDict[Key, CompiledGrammar] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def copy(self, key: Key) -> LLMatcher | None:
         """Return a matcher in its initial state for one output, or None. The entry grows by one output."""
         entry = self._entries.get(key)

@@ -1,7 +1,7 @@
 """Compiles grammars outside of the scheduler's loop: first in a trial process, which may be killed, then on a thread.
 
 `submit` returns at once. `take` returns the results, and `fileno` is readable when there is one. There are up to
-`NUM_THREADS` threads with a trial process each; a thread starts when there is work for it.
+`NUM_THREADS` threads with a trial process each; both start when there is work for them.
 """
 
 import logging
@@ -9,7 +9,8 @@ import math
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -20,9 +21,8 @@ from services.scheduler.grammar.cache import CompiledGrammar, GrammarCache, Key
 from services.scheduler.grammar.errors import from_library, too_complex
 from services.scheduler.grammar.limits import CACHE_BYTES, MAX_WAITING, NUM_THREADS, WAITING_SECONDS, parser_limits
 from services.scheduler.grammar.matcher import Matcher
-from services.scheduler.grammar.threads import LoopWakeup, start_thread
+from services.scheduler.grammar.threads import LoopWakeup, deep_stacks
 from services.scheduler.grammar.translate import KIND_NAMES
-from services.scheduler.grammar.trial.messages import TrialSetup
 from services.scheduler.grammar.trial.process import TrialEnded, TrialProcess
 from services.scheduler.grammar.vocabulary import GrammarVocabulary
 from services.scheduler.grammar.whitespace import Whitespace
@@ -30,7 +30,6 @@ from services.scheduler.grammar.whitespace import Whitespace
 log = logging.getLogger("runahead.scheduler.grammar")
 
 _JSON = (GrammarKind.JSON, GrammarKind.JSON_OBJECT)
-SHUT_DOWN = "the engine is shutting down"
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +41,7 @@ class _CompileJob:
     """Monotonic clock, seconds; infinite: it may wait for any time."""
     waiting: dict[int, tuple[StructuredOutputParams, tuple[int, ...]]] = field(default_factory=dict)
     """Ticket -> parameters, and the request's EOS ids. Used by the scheduler's thread only."""
+    future: Future[None] = field(init=False)
 
 
 class GrammarCompiler:
@@ -58,14 +58,12 @@ class GrammarCompiler:
         self._whitespace: Whitespace | None = None
         self._cache = GrammarCache(max_bytes)
         self._num_threads = num_threads
-        self._threads: list[_CompileThread] = []
-        self._jobs: dict[Key, _CompileJob] = {}
+        self._threads = ThreadPoolExecutor(num_threads, "grammar")
+        self._processes: dict[int, TrialProcess] = {}
+        """By thread."""
+        self.jobs: dict[Key, _CompileJob] = {}
         """Jobs in the queue or being compiled; equal grammars share one job."""
-        self._queue: deque[_CompileJob] = deque()
-        self._changed = threading.Condition()
-        """Guards the threads, the jobs, the queue and the two fields below."""
-        self._idle = 0
-        self._closed = False
+        self._closed = threading.Event()
         self._done: deque[tuple[_CompileJob, CompiledGrammar | str]] = deque()
         self._ready: list[tuple[int, Grammar | str]] = []
         self._wakeup = LoopWakeup()
@@ -74,11 +72,6 @@ class GrammarCompiler:
     def fileno(self) -> int:
         """Return a file descriptor that is readable when another thread has a result for `take`."""
         return self._wakeup.fileno()
-
-    @property
-    def num_queued(self) -> int:
-        """Number of grammars whose compilation has not started."""
-        return len(self._queue)
 
     def set_vocab_size(self, n_vocab: int) -> None:
         """Set the width of the logits. Takes as long as `GrammarVocabulary.library_tokenizer`.
@@ -92,8 +85,9 @@ class GrammarCompiler:
         if have > n_vocab or max(self._vocabulary.eos_token_ids) >= n_vocab:
             self._refuse(f"the tokenizer has {have} tokens, but the model's vocabulary {n_vocab}")
             return
+        self._vocabulary = replace(self._vocabulary, width=n_vocab)
         try:
-            self._tokenizer = self._vocabulary.library_tokenizer(n_vocab)
+            self._tokenizer = self._vocabulary.library_tokenizer()
         except Exception as error:  # llguidance raises arbitrary errors for a tokenizer that it cannot use
             log.warning("llguidance cannot read the tokenizer: %s", error)
             self._refuse("the model's tokenizer is of a kind that structured output cannot use")
@@ -118,20 +112,17 @@ class GrammarCompiler:
             self.counters["hits"] += 1
             self._ready.append((ticket, self._grammar(matcher, params, eos_token_ids)))
             return
-        with self._changed:
-            job = self._jobs.get(key)
-            if job is None and len(self._queue) >= MAX_WAITING and not again:
-                self._ready.append((ticket, OVERLOADED))
-                return
-            if job is None:
-                job = self._jobs[key] = _CompileJob(key, time.monotonic())
-                self._queue.append(job)
-                self._changed.notify()
-                if len(self._queue) > self._idle and len(self._threads) < self._num_threads:
-                    self._threads.append(_CompileThread(self))
-            if again:  # the requests of a lost scheduler come all at once (kept arrival)
-                job.since = math.inf
-            job.waiting[ticket] = params, eos_token_ids
+        job = self.jobs.get(key)
+        if job is None and len(self.jobs) >= MAX_WAITING + self._num_threads and not again:
+            self._ready.append((ticket, OVERLOADED))
+            return
+        if job is None:
+            job = self.jobs[key] = _CompileJob(key, math.inf if again else time.monotonic())
+            with deep_stacks():
+                job.future = self._threads.submit(self._run, job)
+        elif again:  # the requests of a lost scheduler come all at once (kept arrival)
+            job.since = math.inf
+        job.waiting[ticket] = params, eos_token_ids
 
     def cancel(self, ticket: int) -> None:
         """Drop a ticket. A grammar without tickets leaves the queue.
@@ -140,14 +131,12 @@ class GrammarCompiler:
         replace the trial process.
         """
         self._ready = [answer for answer in self._ready if answer[0] != ticket]
-        job = next((job for job in self._jobs.values() if ticket in job.waiting), None)
+        job = next((job for job in self.jobs.values() if ticket in job.waiting), None)
         if job is None:
             return
         del job.waiting[ticket]
-        with self._changed:
-            if not job.waiting and job in self._queue:
-                self._queue.remove(job)
-                del self._jobs[job.key]
+        if not job.waiting and job.future.cancel():
+            del self.jobs[job.key]
 
     def _cached(self, key: Key) -> LLMatcher | None:
         matcher = self._cache.copy(key)
@@ -174,8 +163,7 @@ class GrammarCompiler:
         self._wakeup.clear()
         while self._done:
             job, result = self._done.popleft()
-            with self._changed:
-                del self._jobs[job.key]
+            del self.jobs[job.key]
             if isinstance(result, str):
                 self.counters["refused"] += 1
                 self._ready.extend((ticket, result) for ticket in job.waiting)
@@ -189,45 +177,61 @@ class GrammarCompiler:
 
     def stats(self) -> dict[str, float]:
         totals = {f"grammars_{name}_total": float(count) for name, count in self.counters.items()}
-        return totals | {"grammar_cache_bytes": self._cache.num_bytes, "grammars_compiling": len(self._jobs)}
+        return totals | {"grammar_cache_bytes": self._cache.num_bytes, "grammars_compiling": len(self.jobs)}
 
     def close(self) -> None:
         """End the threads and their trial processes. Open tickets get no result."""
-        with self._changed:
-            self._closed = True
-            threads = list(self._threads)
-            self._changed.notify_all()
-        for thread in threads:
-            thread.kill()
-        for thread in threads:
-            thread.join()
+        self._closed.set()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for process in [*self._processes.values()]:
+            process.kill()
+        self._threads.shutdown()
+        for process in self._processes.values():
+            process.close()
         self._wakeup.close()
 
     # -- compile threads -----------------------------------------------------------------------------------------
 
-    def next_job(self) -> _CompileJob | None:
-        """Wait for a job and return it, or None after `close`. Refuse jobs that waited too long."""
-        with self._changed:
-            while not self._closed:
-                while self._queue:
-                    job = self._queue.popleft()
-                    if time.monotonic() - job.since <= WAITING_SECONDS:
-                        return job
-                    self.deliver(job, OVERLOADED)
-                self._idle += 1
-                self._changed.wait()
-                self._idle -= 1
-            return None
-
-    def deliver(self, job: _CompileJob, result: CompiledGrammar | str) -> None:
+    def _run(self, job: _CompileJob) -> None:
+        try:
+            is_late = time.monotonic() - job.since > WAITING_SECONDS
+            result = OVERLOADED if is_late else self._result(*job.key)
+        except Exception:  # of one grammar; it would end the scheduler, with all requests
+            log.exception("a %s cannot be compiled", KIND_NAMES[job.key[0]])
+            self._end_process()
+            result = UNABLE
         self._done.append((job, result))
         self._wakeup.set()
 
-    def trial_setup(self) -> TrialSetup:
-        v = self._vocabulary
-        return TrialSetup(v.text, v.num_tokens, v.eos_token_ids, self._n_vocab)
+    def _result(self, kind: GrammarKind, text: str) -> CompiledGrammar | str:
+        """Return the compiled grammar, or the reason of its refusal; nobody reads it after `close`."""
+        thread = threading.get_ident()
+        try:
+            process = self._processes.get(thread) or TrialProcess(self._vocabulary)
+        except (TrialEnded, OSError) as error:
+            log.error("no grammar can be compiled: %s", error)
+            return UNABLE
+        self._processes[thread] = process
+        if self._closed.is_set():
+            return UNABLE
+        try:
+            verdict = process.verdict(StructuredOutputParams(kind, text))
+        except TrialEnded as error:
+            if self._closed.is_set():
+                return UNABLE
+            log.warning("a %s is refused: %s", KIND_NAMES[kind], error)
+            self._end_process()
+            self.counters["killed"] += 1
+            return str(too_complex(KIND_NAMES[kind]))
+        if verdict.error:
+            return verdict.error
+        return self._compile((kind, text), verdict.grammar, verdict.num_bytes, verdict.growth)
 
-    def compile(self, key: Key, grammar: str, num_bytes: int, growth: int) -> CompiledGrammar | str:
+    def _end_process(self) -> None:
+        if (process := self._processes.pop(threading.get_ident(), None)) is not None:
+            process.close()
+
+    def _compile(self, key: Key, grammar: str, num_bytes: int, growth: int) -> CompiledGrammar | str:
         """Compile a grammar that passed its trial. Return it, or the reason of its refusal."""
         assert self._tokenizer is not None
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
@@ -238,63 +242,3 @@ class GrammarCompiler:
                 return CompiledGrammar(matcher, num_bytes + 2 * len(key[1]), growth)
             matcher = first
         return str(from_library(KIND_NAMES[key[0]], matcher.get_error()))
-
-
-class _CompileThread:
-    """A thread and its trial process."""
-
-    def __init__(self, compiler: GrammarCompiler) -> None:
-        self._compiler = compiler
-        self._process: TrialProcess | None = None
-        self._killed = threading.Event()
-        self._thread = start_thread(self._run, "grammar")
-
-    def kill(self) -> None:
-        """End the current trial. Any thread may call this."""
-        self._killed.set()
-        if (process := self._process) is not None:
-            process.kill()
-
-    def join(self) -> None:
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            while (job := self._compiler.next_job()) is not None:
-                try:
-                    result = self._result(job)
-                except Exception:  # of one grammar; it would end the scheduler, with all requests
-                    log.exception("a %s cannot be compiled", KIND_NAMES[job.key[0]])
-                    self._end_process()
-                    result = UNABLE
-                self._compiler.deliver(job, result)
-        finally:
-            self._end_process()
-
-    def _result(self, job: _CompileJob) -> CompiledGrammar | str:
-        kind, text = job.key
-        try:
-            if self._process is None:
-                self._process = TrialProcess(self._compiler.trial_setup())
-        except (TrialEnded, OSError) as error:
-            log.error("no grammar can be compiled: %s", error)
-            return UNABLE
-        if self._killed.is_set():
-            return SHUT_DOWN
-        try:
-            verdict = self._process.verdict(StructuredOutputParams(kind, text))
-        except TrialEnded as error:
-            if self._killed.is_set():
-                return SHUT_DOWN
-            log.warning("a %s is refused: %s", KIND_NAMES[kind], error)
-            self._end_process()
-            self._compiler.counters["killed"] += 1
-            return str(too_complex(KIND_NAMES[kind]))
-        if verdict.error:
-            return verdict.error
-        return self._compiler.compile(job.key, verdict.grammar, verdict.num_bytes, verdict.growth)
-
-    def _end_process(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.close()

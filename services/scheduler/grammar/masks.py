@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from protocol.silence import SIGN_INTERVAL
 from services.scheduler.grammar.base import Grammar
-from services.scheduler.grammar.threads import LoopWakeup, start_thread
+from services.scheduler.grammar.threads import LoopWakeup, deep_stacks
 
 FAILPOINT = "RUNAHEAD_FAILPOINT_MASK_SECONDS"
 WAKE_INTERVAL = 1e-3
@@ -117,7 +117,9 @@ class MaskThread:
 
     def _hand_over(self, jobs: list[_Job]) -> None:
         if self._thread is None:
-            self._thread = start_thread(self._run, "masks")
+            self._thread = threading.Thread(target=self._run, name="masks", daemon=True)
+            with deep_stacks():
+                self._thread.start()
         self._jobs.put((jobs, self._submitted))
 
     @property

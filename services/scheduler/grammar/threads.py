@@ -3,20 +3,20 @@
 import os
 import select
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from services.scheduler.grammar.limits import STACK_BYTES
 
 
-def start_thread(run: Callable[[], None], name: str) -> threading.Thread:
-    """Start a thread whose stack holds the library's recursion."""
-    thread = threading.Thread(target=run, name=name, daemon=True)
+@contextmanager
+def deep_stacks() -> Iterator[None]:
+    """Threads that are started meanwhile have stacks that hold the library's recursion."""
     before = threading.stack_size(4 * STACK_BYTES)
     try:
-        thread.start()
+        yield
     finally:
         threading.stack_size(before)
-    return thread
 
 
 class LoopWakeup:

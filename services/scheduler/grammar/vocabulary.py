@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeGuard
+from typing import Any, Self
 
 from llguidance import LLTokenizer
 
@@ -20,7 +20,8 @@ class GrammarVocabulary:
     """End-of-sequence tokens of the checkpoint, at least one. A request without any (`ignore_eos`) may end its output
     with one of them."""
     width: int = 0
-    """Width of the logits that config.json names; 0: none that fits. The workers have the last word."""
+    """Width of the logits: that of the workers, before it the one that config.json names; 0: it names none that fits.
+    """
 
     @classmethod
     def load(cls, model: str, revision: str | None = None, tokenizer: str | None = None) -> Self:
@@ -39,15 +40,12 @@ class GrammarVocabulary:
         num_tokens, width = max(ids.values(), default=-1) + 1, read_json(directory, "config.json").get("vocab_size")
         return cls(text, num_tokens, eos, width if type(width) is int and width >= num_tokens else 0)
 
-    def library_tokenizer(self, n_vocab: int) -> LLTokenizer:
+    def library_tokenizer(self) -> LLTokenizer:
         """Build the tokenizer of llguidance. Takes 1 s for 150,000 tokens and holds the GIL.
-
-        Args:
-            n_vocab: width of the logits, at least `num_tokens`.
 
         Raises: ValueError, if llguidance cannot read the tokenizer.
         """
-        return LLTokenizer(self.text, n_vocab=n_vocab, eos_token=list(self.eos_token_ids))
+        return LLTokenizer(self.text, n_vocab=self.width, eos_token=list(self.eos_token_ids))
 
 
 def _token_ids(content: dict[str, Any]) -> dict[str, int]:
@@ -59,10 +57,6 @@ def _token_ids(content: dict[str, Any]) -> dict[str, int]:
 
 def _eos_token_ids(directory: Path, source: Path, ids: dict[str, int]) -> tuple[int, ...]:
     """Return the same ids that the frontend sends with requests. Raises: CheckpointError"""
-    found: dict[int, None] = dict.fromkeys(filter(_is_id, named_eos(directory)))
+    found = [token for token in named_eos(directory) if type(token) is int and 0 <= token < 2**31]
     token = ids.get(special_tokens(source).get("eos_token", ""))
-    return tuple(found if token is None else found | {token: None})
-
-
-def _is_id(token: object) -> TypeGuard[int]:
-    return type(token) is int and 0 <= token < 2**31
+    return tuple(dict.fromkeys(found if token is None else [*found, token]))

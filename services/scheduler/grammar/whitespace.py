@@ -26,11 +26,9 @@ class Whitespace:
         line_feed = tokenizer.tokenize_bytes(b"\n")
         if len(line_feed) != 1:
             return None
-        blank = (
-            token
-            for token in range(tokenizer.vocab_size)
-            if not tokenizer.is_special_token(token) and _is_blank(tokenizer.decode_bytes([token]))
-        )
+        plain = (token for token in range(tokenizer.vocab_size) if not tokenizer.is_special_token(token))
+        texts = ((token, tokenizer.decode_bytes([token])) for token in plain)
+        blank = (token for token, text in texts if text and not text.strip(b" \t\r\n"))
         return cls(frozenset(blank), line_feed[0], tokenizer.vocab_size)
 
     def forbid(self, mask: NDArray[np.int32]) -> None:
@@ -40,7 +38,3 @@ class Whitespace:
             rest = mask & self._others
             if rest.any():
                 mask[:] = rest
-
-
-def _is_blank(text: bytes) -> bool:
-    return bool(text) and not text.strip(b" \t\r\n")

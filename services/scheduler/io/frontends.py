@@ -2,10 +2,8 @@
 
 import itertools
 import logging
-import time
 from collections.abc import Iterator
 
-import zmq
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -17,15 +15,12 @@ from protocol.transport import PeerGone, PeerSlow, Server
 
 log = logging.getLogger("runahead.scheduler")
 
-SWEEP_SECONDS = 1.0
-"""Seconds from a broken connection to the sweep: libzmq drops a peer a little later than it reports it."""
-
 
 class FrontendConnections:
     """A frontend keeps its number while it is connected; no number is used twice."""
 
     def __init__(self, endpoint: str, security: Security = LOCAL) -> None:
-        self._server = Server(endpoint, {"frontend"}, security)
+        self.server = Server(endpoint, {"frontend"}, security)
         self._decoder: Decoder[ClientMessage] = Decoder(ClientMessage)
         self._numbers: dict[bytes, int] = {}
         self._peers: dict[int, bytes] = {}
@@ -34,19 +29,6 @@ class FrontendConnections:
         """Frontend -> number of its last sign of life."""
         self._unused = itertools.count()
         self._gone: list[int] = []
-        self._broke_at = 0.0
-        """When a connection was last seen to break."""
-        self._sweep_at: float | None = None
-
-    @property
-    def sockets(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        """`receive` is to be called when one of them is readable."""
-        return self._server.socket, self._server.events
-
-    @property
-    def replaced(self) -> bool:
-        """Return whether another scheduler serves this endpoint now."""
-        return self._server.replaced
 
     def __len__(self) -> int:
         """Number of frontends that are not known to be gone."""
@@ -54,25 +36,17 @@ class FrontendConnections:
 
     def receive(self) -> Iterator[tuple[int, Hello | ClientMessage]]:
         """Yield what has arrived, each message with the number of its frontend; a new frontend's first is a `Hello`."""
-        for peer, message in self._server.messages(self._decoder):
+        for peer, message in self.server.messages(self._decoder):
             if peer not in self._numbers:
                 self._numbers[peer] = number = next(self._unused)
                 self._peers[number] = peer
             if isinstance(message, FrontendAlive):
                 self._signs[self._numbers[peer]] = message.number
             yield self._numbers[peer], message
-        if self._server.take_disconnected():
-            self._broke_at = time.monotonic()
-            self._sweep_at = self._sweep_at or self._broke_at + SWEEP_SECONDS
-
-    @property
-    def sweep_due(self) -> bool:
-        """Return whether `send_state_to_all` is due, to find which connection broke."""
-        return self._sweep_at is not None and time.monotonic() >= self._sweep_at
 
     def take_gone(self) -> list[int]:
         """Return the frontends that were found to be gone, or were expelled, since the last call."""
-        for peer in self._server.take_lost():
+        for peer in self.server.take_lost():
             if (number := self._numbers.get(peer)) is not None:
                 self._lose(number, PeerGone("its connection broke, or it violated the protocol"))
         gone, self._gone = self._gone, []
@@ -80,12 +54,12 @@ class FrontendConnections:
 
     def count_error(self, frontend: int, error: Exception) -> None:
         """Count and log a message that decodes, but is not valid."""
-        self._server.count_error(self._peers.get(frontend, b""), error)
+        self.server.count_error(self._peers.get(frontend, b""), error)
 
     def send(self, frontend: int, outputs: RequestOutputs) -> None:
         """Send as `send_if_connected` does. A frontend that does not read is turned away."""
         if not self.send_if_connected(frontend, outputs):
-            self._server.refuse(self._peers[frontend], "this frontend did not read; its requests were aborted")
+            self.server.refuse(self._peers[frontend], "this frontend did not read; its requests were aborted")
             self._lose(frontend, PeerSlow("it does not read"))
 
     def send_state(self, frontend: int, state: EngineState) -> None:
@@ -100,7 +74,7 @@ class FrontendConnections:
         read."""
         try:
             if (peer := self._peers.get(frontend)) is not None:
-                self._server.send(peer, message)
+                self.server.send(peer, message)
         except PeerGone as error:
             self._lose(frontend, error)
         except PeerSlow:
@@ -108,12 +82,8 @@ class FrontendConnections:
         return True
 
     def send_state_to_all(self, state: EngineState) -> None:
-        now = time.monotonic()
         for frontend in list(self._peers):
             self.send_state(frontend, state)
-        if self.sweep_due:
-            again = now - self._broke_at < SWEEP_SECONDS
-            self._sweep_at = now + SWEEP_SECONDS if again else None
 
     def forget(self, frontend: int, why: str) -> None:
         """Lose a frontend that is still connected. If it sends something again, it gets a new number, and is sent that
@@ -128,4 +98,4 @@ class FrontendConnections:
         self._gone.append(frontend)
 
     def close(self, linger_ms: int) -> None:
-        self._server.close(linger_ms)
+        self.server.close(linger_ms)

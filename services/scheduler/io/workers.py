@@ -5,8 +5,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 
-import zmq
-
 from protocol.codec import Decoder, ProtocolError, encode
 from protocol.handshake import Hello
 from protocol.membership import GroupMessage, Ping, Pong, WorkerMessage
@@ -46,9 +44,6 @@ class ClockOffset:
 
 RESULTS = "worker-results"
 """Role of a worker's connection for results."""
-PROBE_SECONDS, PROBE_INTERVAL = 1.0, 0.05
-"""Seconds for which workers are pinged after a connection broke, and between two pings: libzmq drops a peer a little
-after it reports it. Without an interval, each answer would cause the next ping."""
 
 
 class WorkerConnections:
@@ -59,7 +54,7 @@ class WorkerConnections:
     """
 
     def __init__(self, endpoint: str, security: Security = LOCAL) -> None:
-        self._server = Server(endpoint, {"worker", RESULTS}, security)
+        self.server = Server(endpoint, {"worker", RESULTS}, security)
         self._decoder: Decoder[WorkerMessage | StepResult] = Decoder(WorkerMessage | StepResult)
         self._by_name: dict[str, bytes] = {}
         self._results: dict[bytes, bytes] = {}
@@ -69,27 +64,14 @@ class WorkerConnections:
         self._clocks: dict[bytes, ClockOffset] = {}
         """By worker."""
         self._gone: list[bytes] = []
-        self._probe_until = self._next_probe = 0.0
-        self._sweep = False
-        """Return whether the probe has ended and all connections must be tried once."""
 
     def __len__(self) -> int:
         """Number of workers that are not known to be gone."""
         return len(self._by_name)
 
-    @property
-    def sockets(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        """`receive` is to be called when one of them is readable."""
-        return self._server.socket, self._server.events
-
-    @property
-    def probing(self) -> bool:
-        """Return whether `take_gone` must be called again soon."""
-        return self._sweep
-
     def receive(self) -> Iterator[tuple[bytes, WorkerMessage | StepResult]]:
         """Yield what has arrived, each message with its worker."""
-        for peer, message in self._server.messages(self._decoder):
+        for peer, message in self.server.messages(self._decoder):
             if isinstance(message, Hello):
                 self._greet(peer, message)
             elif isinstance(message, Pong):
@@ -110,14 +92,14 @@ class WorkerConnections:
         elif worker is None:
             self._by_name[hello.name], self._clocks[peer] = peer, ClockOffset()
             return
-        self._server.refuse(peer, f"the name {hello.name!r} belongs to another connection")
+        self.server.refuse(peer, f"the name {hello.name!r} belongs to another connection")
 
     def _sender(self, peer: bytes, message: WorkerMessage | StepResult) -> bytes | None:
         """Return the worker that sent a message; None: the message is dropped."""
-        if self._server.peers[peer].role == RESULTS:
+        if self.server.peers[peer].role == RESULTS:
             return self._owner.get(peer)
         if isinstance(message, StepResult):
-            self._server.expel(peer, ProtocolError("results belong on the connection for results"))
+            self.server.expel(peer, ProtocolError("results belong on the connection for results"))
             return None
         return peer
 
@@ -149,7 +131,7 @@ class WorkerConnections:
 
     def _send_frame(self, peer: bytes, worker: bytes, frame: bytes) -> bool:
         try:
-            self._server.send_frame(peer, frame)
+            self.server.send_frame(peer, frame)
         except (PeerGone, PeerSlow) as error:
             log.debug("%s", error)
             self._lose(worker)
@@ -158,32 +140,12 @@ class WorkerConnections:
 
     def refuse(self, worker: bytes, reason: str) -> None:
         """Turn a worker away for good."""
-        self._server.refuse(worker, reason)
+        self.server.refuse(worker, reason)
         self._drop(worker)
 
-    def count_error(self, worker: bytes, error: Exception) -> None:
-        """Count and log a message that decodes, but that the worker may not send now."""
-        self._server.count_error(worker, error)
-
     def take_gone(self) -> list[bytes]:
-        """Return the workers that lost a connection, or were expelled, since the last call.
-
-        After any connection broke, workers are pinged for a second. In the end every connection is tried once, also
-        those for results, which workers read rarely, and those of workers that were refused.
-        """
-        now = time.monotonic()
-        if self._server.take_disconnected():
-            self._probe_until, self._sweep = now + PROBE_SECONDS, True
-        if now < self._probe_until:
-            if now >= self._next_probe:
-                self._next_probe = now + PROBE_INTERVAL
-                for worker in list(self._by_name.values()):
-                    self.send(worker, Ping(now))
-        elif self._sweep:
-            self._sweep, ping = False, encode(Ping(now))
-            for peer in list(self._server.peers):
-                self._send_frame(peer, self._owner.get(peer, peer), ping)
-        for peer in self._server.take_lost():
+        """Return the workers that lost a connection, or were expelled, since the last call."""
+        for peer in self.server.take_lost():
             self._lose(self._owner.get(peer, peer))
         gone, self._gone = self._gone, []
         return gone
@@ -200,4 +162,4 @@ class WorkerConnections:
         self._by_name = {name: peer for name, peer in self._by_name.items() if peer != worker}
 
     def close(self, linger_ms: int) -> None:
-        self._server.close(linger_ms)
+        self.server.close(linger_ms)

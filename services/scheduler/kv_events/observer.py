@@ -2,7 +2,7 @@
 
 import time
 
-from services.scheduler.build import CoreStart
+from services.scheduler.build import CoreListener, CoreStart
 from services.scheduler.core import observer as events
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.kv_events.messages import (
@@ -16,8 +16,8 @@ from services.scheduler.kv_events.messages import (
 from services.scheduler.kv_events.publisher import KVEventPublisher
 
 
-class KVEventObserver:
-    """Collects the changes of one step and hands them to the publisher. Also the `CoreListener` that attaches it."""
+class KVEventObserver(CoreListener):
+    """Collects the changes of one step and hands them to the publisher."""
 
     def __init__(self, publisher: KVEventPublisher) -> None:
         self._publisher = publisher

@@ -16,6 +16,7 @@ from services.scheduler.membership.step_watch import StepSize
 
 def make_assignment(config: SchedulerConfig, size: GroupSize, epoch: int, rank: int, rendezvous: str) -> Assignment:
     """Return the assignment of a rank. `rendezvous`: where ranks meet; "" in a group of one."""
+    s = config.speculative_config
     return Assignment(
         epoch=epoch,
         rank=rank,
@@ -27,26 +28,10 @@ def make_assignment(config: SchedulerConfig, size: GroupSize, epoch: int, rank: 
         tensor_parallel_size=size.tensor_parallel,
         pipeline_parallel_size=size.pipeline_parallel,
         rendezvous=rendezvous,
-        speculation=_speculation(config),
+        speculation=None if s is None else Speculation(**s.model_dump(exclude={"adaptive"}, exclude_none=True)),
         max_kv_groups=config.max_kv_groups,
         max_loras=config.num_loras,
         max_lora_rank=config.max_lora_rank if config.enable_lora else 0,
-    )
-
-
-def _speculation(config: SchedulerConfig) -> Speculation | None:
-    """Return how ranks propose drafts; None: they propose none."""
-    s = config.speculative_config
-    if s is None:
-        return None
-    return Speculation(
-        method=s.method,
-        num_speculative_tokens=s.num_speculative_tokens,
-        model=s.model,
-        revision=s.revision or "",
-        max_model_len=s.max_model_len or 0,
-        prompt_lookup_min=s.prompt_lookup_min,
-        prompt_lookup_max=s.prompt_lookup_max,
     )
 
 

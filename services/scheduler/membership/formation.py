@@ -24,9 +24,7 @@ class GroupSize(NamedTuple):
 
 class Formation:
     def __init__(self, config: SchedulerConfig) -> None:
-        self._tensor_parallel = config.tensor_parallel_size
-        self._pipeline_parallel = config.pipeline_parallel_size
-        self._settle_seconds = config.settle_seconds
+        self._config = config
         self._changed_at = 0.0
         """When a worker last came or went."""
         self._returns_until: float | None = None
@@ -35,7 +33,7 @@ class Formation:
     @property
     def is_auto(self) -> bool:
         """Return whether the size follows the number of workers."""
-        return self._tensor_parallel == "auto"
+        return self._config.tensor_parallel_size == "auto"
 
     def on_change(self, now: float) -> None:
         """A worker came or went."""
@@ -43,7 +41,7 @@ class Formation:
 
     def settled(self, now: float) -> bool:
         """Return whether a group may form: under `auto` when no worker has come or gone for some time, else at once."""
-        return not self.is_auto or now - self._changed_at >= self._settle_seconds
+        return not self.is_auto or now - self._changed_at >= self._config.settle_seconds
 
     def on_return(self, now: float) -> None:
         """A worker of a lost scheduler has registered."""
@@ -63,9 +61,9 @@ class Formation:
 
     def best_size(self, members: Collection[Member]) -> GroupSize | None:
         """Return the size of the group that these workers should form, or None if they are too few."""
-        stages = self._pipeline_parallel
-        if self._tensor_parallel != "auto":
-            size = GroupSize(self._tensor_parallel, stages)
+        stages = self._config.pipeline_parallel_size
+        if self._config.tensor_parallel_size != "auto":
+            size = GroupSize(self._config.tensor_parallel_size, stages)
             return size if len(members) >= size.world else None
         allowed = [set(member.register.tensor_parallel_sizes) for member in members]
         sizes = set.intersection(*allowed) if allowed else set()
@@ -76,9 +74,9 @@ class Formation:
         """Return what a group that cannot form yet waits for, for people."""
         if not num_members:
             return "waiting for a worker to register"
-        if self._tensor_parallel == "auto":
-            return f"{num_members} workers have registered; waiting {self._settle_seconds:g} s for more"
-        needed = GroupSize(self._tensor_parallel, self._pipeline_parallel).world
+        if self._config.tensor_parallel_size == "auto":
+            return f"{num_members} workers have registered; waiting {self._config.settle_seconds:g} s for more"
+        needed = GroupSize(self._config.tensor_parallel_size, self._config.pipeline_parallel_size).world
         return f"waiting for workers: {num_members} of {needed} have registered"
 
 

@@ -43,11 +43,8 @@ class GroupStatus(NamedTuple):
 
 
 class WorkerGroup:
-    """
-    Args:
-        tokenizer: digest of the tokenizer.json of the scheduler's model, to compare with that of the workers' models;
-            "": not compared.
-    """
+    """`tokenizer`: digest of the tokenizer.json of the scheduler's model, to compare with that of the workers' models;
+    "": not compared."""
 
     def __init__(self, config: SchedulerConfig, incarnation: int = 0, tokenizer: str = "") -> None:
         self._config, self._tokenizer = config, tokenizer

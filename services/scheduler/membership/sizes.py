@@ -24,7 +24,9 @@ def fit(c: SchedulerConfig, loaded: list[Loaded], leaves_rows_out: bool = False)
 
     Raises: GroupError
     """
-    num_blocks, groups, pooling = _num_blocks(c, loaded), loaded[0].groups or ONE_GROUP, loaded[0].pooling
+    least, groups, pooling = min(rank.num_blocks for rank in loaded), loaded[0].groups or ONE_GROUP, loaded[0].pooling
+    if (num_blocks := c.num_gpu_blocks_override or least) > least:
+        raise GroupError(f"--num-gpu-blocks-override {num_blocks}: the workers can hold {least} blocks")
     _refuse_different(loaded)
     _refuse_unserved(c, loaded[0])
     states, whole_prompts = num_states(groups), pooling is not None and pooling.whole_prompts
@@ -69,14 +71,6 @@ def fit(c: SchedulerConfig, loaded: list[Loaded], leaves_rows_out: bool = False)
         whole_prompts=whole_prompts,
         encoder_budget=c.max_num_batched_tokens if loaded[0].media is not None else 0,
     )
-
-
-def _num_blocks(c: SchedulerConfig, loaded: list[Loaded]) -> int:
-    """Raises: GroupError"""
-    least = min(rank.num_blocks for rank in loaded)
-    if (wanted := c.num_gpu_blocks_override or least) > least:
-        raise GroupError(f"--num-gpu-blocks-override {wanted}: the workers can hold {least} blocks")
-    return wanted
 
 
 def _refuse_different(loaded: list[Loaded]) -> None:

@@ -25,16 +25,12 @@ def overdue(member: Member, now: float, heartbeat_timeout: float) -> str | None:
         late = now - member.since > RETURN_TIMEOUT
         return "did not register again after its epoch ended" if late else None
     silence = now - member.last_seen
-    if silence > patience(member, heartbeat_timeout):
+    serves = member.state is MemberState.READY
+    if silence > (heartbeat_timeout if serves else max(heartbeat_timeout, LOAD_SILENCE)):
         return f"was silent for {silence:.1f} s"
     if member.state is MemberState.ASSIGNED and member.last_seen - member.since > ASSIGN_TIMEOUT:
         return f"is alive, but did not take up rank {member.rank}"
     return None
-
-
-def patience(member: Member, heartbeat_timeout: float) -> float:
-    """Return the seconds that the worker may be silent."""
-    return heartbeat_timeout if member.state is MemberState.READY else max(heartbeat_timeout, LOAD_SILENCE)
 
 
 def stalled(ranks: Collection[Member], now: float, idle_timeout: float) -> str | None:

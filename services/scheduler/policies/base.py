@@ -110,12 +110,10 @@ class BatchingPolicy(Protocol):
 
     def begin(self, view: SchedulerView) -> StepBudget:
         """Return the budget of the step. Called once at the start of each `schedule()`."""
-        ...
 
     def order(self, view: SchedulerView) -> SlotIds:
         """Return the running slots in the order in which they take from the budget. A slot that is left out is not in
         the step. Called again if a request was preempted meanwhile."""
-        ...
 
     def admit(self, view: SchedulerView, request: Request, hit: int, count: int) -> tuple[int, int]:
         """Return the first slice of a waiting request: (prefix tokens taken from the cache, tokens computed).
@@ -123,7 +121,6 @@ class BatchingPolicy(Protocol):
         Offered are `hit` cached tokens and `count` more. Both may be lowered, `hit` to whole blocks; what the hit loses
         may be added to the count, within the budget. A count of 0 keeps this request and all behind it waiting.
         """
-        ...
 
 
 @runtime_checkable
@@ -136,4 +133,3 @@ class ConfigurablePolicy(BatchingPolicy, Protocol):
 
         Raises: ValueError, if it cannot work within `limits`; the text names the number that would do.
         """
-        ...

@@ -8,7 +8,6 @@ import os
 from hashlib import blake2b
 
 import numpy as np
-from numpy.typing import NDArray
 
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import RequestKey
@@ -101,8 +100,3 @@ class PrefixChains:
     def _extend(self, slot: int) -> bytes:
         chain = self._of_slot[slot]
         return bytes(_ID_BYTES) if chain is None else chain.extend(self._tail[slot].tobytes())
-
-
-def block_ids(data: bytes) -> NDArray[np.uint64]:
-    """Return the ids in a column of a record."""
-    return np.frombuffer(data, "<u8")

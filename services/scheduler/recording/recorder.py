@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from services import release
 from services.config import SchedulerConfig
-from services.scheduler.build import CoreStart, restart_core
+from services.scheduler.build import CoreListener, CoreStart, restart_core
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.observer import CoreRestarted, Event, Record
 from services.scheduler.recording.conversion import Converter, TokenRemover
@@ -112,8 +112,8 @@ class FlightRecorder:
             self._needs_start = self._has_requested_start = True
 
 
-class LiveRecording:
-    """A `CoreListener` that records the core that serves, for `--record`."""
+class LiveRecording(CoreListener):
+    """Records the core that serves, for `--record`."""
 
     def __init__(self, config: SchedulerConfig, incarnation: int, directory: str) -> None:
         """Raises: OSError, if the directory cannot be written."""

@@ -19,7 +19,6 @@ from services.scheduler.core.drafting import Drafting, drafting_from_config
 from services.scheduler.core.engine import EngineCore, StallError
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.pins import PinRefused
 from services.scheduler.core.request import RequestKey
 from services.scheduler.core.results import UnknownResult
 from services.scheduler.core.slots import DROP, Column
@@ -177,7 +176,7 @@ class Replay:
         self._decisions = []
         try:
             self._enter(turn, turns)
-        except (ProtocolError, PinRefused, StallError, UnknownResult):  # the shell goes on after these
+        except (ProtocolError, StallError, UnknownResult):  # the shell goes on after these
             return None
         except ValueError as error:
             return None if isinstance(turn.cause, (events.RequestArrived, ArrivalRecord)) else _text(error)
@@ -210,21 +209,15 @@ class Replay:
             case events.DispatchStarted():
                 self._dispatch(turn)
             case events.PrefixCacheReset(reset_running=reset_running):
-                core.reset_prefix_cache(reset_running)
-            case events.PrefixPinned(pin=pin, owner=owner, names=names):
-                core.pin(pin, owner, names)
-            case events.PrefixUnpinned(pin=pin):
-                core.unpin(pin)
-            case events.BlocksDropped(names=names):
-                core.drop_blocks(names)
+                core.prefix_cache.reset(reset_running)
             case events.EpochEnded(is_fault=is_fault):
                 core.end_epoch(is_fault)
             case events.EpochStarted(epoch=epoch, limits=limits):
                 core.start_epoch(limits, self._factory.policy(limits), epoch)
             case events.BlocksAdopted(held=held):
-                core.adopt(held)
+                core.prefix_cache.adopt(held)
             case events.BlocksFilled(epoch=epoch, ticket=ticket, count=count):
-                core.on_loaded(epoch, ticket, count)
+                core.prefix_cache.on_loaded(epoch, ticket, count)
             case events.AllRequestsFailed(error=error):
                 core.fail_all(error)
             case events.CoreRestarted(limits=limits):

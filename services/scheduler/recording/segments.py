@@ -162,12 +162,7 @@ def _frame_of(records: Sequence[Record]) -> bytes:
 
 class EventRecording:
     def __init__(self, directory: Path, incarnation: int | None = None) -> None:
-        """
-        Args:
-            incarnation: None: the latest recording.
-
-        Raises: RecordingError, if there is none, or it has another version.
-        """
+        """`incarnation`: None: the latest one. Raises: RecordingError, if there is none, or it has another version."""
         try:
             found = segments_of(directory)
         except OSError as error:

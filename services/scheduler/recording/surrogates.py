@@ -15,7 +15,6 @@ from protocol.codec import unpack
 from services.scheduler.core.observer import Record, RequestFinished, RequestRefused
 from services.scheduler.core.request import RequestKey
 from services.scheduler.core.slots import Column
-from services.scheduler.recording.prefix_chains import block_ids
 from services.scheduler.recording.records import ArrivalRecord, OutcomeRecord, PlanRecord, RecordingHeader
 from services.scheduler.recording.segments import RecordingError
 
@@ -76,7 +75,7 @@ class Surrogates:
     def _arrive(self, record: ArrivalRecord) -> RecordedTokens:
         params = record.message.params
         self._stop_ids.update(params.eos_token_ids, params.stop_token_ids)
-        request = RecordedTokens(array("Q", block_ids(record.blocks).tolist()), length=record.num_tokens)
+        request = RecordedTokens(array("Q", unpack(record.blocks, np.uint64).tolist()), length=record.num_tokens)
         self._requests.append(request)
         return request
 
@@ -123,7 +122,7 @@ class Surrogates:
 
 def _take(record: OutcomeRecord, owners: dict[int, RecordedTokens]) -> None:
     slots = unpack(record.slots).tolist()
-    for row, block in zip(unpack(record.block_rows).tolist(), block_ids(record.blocks).tolist(), strict=True):
+    for row, block in zip(unpack(record.block_rows).tolist(), unpack(record.blocks, np.uint64).tolist(), strict=True):
         owners[slots[row]].blocks.append(block)
     columns = (record.stop_rows, record.stop_positions, record.stop_tokens)
     for row, position, token in zip(*(unpack(column).tolist() for column in columns), strict=True):

@@ -8,7 +8,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from protocol.codec import pack, unpack
-from protocol.requests import FinishReason, GenerateRequest
+from protocol.requests import GenerateRequest
 from protocol.steps import ModelRunnerOutput
 from services.scheduler.core.observer import (
     GrammarReady,
@@ -39,8 +39,6 @@ class RecordedRequest:
     """Prompt and output, or surrogates of them."""
     length: int
     """Tokens, prompt and output, at its end."""
-    reason: FinishReason | None = None
-    """None: it was open at the end of the recording."""
     first_token: float = 0.0
     ended: float = 0.0
     grammar_seconds: float | None = None
@@ -180,8 +178,10 @@ class _HistoryReader:
                 self._now = now
             case RequestArrived(frontend=frontend, message=message):
                 self._arrive(frontend, message, unpack(message.token_ids))
-            case ArrivalRecord():
-                self._arrive_without_tokens(turn.cause)
+            case ArrivalRecord(frontend=frontend, message=message, num_tokens=num_tokens):
+                assert self.surrogates is not None
+                tokens = self.surrogates.tokens_of(self._num_arrivals, num_tokens)
+                self._arrive(frontend, replace(message, token_ids=pack(tokens[:num_tokens])), tokens)
             case GrammarReady(request=key) if key in self._open:
                 self._open[key].grammar_seconds = self._now - self._open[key].arrived
             case ResultArrived(result=result):
@@ -208,12 +208,6 @@ class _HistoryReader:
                     self.history.num_preemptions += 1
                 case _:
                     pass
-
-    def _arrive_without_tokens(self, record: ArrivalRecord) -> None:
-        assert self.surrogates is not None
-        tokens = self.surrogates.tokens_of(self._num_arrivals, record.num_tokens)
-        message = replace(record.message, token_ids=pack(tokens[: record.num_tokens]))
-        self._arrive(record.frontend, message, tokens)
 
     def _arrive(self, frontend: int, message: GenerateRequest, tokens: Column) -> None:
         self._num_arrivals += 1
@@ -276,5 +270,4 @@ class _HistoryReader:
         request = self._open.pop((record.frontend, finish.number), None)
         if request is None or finish.times is None:
             return
-        request.reason = finish.reason
         request.first_token, request.ended = finish.times.first_token, finish.times.ended

@@ -28,9 +28,6 @@ class Measurements:
     num_refused: int = 0
     """Requests that do not fit the context or the cache."""
 
-    def add(self, request: RequestMeasurement) -> None:
-        self.requests.append(request)
-
     def figures(self) -> list[Figure]:
         """Return throughput, and mean and 90th percentile of both latencies; nan without requests."""
         served = [request for request in self.requests if request.first_token]

@@ -87,11 +87,9 @@ class FittedModel:
 
 
 def recorded(history: History) -> Measurements:
-    measured = Measurements(num_preemptions=history.num_preemptions)
-    for request in history.requests:
-        if request.ended:
-            measured.add(RequestMeasurement(request.arrived, request.first_token, request.ended, request.num_outputs))
-    return measured
+    ended = [request for request in history.requests if request.ended]
+    measured = [RequestMeasurement(r.arrived, r.first_token, r.ended, r.num_outputs) for r in ended]
+    return Measurements(measured, history.num_preemptions)
 
 
 def _latency(measured: Measurements) -> float:

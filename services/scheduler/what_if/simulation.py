@@ -20,7 +20,7 @@ from protocol.media import MediaModel
 from protocol.membership import Loaded
 from protocol.pooling import PoolingModel
 from protocol.requests import Finish, FinishReason
-from protocol.sampling import Pooling, StructuredOutputParams
+from protocol.sampling import Pooling
 from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepTimes
 from services.config import SchedulerConfig
 from services.scheduler.build import CoreStart, build_core
@@ -85,17 +85,6 @@ class ModelledStep:
     end: float
 
 
-class _Tickets(RecordedCompiler):
-    """A compiler that keeps the last ticket."""
-
-    last = 0
-
-    def submit(
-        self, ticket: int, params: StructuredOutputParams, eos_token_ids: tuple[int, ...], again: bool = False
-    ) -> None:
-        self.last = ticket
-
-
 class WhatIf:
     def __init__(
         self, header: RecordingHeader, config: SchedulerConfig, limits: Limits, history: History, device: ModelledDevice
@@ -108,8 +97,7 @@ class WhatIf:
         """
         self._history, self._device, self._hidden_size = history, device, header.hidden_size
         self._max_model_len = limits.max_model_len
-        self._compiler = _Tickets()
-        start = CoreStart(limits, header.epoch, header.vocab_size, header.hidden_size, self._compiler)
+        start = CoreStart(limits, header.epoch, header.vocab_size, header.hidden_size, RecordedCompiler())
         self.core = build_core(config, start, make_policy(config, limits))
         self.core.observers.add(self)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -119,7 +107,6 @@ class WhatIf:
         self._steps: dict[int, InflightStep] = {}
         self._executing: deque[ModelledStep] = deque()
         self._open: dict[RequestKey, RecordedRequest] = {}
-        self._to_abort: list[RequestKey] = []
         self._rng = Random(_SEED)  # noqa: S311  no secret
         self.measurements = Measurements()
         self._rows = self._requests = 0
@@ -141,7 +128,6 @@ class WhatIf:
             self.core.advance(now, worked)
             while (following := self._next())[0] <= now:
                 self._deliver() if following[1] else heapq.heappop(self._events)[2]()
-            self._abort_due()
             for message in self.core.dispatch():
                 if isinstance(message, SchedulerOutput):
                     self._execute(message, now)
@@ -189,7 +175,7 @@ class WhatIf:
                 self.measurements.num_refused += 1
                 return
             if request.message.structured is not None:
-                ticket = self._compiler.last
+                *_, ticket = self.core.store.compiling.by_ticket
                 self._at(
                     self.core.store.now + (request.grammar_seconds or 0.0),
                     lambda: self.core.on_grammar(ticket, RecordedGrammar(_ALL_MATCH)),
@@ -205,13 +191,8 @@ class WhatIf:
         if request is None or finish.times is None or finish.reason is FinishReason.REJECTED:
             return
         times, self._requests = finish.times, self._requests + 1
-        self.measurements.add(RequestMeasurement(times.queued, times.first_token, times.ended, request.num_outputs))
-
-    def _abort_due(self) -> None:
-        """Abort the requests that had all tokens that they got before they were aborted."""
-        due, self._to_abort = self._to_abort, []
-        for frontend, number in due:
-            self.core.abort(frontend, [number])
+        measured = RequestMeasurement(times.queued, times.first_token, times.ended, request.num_outputs)
+        self.measurements.requests.append(measured)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -273,7 +254,7 @@ class WhatIf:
                 draft_token_ids=bytes(4 * len(rows) * step.proposes) if plan.has_structured_output_requests else b"",
             )
         )
-        self._find_due(rows)
+        self._abort_due(rows)
 
     def _draft(self, planned: int) -> tuple[int, int]:
         """Return how many drafts of a row are verified, and how many of them are accepted."""
@@ -298,7 +279,8 @@ class WhatIf:
             tokens[: len(part)] = part
         return tokens
 
-    def _find_due(self, rows: SlotIds) -> None:
+    def _abort_due(self, rows: SlotIds) -> None:
+        """Abort the requests that have all tokens that they got before they were aborted."""
         slots = self.core.epoch.slots
         for slot in rows.tolist():
             owner = slots.owner[slot]
@@ -306,4 +288,4 @@ class WhatIf:
                 continue
             request = self._open.get(owner.key)
             if request is not None and slots.tokens[slot] >= request.length:
-                self._to_abort.append(owner.key)
+                self.core.abort(owner.frontend, [owner.number])

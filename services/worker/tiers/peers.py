@@ -72,7 +72,7 @@ class PeerServer:
     def _serve(self) -> None:
         name_this_thread()
         server, poller = self._server, zmq.Poller()
-        for source in (server.socket, server.events):
+        for source in server.sockets:
             poller.register(source, zmq.POLLIN)
         while not self._closing.is_set():
             poller.poll(_POLL_MS)

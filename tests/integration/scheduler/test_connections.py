@@ -12,8 +12,6 @@ from protocol.requests import AbortRequest, EnginePhase, EngineState, RequestOut
 from protocol.steps import ModelRunnerOutput
 from protocol.transport import Client, HandshakeRefused
 from protocol.transport import server as transport
-from services.scheduler.io import frontends as frontend_connections
-from services.scheduler.io import workers as worker_connections
 from services.scheduler.io.frontends import FrontendConnections
 from services.scheduler.io.workers import WorkerConnections
 from tests.waiting import wait_until as until
@@ -33,8 +31,6 @@ class Frontends:
 
     def pump(self) -> None:
         self.received += self.connections.receive()
-        if self.connections.sweep_due:
-            self.connections.send_state_to_all(STATE)
         self.gone += self.connections.take_gone()
 
     def connect(self) -> Client:
@@ -69,7 +65,6 @@ def test_a_frontend_that_left_is_found_although_nothing_is_sent_to_it(frontends:
     first.close()
     until(lambda: frontends.has_lost(0))
     assert len(frontends.connections) == 1
-    assert not frontends.connections.sweep_due
     second.send(AbortRequest([7]))
     until(lambda: (frontends.pump(), (1, AbortRequest([7])) in frontends.received)[1])
     second.close()
@@ -99,7 +94,7 @@ def test_a_frontend_that_comes_back_gets_a_new_number(frontends: Frontends) -> N
 
 def test_frontends_that_left_use_up_no_room(frontends: Frontends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "MAX_PEERS", 2)
-    monkeypatch.setattr(frontend_connections, "SWEEP_SECONDS", 0.1)
+    monkeypatch.setattr(transport, "SWEEP_SECONDS", 0.1)
     for number in range(4):
         frontends.connect().close()
         until(lambda n=number: frontends.has_lost(*range(n + 1)))  # type: ignore[misc]
@@ -187,7 +182,7 @@ def test_the_end_of_an_epoch_is_sent_on_both_connections(workers: Workers) -> No
 def test_workers_that_left_use_up_no_room(workers: Workers, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """A worker has two connections: room for four is room for two workers."""
     monkeypatch.setattr(transport, "MAX_PEERS", 4)
-    monkeypatch.setattr(worker_connections, "PROBE_SECONDS", 0.1)
+    monkeypatch.setattr(transport, "SWEEP_SECONDS", 0.1)
     for number in range(5):
         if how == "connected":
             clients = workers.connect(f"host:{number}")
@@ -196,18 +191,18 @@ def test_workers_that_left_use_up_no_room(workers: Workers, monkeypatch: pytest.
             if how == "refused":
                 workers.connections.refuse(peer, "another model")
         close(clients)
-        until(lambda: (workers.pump(), workers.connections.probing)[1])
-        until(lambda: (workers.pump(), not workers.connections.probing)[1])
+        until(lambda: (workers.pump(), workers.connections.server.sweeps)[1])
+        until(lambda: (workers.pump(), not workers.connections.server.sweeps)[1])
         assert len(workers.connections) == 0
 
 
 def test_the_connection_for_results_is_not_flooded_while_workers_are_probed(workers: Workers) -> None:
-    """A worker reads it ten times a second, and the end of its epoch must not wait behind pings."""
+    """A worker reads it ten times a second, and the end of its epoch must not wait behind checks."""
     peer, clients = workers.register("host:1")
     _, others = workers.register("host:2")
     close(others)
-    until(lambda: (workers.pump(), workers.connections.probing)[1])
-    until(lambda: (workers.pump(), not workers.connections.probing)[1])
+    until(lambda: (workers.pump(), workers.connections.server.sweeps)[1])
+    until(lambda: (workers.pump(), not workers.connections.server.sweeps)[1])
     workers.connections.send(peer, EndEpoch(1, "a rank was lost"), everywhere=True)
     frames: list[bytes] = []
 
@@ -216,7 +211,7 @@ def test_the_connection_for_results_is_not_flooded_while_workers_are_probed(work
         return bool(frames) and frames[-1] == encode(EndEpoch(1, "a rank was lost"))
 
     until(ended)
-    assert len(frames) == 2, "one ping, and the end of the epoch"
+    assert len(frames) == 1, "checks of the connection are no messages"
     close(clients)
 
 

@@ -30,7 +30,7 @@ def test_numbers_of_open_requests_are_unique_and_those_of_ended_ones_are_swept()
             del open_numbers[number if count % 3 else next(iter(open_numbers))]
         while len(open_numbers) > 5000:
             del open_numbers[next(iter(open_numbers))]
-    assert arrivals.num_kept <= 2 * 5001
+    assert len(arrivals.taken) <= 2 * 5001
 
 
 def test_a_scheduler_that_did_not_run_for_long_has_lost_its_place() -> None:

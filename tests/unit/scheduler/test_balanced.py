@@ -26,7 +26,7 @@ class Pipeline:
 
     def __init__(self, limits: Limits, depth: int | None = None) -> None:
         self.store = RequestStore()
-        self.epoch = EpochState(1, limits, BalancedPolicy())
+        self.epoch = EpochState(1, limits, BalancedPolicy(), self.store)
         lifecycle = Lifecycle(self.store, self.epoch)
         self.planner = StepPlanner(self.store, self.epoch, lifecycle, None)
         self.applier = ResultApplier(self.store, self.epoch, lifecycle, None)

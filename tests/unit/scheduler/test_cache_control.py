@@ -28,9 +28,9 @@ def test_a_pin_that_cannot_be_read_ends_and_the_others_go_on() -> None:
 def test_workers_of_the_next_epoch_have_no_pin_that_was_removed_in_the_last_one() -> None:
     core = EngineCore(LIMITS, ChunkedPolicy(), 1, 50)
     core.store.pins.are_kept = True
-    core.pin("first", "", [bytes(NAME_BYTES)])
+    core.prefix_cache.pin("first", "", [bytes(NAME_BYTES)])
     assert [*core.dispatch()] == [KeepPins(1, 4, [KeptPin("first", "", bytes(NAME_BYTES))])]
-    core.unpin("first")
+    core.prefix_cache.unpin("first")
     core.end_epoch()
     core.start_epoch(LIMITS, ChunkedPolicy(), 2)
     assert [*core.dispatch()] == [KeepPins(2, 4, [])]

@@ -81,15 +81,6 @@ def test_publishing_a_refusal_does_not_close_an_open_request_of_the_same_number(
     assert not core.has_requests
 
 
-def test_an_idle_engine_sends_nothing() -> None:
-    core = engine()
-    assert list(core.dispatch()) == []
-    core.add(0, generate([1]))
-    core.abort(0, [0])
-    assert list(core.dispatch()) == []
-    assert not core.has_requests
-
-
 def test_stats_name_what_runs_and_waits() -> None:
     core = engine()
     for number in range(3):

@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from protocol.sampling import SamplingParams
-from services.scheduler.core.block_pool import BlockPool
 from services.scheduler.core.kv_cache import KVCacheManager
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.observer import Observers
+from services.scheduler.core.pins import Pins
 from services.scheduler.core.request import Request
 from services.scheduler.core.slots import SlotColumns
 
@@ -22,7 +24,8 @@ class KVCacheMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.slots = SlotColumns(NUM_SLOTS, LONGEST)
-        self.kv = KVCacheManager(self.slots, BlockPool(NUM_BLOCKS), SIZE)
+        limits = Limits(NUM_SLOTS, LONGEST, LONGEST, NUM_BLOCKS, SIZE)
+        self.kv = KVCacheManager(self.slots, limits, Observers(), Pins())
         self.content: dict[int, Key] = {}
         """Block -> content that was registered last; removed when the block is given away."""
         self.arrivals = 0
@@ -159,7 +162,7 @@ TestKVCache.settings = settings(max_examples=150, stateful_step_count=40, derand
 def released_prompt(enable_prefix_caching: bool) -> tuple[KVCacheManager, Request, list[int]]:
     """Return a manager after a request has filled all four blocks and left, the request and its blocks."""
     slots = SlotColumns(2, 64)
-    kv = KVCacheManager(slots, BlockPool(4), 4, enable_prefix_caching)
+    kv = KVCacheManager(slots, Limits(2, 64, 64, 4, 4, enable_prefix_caching), Observers(), Pins())
     request = Request(0, 0, np.arange(16, dtype=np.int32), 16, SamplingParams(4), 1)
     slot = slots.assign(request, 64)
     kv.adopt(slot, [])

@@ -7,7 +7,7 @@ import pytest
 
 from protocol.codec import pack, unpack
 from protocol.requests import Finish, FinishReason, RequestTimes
-from protocol.sampling import GrammarKind, Pooling, StructuredOutputParams
+from protocol.sampling import Pooling
 from protocol.steps import SchedulerOutput
 from services.scheduler.core import observer as events
 from services.scheduler.core.engine import EngineCore
@@ -181,15 +181,6 @@ def test_an_abort_is_recorded_as_it_came_and_its_finish_is_not_sent() -> None:
     assert engine.core.take_outputs() == []
 
 
-def test_a_frontend_that_leaves() -> None:
-    engine = ObservedEngine()
-    engine.generate(1)
-    engine.generate(2)
-    engine.core.drop_frontend(0)
-    assert engine.names[2:] == ["FrontendLeft", "RequestFinished", "RequestFinished"]
-    assert engine.events[2] == events.FrontendLeft(0)
-
-
 def test_grammars_that_are_ready_refused_or_of_an_aborted_request() -> None:
     engine = ObservedEngine()
     for number in range(3):
@@ -208,13 +199,6 @@ def test_grammars_that_are_ready_refused_or_of_an_aborted_request() -> None:
     (sent,) = engine.of(events.GrammarSent)
     assert sent.message.step_id == 1
     assert engine.names[-2:] == ["StepDispatched", "GrammarSent"]
-
-
-def test_a_grammar_that_is_no_grammar_is_named_as_error() -> None:
-    engine = ObservedEngine()
-    engine.generate(structured=StructuredOutputParams(GrammarKind.GRAMMAR, "refused"))
-    engine.core.on_grammar(1, engine.compilation.finish(1))
-    assert engine.of(events.GrammarReady) == [events.GrammarReady(1, (0, 0), "it cannot be compiled")]
 
 
 def test_epochs_and_results_that_come_too_late() -> None:
@@ -246,7 +230,7 @@ def test_a_reset_of_the_prefix_cache_preempts_what_runs() -> None:
     engine = ObservedEngine()
     engine.generate(max_tokens=9)
     engine.dispatch()
-    engine.core.reset_prefix_cache(reset_running=True)
+    engine.core.prefix_cache.reset(reset_running=True)
     assert engine.events[-2] == events.PrefixCacheReset(reset_running=True)
     (preempted,) = engine.of(events.RequestPreempted)
     assert (preempted.request, preempted.cause) == ((0, 0), events.PreemptionCause.RESET)
@@ -284,16 +268,6 @@ def test_listeners_come_and_go_while_the_engine_runs() -> None:
     assert engine.finished[0].reason is FinishReason.LENGTH
 
 
-def test_listeners_outlive_an_epoch() -> None:
-    engine = ObservedEngine()
-    engine.core.end_epoch()
-    engine.core.start_epoch(LIMITS, ChunkedPolicy(), 2)
-    engine.generate()
-    engine.run()
-    assert engine.of(events.StepDispatched)[0].plan.epoch == 2
-    assert engine.of(events.RequestFinished)
-
-
 def test_messages_of_events_are_those_that_leave() -> None:
     engine = ObservedEngine()
     engine.generate(max_tokens=1)
@@ -313,17 +287,6 @@ def timed(engine: ObservedEngine, now: float, *actions: Callable[[], None]) -> N
     engine.core.advance(now)
     for action in actions:
         action()
-
-
-def test_the_core_keeps_the_time_it_was_given() -> None:
-    engine = ObservedEngine()
-    assert engine.core.store.now == 0
-    timed(engine, 12.5)
-    assert engine.core.store.now == 12.5
-    engine.core.end_epoch()
-    engine.core.start_epoch(LIMITS, ChunkedPolicy(), 2)
-    assert engine.core.store.now == 12.5
-    assert engine.events[0] == events.TimeAdvanced(12.5)
 
 
 @pytest.mark.parametrize("listens", [True, False])

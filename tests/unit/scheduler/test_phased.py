@@ -100,14 +100,6 @@ def report(slot: int, frontier: int) -> dict[str, bytes]:
     return {"progress_slots": pack([slot]), "progress_frontiers": pack([frontier])}
 
 
-def test_a_report_of_what_was_planned_changes_nothing() -> None:
-    engine, (first, second) = prefilling()
-    engine.on_result(result_of(first, **report(0, 8)))
-    engine.on_result(result_of(second, **report(0, 16)))
-    assert engine.store.counters["rollbacks_total"] == 0
-    assert engine.store.counters["generation_tokens"] == 1
-
-
 def test_tokens_of_a_generation_that_was_rolled_back_are_ignored() -> None:
     """The runner computed the void row all the same: its token is ignored."""
     engine, (first, second) = prefilling()

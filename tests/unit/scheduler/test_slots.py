@@ -1,8 +1,6 @@
 """A slot is assigned with every column reset, retired behind its fence, and assigned again."""
 
-import pytest
-
-from services.scheduler.core.slots import DROP, FREE, LIVE, SlotColumns
+from services.scheduler.core.slots import DROP, SlotColumns
 from tests.simulation.grammar import Automaton
 from tests.simulation.requests import request
 
@@ -23,36 +21,6 @@ def test_the_next_owner_sees_no_column_of_the_last() -> None:
         assert getattr(slots, name)[0] == getattr(fresh, name)[0], name
     assert slots.stop_ids[0].tolist() == [2]
     assert slots.generation[0] == 2
-
-
-def test_a_retired_request_gets_its_tokens_back() -> None:
-    slots = SlotColumns(2, 32)
-    r = request([1, 2, 3], 1)
-    slot = slots.assign(r, 32)
-    slots.history[slot, 3:5] = 8, 9
-    slots.tokens[slot] = 5
-    slots.retire(slot, DROP)
-    slots.history[slot] = 0
-    assert (r.token_ids.tolist(), r.slot, int(slots.state[slot])) == ([1, 2, 3, 8, 9], -1, DROP)
-    assert slots.request(slot) is r, "late rows belong to their request"
-    slots.release(slot)
-    assert int(slots.state[slot]) == FREE
-    with pytest.raises(KeyError, match="is free"):
-        slots.request(slot)
-
-
-def test_a_replayed_request_keeps_its_limits() -> None:
-    """Limits count from the original prompt, not from the tokens already delivered."""
-    slots = SlotColumns(1, 32)
-    slot = slots.assign(request([1, 2, 3, 4, 5], 1, prompt=3, max_tokens=6, min_tokens=4), 32)
-    assert (int(slots.tokens[slot]), int(slots.limit[slot]), int(slots.stops_from[slot])) == (5, 9, 7)
-    assert int(slots.state[slot]) == LIVE
-
-
-def test_the_context_limits_a_request_before_max_tokens() -> None:
-    slots = SlotColumns(1, 8)
-    slot = slots.assign(request([1, 2, 3], 1, max_tokens=100), 8)
-    assert int(slots.limit[slot]) == 8
 
 
 def test_many_stop_tokens_cost_other_steps_nothing_once_their_request_has_left() -> None:

@@ -13,7 +13,7 @@ from protocol.rows import LogprobRows
 from protocol.sampling import GrammarKind, Pooling, StructuredOutputParams
 from protocol.steps import GrammarOutput, SchedulerOutput
 from services.config import SchedulerConfig
-from services.scheduler import service as service_module
+from services.scheduler import structured_output
 from services.scheduler.core import engine as engine_module
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
@@ -21,6 +21,8 @@ from services.scheduler.core.results import UnknownResult
 from services.scheduler.grammar.base import OVERLOADED
 from services.scheduler.policies import ChunkedPolicy
 from services.scheduler.service import Service
+from services.scheduler.structured_output import StructuredOutput
+from services.scheduler.worker_seconds import WorkerSeconds
 from tests.simulation.grammar import Compilation
 from tests.simulation.requests import finishes, generate, plans
 from tests.simulation.results import result_of
@@ -130,17 +132,6 @@ def test_abort_while_it_is_compiled() -> None:
     core.on_grammar(2, "too late")
     assert not core.has_requests
     assert finishes(core) == []
-
-
-def test_the_number_of_an_aborted_one_may_be_used_again_at_once() -> None:
-    core = engine()
-    core.add(0, generate(structured=COUNTING))
-    core.abort(0, [0])
-    core.add(0, generate(structured=COUNTING))
-    core.on_grammar(1, "the old one's")
-    assert finishes(core) == []
-    core.on_grammar(2, Counting())
-    assert core.has_requests
 
 
 def test_requests_whose_grammar_is_compiled_count_in_the_limits_of_the_queue() -> None:
@@ -269,22 +260,20 @@ def service(tmp_path: Path) -> Iterator[Service]:
     service.workers.close(0)
 
 
-def test_grammars_whose_replay_takes_long_do_not_stop_the_loop(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_grammars_whose_replay_takes_long_do_not_stop_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does one alone that has many tokens to read: it takes several turns, and others get theirs."""
-    monkeypatch.setattr(service_module, "GRAMMAR_SECONDS", 0.0)
+    monkeypatch.setattr(structured_output, "GRAMMAR_SECONDS", 0.0)
     monkeypatch.setattr(engine_module, "REPLAYED_TOKENS", 2)
-    core, grammars = service.engine, {ticket: Counting() for ticket in (1, 2, 3)}
-    assert core is not None
+    core, grammars = engine(2), {ticket: Counting() for ticket in (1, 2, 3)}
     for number, outputs in enumerate(([], [5, 6, 7, 8, 9], [])):
         core.add(0, generate([1, 2, *outputs], number=number, prompt=2, max_tokens=9, structured=COUNTING))
     compiled = [[*grammars.items()]]
-    service.compiler = SimpleNamespace(take=lambda: compiled.pop() if compiled else [])  # type: ignore[assignment]
+    compiler = SimpleNamespace(take=lambda: compiled.pop() if compiled else [])
+    structured = StructuredOutput(compiler, None)  # type: ignore[arg-type]
     for done, read in ((1, 5), (1, 7), (2, 7), (2, 9), (3, 10)):
-        service._read_grammars()  # noqa: SLF001
+        structured.read(core, WorkerSeconds(), lambda: None)
         assert (len(core.store.waiting), grammars[2].next) == (done, read)
-        assert (service._poll_ms() == 0) == (done < 3)  # noqa: SLF001
+        assert bool(structured.grammars) == (done < 3)
 
 
 def test_embeddings_of_each_step_are_sent_at_once(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:

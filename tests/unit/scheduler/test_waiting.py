@@ -9,18 +9,6 @@ from services.scheduler.core.waiting import WaitingQueue
 from tests.simulation.requests import request
 
 
-def test_a_preempted_request_precedes_later_ones() -> None:
-    queue = WaitingQueue()
-    first, second, third = (request(number=order_key) for order_key in (1, 2, 3))
-    for r in (third, first, second):
-        queue.add(r)
-    assert list(queue) == list(queue.in_order()) == [first, second, third]
-    queue.remove(first)
-    assert queue.head() is second
-    queue.add(first)
-    assert queue.head() is first
-
-
 def test_a_walk_that_ends_early_loses_no_request() -> None:
     queue = WaitingQueue()
     requests = [request(number=order_key) for order_key in range(5)]

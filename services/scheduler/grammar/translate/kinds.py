@@ -10,7 +10,6 @@ from protocol.sampling import GrammarKind, StructuredOutputParams
 from services.scheduler.grammar.errors import GrammarError
 from services.scheduler.grammar.limits import MAX_ALTERNATIVES, MAX_DEPTH, MAX_TAGS
 from services.scheduler.grammar.translate.json_schema import check_schema, schema_to_grammar
-from services.scheduler.grammar.translate.json_text import parse_json
 from services.scheduler.grammar.translate.regex import check_lark, check_regex, ecma_classes
 from services.scheduler.grammar.translate.tag_formats import IsSpecial, TagFormats
 
@@ -21,7 +20,7 @@ def tags_to_lark(text: str, is_special: IsSpecial) -> str:
 
     Raises: GrammarError
     """
-    content = parse_json(text, "structural tag")
+    content = _parse_json(text, "structural tag")
     is_new = isinstance(content, dict) and "format" in content
     formats = TagFormats(is_special)
     start = formats.body(content["format"] if is_new else _triggered(content))
@@ -73,7 +72,7 @@ def translate(params: StructuredOutputParams, is_special: IsSpecial) -> str:
     text = params.text
     match params.kind:
         case GrammarKind.JSON:
-            return schema_to_grammar(check_schema(parse_json(text, "JSON schema")))
+            return schema_to_grammar(check_schema(_parse_json(text, "JSON schema")))
         case GrammarKind.JSON_OBJECT:
             return schema_to_grammar({"type": "object"})
         case GrammarKind.REGEX:
@@ -87,8 +86,22 @@ def translate(params: StructuredOutputParams, is_special: IsSpecial) -> str:
             return str(LLMatcher.grammar_from_lark(tags_to_lark(text, is_special)))
 
 
+def _parse_json(text: str, what: str) -> Any:
+    """Return the JSON value. Raises: GrammarError, in which `what` names the text."""
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise GrammarError(f"the {what} is nested more than {MAX_DEPTH} levels deep") from None
+    except ValueError as error:
+        raise GrammarError(f"the {what} is not valid JSON: {error}") from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON value")
+
+
 def _choices_to_lark(text: str) -> str:
-    choices = parse_json(text, "choice")
+    choices = _parse_json(text, "choice")
     if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
         raise GrammarError("choice must be a list of texts")
     if not 0 < len(choices) <= MAX_ALTERNATIVES:

@@ -1,4 +1,5 @@
-"""The trial process: reads a `TrialSetup`, then `StructuredOutputParams`, and answers each with a `TrialVerdict`.
+"""The trial process: reads a `GrammarVocabulary`, then `StructuredOutputParams`, and answers each with a
+`TrialVerdict`.
 
 RUNAHEAD_FAILPOINT_GRAMMAR_SECONDS is for tests: it delays each compilation by that many seconds.
 """
@@ -16,7 +17,7 @@ from protocol.sampling import StructuredOutputParams
 from services.process import die_with_parent
 from services.scheduler.grammar.limits import CPU_SECONDS, MEMORY_BYTES, STACK_BYTES
 from services.scheduler.grammar.trial.measure import TrialCompiler
-from services.scheduler.grammar.trial.messages import TrialSetup, TrialVerdict
+from services.scheduler.grammar.trial.messages import TrialVerdict
 from services.scheduler.grammar.vocabulary import GrammarVocabulary
 
 FAILPOINT = "RUNAHEAD_FAILPOINT_GRAMMAR_SECONDS"
@@ -34,10 +35,9 @@ def main(descriptor: str, parent: str) -> int:
 def serve(scheduler: Connection) -> None:
     """Answer requests until the connection is closed."""
     with scheduler, contextlib.suppress(EOFError, OSError):
-        setup = msgspec.msgpack.decode(scheduler.recv_bytes(), type=TrialSetup)
-        vocabulary = GrammarVocabulary(setup.tokenizer, setup.num_tokens, setup.eos_token_ids)
+        vocabulary = msgspec.msgpack.decode(scheduler.recv_bytes(), type=GrammarVocabulary)
         try:
-            compiler = TrialCompiler(vocabulary.library_tokenizer(setup.n_vocab))
+            compiler = TrialCompiler(vocabulary.library_tokenizer())
         except Exception as error:  # llguidance raises arbitrary errors for a tokenizer that it cannot use
             scheduler.send_bytes(msgspec.msgpack.encode(TrialVerdict(str(error) or type(error).__name__)))
             return

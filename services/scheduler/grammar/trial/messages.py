@@ -1,20 +1,10 @@
-"""Messages between the scheduler and a trial process, as msgpack."""
+"""The answer of a trial process, as msgpack."""
 
 import msgspec
 
 
-class TrialSetup(msgspec.Struct, array_like=True, frozen=True):
-    """First message to a trial process. A `TrialVerdict` answers it."""
-
-    tokenizer: str
-    """Content of tokenizer.json."""
-    num_tokens: int
-    eos_token_ids: tuple[int, ...]
-    n_vocab: int
-
-
 class TrialVerdict(msgspec.Struct, array_like=True, frozen=True):
-    """Result of a trial, from the trial process. It answers a `StructuredOutputParams`."""
+    """Result of a trial. It answers a `StructuredOutputParams`, and the `GrammarVocabulary` before them."""
 
     error: str = ""
     """Reason of a refusal, for the client. Empty: the grammar can be served."""

@@ -3,6 +3,7 @@
 import select
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 from llguidance import LLTokenizer
@@ -18,7 +19,7 @@ VOCABULARY = GrammarVocabulary.load(str(DEMO_MODEL))
 N_VOCAB = VOCABULARY.num_tokens
 WORDS = -(-N_VOCAB // 32)
 (EOS,) = VOCABULARY.eos_token_ids
-LIBRARY: LLTokenizer = VOCABULARY.library_tokenizer(N_VOCAB)
+LIBRARY: LLTokenizer = replace(VOCABULARY, width=N_VOCAB).library_tokenizer()
 _TOKENIZER = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
 PATIENCE_MS = 60_000
 

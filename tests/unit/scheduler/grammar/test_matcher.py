@@ -1,5 +1,7 @@
 """`Matcher`: accepted tokens, failures, the start of the grammar and tokens after its end."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from llguidance import LLMatcher, LLParserLimits
@@ -119,7 +121,7 @@ def test_copies_advance_independently(compiler: CompilerClient) -> None:
 def test_logits_wider_than_the_vocabulary(extra: int) -> None:
     """Checkpoints pad their embeddings. Padding must not be sampled."""
     width = N_VOCAB + extra
-    tokenizer = VOCABULARY.library_tokenizer(width)
+    tokenizer = replace(VOCABULARY, width=width).library_tokenizer()
     grammar = Matcher(LLMatcher(tokenizer, LLMatcher.grammar_from_regex("(.|\n)*"), log_level=0), (EOS,))
     mask = np.full(-(-width // 32), -1, np.int32)  # content of an earlier step
     grammar.fill(mask)
