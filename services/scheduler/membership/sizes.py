@@ -75,7 +75,9 @@ def _num_blocks(c: SchedulerConfig, loaded: list[Loaded]) -> int:
     """Raises: GroupError"""
     least = min(rank.num_blocks for rank in loaded)
     if (wanted := c.num_gpu_blocks_override or least) > least:
-        raise GroupError(f"--num-gpu-blocks-override {wanted}: the workers can hold {least} blocks")
+        raise GroupError(
+            f"--num-gpu-blocks-override {wanted}: the workers can hold {least} blocks; raise --kv-cache-memory-bytes"
+        )
     return wanted
 
 
