@@ -142,11 +142,11 @@ def sequence_blocks(config: ServeConfig, memory: RankMemory, tokens: int) -> int
 
 def cache_bytes(config: ServeConfig, memory: RankMemory, context: int, serving: ServingMemory) -> int:
     """Return the bytes of the largest KV cache that a rank allocates."""
-    useful = 2 * config.max_num_seqs * sequence_blocks(config, memory, context) * memory.kv_block
     budget = serving.cache_budget(config.kv_cache_memory_bytes, memory.weights)
-    if not (config.kv_cache_memory_bytes or serving.is_gpu):  # all ranks share the default
-        budget //= config.data_parallel_size * config.num_workers
-    return min(budget, useful)
+    if config.kv_cache_memory_bytes or serving.is_gpu:
+        return budget
+    useful = 2 * config.max_num_seqs * sequence_blocks(config, memory, context) * memory.kv_block
+    return min(budget // (config.data_parallel_size * config.num_workers), useful)  # all ranks share the default
 
 
 def _check_memory(config: ServeConfig, memory: list[RankMemory], context: int, serving: ServingMemory) -> None:

@@ -82,12 +82,12 @@ class QueueTime:
 
     def _for_seats(self, store: RequestStore, epoch: EpochState, num_tokens: int) -> float:
         limits, running = epoch.limits, epoch.running
-        ends = float(store.num_waiting + 1 - (limits.max_num_seqs - len(running)))
-        free_tokens = epoch.kv.num_free * limits.block_size
-        missing_tokens = store.num_waiting_tokens + num_tokens - free_tokens
-        if missing_tokens > 0 and len(running):
-            held = limits.kv_capacity - free_tokens
-            ends = max(ends, missing_tokens * len(running) / max(held, 1))
+        waiting = store.num_waiting + 1
+        ends = float(waiting - (limits.max_num_seqs - len(running)))
+        blocks = waiting * limits.most_blocks((store.num_waiting_tokens + num_tokens) // waiting)
+        if (missing := blocks - epoch.kv.num_free) > 0 and len(running):
+            held = limits.num_blocks - epoch.kv.num_free
+            ends = max(ends, missing * len(running) / max(held, 1))
         if ends <= 0:
             return 0.0
         seconds = self._seat_seconds

@@ -26,7 +26,9 @@ def fit(c: SchedulerConfig, loaded: list[Loaded], leaves_rows_out: bool = False)
     """
     least, groups, pooling = min(rank.num_blocks for rank in loaded), loaded[0].groups or ONE_GROUP, loaded[0].pooling
     if (num_blocks := c.num_gpu_blocks_override or least) > least:
-        raise GroupError(f"--num-gpu-blocks-override {num_blocks}: the workers can hold {least} blocks")
+        raise GroupError(
+            f"--num-gpu-blocks-override {num_blocks}: the workers can hold {least} blocks; raise --kv-cache-memory-bytes"
+        )
     _refuse_different(loaded)
     _refuse_unserved(c, loaded[0])
     states, whole_prompts = num_states(groups), pooling is not None and pooling.whole_prompts

@@ -1,6 +1,5 @@
 """The number of KV blocks and of positions that a rank offers to the scheduler."""
 
-import logging
 from collections.abc import Sequence
 
 from protocol.kv_groups import ONE_GROUP, KVGroup, most_blocks
@@ -9,8 +8,6 @@ from services.config import WorkerConfig
 from services.units import size_text
 from services.worker import machine
 from services.worker.runner import LoadError
-
-log = logging.getLogger("runahead.worker")
 
 
 def num_kv_blocks(
@@ -23,7 +20,10 @@ def num_kv_blocks(
     groups: Sequence[KVGroup] = ONE_GROUP,
     ranks: int = 1,
 ) -> int:
-    """Return the number of blocks that fit into memory, at most as many as all slots together can fill.
+    """Return the number of blocks that fit into memory.
+
+    Of a share of the host's memory no more than what all slots can fill; memory that is given, or that a device has,
+    is used whole: prefixes of requests that have ended stay in it.
 
     Args:
         reserved: blocks that the backend allocates for itself and does not offer.
@@ -33,17 +33,14 @@ def num_kv_blocks(
 
     Raises: LoadError, if not one block fits.
     """
-    budget = budget or config.kv_cache_memory_bytes or machine.cache_budget(0) // ranks
-    per_request = most_blocks(groups, max_model_len, assignment.max_num_batched_tokens, assignment.block_size)
-    useful = assignment.num_slots * per_request
-    affordable = affordable_blocks(budget, bytes_per_block, reserved) if bytes_per_block else useful
-    if config.kv_cache_memory_bytes and affordable > useful:
-        log.warning(
-            "--kv-cache-memory-bytes: %s of %s are used: %d sequences (--max-num-seqs) of %d tokens fill no more",
-            size_text(useful * bytes_per_block), size_text(config.kv_cache_memory_bytes),
-            assignment.num_slots, max_model_len,
-        )  # fmt: skip
-    return min(affordable, useful)
+    slots = assignment.num_slots * most_blocks(
+        groups, max_model_len, assignment.max_num_batched_tokens, assignment.block_size
+    )
+    if not bytes_per_block:
+        return slots
+    given = budget or config.kv_cache_memory_bytes
+    blocks = affordable_blocks(given or machine.cache_budget(0) // ranks, bytes_per_block, reserved)
+    return blocks if given else min(blocks, slots)
 
 
 def affordable_blocks(budget: int, bytes_per_block: int, reserved: int = 0) -> int:

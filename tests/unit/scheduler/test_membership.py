@@ -503,7 +503,7 @@ def test_losses_whose_request_was_found_do_not_end_the_group() -> None:
 def test_more_blocks_than_the_workers_hold_are_refused_by_flag() -> None:
     g = registered("a", num_gpu_blocks_override=2000)
     actions = g.send("a", replace_blocks(1000, 1))
-    error = "--num-gpu-blocks-override 2000: the workers can hold 1000 blocks"
+    error = "--num-gpu-blocks-override 2000: the workers can hold 1000 blocks; raise --kv-cache-memory-bytes"
     assert sent(actions, Shutdown) == {"a": Shutdown(error)}
     assert g.status[:2] == (EnginePhase.FAILED, error)
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from protocol.kv_groups import ONE_GROUP, KVGroup
 from protocol.media import Media, MediaItem
 from protocol.requests import Finish, FinishReason
 from services.scheduler.core import admission
@@ -24,6 +25,7 @@ class Bench:
         num_blocks: int = 64,
         max_queue_seconds: float = 2.0,
         encoder_budget: int = 0,
+        groups: tuple[KVGroup, ...] = ONE_GROUP,
         **limits_of_the_queue: int,
     ) -> None:
         limits = Limits(
@@ -34,6 +36,7 @@ class Bench:
             block_size=4,
             enable_prefix_caching=False,
             encoder_budget=encoder_budget,
+            groups=groups,
         )
         self.core = EngineCore(
             limits, ChunkedPolicy(), depth=1, vocab_size=50, max_queue_seconds=max_queue_seconds, **limits_of_the_queue
@@ -128,6 +131,18 @@ def test_with_all_seats_taken_the_estimate_is_the_time_until_enough_requests_hav
     for expected in (0.0, 0.0, 1.0, 2.0, 3.0):
         assert bench.core.queue_seconds() == pytest.approx(expected)
         bench.add(1)
+
+
+def test_free_blocks_of_windows_are_not_taken_for_tokens() -> None:
+    """Requests end for seats before their blocks are needed, however many blocks there are."""
+    expected = list[float]()
+    for num_blocks in (120, 10_000):
+        bench = Bench(max_num_seqs=2, num_blocks=num_blocks, groups=(KVGroup(), KVGroup("sliding_window", 8)))
+        for _ in range(20):
+            bench.add(50, max_tokens=40)
+        bench.run(8)
+        expected.append(bench.core.queue_seconds())
+    assert expected[0] == expected[1] > 0
 
 
 def test_running_requests_that_take_longer_than_those_before_count_with_their_age() -> None:

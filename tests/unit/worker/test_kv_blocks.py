@@ -21,14 +21,11 @@ def test_memory_without_room_for_one_block_names_what_would_do() -> None:
         affordable_blocks(199, 100, reserved=1)
 
 
-def test_no_more_blocks_than_all_slots_can_fill_and_the_log_says_what_was_cut(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_share_of_the_host_is_used_as_far_as_all_slots_fill_it_and_given_memory_whole() -> None:
     assignment = Assignment(epoch=1, rank=0, world_size=1, block_size=16, num_slots=8, max_num_batched_tokens=64)
-    config = WorkerConfig(model="m", kv_cache_memory_bytes=1 << 40)
-    with caplog.at_level("WARNING"):
-        assert num_kv_blocks(config, assignment, 100, max_model_len=100) == 8 * 7
-    assert caplog.messages == [
-        "--kv-cache-memory-bytes: 5.5 KiB of 1.0 TiB are used: 8 sequences (--max-num-seqs) of 100 tokens fill no more"
-    ]
+    given = WorkerConfig(model="m", kv_cache_memory_bytes=1 << 20)
+    assert num_kv_blocks(WorkerConfig(model="m"), assignment, 100, max_model_len=100) == 8 * 7
+    assert num_kv_blocks(given, assignment, 100, max_model_len=100) == (1 << 20) // 100
 
 
 def test_ranks_of_one_machine_share_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
