@@ -25,9 +25,9 @@ def fit(c: SchedulerConfig, loaded: list[Loaded], leaves_rows_out: bool = False)
     Raises: GroupError
     """
     least, groups, pooling = min(rank.num_blocks for rank in loaded), loaded[0].groups or ONE_GROUP, loaded[0].pooling
-    if (num_blocks := c.num_gpu_blocks_override or least) > least:
+    if (blocks := c.num_gpu_blocks_override or least) > least:
         raise GroupError(
-            f"--num-gpu-blocks-override {num_blocks}: the workers can hold {least} blocks; raise --kv-cache-memory-bytes"
+            f"--num-gpu-blocks-override {blocks}: the workers can hold {least} blocks; raise --kv-cache-memory-bytes"
         )
     _refuse_different(loaded)
     _refuse_unserved(c, loaded[0])
@@ -37,7 +37,7 @@ def fit(c: SchedulerConfig, loaded: list[Loaded], leaves_rows_out: bool = False)
         max_num_seqs=c.max_num_seqs,
         max_num_batched_tokens=c.max_num_batched_tokens,
         max_model_len=max(rank.max_model_len for rank in loaded),
-        num_blocks=num_blocks,
+        num_blocks=blocks,
         block_size=c.block_size,
         lookahead=c.num_drafts if s is not None and s.has_kv_cache else 0,
         groups=groups,
@@ -45,7 +45,7 @@ def fit(c: SchedulerConfig, loaded: list[Loaded], leaves_rows_out: bool = False)
     capacity = sizes.kv_capacity
     if not capacity:
         raise GroupError(
-            f"the KV cache of {num_blocks} blocks holds no step of {c.max_num_batched_tokens} tokens in {len(groups)} "
+            f"the KV cache of {blocks} blocks holds no step of {c.max_num_batched_tokens} tokens in {len(groups)} "
             "groups; use a lower --max-num-batched-tokens or more --kv-cache-memory-bytes"
         )
     if c.max_model_len and c.max_model_len > capacity:
