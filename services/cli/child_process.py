@@ -114,7 +114,7 @@ class Child:
             self.process.send_signal(number)
 
     def restart(self) -> None:
-        """Start the process again, after `close`. Nothing that the process before has written counts any more.
+        """Start the process again. Nothing that the process before has written counts any more.
 
         Raises: OSError
         """
@@ -122,12 +122,6 @@ class Child:
         self.last_line, self.last_error, self._incomplete_line = "", "", b""
         self.process = self.respawn()
         self.output_ended = False
-
-    def close(self) -> None:
-        """Close what is kept for a process that has ended."""
-        self.output_ended = True
-        if self.process.stdout is not None:
-            self.process.stdout.close()
 
     def describe_end(self) -> str:
         code = self.process.poll()
