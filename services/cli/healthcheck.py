@@ -93,7 +93,7 @@ def get(
     parts = urlsplit(url)
     place = parts.hostname or "", parts.port
     connection = http.client.HTTPConnection(*place, timeout=timeout)
-    if tls is not None:
+    if parts.scheme == "https":
         connection = http.client.HTTPSConnection(*place, timeout=timeout, context=tls)
     with contextlib.closing(connection):
         if uds is not None:

@@ -47,11 +47,6 @@ def main_process(directory: Path, state: str) -> Path:
     return directory
 
 
-def test_frontend_is_healthy_if_it_answers_with_success() -> None:
-    with answering(200) as url:
-        healthcheck(url)
-
-
 @pytest.mark.parametrize("path", ["", "/", "/v1"])
 def test_the_address_of_a_server_is_enough(path: str) -> None:
     with answering(200) as url:
