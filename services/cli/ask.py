@@ -66,13 +66,14 @@ class ServerAddress:
 def ask(server: ServerAddress, path: str, body: bytes | None = None) -> bytes:
     """Return the body of the answer to a GET request, or to a POST request with a body. Raises: NoAnswer"""
     url = server.url + path
-    headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
     handlers: list[urllib.request.BaseHandler] = [urllib.request.HTTPSHandler(context=server.tls())]
     if host_of(url) in LOOPBACK:  # a proxy's own machine has another server at this address, or none
         handlers.append(urllib.request.ProxyHandler({}))
     timeout = TIMEOUT if body is None else CHANGE_TIMEOUT
     try:
-        request = urllib.request.Request(url, body, headers)  # noqa: S310  `tls` checks the scheme
+        request = urllib.request.Request(url, body)  # noqa: S310  `tls` checks the scheme
+        if server.api_key:  # for this server alone, not for one that it redirects to
+            request.add_unredirected_header("Authorization", f"Bearer {server.api_key}")
         with urllib.request.build_opener(*handlers).open(request, timeout=timeout) as answer:
             return bytes(answer.read())
     except urllib.error.HTTPError as error:
