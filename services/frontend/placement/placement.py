@@ -16,6 +16,9 @@ from protocol.block_names import TOKEN_BYTES
 from services.frontend.placement import records
 from services.frontend.placement.block_index import BlockIndex
 from services.frontend.placement.decisions import (
+    MAY_SERVE,
+    MOVES_STREAMS,
+    Condition,
     Decision,
     EngineReport,
     Hold,
@@ -27,14 +30,10 @@ from services.frontend.placement.decisions import (
     RefuseRequest,
     Role,
 )
-from services.frontend.placement.engine_states import MAY_SERVE, MOVES_STREAMS, Condition
-from services.frontend.placement.fleet import EngineColumns, Rows
+from services.frontend.placement.fleet import NO_LONGER_SLOW, EngineColumns, Rows
 from services.frontend.placement.policies import GuardedPlacementPolicy, PlacementView, find_placement_policy
 from services.frontend.placement.prefix_names import PrefixNames
-from services.frontend.placement.slowness import NO_LONGER_SLOW, mark_slow, reference
 
-RETRY_AFTER = 5.0
-"""Seconds after which a client may try again if no engine is expected to serve."""
 SLOW_CHECK = 1.0
 """Seconds between two checks for slow engines."""
 GOLDEN = 0x9E3779B97F4A7C15
@@ -133,11 +132,8 @@ class Placement:
 
     @_recorded(records.Advanced)
     def advance(self, now: float) -> None:
-        """Set the time. Call it regularly, and before other events. A time before the last one is ignored.
-
-        Args:
-            now: monotonic seconds.
-        """
+        """Set the time, monotonic seconds. Call it regularly, and before other events. A time before the last one is
+        ignored."""
         self._now = max(now, self._now)
 
     @_recorded(records.EngineReported)
@@ -242,7 +238,7 @@ class Placement:
         """Return the streams that move now. Call it regularly, and when the condition of an engine has changed."""
         if self._now - self._slow_checked >= SLOW_CHECK:
             self._slow_checked = self._now
-            mark_slow(self._fleet, self._now)
+            self._fleet.mark_slow(self._now)
         found: list[Move] = []
         leaving = [*self._leaving.items(), *((row, Reason.SLOW) for row in sorted(self._fleet.slow))]
         for reason in (Reason.LOST, Reason.DRAINING, Reason.SLOW):
@@ -292,18 +288,9 @@ class Placement:
 
     def _place(
         self, key: int, num_tokens: int, names: Mapping[int, Sequence[bytes]], rows: Rows, refused: frozenset[str]
-    ) -> Place | RefuseRequest:
-        fleet, most = self._fleet, self._limits.max_queue_seconds
-        if most is not None:
-            expected = fleet.waiting_seconds.take(rows)
-            if (least := float(expected.min())) > most:
-                text = f"a new request would wait about {least:.1f} s, and the limit is {most:g} s"
-                return RefuseRequest(least - most, text)
-            rows = rows[expected <= most]
-        if fleet.slow:
-            fast = rows[~np.isin(rows, list(fleet.slow))]
-            rows = fast if len(fast) else rows
-        decoding, computing = fleet.by_role(rows)
+    ) -> Place:
+        fleet = self._fleet
+        decoding, computing = fleet.by_role(fleet.fast(rows))
         hits = self._hits(decoding, names)
         if len(computing) and num_tokens - hits.max() >= self._limits.prefill_tokens:
             rows, reason = computing, Reason.PREFILL
@@ -339,10 +326,8 @@ class Placement:
         if not identity or unknown or any(report.identity == identity for report in serving):
             if serving:
                 return Hold("no engine is ready; " + ", ".join(sorted({r.condition.value for r in serving})))
-            return RefuseRequest(RETRY_AFTER, "no engine takes requests")
-        return RefuseRequest(
-            RETRY_AFTER, "no other engine has the model and the settings with which this request began"
-        )
+            return RefuseRequest("no engine takes requests")
+        return RefuseRequest("no other engine has the model and the settings with which this request began")
 
     def _prefix_names(self, block_size: int) -> PrefixNames:
         if (found := self._prefixes.get(block_size)) is None:
@@ -433,12 +418,8 @@ class Placement:
         chosen &= rows != stream.row
         if reason is Reason.SLOW:
             seconds = fleet.output_seconds.take(rows)
-            chosen &= seconds <= NO_LONGER_SLOW * reference(fleet, rows)
+            chosen &= seconds <= NO_LONGER_SLOW * fleet.typical_output_seconds(rows)
             excluded |= stream.left
         if excluded:
             chosen &= ~np.isin(rows, [fleet.row_of.get(name, -1) for name in excluded])
-        rows, _ = fleet.by_role(rows[chosen])
-        if fleet.slow:
-            fast = rows[~np.isin(rows, list(fleet.slow))]
-            rows = fast if len(fast) else rows
-        return rows
+        return fleet.fast(fleet.by_role(rows[chosen])[0])

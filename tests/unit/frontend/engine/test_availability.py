@@ -6,7 +6,7 @@ from protocol.media import MediaModel
 from protocol.requests import EnginePhase, EngineState
 from services.frontend.engine.availability import RECOVERY_GRACE, Availability
 from services.frontend.placement import Condition
-from services.frontend.placement.engine_states import MAY_SERVE, MOVES_STREAMS
+from services.frontend.placement.decisions import MAY_SERVE, MOVES_STREAMS
 
 PHASES = EnginePhase.READY, EnginePhase.DRAINING, EnginePhase.LOADING, EnginePhase.RECOVERING
 READY, DRAINING, LOADING, RECOVERING = map(EngineState, PHASES)
