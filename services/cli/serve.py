@@ -12,7 +12,6 @@ from services.cli.child_process import RESTART_WINDOW
 from services.cli.control import EngineControl
 from services.cli.display import display, write_line
 from services.cli.engine_set import CONTROL, Command, EngineSet, divided, engine_names
-from services.cli.keys import with_keys
 from services.cli.logs import json_line
 from services.cli.model_check import check_drafter, check_sizes, check_tokenizer
 from services.cli.readiness import FrontendProbe, LoadingState
@@ -38,8 +37,7 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
         on_ready: called once requests are served, instead of a line about the address; its argument stops the server
             and may be called from another thread.
 
-    Raises:
-        ConfigurationError: the model or the address cannot be used.
+    Raises: ConfigurationError: the model or the address cannot be used.
     """
     started = time.monotonic()
     config = _checked(config)
@@ -106,7 +104,7 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
 def _checked(config: ServeConfig) -> ServeConfig:
     """Return the configuration with its keys and its port. Raises: ConfigurationError"""
     preflight.check_model(config.model)
-    config = with_keys(config)
+    config = preflight.with_keys(config)
     preflight.check_tls(config)
     preflight.check_files(config)
     check_sizes(config)
