@@ -196,11 +196,7 @@ def keeping(directory: Path, seconds: float) -> Iterator[dict[str, str]]:
 
 
 class KeptMemory:
-    """A worker's claim to memory of a keeper.
-
-    Args:
-        path: the keeper's socket.
-    """
+    """A worker's claim to memory of the keeper at a socket."""
 
     def __init__(self, path: str) -> None:
         self._path = os.path.expanduser(path)

@@ -101,10 +101,7 @@ def error_response(error: APIError, path: str, request_id: str) -> Response:
 
 
 def invalid(message: str, param: str | None = None, logged: str | None = None) -> APIError:
-    """
-    Args:
-        logged: message for the log, if `message` quotes the request.
-    """
+    """`logged`: message for the log, if `message` quotes the request."""
     return APIError(400, message, param, logged=logged)
 
 

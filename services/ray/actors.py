@@ -53,10 +53,7 @@ def node_address() -> str:
 
 
 class ServiceActor:
-    """
-    Args:
-        version: version of Runahead of the application.
-    """
+    """`version`: version of Runahead of the application."""
 
     def __init__(self, service: str, version: str) -> None:
         check_version(version)
@@ -78,12 +75,7 @@ class ServiceActor:
 
 
 class SchedulerActor(ServiceActor):
-    """
-    Args:
-        name: name of the engine.
-
-    Raises: RuntimeError, if this node does not have the model
-    """
+    """`name`: of the engine. Raises: RuntimeError, if this node does not have the model"""
 
     def __init__(self, name: str, settings: dict[str, Any], version: str) -> None:
         super().__init__(SERVER, version)
@@ -110,11 +102,7 @@ class SchedulerActor(ServiceActor):
 
 
 class RankActor(ServiceActor):
-    """
-    Args:
-        scheduler: name of the scheduler's actor. A handle would be an object, which may be lost when Ray starts this
-            actor again.
-    """
+    """`scheduler`: name of its actor. A handle is an object, which may be lost when Ray starts this actor again."""
 
     def __init__(self, scheduler: str, settings: dict[str, Any], version: str) -> None:
         super().__init__("worker", version)

@@ -44,11 +44,8 @@ _STATUSES = {FinishReason.REJECTED: 429, FinishReason.INVALID: 400, FinishReason
 
 
 def failure(finish: Finish, param: str | None = None) -> APIError | None:
-    """Return the error for the client if the request failed, else None.
-
-    Args:
-        param: the field of the body that constrains the output. The error names it if the engine finds it invalid.
-    """
+    """Return the error for the client if the request failed, else None. `param`: the field of the body that constrains
+    the output. The error names it if the engine finds it invalid."""
     if finish.reason in (FinishReason.STOP, FinishReason.LENGTH):
         return None
     status = _STATUSES.get(finish.reason, 500)
