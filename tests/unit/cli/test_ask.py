@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import ClassVar
 
 import certifi
 import pytest
@@ -38,7 +39,7 @@ NOT_SERVED = b'{"error": {"message": "GET /x is not served here; /openapi.json l
 
 
 class _OtherProgram(BaseHTTPRequestHandler):
-    keys = list[str | None]()
+    keys: ClassVar[list[str | None]] = []
 
     def do_GET(self) -> None:
         self.keys.append(self.headers["authorization"])
