@@ -53,30 +53,28 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
     probe = FrontendProbe(config)
     is_ready = False
 
+    def loading() -> LoadingState:
+        phase = supervisor.phase()
+        if config.headless:
+            return LoadingState(not phase, phase, 0.0)
+        state = probe.loading_state() or LoadingState(False, "starting", 0.0)
+        return replace(state, phase=phase) if phase and not state.progress else state
+
     def tick() -> float | None:
         nonlocal is_ready
         if is_ready:
             return None
-        if config.headless:
-            is_ready = not (phase := supervisor.phase())
-            if is_ready:
-                screen.done()
-                screen.line(f"The engine takes frontends at {config.client_endpoint} while its workers load.")
-            else:
-                screen.loading(LoadingState(False, phase, 0.0))
-            return POLL_INTERVAL
-        state = probe.loading_state() or LoadingState(False, "starting", 0.0)
-        if not state.progress and (phase := supervisor.phase()):
-            state = replace(state, phase=phase)
-        if not state.ready:
+        if not (state := loading()).ready:
             screen.loading(state)
             return POLL_INTERVAL
         is_ready = True
         screen.done()
         if on_ready is not None:
             on_ready(supervisor.stop)
-            return None
-        write_line(_welcome(probe, config, time.monotonic() - started), sys.stdout)
+        elif config.headless:
+            screen.line(f"The engine takes frontends at {config.client_endpoint} while its workers load.")
+        else:
+            write_line(_welcome(probe, config, time.monotonic() - started), sys.stdout)
         return None
 
     try:
