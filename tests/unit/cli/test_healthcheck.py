@@ -127,8 +127,6 @@ def test_main_process_that_does_not_run_is_unhealthy_despite_its_connection(tmp_
 
 
 def test_command_reports_health_in_its_status() -> None:
-    with answering(200) as url:
-        assert run_process("healthcheck", url).status == 0
     with answering(503) as url:
         done = run_process("healthcheck", url)
     assert (done.status, done.stdout) == (1, "")
