@@ -46,7 +46,9 @@ def command(
     fields = sorted((name for name in model.model_fields if name not in omitted), key=position)
     parameters = [_option(name, model) for name in fields]
     if positional is not None:
-        parameters.insert(0, _argument(positional, model))
+        metavar = "URL" if positional == "base_url" else positional.upper()
+        argument = typer.Argument(help=description(positional, model), metavar=metavar, show_default=False)
+        parameters.insert(0, _keyword("argument", Annotated[str | None, argument]))
     parameters.append(_keyword("config", Annotated[Path | None, _CONFIG_FILE]))
     invoke.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     invoke.__annotations__ = {}
@@ -69,12 +71,6 @@ def _option(name: str, model: type[BaseModel]) -> inspect.Parameter:
         rich_help_panel=group_of(name, model),
     )
     return _keyword(name, Annotated[kind | None, option])
-
-
-def _argument(name: str, model: type[BaseModel]) -> inspect.Parameter:
-    metavar = "URL" if name == "base_url" else name.upper()
-    argument = typer.Argument(help=description(name, model), metavar=metavar, show_default=False)
-    return _keyword("argument", Annotated[str | None, argument])
 
 
 def _keyword(name: str, annotation: Any) -> inspect.Parameter:

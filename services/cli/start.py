@@ -30,7 +30,8 @@ def start(config: ServiceConfig) -> int:
     threading.excepthook = _end_process
     try:
         check_endpoints(config)
-        check_keys(config)
+        with refusing(OSError, prefix="--transport-keys: "):
+            config.security.check(is_server=isinstance(config, SchedulerConfig))
         with collection_paused():
             run = _entry_point(config)
         return run()
@@ -77,12 +78,6 @@ def _entry_point(config: ServiceConfig) -> Callable[[], int]:
             preflight.check_threads(config)
             return lambda: run_worker(config)
     raise TypeError(f"{type(config).__name__} belongs to no service")
-
-
-def check_keys(config: ServiceConfig) -> None:
-    """Raises: ConfigurationError, if a key for connections between services cannot be used."""
-    with refusing(OSError, prefix="--transport-keys: "):
-        config.security.check(is_server=isinstance(config, SchedulerConfig))
 
 
 def check_endpoints(config: ServiceConfig) -> None:

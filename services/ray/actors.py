@@ -84,7 +84,8 @@ class SchedulerActor(ServiceActor):
             resolve(config.tokenizer or config.model, config.revision)
         except CheckpointError as error:  # the service itself would serve everything but grammars
             raise RuntimeError(f"node {host}: scheduler: {error}") from None
-        clients, workers = (f"tcp://{_bracketed(host)}:{port}" for port in _ports(host, name))
+        shown = f"[{host}]" if ":" in host else host
+        clients, workers = (f"tcp://{shown}:{port}" for port in _ports(host, name))
         self._address = SchedulerAddress(clients, workers, self._keys.public_key)
         self._start(config, {"client_endpoint": clients, "worker_endpoint": workers})
 
@@ -157,7 +158,3 @@ def _ports(host: str, name: str) -> tuple[int, int]:
         if len(found) == 2:
             return found[0], found[1]
     raise RuntimeError(f"node {host} has no free port from {FIRST_PORT} to {FIRST_PORT + NUM_PORTS - 1}")
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -176,9 +176,8 @@ class Owners:
 
     def _on_prompt_computed(self, entry: LedgerEntry, finish: Finish) -> Finish | None:
         """Move the stream to the engine that decodes it, unless the output ends here."""
-        if len(entry.stream.output) >= entry.request.params.max_tokens:
-            return finish
-        if (move := self._placement.prefilled(entry.key)) is None:
+        is_over = len(entry.stream.output) >= entry.request.params.max_tokens
+        if is_over or (move := self._placement.prefilled(entry.key)) is None:
             return finish
         self._move(move)
         return None
