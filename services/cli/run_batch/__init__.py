@@ -6,12 +6,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from services.cli.ask import ServerAddress, base_url
+from services.cli.ask import NoAnswer, ServerAddress, base_url, first_model
 from services.cli.preflight import with_keys
 from services.cli.run_batch.batch import Batch
-from services.cli.run_batch.requests import reach
 from services.cli.serve import serve
-from services.cli.settings import ConfigurationError
+from services.cli.settings import ConfigurationError, refusing
 from services.config import RunBatchConfig, ServeConfig, flag
 from services.private import private_directory, short_base
 
@@ -29,7 +28,8 @@ def run_batch(config: RunBatchConfig) -> int:
     if config.url:
         keys = with_keys(config).api_key
         server = ServerAddress(base_url(config.url), "".join(keys[:1]), config.insecure, config.cacert)
-        reach(server)
+        with refusing(NoAnswer, prefix="--url: "):
+            first_model(server)
         asyncio.run(batch.run(server))
         status = 0
     else:

@@ -2,21 +2,17 @@
 
 import asyncio
 import email.utils
-import http.client
 import json
 import time
 from typing import Any
 
 import httpx
 
-from services.cli.ask import NoAnswer, ServerAddress, host_of, reason_of
-from services.cli.healthcheck import get
+from services.cli.ask import ServerAddress
 from services.cli.run_batch.lines import BatchRequest
-from services.cli.settings import ConfigurationError, refusing
 
 ANSWER_SECONDS = 3600.0
 """Seconds to wait for a whole answer; the server ends requests without progress much earlier."""
-CONNECT_SECONDS = 5.0
 OVERLOADED = (429, 503)
 PAUSE_SECONDS = 1.0
 """Pause before a request is sent again, unless the server's `Retry-After` says another one."""
@@ -30,20 +26,6 @@ ATTEMPTS = 3
 
 class ServerGone(Exception):
     """No connection, or it broke."""
-
-
-def reach(server: ServerAddress) -> None:
-    """Raises: ConfigurationError, if the server does not list its models"""
-    with refusing(NoAnswer):
-        tls = server.tls()
-    host = host_of(server.url)
-    try:
-        status, _ = get(f"{server.url}/v1/models", CONNECT_SECONDS, tls, api_key=server.api_key)
-    except (OSError, http.client.HTTPException) as error:
-        raise ConfigurationError(f"--url: no answer from {host}: {reason_of(error)}") from None
-    if status != 200:
-        hint = "; give the key with RUNAHEAD_API_KEY or --api-key" if status == 401 else ""
-        raise ConfigurationError(f"--url: {host} answers /v1/models with status {status}{hint}")
 
 
 class RequestSender:
