@@ -93,10 +93,7 @@ class Memories:
 
 
 class Keeper:
-    """
-    Args:
-        path: socket, for this user only.
-        seconds: for which memory without an owner is kept.
+    """`path`: socket, for this user only. `seconds`: for which memory without an owner is kept.
 
     Raises: OSError, also if another keeper uses the socket; AttributeError: the system has no such memory.
     """

@@ -49,7 +49,6 @@ def healthcheck(
         cacert: file with the authorities to trust; "": certificates are not checked, as the target is this machine.
         keys: directory with the keys of a service, for a scheduler that has keys.
         connected: check this container's main process and its connection to the target.
-        timeout: seconds to wait for an answer.
 
     Raises:
         Unhealthy: the target is not healthy.

@@ -39,11 +39,8 @@ class Supervisor:
     """
 
     def __init__(self, show: Callable[[str, str], None], first_needs_others: bool = True) -> None:
-        """
-        Args:
-            first_needs_others: until the first child has ended, the others must not, as the engines of a frontend.
-                Otherwise they end by themselves when it stops, as the workers of a scheduler.
-        """
+        """`first_needs_others`: until the first child has ended, the others must not, as the engines of a frontend.
+        Otherwise they end by themselves when it stops, as the workers of a scheduler."""
         self._first_needs_others = first_needs_others
         self.children: list[Child] = []
         """In the order in which they are stopped."""

@@ -60,11 +60,8 @@ class APIError(Exception):
         retry_after: float = 0.0,
         logged: str | None = None,
     ) -> None:
-        """
-        Args:
-            retry_after: seconds after which the request may be served, for 429 and 503.
-            logged: message for the log and for traces, which never have text of a request. None: `message` has none.
-        """
+        """`retry_after`: seconds after which the request may be served, for 429 and 503. `logged`: message for the log
+        and for traces, which never have text of a request; None: `message` has none."""
         super().__init__(message)
         self.status = status
         self.message = message

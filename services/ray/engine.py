@@ -28,11 +28,7 @@ ALWAYS = {"max_restarts": -1, "max_concurrency": 1000}
 
 
 class EngineReplica:
-    """
-    Args:
-        settings: those of `RayConfig` that were given.
-        version: version of Runahead of the application.
-    """
+    """`settings`: those of `RayConfig` that were given. `version`: version of Runahead of the application."""
 
     async def __init__(self, settings: dict[str, Any], version: str) -> None:  # type: ignore[misc]  # Serve awaits it
         check_version(version)

@@ -202,7 +202,6 @@ class EngineClient:
         """Send a request; its outputs arrive in `stream`. If it has output already, the request goes on from there.
 
         Args:
-            token_ids: the prompt.
             shared: the request without number, prompt and parameters.
             identity: identity of the engines that made the output which `stream` has.
 

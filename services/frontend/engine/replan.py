@@ -50,7 +50,6 @@ class Replans:
         """Start an engine with other settings, which replaces those that there are. Return its name.
 
         Args:
-            settings: names and texts of settings.
             start_timeout: seconds until it must be ready.
             drain_timeout: seconds until the streams that cannot move, as its identity is another one, are ended.
 

@@ -201,7 +201,6 @@ class Placement:
 
         Args:
             token_bytes: int32[...], little-endian: the prompt, and output that was delivered already.
-            salt: the request's cache salt.
             identity_required: identity of the engine that has sent output of this request; "": any engine will do.
             refused: engines that are not chosen.
             for_good: those of them that would refuse the request again: it moves to none of these. If there are any,

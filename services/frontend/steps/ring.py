@@ -83,12 +83,8 @@ class StepRing:
         return now - min(self._clock_differences) if self._clock_differences else None
 
     def read(self, since: int, limit: int, max_rows: int = MAX_ROWS) -> tuple[list[RingEntry], int]:
-        """Return the oldest entries after number `since`, and how many before them are no longer kept.
-
-        Args:
-            limit: maximum number of entries.
-            max_rows: maximum number of rows of their steps, unless the first has more.
-        """
+        """Return at most `limit` of the oldest entries after number `since`, and how many before them are no longer
+        kept. `max_rows`: maximum number of rows of their steps, unless the first has more."""
         first = self._entries[0].sequence if self._entries else self.last + 1
         begin = max(0, since + 1 - first)
         found: list[RingEntry] = []
