@@ -134,8 +134,8 @@ class ResponseStream:
     """Reads the outputs of all requests of one HTTP response."""
 
     __slots__ = (
-        "_due", "_error", "_interval", "_is_queued", "_queue", "_sink", "_waiter", "_wants_first", "engines", "num_open",
-        "request_id", "write",
+        "_due", "_error", "_interval", "_is_queued", "_queue", "_sink", "_waiter", "_wants_first", "engines",
+        "num_open", "request_id", "write",
     )  # fmt: skip
 
     def __init__(self, queue: FlushQueue, request_id: str = "", interval: int = 1) -> None:
