@@ -8,7 +8,6 @@ from services.frontend.placement.decisions import (
     LoadAhead,
     Move,
     Place,
-    PlacementLimits,
     Reason,
     RefuseRequest,
     Role,

@@ -57,20 +57,6 @@ class EngineReport(msgspec.Struct, frozen=True, omit_defaults=True):
     role: Role = Role.BOTH
 
 
-class PlacementLimits(msgspec.Struct, frozen=True):
-    max_blocks: int = 2**18
-    """Names of blocks that the index keeps at least; twice as many, and those of one event, at most."""
-    lost_seconds: float = 1.0
-    """Seconds of recomputation that an engine is given at once by streams of lost engines."""
-    moved_seconds: float = 0.25
-    """The same by streams of engines that still execute them."""
-    share: float = 0.5
-    """Share of an engine's time that recomputation of such streams may take."""
-    prefill_tokens: int = 512
-    """Prompt tokens that must be computed from which an engine of the role `prefill` gets a request. Fewer delay the
-    streams of a decoding engine by about one step."""
-
-
 class Reason(enum.StrEnum):
     """Reason of a decision; a label of metrics."""
 

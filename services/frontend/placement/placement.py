@@ -25,7 +25,6 @@ from services.frontend.placement.decisions import (
     LoadAhead,
     Move,
     Place,
-    PlacementLimits,
     Reason,
     RefuseRequest,
     Role,
@@ -38,6 +37,14 @@ SLOW_CHECK = 1.0
 """Seconds between two checks for slow engines."""
 GOLDEN = 0x9E3779B97F4A7C15
 """Golden ratio of 2**64: its multiples are spread evenly."""
+LOST_SECONDS, MOVED_SECONDS = 1.0, 0.25
+"""Seconds of recomputation that an engine is given at once by streams of lost engines, and of engines that execute them
+still."""
+SHARE = 0.5
+"""Share of an engine's time that recomputation of streams may take whose engines execute them still."""
+PREFILL_TOKENS = 512
+"""Prompt tokens that must be computed from which an engine of the role `prefill` gets a request. Fewer delay the
+streams of a decoding engine by about one step."""
 REST = 30.0
 """Seconds that a stream stays on an engine at least, before it leaves it for being slow."""
 
@@ -94,22 +101,23 @@ class Placement:
     def __init__(
         self,
         policy: str = "prefix_aware",
-        limits: PlacementLimits | None = None,
+        max_blocks: int = 2**18,
         seed: int = 0,
         record: records.Recorder | None = None,
     ) -> None:
-        """`seed`: decides between equal engines; each frontend takes another one.
+        """`seed`: decides between equal engines; each frontend takes another one. `max_blocks`: names of blocks that
+        the index keeps at least; twice as many, and those of one event, at most.
 
         Raises: PluginError, if there is no such policy
         """
-        self._limits = limits or PlacementLimits()
+        self._max_blocks = max_blocks
         self._policy = GuardedPlacementPolicy(find_placement_policy(policy))
         self.uses_prefixes = self._policy.uses_prefixes
         """False: what engines hold plays no role."""
         self.record = record
         self._now = 0.0
         self._fleet = EngineColumns()
-        self._index = BlockIndex(self._limits.max_blocks)
+        self._index = BlockIndex(max_blocks)
         self._prefixes: dict[int, PrefixNames] = {}
         self._streams: dict[int, PlacedStream] = {}
         self._streams_of: dict[int, dict[int, PlacedStream]] = {}
@@ -121,7 +129,7 @@ class Placement:
         self._slow_checked = -math.inf
         self._count = seed * GOLDEN % 2**32
         if record is not None:
-            record(records.PlacementStarted(policy, seed, self._limits))
+            record(records.PlacementStarted(policy, seed, max_blocks))
 
     @property
     def num_block_names(self) -> int:
@@ -291,7 +299,7 @@ class Placement:
         fleet = self._fleet
         decoding, computing = fleet.by_role(fleet.fast(rows))
         hits = self._hits(decoding, names)
-        if len(computing) and num_tokens - hits.max() >= self._limits.prefill_tokens:
+        if len(computing) and num_tokens - hits.max() >= PREFILL_TOKENS:
             rows, reason = computing, Reason.PREFILL
             hits = self._hits(rows, names)
             at = self._choose(rows, num_tokens, hits) if len(rows) > 1 else 0
@@ -332,7 +340,7 @@ class Placement:
         if (found := self._prefixes.get(block_size)) is None:
             if len(self._prefixes) >= 8:  # engines that changed their block size have left these
                 self._prefixes.clear()
-            found = self._prefixes[block_size] = PrefixNames(block_size, self._limits.max_blocks)
+            found = self._prefixes[block_size] = PrefixNames(block_size, self._max_blocks)
         return found
 
     def _hits(self, rows: Rows, names: Mapping[int, Sequence[bytes]]) -> NDArray[np.int64]:
@@ -402,17 +410,17 @@ class Placement:
             self._take_from(stream)
             hits = self._hits(targets, stream.names)
             at = self._choose(targets, stream.num_tokens, hits) if len(targets) > 1 else 0
-            self._put(stream, int(targets[at]), int(hits[at]), 1.0 if reason is Reason.LOST else self._limits.share)
+            self._put(stream, int(targets[at]), int(hits[at]), 1.0 if reason is Reason.LOST else SHARE)
             found.append(Move(stream.key, source, self._fleet.names[stream.row], reason))
 
     def _targets(self, stream: PlacedStream, reason: Reason) -> Rows:
         """Return the engines that may take a stream now: ready, with the model of its tokens, and not busy with the
         recomputation of others that moved."""
-        fleet, limits = self._fleet, self._limits
+        fleet = self._fleet
         if not stream.identity:
             return np.zeros(0, np.int64)
         rows, excluded = fleet.candidates(stream.identity).rows, stream.refused
-        most = limits.lost_seconds if reason is Reason.LOST else limits.moved_seconds
+        most = LOST_SECONDS if reason is Reason.LOST else MOVED_SECONDS
         chosen = fleet.moving_until.take(rows) - self._now < most
         chosen &= rows != stream.row
         if reason is Reason.SLOW:

@@ -15,17 +15,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from services.frontend.placement import (
-    Condition,
-    EngineReport,
-    Hold,
-    Place,
-    Placement,
-    PlacementLimits,
-    Reason,
-    RefuseRequest,
-    Role,
-)
+from services.frontend.placement import Condition, EngineReport, Hold, Place, Placement, Reason, RefuseRequest, Role
 from services.frontend.placement.decisions import MAY_SERVE, MOVES_STREAMS
 from services.frontend.placement.fleet import EngineColumns
 from services.frontend.placement.policies import BUILT_IN
@@ -69,7 +59,7 @@ class PlacementMachine(RuleBasedStateMachine):
 
     @initialize(policy=st.sampled_from(sorted(BUILT_IN)))
     def start(self, policy: str) -> None:
-        self.core = Placement(policy, PlacementLimits(16), 7, self.records.append)
+        self.core = Placement(policy, 16, 7, self.records.append)
 
     # -- events --------------------------------------------------------------------------------------------------------
 
