@@ -18,7 +18,7 @@ from protocol.requests import (
     GenerateRequest,
 )
 from protocol.sampling import SamplingParams
-from protocol.transport import HandshakeRefused, Server
+from protocol.transport import Server
 from services.frontend.engine import connection as connection_module
 from services.frontend.engine import engines as engines_module
 from services.frontend.engine.addresses import numbered
@@ -40,23 +40,6 @@ async def client(server: Server) -> AsyncIterator[EngineClient]:
     client = EngineClient(numbered([server.endpoint]), 1, 10.0, 300.0, 600.0)
     async with connected(client):
         yield client
-
-
-@pytest.mark.parametrize(("theirs", "fits"), [("same", True), ("", True), ("other", False)])
-async def test_scheduler_with_another_tokenizer_is_refused(server: Server, theirs: str, fits: bool) -> None:
-    client = EngineClient(numbered([server.endpoint]), 1, 10.0, 300.0, 600.0, tokenizer="same")
-    running = asyncio.create_task(client.run())
-    while not running.done() and client.state.phase is not EnginePhase.READY:
-        if (received := server.receive()) is not None:
-            server.send(received[0], EngineState(EnginePhase.READY, tokenizer=theirs))
-        await asyncio.sleep(0.01)
-    if fits:
-        assert client.ready
-        running.cancel()
-    else:
-        with pytest.raises(HandshakeRefused, match=r"tokenizer mismatch: .* digest same, .* other; give both the same"):
-            await running
-    await asyncio.wait({running})
 
 
 async def test_why_no_scheduler_answers_is_logged(
