@@ -21,7 +21,6 @@ class HelperProcess:
 
     Args:
         module: started as `python -m MODULE FD PARENT_PID`. FD is its end of a `multiprocessing.connection.Connection`.
-        environment: more variables.
     """
 
     def __init__(self, module: str, environment: Mapping[str, str] | None = None) -> None:

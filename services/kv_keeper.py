@@ -93,10 +93,7 @@ class Memories:
 
 
 class Keeper:
-    """
-    Args:
-        path: socket, for this user only.
-        seconds: for which memory without an owner is kept.
+    """`path`: socket, for this user only. `seconds`: for which memory without an owner is kept.
 
     Raises: OSError, also if another keeper uses the socket; AttributeError: the system has no such memory.
     """
@@ -196,11 +193,7 @@ def keeping(directory: Path, seconds: float) -> Iterator[dict[str, str]]:
 
 
 class KeptMemory:
-    """A worker's claim to memory of a keeper.
-
-    Args:
-        path: the keeper's socket.
-    """
+    """A worker's claim to memory of the keeper at a socket."""
 
     def __init__(self, path: str) -> None:
         self._path = os.path.expanduser(path)

@@ -21,10 +21,8 @@ from protocol.fields import MAX_IPC_PATH
 def private_directory(base: Path, prefix: str) -> Iterator[Path]:
     """Make a private directory in `base`, and remove those of processes that have ended.
 
-    A process holds a lock on its directory, which the kernel releases when the process ends in any way.
-
-    Args:
-        prefix: prefix of the name; only directories with this prefix are removed.
+    A process holds a lock on its directory, which the kernel releases when the process ends in any way. Only
+    directories with the same prefix are removed.
     """
     sweep(base, prefix)
     path, lock = _make(base, prefix)

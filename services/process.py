@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
@@ -106,7 +106,8 @@ HANG_FACTOR = 5
 
 
 class HangAlarm:
-    """Ends this process if it is not set again in time, and writes the stacks of all threads to stderr.
+    """Ends this process if it is not set again in time, and writes the stacks of all threads to stderr. `NO_ALARM`
+    never does.
 
     The kernel's timer and signal handlers in C do it, so it works while a thread never returns from a loop or from a
     library that holds the interpreter's lock. The time in which the process is stopped counts: after so long the others
@@ -128,51 +129,45 @@ class HangAlarm:
 
     def set(self) -> None:
         """The process gives a sign of life."""
-        signal.setitimer(signal.ITIMER_REAL, self._seconds)
+        if self._seconds:
+            signal.setitimer(signal.ITIMER_REAL, self._seconds)
 
     def cancel(self) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        if self._seconds:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-class NoAlarm(HangAlarm):
-    """For services that share a process."""
-
-    def __init__(self) -> None:
-        super().__init__(0.0)
-
-    def set(self) -> None: ...
-
-    def cancel(self) -> None: ...
+NO_ALARM = HangAlarm(0.0)
+"""For services that share a process."""
 
 
-NO_ALARM = NoAlarm()
+@contextmanager
+def signals_to(writer: socket.socket, numbers: Collection[int]) -> Iterator[None]:
+    """Let each of these signals write its number to a socket, and do nothing else."""
+    writer.setblocking(False)
+    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    previous = signal.set_wakeup_fd(writer.fileno())
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(previous)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
 def stop_signals() -> Iterator[socket.socket]:
     """Yield a socket that becomes readable when SIGTERM or SIGINT arrives."""
     reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
-    previous = signal.set_wakeup_fd(writer.fileno())
-    try:
+    with reader, writer, signals_to(writer, (signal.SIGTERM, signal.SIGINT)):
         yield reader
-    finally:
-        signal.set_wakeup_fd(previous)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        reader.close()
-        writer.close()
 
 
 def die_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when its parent has ended, even if the parent was killed.
+    """Let the kernel kill this process when its parent (its process id) has ended, even if the parent was killed.
 
     On Linux, the end of the parent's thread that started this process counts as well. On other systems this function
     only notices a parent that has already ended.
-
-    Args:
-        parent: process id of the parent.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

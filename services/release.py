@@ -1,4 +1,4 @@
-"""The version of this project."""
+"""Versions of this project and of other packages."""
 
 from functools import cache
 from importlib import metadata
@@ -8,10 +8,15 @@ NOT_INSTALLED = "0+source"
 """Version of a source tree that runs without being installed, as on a GPU machine without network."""
 
 
+def installed(package: str) -> str:
+    """Return the version of an installed package; "" if it is not."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
 @cache  # the first call reads files
 def version() -> str:
-    """Return the version of the installed distribution."""
-    try:
-        return metadata.version(DISTRIBUTION)
-    except metadata.PackageNotFoundError:
-        return NOT_INSTALLED
+    """Return the version of this project."""
+    return installed(DISTRIBUTION) or NOT_INSTALLED

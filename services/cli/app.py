@@ -66,11 +66,8 @@ def _add(
     positional: str | None = None,
     omitted: Collection[str] = (),
 ) -> None:
-    """Add a command whose options are the fields of a configuration.
-
-    Args:
-        run: a module; its function of the same name is called with the configuration.
-    """
+    """Add a command whose options are the fields of a configuration. `run`: a module; its function of the same name is
+    called with the configuration."""
 
     def imported(settings: Settings[Any]) -> int:
         function: Callable[[Any], int] = getattr(importlib.import_module(str(run)), str(run).rpartition(".")[2])
@@ -299,9 +296,14 @@ _add("plan", config.ServeConfig, "services.cli.plan", "model", config.OMITTED)
 @app.command("capabilities")
 def _capabilities() -> None:
     """Print which features cannot be combined."""
-    from services.cli.capabilities import show as show_capabilities
+    from services.scheduler.capabilities import BACKENDS, POLICIES, table
 
-    show_capabilities()
+    rows = list(table())
+    typer.echo(
+        f"Batching policies ({', '.join(POLICIES)}), stages, run-ahead, backends ({', '.join(BACKENDS)}), drafts and\n"
+        f"structured output have {len(rows)} combinations. These are refused:"
+    )
+    typer.echo("\n".join(f"- {reason}" for reason in dict.fromkeys(reason for _, reason in rows if reason)))
 
 
 config_app.command("show", cls=GroupedCommand, help="Print the settings of `serve`, and the origin of each.")(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from services.cli.healthcheck import own_tls, trusting
+from services.cli.healthcheck import get, own_tls, trusting
 
 TIMEOUT = 5.0
 """Seconds to wait for an answer."""
@@ -22,6 +22,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 UNREACHABLE: tuple[int, ...] = (errno.ECONNREFUSED, errno.ECONNRESET, errno.EHOSTUNREACH, errno.ENETUNREACH)
 """Errors that an address, without a server that answers, has."""
+_KEY_HINT = "; set RUNAHEAD_API_KEY or --api-key"
 
 
 class NoAnswer(Exception):
@@ -66,21 +67,39 @@ class ServerAddress:
 def ask(server: ServerAddress, path: str, body: bytes | None = None) -> bytes:
     """Return the body of the answer to a GET request, or to a POST request with a body. Raises: NoAnswer"""
     url = server.url + path
-    headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
     handlers: list[urllib.request.BaseHandler] = [urllib.request.HTTPSHandler(context=server.tls())]
     if host_of(url) in LOOPBACK:  # a proxy's own machine has another server at this address, or none
         handlers.append(urllib.request.ProxyHandler({}))
     timeout = TIMEOUT if body is None else CHANGE_TIMEOUT
     try:
-        request = urllib.request.Request(url, body, headers)  # noqa: S310  `tls` checks the scheme
+        request = urllib.request.Request(url, body)  # noqa: S310  `tls` checks the scheme
+        if server.api_key:  # for this server alone, not for one that it redirects to
+            request.add_unredirected_header("Authorization", f"Bearer {server.api_key}")
         with urllib.request.build_opener(*handlers).open(request, timeout=timeout) as answer:
             return bytes(answer.read())
     except urllib.error.HTTPError as error:
-        hint = "; set RUNAHEAD_API_KEY or --api-key" if error.code == 401 else _server_reason(error)
+        hint = _KEY_HINT if error.code == 401 else _server_reason(error)
         raise NoAnswer(f"{url}: status {error.code}{hint}") from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         raise NoAnswer(f"{url}: no answer: {reason_of(reason)}") from None
+
+
+def first_model(server: ServerAddress) -> str:
+    """Return the first model that a server lists, "" if it names none. As the requests of a load, without proxies.
+
+    Raises: NoAnswer, also if the server refuses the key
+    """
+    try:
+        status, body = get(f"{server.url}/v1/models", TIMEOUT, server.tls(), api_key=server.api_key)
+    except (OSError, http.client.HTTPException) as error:
+        raise NoAnswer(f"no server answers at {server.url}: {reason_of(error)}") from None
+    if status != 200:
+        raise NoAnswer(f"{server.url}/v1/models: status {status}{_KEY_HINT if status == 401 else ''}")
+    try:
+        return str(json.loads(body)["data"][0]["id"])
+    except (KeyError, IndexError, TypeError, ValueError):
+        return ""
 
 
 def reason_of(error: object) -> str:

@@ -14,6 +14,8 @@ RESTARTS, RESTART_WINDOW = 3, 60.0
 """Maximum number of restarts of a child within a number of seconds."""
 FIRST_PAUSE = 0.5
 """Seconds until the first restart, doubled for each further one."""
+MAX_READ = 1 << 17
+"""Bytes of output that are read at a time: more than a pipe holds, and no more of a child that writes without end."""
 FIRST_PHASE = "starting Python"
 """Phase of a child that has sent none yet."""
 SIGNAL_NAMES = {int(number): number.name for number in signal.Signals}
@@ -65,7 +67,7 @@ class Child:
         return stopped is not None
 
     def lines(self) -> list[str]:
-        """Return the complete lines of output since the last call, and an incomplete one once the output has ended.
+        """Return complete lines of output since the last call, and an incomplete one once the output has ended.
 
         Lines about the phase of the start are stored instead.
         """
@@ -74,9 +76,11 @@ class Child:
             return []
         chunk = b""
         with contextlib.suppress(BlockingIOError):
-            while data := os.read(pipe.fileno(), 1 << 16):
-                chunk += data
-            self.output_ended = True
+            while len(chunk) < MAX_READ:
+                chunk += (data := os.read(pipe.fileno(), 1 << 16))
+                if not data:
+                    self.output_ended = True
+                    break
         *whole, self._incomplete_line = (self._incomplete_line + chunk).split(b"\n")
         if self.output_ended and self._incomplete_line:
             whole.append(self._incomplete_line)
@@ -114,7 +118,7 @@ class Child:
             self.process.send_signal(number)
 
     def restart(self) -> None:
-        """Start the process again, after `close`. Nothing that the process before has written counts any more.
+        """Start the process again. Nothing that the process before has written counts any more.
 
         Raises: OSError
         """
@@ -122,12 +126,6 @@ class Child:
         self.last_line, self.last_error, self._incomplete_line = "", "", b""
         self.process = self.respawn()
         self.output_ended = False
-
-    def close(self) -> None:
-        """Close what is kept for a process that has ended."""
-        self.output_ended = True
-        if self.process.stdout is not None:
-            self.process.stdout.close()
 
     def describe_end(self) -> str:
         code = self.process.poll()

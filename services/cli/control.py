@@ -1,7 +1,7 @@
 """Socket on which the frontend of `serve` lets the supervisor start and stop engines.
 
 A Unix socket in the server's private directory. Each connection carries one request and one answer, a line of JSON
-each: {"do": "start", "settings": {...}}, {"do": "status", "engine": NAME}, {"do": "stop", "engine": NAME}.
+each: {"do": "start", "settings": {...}}, or "status", "adopt" or "stop" with {"engine": NAME}.
 The answer to the first has the name of the new engine, and the names of those that it replaces.
 """
 
@@ -29,10 +29,7 @@ SHARED = ("record", "kv_events_config", "step_trace")
 
 
 class EngineControl:
-    """
-    Args:
-        start: starts the services of an engine.
-    """
+    """`start`: starts the services of an engine."""
 
     def __init__(
         self,

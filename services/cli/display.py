@@ -30,6 +30,8 @@ class Display:
     for the reader, services would wait for the supervisor, and their ends would not be seen.
     """
 
+    loading_line = "serve     | loading: {phase}"
+
     def __init__(self) -> None:
         self._quiet_until = time.monotonic() + QUIET_SECONDS
         self._shown = ""
@@ -64,10 +66,7 @@ class Display:
     def loading(self, state: LoadingState) -> None:
         if state.phase != self._shown and time.monotonic() >= self._quiet_until:
             self._shown = state.phase
-            self._loading(state.phase)
-
-    def _loading(self, phase: str) -> None:
-        self.line(f"serve     | loading: {phase}")
+            self.line(self.loading_line.format(phase=state.phase))
 
     def done(self) -> None:
         """End the display of progress."""
@@ -76,11 +75,10 @@ class Display:
 class JsonDisplay(Display):
     """Output as a JSON object per line."""
 
+    loading_line = "loading: {phase}"
+
     def line(self, text: str) -> None:
         super().line(json_line("serve", text))
-
-    def _loading(self, phase: str) -> None:
-        self.line(f"loading: {phase}")
 
 
 class TerminalDisplay(Display):

@@ -9,9 +9,10 @@ from pathlib import Path
 from services.checkpoint import DEMO_MODEL
 from services.checkpoint.default_model import packaged_model
 from services.cli.preflight import free_port
-from services.cli.serving_memory import CPU_BUILD, installed
+from services.cli.serving_memory import CPU_BUILD
 from services.cli.settings import ConfigurationError
 from services.config import ServeConfig
+from services.release import installed
 from services.units import size_text
 
 PACKAGES = ("runahead-engine", "torch", "numba", "vllm")

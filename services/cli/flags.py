@@ -17,6 +17,10 @@ from services.config.descriptions import description
 SHORT = {"input_file": "-i", "output_file": "-o", "base_url": "--url"}
 """Other forms of flags, by field."""
 
+_CONFIG_FILE = typer.Option(
+    "--config", help="YAML file with any of these settings.", metavar="FILE", rich_help_panel=ORDER[0]
+)
+
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -42,8 +46,10 @@ def command(
     fields = sorted((name for name in model.model_fields if name not in omitted), key=position)
     parameters = [_option(name, model) for name in fields]
     if positional is not None:
-        parameters.insert(0, _argument(positional, model))
-    parameters.append(_config_file())
+        metavar = "URL" if positional == "base_url" else positional.upper()
+        argument = typer.Argument(help=description(positional, model), metavar=metavar, show_default=False)
+        parameters.insert(0, _keyword("argument", Annotated[str | None, argument]))
+    parameters.append(_keyword("config", Annotated[Path | None, _CONFIG_FILE]))
     invoke.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     invoke.__annotations__ = {}
     return invoke
@@ -65,19 +71,6 @@ def _option(name: str, model: type[BaseModel]) -> inspect.Parameter:
         rich_help_panel=group_of(name, model),
     )
     return _keyword(name, Annotated[kind | None, option])
-
-
-def _argument(name: str, model: type[BaseModel]) -> inspect.Parameter:
-    metavar = "URL" if name == "base_url" else name.upper()
-    argument = typer.Argument(help=description(name, model), metavar=metavar, show_default=False)
-    return _keyword("argument", Annotated[str | None, argument])
-
-
-def _config_file() -> inspect.Parameter:
-    option = typer.Option(
-        "--config", help="YAML file with any of these settings.", metavar="FILE", rich_help_panel=ORDER[0]
-    )
-    return _keyword("config", Annotated[Path | None, option])
 
 
 def _keyword(name: str, annotation: Any) -> inspect.Parameter:

@@ -49,7 +49,6 @@ def healthcheck(
         cacert: file with the authorities to trust; "": certificates are not checked, as the target is this machine.
         keys: directory with the keys of a service, for a scheduler that has keys.
         connected: check this container's main process and its connection to the target.
-        timeout: seconds to wait for an answer.
 
     Raises:
         Unhealthy: the target is not healthy.
@@ -93,7 +92,7 @@ def get(
     parts = urlsplit(url)
     place = parts.hostname or "", parts.port
     connection = http.client.HTTPConnection(*place, timeout=timeout)
-    if tls is not None:
+    if parts.scheme == "https":
         connection = http.client.HTTPSConnection(*place, timeout=timeout, context=tls)
     with contextlib.closing(connection):
         if uds is not None:

@@ -1,4 +1,4 @@
-"""Checks of the configuration before any service starts."""
+"""Checks of the configuration, and the API keys of a file, before any service starts."""
 
 import contextlib
 import importlib.util
@@ -9,6 +9,7 @@ import socket
 import ssl
 import threading
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -18,6 +19,7 @@ from services.checkpoint.default_model import packaged_model
 from services.cli.settings import ConfigurationError, refusing, text_of_file
 from services.config import BackendConfig, FrontendConfig, HttpConfig, SchedulerConfig, ServeConfig, flag
 from services.config.traces import GRPC, HTTP, TRACES_PROTOCOL, traces_protocol
+from services.plugins import PluginError
 from services.worker import machine
 
 HUB_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?(:[\w.-]+)?", re.ASCII)
@@ -32,14 +34,30 @@ EXPORTERS = {
 _PORTS, _TRIES = range(20_000, 32_768), 20
 """Ports below those that the kernel gives outgoing connections, and how many are tried."""
 
+F = TypeVar("F", bound=FrontendConfig)
+
+
+def with_keys(config: F) -> F:
+    """Return `config` with the keys of its `api_key_file` added to its `api_key`: of a file, they appear neither in a
+    list of processes nor in a container's description.
+
+    Raises: ConfigurationError: the file cannot be read, or contains no key, which would open the API to everyone.
+    """
+    if not config.api_key_file:
+        return config
+    lines = text_of_file("api_key_file", config.api_key_file).splitlines()
+    keys = [line.strip() for line in lines if line.strip()]
+    if not keys:
+        raise ConfigurationError(f"--api-key-file: {config.api_key_file} contains no key; write one per line")
+    return config.model_copy(update={"api_key": [*config.api_key, *keys], "api_key_file": None})
+
 
 def check_model(model: str) -> None:
     """Check that a model directory or file exists, that a GGUF file is complete and supported, and that the hub can be
     reached for a name that is not in its cache. The services check everything else, and whether the hub has the name.
 
-    Raises:
-        ConfigurationError: there is no such directory or file, a directory has several GGUF files, the file cannot
-            be served, or the hub cannot have such a name.
+    Raises: ConfigurationError: there is no such directory or file, a directory has several GGUF files, the file cannot
+    be served, or the hub cannot have such a name.
     """
     if not is_local(model) and not HUB_NAME.fullmatch(model):
         raise ConfigurationError(
@@ -117,7 +135,6 @@ def _check_template(name: str) -> None:
 def check_placement(config: FrontendConfig) -> None:
     """Raises: ConfigurationError, if the placement policy cannot be used, or its recording cannot be written"""
     from services.frontend.placement import find_placement_policy
-    from services.plugins import PluginError
 
     with refusing(PluginError):
         find_placement_policy(config.placement_policy)
@@ -142,7 +159,6 @@ def check_threads(config: BackendConfig) -> None:
 
 def check_policy(config: SchedulerConfig) -> None:
     """Raises: ConfigurationError, if the batching policy does not exist"""
-    from services.plugins import PluginError
     from services.scheduler.policies import find_policy
 
     with refusing(PluginError):
@@ -198,15 +214,14 @@ def check_responses(config: FrontendConfig) -> None:
     from services.frontend.responses_api.files import prepare_directory
 
     with refusing(OSError):
-        prepare_directory(Path(config.response_store_dir))
+        prepare_directory(Path(config.response_store_dir).expanduser())
 
 
 def free_port(host: str, port: int) -> int:
     """Return `port` if it can be bound at `host`; for 0, return a free port that no outgoing connection gets before the
     frontend binds it.
 
-    Raises:
-        ConfigurationError: the port is in use, or the address does not belong to this machine.
+    Raises: ConfigurationError: the port is in use, or the address does not belong to this machine.
     """
     if port == 0:
         for _ in range(_TRIES):
@@ -233,8 +248,7 @@ def _bound(host: str, port: int) -> int:
 def check_tls(config: HttpConfig) -> None:
     """Check the files of the certificate.
 
-    Raises:
-        ConfigurationError: a file cannot be read, is not PEM, or certificate and key do not belong together.
+    Raises: ConfigurationError: a file cannot be read, is not PEM, or certificate and key do not belong together.
     """
     if config.ssl_certfile is None:
         return
@@ -255,9 +269,8 @@ def check_tls(config: HttpConfig) -> None:
 def check_traces(config: FrontendConfig | ServeConfig) -> None:
     """Check that traces can be exported if they are enabled.
 
-    Raises:
-        ConfigurationError: the OpenTelemetry packages are not installed, the protocol is unknown, or the endpoint is
-            that of another one.
+    Raises: ConfigurationError: the OpenTelemetry packages are not installed, the protocol is unknown, or the endpoint
+    is that of another one.
     """
     if config.otlp_traces_endpoint is None:
         return

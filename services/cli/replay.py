@@ -16,11 +16,8 @@ DIFFERS = 1
 
 
 def replay(config: ReplayConfig) -> int:
-    """Replay a recording and compare every decision, or with changed settings print a prediction.
-
-    Returns: 0; 1 if a decision differs.
-
-    Raises: ConfigurationError
+    """Replay a recording and compare every decision, or with changed settings print a prediction. Return 0; 1 if a
+    decision differs. Raises: ConfigurationError
     """
     if not config.recording:
         raise ConfigurationError("replay needs the directory of a recording: runahead replay DIR")

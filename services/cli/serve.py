@@ -12,7 +12,6 @@ from services.cli.child_process import RESTART_WINDOW
 from services.cli.control import EngineControl
 from services.cli.display import display, write_line
 from services.cli.engine_set import CONTROL, Command, EngineSet, divided, engine_names
-from services.cli.keys import with_keys
 from services.cli.logs import json_line
 from services.cli.model_check import check_drafter, check_sizes, check_tokenizer
 from services.cli.readiness import FrontendProbe, LoadingState
@@ -38,8 +37,7 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
         on_ready: called once requests are served, instead of a line about the address; its argument stops the server
             and may be called from another thread.
 
-    Raises:
-        ConfigurationError: the model or the address cannot be used.
+    Raises: ConfigurationError: the model or the address cannot be used.
     """
     started = time.monotonic()
     config = _checked(config)
@@ -55,30 +53,28 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
     probe = FrontendProbe(config)
     is_ready = False
 
+    def loading() -> LoadingState:
+        phase = supervisor.phase()
+        if config.headless:
+            return LoadingState(not phase, phase, 0.0)
+        state = probe.loading_state() or LoadingState(False, "starting", 0.0)
+        return replace(state, phase=phase) if phase and not state.progress else state
+
     def tick() -> float | None:
         nonlocal is_ready
         if is_ready:
             return None
-        if config.headless:
-            is_ready = not (phase := supervisor.phase())
-            if is_ready:
-                screen.done()
-                screen.line(f"The engine takes frontends at {config.client_endpoint} while its workers load.")
-            else:
-                screen.loading(LoadingState(False, phase, 0.0))
-            return POLL_INTERVAL
-        state = probe.loading_state() or LoadingState(False, "starting", 0.0)
-        if not state.progress and (phase := supervisor.phase()):
-            state = replace(state, phase=phase)
-        if not state.ready:
+        if not (state := loading()).ready:
             screen.loading(state)
             return POLL_INTERVAL
         is_ready = True
         screen.done()
         if on_ready is not None:
             on_ready(supervisor.stop)
-            return None
-        write_line(_welcome(probe, config, time.monotonic() - started), sys.stdout)
+        elif config.headless:
+            screen.line(f"The engine takes frontends at {config.client_endpoint} while its workers load.")
+        else:
+            write_line(_welcome(probe, config, time.monotonic() - started), sys.stdout)
         return None
 
     try:
@@ -106,7 +102,7 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
 def _checked(config: ServeConfig) -> ServeConfig:
     """Return the configuration with its keys and its port. Raises: ConfigurationError"""
     preflight.check_model(config.model)
-    config = with_keys(config)
+    config = preflight.with_keys(config)
     preflight.check_tls(config)
     preflight.check_files(config)
     check_sizes(config)

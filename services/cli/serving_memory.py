@@ -1,10 +1,10 @@
 """Memory that a native worker may use on this machine: that of the host, or that of a GPU. Without torch."""
 
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 from services.cli.settings import ConfigurationError
 from services.config import ServeConfig
+from services.release import installed
 from services.units import size_text
 from services.worker import gpus, machine
 
@@ -46,11 +46,3 @@ def serving_memory(config: ServeConfig) -> ServingMemory:
     limit = int(gpu.total * config.gpu_memory_utilization) - (gpu.total - gpu.free)
     words = f"of {gpu.name} ({size_text(gpu.total)}) may be used"
     return ServingMemory(max(0, limit), words, True)
-
-
-def installed(package: str) -> str:
-    """Return the version of an installed package; "" if it is not."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""

@@ -106,8 +106,7 @@ def merge(
         file: YAML with kebab-case or snake_case keys.
         omitted: fields that no origin may set.
 
-    Raises:
-        ConfigurationError: an unknown key, an unusable value, an unreadable file.
+    Raises: ConfigurationError: an unknown key, an unusable value, an unreadable file.
     """
     fields = {name: info for name, info in model.model_fields.items() if name not in omitted}
     values: dict[str, object] = {}

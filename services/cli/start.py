@@ -9,9 +9,7 @@ from collections.abc import Callable
 
 from protocol.transport import HandshakeRefused, HandshakeTimeout, check_endpoint
 from services.checkpoint import CheckpointError
-from services.cli import logs
-from services.cli.keys import with_keys
-from services.cli.preflight import check_kv_events, check_policy, check_record, check_threads
+from services.cli import logs, preflight
 from services.cli.settings import ConfigurationError, refusing
 from services.config import ENDPOINTS, FrontendConfig, SchedulerConfig, ServiceConfig, WorkerConfig, flag
 from services.process import collection_paused
@@ -32,7 +30,8 @@ def start(config: ServiceConfig) -> int:
     threading.excepthook = _end_process
     try:
         check_endpoints(config)
-        check_keys(config)
+        with refusing(OSError, prefix="--transport-keys: "):
+            config.security.check(is_server=isinstance(config, SchedulerConfig))
         with collection_paused():
             run = _entry_point(config)
         return run()
@@ -62,30 +61,23 @@ def _end_process(error: threading.ExceptHookArgs) -> None:
 def _entry_point(config: ServiceConfig) -> Callable[[], int]:
     match config:
         case FrontendConfig():
-            from services.cli.preflight import check_placement, check_traces
             from services.frontend.service import run as run_frontend
 
-            check_traces(config)
-            check_placement(config)
-            with_key_file = with_keys(config)
+            preflight.check_traces(config)
+            preflight.check_placement(config)
+            with_key_file = preflight.with_keys(config)
             return lambda: run_frontend(with_key_file)
         case SchedulerConfig():
             from services.scheduler.service import run as run_scheduler
 
-            check_policy(config)
+            preflight.check_policy(config)
             return lambda: run_scheduler(config)
         case WorkerConfig():
             from services.worker.service import run as run_worker
 
-            check_threads(config)
+            preflight.check_threads(config)
             return lambda: run_worker(config)
     raise TypeError(f"{type(config).__name__} belongs to no service")
-
-
-def check_keys(config: ServiceConfig) -> None:
-    """Raises: ConfigurationError, if a key for connections between services cannot be used."""
-    with refusing(OSError, prefix="--transport-keys: "):
-        config.security.check(is_server=isinstance(config, SchedulerConfig))
 
 
 def check_endpoints(config: ServiceConfig) -> None:
@@ -98,5 +90,5 @@ def check_endpoints(config: ServiceConfig) -> None:
             with refusing(ValueError, prefix=f"{flag(name)}: "):
                 check_endpoint(endpoint, config.security)
     if isinstance(config, SchedulerConfig):
-        check_kv_events(config)
-        check_record(config)
+        preflight.check_kv_events(config)
+        preflight.check_record(config)

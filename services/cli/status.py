@@ -46,7 +46,6 @@ def collect(server: ServerAddress) -> dict[str, Any]:
 
 
 def lines(url: str, found: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines for a reader."""
     features, metrics = found["features"], found["metrics"]
     detail = "" if found["detail"] == found["phase"] else f": {found['detail']}"
     yield f"{', '.join(found['served_model_names'])} at {url}: {found['phase']}{detail}"

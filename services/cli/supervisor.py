@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from services.cli.child_process import Child
-from services.process import STARTED
+from services.process import STARTED, signals_to
 
 ABORT_GRACE = 2.0
 """Seconds between SIGTERM and SIGKILL when all children are stopped at once. A frontend ends its streams meanwhile."""
@@ -39,11 +39,8 @@ class Supervisor:
     """
 
     def __init__(self, show: Callable[[str, str], None], first_needs_others: bool = True) -> None:
-        """
-        Args:
-            first_needs_others: until the first child has ended, the others must not, as the engines of a frontend.
-                Otherwise they end by themselves when it stops, as the workers of a scheduler.
-        """
+        """`first_needs_others`: until the first child has ended, the others must not, as the engines of a frontend.
+        Otherwise they end by themselves when it stops, as the workers of a scheduler."""
         self._first_needs_others = first_needs_others
         self.children: list[Child] = []
         """In the order in which they are stopped."""
@@ -161,39 +158,24 @@ class Supervisor:
             child.signal(signal.SIGKILL)
             child.process.wait()
             self._read(child)
-            child.close()
+            self._close(child)
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
         """Make signals events of the loop within this context. Enter it before the first `start`."""
-        with self.open():
-            numbers = (*STOP_SIGNALS, signal.SIGCHLD)
-            before = {number: signal.signal(number, lambda *_: None) for number in numbers}
-            fd = signal.set_wakeup_fd(self._wakeup_writer.fileno())
-            try:
-                yield
-            finally:
-                signal.set_wakeup_fd(fd)
-                for number, handler in before.items():
-                    signal.signal(number, handler)
+        with self.open(), signals_to(self._wakeup_writer, (*STOP_SIGNALS, signal.SIGCHLD)):
+            yield
 
     @contextlib.contextmanager
     def open(self, poll: float | None = None) -> Iterator[None]:
-        """Make `stop` work within this context, without signals, so in any thread.
-
-        Args:
-            poll: seconds between two looks for children that have ended; None: SIGCHLD shows it.
-        """
+        """Make `stop` work within this context, without signals, so in any thread. `poll`: seconds between two looks
+        for children that have ended; None: SIGCHLD shows it."""
         self._poll = poll
-        for end in (self._wakeup, self._wakeup_writer):
-            end.setblocking(False)
-        self._selector.register(self._wakeup, selectors.EVENT_READ)
-        try:
+        with self._selector, self._wakeup, self._wakeup_writer:
+            for end in (self._wakeup, self._wakeup_writer):
+                end.setblocking(False)
+            self._selector.register(self._wakeup, selectors.EVENT_READ)
             yield
-        finally:
-            self._selector.close()
-            self._wakeup.close()
-            self._wakeup_writer.close()
 
     # -- events --------------------------------------------------------------------------------------------------
 
@@ -212,8 +194,7 @@ class Supervisor:
         """Restart the children whose pause is over."""
         for child in self.children:
             if child.restart_at is not None and time.monotonic() >= child.restart_at:
-                self._read_no_more(child)  # a process that it has started may still have the pipe
-                child.close()
+                self._close(child)  # a process that it has started may still have the pipe
                 try:
                     child.restart()
                 except OSError as error:  # such as a limit of processes; counts as another end
@@ -258,7 +239,7 @@ class Supervisor:
             if child.alive and child.retired_at is not None and time.monotonic() >= child.retired_at:
                 child.process.kill()
             if not child.alive and (child.output_ended or self._stopping):
-                child.close()
+                self._close(child)
                 self.children.remove(child)
 
     def _kill_if_stopped(self, child: Child) -> None:
@@ -276,12 +257,14 @@ class Supervisor:
         for line in child.lines():
             self._show(child.name, line)
         if child.output_ended:
-            self._read_no_more(child)
+            self._close(child)
 
-    def _read_no_more(self, child: Child) -> None:
-        pipe = child.process.stdout
-        if pipe is not None and not pipe.closed and pipe in self._selector.get_map():
+    def _close(self, child: Child) -> None:
+        """Read no more of the output of a child's process."""
+        child.output_ended, pipe = True, child.process.stdout
+        if pipe is not None and not pipe.closed:
             self._selector.unregister(pipe)
+            pipe.close()
 
     def _stop_next(self) -> None:
         """Stop the first child that still runs. The first of all has no deadline, because its clients may need time."""
@@ -299,7 +282,6 @@ class Supervisor:
             return
 
     def _abort(self) -> None:
-        """Stop all children now."""
         for child in self.children:
             for number in ABORT_SIGNALS:
                 child.signal(number)

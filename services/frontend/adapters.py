@@ -30,11 +30,7 @@ class _Served(NamedTuple):
 
 
 class Adapters:
-    """
-    Args:
-        base: directory of the model.
-        max_rank: 0: adapters are not served.
-    """
+    """`base`: directory of the model. `max_rank`: 0: adapters are not served."""
 
     def __init__(self, base: Path | None = None, max_rank: int = 0, taken: tuple[str, ...] = ()) -> None:
         self._base, self._max_rank, self._taken = base, max_rank, taken

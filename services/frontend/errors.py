@@ -60,11 +60,8 @@ class APIError(Exception):
         retry_after: float = 0.0,
         logged: str | None = None,
     ) -> None:
-        """
-        Args:
-            retry_after: seconds after which the request may be served, for 429 and 503.
-            logged: message for the log and for traces, which never have text of a request. None: `message` has none.
-        """
+        """`retry_after`: seconds after which the request may be served, for 429 and 503. `logged`: message for the log
+        and for traces, which never have text of a request; None: `message` has none."""
         super().__init__(message)
         self.status = status
         self.message = message
@@ -101,10 +98,7 @@ def error_response(error: APIError, path: str, request_id: str) -> Response:
 
 
 def invalid(message: str, param: str | None = None, logged: str | None = None) -> APIError:
-    """
-    Args:
-        logged: message for the log, if `message` quotes the request.
-    """
+    """`logged`: message for the log, if `message` quotes the request."""
     return APIError(400, message, param, logged=logged)
 
 

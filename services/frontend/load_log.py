@@ -23,11 +23,7 @@ class LoadLog:
         self._at = 0.0
 
     def line(self, stats: Mapping[str, float], now: float) -> str | None:
-        """Return the line, or None if nothing has run since the last call.
-
-        Args:
-            now: monotonic seconds.
-        """
+        """Return the line, or None if nothing has run since the last call. `now`: monotonic seconds."""
         last, seconds = self._last, now - self._at
         self._last, self._at = dict(stats), now
 

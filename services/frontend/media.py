@@ -45,13 +45,7 @@ def _is_data(file: MediaFile) -> bool:
 
 class MediaProcessing:
     """Processes the files of one request at a time, in a process that is started when the first ones come, and again
-    after it has died. It belongs to one event loop.
-
-    Args:
-        directory: of the checkpoint
-        domains: host names from which files are fetched
-        max_bytes: of all files that are fetched for one request
-    """
+    after it has died. It belongs to one event loop. `domains` and `max_bytes`: as of `MediaFetcher`."""
 
     def __init__(self, directory: Path, domains: Sequence[str] = (), max_bytes: int = 0) -> None:
         self._directory = str(directory)
@@ -93,10 +87,7 @@ class MediaProcessing:
             self._fetcher.checked(file.url, name)
 
     async def process(self, model: MediaModel, token_ids: list[int], files: Sequence[MediaFile]) -> ProcessedMedia:
-        """Return the prompt with the positions of its files.
-
-        Args:
-            files: data URLs and addresses, which `check` accepts
+        """Return the prompt with the positions of its files, which `check` accepts.
 
         Raises: APIError
         """

@@ -60,11 +60,7 @@ class _Room:
 
 
 class MediaFetcher:
-    """
-    Args:
-        domains: host names, in lower case
-        max_bytes: of all files of a request together
-    """
+    """`domains`: host names, in lower case. `max_bytes`: of all files of a request together."""
 
     def __init__(self, domains: Sequence[str], max_bytes: int) -> None:
         self._domains, self._max_bytes = frozenset(domains), max_bytes
@@ -99,13 +95,7 @@ class MediaFetcher:
         return parsed
 
     async def fetch(self, urls: Mapping[str, str]) -> dict[str, bytes]:
-        """Return the files of one request. Equal addresses are fetched once.
-
-        Args:
-            urls: addresses by the file's name
-
-        Raises: APIError
-        """
+        """Return the files of one request by their names. Equal addresses are fetched once. Raises: APIError"""
         room, tasks = _Room(self._max_bytes), dict[str, asyncio.Task[bytes]]()
         for name, url in urls.items():
             if url not in tasks:

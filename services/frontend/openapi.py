@@ -98,10 +98,7 @@ def _streamed(data: list[JSON]) -> JSON:
 
 
 class DocumentedApp(FastAPI):
-    """
-    Args:
-        closed: unknown properties of bodies are refused.
-    """
+    """`closed`: unknown properties of bodies are refused."""
 
     def __init__(self, closed: bool) -> None:
         super().__init__(

@@ -61,10 +61,7 @@ class _Server(uvicorn.Server):
 
 
 class FrontendService:
-    """Owns the HTTP server and the connection to the scheduler.
-
-    Args:
-        alarm: set every second by the event loop while it serves.
+    """Owns the HTTP server and the connection to the scheduler. `alarm`: set every second while it serves.
 
     Raises: OSError, if the directory of responses cannot be used
     """
@@ -186,9 +183,8 @@ def _log_failure(task: asyncio.Task[None]) -> None:
 
 
 def run(config: FrontendConfig) -> int:
-    """Run a frontend until it is stopped.
-
-    Returns: the exit status: 0, 3 if the model cannot be served, 4 if the scheduler refused this frontend.
+    """Run a frontend until it is stopped. Return the exit status: 0, 3 if the model cannot be served, 4 if the
+    scheduler refused this frontend.
 
     Raises: OSError, if the port is taken
     """

@@ -120,7 +120,8 @@ class TraceExporter:
 
     def _request_attributes(self, request_id: str, summary: RequestSummary, now: float) -> Attributes:
         """Return attributes of the GenAI conventions, and those that vLLM adds to them."""
-        found: dict[str, str | int | float | list[str]] = {
+        params = summary.params
+        found: dict[str, str | int | float | list[str] | None] = {
             "gen_ai.provider.name": "runahead",
             "gen_ai.request.model": self._model,
             "gen_ai.response.model": self._model,
@@ -130,19 +131,16 @@ class TraceExporter:
             "gen_ai.usage.prompt_tokens": summary.prompt_tokens,
             "gen_ai.usage.completion_tokens": summary.output_tokens,
             "gen_ai.latency.e2e": now - summary.started,
+            "gen_ai.latency.time_to_first_token": summary.first_token,
+            "gen_ai.latency.time_in_queue": summary.queued,
+            "gen_ai.request.max_tokens": None if params is None else params.max_tokens,
+            "gen_ai.request.temperature": None if params is None else params.temperature,
+            "gen_ai.request.top_p": None if params is None else params.top_p,
         }
-        if summary.params is not None:
-            found["gen_ai.request.max_tokens"] = summary.params.max_tokens
-            found["gen_ai.request.temperature"] = summary.params.temperature
-            found["gen_ai.request.top_p"] = summary.params.top_p
-        if summary.first_token is not None:
-            found["gen_ai.latency.time_to_first_token"] = summary.first_token
-        if summary.queued is not None:
-            found["gen_ai.latency.time_in_queue"] = summary.queued
         if summary.choices:
             found["gen_ai.request.choice.count"] = len(summary.choices)
             found["gen_ai.response.finish_reasons"] = [choice.reason for choice in summary.choices]
-        return found
+        return {name: value for name, value in found.items() if value is not None}
 
     def _add_phases(self, below: Context, index: int, choice: EndedChoice, wall: Callable[[float], int]) -> None:
         for name, began, ended in phases(choice):

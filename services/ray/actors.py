@@ -53,10 +53,7 @@ def node_address() -> str:
 
 
 class ServiceActor:
-    """
-    Args:
-        version: version of Runahead of the application.
-    """
+    """`version`: version of Runahead of the application."""
 
     def __init__(self, service: str, version: str) -> None:
         check_version(version)
@@ -78,12 +75,7 @@ class ServiceActor:
 
 
 class SchedulerActor(ServiceActor):
-    """
-    Args:
-        name: name of the engine.
-
-    Raises: RuntimeError, if this node does not have the model
-    """
+    """`name`: of the engine. Raises: RuntimeError, if this node does not have the model"""
 
     def __init__(self, name: str, settings: dict[str, Any], version: str) -> None:
         super().__init__(SERVER, version)
@@ -92,7 +84,8 @@ class SchedulerActor(ServiceActor):
             resolve(config.tokenizer or config.model, config.revision)
         except CheckpointError as error:  # the service itself would serve everything but grammars
             raise RuntimeError(f"node {host}: scheduler: {error}") from None
-        clients, workers = (f"tcp://{_bracketed(host)}:{port}" for port in _ports(host, name))
+        shown = f"[{host}]" if ":" in host else host
+        clients, workers = (f"tcp://{shown}:{port}" for port in _ports(host, name))
         self._address = SchedulerAddress(clients, workers, self._keys.public_key)
         self._start(config, {"client_endpoint": clients, "worker_endpoint": workers})
 
@@ -110,11 +103,7 @@ class SchedulerActor(ServiceActor):
 
 
 class RankActor(ServiceActor):
-    """
-    Args:
-        scheduler: name of the scheduler's actor. A handle would be an object, which may be lost when Ray starts this
-            actor again.
-    """
+    """`scheduler`: name of its actor. A handle is an object, which may be lost when Ray starts this actor again."""
 
     def __init__(self, scheduler: str, settings: dict[str, Any], version: str) -> None:
         super().__init__("worker", version)
@@ -169,7 +158,3 @@ def _ports(host: str, name: str) -> tuple[int, int]:
         if len(found) == 2:
             return found[0], found[1]
     raise RuntimeError(f"node {host} has no free port from {FIRST_PORT} to {FIRST_PORT + NUM_PORTS - 1}")
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -15,17 +15,13 @@ POLL_INTERVAL = 0.2
 
 
 class ServiceChild:
-    """Runs a service, and restarts it as `runahead serve` does.
-
-    Args:
-        directory: private directory for its configuration.
-    """
+    """Runs a service, and restarts it as `runahead serve` does. `directory`: private one for its configuration."""
 
     def __init__(self, service: str, config: ServiceConfig, directory: Path) -> None:
         self._service, self._directory = service, directory
         settings = config.model_dump(exclude_unset=True)
         self._command = child_command(service, settings, directory / f"{service}.json")
-        self._supervisor = Supervisor(_show)
+        self._supervisor = Supervisor(lambda _, line: print(line, flush=True))
         self._opened = threading.Event()
         self._thread = threading.Thread(target=self._run, name=service, daemon=True)
         self._thread.start()
@@ -49,7 +45,3 @@ class ServiceChild:
             variables = child_environment() | environment
             self._supervisor.start(self._service, self._command, variables, FINAL[self._service])
             self._supervisor.wait(lambda: None)
-
-
-def _show(_: str, line: str) -> None:
-    print(line, flush=True)

@@ -26,10 +26,7 @@ def prefix(application: str) -> str:
 class Discovery:
     """Keeps a file with the engines, from a thread of its own.
 
-    While Ray's head does not answer, the file stays as it is.
-
-    Args:
-        only: name of an engine; "": all of the application.
+    While Ray's head does not answer, the file stays as it is. `only`: name of an engine; "": all of the application.
     """
 
     def __init__(self, application: str, keys: KeyDirectory, only: str = "") -> None:

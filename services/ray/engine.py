@@ -28,11 +28,7 @@ ALWAYS = {"max_restarts": -1, "max_concurrency": 1000}
 
 
 class EngineReplica:
-    """
-    Args:
-        settings: those of `RayConfig` that were given.
-        version: version of Runahead of the application.
-    """
+    """`settings`: those of `RayConfig` that were given. `version`: version of Runahead of the application."""
 
     async def __init__(self, settings: dict[str, Any], version: str) -> None:  # type: ignore[misc]  # Serve awaits it
         check_version(version)
@@ -77,13 +73,11 @@ class EngineReplica:
         return failures
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        stats = self._client.state.stats
-        return {"expected_queue_seconds": stats.get("expected_queue_seconds", 0.0), "busy": self._busy(stats)}
-
-    def _busy(self, stats: dict[str, float]) -> float:
-        """Return the share of this engine that is in use: of its rows or of its KV cache."""
-        rows = stats.get("num_requests_running", 0.0) / (self._client.state.max_num_seqs or 1)
-        return max(rows, stats.get("kv_cache_usage_perc", 0.0))
+        """Return the expected queue, and the share of this engine that is in use: of its rows or of its KV cache."""
+        state, stats = self._client.state, self._client.state.stats
+        rows = stats.get("num_requests_running", 0.0) / (state.max_num_seqs or 1)
+        busy = max(rows, stats.get("kv_cache_usage_perc", 0.0))
+        return {"expected_queue_seconds": stats.get("expected_queue_seconds", 0.0), "busy": busy}
 
     async def __del__(self) -> None:
         if not hasattr(self, "_actors"):

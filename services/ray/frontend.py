@@ -11,7 +11,7 @@ from ray.serve.schema import ApplicationStatus
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.cli import logs
-from services.cli.keys import with_keys
+from services.cli.preflight import with_keys
 from services.config import FrontendConfig, RayConfig
 from services.frontend.http.listener import listen
 from services.frontend.model import ServedModel

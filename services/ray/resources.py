@@ -29,11 +29,8 @@ def rank_resources(config: RayConfig) -> dict[str, float]:
 
 
 def missing(config: RayConfig, nodes: Sequence[Resources]) -> str:
-    """Return why the living nodes can never hold the engines and frontends, in one line, or "".
-
-    Args:
-        nodes: resources of each node, whether they are in use or not.
-    """
+    """Return why the living nodes can never hold the engines and frontends, in one line, or "". `nodes`: resources of
+    each node, whether they are in use or not."""
     engine = bundles(config)
     if config.placement_group_strategy == "STRICT_PACK":
         engine = [{name: sum(bundle.get(name, 0.0) for bundle in engine) for name in engine[0]}]

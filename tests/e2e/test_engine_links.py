@@ -199,8 +199,8 @@ client.encode = server.encode = appended
 """A release with a newer minor version: each of its messages has two more fields."""
 FAST_RULES = """
 from services.frontend.engine import output_pace
-from services.frontend.placement import placement, slowness
-output_pace.WINDOW, placement.SLOW_CHECK, slowness.SLOW_SECONDS, placement.REST = 0.3, 0.2, 0.5, 0.5
+from services.frontend.placement import fleet, placement
+output_pace.WINDOW, placement.SLOW_CHECK, fleet.SLOW_SECONDS, placement.REST = 0.3, 0.2, 0.5, 0.5
 """
 """The rules about slow engines with a fraction of their times."""
 JUMPING = """

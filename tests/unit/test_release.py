@@ -1,7 +1,5 @@
 """The version of a source tree that is not installed."""
 
-from importlib import metadata
-
 import pytest
 
 from services import release
@@ -13,7 +11,3 @@ def test_a_source_tree_has_a_version_too(monkeypatch: pytest.MonkeyPatch) -> Non
     release.version.cache_clear()
     assert release.version() == release.NOT_INSTALLED
     release.version.cache_clear()
-
-
-def test_version_is_that_of_the_installed_distribution() -> None:
-    assert release.version() == metadata.version("runahead-engine")

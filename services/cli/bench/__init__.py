@@ -15,8 +15,7 @@ from services.config import BenchConfig
 def bench(config: BenchConfig) -> int:
     """Send the load, print the report and write the JSON file if configured. Return 1 if a request failed, else 0.
 
-    Raises:
-        ConfigurationError: the server cannot be reached, the file cannot be written, or aiohttp is not installed.
+    Raises: ConfigurationError: the server cannot be reached, the file cannot be written, or aiohttp is not installed.
     """
     try:
         from services.cli.bench.load import run_load

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import uvloop
 
-from services.cli.ask import NoAnswer, ServerAddress, base_url, reason_of
+from services.cli.ask import NoAnswer, ServerAddress, base_url, first_model
 from services.config import BenchConfig
 
 
@@ -56,7 +56,10 @@ class LoadResult:
 
 def run_load(config: BenchConfig) -> LoadResult:
     """Raises: NoAnswer, if the server does not answer or names no model."""
-    return uvloop.run(_run(config))
+    server = ServerAddress(base_url(config.base_url), config.api_key, config.insecure, config.cacert)
+    if not (model := config.model or first_model(server)):
+        raise NoAnswer("/v1/models names no model; give one with --model")
+    return uvloop.run(_run(config, server, model))
 
 
 def prompts(config: BenchConfig, count: int, seed: int) -> list[list[int]]:
@@ -68,18 +71,15 @@ def prompts(config: BenchConfig, count: int, seed: int) -> list[list[int]]:
     return rows
 
 
-async def _run(config: BenchConfig) -> LoadResult:
-    headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
-    tls = ServerAddress(config.base_url, "", config.insecure, config.cacert).tls()
+async def _run(config: BenchConfig, server: ServerAddress, model: str) -> LoadResult:
     async with aiohttp.ClientSession(
-        base_url(config.base_url),
-        headers=headers,
+        server.url,
+        headers={"Authorization": f"Bearer {server.api_key}"} if server.api_key else {},
         # A connection for each request: a server may close one that it has kept open when the next request arrives.
-        connector=aiohttp.TCPConnector(limit=0, force_close=True, ssl=tls),
+        connector=aiohttp.TCPConnector(limit=0, force_close=True, ssl=server.tls()),
         timeout=aiohttp.ClientTimeout(total=config.timeout),
         read_bufsize=1 << 20,
     ) as session:
-        model = config.model or await _first_model(session, config.base_url)
         client = _LoadClient(session, model, config)
         for prompt in prompts(config, config.num_warmups, config.seed + 1):
             await client.send(SentRequest(prompt))
@@ -101,18 +101,6 @@ async def _arrivals(config: BenchConfig, requests: list[SentRequest]) -> AsyncIt
         if config.request_rate is not None:
             due += float(rng.exponential(1.0 / config.request_rate))
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
-
-
-async def _first_model(session: aiohttp.ClientSession, url: str) -> str:
-    try:
-        async with session.get("/v1/models") as response:
-            if response.status != 200:
-                raise NoAnswer(f"/v1/models answered {response.status}: {(await response.text())[:200]}")
-            return str((await response.json())["data"][0]["id"])
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise NoAnswer(f"no server answers at {url}: {reason_of(error)}") from None
-    except (KeyError, IndexError, TypeError, ValueError):
-        raise NoAnswer("/v1/models names no model; give one with --model") from None
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

@@ -6,12 +6,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from services.cli.ask import ServerAddress
-from services.cli.keys import with_keys
-from services.cli.run_batch.batch import Batch, BatchCounts
-from services.cli.run_batch.requests import Target, reach
+from services.cli.ask import NoAnswer, ServerAddress, base_url, first_model
+from services.cli.preflight import with_keys
+from services.cli.run_batch.batch import Batch
 from services.cli.serve import serve
-from services.cli.settings import ConfigurationError
+from services.cli.settings import ConfigurationError, refusing
 from services.config import RunBatchConfig, ServeConfig, flag
 from services.private import private_directory, short_base
 
@@ -21,24 +20,26 @@ DIRECTORY_PREFIX = "runahead-batch-"
 def run_batch(config: RunBatchConfig) -> int:
     """Answer the batch and print its counts. Return the exit status: 1 if a line has no answer or an error.
 
-    Raises:
-        ConfigurationError: a file or the server cannot be used.
+    Raises: ConfigurationError: a file or the server cannot be used.
     """
     source, output = _files(config)
     batch = Batch(source, output, config.max_concurrency or config.max_num_seqs)
     started = time.monotonic()
     if config.url:
         keys = with_keys(config).api_key
-        target = Target(ServerAddress(config.url, "".join(keys[:1]), config.insecure, config.cacert))
-        asyncio.run(reach(target))
-        asyncio.run(batch.run(target))
+        server = ServerAddress(base_url(config.url), "".join(keys[:1]), config.insecure, config.cacert)
+        with refusing(NoAnswer, prefix="--url: "):
+            first_model(server)
+        asyncio.run(batch.run(server))
         status = 0
     else:
         status = _run_with_services(config, batch)
-    _print(batch.counts, time.monotonic() - started, output)
+    errors = f", {batch.num_errors} with errors" if batch.num_errors else ""
+    left = "" if batch.ended else "; stopped before the end of the input"
+    print(f"{batch.num_written} lines written to {output}{errors}, in {time.monotonic() - started:.1f} s{left}")
     if batch.error:
         raise ConfigurationError(batch.error)
-    return status or (0 if batch.counts.complete else 1)
+    return status or int(batch.num_errors > 0 or not batch.ended)
 
 
 def _files(config: RunBatchConfig) -> tuple[Path, Path]:
@@ -66,7 +67,6 @@ def _run_with_services(config: RunBatchConfig, batch: Batch) -> int:
         fields.pop(name, None)
     with private_directory(short_base(DIRECTORY_PREFIX, "http"), DIRECTORY_PREFIX) as directory:
         socket = str(directory / "http")
-        target = Target(ServerAddress("http://localhost"), socket)
         own = ServeConfig.model_validate(fields | {"uds": socket})
         thread: threading.Thread | None = None
 
@@ -75,7 +75,7 @@ def _run_with_services(config: RunBatchConfig, batch: Batch) -> int:
 
             def work() -> None:
                 try:
-                    asyncio.run(batch.run(target))
+                    asyncio.run(batch.run(ServerAddress("http://localhost"), socket))
                 finally:
                     stop()
 
@@ -86,9 +86,3 @@ def _run_with_services(config: RunBatchConfig, batch: Batch) -> int:
         if thread is not None:
             thread.join()
     return status
-
-
-def _print(counts: BatchCounts, seconds: float, target: Path) -> None:
-    errors = f", {counts.errors} with errors" if counts.errors else ""
-    left = "" if counts.ended else "; stopped before the end of the input"
-    print(f"{counts.written} lines written to {target}{errors}, in {seconds:.1f} s{left}")

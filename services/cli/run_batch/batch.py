@@ -5,12 +5,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import TextIO
 
-from services.cli.run_batch.lines import BatchRefusal, BatchRequest, answer_line, parse, refusal_line
-from services.cli.run_batch.requests import RequestSender, ServerGone, Target
+from services.cli.ask import ServerAddress
+from services.cli.run_batch.lines import BatchRefusal, BatchRequest, parse, result_line
+from services.cli.run_batch.requests import RequestSender, ServerGone
 
 WINDOW = 16
 """Lines that are read ahead, for each request that may be open: a slow one holds back only the output."""
@@ -18,29 +18,15 @@ REPORT_SECONDS = 10.0
 """Seconds between two lines about the progress."""
 
 
-@dataclass
-class BatchCounts:
-    written: int = 0
-    errors: int = 0
-    """Lines without an answer of status 200."""
-    ended: bool = False
-    """The whole input was answered."""
-
-    @property
-    def complete(self) -> bool:
-        return self.ended and not self.errors
-
-
-class _Result(NamedTuple):
-    line: str
-    is_error: bool
-
-
 class Batch:
     """Reads requests, sends up to `concurrency` of them at a time, and writes answers in the order of the input."""
 
     def __init__(self, source: Path, target: Path, concurrency: int) -> None:
-        self.counts = BatchCounts()
+        self.num_written = 0
+        self.num_errors = 0
+        """Lines without an answer of status 200."""
+        self.ended = False
+        """The whole input was answered."""
         self.error = ""
         """Reason why a file could not be read or written, or the server was lost."""
         self._source = source
@@ -48,16 +34,16 @@ class Batch:
         self._concurrency = concurrency
         self._reported = 0.0
 
-    async def run(self, target: Target) -> None:
+    async def run(self, server: ServerAddress, socket: str | None = None) -> None:
         """Answer all lines, or stop at the first one that gets no answer: `error` has the reason."""
         self._reported = time.monotonic()
-        sender = RequestSender(target, self._concurrency)
-        pending: deque[asyncio.Task[_Result]] = deque()
+        sender = RequestSender(server, socket, self._concurrency)
+        pending: deque[asyncio.Task[tuple[str, bool]]] = deque()
         try:
             # A half of a surrogate pair, as in a custom_id, becomes its escape, which is the same in JSON
             with self._target.open("w", encoding="utf-8", errors="backslashreplace") as output:
                 await self._run(sender, pending, output)
-            self.counts.ended = True
+            self.ended = True
         except (OSError, ServerGone) as error:
             self.error = str(error)
         finally:
@@ -66,16 +52,18 @@ class Batch:
             await asyncio.gather(*pending, return_exceptions=True)
             await sender.close()
 
-    async def _run(self, sender: RequestSender, pending: "deque[asyncio.Task[_Result]]", output: TextIO) -> None:
+    async def _run(
+        self, sender: RequestSender, pending: "deque[asyncio.Task[tuple[str, bool]]]", output: TextIO
+    ) -> None:
         """Raises: OSError, ServerGone"""
         for line in self._lines():
             pending.append(asyncio.create_task(_answer(sender, line)))
             await asyncio.sleep(0)
             while pending and (len(pending) >= WINDOW * self._concurrency or pending[0].done()):
-                self._write(output, await pending[0])
+                self._write(output, *await pending[0])
                 pending.popleft()
         while pending:
-            self._write(output, await pending[0])
+            self._write(output, *await pending[0])
             pending.popleft()
 
     def _lines(self) -> Iterator[BatchRequest | BatchRefusal]:
@@ -85,19 +73,19 @@ class Batch:
                 if text.strip():
                     yield parse(text, used, number)
 
-    def _write(self, output: TextIO, result: _Result) -> None:
-        output.write(result.line)
-        self.counts.written += 1
-        self.counts.errors += result.is_error
+    def _write(self, output: TextIO, line: str, is_error: bool) -> None:
+        output.write(line)
+        self.num_written += 1
+        self.num_errors += is_error
         if time.monotonic() - self._reported > REPORT_SECONDS:
             self._reported = time.monotonic()
             output.flush()
-            print(f"{self.counts.written} lines answered", file=sys.stderr, flush=True)
+            print(f"{self.num_written} lines answered", file=sys.stderr, flush=True)
 
 
-async def _answer(sender: RequestSender, line: BatchRequest | BatchRefusal) -> _Result:
-    """Raises: ServerGone"""
+async def _answer(sender: RequestSender, line: BatchRequest | BatchRefusal) -> tuple[str, bool]:
+    """Return a line of the output, and whether it has an error. Raises: ServerGone"""
     if isinstance(line, BatchRefusal):
-        return _Result(refusal_line(line), True)
-    answer = await sender.send(line)
-    return _Result(answer_line(line.custom_id, *answer), answer.status != 200)
+        return result_line(line.custom_id, None, {"code": line.code, "message": line.message}), True
+    response = await sender.send(line)
+    return result_line(line.custom_id, response), response["status_code"] != 200

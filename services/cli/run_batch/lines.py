@@ -52,16 +52,7 @@ def parse(text: bytes, used: dict[str, int], number: int) -> BatchRequest | Batc
     return BatchRequest(name, url, json.dumps(body).encode())
 
 
-def answer_line(custom_id: str, status: int, request_id: str, body: Any) -> str:
-    """Return the line of an answer; an error of the API is an answer with its status."""
-    response = {"status_code": status, "request_id": request_id, "body": body}
-    return _line(custom_id, response, None)
-
-
-def refusal_line(refusal: BatchRefusal) -> str:
-    return _line(refusal.custom_id, None, {"code": refusal.code, "message": refusal.message})
-
-
-def _line(custom_id: str | None, response: Any, error: Any) -> str:
+def result_line(custom_id: str | None, response: Any, error: Any = None) -> str:
+    """Return the line of an answer or of a refusal; an error of the API is an answer with its status."""
     content = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id, "response": response, "error": error}
     return json.dumps(content, ensure_ascii=False) + "\n"

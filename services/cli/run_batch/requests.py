@@ -4,18 +4,15 @@ import asyncio
 import email.utils
 import json
 import time
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 
-from services.cli.ask import NoAnswer, ServerAddress, base_url, host_of
+from services.cli.ask import ServerAddress
 from services.cli.run_batch.lines import BatchRequest
-from services.cli.settings import ConfigurationError, refusing
 
 ANSWER_SECONDS = 3600.0
 """Seconds to wait for a whole answer; the server ends requests without progress much earlier."""
-CONNECT_SECONDS = 5.0
 OVERLOADED = (429, 503)
 PAUSE_SECONDS = 1.0
 """Pause before a request is sent again, unless the server's `Retry-After` says another one."""
@@ -31,64 +28,22 @@ class ServerGone(Exception):
     """No connection, or it broke."""
 
 
-class BatchAnswer(NamedTuple):
-    status: int
-    request_id: str
-    body: Any
+class RequestSender:
+    """Sends up to `concurrency` requests at a time, over connections that stay open. `socket`: Unix socket on which the
+    server listens; None: at its address."""
 
-
-@dataclass(frozen=True)
-class Target:
-    """The server of a batch."""
-
-    server: ServerAddress
-    socket: str | None = None
-    """Unix socket on which it listens; None: at the address."""
-
-    @property
-    def host(self) -> str:
-        """Raises: ConfigurationError, if the URL names none"""
-        if not (host := host_of(self.server.url)):
-            raise ConfigurationError(f"--url: {self.server.url} names no host; give one such as http://127.0.0.1:8000")
-        return host
-
-    def client(self, concurrency: int = 1) -> httpx.AsyncClient:
-        """Return a client with up to `concurrency` connections, which stay open. Raises: ConfigurationError"""
-        with refusing(NoAnswer):
-            tls = self.server.tls()
+    def __init__(self, server: ServerAddress, socket: str | None, concurrency: int) -> None:
         limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
-        key = self.server.api_key
-        return httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(verify=tls, limits=limits, uds=self.socket),
-            base_url=base_url(self.server.url),
-            headers={"authorization": f"Bearer {key}"} if key else None,
+        self._client = httpx.AsyncClient(
+            transport=httpx.AsyncHTTPTransport(verify=server.tls(), limits=limits, uds=socket),
+            base_url=server.url,
+            headers={"authorization": f"Bearer {server.api_key}"} if server.api_key else None,
             timeout=ANSWER_SECONDS,
         )
-
-
-async def reach(target: Target) -> None:
-    """Raises: ConfigurationError, if the server does not list its models"""
-    host = target.host
-    try:
-        async with target.client() as client, asyncio.timeout(CONNECT_SECONDS):
-            status = (await client.get("/v1/models")).status_code
-    except (OSError, httpx.HTTPError) as error:  # also a time limit
-        reason = str(error) or f"no answer within {CONNECT_SECONDS:g} s"
-        raise ConfigurationError(f"--url: no answer from {host}: {reason}") from None
-    if status != 200:
-        hint = "; give the key with RUNAHEAD_API_KEY or --api-key" if status == 401 else ""
-        raise ConfigurationError(f"--url: {host} answers /v1/models with status {status}{hint}")
-
-
-class RequestSender:
-    """Sends up to `concurrency` requests at a time."""
-
-    def __init__(self, target: Target, concurrency: int) -> None:
-        self._client = target.client(concurrency)
         self._slots = asyncio.Semaphore(concurrency)
 
-    async def send(self, request: BatchRequest) -> BatchAnswer:
-        """Return the answer; a refusal for load is repeated when the server says so.
+    async def send(self, request: BatchRequest) -> dict[str, Any]:
+        """Return the answer, as the file has it; a refusal for load is repeated when the server says so.
 
         Raises: ServerGone
         """
@@ -98,7 +53,8 @@ class RequestSender:
                 pause = pause_of(answer)
                 await asyncio.sleep(pause)
                 answer, waited = await self._attempt(request), waited + pause
-        return BatchAnswer(answer.status_code, answer.headers.get("x-request-id", ""), _decoded(answer.content))
+        request_id = answer.headers.get("x-request-id", "")
+        return {"status_code": answer.status_code, "request_id": request_id, "body": _decoded(answer.content)}
 
     async def close(self) -> None:
         """Close all connections. No request may be open."""

@@ -150,7 +150,7 @@ class TraceWriter:
         for part, (name, begins, ends) in enumerate(RANK_PARTS):
             for rank, step in sorted(measured, key=lambda pair: float(pair[0][begins])):
                 process = FIRST_RANK + rank["rank"]
-                lanes = self._rank_lanes(process)[part]
+                lanes = self._lanes.setdefault(process, _rank_lanes())[part]
                 if not rank[begins] or not rank[ends]:
                     continue
                 title = f"{_name(step)}: {name}" if part else _name(step)
@@ -158,11 +158,6 @@ class TraceWriter:
                 if not part:
                     executed[_key(step)][rank["rank"]] = (process, thread, rank[begins])
         return executed
-
-    def _rank_lanes(self, process: int) -> list[_Lanes]:
-        if process not in self._lanes:
-            self._lanes[process] = [_Lanes(name, 1 + 100 * part) for part, (name, *_) in enumerate(RANK_PARTS)]
-        return self._lanes[process]
 
     def _add_counters(self, step: dict[str, Any]) -> None:
         at = step["dispatched"]
@@ -209,6 +204,10 @@ class TraceWriter:
                 for thread, name in lane.threads():
                     yield _metadata("thread_name", process, thread, name=name)
                     yield _metadata("thread_sort_index", process, thread, sort_index=thread)
+
+
+def _rank_lanes() -> list[_Lanes]:
+    return [_Lanes(name, 1 + 100 * part) for part, (name, *_) in enumerate(RANK_PARTS)]
 
 
 def _metadata(kind: str, process: int, thread: int, **args: str | int) -> Event:

@@ -22,7 +22,7 @@ def chat_request(body: schemas.CountTokensRequest) -> ChatRequest:
     Raises: APIError
     """
     turns = groupby(body.messages, lambda message: message.role)
-    messages = [plain for role, turn in turns for plain in _messages(role, [b for said in turn for b in _blocks(said)])]
+    messages = [plain for role, turn in turns for plain in _TURNS[role]([b for said in turn for b in _blocks(said)])]
     system = body.system or ""
     if not isinstance(system, str):
         system = [block for block in system if not block.text.startswith(ATTRIBUTION)]
@@ -96,17 +96,6 @@ def _blocks(message: schemas.AnthropicMessage) -> list[schemas.Block]:
     return [schemas.TextBlock(type="text", text=content)] if isinstance(content, str) else content
 
 
-def _messages(role: str, blocks: list[schemas.Block]) -> list[dict[str, Any]]:
-    """Return the chat messages of one turn: results of tools become separate messages. Raises: APIError"""
-    match role:
-        case "assistant":
-            return _of_assistant(blocks)
-        case "user":
-            return _of_user(blocks)
-        case _:
-            return _of_system(blocks)
-
-
 def _of_system(given: list[schemas.Block]) -> list[dict[str, Any]]:
     """Raises: APIError"""
     blocks = [block for block in given if isinstance(block, schemas.TextBlock)]
@@ -153,3 +142,7 @@ def _of_user(blocks: list[schemas.Block]) -> list[dict[str, Any]]:
     if texts or not plain:
         plain.append({"role": "user", "content": "\n".join(texts) if texts else None})
     return plain
+
+
+_TURNS = {"system": _of_system, "assistant": _of_assistant, "user": _of_user}
+"""Chat messages of one turn, by its role: results of tools become separate messages. Raises: APIError"""

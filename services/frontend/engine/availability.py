@@ -55,7 +55,6 @@ class Availability:
     """Requests may wait while lost workers, or a lost scheduler, are replaced. They wait for a bounded time.
 
     Args:
-        name: of the engine.
         patience: seconds that open requests wait for another scheduler.
         recoveries: receives losses and returns.
     """

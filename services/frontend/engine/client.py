@@ -44,11 +44,8 @@ _STATUSES = {FinishReason.REJECTED: 429, FinishReason.INVALID: 400, FinishReason
 
 
 def failure(finish: Finish, param: str | None = None) -> APIError | None:
-    """Return the error for the client if the request failed, else None.
-
-    Args:
-        param: the field of the body that constrains the output. The error names it if the engine finds it invalid.
-    """
+    """Return the error for the client if the request failed, else None. `param`: the field of the body that constrains
+    the output. The error names it if the engine finds it invalid."""
     if finish.reason in (FinishReason.STOP, FinishReason.LENGTH):
         return None
     status = _STATUSES.get(finish.reason, 500)
@@ -205,7 +202,6 @@ class EngineClient:
         """Send a request; its outputs arrive in `stream`. If it has output already, the request goes on from there.
 
         Args:
-            token_ids: the prompt.
             shared: the request without number, prompt and parameters.
             identity: identity of the engines that made the output which `stream` has.
 

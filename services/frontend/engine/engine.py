@@ -36,10 +36,7 @@ class ConnectedEngine(Availability):
     """
     Args:
         ledger: the open requests of all engines.
-        silence: seconds without a message, or without the answer to a sign of life, after which the scheduler is lost;
-            and without a rank's answer to the scheduler after which the engine is not ready.
-        patience: seconds that its requests wait for another scheduler.
-        tokenizer: digest of this frontend's tokenizer.json, to compare with the scheduler's; "": not compared.
+        silence, patience, tokenizer: as of `EngineClient`.
         recoveries: receives losses and returns of the engine.
         on_change: called when the engine was lost, or has sent its state.
         on_finish: called with the end of a request, before it is removed from the ledger. Returns the end for the

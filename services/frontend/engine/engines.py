@@ -72,10 +72,7 @@ class Engines(Mapping[str, ConnectedEngine]):
         return engine
 
     async def run(self, check: Callable[[float], None]) -> None:
-        """Connect to the engines and read until cancelled.
-
-        Args:
-            check: called regularly with monotonic seconds.
+        """Connect to the engines and read until cancelled. `check` is called regularly with monotonic seconds.
 
         Raises: HandshakeRefused, if the only engine, or this frontend, refuses the connection
         """

@@ -1,17 +1,6 @@
 """The open requests of a frontend, and what it takes to submit each of them again. No sockets, no clock.
 
-Rules (docs/invariants.md):
-
-- The frontend owns the stream: prompt, parameters, seed and delivered tokens of every open request are kept here, so
-  that a scheduler or a connection may be lost at any moment.
-- Next index: a token is delivered if its index is the next one. So each arrives exactly once, whatever is sent twice.
-- One owner: one engine owns a request, or none does while it waits for one. A request that moves to another engine gets
-  another number, so a late answer of the former owner has a number that is not open.
-- Suspects: a request that was open when several schedulers in a row died, of any engines, without progress in between,
-  is submitted alone among its like. If the scheduler dies again, the request is refused. An expulsion of this frontend
-  for a message that the scheduler could not read counts like a death, for requests without an output since they were
-  sent. An engine that is lost counts as dead until the same scheduler is connected again; one whose workers are not
-  back in time counts as dead for the streams that leave it.
+Its rules are in docs/invariants.md: the frontend's ledger, next index, one owner, and suspects.
 """
 
 import itertools
@@ -273,11 +262,7 @@ class RequestLedger:
 
     def stuck(self, now: float, seconds: float) -> list[RequestStream]:
         """Return the requests that have made no progress for a number of seconds in which this process ran. Call it
-        regularly.
-
-        Args:
-            now: monotonic seconds.
-        """
+        regularly. `now`: monotonic seconds."""
         found, passed = [], min(max(now - self._checked, 0.0), MAX_PAUSE)
         self._checked = now
         for entry in self._entries.values():
@@ -297,11 +282,8 @@ class RequestLedger:
                 entry.attempts, entry.holder = entry.attempts + 1, None
 
     def disconnected(self, engine: str, is_death: bool = True) -> None:
-        """The connection to an engine is lost: its scheduler has no request.
-
-        Args:
-            is_death: False: the scheduler was about to end, and may have done so.
-        """
+        """The connection to an engine is lost: its scheduler has no request. Without `is_death` the scheduler was about
+        to end, and may have done so."""
         for entry in self._entries.values():
             if entry.blamed_for is not None and entry.blamed_for[0] == engine:
                 entry.blamed_for = None  # it was connected then: its workers were lost, and that is certain

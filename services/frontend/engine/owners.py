@@ -1,10 +1,6 @@
 """Which engine has each open request: requests are placed, move, and go to another engine if theirs refuses them.
 
-Rules (docs/invariants.md):
-
-- One owner: at any time one engine owns a request. What a former owner still sends carries a number that is not open.
-- Moved stream: a request goes on at another engine from its delivered tokens, as at a scheduler that was restarted. The
-  other engine has the same identity, so the tokens are those that the former owner would have sent.
+Its rules are in docs/invariants.md: one owner, and moved stream.
 """
 
 import itertools
@@ -29,6 +25,8 @@ from services.frontend.steps.ring import StepRing
 
 log = logging.getLogger("runahead.frontend")
 
+RETRY_AFTER = 5.0
+"""Seconds after which a client may try again if no engine is expected to serve."""
 REJECTED_PAUSE = 1.0
 """Seconds until a request that was admitted once, and for which no other engine has room, is sent again."""
 MAX_MOVES = 100
@@ -52,9 +50,7 @@ class Owners:
 
     Args:
         make: makes an engine of an address, which calls `on_finish`.
-        ledger: the open requests.
-        placement: chooses engines.
-        steps: receives the step records of one engine; None: they are not subscribed to.
+        ledger, placement, steps: as of `Engines`.
     """
 
     def __init__(
@@ -94,14 +90,11 @@ class Owners:
                 self._ledger.close(entry.request.number)
                 why = [f"engine {name} refuses it: {text}" for name, text in entry.refusals.items()]
                 message = "; ".join([refused.message, *why, "try again later"])
-                raise APIError(503, message, retry_after=refused.retry_after, logged=refused.message)
+                raise APIError(503, message, retry_after=RETRY_AFTER, logged=refused.message)
 
     def _decide(self, entry: LedgerEntry, *refused: str) -> Decision:
         """Return what placement decides for a request, in which the fields that depend on its engine are set.
-
-        Args:
-            refused: engines that have no room for it.
-        """
+        `refused`: engines that have no room for it."""
         request, identity = entry.request, entry.identity or self.engines.identity
         excluded, for_good = (*entry.refusals, *refused), (*entry.refusals,) if entry.num_admissions else ()
         decision = self._placement.place(entry.key, request.token_ids, request.salt, identity, excluded, for_good)
@@ -183,9 +176,8 @@ class Owners:
 
     def _on_prompt_computed(self, entry: LedgerEntry, finish: Finish) -> Finish | None:
         """Move the stream to the engine that decodes it, unless the output ends here."""
-        if len(entry.stream.output) >= entry.request.params.max_tokens:
-            return finish
-        if (move := self._placement.prefilled(entry.key)) is None:
+        is_over = len(entry.stream.output) >= entry.request.params.max_tokens
+        if is_over or (move := self._placement.prefilled(entry.key)) is None:
             return finish
         self._move(move)
         return None

@@ -35,16 +35,8 @@ class ReplanStatus(TypedDict):
     detail: str
 
 
-class ReplanFailed(Exception):
-    """The new engine cannot serve. The others were left as they are."""
-
-
 class Replans:
-    """At most one change at a time.
-
-    Args:
-        control: Unix socket of the supervisor; None: there is none.
-    """
+    """At most one change at a time. `control`: Unix socket of the supervisor; None: there is none."""
 
     def __init__(self, client: EngineClient, control: str | None) -> None:
         self._client, self._control = client, control
@@ -58,7 +50,6 @@ class Replans:
         """Start an engine with other settings, which replaces those that there are. Return its name.
 
         Args:
-            settings: names and texts of settings.
             start_timeout: seconds until it must be ready.
             drain_timeout: seconds until the streams that cannot move, as its identity is another one, are ended.
 
@@ -86,18 +77,18 @@ class Replans:
     async def _run(self, name: str, replaced: list[str], start_timeout: float, drain_timeout: float) -> None:
         try:
             await self._wait_ready(name, time.monotonic() + start_timeout)
-        except (ReplanFailed, APIError) as error:
+        except APIError as error:
             self._set("failed", name, str(error))
             with contextlib.suppress(APIError):  # there is no supervisor
                 await self._ask({"do": "stop", "engine": name})
             return
         try:
             await self._replace(name, replaced, drain_timeout)
-        except (ReplanFailed, APIError) as error:
+        except APIError as error:
             self._set("failed", name, str(error))
 
     async def _replace(self, name: str, replaced: list[str], drain_timeout: float) -> None:
-        """Raises: APIError, if the supervisor does not answer; ReplanFailed, if the new engine serves no longer"""
+        """Raises: APIError, if the supervisor does not answer, or the new engine serves no longer"""
         await self._ask({"do": "adopt", "engine": name})
         await self._wait_ready(name, time.monotonic() + drain_timeout)  # so that all drain, or none does
         self._set("moving", name, f"streams leave {', '.join(replaced)}")
@@ -110,17 +101,17 @@ class Replans:
         self._set("done", name, f"in place of {', '.join(replaced)}")
 
     async def _wait_ready(self, name: str, end: float) -> None:
-        """Raises: ReplanFailed"""
+        """Raises: APIError, if the new engine cannot serve, or the supervisor does not answer"""
         while True:
             engine = self._client.engines.get(name)
             if engine is not None and engine.ready:
                 return
             if engine is not None and engine.refusal:
-                raise ReplanFailed(engine.refusal)
+                raise APIError(503, engine.refusal)
             if error := (await self._ask({"do": "status", "engine": name})).get("error"):
-                raise ReplanFailed(error)
+                raise APIError(503, error)
             if time.monotonic() > end:
-                raise ReplanFailed("it was not ready in time")
+                raise APIError(503, "it was not ready in time")
             await asyncio.sleep(POLL_INTERVAL)
 
     async def _wait_left(self, name: str, replaced: list[str], end: float) -> None:

@@ -73,10 +73,8 @@ class RequestStream(ABC):
 
     @abstractmethod
     def feed(self, tokens: list[int], end: Finish | None, now: float) -> bytes:
-        """Take the next outputs, in order. Return the bytes to write; a response that is not streamed has none.
-
-        Args:
-            now: monotonic seconds.
+        """Take the next outputs, in order. Return the bytes to write; a response that is not streamed has none. `now`:
+        monotonic seconds.
 
         Raises: APIError, if the request or its answer failed
         """
@@ -136,26 +134,13 @@ class ResponseStream:
     """Reads the outputs of all requests of one HTTP response."""
 
     __slots__ = (
-        "_due",
-        "_error",
-        "_interval",
-        "_is_queued",
-        "_queue",
-        "_sink",
-        "_waiter",
-        "_wants_first",
-        "engines",
-        "num_open",
-        "request_id",
-        "write",
-    )
+        "_due", "_error", "_interval", "_is_queued", "_queue", "_sink", "_waiter", "_wants_first", "engines",
+        "num_open", "request_id", "write",
+    )  # fmt: skip
 
     def __init__(self, queue: FlushQueue, request_id: str = "", interval: int = 1) -> None:
-        """
-        Args:
-            request_id: the HTTP request's id, for logs.
-            interval: tokens of a request that are fed together, after its first one and before its end.
-        """
+        """`request_id`: of the HTTP request, for logs. `interval`: tokens of a request that are fed together, after its
+        first one and before its end."""
         self.request_id = request_id
         self._queue, self._interval = queue, interval
         self._due: list[RequestStream] = []

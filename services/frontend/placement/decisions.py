@@ -4,7 +4,28 @@ import enum
 
 import msgspec
 
-from services.frontend.placement.engine_states import Condition
+
+class Condition(enum.StrEnum):
+    """State of an engine, as one frontend sees it. Only a READY one gets new requests."""
+
+    CONNECTING = "connecting"
+    """No connection yet, or its workers are not ready: it starts, loads or recovers."""
+    READY = "ready"
+    """It executes requests."""
+    DRAINING = "draining"
+    """It ends on purpose: it still executes what it has."""
+    SILENT = "silent"
+    """It has given no sign of life for longer than a live one (doubt, docs/invariants.md). It may only be late."""
+    RECOVERING = "recovering"
+    """Its workers are lost, and were not back in time; its scheduler lives."""
+    GONE = "gone"
+    """Lost: its connection broke, or it was silent for too long."""
+
+
+MOVES_STREAMS = (Condition.DRAINING, Condition.RECOVERING, Condition.GONE)
+"""Conditions of an engine whose streams move."""
+MAY_SERVE = (Condition.CONNECTING, Condition.SILENT, Condition.RECOVERING, Condition.GONE)
+"""Conditions of an engine that may become READY without a change by an administrator."""
 
 
 class Role(enum.StrEnum):
@@ -34,22 +55,6 @@ class EngineReport(msgspec.Struct, frozen=True, omit_defaults=True):
     seconds_per_output_token: float = 0.0
     """Measured time between two tokens of a stream; 0.0: unknown. A stream that waits longer counts with its wait."""
     role: Role = Role.BOTH
-
-
-class PlacementLimits(msgspec.Struct, frozen=True):
-    max_blocks: int = 2**18
-    """Names of blocks that the index keeps at least; twice as many, and those of one event, at most."""
-    max_queue_seconds: float | None = None
-    """An engine whose expected queue is longer gets no new request; None: no limit."""
-    lost_seconds: float = 1.0
-    """Seconds of recomputation that an engine is given at once by streams of lost engines."""
-    moved_seconds: float = 0.25
-    """The same by streams of engines that still execute them."""
-    share: float = 0.5
-    """Share of an engine's time that recomputation of such streams may take."""
-    prefill_tokens: int = 512
-    """Prompt tokens that must be computed from which an engine of the role `prefill` gets a request. Fewer delay the
-    streams of a decoding engine by about one step."""
 
 
 class Reason(enum.StrEnum):
@@ -95,8 +100,6 @@ class Hold(msgspec.Struct, frozen=True, tag="hold"):
 class RefuseRequest(msgspec.Struct, frozen=True, tag="refuse"):
     """End the request with an error."""
 
-    retry_after: float
-    """Seconds, > 0."""
     message: str
     """One line for the client."""
 

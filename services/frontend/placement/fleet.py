@@ -1,12 +1,12 @@
-"""Columns of the engines that a frontend knows, by row."""
+"""Columns of the engines that a frontend knows, by row, and which of them are far slower than others."""
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from services.frontend.placement.decisions import EngineReport, Role
-from services.frontend.placement.engine_states import Condition
+from services.frontend.placement.decisions import Condition, EngineReport, Role
 
 Rows = NDArray[np.int64]
 Column = NDArray[np.float64]
@@ -14,6 +14,12 @@ Column = NDArray[np.float64]
 NUM_COLUMNS = 6
 TYPICAL_TOKEN_SECONDS = 1e-4
 """Assumed time of a prompt token while no engine has measured one."""
+SLOW = 4.0
+"""An engine is far slower if an output token takes more than this multiple of the median engine's time ..."""
+SLOW_SECONDS = 5.0
+"""... for so long."""
+NO_LONGER_SLOW = 2.0
+"""It is slow until its multiple is at most this. Only engines below it are targets of streams that leave a slow one."""
 
 
 class Candidates(NamedTuple):
@@ -90,6 +96,31 @@ class EngineColumns:
             self._candidates[identity, condition] = found
         return found
 
+    def typical_output_seconds(self, rows: Rows) -> float:
+        """Return the median of the measured seconds per output token, the lower one of two; 0.0 if none is measured."""
+        seconds = self.output_seconds.take(rows)
+        known = np.sort(seconds[seconds > 0])
+        return float(known[(len(known) - 1) // 2]) if len(known) else 0.0
+
+    def mark_slow(self, now: float) -> None:
+        """Update `slow`. Ready engines of one identity are compared with one another. `now`: monotonic seconds."""
+        ready = self.candidates("").rows.tolist()
+        self.slow.intersection_update(ready)
+        for identity in {self.reports[row].identity for row in ready} - {""}:
+            rows = self.candidates(identity).rows
+            typical, seconds = self.typical_output_seconds(rows), self.output_seconds.take(rows)
+            for row in rows[seconds > SLOW * typical].tolist():
+                self.slow_since[row] = min(self.slow_since[row], now)
+                if now - self.slow_since[row] >= SLOW_SECONDS:
+                    self.slow.add(row)
+            self.slow_since[rows[seconds <= SLOW * typical]] = math.inf
+            self.slow.difference_update(rows[seconds <= NO_LONGER_SLOW * typical].tolist())
+
+    def fast(self, rows: Rows) -> Rows:
+        """Return the engines that are not far slower than others; all, if there are none."""
+        fast = rows[~np.isin(rows, list(self.slow))] if self.slow else rows
+        return fast if len(fast) else rows
+
     def by_role(self, rows: Rows) -> tuple[Rows, Rows]:
         """Return the engines that decode, and those that only compute prompts for them. While there are none of one
         kind, all are of the first."""
@@ -121,7 +152,7 @@ class EngineColumns:
             self._set(np.append(self._columns, np.zeros((NUM_COLUMNS, 1)), axis=1))
         row = self._free.pop()
         self.row_of[name], self.names[row], self.reports[row] = row, name, report
-        self.moving_until[row], self.slow_since[row] = 0.0, np.inf
+        self.moving_until[row], self.slow_since[row] = 0.0, math.inf
         self.slow.discard(row)
         self._candidates.clear()
         return row

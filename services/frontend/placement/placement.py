@@ -16,29 +16,35 @@ from protocol.block_names import TOKEN_BYTES
 from services.frontend.placement import records
 from services.frontend.placement.block_index import BlockIndex
 from services.frontend.placement.decisions import (
+    MAY_SERVE,
+    MOVES_STREAMS,
+    Condition,
     Decision,
     EngineReport,
     Hold,
     LoadAhead,
     Move,
     Place,
-    PlacementLimits,
     Reason,
     RefuseRequest,
     Role,
 )
-from services.frontend.placement.engine_states import MAY_SERVE, MOVES_STREAMS, Condition
-from services.frontend.placement.fleet import EngineColumns, Rows
+from services.frontend.placement.fleet import NO_LONGER_SLOW, EngineColumns, Rows
 from services.frontend.placement.policies import GuardedPlacementPolicy, PlacementView, find_placement_policy
 from services.frontend.placement.prefix_names import PrefixNames
-from services.frontend.placement.slowness import NO_LONGER_SLOW, mark_slow, reference
 
-RETRY_AFTER = 5.0
-"""Seconds after which a client may try again if no engine is expected to serve."""
 SLOW_CHECK = 1.0
 """Seconds between two checks for slow engines."""
 GOLDEN = 0x9E3779B97F4A7C15
 """Golden ratio of 2**64: its multiples are spread evenly."""
+LOST_SECONDS, MOVED_SECONDS = 1.0, 0.25
+"""Seconds of recomputation that an engine is given at once by streams of lost engines, and of engines that execute them
+still."""
+SHARE = 0.5
+"""Share of an engine's time that recomputation of streams may take whose engines execute them still."""
+PREFILL_TOKENS = 512
+"""Prompt tokens that must be computed from which an engine of the role `prefill` gets a request. Fewer delay the
+streams of a decoding engine by about one step."""
 REST = 30.0
 """Seconds that a stream stays on an engine at least, before it leaves it for being slow."""
 
@@ -95,22 +101,23 @@ class Placement:
     def __init__(
         self,
         policy: str = "prefix_aware",
-        limits: PlacementLimits | None = None,
+        max_blocks: int = 2**18,
         seed: int = 0,
         record: records.Recorder | None = None,
     ) -> None:
-        """`seed`: decides between equal engines; each frontend takes another one.
+        """`seed`: decides between equal engines; each frontend takes another one. `max_blocks`: names of blocks that
+        the index keeps at least; twice as many, and those of one event, at most.
 
         Raises: PluginError, if there is no such policy
         """
-        self._limits = limits or PlacementLimits()
+        self._max_blocks = max_blocks
         self._policy = GuardedPlacementPolicy(find_placement_policy(policy))
         self.uses_prefixes = self._policy.uses_prefixes
         """False: what engines hold plays no role."""
         self.record = record
         self._now = 0.0
         self._fleet = EngineColumns()
-        self._index = BlockIndex(self._limits.max_blocks)
+        self._index = BlockIndex(max_blocks)
         self._prefixes: dict[int, PrefixNames] = {}
         self._streams: dict[int, PlacedStream] = {}
         self._streams_of: dict[int, dict[int, PlacedStream]] = {}
@@ -122,7 +129,7 @@ class Placement:
         self._slow_checked = -math.inf
         self._count = seed * GOLDEN % 2**32
         if record is not None:
-            record(records.PlacementStarted(policy, seed, self._limits))
+            record(records.PlacementStarted(policy, seed, max_blocks))
 
     @property
     def num_block_names(self) -> int:
@@ -133,11 +140,8 @@ class Placement:
 
     @_recorded(records.Advanced)
     def advance(self, now: float) -> None:
-        """Set the time. Call it regularly, and before other events. A time before the last one is ignored.
-
-        Args:
-            now: monotonic seconds.
-        """
+        """Set the time, monotonic seconds. Call it regularly, and before other events. A time before the last one is
+        ignored."""
         self._now = max(now, self._now)
 
     @_recorded(records.EngineReported)
@@ -205,7 +209,6 @@ class Placement:
 
         Args:
             token_bytes: int32[...], little-endian: the prompt, and output that was delivered already.
-            salt: the request's cache salt.
             identity_required: identity of the engine that has sent output of this request; "": any engine will do.
             refused: engines that are not chosen.
             for_good: those of them that would refuse the request again: it moves to none of these. If there are any,
@@ -242,7 +245,7 @@ class Placement:
         """Return the streams that move now. Call it regularly, and when the condition of an engine has changed."""
         if self._now - self._slow_checked >= SLOW_CHECK:
             self._slow_checked = self._now
-            mark_slow(self._fleet, self._now)
+            self._fleet.mark_slow(self._now)
         found: list[Move] = []
         leaving = [*self._leaving.items(), *((row, Reason.SLOW) for row in sorted(self._fleet.slow))]
         for reason in (Reason.LOST, Reason.DRAINING, Reason.SLOW):
@@ -292,20 +295,11 @@ class Placement:
 
     def _place(
         self, key: int, num_tokens: int, names: Mapping[int, Sequence[bytes]], rows: Rows, refused: frozenset[str]
-    ) -> Place | RefuseRequest:
-        fleet, most = self._fleet, self._limits.max_queue_seconds
-        if most is not None:
-            expected = fleet.waiting_seconds.take(rows)
-            if (least := float(expected.min())) > most:
-                text = f"a new request would wait about {least:.1f} s, and the limit is {most:g} s"
-                return RefuseRequest(least - most, text)
-            rows = rows[expected <= most]
-        if fleet.slow:
-            fast = rows[~np.isin(rows, list(fleet.slow))]
-            rows = fast if len(fast) else rows
-        decoding, computing = fleet.by_role(rows)
+    ) -> Place:
+        fleet = self._fleet
+        decoding, computing = fleet.by_role(fleet.fast(rows))
         hits = self._hits(decoding, names)
-        if len(computing) and num_tokens - hits.max() >= self._limits.prefill_tokens:
+        if len(computing) and num_tokens - hits.max() >= PREFILL_TOKENS:
             rows, reason = computing, Reason.PREFILL
             hits = self._hits(rows, names)
             at = self._choose(rows, num_tokens, hits) if len(rows) > 1 else 0
@@ -339,16 +333,14 @@ class Placement:
         if not identity or unknown or any(report.identity == identity for report in serving):
             if serving:
                 return Hold("no engine is ready; " + ", ".join(sorted({r.condition.value for r in serving})))
-            return RefuseRequest(RETRY_AFTER, "no engine takes requests")
-        return RefuseRequest(
-            RETRY_AFTER, "no other engine has the model and the settings with which this request began"
-        )
+            return RefuseRequest("no engine takes requests")
+        return RefuseRequest("no other engine has the model and the settings with which this request began")
 
     def _prefix_names(self, block_size: int) -> PrefixNames:
         if (found := self._prefixes.get(block_size)) is None:
             if len(self._prefixes) >= 8:  # engines that changed their block size have left these
                 self._prefixes.clear()
-            found = self._prefixes[block_size] = PrefixNames(block_size, self._limits.max_blocks)
+            found = self._prefixes[block_size] = PrefixNames(block_size, self._max_blocks)
         return found
 
     def _hits(self, rows: Rows, names: Mapping[int, Sequence[bytes]]) -> NDArray[np.int64]:
@@ -418,27 +410,23 @@ class Placement:
             self._take_from(stream)
             hits = self._hits(targets, stream.names)
             at = self._choose(targets, stream.num_tokens, hits) if len(targets) > 1 else 0
-            self._put(stream, int(targets[at]), int(hits[at]), 1.0 if reason is Reason.LOST else self._limits.share)
+            self._put(stream, int(targets[at]), int(hits[at]), 1.0 if reason is Reason.LOST else SHARE)
             found.append(Move(stream.key, source, self._fleet.names[stream.row], reason))
 
     def _targets(self, stream: PlacedStream, reason: Reason) -> Rows:
         """Return the engines that may take a stream now: ready, with the model of its tokens, and not busy with the
         recomputation of others that moved."""
-        fleet, limits = self._fleet, self._limits
+        fleet = self._fleet
         if not stream.identity:
             return np.zeros(0, np.int64)
         rows, excluded = fleet.candidates(stream.identity).rows, stream.refused
-        most = limits.lost_seconds if reason is Reason.LOST else limits.moved_seconds
+        most = LOST_SECONDS if reason is Reason.LOST else MOVED_SECONDS
         chosen = fleet.moving_until.take(rows) - self._now < most
         chosen &= rows != stream.row
         if reason is Reason.SLOW:
             seconds = fleet.output_seconds.take(rows)
-            chosen &= seconds <= NO_LONGER_SLOW * reference(fleet, rows)
+            chosen &= seconds <= NO_LONGER_SLOW * fleet.typical_output_seconds(rows)
             excluded |= stream.left
         if excluded:
             chosen &= ~np.isin(rows, [fleet.row_of.get(name, -1) for name in excluded])
-        rows, _ = fleet.by_role(rows[chosen])
-        if fleet.slow:
-            fast = rows[~np.isin(rows, list(fleet.slow))]
-            rows = fast if len(fast) else rows
-        return rows
+        return fleet.fast(fleet.by_role(rows[chosen])[0])

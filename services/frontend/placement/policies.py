@@ -131,7 +131,6 @@ class GuardedPlacementPolicy:
     docs/invariants.md)."""
 
     def __init__(self, make: Callable[[], PlacementPolicy]) -> None:
-        """Raises: what `make` raises"""
         self._policy = make()
         self.uses_prefixes = bool(self._policy.uses_prefixes)
         self._reported: set[type[Exception]] = set()

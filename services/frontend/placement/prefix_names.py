@@ -30,11 +30,7 @@ class PrefixNames:
         return (num_names - later + later * self.stride) * self.block_size
 
     def of(self, tokens: bytes, salt: str) -> list[bytes]:
-        """Return the names of prefixes of a prompt, shortest first.
-
-        Args:
-            tokens: int32[...], little-endian.
-        """
+        """Return the names of prefixes of a prompt, shortest first. `tokens`: int32[...], little-endian."""
         width = self.stride * self.block_size * TOKEN_BYTES
         segments = self._segments
         names: list[bytes] = []

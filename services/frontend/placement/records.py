@@ -14,7 +14,7 @@ from services.frontend.placement import decisions
 class PlacementStarted(msgspec.Struct, frozen=True, tag="started"):
     policy: str
     seed: int
-    limits: decisions.PlacementLimits
+    max_blocks: int
 
 
 class Advanced(msgspec.Struct, frozen=True, tag="advanced"):

@@ -19,7 +19,7 @@ def replay(recording: Iterable[records.Record]) -> list[records.Record]:
     events = iter(recording)
     if not isinstance(started := next(events, None), records.PlacementStarted):
         raise ValueError("the recording does not begin with the start of a core")
-    core = Placement(started.policy, started.limits, started.seed, found.append)
+    core = Placement(started.policy, started.max_blocks, started.seed, found.append)
     for event in events:
         if (method := INPUTS.get(type(event))) is not None:
             method(core, *astuple(event))

@@ -6,6 +6,7 @@ import uuid
 from collections import deque
 from dataclasses import dataclass
 from itertools import islice
+from operator import itemgetter
 
 from protocol.records import EngineEvent, RequestRecord, StepRecord, StepRecords
 
@@ -32,7 +33,6 @@ class StepRing:
     """Keeps the latest entries. A viewer that reads too slowly misses the oldest."""
 
     def __init__(self, capacity: int) -> None:
-        """`capacity`: number of entries."""
         self.id = uuid.uuid4().hex
         """Changes when the process starts again; sequence numbers are comparable only within one ring."""
         self.last = 0
@@ -53,8 +53,10 @@ class StepRing:
         self._clock_differences.append(now - batch.sent)
         if batch.dropped:
             self._append(batch.dropped)
-        entries: list[Recorded] = [*batch.requests, *batch.events, *batch.records]
-        for record in sorted(entries, key=_moment):
+        moments: list[tuple[float, Recorded]] = [(request.times.ended, request) for request in batch.requests]
+        moments += [(event.at, event) for event in batch.events]
+        moments += [(step.applied, step) for step in batch.records]
+        for _, record in sorted(moments, key=itemgetter(0)):  # a request that entered precedes its steps
             self._append(record)
         self.wake_viewers()
 
@@ -81,12 +83,8 @@ class StepRing:
         return now - min(self._clock_differences) if self._clock_differences else None
 
     def read(self, since: int, limit: int, max_rows: int = MAX_ROWS) -> tuple[list[RingEntry], int]:
-        """Return the oldest entries after number `since`, and how many before them are no longer kept.
-
-        Args:
-            limit: maximum number of entries.
-            max_rows: maximum number of rows of their steps, unless the first has more.
-        """
+        """Return at most `limit` of the oldest entries after number `since`, and how many before them are no longer
+        kept. `max_rows`: maximum number of rows of their steps, unless the first has more."""
         first = self._entries[0].sequence if self._entries else self.last + 1
         begin = max(0, since + 1 - first)
         found: list[RingEntry] = []
@@ -100,16 +98,3 @@ class StepRing:
 
 def _num_rows(record: Recorded) -> int:
     return len(record.prefills) if isinstance(record, StepRecord) else 0
-
-
-def _moment(record: Recorded) -> float:
-    """Return the time that orders entries of one message. A request that entered precedes its steps."""
-    match record:
-        case StepRecord():
-            return record.applied
-        case EngineEvent():
-            return record.at
-        case RequestRecord():
-            return record.times.ended
-        case _:
-            return 0.0

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from services.frontend.placement import Condition, EngineReport, Place, Placement, PlacementLimits
+from services.frontend.placement import Condition, EngineReport, Place, Placement
 from tests.simulation.placement import cache_aware as cache_aware  # registers the policy
 from tests.simulation.placement.engines import Engine
 from tests.simulation.placement.workload import SessionRequest
@@ -102,9 +102,8 @@ class FleetWorld:
     def __init__(self, setting: FleetSetting, seed: int) -> None:
         self.setting = setting
         self.engines = [Engine(number, setting.block_size, setting.num_blocks) for number in range(setting.engines)]
-        limits = PlacementLimits(setting.max_blocks)
         self.frontends = [
-            Placement(setting.policy, limits, seed=seed * 1000 + number) for number in range(setting.frontends)
+            Placement(setting.policy, setting.max_blocks, seed * 1000 + number) for number in range(setting.frontends)
         ]
         self.open: dict[int, OpenStream] = {}
         self.held: dict[int, OpenStream] = {}

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import ClassVar
 
 import certifi
 import pytest
@@ -38,7 +39,15 @@ NOT_SERVED = b'{"error": {"message": "GET /x is not served here; /openapi.json l
 
 
 class _OtherProgram(BaseHTTPRequestHandler):
+    keys: ClassVar[list[str | None]] = []
+
     def do_GET(self) -> None:
+        self.keys.append(self.headers["authorization"])
+        if self.path.startswith("/moved/"):
+            self.send_response(302)
+            self.send_header("Location", self.path.removeprefix("/moved"))
+            self.end_headers()
+            return
         path = "/" + self.path.split("/")[1]
         served = TWO_ENGINES.get(self.path) or ANSWERS.get(path)
         body = served or REFUSALS.get(path, NOT_SERVED)
@@ -83,6 +92,12 @@ def test_status_of_two_engines_has_the_mean_of_their_kv_cache_usage(
     assert "KV cache    600 blocks of 16 tokens, 60.0% in use" in text
     metrics = json.loads(run_command(capsys, "status", f"{other_program}/two", "--json").stdout)["metrics"]
     assert metrics == {"kv_cache_usage_perc": 0.6, "engine_ready": 2.0, "epoch": 4.0}
+
+
+def test_a_key_is_for_the_given_address_alone(other_program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _OtherProgram.keys.clear()
+    assert run_command(capsys, "status", f"{other_program}/moved/two", "--api-key", "sesame").status == 0
+    assert _OtherProgram.keys == ["Bearer sesame", None] * 2
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

@@ -47,11 +47,6 @@ def main_process(directory: Path, state: str) -> Path:
     return directory
 
 
-def test_frontend_is_healthy_if_it_answers_with_success() -> None:
-    with answering(200) as url:
-        healthcheck(url)
-
-
 @pytest.mark.parametrize("path", ["", "/", "/v1"])
 def test_the_address_of_a_server_is_enough(path: str) -> None:
     with answering(200) as url:
@@ -132,8 +127,6 @@ def test_main_process_that_does_not_run_is_unhealthy_despite_its_connection(tmp_
 
 
 def test_command_reports_health_in_its_status() -> None:
-    with answering(200) as url:
-        assert run_process("healthcheck", url).status == 0
     with answering(503) as url:
         done = run_process("healthcheck", url)
     assert (done.status, done.stdout) == (1, "")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.keys import with_keys
+from services.cli.preflight import with_keys
 from services.cli.settings import ConfigurationError
 from services.config import FrontendConfig
 from tests.unit.cli.command import run_command, run_process

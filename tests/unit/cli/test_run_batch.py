@@ -167,7 +167,10 @@ def test_every_route_of_a_batch_is_served() -> None:
         (("-i", "/no/such", "-o", "out"), "--input-file: there is no file /no/such"),
         (("-i", __file__, "-o", "/no/such/out"), "--output-file: /no/such/out is no path of a file"),
         (("-i", __file__, "-o", __file__), "is the input file"),
-        (("-i", __file__, "-o", "/tmp/out", "--url", "http://127.0.0.1:1"), "--url: no answer from 127.0.0.1"),
+        (
+            ("-i", __file__, "-o", "/tmp/out", "--url", "http://127.0.0.1:1"),
+            "--url: no server answers at http://127.0.0.1:1",
+        ),
         (("--port", "80"), "No such option: --port"),
     ],
 )

@@ -127,14 +127,6 @@ def test_placeholder_of_a_value_in_the_help(name: str, placeholder: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("flags", "workers"),
-    [({}, 1), ({"tensor_parallel_size": "4"}, 4), ({"tensor_parallel_size": "2", "pipeline_parallel_size": "3"}, 6)],
-)
-def test_serve_starts_a_worker_for_each_rank(flags: dict[str, object], workers: int) -> None:
-    assert merge(ServeConfig, flags, None, {}).config.num_workers == workers
-
-
-@pytest.mark.parametrize(
     ("given", "size"),
     [("4G", 4 << 30), ("4g", 4_000_000_000), ("1.5GiB", 3 << 29), ("25.6k", 25_600), ("1 MB", 1_000_000), ("7", 7)],
 )

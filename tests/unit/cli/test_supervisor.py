@@ -92,6 +92,11 @@ if f"{name} up" not in open(journal).read():
 """
     + STOPPING
 )
+FLOODING = """
+note("up")
+while True:
+    os.write(1, (b"x" * 1023 + b"\\n") * 1024)
+"""
 FAILING_TWICE = """
 first = f"{name} up" not in open(journal).read()
 note("up")
@@ -220,6 +225,10 @@ def test_signal_stops_children_one_after_the_other(supervised: SupervisedChildre
     after_up = [line for line in supervised.events().splitlines() if not line.endswith("up")]
     assert after_up == [f"{name} {what}" for name in NAMES for what in ("signalled", "ended")]
     assert supervised.supervisor.failure is None
+
+
+def test_child_that_writes_without_end_holds_up_nobody(supervised: SupervisedChildren) -> None:
+    assert supervised.run((STOPPING, STOPPING, FLOODING), signal_myself(signal.SIGTERM)) == 0
 
 
 def test_phases_of_the_start_are_collected_and_not_shown(supervised: SupervisedChildren) -> None:

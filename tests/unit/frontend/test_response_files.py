@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from services.cli.preflight import check_responses
+from services.cli.settings import ConfigurationError
+from services.config import FrontendConfig
 from services.frontend.errors import APIError
-from services.frontend.responses_api.files import MAX_SECONDS, ResponseFiles
+from services.frontend.responses_api.files import MAX_SECONDS, ResponseFiles, response_files
 from services.frontend.responses_api.items import new_id
 from services.frontend.responses_api.response_file import Origin, StoredHead, follow_file
 from services.frontend.responses_api.schemas import InputMessage
@@ -93,10 +96,14 @@ def test_giant_is_not_stored(tmp_path: Path) -> None:
     assert (is_stored(files, "", id), is_stored(files, "", giant["id"])) == (True, False)
 
 
-def test_unusable_directory_is_refused_by_name(tmp_path: Path) -> None:
+def test_unusable_directory_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match=r"--response-store-dir .*/file: File exists"):
-        ResponseFiles(tmp_path / "file")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config, reason = FrontendConfig(response_store_dir="~/file"), rf"--response-store-dir {tmp_path}/file: File exists"
+    with pytest.raises(OSError, match=reason), response_files(config):
+        pass
+    with pytest.raises(ConfigurationError, match=reason):
+        check_responses(config)
 
 
 async def test_reader_of_a_torn_line_gets_what_replaces_it(tmp_path: Path) -> None:

@@ -49,11 +49,14 @@ def files(directory: Path) -> list[Path]:
     return [path for path in directory.rglob("*") if path.is_file()]
 
 
-def test_another_process_finds_the_blocks_of_the_same_model_only(directory: Path) -> None:
+def test_another_process_finds_the_blocks_of_the_same_model_only(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = tier(directory)
     for number in range(20):
         first.put(name(number), content(number))
-    second = tier(directory)
+    monkeypatch.setenv("HOME", str(directory.parent))
+    second = tier(Path("~/kv"))
     assert [read(second, number) for number in range(20)] == [bytes(content(number)) for number in range(20)]
     assert not second.has(name(20))
     assert read(second, 20) is None

@@ -6,7 +6,6 @@ from protocol.media import MediaModel
 from protocol.requests import EnginePhase, EngineState
 from services.frontend.engine.availability import RECOVERY_GRACE, Availability
 from services.frontend.placement import Condition
-from services.frontend.placement.engine_states import MAY_SERVE, MOVES_STREAMS
 
 PHASES = EnginePhase.READY, EnginePhase.DRAINING, EnginePhase.LOADING, EnginePhase.RECOVERING
 READY, DRAINING, LOADING, RECOVERING = map(EngineState, PHASES)
@@ -57,9 +56,3 @@ def test_an_engine_that_is_lost_runs_no_requests() -> None:
     assert (engine.state.stats, engine.state.pids) == (totals, [])
     engine.on_state(LOADING, 3.0)
     assert engine.state.media is not None, "requests that wait for it are checked against what it served"
-
-
-def test_streams_move_from_engines_that_get_no_requests() -> None:
-    assert Condition.READY not in (*MOVES_STREAMS, *MAY_SERVE)
-    assert Condition.SILENT not in MOVES_STREAMS
-    assert Condition.DRAINING not in MAY_SERVE

@@ -1,6 +1,8 @@
 """The client of the engine against a real socket."""
 
 import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,45 +18,39 @@ from protocol.requests import (
     GenerateRequest,
 )
 from protocol.sampling import SamplingParams
-from protocol.transport import HandshakeRefused, Server
+from protocol.transport import Server
 from services.frontend.engine import connection as connection_module
 from services.frontend.engine import engines as engines_module
 from services.frontend.engine.addresses import numbered
 from services.frontend.engine.client import NO_PROMPT, EngineClient
 from services.frontend.engine.streams import FlushQueue, ResponseStream
-from tests.unit.frontend.engine.test_engines import ScriptedEngine
+from tests.unit.frontend.engine.test_engines import ScriptedEngine, connected
 from tests.unit.frontend.engine.test_streams import RecordingStream
 
 
-@pytest.mark.parametrize(("theirs", "fits"), [("same", True), ("", True), ("other", False)])
-async def test_scheduler_with_another_tokenizer_is_refused(tmp_path: Path, theirs: str, fits: bool) -> None:
-    server = Server(f"ipc://{tmp_path}/c", {"frontend"})
-    client = EngineClient(numbered([server.endpoint]), 1, 10.0, 300.0, 600.0, tokenizer="same")
-    running = asyncio.create_task(client.run())
-    while not running.done() and client.state.phase is not EnginePhase.READY:
-        if (received := server.receive()) is not None:
-            server.send(received[0], EngineState(EnginePhase.READY, tokenizer=theirs))
-        await asyncio.sleep(0.01)
-    if fits:
-        assert client.ready
-        running.cancel()
-    else:
-        with pytest.raises(HandshakeRefused, match=r"tokenizer mismatch: .* digest same, .* other; give both the same"):
-            await running
-    await asyncio.wait({running})
-    server.close()
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    with closing(Server(f"ipc://{tmp_path}/c", {"frontend"})) as server:
+        yield server
+
+
+@pytest.fixture
+async def client(server: Server) -> AsyncIterator[EngineClient]:
+    """A client that runs."""
+    client = EngineClient(numbered([server.endpoint]), 1, 10.0, 300.0, 600.0)
+    async with connected(client):
+        yield client
 
 
 async def test_why_no_scheduler_answers_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(connection_module, "HANDSHAKE_TIMEOUT", 0.01)
-    running = asyncio.create_task(EngineClient(numbered([f"ipc://{tmp_path}/c"]), 1, 10.0, 300.0, 600.0).run())
+    client = EngineClient(numbered([f"ipc://{tmp_path}/c"]), 1, 10.0, 300.0, 600.0)
     with caplog.at_level("INFO"):
-        while f"no answer from ipc://{tmp_path}/c within 0.01 s; trying again" not in caplog.text:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    running.cancel()
-    await asyncio.wait({running})
+        async with connected(client):
+            while f"no answer from ipc://{tmp_path}/c within 0.01 s; trying again" not in caplog.text:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
 
 
 async def test_a_bug_in_the_checks_ends_the_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,11 +61,8 @@ async def test_a_bug_in_the_checks_ends_the_client(tmp_path: Path, monkeypatch: 
         await asyncio.wait_for(client.run(), 20)
 
 
-async def test_a_frontend_whose_lease_has_ended_connects_again(tmp_path: Path) -> None:
+async def test_a_frontend_whose_lease_has_ended_connects_again(server: Server, client: EngineClient) -> None:
     """Its requests have ended with the lease, so it must submit them on a new connection."""
-    server = Server(f"ipc://{tmp_path}/c", {"frontend"})
-    client = EngineClient(numbered([server.endpoint]), 1, 10.0, 300.0, 600.0)
-    running = asyncio.create_task(client.run())
     peers: list[bytes] = []
     while len(peers) < 2:
         if (received := server.receive()) is not None:
@@ -78,16 +71,10 @@ async def test_a_frontend_whose_lease_has_ended_connects_again(tmp_path: Path) -
                 server.send(received[0], EngineState(EnginePhase.READY, lease=lease))
         await asyncio.sleep(0.01)
     assert peers[0] != peers[1]
-    running.cancel()
-    await asyncio.wait({running})
-    server.close()
 
 
-async def test_messages_behind_one_that_cannot_be_read_are_not_handled(tmp_path: Path) -> None:
+async def test_messages_behind_one_that_cannot_be_read_are_not_handled(server: Server, client: EngineClient) -> None:
     """The connection is dropped with the bad message. A state behind it must not make the frontend ready."""
-    server = Server(f"ipc://{tmp_path}/c", {"frontend"})
-    client = EngineClient(numbered([server.endpoint]), 1, 10.0, 300.0, 600.0)
-    running = asyncio.create_task(client.run())
     peers: list[bytes] = []
     ready, bad = EngineState(EnginePhase.READY, incarnation=7, lease=1), AbortRequest([1], 7)
     while not (client.recoveries and client.ready):
@@ -97,17 +84,13 @@ async def test_messages_behind_one_that_cannot_be_read_are_not_handled(tmp_path:
                 server.send(received[0], message)
         await asyncio.sleep(0.01)
     assert len(peers) == 2
-    running.cancel()
-    await asyncio.wait({running})
-    server.close()
 
 
-async def test_a_message_that_the_scheduler_cannot_read_costs_its_request_and_not_the_frontend(tmp_path: Path) -> None:
+async def test_a_message_that_the_scheduler_cannot_read_costs_its_request_and_not_the_frontend(
+    server: Server, client: EngineClient
+) -> None:
     """The scheduler expels the frontend at each submission of a request; the frontend connects again without it."""
-    server, decoder = Server(f"ipc://{tmp_path}/c", {"frontend"}), Decoder(ClientMessage)
-    client = EngineClient(numbered([server.endpoint]), 1, 10.0, 300.0, 600.0)
-    running = asyncio.create_task(client.run())
-    stream = RecordingStream(ResponseStream(FlushQueue()))
+    stream, decoder = RecordingStream(ResponseStream(FlushQueue())), Decoder(ClientMessage)
     peers, submissions = set[bytes](), 0
     while stream.end is None or len(peers) < 4:
         for peer, message in server.messages(decoder):
@@ -124,10 +107,6 @@ async def test_a_message_that_the_scheduler_cannot_read_costs_its_request_and_no
     assert isinstance(stream.end, Finish)
     assert stream.end.reason is FinishReason.ERROR
     assert "could not read it" in stream.end.message
-    assert not running.done()
-    running.cancel()
-    await asyncio.wait({running})
-    server.close()
 
 
 @pytest.fixture
@@ -141,25 +120,23 @@ def rapid_signs(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_scheduler_that_hears_nothing_is_left_although_it_sends_states(tmp_path: Path) -> None:
     scheduler = ScriptedEngine(f"ipc://{tmp_path}/c", 7)
     client = EngineClient(numbered([scheduler.server.endpoint]), 1, 5.0, 300.0, 600.0)
-    running = asyncio.create_task(client.run())
-    while scheduler.num_signs < 40:
-        scheduler.turn()
-        await asyncio.sleep(0)
-    assert client.ready
-    assert len(scheduler.peers) == 1
-    scheduler.deaf_after = 40
-    while client.ready:
-        scheduler.turn()
-        await asyncio.sleep(0)
-    assert 40 < scheduler.num_signs <= 47, "the seventh sign without an answer is the last one"
-    assert client.state.phase is EnginePhase.RECOVERING
-    scheduler.deaf_after = None
-    while not client.ready:
-        scheduler.turn()
-        await asyncio.sleep(0)
-    assert len(scheduler.peers) == 2
-    running.cancel()
-    await asyncio.wait({running})
+    async with connected(client):
+        while scheduler.num_signs < 40:
+            scheduler.turn()
+            await asyncio.sleep(0)
+        assert client.ready
+        assert len(scheduler.peers) == 1
+        scheduler.deaf_after = 40
+        while client.ready:
+            scheduler.turn()
+            await asyncio.sleep(0)
+        assert 40 < scheduler.num_signs <= 47, "the seventh sign without an answer is the last one"
+        assert client.state.phase is EnginePhase.RECOVERING
+        scheduler.deaf_after = None
+        while not client.ready:
+            scheduler.turn()
+            await asyncio.sleep(0)
+        assert len(scheduler.peers) == 2
     scheduler.close()
 
 
@@ -167,19 +144,17 @@ async def test_a_scheduler_that_hears_nothing_is_left_although_it_sends_states(t
 async def test_an_engine_with_a_rank_that_does_not_answer_is_not_ready(tmp_path: Path) -> None:
     scheduler = ScriptedEngine(f"ipc://{tmp_path}/c", 7)
     client = EngineClient(numbered([scheduler.server.endpoint]), 1, 5.0, 300.0, 600.0)
-    running = asyncio.create_task(client.run())
-    for unanswered, ready in (([5.0, 0.0], True), ([5.0, 6.0], False), ([0.0, 0.0], True)):
-        scheduler.unanswered = unanswered
-        while client.ready is not ready:
-            scheduler.turn()
-            await asyncio.sleep(0)
-        for _ in range(100):
-            scheduler.turn()
-            await asyncio.sleep(0)
-        assert client.ready is ready
-        if not ready:
-            assert client.state.detail == "rank 1 does not answer the scheduler"
-            client.check_ready()  # requests are taken, and wait
-    running.cancel()
-    await asyncio.wait({running})
+    async with connected(client):
+        for unanswered, ready in (([5.0, 0.0], True), ([5.0, 6.0], False), ([0.0, 0.0], True)):
+            scheduler.unanswered = unanswered
+            while client.ready is not ready:
+                scheduler.turn()
+                await asyncio.sleep(0)
+            for _ in range(100):
+                scheduler.turn()
+                await asyncio.sleep(0)
+            assert client.ready is ready
+            if not ready:
+                assert client.state.detail == "rank 1 does not answer the scheduler"
+                client.check_ready()  # requests are taken, and wait
     scheduler.close()

@@ -150,14 +150,23 @@ class Fleet:
 
 
 @asynccontextmanager
-async def fleet(directory: Path, *identities: str, patience: float = 300.0) -> AsyncIterator[Fleet]:
-    made = Fleet(directory, identities or (MODEL, MODEL), patience)
-    running = asyncio.create_task(made.client.run())
+async def connected(client: EngineClient) -> AsyncIterator[asyncio.Task[None]]:
+    """Run a client within this context."""
+    running = asyncio.create_task(client.run())
     try:
-        yield made
+        yield running
     finally:
         running.cancel()
         await asyncio.wait({running})
+
+
+@asynccontextmanager
+async def fleet(directory: Path, *identities: str, patience: float = 300.0) -> AsyncIterator[Fleet]:
+    made = Fleet(directory, identities or (MODEL, MODEL), patience)
+    try:
+        async with connected(made.client):
+            yield made
+    finally:
         for engine in made.engines:
             engine.close()
 

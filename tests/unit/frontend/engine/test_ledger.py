@@ -80,12 +80,6 @@ async def test_a_request_is_sent_once_and_again_with_its_output_to_the_next_sche
     assert requests.ledger.resubmitted == 2
 
 
-async def test_a_cut_connection_is_no_death() -> None:
-    requests = submitted(1)
-    (again,) = requests.reconnect(FIRST)
-    assert (again.attempts, again.age > 0) == (0, True)
-
-
 async def test_only_the_next_index_becomes_output() -> None:
     requests = submitted(1)
     requests.deliver(1, 7, 8)
@@ -111,12 +105,6 @@ async def test_a_request_that_lacks_only_its_end_ends_by_length() -> None:
     assert requests.reconnect(SECOND) == []
     assert requests.streams[1].end == Finish(1, FinishReason.LENGTH)
     assert len(requests.ledger) == 0
-
-
-async def test_an_ended_request_is_not_sent_again() -> None:
-    requests = submitted(1, 2)
-    requests.ledger.end(1, Finish(1, FinishReason.STOP))
-    assert [r.number for r in requests.reconnect(SECOND)] == [2]
 
 
 async def test_suspects_are_sent_one_by_one_and_the_one_that_kills_again_is_refused() -> None:

@@ -15,18 +15,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from services.frontend.placement import (
-    Condition,
-    EngineReport,
-    Hold,
-    Place,
-    Placement,
-    PlacementLimits,
-    Reason,
-    RefuseRequest,
-    Role,
-)
-from services.frontend.placement.engine_states import MAY_SERVE, MOVES_STREAMS
+from services.frontend.placement import Condition, EngineReport, Hold, Place, Placement, Reason, RefuseRequest, Role
+from services.frontend.placement.decisions import MAY_SERVE, MOVES_STREAMS
 from services.frontend.placement.fleet import EngineColumns
 from services.frontend.placement.policies import BUILT_IN
 from services.frontend.placement.records import Record, decode_record, encode_record
@@ -67,10 +57,9 @@ class PlacementMachine(RuleBasedStateMachine):
         self.fetches: dict[int, str] = {}
         """Engine that has fetched blocks of a request last."""
 
-    @initialize(policy=st.sampled_from(sorted(BUILT_IN)), limit=st.sampled_from((None, 1.0)))
-    def start(self, policy: str, limit: float | None) -> None:
-        self.limit = limit
-        self.core = Placement(policy, PlacementLimits(16, limit), 7, self.records.append)
+    @initialize(policy=st.sampled_from(sorted(BUILT_IN)))
+    def start(self, policy: str) -> None:
+        self.core = Placement(policy, 16, 7, self.records.append)
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -149,8 +138,7 @@ class PlacementMachine(RuleBasedStateMachine):
                 assert name in ready
                 roles = {self.reports[each].role for each in ready}
                 only_computes = self.reports[name].role is Role.PREFILL
-                others_are_left_out = self.limit is not None or self.core._fleet.slow  # noqa: SLF001
-                if not others_are_left_out and roles != {Role.PREFILL}:
+                if not self.core._fleet.slow and roles != {Role.PREFILL}:  # noqa: SLF001
                     assert only_computes == (reason is Reason.PREFILL)
                 assert 0 <= hit <= len(tokens) // 4
                 self.engine_of[key], self.identity_of[key] = name, self.reports[name].identity
@@ -158,10 +146,10 @@ class PlacementMachine(RuleBasedStateMachine):
             case Hold():
                 assert not ready
                 assert any(report.condition in MAY_SERVE for report in fitting.values())
-            case RefuseRequest(retry_after=seconds, message=text):
-                assert seconds > 0
+            case RefuseRequest(message=text):
                 assert text
-                assert not any(report.condition in MAY_SERVE for report in fitting.values()) or ready
+                assert not ready
+                assert not any(report.condition in MAY_SERVE for report in fitting.values())
 
     @rule()
     def move(self) -> None:

@@ -4,20 +4,10 @@ import hashlib
 
 import pytest
 
-from services.frontend.placement import (
-    Condition,
-    Hold,
-    LoadAhead,
-    Move,
-    Place,
-    PlacementLimits,
-    Reason,
-    RefuseRequest,
-    Role,
-)
+from services.frontend.placement import Condition, Hold, LoadAhead, Move, Place, Reason, RefuseRequest, Role
+from services.frontend.placement.fleet import SLOW_SECONDS
 from services.frontend.placement.placement import REST
 from services.frontend.placement.policies import PrefixAwarePolicy
-from services.frontend.placement.slowness import SLOW_SECONDS
 from tests.unit.frontend.placement.world import BLOCK_SIZE, TOKEN_SECONDS, core, engine_of, names_of, prompt, report
 
 LONG = prompt((7, 400))
@@ -160,7 +150,6 @@ def test_requests_wait_for_an_engine_that_may_come_back(condition: Condition) ->
 def test_requests_are_refused_if_no_engine_can_come_back() -> None:
     placement = core()
     assert isinstance(refused := placement.place(1, LONG), RefuseRequest)
-    assert refused.retry_after > 0
     placement.on_engine("a", report(Condition.DRAINING))
     assert placement.place(1, LONG) == refused
 
@@ -179,15 +168,6 @@ def test_output_of_one_model_goes_on_with_the_same_model_only() -> None:
     assert placement.place(6, LONG, "", "other", ("a",)) == refused, "it may also never serve"
     placement.on_engine("c", report(Condition.GONE, identity=""))
     assert placement.place(6, LONG, "", "other") == refused, "it is not expected back"
-
-
-def test_a_queue_above_the_limit_refuses_with_the_time_to_wait() -> None:
-    placement = core(*"ab", limits=PlacementLimits(max_queue_seconds=2.0))
-    for name, seconds in (("a", 5.0), ("b", 3.0)):
-        placement.on_engine(name, report(queue_seconds=seconds))
-    assert placement.place(1, LONG) == RefuseRequest(1.0, "a new request would wait about 3.0 s, and the limit is 2 s")
-    placement.on_engine("a", report(queue_seconds=1.0))
-    assert engine_of(placement.place(1, LONG)) == "a"
 
 
 # -- moving ------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import numpy as np
 
 from protocol.block_names import extend_names
 from protocol.codec import pack
-from services.frontend.placement import Condition, EngineReport, Place, Placement, PlacementLimits, Role
+from services.frontend.placement import Condition, EngineReport, Place, Placement, Role
 
 MODEL = "weights, float32"
 BLOCK_SIZE = 4
@@ -25,11 +25,9 @@ def report(
     )
 
 
-def core(
-    *engines: str, policy: str = "prefix_aware", limits: PlacementLimits | None = None, seed: int = 0
-) -> Placement:
+def core(*engines: str, policy: str = "prefix_aware", seed: int = 0) -> Placement:
     """Return a core with engines that are ready."""
-    placement = Placement(policy, limits, seed)
+    placement = Placement(policy, seed=seed)
     for name in engines:
         placement.on_engine(name, report())
     return placement
