@@ -51,6 +51,14 @@ class Rows:
         return Rows(*(column[mask] for column in vars(self).values()))
 
 
+def spread(counts: I32) -> tuple[I32, I32]:
+    """Return the row of each token and its index in the row, int32[sum(counts)] each. `counts`: int32[rows], tokens of
+    each row."""
+    owners = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    firsts = np.cumsum(counts, dtype=np.int32) - counts
+    return owners, np.arange(len(owners), dtype=np.int32) - firsts[owners]
+
+
 class BatchColumns:
     """Columns of `num_slots` entries; int32 unless stated. Every column is reset when a slot is assigned.
 

@@ -30,7 +30,7 @@ def test_accepts_up_to_the_first_that_differs(implementation: str) -> None:
         acceptable = np.minimum(drafts, rng.integers(0, 6, rows, np.int32))
         history = TokenHistory(rows, LIMIT, VOCAB, kernels)
         history.tokens.random_(0, 2)
-        positions = SamplePositions.from_rows(kernels.rows, np.arange(rows, dtype=np.int32), firsts, drafts)
+        positions = SamplePositions.from_rows(np.arange(rows, dtype=np.int32), firsts, drafts)
         ids = rng.integers(0, 2, len(positions.slots), np.int32)
         accepted = positions.accept(kernels.rows, torch.from_numpy(ids), history.tokens, acceptable)
         at, tokens = 0, []
@@ -51,7 +51,7 @@ def test_a_token_beyond_the_context_equals_no_draft(implementation: str) -> None
     whole = make(implementation)
     kernels, history = whole.rows, TokenHistory(1, LIMIT, VOCAB, whole)
     history.tokens.fill_(3)
-    positions = SamplePositions.from_rows(kernels, i32(0), i32(LIMIT - 1), i32(1))
+    positions = SamplePositions.from_rows(i32(0), i32(LIMIT - 1), i32(1))
     ids = torch.tensor([3, 3], dtype=torch.int32)
     assert positions.accept(kernels, ids, history.tokens, i32(1)).counts.tolist() == [2]
 

@@ -32,7 +32,7 @@ from services.worker.backends.native.sampling.sampler import SampledTokens, Samp
 from services.worker.backends.native.step import ComputedStep, NativeResult, PreparedStep
 from services.worker.backends.native.token_history import TokenHistory
 from services.worker.backends.pooling import Pooler
-from services.worker.batch.slots import BatchColumns, PlanError, Rows
+from services.worker.batch.slots import BatchColumns, PlanError, Rows, spread
 from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT
 from services.worker.device.device_times import StepClock
 from services.worker.distributed.feedback import TokenFeedback
@@ -250,7 +250,7 @@ class NativeEpoch:
         """Store the outcome of rows whose first tokens have positions `firsts`: tokens in the history, drafts for the
         next row of the slot. A row without a token stores nothing, and the next one begins with the last known
         token."""
-        rows = SamplePositions.from_rows(self._kernels.rows, slots, firsts, outcome.counts - np.int32(1))
+        rows = SamplePositions.from_rows(slots, firsts, outcome.counts - np.int32(1))
         self.history.append(rows.slots, rows.positions, outcome.ids)
         self.drafts.advance(slots, firsts, outcome.counts)
         self.drafts.propose(slots, outcome.drafts)
@@ -284,6 +284,6 @@ class NativeEpoch:
         states = self._forward.tapped()
         if not states or stay is counts or (stay == counts).all():
             return states
-        owners, offsets = self._kernels.rows.spread(counts)
+        owners, offsets = spread(counts)
         tokens = torch.from_numpy(np.flatnonzero(offsets < stay[owners]))
         return [each[tokens] for each in states]

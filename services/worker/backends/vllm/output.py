@@ -14,7 +14,7 @@ from services.worker.backends.pooling import PooledRows
 from services.worker.backends.vllm import vllm_api
 from services.worker.backends.vllm.platforms.interface import HostArray
 from services.worker.backends.vllm.sampled_steps import SampledStep
-from services.worker.batch.slots import NONE, Rows
+from services.worker.batch.slots import NONE, Rows, spread
 from services.worker.device.device_times import DeviceTime, StepClock
 
 I32 = NDArray[np.int32]
@@ -130,8 +130,7 @@ class VllmOutput:
             return []
         if lists.cu_num_generated_tokens is not None:  # rows of different lengths
             indices = np.array(lists.cu_num_generated_tokens)[indices]
-        owners = np.repeat(np.flatnonzero(wanted), counts[wanted])
-        offsets = np.arange(len(owners)) - np.repeat(np.cumsum(counts[wanted]) - counts[wanted], counts[wanted])
+        owners, offsets = spread(np.where(wanted, counts, np.int32(0)))
         at, positions = indices[owners] + offsets, (rows.ends - rows.drafts)[owners] + offsets
         entries = lists.logprob_token_ids[at], lists.logprobs[at], lists.sampled_token_ranks[at]
         return [_logprob_rows(rows.slots[owners], positions, tops[owners], *entries)]

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from protocol.columns import has_any
 from protocol.rows import LogprobRows
 from services.worker.backends.native.token_history import TokenHistory
-from services.worker.batch.slots import NONE, BatchColumns, Rows
+from services.worker.batch.slots import NONE, BatchColumns, Rows, spread
 from services.worker.device.interface import ComputeDevice, HostCopy
 from services.worker.kernels.interface.sampling import SamplingKernels, ScoredTokens
 
@@ -77,11 +77,9 @@ class PromptScores:
         self._kernels, self._history = kernels, history
         ends = np.minimum(rows.ends, table.num_prompt[rows.slots] - 1)
         wanted = np.where(table.prompt_logprobs[rows.slots] != NONE, ends - rows.starts, 0).clip(min=0)
-        first = np.cumsum(rows.counts) - rows.counts
-        offset = np.arange(wanted.sum()) - np.repeat(np.cumsum(wanted) - wanted, wanted)
-        self._tokens = (np.repeat(first, wanted) + offset).astype(np.int32)
-        self._slots = np.repeat(rows.slots, wanted)
-        self._positions = (np.repeat(rows.starts, wanted) + offset + 1).astype(np.int32)
+        owners, offsets = spread(wanted)
+        self._tokens = (np.cumsum(rows.counts, dtype=np.int32) - rows.counts)[owners] + offsets
+        self._slots, self._positions = rows.slots[owners], rows.starts[owners] + offsets + np.int32(1)
         self._taken = 0
         self.parts: list[ScoredRows] = []
         """Scores of the slices so far; complete when every slice was taken."""
