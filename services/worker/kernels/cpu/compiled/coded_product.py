@@ -249,11 +249,7 @@ def _write(a, sums, row, rows, first):  # type: ignore[no-untyped-def]
 
 def coded_product_kernel(inputs: int) -> Kernel:
     """One item is a block of outputs of up to `CHUNK` rows; its work is the number of rows."""
-    return _compiled().again_for(WORTH, BLOCK * inputs)
 
-
-@cache
-def _compiled() -> Kernel:
     def coded_product(address):  # type: ignore[no-untyped-def]
         a = carray(raw.pointer(address), 1, CODED)[0]
         own = raw.i64_at(a.format, NUMBERS)
@@ -328,10 +324,9 @@ def _compiled() -> Kernel:
             item = following
         raw.release(buffer)
 
-    return Kernel(coded_product, CODED, cost=1)
+    return Kernel(coded_product, CODED, cost=-(-WORTH // (BLOCK * inputs)))
 
 
-@cache
 def _coder(kind: int) -> Any:
     """Return the coder of a format: a C function with the address of a `TASK`."""
     own = FORMATS[KINDS[kind]]

@@ -5,8 +5,6 @@ Each sum runs over the inputs in order, two at a time, so a row has the same bit
 invariance, docs/invariants.md).
 """
 
-from functools import cache
-
 from numba import carray, njit
 
 from services.worker.kernels.cpu.compiled import bf16, bf16_rows, raw, simd
@@ -42,11 +40,7 @@ def write_rows(a, sums, row, rows, first, width):  # type: ignore[no-untyped-def
 
 def pair_product_kernel(inputs: int) -> Kernel:
     """One item is a block of outputs of up to `CHUNK` rows; its work is the number of rows."""
-    return _compiled().again_for(WORTH, BLOCK * inputs)
 
-
-@cache
-def _compiled() -> Kernel:
     def pair_product(address):  # type: ignore[no-untyped-def]
         a = carray(raw.pointer(address), 1, PRODUCT)[0]
         blocks, groups = (a.outputs + BLOCK - 1) // BLOCK, (a.inputs + GROUP - 1) // GROUP
@@ -72,4 +66,4 @@ def _compiled() -> Kernel:
                 row += rows
         raw.release(buffer)
 
-    return Kernel(pair_product, PRODUCT, cost=1)
+    return Kernel(pair_product, PRODUCT, cost=-(-WORTH // (BLOCK * inputs)))

@@ -5,8 +5,6 @@ Quantised weights are decoded to bfloat16 into panels that stay in the inner cac
 order, 32 at a time, so a row has the same bits in a batch of any size (batch invariance, docs/invariants.md).
 """
 
-from functools import cache
-
 from numba import carray, njit
 
 from services.worker.kernels.cpu.compiled import amx, bf16, bf16_rows, raw, simd
@@ -99,11 +97,6 @@ def _tile(a, x0, x1, row0, row1, first, weights, size, memory, stride, PAIR):  #
 def tile_product_kernel(coded: bool, inputs: int) -> Kernel:
     """One item is two panels of up to `CHUNK` rows; its work is the number of rows. `coded`: weights are quantised, and
     not bfloat16."""
-    return _compiled(coded).again_for(WORTH, BLOCK * inputs)
-
-
-@cache
-def _compiled(coded: bool) -> Kernel:
     IS_CODED = int(coded)
 
     def tile_product(address):  # type: ignore[no-untyped-def]
@@ -153,4 +146,4 @@ def _compiled(coded: bool) -> Kernel:
             amx.release()
         raw.release(buffer)
 
-    return Kernel(tile_product, CODED, cost=1)
+    return Kernel(tile_product, CODED, cost=-(-WORTH // (BLOCK * inputs)))
