@@ -138,7 +138,7 @@ def create(choice: KernelChoice) -> Kernels:
 
             own = next((feature for feature in choice.needs if feature in OWN_BFLOAT16), None)
             wide = bool({WIDE, *OWN_BFLOAT16} & {*choice.needs})  # each of them needs AVX-512
-            return CpuKernels(choice.activations, choice.dtype, own, wide)
+            return CpuKernels(choice.activations, own, wide)
         case _, "reference":
             return Kernels(choice.activations)
 
@@ -151,7 +151,7 @@ def _cuda_kernels(choice: KernelChoice) -> Kernels:
         if (error.name or "").partition(".")[0] != "triton":
             raise
         raise LoadError("--device cuda needs the package triton, which a CUDA build of torch brings along") from error
-    return CudaKernels(choice.activations, choice.dtype, CudaDevice(), choice.eager)
+    return CudaKernels(choice.activations, CudaDevice(), choice.eager)
 
 
 def device_features(device: str) -> frozenset[str]:

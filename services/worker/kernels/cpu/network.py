@@ -38,9 +38,7 @@ class CpuNetwork(NetworkKernels):
         wide: products of float32 activations use AVX-512
     """
 
-    def __init__(
-        self, activations: torch.dtype, cache: torch.dtype, own: str | None = None, wide: bool = False
-    ) -> None:
+    def __init__(self, activations: torch.dtype, own: str | None = None, wide: bool = False) -> None:
         self.activations, self._own, self._wide = activations, own, wide
         self._launcher = Launcher()
         self._norm, self._most_likely = norm_kernel(activations == torch.bfloat16), most_likely_kernel()

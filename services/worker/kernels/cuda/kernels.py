@@ -21,7 +21,7 @@ from services.worker.kernels.interface.workspaces import EpochSizes, Uses
 class CudaKernels(Kernels):
     """
     Args:
-        activations, dtype: of products, and of weights and KV cache; equal
+        activations: dtype of products, weights and KV cache
         eager: launch the kernels of decode steps one by one instead of replaying graphs
         graphs: for tests, makes the graphs of an epoch; by default CUDA graphs, where the device has them
     """
@@ -29,12 +29,10 @@ class CudaKernels(Kernels):
     def __init__(
         self,
         activations: torch.dtype,
-        dtype: torch.dtype,
         device: ComputeDevice,
         eager: bool = False,
         graphs: Callable[[], CudaGraphs] | None = None,
     ) -> None:
-        assert activations == dtype, "products on the device have operands of one dtype"
         self.device, self._activations = device, activations
         if graphs is None and not eager and device.where.type == "cuda":
             graphs = CudaGraphs

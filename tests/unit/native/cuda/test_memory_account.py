@@ -110,7 +110,7 @@ class CountedRunner(NativeRunner):
 
     def __init__(self, model: Path) -> None:
         self.device = CountedMemory()
-        self.kernels = CudaKernels(torch.float32, torch.float32, self.device)
+        self.kernels = CudaKernels(torch.float32, self.device)
         config = WorkerConfig(model=str(model), threads=1, kernels="reference")
         super().__init__(config, create_kernels=lambda _: self.kernels)
 
