@@ -112,13 +112,13 @@ class NativeEpoch:
         )
         self._blocks = device.mirror(self.columns.block_table)
         """The block table, of which the device has a copy."""
-        most = most_rows(assignment, model.kernels.rows.tile)
+        # Graphs of a device have the addresses of its buffers; those of the host grow
+        capacity = FEW if device.is_host else most_rows(assignment, model.kernels.rows.tile)
         # Not the context that the scheduler serves, which follows from free memory: kept blocks may be of another one
         context = context_limit(assignment.max_model_len, model.part.whole.max_position)
         self._forward = ForwardPass(
             *(model, ranks, num_blocks, block_size, context, self._blocks.tensor, self._reads),
-            device.capacity(FEW, most),
-            *(allocate, groups),
+            *(capacity, allocate, groups),
         )
         self._ended = 0.0
         """When the last step was sampled: seconds on the monotonic clock; 0.0 before the first one."""

@@ -98,9 +98,6 @@ class CountedMemory(CopyingDevice):
         mirror.tensor = mirror.tensor.clone()
         return mirror
 
-    def capacity(self, few: Any, most: Any) -> dict[str, int]:
-        return dict(most)
-
     def memory(self) -> DeviceMemory:
         return DeviceMemory(TOTAL, TOTAL - self.allocations.live)
 
