@@ -155,9 +155,9 @@ def test_what_is_no_draft_reaches_no_slot(bad: list[list[int]]) -> None:
 def test_other_ranks_get_the_outcome() -> None:
     ids = torch.tensor([4, 5, 6, 7, 0, 1], dtype=torch.int32)
     sent = Outcome(ids, i32(2, 1, 3), np.array([[1, NO_DRAFT], [2, 3], [NO_DRAFT] * 2], np.int32))
-    message = Outcome.empty_message(3, 4, 2)
-    sent.to_message(message)
-    got = Outcome.from_message(message, 2)
+    zeros = i32(0, 0, 0)
+    rows = Rows(zeros, zeros, zeros, i32(4, 1, 4), zeros == 0, i32(3, 0, 2))
+    got = Outcome.from_message(sent.to_message(Outcome.empty_message(rows, 2)), 2)
     assert torch.equal(got.ids, ids)
     assert got.counts.tolist() == [2, 1, 3]
     assert got.drafts.tolist() == sent.drafts.tolist()

@@ -62,9 +62,7 @@ class ComputedStep:
         return (self.rows.ends - self.rows.drafts)[self.rows.samples]
 
     def empty_message(self) -> torch.Tensor:
-        """Return a message for the outcome, of the same shape on all ranks."""
-        most = 1 + int(self.rows.drafts.max())
-        return Outcome.empty_message(len(self.slots), most, self.step.num_speculative_tokens)
+        return Outcome.empty_message(self.rows, self.step.num_speculative_tokens)
 
 
 @dataclass(frozen=True)
