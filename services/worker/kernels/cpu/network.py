@@ -92,7 +92,7 @@ class CpuNetwork(NetworkKernels):
         layers, heads, dim, size, dtype = shape
         keys = allocate((layers, num_blocks, heads, padded(dim), padded(size)), dtype)
         values = allocate((layers, num_blocks, heads, size, padded(dim)), dtype)
-        return KVCache(shape, num_blocks, keys, values)
+        return KVCache(shape, keys, values)
 
     def attention(self, shape: AttentionShape, cache: KVCache, table: torch.Tensor, most_tokens: int) -> Attention:
         return CpuAttention(self._launcher, self.activations, shape, cache, table, most_tokens)
