@@ -21,16 +21,6 @@ I32 = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
-class RequestedLogprobs:
-    """Number of log-probabilities that a step returns for each row, at the time of its launch; int32[rows]."""
-
-    logprobs: I32
-    """Alternatives at the sampled token; NONE: no log-probabilities."""
-    prompt_logprobs: I32
-    """The same at each prompt token. vLLM returns them together, when the prompt is complete."""
-
-
-@dataclass(frozen=True)
 class ExecutedVllmStep:
     """A step after its forward pass."""
 
@@ -38,7 +28,10 @@ class ExecutedVllmStep:
     rows: Rows
     ids: list[str]
     """vLLM's request id of each row."""
-    requested: RequestedLogprobs
+    logprobs: I32
+    """int32[rows], requested at the launch: alternatives at the sampled token; NONE: no log-probabilities."""
+    prompt_logprobs: I32
+    """The same at each prompt token. vLLM returns them together, when the prompt is complete."""
     clock: StepClock
     pooled: PooledRows | None = None
     """None if no row needs a hidden state, or if another rank reports the step."""
@@ -124,7 +117,7 @@ class VllmOutput:
             counts: tokens of each sampling row
         """
         samples, lists = self.executed.rows.samples, result.logprobs
-        rows, tops = self.executed.rows.select(samples), self.executed.requested.logprobs[samples]
+        rows, tops = self.executed.rows.select(samples), self.executed.logprobs[samples]
         wanted = tops != NONE
         if not wanted.any() or lists is None:
             return []
@@ -138,13 +131,13 @@ class VllmOutput:
     def _prompt_logprobs(self, result: vllm_api.ModelRunnerOutput) -> list[LogprobRows]:
         """Return the log-probabilities of prompts that are complete. The first token has none."""
         parts, executed = [], self.executed
-        for row in np.flatnonzero(executed.requested.prompt_logprobs != NONE):
+        for row in np.flatnonzero(executed.prompt_logprobs != NONE):
             tensors = result.prompt_logprobs_dict.get(executed.ids[row])
             if tensors is None or not len(tensors.logprobs):
                 continue
             positions = np.arange(1, len(tensors.logprobs) + 1, dtype=np.int32)
             slots = np.full(len(positions), executed.rows.slots[row], np.int32)
-            tops = np.full(len(positions), executed.requested.prompt_logprobs[row], np.int32)
+            tops = np.full(len(positions), executed.prompt_logprobs[row], np.int32)
             columns = tensors.logprob_token_ids, tensors.logprobs, tensors.selected_token_ranks
             parts.append(_logprob_rows(slots, positions, tops, *(column.numpy() for column in columns)))
         return parts
