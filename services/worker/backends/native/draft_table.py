@@ -31,7 +31,7 @@ def rows_from_message(planned: Rows, message: torch.Tensor) -> Rows:
     """Return the plan's rows at the positions that the stage before has sent."""
     starts, drafts = message.numpy()
     counts = planned.counts - planned.drafts + drafts
-    return Rows(planned.slots, planned.generations, starts, counts, planned.samples, drafts)
+    return replace(planned, starts=starts, counts=counts, drafts=drafts)
 
 
 class DraftTable:
@@ -85,8 +85,7 @@ class DraftTable:
         if settled is None:
             slot, start = rows.slots[bad], rows.starts[bad]
             raise PlanError(f"slot {slot}: planned from {start} on, but it is at {self._frontier[slot]}")
-        starts, counts, drafts = settled
-        return Rows(rows.slots, rows.generations, starts, counts, rows.samples, drafts)
+        return settled
 
     def advance(self, slots: I32, firsts: I32, counts: I32) -> None:
         """Move the true positions of slots behind `counts` tokens that were sampled from position `firsts` on;

@@ -114,7 +114,7 @@ class NativeStages:
         forward = self._thread.submit(lambda: epoch.execute(prepared))
         self._forwards.append(forward)
         self._last = forward
-        self._pending.put(LaunchedForward(step, forward))
+        self._pending.put(step.step_id, LaunchedForward(step, forward))
 
     def _prepare(self, step: SchedulerOutput) -> PreparedStep:
         plan = StepRows.from_message(step)

@@ -172,7 +172,8 @@ class SimEpoch:
         self._exchange(send)
         output = StepOutput(step, prepared, event, event, padded)
         rules = rules_by_row(rows, self.table)
-        self._pending.put(_ExecutedSimStep(step, output, acceptance, rules, *self._requested_outputs(rows)))
+        executed = _ExecutedSimStep(step, output, acceptance, rules, *self._requested_outputs(rows))
+        self._pending.put(step.step_id, executed)
 
     def _stage(self, rows: Rows) -> None:
         """Enqueue the copies of the step's columns to the device."""

@@ -89,7 +89,8 @@ class VllmEpoch:
         if pooled is not None:
             engine.pool(pooled, ids, rows)
         clock = StepClock(prepared, began, engine.platform.now())
-        self._pending.put(ExecutedVllmStep(step, rows, ids, *requested, clock, pooled, result, failed))
+        executed = ExecutedVllmStep(step, rows, ids, *requested, clock, pooled, result, failed)
+        self._pending.put(step.step_id, executed)
 
     def _load_adapters(self, step: SchedulerOutput) -> tuple[SchedulerOutput, bytes]:
         """Load the adapters of requests that enter. Return the step without those that a rank cannot load, and the

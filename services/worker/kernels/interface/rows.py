@@ -1,5 +1,6 @@
 """The rows of a step: layout, true positions and verification of drafts."""
 
+from dataclasses import replace
 from types import ModuleType
 from typing import NamedTuple
 
@@ -41,14 +42,6 @@ class SlotDrafts(NamedTuple):
     """int32[slots, most]: these drafts"""
 
 
-class SettledRows(NamedTuple):
-    """int32[rows] each."""
-
-    starts: I32
-    counts: I32
-    drafts: I32
-
-
 class Verified(NamedTuple):
     """int32[rows] unless stated."""
 
@@ -82,7 +75,7 @@ class RowKernels:
         """Return the ids at `positions` of `slots`, int32[tokens]."""
         return torch.from_numpy(history.numpy()[slots, positions])
 
-    def settle(self, rows: Rows, drafts: SlotDrafts, history: torch.Tensor) -> tuple[SettledRows | None, int]:
+    def settle(self, rows: Rows, drafts: SlotDrafts, history: torch.Tensor) -> tuple[Rows | None, int]:
         """Bring rows to their true positions, each with the drafts that its slot has, and write these drafts to
         `history`, int32[slots, limit]. The slots have no drafts afterwards, and their frontiers are the rows' ends.
 
@@ -103,7 +96,7 @@ class RowKernels:
             ids = self.upload(tokens[slots, offsets])
             self.write_tokens(history, slots, (ends - number)[owners] + offsets, ids)
         frontier[rows.slots], proposed[rows.slots] = ends, 0
-        return SettledRows(starts, counts, number), -1
+        return replace(rows, starts=starts, counts=counts, drafts=number), -1
 
     def upload(self, ids: I32) -> torch.Tensor:
         """Return int32[tokens] ids on the device."""
