@@ -8,7 +8,7 @@ import ctypes
 import os
 import platform
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
@@ -162,18 +162,14 @@ def device_features(device: str) -> frozenset[str]:
 def processor_features() -> frozenset[str]:
     """Return the features of this machine's processor: those in `NAMED`, and those that our own kernels can use."""
     found = {name for name, has in torch.cpu.get_capabilities().items() if has is True and name in NAMED}
-    if "avx512_f" in found and _compiles_for_this(os.environ):
+    # numba may compile for another processor, which its variables name
+    if "avx512_f" in found and not {"NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"} & {*os.environ}:
         found.add(WIDE)
         if "avx512_bf16" in found:
             found.add(PAIRS)
             if "amx_bf16" in found and _may_use_tiles():
                 found.add(TILES)
     return frozenset(found)
-
-
-def _compiles_for_this(variables: Mapping[str, str]) -> bool:
-    """Return whether numba compiles for this processor, and not for one that its variables name."""
-    return not {"NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"} & set(variables)
 
 
 @cache

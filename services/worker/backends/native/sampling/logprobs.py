@@ -1,7 +1,7 @@
 """Log-probabilities of the model's own logits: of sampled tokens, and of prompts."""
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Self
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from protocol.columns import has_any
 from protocol.rows import LogprobRows
 from services.worker.backends.native.token_history import TokenHistory
 from services.worker.batch.slots import NONE, BatchColumns, Rows, spread
-from services.worker.device.interface import ComputeDevice, HostCopy
+from services.worker.device.interface import ComputeDevice
 from services.worker.kernels.interface.sampling import SamplingKernels, ScoredTokens
 
 I32 = NDArray[np.int32]
@@ -50,20 +50,16 @@ def score(
     return ScoredRows(slots, positions, kernels.logprobs(logits, rows, tokens, tops))
 
 
-class ScoresOnTheirWay(NamedTuple):
-    """Log-probabilities of a step, which are copied to the host."""
+def download_scores(scored: Sequence[ScoredRows], device: ComputeDevice) -> Callable[[], LogprobRows | None]:
+    """Copy log-probabilities of a step to the host. Return a function that waits for them; None: there are none."""
+    copies = [device.download(x.tokens.token_ranks, x.tokens.ids, x.tokens.values) for x in scored]
 
-    parts: Sequence[tuple[ScoredRows, HostCopy]]
-
-    @classmethod
-    def begin(cls, scored: Sequence[ScoredRows], device: ComputeDevice) -> Self:
-        columns = [(part, (part.tokens.token_ranks, part.tokens.ids, part.tokens.values)) for part in scored]
-        return cls([(part, device.download(*tensors)) for part, tensors in columns])
-
-    def get(self) -> LogprobRows | None:
-        """Wait for the copies; None if there are none."""
-        rows = [LogprobRows(part.slots, part.positions, part.tokens.counts, *copy()) for part, copy in self.parts]
+    def arrived() -> LogprobRows | None:
+        waiting = zip(scored, copies, strict=True)
+        rows = [LogprobRows(x.slots, x.positions, x.tokens.counts, *copy()) for x, copy in waiting]
         return LogprobRows.concatenate(rows) if rows else None
+
+    return arrived
 
 
 class PromptScores:
