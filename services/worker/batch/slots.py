@@ -17,9 +17,9 @@ from protocol.rows import StepRows
 from protocol.sampling import SamplingParams
 from protocol.steps import NewRequest, SchedulerOutput
 from services.worker.batch.row_check import EMPTY as EMPTY
+from services.worker.batch.row_check import I32 as I32
 from services.worker.batch.row_check import CountRows, count_rows
 
-I32 = NDArray[np.int32]
 NONE = -1
 """Number of log-probabilities of a request that did not request any."""
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)

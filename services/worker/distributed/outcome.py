@@ -6,9 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.worker.batch.slots import Rows
-
-I32 = NDArray[np.int32]
+from services.worker.batch.slots import I32, Rows
 
 
 class Outcome(NamedTuple):

@@ -11,15 +11,12 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from protocol.columns import has_any
 from protocol.steps import NO_DRAFT
 from services.worker.backends.native.token_history import TokenHistory
-from services.worker.batch.slots import EMPTY, PlanError, Rows
+from services.worker.batch.slots import EMPTY, I32, PlanError, Rows
 from services.worker.kernels.interface.rows import RowKernels, SlotDrafts
-
-I32 = NDArray[np.int32]
 
 
 def positions_message(rows: Rows) -> torch.Tensor:

@@ -14,10 +14,8 @@ from services.worker.backends.pooling import PooledRows
 from services.worker.backends.vllm import vllm_api
 from services.worker.backends.vllm.platforms.interface import HostArray
 from services.worker.backends.vllm.sampled_steps import SampledStep
-from services.worker.batch.slots import NONE, Rows, spread
+from services.worker.batch.slots import I32, NONE, Rows, spread
 from services.worker.device.device_times import DeviceTime, StepClock
-
-I32 = NDArray[np.int32]
 
 
 @dataclass(frozen=True)

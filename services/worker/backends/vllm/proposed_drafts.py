@@ -12,12 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from protocol.steps import NO_DRAFT
-from services.worker.batch.slots import PlanError, Rows
-
-I32 = NDArray[np.int32]
+from services.worker.batch.slots import I32, PlanError, Rows
 
 
 class ProposedDrafts:

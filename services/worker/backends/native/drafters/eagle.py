@@ -18,10 +18,10 @@ import torch
 
 from protocol.steps import NO_DRAFT
 from services.checkpoint import DEMO_MODEL, WEIGHT_FILES, CheckpointError, resolve
-from services.worker.backends.native.drafters.base import I32, Advance, Drafter, DrafterSlots, Proposer, TargetModel
+from services.worker.backends.native.drafters.base import Advance, Drafter, DrafterSlots, Proposer, TargetModel
 from services.worker.backends.native.drafters.eagle_model import EagleModel, load
 from services.worker.backends.native.model.model import cache_shape
-from services.worker.batch.slots import spread
+from services.worker.batch.slots import I32, spread
 from services.worker.kernels.interface.drafting import DraftLayout, DraftLimits, DraftRows
 from services.worker.runner import LoadError
 

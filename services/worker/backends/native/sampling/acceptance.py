@@ -13,10 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from protocol.columns import has_any
-from services.worker.batch.slots import spread
+from services.worker.batch.slots import I32, spread
 from services.worker.kernels.interface.rows import RowKernels, Verified
-
-I32 = NDArray[np.int32]
 
 
 class SamplePositions(NamedTuple):

@@ -5,16 +5,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from protocol.columns import has_any
 from protocol.rows import LogprobRows
 from services.worker.backends.native.token_history import TokenHistory
-from services.worker.batch.slots import NONE, BatchColumns, Rows, spread
+from services.worker.batch.slots import I32, NONE, BatchColumns, Rows, spread
 from services.worker.device.interface import ComputeDevice
 from services.worker.kernels.interface.sampling import SamplingKernels, ScoredTokens
 
-I32 = NDArray[np.int32]
 SLICE = 1 << 22
 """Logits of prompt positions that are in memory at once."""
 

@@ -20,13 +20,11 @@ from services.worker.backends.native.sampling.acceptance import SamplePositions
 from services.worker.backends.native.sampling.logprobs import ScoredRows, score
 from services.worker.backends.native.sampling.preparation import run_every_operation
 from services.worker.backends.native.token_history import TokenHistory
-from services.worker.batch.slots import NONE, BatchColumns, spread
+from services.worker.batch.slots import I32, NONE, BatchColumns, spread
 from services.worker.kernels.interface.kernels import Kernels
 from services.worker.kernels.interface.logit_rules import LogitRule
 from services.worker.kernels.interface.sampling import DrawColumns
 from services.worker.sampling.reference import GREEDY_BELOW
-
-I32 = NDArray[np.int32]
 
 
 def rule_of_slot(table: BatchColumns, slot: int, vocab_size: int) -> LogitRule | None:
