@@ -14,8 +14,7 @@ from services.worker.kernels.cuda.logit_rules import counts_bytes
 from services.worker.kernels.cuda.network import CudaNetwork
 from services.worker.kernels.cuda.rows import CudaRows
 from services.worker.kernels.cuda.sampling import CudaSampling, sampling_bytes
-from services.worker.kernels.interface.kernels import Kernels
-from services.worker.kernels.interface.workspaces import EpochSizes, Uses
+from services.worker.kernels.interface.kernels import EpochSizes, Kernels, Uses
 
 
 class CudaKernels(Kernels):

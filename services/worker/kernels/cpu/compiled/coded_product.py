@@ -138,7 +138,7 @@ def _multiply_codes(
                         halves = [outer.index] if own.groups == 2 else [ir.Constant(I64, half) for half in (0, 1)]
                         zero = ir.Constant(VI, [-zero_code] * LANES)
                         place = tile.times(moved(builder, step, number), 2)
-                        totals = [tile.of_rows(I32, builder.add(place, half), 4, HALVES_AT) for half in halves]
+                        totals = [tile.of_rows(I32, builder.add(place, half), HALVES_AT) for half in halves]
                         starts = [builder.mul(reduce(builder.add, each), zero) for each in zip(*totals, strict=True)]
                     tile.set(some, starts)
                 with cgutils.for_range(builder, turns) as inner:
@@ -148,7 +148,7 @@ def _multiply_codes(
                     for same in zip(*decoded, strict=True):
                         number, quad, _ = same[0]
                         for half, to in enumerate((upper[number], sums[number])):
-                            inputs = tile.of_rows(I32, here, 4, 0, number * 2 * STEP + half * STEP + quad * 4)
+                            inputs = tile.of_rows(I32, here, 0, number * 2 * STEP + half * STEP + quad * 4)
                             tile.add_products(to, [both[half] for _, _, both in same], inputs, add)
                 for number, some in enumerate(sums if are_bytes else ()):
                     tile.join(upper[number], some)
@@ -220,7 +220,7 @@ def _multiply_decoded(
                         prefetch_line(builder, moved(builder, codes, 64 * line))
                 for some in range(UNROLLED):
                     numbers = loaded(index, ir.VectorType(I16, 2 * LANES), 64 * some)
-                    tile.add_products(sums, numbers, tile.of_rows(I32, here, 4, 0, 4 * some))
+                    tile.add_products(sums, numbers, tile.of_rows(I32, here, 0, 4 * some))
             with cgutils.for_range(builder, builder.mul(scale_steps, has_minima)) as loop:
                 step = builder.add(start, loop.index)
                 tile.add_minima(loaded(step, VF, MINIMA_AT), builder.add(first, step), first_panel)

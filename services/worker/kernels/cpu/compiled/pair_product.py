@@ -7,7 +7,7 @@ invariance, docs/invariants.md).
 
 from numba import carray, njit
 
-from services.worker.kernels.cpu.compiled import bf16, bf16_rows, raw, simd
+from services.worker.kernels.cpu.compiled import bf16, raw, simd
 from services.worker.kernels.cpu.compiled.block_formats import PANEL
 from services.worker.kernels.cpu.compiled.product import PRODUCT
 from services.worker.kernels.cpu.compiled.quantized import GROUP
@@ -35,7 +35,7 @@ def write_rows(a, sums, row, rows, first, width):  # type: ignore[no-untyped-def
             value0 = simd.add(simd.load_f32x16(here), simd.load_f32x16(bias))
             value1 = simd.add(simd.load_f32x16(here + 64), simd.load_f32x16(bias + 64))
             out = a.out + ((row + i) * a.stride + some) * 2
-            bf16_rows.store_outputs(out, a.outputs - some, value0, value1, tail)
+            bf16.store_outputs(out, a.outputs - some, value0, value1, tail)
 
 
 def pair_product_kernel(inputs: int) -> Kernel:
@@ -55,7 +55,7 @@ def pair_product_kernel(inputs: int) -> Kernel:
             block, start = item % blocks, item // blocks * CHUNK
             end, first, x = min(start + CHUNK, a.rows), block * BLOCK, a.x + start * a.inputs * 2
             if odd:
-                bf16_rows.copy_padded(x, end - start, a.inputs, copied, 2 * pairs)
+                bf16.copy_padded(x, end - start, a.inputs, copied, 2 * pairs)
                 x = copied
             weights, row = a.weight + block * bf16.PANELS * step, start
             while row < end:

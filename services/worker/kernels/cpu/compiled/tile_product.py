@@ -7,7 +7,7 @@ order, 32 at a time, so a row has the same bits in a batch of any size (batch in
 
 from numba import carray, njit
 
-from services.worker.kernels.cpu.compiled import amx, bf16, bf16_rows, raw, simd
+from services.worker.kernels.cpu.compiled import amx, bf16, raw, simd
 from services.worker.kernels.cpu.compiled.block_formats import (
     MINIMA_AT,
     NUMBERS_BYTES,
@@ -76,7 +76,7 @@ def _write(a, sums, row, rows, first):  # type: ignore[no-untyped-def]
     for i in range(rows):
         value0 = simd.add(simd.load_f32x16(sums + i * 64), bias0)
         value1 = simd.add(simd.load_f32x16(sums + amx.TILE_BYTES + i * 64), bias1)
-        bf16_rows.store_outputs(out, number, value0, value1, tail)
+        bf16.store_outputs(out, number, value0, value1, tail)
         out += a.stride * 2
 
 
@@ -125,7 +125,7 @@ def tile_product_kernel(coded: bool, inputs: int) -> Kernel:
             if not whole:
                 x = decoded + panels
                 source = a.x + start * a.inputs * 2
-                bf16_rows.copy_padded(source, end - start, a.inputs, x, groups * GROUP)
+                bf16.copy_padded(source, end - start, a.inputs, x, groups * GROUP)
             weights = a.weight + block * 2 * size
             if IS_CODED:
                 weights, own = decoded, raw.i64_at(a.format, NUMBERS)
