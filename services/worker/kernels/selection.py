@@ -67,32 +67,20 @@ class KernelChoice:
         )
 
 
+F32, BF16 = torch.float32, torch.bfloat16
 _HELPERS = "helpers that are not waited for"
 TABLE = (
-    KernelChoice(*("compiled", "cpu", torch.float32, (WIDE,), torch.float32), *("our own, AVX-512, float32", _HELPERS)),
-    KernelChoice("compiled", "cpu", torch.float32, (), torch.float32, "our own, float32", _HELPERS),
-    KernelChoice(*("compiled", "cpu", torch.bfloat16, (TILES,), torch.bfloat16), *("our own, AMX, bfloat16", _HELPERS)),
-    KernelChoice(
-        *("compiled", "cpu", torch.bfloat16, (PAIRS,), torch.bfloat16), *("our own, AVX-512, bfloat16", _HELPERS)
-    ),
+    KernelChoice("compiled", "cpu", F32, (WIDE,), F32, "our own, AVX-512, float32", _HELPERS),
+    KernelChoice("compiled", "cpu", F32, (), F32, "our own, float32", _HELPERS),
+    KernelChoice("compiled", "cpu", BF16, (TILES,), BF16, "our own, AMX, bfloat16", _HELPERS),
+    KernelChoice("compiled", "cpu", BF16, (PAIRS,), BF16, "our own, AVX-512, bfloat16", _HELPERS),
     # Without bfloat16 arithmetic, products of bfloat16 by oneDNN and torch take two to seven times as long as these.
-    KernelChoice(
-        *("compiled", "cpu", torch.bfloat16, (WIDE,), torch.float32),
-        *("our own, AVX-512, float32 from bfloat16 weights", _HELPERS),
-    ),
-    KernelChoice(
-        *("compiled", "cpu", torch.bfloat16, (), torch.float32), *("our own, float32 from bfloat16 weights", _HELPERS)
-    ),
-    KernelChoice(
-        *("compiled", "cuda", torch.float32, (), torch.float32), *("cuBLAS, float32", "the device's", False, False)
-    ),
-    KernelChoice(
-        *("compiled", "cuda", torch.bfloat16, (), torch.bfloat16), *("cuBLAS, bfloat16", "the device's", False, False)
-    ),
-    KernelChoice(*("reference", "cpu", torch.float32, (), torch.float32, "torch, float32", "torch's"), invariant=False),
-    KernelChoice(
-        *("reference", "cpu", torch.bfloat16, (), torch.bfloat16, "torch, bfloat16", "torch's"), invariant=False
-    ),
+    KernelChoice("compiled", "cpu", BF16, (WIDE,), F32, "our own, AVX-512, float32 from bfloat16 weights", _HELPERS),
+    KernelChoice("compiled", "cpu", BF16, (), F32, "our own, float32 from bfloat16 weights", _HELPERS),
+    KernelChoice("compiled", "cuda", F32, (), F32, "cuBLAS, float32", "the device's", False, False),
+    KernelChoice("compiled", "cuda", BF16, (), BF16, "cuBLAS, bfloat16", "the device's", False, False),
+    KernelChoice("reference", "cpu", F32, (), F32, "torch, float32", "torch's", invariant=False),
+    KernelChoice("reference", "cpu", BF16, (), BF16, "torch, bfloat16", "torch's", invariant=False),
 )
 
 
