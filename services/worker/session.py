@@ -125,7 +125,8 @@ class Session:
         is_late = isinstance(message, StepMessage) and message.epoch < self.epoch
         if self.phase is Phase.RANKS_LOST or is_late:
             return None
-        handle = self._TABLE.get((self.phase, type(message)))
+        phase = Phase.SERVING if self.phase is Phase.SAMPLING else self.phase  # they allow the same messages
+        handle = self._TABLE.get((phase, type(message)))
         if handle is None:
             raise ProtocolError(f"{type(message).__name__} is not allowed while {self.phase.name}")
         return handle(self, message) if self._has_right_epoch(message) else None
@@ -198,13 +199,8 @@ class Session:
         (Phase.REGISTERED, Assignment): _on_assignment,
         (Phase.LOADED, InitializeCache): _on_initialize,
         (Phase.SERVING, SchedulerOutput): _on_step,
-        (Phase.SAMPLING, SchedulerOutput): _on_step,
         (Phase.SERVING, GrammarOutput): _on_grammar,
-        (Phase.SAMPLING, GrammarOutput): _on_grammar,
         (Phase.SERVING, ReleaseSlots): _on_release,
-        (Phase.SAMPLING, ReleaseSlots): _on_release,
         (Phase.SERVING, LoadBlocks): _on_load,
-        (Phase.SAMPLING, LoadBlocks): _on_load,
         (Phase.SERVING, KeepPins): _on_release,
-        (Phase.SAMPLING, KeepPins): _on_release,
     }

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from services.worker.kernels.cpu.launching import Launcher
-from services.worker.kernels.cpu.products import NARROW, WIDE, float32_panels, float32_product
+from services.worker.kernels.cpu.products import PanelProduct, float32_panels
 from services.worker.kernels.cpu.thread_team import set_num_threads
 from services.worker.kernels.selection import processor_features
 from tests.benchmarks.support.random_llama import SHAPES, VOCAB
@@ -38,7 +38,7 @@ def products(shape: tuple[int, int]) -> dict[str, Product]:
     def torch_product(x: torch.Tensor, out: torch.Tensor) -> object:
         return torch.mm(x, weight.T, out=out)
 
-    ways = (float32_product(launcher, float32_panels(weight, way), None, way) for way in (NARROW, WIDE))
+    ways = (PanelProduct(launcher, float32_panels(weight, wide), None, None, wide) for wide in (False, True))
     return dict(zip(KINDS, (torch_product, *ways), strict=True))
 
 

@@ -100,4 +100,4 @@ class HostKernels:
 
 def gpu_kernels(dtype: torch.dtype = torch.float32, device: ComputeDevice | None = None) -> HostKernels:
     """Return the kernels that serve on a GPU, for tensors of the host."""
-    return HostKernels(CudaKernels(dtype, dtype, device or CudaDevice(), eager=True))
+    return HostKernels(CudaKernels(dtype, device or CudaDevice(), eager=True))

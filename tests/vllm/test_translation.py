@@ -16,7 +16,7 @@ from protocol.sampling import SamplingParams
 from protocol.steps import NO_DRAFT, GrammarOutput, NewRequest, SchedulerOutput, StepTimes
 from services.worker.backends.vllm import vllm_api
 from services.worker.backends.vllm.kv_groups import kv_groups
-from services.worker.backends.vllm.output import ExecutedVllmStep, RequestedLogprobs, VllmOutput
+from services.worker.backends.vllm.output import ExecutedVllmStep, VllmOutput
 from services.worker.backends.vllm.parameters import RequestGenerator, to_vllm_params
 from services.worker.backends.vllm.plan import RESERVED_BLOCKS, PlanTranslator, TranslatedPlan
 from services.worker.backends.vllm.row_masks import RowMasks
@@ -406,7 +406,7 @@ class Lists:
     cu_num_generated_tokens: list[int] | None = None
 
 
-def result(rows: list[tuple[int, int, int, int, bool]], vllm_output: Any, requested: RequestedLogprobs) -> Any:
+def result(rows: list[tuple[int, int, int, int, bool]], vllm_output: Any, requested: tuple[np.ndarray, ...]) -> Any:
     """`rows` as of `TranslatorSetup.step`; vLLM's row of a slot is the slot's id."""
     world = TranslatorSetup()
     new_ones = [new(slot, 1, range(start + count + (not samples)), [slot]) for slot, _, start, count, samples in rows]
@@ -414,7 +414,7 @@ def result(rows: list[tuple[int, int, int, int, bool]], vllm_output: Any, reques
     plan = SchedulerOutput(3, 9, pack(slots), pack(generations), pack(starts), pack(counts), bytes(samples), new_ones)
     applied = world.table.apply(plan)
     world.translator.translate(plan, applied)
-    executed = ExecutedVllmStep(plan, applied, world.translator.request_ids(applied.slots), requested, CLOCK)
+    executed = ExecutedVllmStep(plan, applied, world.translator.request_ids(applied.slots), *requested, CLOCK)
     return VllmOutput(executed, SampledStep(vllm_output), SAMPLED_AT).get()
 
 
@@ -422,9 +422,9 @@ def output(order: list[str], tokens: list[list[int]], **more: Any) -> vllm_api.M
     return vllm_api.ModelRunnerOutput(order, {name: i for i, name in enumerate(order)}, tokens, **more)
 
 
-def no_logprobs(count: int) -> RequestedLogprobs:
+def no_logprobs(count: int) -> tuple[np.ndarray, ...]:
     none = np.full(count, NONE, np.int32)
-    return RequestedLogprobs(none, none)
+    return none, none
 
 
 def test_tokens_come_in_the_plans_order_without_rows_that_do_not_sample() -> None:
@@ -443,7 +443,7 @@ def test_step_that_samples_nothing_has_no_rows() -> None:
 
 def test_requested_logprobs_are_at_absolute_positions() -> None:
     vllm_output = output(["0.1", "2.1", "1.1"], [[10], [20], [30]], logprobs=Lists())
-    requested = RequestedLogprobs(np.array([2, 0, NONE], np.int32), np.full(3, NONE, np.int32))
+    requested = np.array([2, 0, NONE], np.int32), np.full(3, NONE, np.int32)
     message = result([(1, 1, 0, 4, True), (0, 1, 0, 2, True), (2, 1, 0, 3, True)], vllm_output, requested)
     rows = LogprobRows.from_message(message.logprobs)
     assert (rows.owners.tolist(), rows.positions.tolist()) == ([1, 0], [4, 2])
@@ -462,7 +462,7 @@ class Tensors:
 
 def test_prompt_logprobs_begin_at_the_second_token() -> None:
     vllm_output = output(["0.1", "1.1"], [[10], [20]], prompt_logprobs_dict={"1.1": Tensors()})
-    requested = RequestedLogprobs(np.full(2, NONE, np.int32), np.array([NONE, 1], np.int32))
+    requested = np.full(2, NONE, np.int32), np.array([NONE, 1], np.int32)
     message = result([(0, 1, 0, 4, True), (1, 1, 0, 3, True)], vllm_output, requested)
     rows = LogprobRows.from_message(message.logprobs)
     assert (rows.owners.tolist(), rows.positions.tolist()) == ([1, 1], [1, 2])
@@ -471,7 +471,7 @@ def test_prompt_logprobs_begin_at_the_second_token() -> None:
 
 
 def test_incomplete_prompt_has_no_logprobs() -> None:
-    requested = RequestedLogprobs(np.array([NONE], np.int32), np.array([1], np.int32))
+    requested = np.array([NONE], np.int32), np.array([1], np.int32)
     assert result([(0, 1, 0, 2, False)], output(["0.1"], [[]]), requested).logprobs is None
 
 
@@ -481,7 +481,7 @@ def test_result_is_unchanged_by_the_next_step() -> None:
     plan = SchedulerOutput(1, 1, pack([0]), pack([1]), pack([0]), pack([2]), b"\1", [new(0, 1, range(2), [3])])
     applied = world.table.apply(plan)
     world.translator.translate(plan, applied)
-    executed = ExecutedVllmStep(plan, applied, world.translator.request_ids(applied.slots), no_logprobs(1), CLOCK)
+    executed = ExecutedVllmStep(plan, applied, world.translator.request_ids(applied.slots), *no_logprobs(1), CLOCK)
     kept = VllmOutput(executed, SampledStep(output(["0.1"], [[42]])), SAMPLED_AT)
     world.step([(0, 2, 0, 3, True)], released=[0], new=[new(0, 2, range(3), [4])])
     late = kept.get()
@@ -494,10 +494,10 @@ def test_rows_have_the_accepted_drafts_and_one_token() -> None:
     world = drafting(0, 1, 2)
     plan = [(0, 1, 2, 3, True), (1, 1, 2, 4, True), (2, 1, 2, 1, True)]
     translated = world.plan(plan, drafts=[2, 3, 0])
-    rows, requested = (translated.rows, RequestedLogprobs(np.array([NONE, 1, 0], np.int32), np.full(3, NONE, np.int32)))
+    rows, requested = translated.rows, (np.array([NONE, 1, 0], np.int32), np.full(3, NONE, np.int32))
     sent = SchedulerOutput(1, 2, b"", b"", b"", b"", b"")
     message = VllmOutput(
-        ExecutedVllmStep(sent, rows, translated.ids, requested, CLOCK),
+        ExecutedVllmStep(sent, rows, translated.ids, *requested, CLOCK),
         SampledStep(vllm_output),
         SAMPLED_AT,
         acceptable=np.array([1, 3, 0], np.int32),

@@ -8,9 +8,7 @@ from numpy.typing import NDArray
 
 from protocol.columns import has_any
 from protocol.sampling import Pooling
-from services.worker.batch.slots import BatchColumns, Rows
-
-HOST = torch.device("cpu")
+from services.worker.batch.slots import BatchColumns, Rows, spread
 
 
 @dataclass
@@ -58,7 +56,7 @@ class PooledRows:
 class Pooler:
     """Averages that are not complete yet, as prompts come in chunks. On the output rank."""
 
-    def __init__(self, num_slots: int, hidden_size: int, where: torch.device = HOST) -> None:
+    def __init__(self, num_slots: int, hidden_size: int, where: torch.device) -> None:
         self._sums = torch.zeros(num_slots, hidden_size, device=where)
 
     def rows(self, rows: Rows, table: BatchColumns) -> PooledRows | None:
@@ -71,12 +69,11 @@ class Pooler:
         if not has_any(wanted):
             return None
         last = np.cumsum(rows.counts, dtype=np.int32)
-        sizes = np.where(means, rows.counts, 1).astype(np.int32)[wanted]
-        offsets = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        tokens = (np.repeat(last[wanted] - sizes, sizes) + offsets).astype(np.int32)
+        sizes = np.where(means, rows.counts, np.int32(1))[wanted]
+        owners, offsets = spread(sizes)
         completed = int(np.count_nonzero(rows.samples[wanted]))
         return PooledRows(
-            tokens=tokens,
+            tokens=(last[wanted] - sizes)[owners] + offsets,
             slots=rows.slots[wanted],
             sizes=sizes,
             begins=rows.starts[wanted] == 0,

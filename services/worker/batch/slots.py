@@ -17,9 +17,9 @@ from protocol.rows import StepRows
 from protocol.sampling import SamplingParams
 from protocol.steps import NewRequest, SchedulerOutput
 from services.worker.batch.row_check import EMPTY as EMPTY
+from services.worker.batch.row_check import I32 as I32
 from services.worker.batch.row_check import CountRows, count_rows
 
-I32 = NDArray[np.int32]
 NONE = -1
 """Number of log-probabilities of a request that did not request any."""
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
@@ -51,10 +51,18 @@ class Rows:
         return Rows(*(column[mask] for column in vars(self).values()))
 
 
+def spread(counts: I32) -> tuple[I32, I32]:
+    """Return the row of each token and its index in the row, int32[sum(counts)] each. `counts`: int32[rows], tokens of
+    each row."""
+    owners = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    firsts = np.cumsum(counts, dtype=np.int32) - counts
+    return owners, np.arange(len(owners), dtype=np.int32) - firsts[owners]
+
+
 class BatchColumns:
     """Columns of `num_slots` entries; int32 unless stated. Every column is reset when a slot is assigned.
 
-    The part of the batch that the computation of a step reads. Changes are not checked here: `SlotTable` checks them.
+    The part of the batch that the computation of a step reads. `SlotTable` checks changes.
     """
 
     def __init__(
@@ -134,16 +142,18 @@ class BatchColumns:
         self.banned_until[slot] = request.num_prompt_tokens + params.min_tokens
 
     def append_blocks(self, slots: I32, blocks: I32) -> None:
-        for slot, block in zip(*self._by_position(slots, blocks), strict=True):
+        """Raises: PlanError, for an empty slot or a full block table."""
+        by_position: list[Any] = blocks.tolist() if self.num_groups == 1 else [*blocks.reshape(-1, self.num_groups)]
+        for slot, block in zip(slots[:: self.num_groups].tolist(), by_position, strict=True):
             at = self.num_blocks[slot]
+            if self.generation[slot] == EMPTY or at == self.max_blocks:
+                raise self._full(slot, block)
             self.block_table[slot, at :: self.max_blocks] = block
             self.num_blocks[slot] = at + 1
 
-    def _by_position(self, slots: I32, blocks: I32) -> tuple[list[int], list[Any]]:
-        """Return slots and what is appended to their tables: a block, or one of each group."""
-        if self.num_groups == 1:
-            return slots.tolist(), blocks.tolist()
-        return slots[:: self.num_groups].tolist(), [*blocks.reshape(-1, self.num_groups)]
+    @staticmethod
+    def _full(slot: int, block: int) -> PlanError:
+        return PlanError(f"block {block} is appended to slot {slot}, which is empty or has a full block table")
 
 
 class SlotTable(BatchColumns):
@@ -243,12 +253,7 @@ class SlotTable(BatchColumns):
         self._check_range(slots)
         self._check_blocks(blocks)
         self._check_groups(blocks)
-        for slot, block in zip(*self._by_position(slots, blocks), strict=True):
-            at = self.num_blocks[slot]
-            if self.generation[slot] == EMPTY or at == self.max_blocks:
-                raise self._full(slot, block)
-            self.block_table[slot, at :: self.max_blocks] = block
-            self.num_blocks[slot] = at + 1
+        super().append_blocks(slots, blocks)
 
     # -- checks --------------------------------------------------------------------------------------------------
 
@@ -264,10 +269,6 @@ class SlotTable(BatchColumns):
     def _check_groups(self, blocks: I32) -> None:
         if len(blocks) % self.num_groups:
             raise PlanError(f"{len(blocks)} blocks are not one of each of {self.num_groups} groups of KV cache")
-
-    @staticmethod
-    def _full(slot: int, block: int) -> PlanError:
-        return PlanError(f"block {block} is appended to slot {slot}, which is empty or has a full block table")
 
     def _explain(self, rows: Rows) -> NoReturn:
         """Find what `count_rows` has refused. Raises: PlanError, for the first check that a row fails."""

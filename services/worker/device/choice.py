@@ -16,14 +16,10 @@ def device_kind(wanted: str) -> str:
         return "cuda"
     if wanted == "auto":
         return "cpu"
-    raise LoadError(f"--device cuda: {_missing()}; use --device cpu")
-
-
-def _missing() -> str:
-    """Return why there is no CUDA device, and what to do."""
-    if torch.version.cuda is None:
-        return f"torch {torch.__version__} is a build for CPUs; install a CUDA build of torch"
-    return (
-        f"torch {torch.__version__} finds no NVIDIA GPU with a driver for CUDA {torch.version.cuda}; "
-        "check nvidia-smi, and that a container has the NVIDIA runtime and a device"
-    )
+    why = "is a build for CPUs; install a CUDA build of torch"
+    if torch.version.cuda is not None:
+        why = (
+            f"finds no NVIDIA GPU with a driver for CUDA {torch.version.cuda}; check nvidia-smi, and that a container "
+            "has the NVIDIA runtime and a device"
+        )
+    raise LoadError(f"--device cuda: torch {torch.__version__} {why}; use --device cpu")

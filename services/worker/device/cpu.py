@@ -1,7 +1,7 @@
 """The processor as a device: every operation is complete when its call returns."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -36,9 +36,6 @@ class CpuDevice:
 
     def mirror(self, array: NDArray[Any]) -> DeviceMirror:
         return SharedArray(torch.from_numpy(array))
-
-    def capacity(self, few: Mapping[str, int], most: Mapping[str, int]) -> dict[str, int]:
-        return dict(few)
 
     def launch(self, function: Callable[[], object]) -> None:
         function()

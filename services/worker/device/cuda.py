@@ -9,7 +9,7 @@ stream. The pinned memory is kept by the result's arrays, and used again when th
 """
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -90,9 +90,7 @@ class CudaDevice:
         self._staging.begin_step()
 
     def upload(self, *columns: NDArray[Any]) -> tuple[torch.Tensor, ...]:
-        staged = self._staging.stage(columns)
-        whole = torch.empty(len(staged.memory), dtype=torch.uint8, device=self.where)
-        return staged.split(whole.copy_(staged.memory, non_blocking=True))
+        return self._staging.upload(columns, lambda staged: staged.to(self.where, non_blocking=True))
 
     def download(self, *tensors: torch.Tensor) -> HostCopy:
         copies = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in tensors]
@@ -106,9 +104,6 @@ class CudaDevice:
 
     def mirror(self, array: NDArray[Any]) -> DeviceMirror:
         return UploadedMirror(self, array)
-
-    def capacity(self, few: Mapping[str, int], most: Mapping[str, int]) -> dict[str, int]:
-        return dict(most)
 
     def launch(self, function: Callable[[], object]) -> None:
         function()

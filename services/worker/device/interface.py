@@ -11,7 +11,7 @@ Rules:
   docs/invariants.md). The tensors given to `download` are not written again by any later kernel (result memory).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -79,10 +79,6 @@ class ComputeDevice(Protocol):
 
     def mirror(self, array: NDArray[Any]) -> DeviceMirror:
         """Return a mirror of [rows, width], equal to the array as it is now."""
-        ...
-
-    def capacity(self, few: Mapping[str, int], most: Mapping[str, int]) -> dict[str, int]:
-        """Return the initial rows of buffers: `few` if they can grow later, `most` if their addresses must stay."""
         ...
 
     def launch(self, function: Callable[[], object]) -> None:

@@ -73,8 +73,16 @@ class PinnedStaging:
         self._set.reset()
         return self._set
 
-    def stage(self, columns: Sequence[NDArray[Any]]) -> "StagedColumns":
-        """Copy columns to the step's memory, one behind the other."""
+    def upload(
+        self, columns: Sequence[NDArray[Any]], copy: Callable[[torch.Tensor], torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """Copy columns to the step's memory, one behind the other, and all of them to the device.
+
+        Args:
+            copy: returns a copy of uint8[bytes] on the device.
+
+        Returns: the columns as views of that copy.
+        """
         places, size = [], 0
         for column in columns:
             places.append(slice(size, size + column.nbytes))
@@ -83,28 +91,9 @@ class PinnedStaging:
         target = staged.numpy()
         for column, place in zip(columns, places, strict=True):
             target[place].view(column.dtype)[:] = column.reshape(-1)
-        return StagedColumns(staged, places, [(TORCH_TYPES[each.dtype], each.shape) for each in columns])
-
-
-class StagedColumns:
-    """Columns of one upload.
-
-    Args:
-        memory: uint8[bytes] on the host
-        places: bytes of each column
-        kinds: dtype and shape of each column
-    """
-
-    def __init__(
-        self, memory: torch.Tensor, places: Sequence[slice], kinds: Sequence[tuple[torch.dtype, tuple[int, ...]]]
-    ) -> None:
-        self.memory, self._places, self._kinds = memory, places, kinds
-
-    def split(self, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the columns as views of `whole`, uint8[bytes] on the device."""
-        views = {kind: whole.view(kind) for kind, _ in self._kinds}  # one for each dtype: a view takes time
-        columns = []
-        for place, (dtype, shape) in zip(self._places, self._kinds, strict=True):
-            column = views[dtype][place.start // dtype.itemsize : place.stop // dtype.itemsize]
-            columns.append(column if len(shape) == 1 else column.view(shape))
-        return tuple(columns)
+        whole, kinds, uploaded = copy(staged), [TORCH_TYPES[column.dtype] for column in columns], []
+        views = {kind: whole.view(kind) for kind in kinds}  # one for each dtype: a view takes time
+        for column, kind, place in zip(columns, kinds, places, strict=True):
+            part = views[kind][place.start // kind.itemsize : place.stop // kind.itemsize]
+            uploaded.append(part if column.ndim == 1 else part.view(column.shape))
+        return tuple(uploaded)

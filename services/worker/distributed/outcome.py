@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-I32 = NDArray[np.int32]
+from services.worker.batch.slots import I32, Rows
 
 
 class Outcome(NamedTuple):
@@ -20,13 +20,11 @@ class Outcome(NamedTuple):
     """int32[rows, k]: drafts for the next step"""
 
     @staticmethod
-    def empty_message(rows: int, most: int, k: int) -> torch.Tensor:
-        """Return int32[rows, 1 + most + k] to fill. Every rank derives this shape from the plan.
-
-        Args:
-            most: maximum number of tokens of a row.
-        """
-        return torch.zeros(rows, 1 + most + k, dtype=torch.int32)
+    def empty_message(rows: Rows, k: int) -> torch.Tensor:
+        """Return int32[sampling rows, 1 + most tokens of a row + k] to fill. Every rank derives this shape from the
+        plan."""
+        most = 1 + int(rows.drafts.max())
+        return torch.zeros(int(np.count_nonzero(rows.samples)), 1 + most + k, dtype=torch.int32)
 
     def select(self, stays: NDArray[np.bool_]) -> Self:
         """Return the outcome of the rows in `stays`, bool[rows]."""

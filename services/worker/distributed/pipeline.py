@@ -21,7 +21,8 @@ STEPS_AHEAD = 4
 
 
 class PipelineGroup:
-    """One rank of each stage, all with the same `tp_rank`. Sending does not wait for the receiver.
+    """One rank of each stage, all with the same `tp_rank`. Sending does not wait for the receiver. Methods that send
+    or receive raise RanksLost.
 
     Args:
         peers: connections to the other stages; None for a group of one.
@@ -60,51 +61,33 @@ class PipelineGroup:
     # -- from each stage to the next one -------------------------------------------------------------------------
 
     def send_rows(self, rows: torch.Tensor) -> None:
-        """Send a step's rows to the next stage, before their activations.
-
-        Raises: RanksLost
-        """
+        """Send a step's rows to the next stage, before their activations."""
         self._send(rows, self.rank + 1, Tag.ROWS)
 
     def receive_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Fill `rows` with the next rows of the stage before, and return them.
-
-        Raises: RanksLost
-        """
+        """Fill `rows` with the next rows of the stage before, and return them."""
         self._receive(rows, self.rank - 1, Tag.ROWS)
         return rows
 
     def send_activations(self, *tensors: torch.Tensor) -> None:
-        """Send activations to the next stage. They must not change any more.
-
-        Raises: RanksLost
-        """
+        """Send activations to the next stage. They must not change any more."""
         for tensor in tensors:
             self._send(tensor, self.rank + 1, Tag.ACTIVATIONS)
 
     def receive_activations(self, *tensors: torch.Tensor) -> None:
-        """Fill `tensors` with the next activations of the stage before.
-
-        Raises: RanksLost
-        """
+        """Fill `tensors` with the next activations of the stage before."""
         for tensor in tensors:
             self._receive(tensor, self.rank - 1, Tag.ACTIVATIONS)
 
     # -- from the last stage to the first ------------------------------------------------------------------------
 
     def send_feedback(self, tensor: torch.Tensor, stages: int = 1) -> None:
-        """Send what a step sampled to the first `stages` stages.
-
-        Raises: RanksLost
-        """
+        """Send what a step sampled to the first `stages` stages."""
         for stage in range(stages):
             self._send(tensor, stage, Tag.FEEDBACK)
 
     def receive_feedback(self, tensor: torch.Tensor) -> None:
-        """Fill `tensor` with the next feedback of the last stage.
-
-        Raises: RanksLost
-        """
+        """Fill `tensor` with the next feedback of the last stage."""
         self._receive(tensor, self.size - 1, Tag.FEEDBACK)
 
     def _send(self, tensor: torch.Tensor, to: int, tag: Tag) -> None:

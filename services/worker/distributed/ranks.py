@@ -31,8 +31,7 @@ JOIN_TIMEOUT = timedelta(seconds=60)
 """Time limit for all ranks to join."""
 ATTEMPT = timedelta(seconds=5)
 """Time limit of one attempt to reach rank 0. An epoch that ends while its ranks join leaves a thread for that long."""
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-"""Equal for all processes of a machine, in every container, and different on other machines."""
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _c10d: Any = distributed  # its stubs lack most of what is used here
 
 
@@ -187,9 +186,14 @@ def connect(store: Any, prefix: str, rank: int, size: int, address: str, waiter:
     return Peers(group, rank, size, waiter)
 
 
+def boot_id() -> bytes:
+    """Return a name that is equal for all processes of a machine, in every container, and for no other machine's."""
+    return _BOOT_ID.read_bytes().strip() if _BOOT_ID.exists() else socket.gethostname().encode()
+
+
 def count_on_this_machine(store: Any, assignment: Assignment) -> int:
     """Return the number of ranks on this machine, this one included. Every rank must call it on the shared store."""
-    machine = BOOT_ID.read_bytes().strip() if BOOT_ID.exists() else socket.gethostname().encode()
+    machine = boot_id()
     store.set(f"machine{assignment.rank}", machine)
     return [store.get(f"machine{rank}") for rank in range(assignment.world_size)].count(machine)
 

@@ -16,7 +16,8 @@ saves two thread switches, twice per layer; until the message begins to arrive, 
 
 
 class TensorParallelGroup:
-    """The ranks of one stage; every one of them calls the same methods in the same order.
+    """The ranks of one stage; every one of them calls the same methods in the same order, with tensors of equal shapes
+    and dtypes. All methods raise RanksLost.
 
     Args:
         peers: connections to the other ranks; None for a group of one.
@@ -36,10 +37,8 @@ class TensorParallelGroup:
     def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Return `x` of every rank, in the order of ranks; this rank's own is not copied.
 
-        Shapes and dtypes are equal on all ranks. `x` must not change before the next call has returned. The result is
-        valid until the next call of any method.
-
-        Raises: RanksLost
+        `x` must not change before the next call has returned. The result is valid until the next call of any
+        method.
         """
         if self.peers is None:
             return [x]
@@ -63,10 +62,7 @@ class TensorParallelGroup:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of `x` over the ranks, with the same bits on each: made in float32 and rounded once.
 
-        gloo's own sum goes around a ring in pieces, so an element's order of addition would depend on its position.
-
-        Raises: RanksLost
-        """
+        gloo's own sum goes around a ring in pieces, so an element's order of addition would depend on its position."""
         if self.peers is None:
             return x
         first, *others = self.all_gather(x)
@@ -76,12 +72,7 @@ class TensorParallelGroup:
         return total.to(x.dtype)
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Return `x` of every rank, in the order of ranks, on the first rank; an empty list on the others.
-
-        Shapes and dtypes are equal on all ranks.
-
-        Raises: RanksLost
-        """
+        """Return `x` of every rank, in the order of ranks, on the first rank; an empty list on the others."""
         if self.peers is None:
             return [x]
         x, peers = x.contiguous(), self.peers
@@ -96,10 +87,7 @@ class TensorParallelGroup:
         return parts
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """Write the first rank's contiguous `x` into that of every other rank, and return it.
-
-        Raises: RanksLost
-        """
+        """Write the first rank's contiguous `x` into that of every other rank, and return it."""
         if (peers := self.peers) is not None:
             if (memory := self._memory_for(x)) is not None:
                 first = memory.exchange(x)[0]

@@ -11,8 +11,6 @@ from services.checkpoint.gguf.tensor_types import TENSOR_TYPES
 from services.worker.kernels.layout import GROUP
 
 Quantization = Literal["int8", "int4"]
-TYPES: dict[Quantization, str] = {"int8": "Q8_0", "int4": "Q4_1"}
-"""Types that weights are rounded to."""
 _BLOCKS = {own.name: own for own in TENSOR_TYPES.values()}
 
 

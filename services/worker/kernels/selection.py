@@ -8,7 +8,7 @@ import ctypes
 import os
 import platform
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
@@ -67,32 +67,20 @@ class KernelChoice:
         )
 
 
+F32, BF16 = torch.float32, torch.bfloat16
 _HELPERS = "helpers that are not waited for"
 TABLE = (
-    KernelChoice(*("compiled", "cpu", torch.float32, (WIDE,), torch.float32), *("our own, AVX-512, float32", _HELPERS)),
-    KernelChoice("compiled", "cpu", torch.float32, (), torch.float32, "our own, float32", _HELPERS),
-    KernelChoice(*("compiled", "cpu", torch.bfloat16, (TILES,), torch.bfloat16), *("our own, AMX, bfloat16", _HELPERS)),
-    KernelChoice(
-        *("compiled", "cpu", torch.bfloat16, (PAIRS,), torch.bfloat16), *("our own, AVX-512, bfloat16", _HELPERS)
-    ),
+    KernelChoice("compiled", "cpu", F32, (WIDE,), F32, "our own, AVX-512, float32", _HELPERS),
+    KernelChoice("compiled", "cpu", F32, (), F32, "our own, float32", _HELPERS),
+    KernelChoice("compiled", "cpu", BF16, (TILES,), BF16, "our own, AMX, bfloat16", _HELPERS),
+    KernelChoice("compiled", "cpu", BF16, (PAIRS,), BF16, "our own, AVX-512, bfloat16", _HELPERS),
     # Without bfloat16 arithmetic, products of bfloat16 by oneDNN and torch take two to seven times as long as these.
-    KernelChoice(
-        *("compiled", "cpu", torch.bfloat16, (WIDE,), torch.float32),
-        *("our own, AVX-512, float32 from bfloat16 weights", _HELPERS),
-    ),
-    KernelChoice(
-        *("compiled", "cpu", torch.bfloat16, (), torch.float32), *("our own, float32 from bfloat16 weights", _HELPERS)
-    ),
-    KernelChoice(
-        *("compiled", "cuda", torch.float32, (), torch.float32), *("cuBLAS, float32", "the device's", False, False)
-    ),
-    KernelChoice(
-        *("compiled", "cuda", torch.bfloat16, (), torch.bfloat16), *("cuBLAS, bfloat16", "the device's", False, False)
-    ),
-    KernelChoice(*("reference", "cpu", torch.float32, (), torch.float32, "torch, float32", "torch's"), invariant=False),
-    KernelChoice(
-        *("reference", "cpu", torch.bfloat16, (), torch.bfloat16, "torch, bfloat16", "torch's"), invariant=False
-    ),
+    KernelChoice("compiled", "cpu", BF16, (WIDE,), F32, "our own, AVX-512, float32 from bfloat16 weights", _HELPERS),
+    KernelChoice("compiled", "cpu", BF16, (), F32, "our own, float32 from bfloat16 weights", _HELPERS),
+    KernelChoice("compiled", "cuda", F32, (), F32, "cuBLAS, float32", "the device's", False, False),
+    KernelChoice("compiled", "cuda", BF16, (), BF16, "cuBLAS, bfloat16", "the device's", False, False),
+    KernelChoice("reference", "cpu", F32, (), F32, "torch, float32", "torch's", invariant=False),
+    KernelChoice("reference", "cpu", BF16, (), BF16, "torch, bfloat16", "torch's", invariant=False),
 )
 
 
@@ -138,7 +126,7 @@ def create(choice: KernelChoice) -> Kernels:
 
             own = next((feature for feature in choice.needs if feature in OWN_BFLOAT16), None)
             wide = bool({WIDE, *OWN_BFLOAT16} & {*choice.needs})  # each of them needs AVX-512
-            return CpuKernels(choice.activations, choice.dtype, own, wide)
+            return CpuKernels(choice.activations, own, wide)
         case _, "reference":
             return Kernels(choice.activations)
 
@@ -151,7 +139,7 @@ def _cuda_kernels(choice: KernelChoice) -> Kernels:
         if (error.name or "").partition(".")[0] != "triton":
             raise
         raise LoadError("--device cuda needs the package triton, which a CUDA build of torch brings along") from error
-    return CudaKernels(choice.activations, choice.dtype, CudaDevice(), choice.eager)
+    return CudaKernels(choice.activations, CudaDevice(), choice.eager)
 
 
 def device_features(device: str) -> frozenset[str]:
@@ -162,18 +150,14 @@ def device_features(device: str) -> frozenset[str]:
 def processor_features() -> frozenset[str]:
     """Return the features of this machine's processor: those in `NAMED`, and those that our own kernels can use."""
     found = {name for name, has in torch.cpu.get_capabilities().items() if has is True and name in NAMED}
-    if "avx512_f" in found and _compiles_for_this(os.environ):
+    # numba may compile for another processor, which its variables name
+    if "avx512_f" in found and not {"NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"} & {*os.environ}:
         found.add(WIDE)
         if "avx512_bf16" in found:
             found.add(PAIRS)
             if "amx_bf16" in found and _may_use_tiles():
                 found.add(TILES)
     return frozenset(found)
-
-
-def _compiles_for_this(variables: Mapping[str, str]) -> bool:
-    """Return whether numba compiles for this processor, and not for one that its variables name."""
-    return not {"NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"} & set(variables)
 
 
 @cache

@@ -9,7 +9,6 @@ token that the other parameters allow, the lowest id that the grammar allows is 
 no token and there is no grammar, id 0 is sampled. Log-probabilities come from the model's own logits.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -25,24 +24,6 @@ GREEDY_BELOW = 1e-5
 NEVER = np.float32(-np.inf)
 
 
-@dataclass(frozen=True)
-class RowParams:
-    """Parameters of one row's draw."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    seed: int
-    position: int
-    """Index of the sampled token in its request."""
-
-    @classmethod
-    def from_params(cls, params: SamplingParams, position: int) -> "RowParams":
-        p = params
-        return cls(p.temperature, p.top_p, p.top_k, p.min_p, p.seed, position)
-
-
 def sample(logits: F32, params: SamplingParams, prompt: I32, output: I32, mask: I32 | None = None) -> int:
     """Return the token that follows `prompt` and `output` (int32 ids).
 
@@ -50,8 +31,8 @@ def sample(logits: F32, params: SamplingParams, prompt: I32, output: I32, mask: 
         logits: float32[vocab] of the model; not changed.
         mask: int32[ceil(vocab / 32)] of the grammar; None: no grammar.
     """
-    row = adjusted(logits, params, prompt, output, mask)
-    return sample_row(row, RowParams.from_params(params, len(prompt) + len(output)))
+    p, row = params, adjusted(logits, params, prompt, output, mask)
+    return sample_row(row, p.temperature, p.min_p, p.top_k, p.top_p, p.seed, len(prompt) + len(output))
 
 
 # -- changes to the logits ---------------------------------------------------------------------------------------
@@ -125,16 +106,23 @@ def allowed_by(mask: I32, vocab_size: int) -> NDArray[np.bool_]:
 # -- the draw ----------------------------------------------------------------------------------------------------
 
 
-def sample_row(logits: F32, params: RowParams) -> int:
-    """Return the token id of one row. `logits` are float32[vocab] with minus infinity at forbidden tokens."""
-    if params.temperature < GREEDY_BELOW:
+def sample_row(
+    logits: F32, temperature: float, min_p: float, top_k: int, top_p: float, seed: int, position: int
+) -> int:
+    """Return the token id of one row.
+
+    Args:
+        logits: float32[vocab] with minus infinity at forbidden tokens.
+        position: index of the sampled token in its request.
+    """
+    if temperature < GREEDY_BELOW:
         return int(logits.argmax())
-    kept = restrict(logits / np.float32(params.temperature), params.top_k, params.top_p, params.min_p)
+    kept = restrict(logits / np.float32(temperature), top_k, top_p, min_p)
     left = np.flatnonzero(kept > NEVER)
     if not len(left):
         return 0
-    seed, position = np.array([params.seed], np.uint64), np.array([params.position], np.uint32)
-    return int(left[(kept[left] + gumbel(seed, position, left)[0]).argmax()])
+    noise = gumbel(np.array([seed], np.uint64), np.array([position], np.uint32), left)[0]
+    return int(left[(kept[left] + noise).argmax()])
 
 
 def restrict(logits: F32, top_k: int, top_p: float, min_p: float) -> F32:

@@ -134,14 +134,10 @@ class BlockTransfers:
             self._ended = True
         self._names.end_loads()
 
-    @property
-    def block_bytes(self) -> int:
-        return self._memory.block_bytes
-
     def find(self, names: Sequence[bytes]) -> tuple[int, memoryview]:
         """Return the first blocks of these that are in the memory or in a tier: their number and data. For a thread of
         its own. Raises: ProtocolError, if they are too many."""
-        size = self.block_bytes
+        size = self._memory.block_bytes
         if len(names) > max(1, MAX_FETCH_BYTES // size):
             raise ProtocolError(f"{len(names)} blocks of {size} bytes are more than one answer")
         data = memoryview(bytearray(len(names) * size))
@@ -223,7 +219,7 @@ class BlockTransfers:
             sources[source] += 1
         count = sources.total()
         if count < len(blocks) and message.peers and self._peers is not None:
-            for data in self._peers.fetch(message.peers, names[count:], self.block_bytes):
+            for data in self._peers.fetch(message.peers, names[count:], self._memory.block_bytes):
                 if not self._put(blocks[count], message.ticket, data):
                     break
                 count += 1

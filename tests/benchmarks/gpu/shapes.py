@@ -30,10 +30,6 @@ def llama(
         tied=tied,
         ropes=(Rope(500000.0, "default"),) * layers,
         windows=(0,) * layers,
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
         dtype="bfloat16",
     )
 

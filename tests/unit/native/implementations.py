@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from protocol.rows import LogprobRows
-from services.worker.backends.native.sampling.logprobs import ScoresOnTheirWay
+from services.worker.backends.native.sampling.logprobs import download_scores
 from services.worker.backends.native.sampling.sampler import SampledTokens
 from services.worker.device.cpu import CpuDevice
 from services.worker.kernels.interface.kernels import Kernels
@@ -18,7 +18,7 @@ every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS
 def scores_of(result: SampledTokens) -> LogprobRows:
     """The log-probabilities of a sampler's result, on the host."""
     assert result.logprobs is not None
-    rows = ScoresOnTheirWay.begin([result.logprobs], CpuDevice()).get()
+    rows = download_scores([result.logprobs], CpuDevice())()
     assert rows is not None
     return rows
 

@@ -67,4 +67,4 @@ class CountedGraphs:
 
 
 def interpreted_kernels(dtype: torch.dtype = torch.float32, graphs: CountedGraphs | None = None) -> CudaKernels:
-    return CudaKernels(dtype, dtype, CopyingDevice(), graphs=None if graphs is None else lambda: graphs)
+    return CudaKernels(dtype, CopyingDevice(), graphs=None if graphs is None else lambda: graphs)

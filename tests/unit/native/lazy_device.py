@@ -16,7 +16,7 @@ compute stream with a lazy copy stream shows whether a later step overwrites wha
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -150,9 +150,10 @@ class LazyDevice:
 
     def upload(self, *columns: NDArray[Any]) -> tuple[torch.Tensor, ...]:
         self.uploads += 1
-        staged = self._staging.stage(columns)
-        source, before = staged.memory, staged.memory.clone()
-        whole = poison(torch.empty_like(source))
+        return self._staging.upload(columns, self._copied)
+
+    def _copied(self, source: torch.Tensor) -> torch.Tensor:
+        before, whole = source.clone(), poison(torch.empty_like(source))
 
         def copy() -> None:
             if torch.equal(source, before):
@@ -161,7 +162,7 @@ class LazyDevice:
                 self.hazards.append("memory of the host changed while an upload from it was pending")
 
         self.launch(copy)
-        return staged.split(whole)
+        return whole
 
     def download(self, *tensors: torch.Tensor) -> HostCopy:
         self.downloads += 1
@@ -182,9 +183,6 @@ class LazyDevice:
 
     def mirror(self, array: NDArray[Any]) -> DeviceMirror:
         return UploadedMirror(self, array)
-
-    def capacity(self, few: Mapping[str, int], most: Mapping[str, int]) -> dict[str, int]:
-        return dict(most)
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor

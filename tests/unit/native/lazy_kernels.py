@@ -55,17 +55,17 @@ class LazyNetwork(NetworkKernels):
         self._device, self.routing = device, None
 
     def linear(self, weight: Packed, bias: torch.Tensor | None = None) -> Linear:
-        return LazyLinear(super().linear(weight, bias), self._device)
+        return Later(super().linear(weight, bias), self._device)
 
     def embedding(self, weight: Packed) -> EmbeddingTable:
-        return LazyEmbedding(super().embedding(weight), self._device)
+        return Later(super().embedding(weight), self._device)
 
     def tied(self, embedding: EmbeddingTable) -> Linear:
-        assert isinstance(embedding, LazyEmbedding), "it is one of this network's"
+        assert isinstance(embedding, Later), "it is one of this network's"
         return super().tied(embedding.inner)
 
     def attention(self, shape: AttentionShape, cache: KVCache, table: torch.Tensor, most_tokens: int) -> Attention:
-        return LazyAttention(super().attention(shape, cache, table, most_tokens), self._device)
+        return Later(super().attention(shape, cache, table, most_tokens), self._device)
 
     gather, copy, add = map(enqueued, (NetworkKernels.gather, NetworkKernels.copy, NetworkKernels.add))
     norm, most_likely = enqueued(NetworkKernels.norm), enqueued(NetworkKernels.most_likely)
@@ -105,42 +105,21 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-class LazyLinear:
-    """`Linear`"""
+class Later:
+    """A `Linear`, an `EmbeddingTable` or an `Attention` whose methods the device runs later."""
 
-    def __init__(self, inner: Linear, device: LazyDevice) -> None:
-        self._inner, self._device, self.num_bytes = inner, device, inner.num_bytes
+    def __init__(self, inner: Any, device: LazyDevice) -> None:
+        self.inner, self._device = inner, device
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        self._device.launch(lambda: self._inner(x, out))
+        self._device.launch(lambda: self.inner(x, out))
         return out
 
-
-class LazyEmbedding:
-    """`EmbeddingTable`"""
-
-    def __init__(self, inner: EmbeddingTable, device: LazyDevice) -> None:
-        self.inner, self._device = inner, device
-        self.tensor, self.num_bytes = inner.tensor, inner.num_bytes
-
-    def look_up(self, index: torch.Tensor, out: torch.Tensor) -> None:
-        self._device.launch(lambda: self.inner.look_up(index, out))
-
-
-class LazyAttention:
-    """`Attention`"""
-
-    def __init__(self, inner: Attention, device: LazyDevice) -> None:
-        self._inner, self._launch = inner, device.launch
-
-    def begin(self, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        self._launch(lambda: self._inner.begin(positions, slots))
-
-    def write(self, layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None = None) -> None:
-        self._launch(lambda: self._inner.write(layer, qkv, norms))
-
-    def attend(self, layer: int, tiles: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
-        self._launch(lambda: self._inner.attend(layer, tiles, out, sinks))
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.inner, name)
+        if not callable(value):
+            return value
+        return lambda *operands, **more: self._device.launch(lambda: value(*operands, **more))
 
 
 class LazyRows(RowKernels):

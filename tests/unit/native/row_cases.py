@@ -60,7 +60,7 @@ class RowCases:
             torch.from_numpy(rng.integers(0, VOCAB, (SLOTS, MOST)).astype(np.int32)),
         )
         settled, bad = kernels.settle(rows, drafts, tokens)
-        columns = None if settled is None else [column.tolist() for column in settled]
+        columns = None if settled is None else [column.tolist() for column in vars(settled).values()]
         assert (bad >= 0) == (is_early and len(rows.slots) > 0)
         return columns, bad, tokens.tolist(), [tensor.tolist() for tensor in drafts]
 

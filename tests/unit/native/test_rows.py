@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.batch.slots import Rows
+from services.worker.backends.native.sampling.sampler import place_masks
+from services.worker.batch.slots import Rows, spread
 from tests.unit.native.implementations import IMPLEMENTATIONS, every_implementation, make
-from tests.unit.native.row_cases import MOST, SLOTS, VOCAB, RowCases, empty_batch
+from tests.unit.native.row_cases import SLOTS, VOCAB, RowCases, empty_batch
 
 CASES = RowCases(60, (1, 1, 7, 8, 9, 24))
 LIMIT, TOKENS = CASES.limit, 400
@@ -68,11 +69,10 @@ def test_settled_and_verified_rows_are_equal(seed: int) -> None:
     assert verified == expected
 
 
-@every_implementation
-def test_spread(implementation: str) -> None:
-    owners, offsets = make(implementation).rows.spread(np.array([2, 0, 3, 1], np.int32))
+def test_spread() -> None:
+    owners, offsets = spread(np.array([2, 0, 3, 1], np.int32))
     assert (owners.tolist(), offsets.tolist()) == ([0, 0, 2, 2, 2, 3], [0, 1, 0, 1, 2, 0])
-    assert len(make(implementation).rows.spread(np.empty(0, np.int32))[0]) == 0
+    assert len(spread(np.empty(0, np.int32))[0]) == 0
 
 
 @every_implementation
@@ -83,25 +83,10 @@ def test_tokens_beyond_the_history_are_not_written(implementation: str) -> None:
     assert tokens.tolist() == [[0, 0, 0, 0], [9, 0, 0, 7]]
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_masks_are_placed_equally(seed: int) -> None:
-    """Some slots have no sampling row, some rows too few or too many masks for their drafts."""
-    rng = np.random.default_rng(seed)
-    rows = CASES.rows(rng)
-    masked = rng.permutation(SLOTS + 3)[: rng.integers(0, SLOTS + 3)].astype(np.int32)
-    counts = rng.integers(1, MOST + 2, len(masked)).astype(np.int32)
-    placed = [
-        make(implementation).rows.place_masks(rows.slots, rows.drafts, masked, counts)
-        for implementation in IMPLEMENTATIONS
-    ]
-    assert [column.tolist() for column in placed[0]] == [column.tolist() for column in placed[1]]
-
-
-@every_implementation
-def test_masks_of_a_row_are_for_its_drafts_in_order(implementation: str) -> None:
+def test_masks_of_a_row_are_for_its_drafts_in_order() -> None:
     slots, drafts, masked, counts = (
         np.array(column, np.int32) for column in ([4, 2, 7], [2, 0, 3], [7, 5, 2, 4], [2, 2, 3, 3])
     )
-    tokens, acceptable = make(implementation).rows.place_masks(slots, drafts, masked, counts)
+    tokens, acceptable = place_masks(slots, drafts, masked, counts)
     assert tokens.tolist() == [4, 5, -1, -1, 3, -1, -1, 0, 1, 2]
     assert acceptable.tolist() == [2, 0, 1]

@@ -1,7 +1,5 @@
 """The step between `execute_model` and `sample_tokens`: at most one, and with its own grammar bitmasks."""
 
-from dataclasses import dataclass
-
 import pytest
 
 from protocol.steps import GrammarOutput, SchedulerOutput
@@ -13,16 +11,10 @@ def plan(step_id: int, has_grammar: bool = False) -> SchedulerOutput:
     return SchedulerOutput(1, step_id, b"", b"", b"", b"", b"", has_structured_output_requests=has_grammar)
 
 
-@dataclass(frozen=True)
-class Executed:
-    step: SchedulerOutput
-
-
 def test_a_second_step_is_refused_until_the_first_is_sampled() -> None:
-    pending = PendingStep[Executed]()
-    first = Executed(plan(1))
-    pending.put(first)
-    for refused in (pending.require_none, lambda: pending.put(Executed(plan(2)))):
+    pending, first = PendingStep[SchedulerOutput](), plan(1)
+    pending.put(1, first)
+    for refused in (pending.require_none, lambda: pending.put(2, plan(2))):
         with pytest.raises(RuntimeError, match="step 1 was executed but never sampled"):
             refused()
     assert pending.take() is first

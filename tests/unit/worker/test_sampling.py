@@ -6,7 +6,6 @@ import pytest
 from protocol.codec import pack
 from protocol.sampling import SamplingParams
 from services.worker.sampling.reference import (
-    RowParams,
     adjusted,
     apply_bitmask,
     forbid,
@@ -20,9 +19,9 @@ from services.worker.sampling.reference import (
 LOGITS = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
 
 
-def params(position: int = 0, **values: float) -> RowParams:
-    row = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": 1} | values
-    return RowParams(position=position, **row)  # type: ignore[arg-type]
+def sampled(logits: np.ndarray, position: int = 0, **values: float) -> int:
+    draw = {"temperature": 1.0, "min_p": 0.0, "top_k": 0, "top_p": 1.0, "seed": 1} | values
+    return sample_row(logits, position=position, **draw)  # type: ignore[arg-type]
 
 
 def kept(logits: np.ndarray) -> list[int]:
@@ -30,11 +29,11 @@ def kept(logits: np.ndarray) -> list[int]:
 
 
 def draw(count: int = 400, **values: float) -> set[int]:
-    return {sample_row(LOGITS, params(position, **values)) for position in range(count)}
+    return {sampled(LOGITS, position, **values) for position in range(count)}
 
 
 def test_greedy_takes_the_lowest_of_equal_maxima() -> None:
-    assert sample_row(np.array([1, 3, 3, 0], np.float32), params(temperature=0.0)) == 1
+    assert sampled(np.array([1, 3, 3, 0], np.float32), temperature=0.0) == 1
 
 
 def test_sampling_reaches_every_token_and_greedy_one() -> None:
@@ -73,7 +72,7 @@ def test_filters_bind_the_draw() -> None:
 
 def test_seed_and_position_decide() -> None:
     def once(seed: int, position: int) -> int:
-        return sample_row(LOGITS, params(position, seed=seed))
+        return sampled(LOGITS, position, seed=seed)
 
     first = [once(5, position) for position in range(50)]
     assert first == [once(5, position) for position in range(50)]

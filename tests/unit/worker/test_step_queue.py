@@ -105,23 +105,6 @@ def test_a_step_with_rows_of_others_waits_for_a_limited_time() -> None:
     assert queue.seconds_left == math.inf
 
 
-def test_a_later_step_of_another_request_ends_the_wait() -> None:
-    step, later = plan(1, 4, 5, 6, masked=(4, 6)), plan(2, 5)
-    queue = queue_with(step, masks(1, 6))
-    assert actions(queue) == [step]
-    put(queue, later)
-    assert actions(queue) == [SampleStep(masks(1, 6), step), later]
-    put(queue, masks(1, 4))
-    assert actions(queue) == []
-
-
-def test_every_constrained_row_is_left_out() -> None:
-    step, later = plan(1, 4, 5, masked=(4,)), plan(2, 4, 5, masked=(4,))
-    queue = queue_with(step, later)
-    assert actions(queue) == [step, SampleStep(None, step), later]
-    assert queue.waits
-
-
 def test_masks_that_were_read_behind_the_later_plan_are_used() -> None:
     step, later = plan(1, 4, 5, masked=(4,)), plan(2, 5)
     queue = queue_with(step)

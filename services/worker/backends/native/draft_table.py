@@ -11,15 +11,12 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from protocol.columns import has_any
 from protocol.steps import NO_DRAFT
 from services.worker.backends.native.token_history import TokenHistory
-from services.worker.batch.slots import EMPTY, PlanError, Rows
+from services.worker.batch.slots import EMPTY, I32, PlanError, Rows
 from services.worker.kernels.interface.rows import RowKernels, SlotDrafts
-
-I32 = NDArray[np.int32]
 
 
 def positions_message(rows: Rows) -> torch.Tensor:
@@ -31,7 +28,7 @@ def rows_from_message(planned: Rows, message: torch.Tensor) -> Rows:
     """Return the plan's rows at the positions that the stage before has sent."""
     starts, drafts = message.numpy()
     counts = planned.counts - planned.drafts + drafts
-    return Rows(planned.slots, planned.generations, starts, counts, planned.samples, drafts)
+    return replace(planned, starts=starts, counts=counts, drafts=drafts)
 
 
 class DraftTable:
@@ -85,8 +82,7 @@ class DraftTable:
         if settled is None:
             slot, start = rows.slots[bad], rows.starts[bad]
             raise PlanError(f"slot {slot}: planned from {start} on, but it is at {self._frontier[slot]}")
-        starts, counts, drafts = settled
-        return Rows(rows.slots, rows.generations, starts, counts, rows.samples, drafts)
+        return settled
 
     def advance(self, slots: I32, firsts: I32, counts: I32) -> None:
         """Move the true positions of slots behind `counts` tokens that were sampled from position `firsts` on;

@@ -8,7 +8,6 @@ next one with the step.
 """
 
 import time
-from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from protocol.codec import unpack
 from protocol.columns import has_all, has_any
 from protocol.kv_groups import ONE_GROUP
 from protocol.membership import Assignment, InitializeCache
-from protocol.steps import NO_DRAFT, GrammarOutput, SchedulerOutput
+from protocol.steps import NO_DRAFT, SchedulerOutput
 from services.worker.backends.kv_blocks import context_limit
 from services.worker.backends.mask_inbox import ENDLESS, Forward, MaskInbox, joined
 from services.worker.backends.native.draft_table import DraftTable, positions_message, rows_from_message
@@ -32,7 +31,7 @@ from services.worker.backends.native.sampling.sampler import SampledTokens, Samp
 from services.worker.backends.native.step import ComputedStep, NativeResult, PreparedStep
 from services.worker.backends.native.token_history import TokenHistory
 from services.worker.backends.pooling import Pooler
-from services.worker.batch.slots import BatchColumns, PlanError, Rows
+from services.worker.batch.slots import BatchColumns, PlanError, Rows, spread
 from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT
 from services.worker.device.device_times import StepClock
 from services.worker.distributed.feedback import TokenFeedback
@@ -41,30 +40,6 @@ from services.worker.distributed.ranks import Ranks
 from services.worker.kernels.interface.kv_cache import Allocate, own_memory
 from services.worker.kernels.interface.recording import Captured
 from services.worker.runner import ForwardDone
-
-
-class RowsToSample(NamedTuple):
-    """Which sampling rows of a step are sampled, on the rank that samples (left-out row, docs/invariants.md)."""
-
-    grammar: GrammarOutput | None
-    """Masks of the constrained ones; None: there are none."""
-    kept: NDArray[np.bool_] | None
-    """bool[sampling rows]: the rows that are not left out; None: all are sampled."""
-
-    @classmethod
-    def with_masks(cls, pending: ComputedStep, masks: MaskInbox, on_host: bool) -> Self:
-        """Wait for the step's masks as long as no other request is held back, then leave out the rows that have none.
-
-        Raises: RanksLost, if the epoch ends meanwhile.
-        """
-        masked = unpack(pending.step.masked)
-        if not len(masked):
-            return cls(None, None)
-        # On a GPU all masks are there
-        forward = Forward(pending.clock.began(), pending.clock.ended()) if on_host else ENDLESS
-        taken = masks.take(pending.step.step_id, masked, forward)
-        return cls(joined(taken.parts), ~np.isin(pending.slots, [*taken.left_out]) if taken.left_out else None)
-
 
 _NO_DRAFTS = np.empty((0, 0), np.int32)
 
@@ -112,13 +87,13 @@ class NativeEpoch:
         )
         self._blocks = device.mirror(self.columns.block_table)
         """The block table, of which the device has a copy."""
-        most = most_rows(assignment, model.kernels.rows.tile)
+        # Graphs of a device have the addresses of its buffers; those of the host grow
+        capacity = FEW if device.is_host else most_rows(assignment, model.kernels.rows.tile)
         # Not the context that the scheduler serves, which follows from free memory: kept blocks may be of another one
         context = context_limit(assignment.max_model_len, model.part.whole.max_position)
         self._forward = ForwardPass(
             *(model, ranks, num_blocks, block_size, context, self._blocks.tensor, self._reads),
-            device.capacity(FEW, most),
-            *(allocate, groups),
+            *(capacity, allocate, groups),
         )
         self._ended = 0.0
         """When the last step was sampled: seconds on the monotonic clock; 0.0 before the first one."""
@@ -148,7 +123,9 @@ class NativeEpoch:
         self._assign(step)
         rows = self._settled(prepared.rows, prepared.plan.masked)
         pooled = self._pooler.rows(rows, self.columns) if ranks.is_output else None
-        prompts = self._prompt_scores(rows) if pipeline.is_last else None
+        prompts = None
+        if pipeline.is_last:
+            prompts = PromptScores.from_rows(rows, self.columns, self._kernels.sampling, self.history)
         self._forward.lay_out(rows, self.history if pipeline.is_first else None)
         self._forward.receive()
         began = self.device.now()
@@ -172,9 +149,6 @@ class NativeEpoch:
                 self._sampler.assign(request.slot)
             if self.proposer is not None:
                 self.proposer.assign(request.slot)
-
-    def _prompt_scores(self, rows: Rows) -> PromptScores | None:
-        return PromptScores.from_rows(rows, self.columns, self._kernels.sampling, self.history)
 
     def _settled(self, planned: Rows, masked: NDArray[np.int32]) -> Rows:
         """Return the plan's rows at their true positions. The first and the last stage have the sampled tokens and
@@ -227,7 +201,7 @@ class NativeEpoch:
                 outcome = Outcome.from_message(message, pending.step.num_speculative_tokens)
                 self._keep(pending.slots, pending.firsts, outcome)
             return ForwardDone(pending.clock.times(self.device.now()))
-        sampled = self._sampled(pending, RowsToSample.with_masks(pending, masks, self.device.is_host))
+        sampled = self._sampled(pending, masks)
         if pending.sampling:
             self._keep(pending.slots, pending.firsts, Outcome(sampled.ids, sampled.counts, _NO_DRAFTS))
         drafts = self._proposed(pending, sampled)
@@ -239,18 +213,28 @@ class NativeEpoch:
                 ranks.tensor_parallel.broadcast(message)
         return NativeResult.begin(pending, sampled, drafts, self.device)
 
-    def _sampled(self, pending: ComputedStep, selected: RowsToSample) -> SampledTokens:
-        """Sample the selected rows. The others have no token."""
-        rows, logits, (grammar, kept) = pending.rows, pending.logits, selected
+    def _sampled(self, pending: ComputedStep, masks: MaskInbox) -> SampledTokens:
+        """Wait for the step's masks as long as no other request is held back, then sample all rows but those that have
+        none, which get no token (left-out row, docs/invariants.md).
+
+        Raises: RanksLost, if the epoch ends meanwhile.
+        """
+        masked, logits, grammar, kept = unpack(pending.step.masked), pending.logits, None, None
         assert logits is not None, "the output rank has the logits"
-        drafts = rows.drafts[rows.samples]
+        if len(masked):
+            # On a GPU all masks are there
+            forward = Forward(pending.clock.began(), pending.clock.ended()) if self.device.is_host else ENDLESS
+            taken = masks.take(pending.step.step_id, masked, forward)
+            grammar = joined(taken.parts)
+            kept = ~np.isin(pending.slots, [*taken.left_out]) if taken.left_out else None
+        drafts = pending.rows.drafts[pending.rows.samples]
         return self._sampler.sample(logits, pending.slots, pending.firsts, grammar, drafts, kept)
 
     def _keep(self, slots: NDArray[np.int32], firsts: NDArray[np.int32], outcome: Outcome) -> None:
         """Store the outcome of rows whose first tokens have positions `firsts`: tokens in the history, drafts for the
         next row of the slot. A row without a token stores nothing, and the next one begins with the last known
         token."""
-        rows = SamplePositions.from_rows(self._kernels.rows, slots, firsts, outcome.counts - np.int32(1))
+        rows = SamplePositions.from_rows(slots, firsts, outcome.counts - np.int32(1))
         self.history.append(rows.slots, rows.positions, outcome.ids)
         self.drafts.advance(slots, firsts, outcome.counts)
         self.drafts.propose(slots, outcome.drafts)
@@ -284,6 +268,6 @@ class NativeEpoch:
         states = self._forward.tapped()
         if not states or stay is counts or (stay == counts).all():
             return states
-        owners, offsets = self._kernels.rows.spread(counts)
+        owners, offsets = spread(counts)
         tokens = torch.from_numpy(np.flatnonzero(offsets < stay[owners]))
         return [each[tokens] for each in states]

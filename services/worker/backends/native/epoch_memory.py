@@ -11,7 +11,7 @@ from protocol.membership import Assignment
 from services.worker.backends.native.model.forward import ForwardBuffers, most_rows
 from services.worker.backends.native.model.model import Model
 from services.worker.backends.native.sampling.logprobs import SLICE
-from services.worker.kernels.interface.workspaces import EpochSizes, Uses
+from services.worker.kernels.interface.kernels import EpochSizes, Uses
 
 _RESULTS_IN_FLIGHT = 4
 """Steps whose embeddings may be on their way to the host, or about to be dropped, at once."""

@@ -50,14 +50,6 @@ STEPS_PREPARED = 2
 
 
 @dataclass(frozen=True)
-class LaunchedForward:
-    """A step whose forward pass was handed to the compute thread."""
-
-    step: SchedulerOutput
-    forward: Future[ComputedStep]
-
-
-@dataclass(frozen=True)
 class NativeOutput:
     """An `Output` whose step is computed by another thread."""
 
@@ -79,7 +71,7 @@ class NativeStages:
         self._table, self._epoch, self._ranks = table, epoch, ranks
         self._thread = ComputeThread(epoch.device.working)
         self._masks = MaskInbox(STEPS_PREPARED)
-        self._pending = PendingStep[LaunchedForward]()
+        self._pending = PendingStep[tuple[SchedulerOutput, Future[ComputedStep]]]()
         self._released: list[NDArray[np.int32]] = []
         """Slots released since the last step."""
         self._forwards: deque[Future[ComputedStep]] = deque()
@@ -114,7 +106,7 @@ class NativeStages:
         forward = self._thread.submit(lambda: epoch.execute(prepared))
         self._forwards.append(forward)
         self._last = forward
-        self._pending.put(LaunchedForward(step, forward))
+        self._pending.put(step.step_id, (step, forward))
 
     def _prepare(self, step: SchedulerOutput) -> PreparedStep:
         plan = StepRows.from_message(step)
@@ -124,9 +116,8 @@ class NativeStages:
 
     def sample(self, grammar: GrammarOutput | None) -> NativeOutput:
         """Sample the step that is pending, on the compute thread; see `ModelRunner.sample_tokens`."""
-        launched, epoch, masks = self._pending.take(), self._epoch, self._masks
-        forward = launched.forward
-        if grammar is not None and (own := own_grammar(launched.step, grammar)) is not None:
+        (step, forward), epoch, masks = self._pending.take(), self._epoch, self._masks
+        if grammar is not None and (own := own_grammar(step, grammar)) is not None:
             self.add_masks(own)
         result = self._thread.submit(lambda: epoch.sample(forward.result(), masks))
         self._last = result

@@ -1,5 +1,6 @@
 """One step in the runner: prepared, computed and not sampled yet, then a result."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Self
@@ -9,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from protocol.columns import has_any
-from protocol.rows import StepRows
+from protocol.rows import LogprobRows, StepRows
 from protocol.steps import ModelRunnerOutput, SchedulerOutput
-from services.worker.backends.native.sampling.logprobs import PromptScores, ScoresOnTheirWay
+from services.worker.backends.native.sampling.logprobs import PromptScores, download_scores
 from services.worker.backends.native.sampling.sampler import SampledTokens
 from services.worker.backends.pooling import PooledRows
 from services.worker.batch.slots import Rows
@@ -62,9 +63,7 @@ class ComputedStep:
         return (self.rows.ends - self.rows.drafts)[self.rows.samples]
 
     def empty_message(self) -> torch.Tensor:
-        """Return a message for the outcome, of the same shape on all ranks."""
-        most = 1 + int(self.rows.drafts.max())
-        return Outcome.empty_message(len(self.slots), most, self.step.num_speculative_tokens)
+        return Outcome.empty_message(self.rows, self.step.num_speculative_tokens)
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class NativeResult:
     """int32[sampling rows, k]: drafts for the next step"""
     ids: HostCopy
     """int32[sum(counts)]: the sampled ids; float32[completed, hidden]: embeddings, if a row is pooled"""
-    logprobs: ScoresOnTheirWay
+    logprobs: Callable[[], LogprobRows | None]
     pooled: PooledRows | None
     clock: StepClock
     ended: DeviceTime
@@ -94,13 +93,13 @@ class NativeResult:
         return cls(
             *(computed.step, computed.rows, sampled, drafts),
             device.download(sampled.ids, *([pooled.embeddings] if pooled is not None else [])),
-            ScoresOnTheirWay.begin(scored, device),
+            download_scores(scored, device),
             *(pooled, computed.clock, device.now()),
         )
 
     def get(self) -> ModelRunnerOutput:
         """Wait for the copies, and return the result."""
-        samples, logprobs = self.rows.samples, self.logprobs.get()
+        samples, logprobs = self.rows.samples, self.logprobs()
         token_ids, *embedded = self.ids()
         embedding_slots, embeddings = b"", b""
         if self.pooled is not None:

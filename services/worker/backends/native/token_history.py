@@ -6,13 +6,10 @@ slot, and sampled ids at their positions. So a request may skip any number of st
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from protocol.steps import NewRequest
-from services.worker.batch.slots import PlanError
+from services.worker.batch.slots import I32, PlanError
 from services.worker.kernels.interface.kernels import Kernels
-
-I32 = NDArray[np.int32]
 
 
 class TokenHistory:

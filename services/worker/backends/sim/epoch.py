@@ -12,7 +12,7 @@ from protocol.membership import Assignment, InitializeCache
 from protocol.rows import EmbeddingRows, LogprobRows
 from protocol.steps import NO_DRAFT, GrammarOutput, SchedulerOutput
 from services.config import WorkerConfig
-from services.worker.backends.mask_inbox import Forward, MaskInbox
+from services.worker.backends.mask_inbox import ENDLESS, Forward, MaskInbox
 from services.worker.backends.pending_step import PendingStep, own_grammar
 from services.worker.backends.sim.checkpoint import SimCheckpoint
 from services.worker.backends.sim.cost import CostModel
@@ -27,13 +27,12 @@ from services.worker.backends.sim.model.oracle import Activations, DeviceRows, O
 from services.worker.backends.sim.output.embeddings import StepEmbeddings
 from services.worker.backends.sim.output.logprobs import StepLogprobs
 from services.worker.backends.sim.output.step_output import StepOutput
-from services.worker.backends.sim.ranks.exchange import RankExchange, ReceivedInputs
+from services.worker.backends.sim.ranks.exchange import LeftOut, RankExchange, ReceivedInputs
 from services.worker.backends.sim.sampling.acceptance import DraftAcceptance
 from services.worker.backends.sim.sampling.device_drafts import DeviceDrafts
-from services.worker.backends.sim.sampling.drafter import DraftProposal, SimDrafter
+from services.worker.backends.sim.sampling.drafter import SimDrafter
 from services.worker.backends.sim.sampling.row_rules import RulesByRow, rules_by_row
 from services.worker.backends.sim.sampling.sampler import SimSampler
-from services.worker.backends.sim.sampling.stage_masks import StageMasks
 from services.worker.backends.sim.sampling.step_masks import StepMasks
 from services.worker.batch.slots import I32, PlanError, Rows, SlotTable
 from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT, HostRing
@@ -115,7 +114,6 @@ class SimEpoch:
         self._pending = PendingStep[_ExecutedSimStep]()
         self._masks = MaskInbox(in_flight, device.clock)
         """On the last stage."""
-        self._stage_masks = StageMasks(self._masks, rank.exchange, rank.is_output, vocab_size)
 
     def release(self, slots: NDArray[np.int32]) -> None:
         self.table.release(slots)
@@ -174,7 +172,8 @@ class SimEpoch:
         self._exchange(send)
         output = StepOutput(step, prepared, event, event, padded)
         rules = rules_by_row(rows, self.table)
-        self._pending.put(_ExecutedSimStep(step, output, acceptance, rules, *self._requested_outputs(rows)))
+        executed = _ExecutedSimStep(step, output, acceptance, rules, *self._requested_outputs(rows))
+        self._pending.put(step.step_id, executed)
 
     def _stage(self, rows: Rows) -> None:
         """Enqueue the copies of the step's columns to the device."""
@@ -271,7 +270,7 @@ class SimEpoch:
 
         def take_masks() -> float:
             nonlocal masks
-            masks, at = self._stage_masks.take(step, slots, Forward(output.forward.began, output.forward.ended))
+            masks, at = self._take_masks(step, slots, Forward(output.forward.began, output.forward.ended))
             return at
 
         if grammar is None and len(step.masked):
@@ -302,6 +301,29 @@ class SimEpoch:
             drafts=drafts,
         )
 
+    def _take_masks(self, step: SchedulerOutput, slots: I32, forward: Forward) -> tuple[StepMasks, float]:
+        """Wait for the masks of a step with constrained rows as long as nobody else is held back (left-out row;
+        docs/invariants.md). The output rank decides, by its own modelled timeline, which rows are left out; the others
+        of the last stage receive its decision.
+
+        Args:
+            slots: int32[sampled rows]
+
+        Returns: the masks, and when it was decided to sample with these.
+
+        Raises: RanksLost
+        """
+        masked, exchange = unpack(step.masked), self._rank.exchange
+        if self._rank.is_output:
+            taken = self._masks.take(step.step_id, masked, forward)
+            decision = LeftOut(np.isin(masked, [*taken.left_out]), taken.at)
+            exchange.send_left_out(step, decision)
+        else:
+            decision = exchange.receive_left_out(step)
+            taken = self._masks.take(step.step_id, masked[~decision.left_out], ENDLESS)
+        left_out = frozenset(masked[decision.left_out].tolist())
+        return StepMasks.from_messages(taken.parts, slots, self._rank.checkpoint.vocab_size, left_out), decision.at
+
     def _sample(self, executed: _ExecutedSimStep, masks: StepMasks) -> None:
         """Sample, then fill in what rows request beside tokens. Runs on the device."""
         executed.acceptance.run(self.sampler, self.oracle, executed.rules, masks)
@@ -317,6 +339,8 @@ class SimEpoch:
         tokens = np.full((len(acceptance.slots), requested), NO_DRAFT, np.int32)
         if not tokens.size:
             return tokens, self.device.record()
-        proposal, drafter = DraftProposal(step.step_id, acceptance, executed.rules, tokens), self.drafter
-        seconds = self._rank.cost.drafts(requested)
-        return tokens, self.device.launch(lambda: drafter.propose(proposal), seconds)
+
+        def propose() -> None:
+            self.drafter.propose(step.step_id, acceptance, executed.rules, tokens)
+
+        return tokens, self.device.launch(propose, self._rank.cost.drafts(requested))

@@ -4,7 +4,7 @@ import json
 import logging
 import time
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,12 +18,7 @@ from protocol.membership import Speculation
 from services.worker import machine
 from services.worker.backends.pooling import PooledRows
 from services.worker.backends.vllm import vllm_api
-from services.worker.backends.vllm.adapters import (
-    adapted_modules,
-    check_adapters,
-    score_prompts_with_own_adapters,
-    to_vllm,
-)
+from services.worker.backends.vllm.adapters import check_adapters, score_prompts_with_own_adapters, to_vllm
 from services.worker.backends.vllm.checkpoint import DTYPE_CHOICES
 from services.worker.backends.vllm.draft_verifier import DraftVerifier
 from services.worker.backends.vllm.drafters import give_next_tokens_of_chunks
@@ -180,14 +175,6 @@ class VllmEngine:
         if not self.config.model_config.is_multimodal_model:
             return None
         return MediaModel(self.options.dtype, json.dumps(self.options.config.hf_overrides))
-
-    def adapted_modules(self, weights: Iterable[str]) -> tuple[str, ...]:
-        """Return the last parts of the names of the modules that adapters may change; (): adapters are not served.
-
-        Args:
-            weights: names in the checkpoint
-        """
-        return adapted_modules(self.runner.lora_manager, weights) if self.options.assignment.max_loras else ()
 
     @property
     def longrope(self) -> str:

@@ -12,7 +12,7 @@ from protocol.steps import GrammarOutput, SchedulerOutput
 from services.worker.backends.pending_step import PendingStep, own_grammar
 from services.worker.backends.pooling import Pooler
 from services.worker.backends.vllm.engine import VllmEngine
-from services.worker.backends.vllm.output import ExecutedVllmStep, RequestedLogprobs, VllmOutput
+from services.worker.backends.vllm.output import ExecutedVllmStep, VllmOutput
 from services.worker.backends.vllm.plan import RESERVED_BLOCKS, PlanTranslator, TranslatedMasks
 from services.worker.backends.vllm.process_groups import ProcessGroups
 from services.worker.backends.vllm.row_masks import RowMasks
@@ -77,7 +77,7 @@ class VllmEpoch:
         step, failed = self._load_adapters(step)
         self._outcomes.take(step.new, planned.slots)
         vllm_step, rows, ids = self._translator.translate(step, planned)
-        requested = RequestedLogprobs(table.logprobs[rows.slots], table.prompt_logprobs[rows.slots])
+        requested = table.logprobs[rows.slots], table.prompt_logprobs[rows.slots]
         pooled = self._pooler.rows(rows, table) if self._reports and self._pooler is not None else None
         if table.num_states and self._leaves_rows_out:
             engine.states.keep(table.states[unpack(step.masked)] + RESERVED_BLOCKS)
@@ -89,7 +89,8 @@ class VllmEpoch:
         if pooled is not None:
             engine.pool(pooled, ids, rows)
         clock = StepClock(prepared, began, engine.platform.now())
-        self._pending.put(ExecutedVllmStep(step, rows, ids, requested, clock, pooled, result, failed))
+        executed = ExecutedVllmStep(step, rows, ids, *requested, clock, pooled, result, failed)
+        self._pending.put(step.step_id, executed)
 
     def _load_adapters(self, step: SchedulerOutput) -> tuple[SchedulerOutput, bytes]:
         """Load the adapters of requests that enter. Return the step without those that a rank cannot load, and the

@@ -14,20 +14,8 @@ from services.worker.backends.pooling import PooledRows
 from services.worker.backends.vllm import vllm_api
 from services.worker.backends.vllm.platforms.interface import HostArray
 from services.worker.backends.vllm.sampled_steps import SampledStep
-from services.worker.batch.slots import NONE, Rows
+from services.worker.batch.slots import I32, NONE, Rows, spread
 from services.worker.device.device_times import DeviceTime, StepClock
-
-I32 = NDArray[np.int32]
-
-
-@dataclass(frozen=True)
-class RequestedLogprobs:
-    """Number of log-probabilities that a step returns for each row, at the time of its launch; int32[rows]."""
-
-    logprobs: I32
-    """Alternatives at the sampled token; NONE: no log-probabilities."""
-    prompt_logprobs: I32
-    """The same at each prompt token. vLLM returns them together, when the prompt is complete."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +26,10 @@ class ExecutedVllmStep:
     rows: Rows
     ids: list[str]
     """vLLM's request id of each row."""
-    requested: RequestedLogprobs
+    logprobs: I32
+    """int32[rows], requested at the launch: alternatives at the sampled token; NONE: no log-probabilities."""
+    prompt_logprobs: I32
+    """The same at each prompt token. vLLM returns them together, when the prompt is complete."""
     clock: StepClock
     pooled: PooledRows | None = None
     """None if no row needs a hidden state, or if another rank reports the step."""
@@ -124,14 +115,13 @@ class VllmOutput:
             counts: tokens of each sampling row
         """
         samples, lists = self.executed.rows.samples, result.logprobs
-        rows, tops = self.executed.rows.select(samples), self.executed.requested.logprobs[samples]
+        rows, tops = self.executed.rows.select(samples), self.executed.logprobs[samples]
         wanted = tops != NONE
         if not wanted.any() or lists is None:
             return []
         if lists.cu_num_generated_tokens is not None:  # rows of different lengths
             indices = np.array(lists.cu_num_generated_tokens)[indices]
-        owners = np.repeat(np.flatnonzero(wanted), counts[wanted])
-        offsets = np.arange(len(owners)) - np.repeat(np.cumsum(counts[wanted]) - counts[wanted], counts[wanted])
+        owners, offsets = spread(np.where(wanted, counts, np.int32(0)))
         at, positions = indices[owners] + offsets, (rows.ends - rows.drafts)[owners] + offsets
         entries = lists.logprob_token_ids[at], lists.logprobs[at], lists.sampled_token_ranks[at]
         return [_logprob_rows(rows.slots[owners], positions, tops[owners], *entries)]
@@ -139,13 +129,13 @@ class VllmOutput:
     def _prompt_logprobs(self, result: vllm_api.ModelRunnerOutput) -> list[LogprobRows]:
         """Return the log-probabilities of prompts that are complete. The first token has none."""
         parts, executed = [], self.executed
-        for row in np.flatnonzero(executed.requested.prompt_logprobs != NONE):
+        for row in np.flatnonzero(executed.prompt_logprobs != NONE):
             tensors = result.prompt_logprobs_dict.get(executed.ids[row])
             if tensors is None or not len(tensors.logprobs):
                 continue
             positions = np.arange(1, len(tensors.logprobs) + 1, dtype=np.int32)
             slots = np.full(len(positions), executed.rows.slots[row], np.int32)
-            tops = np.full(len(positions), executed.requested.prompt_logprobs[row], np.int32)
+            tops = np.full(len(positions), executed.prompt_logprobs[row], np.int32)
             columns = tensors.logprob_token_ids, tensors.logprobs, tensors.selected_token_ranks
             parts.append(_logprob_rows(slots, positions, tops, *(column.numpy() for column in columns)))
         return parts

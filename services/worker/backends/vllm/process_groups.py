@@ -28,7 +28,7 @@ _c10d: Any = distributed  # its stubs lack most of what is used here
 
 
 class ProcessGroups:
-    """Connections of this rank to the other ranks.
+    """Connections of this rank to the other ranks. Methods that wait for these raise RanksLost.
 
     Args:
         listener: this worker's own listening socket. Rank 0 serves the store on it; every rank closes it.
@@ -78,30 +78,21 @@ class ProcessGroups:
         return f"tcp://{assignment.rendezvous}:{name}"
 
     def unlink_shared_memory(self) -> None:
-        """Remove the names of the shared memory. Call when vLLM has formed its groups.
-
-        Raises: RanksLost
-        """
+        """Remove the names of the shared memory. Call when vLLM has formed its groups."""
         if self.has_several_ranks:
             with self.detect_lost_ranks():
                 self._memory.unlink(_c10d.barrier)
 
     def broadcast(self, numbers: NDArray[np.int32]) -> None:
         """Replace the numbers of every rank of the last stage by those of the output rank. All of them call it with as
-        many.
-
-        Raises: RanksLost
-        """
+        many."""
         if self._assignment.tensor_parallel_size > 1:
             coordinator = vllm_api.get_tp_group()
             with self.detect_lost_ranks():
                 _c10d.broadcast(torch.from_numpy(numbers), self._assignment.output_rank, coordinator.cpu_group)
 
     def agree(self, each: list[bool]) -> list[bool]:
-        """Return where all ranks have True. All of them call it with as many.
-
-        Raises: RanksLost
-        """
+        """Return where all ranks have True. All of them call it with as many."""
         numbers = torch.tensor(each, dtype=torch.int32)
         if self.has_several_ranks:
             with self.detect_lost_ranks():
@@ -109,10 +100,7 @@ class ProcessGroups:
         return numbers.bool().tolist()
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the value of each stage.
-
-        Raises: RanksLost
-        """
+        """Return the value of each stage."""
         values = [value] * self.pipeline.size
         if self.pipeline.size > 1:
             coordinator = vllm_api.get_pp_group()

@@ -12,12 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from protocol.steps import NO_DRAFT
-from services.worker.batch.slots import PlanError, Rows
-
-I32 = NDArray[np.int32]
+from services.worker.batch.slots import I32, PlanError, Rows
 
 
 class ProposedDrafts:
@@ -80,7 +77,7 @@ class ProposedDrafts:
                 drafts[row], tokens[request_id] = len(proposed), proposed
         self.drop(ids)
         counts = rows.counts - rows.drafts + drafts
-        return Rows(rows.slots, rows.generations, starts, counts, rows.samples, drafts), tokens
+        return replace(rows, starts=starts, counts=counts, drafts=drafts), tokens
 
     def store(self, ids: Sequence[str], drafts: Sequence[list[int]]) -> None:
         """Store the drafts that vLLM proposed after a step, for the next row of each of its requests."""

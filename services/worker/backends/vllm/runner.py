@@ -21,6 +21,7 @@ from services.config import WorkerConfig
 from services.worker import machine
 from services.worker.backends.epoch_value import EpochValue
 from services.worker.backends.kv_blocks import num_kv_blocks
+from services.worker.backends.vllm.adapters import adapted_modules
 from services.worker.backends.vllm.checkpoint import read_identity
 from services.worker.backends.vllm.engine import VllmEngine
 from services.worker.backends.vllm.engine_config import EngineOptions
@@ -79,7 +80,7 @@ class VllmRunner:
             progress("weights", 0.0)
             self._num_loads += 1
             platform = self._create_platform(self._config)
-            self._contents, self._names = self._hash(options), self._weights(options)
+            self._contents, self._names = self._read_checkpoint(options)
             self._groups = ProcessGroups(assignment, listener)
             with self._groups.detect_lost_ranks():
                 self._engine = VllmEngine(options, self._groups, platform)
@@ -109,24 +110,21 @@ class VllmRunner:
             contents=self._contents,
             pooling=None if engine.pooler is None else engine.pooler.model,
             media=engine.media,
-            adapted_modules=engine.adapted_modules(self._names),
+            adapted_modules=adapted_modules(engine.runner.lora_manager, self._names) if assignment.max_loras else (),
             longrope=engine.longrope,
         )
 
-    def _weights(self, options: EngineOptions) -> tuple[str, ...]:
-        """Return the names of the weights in the checkpoint; vLLM may make weights up."""
-        return () if self._config.load_format == "dummy" else (*SafetensorsCheckpoint(options.directory).files,)
-
-    def _hash(self, options: EngineOptions) -> dict[str, str]:
-        """Return the digests of all layers: vLLM reads all files on every rank, and then keeps the rank's share."""
+    def _read_checkpoint(self, options: EngineOptions) -> tuple[dict[str, str], tuple[str, ...]]:
+        """Return the digests of all layers, and the names of the weights. vLLM reads all files on every rank, and then
+        keeps the rank's share."""
         if self._config.load_format == "dummy":  # vLLM makes up the weights
-            return {}
-        threads = self._config.threads or machine.cores()
-        contents = layer_contents(SafetensorsCheckpoint(options.directory), threads)
+            return {}, ()
+        checkpoint, threads = SafetensorsCheckpoint(options.directory), self._config.threads or machine.cores()
+        contents = layer_contents(checkpoint, threads)
         if (speculation := options.assignment.speculation) and speculation.model:
             digests = layer_contents(SafetensorsCheckpoint(drafter_path(speculation)), threads)
             contents |= {f"drafter/{layer}": digest for layer, digest in digests.items()}
-        return contents
+        return contents, (*checkpoint.files,)
 
     def _options(self, assignment: Assignment) -> EngineOptions:
         directory = _directory(self._config)

@@ -12,14 +12,13 @@ the next worker that starts removes it.
 import hashlib
 import mmap
 import os
-import socket
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from services.private import private_directory, sweep
-from services.worker.distributed.ranks import BOOT_ID
+from services.worker.distributed.ranks import boot_id
 
 DIRECTORY = Path("/dev/shm")  # noqa: S108  vLLM's kernels put their files there
 PREFIX = "runahead-shm-"
@@ -91,6 +90,5 @@ def sweep_shared_memory() -> None:
 
 def machine() -> str:
     """Return a name that is equal for the processes that see the same shared memory, and for no others."""
-    boot = BOOT_ID.read_bytes() if BOOT_ID.exists() else socket.gethostname().encode()
     memory = DIRECTORY.stat().st_dev if DIRECTORY.is_dir() else os.getpid()
-    return hashlib.sha256(boot + str(memory).encode()).hexdigest()[:12]
+    return hashlib.sha256(boot_id() + str(memory).encode()).hexdigest()[:12]

@@ -70,7 +70,8 @@ class StageOutcomes:
         """
         if rows.samples.any():
             slots, firsts = rows.slots[rows.samples], (rows.ends - rows.drafts)[rows.samples]
-            self._feedback.expect(slots, firsts, step.num_speculative_tokens, _empty_message(step, rows))
+            k = step.num_speculative_tokens
+            self._feedback.expect(slots, firsts, k, Outcome.empty_message(rows, k))
 
     def send(self, step: SchedulerOutput, rows: Rows, ids: list[str], result: vllm_api.ModelRunnerOutput) -> None:
         """Send the outcome of a sampled step. On the last stage.
@@ -84,11 +85,6 @@ class StageOutcomes:
         tokens = [result.sampled_token_ids[result.req_id_to_index[request_id]] for request_id in sampling]
         flat = torch.tensor([token for row in tokens for token in row], dtype=torch.int32)
         counts = np.array([len(row) for row in tokens], np.int32)
-        drafts = self._translator.drafts.column(sampling, step.num_speculative_tokens)
-        message = Outcome(flat, counts, drafts).to_message(_empty_message(step, rows))
-        self._pipeline.send_feedback(message, self._pipeline.size - 1)
-
-
-def _empty_message(step: SchedulerOutput, rows: Rows) -> torch.Tensor:
-    most = 1 + int(rows.drafts.max())
-    return Outcome.empty_message(int(rows.samples.sum()), most, step.num_speculative_tokens)
+        k = step.num_speculative_tokens
+        message = Outcome(flat, counts, self._translator.drafts.column(sampling, k))
+        self._pipeline.send_feedback(message.to_message(Outcome.empty_message(rows, k)), self._pipeline.size - 1)

@@ -12,22 +12,15 @@ from services.worker.kernels.interface.kernels import Kernels
 
 
 class CpuKernels(Kernels):
-    """
-    Args:
-        activations: of the model's products
-        dtype: the model's, in which keys and values are kept
-        own, wide: see `CpuNetwork`
-    """
+    """`activations`: of the model's products; `own`, `wide`: see `CpuNetwork`."""
 
-    def __init__(
-        self, activations: torch.dtype, dtype: torch.dtype, own: str | None = None, wide: bool = False
-    ) -> None:
-        self._dtype, self._wide = dtype, wide
-        self.device, self.network = CpuDevice(), CpuNetwork(activations, dtype, own, wide)
+    def __init__(self, activations: torch.dtype, own: str | None = None, wide: bool = False) -> None:
+        self._wide = wide
+        self.device, self.network = CpuDevice(), CpuNetwork(activations, own, wide)
         self.rows, self.sampling, self.drafting = CpuRows(), CpuSampling(), CpuDrafting()
 
     def float32_network(self) -> CpuNetwork:
-        return CpuNetwork(torch.float32, self._dtype, wide=self._wide)
+        return CpuNetwork(torch.float32, wide=self._wide)
 
     def use_threads(self, number: int) -> None:
         """torch computes little, and its threads would spin on cores that other threads need. It gets none."""

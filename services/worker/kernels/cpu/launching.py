@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from services.worker.kernels.cpu.recording import CpuRecording, Function, KernelRecorder, replay_kernel
+from services.worker.kernels.cpu.recording import CpuRecording, Function, replay_kernel
 from services.worker.kernels.cpu.thread_team import Kernel
 from services.worker.kernels.interface.buffers import B
 
@@ -17,7 +17,7 @@ class Launcher:
 
     def __init__(self) -> None:
         self._replay = replay_kernel()
-        self._recorder: KernelRecorder | None = None
+        self._recording: CpuRecording[Any] | None = None
 
     def launch(
         self,
@@ -34,22 +34,23 @@ class Launcher:
             items: for each `chunk` rows, or part of it
             field: the field of the kernel that is the number of rows; empty: none
         """
-        if self._recorder is not None:
-            self._recorder.add(kernel, counted, values, items, chunk, field)
+        if self._recording is not None:
+            self._recording.add(kernel, counted, values, items, chunk, field)
         else:
             rows = len(counted)
             kernel.run(items * -(-rows // chunk), values, items * rows)
 
     def call(self, function: Function, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Call a function of the host now, and return its result; or in the recording, which copies it to `out`."""
-        if self._recorder is None:
+        if self._recording is None:
             return function(x)
-        self._recorder.call(function, x, out)
+        self._recording.call(function, x, out)
         return out
 
     def record(self, body: Callable[[B], T], buffers: B) -> CpuRecording[T]:
-        self._recorder = recorder = KernelRecorder(buffers, self._replay)
+        self._recording = recording = CpuRecording[T](buffers, self._replay)
         try:
-            return CpuRecording(recorder, body(buffers))
+            recording.result = body(buffers)
         finally:
-            self._recorder = None
+            self._recording = None
+        return recording

@@ -10,21 +10,11 @@ from services.worker.kernels.cpu.compiled.attention import attention_kernel, wri
 from services.worker.kernels.cpu.compiled.copying import copy_kernel
 from services.worker.kernels.cpu.compiled.most_likely import most_likely_kernel
 from services.worker.kernels.cpu.compiled.norm_and_gate import gate_kernel, norm_kernel
-from services.worker.kernels.cpu.compiled.quantized import rows_kernel
+from services.worker.kernels.cpu.compiled.quantized import float32_rows_kernel, rows_kernel
 from services.worker.kernels.cpu.compiled.rotary import rotary_kernel
 from services.worker.kernels.cpu.launching import Launcher
 from services.worker.kernels.cpu.panels import PAIRED, PanelEmbedding, coded_panels, paired_panels
-from services.worker.kernels.cpu.products import (
-    FLOAT32,
-    NARROW,
-    OWN_BFLOAT16,
-    WIDE,
-    PanelProduct,
-    StackedProduct,
-    coded_panel_product,
-    float32_panels,
-    float32_product,
-)
+from services.worker.kernels.cpu.products import FLOAT32, PanelProduct, StackedProduct, float32_panels
 from services.worker.kernels.cpu.thread_team import Kernel
 from services.worker.kernels.interface.attention import Attention, AttentionShape
 from services.worker.kernels.interface.buffers import B
@@ -48,11 +38,8 @@ class CpuNetwork(NetworkKernels):
         wide: products of float32 activations use AVX-512
     """
 
-    def __init__(
-        self, activations: torch.dtype, cache: torch.dtype, own: str | None = None, wide: bool = False
-    ) -> None:
-        self.activations, self._cache, self._own = activations, cache, own
-        self._float32 = WIDE if wide else NARROW
+    def __init__(self, activations: torch.dtype, own: str | None = None, wide: bool = False) -> None:
+        self.activations, self._own, self._wide = activations, own, wide
         self._launcher = Launcher()
         self._norm, self._most_likely = norm_kernel(activations == torch.bfloat16), most_likely_kernel()
         self._gates: dict[Activation, Kernel] = {}
@@ -66,7 +53,7 @@ class CpuNetwork(NetworkKernels):
             return (paired_panels(weight),)
         if is_table:
             return weight
-        return (float32_panels(weight, self._float32),)
+        return (float32_panels(weight, self._wide),)
 
     def linear(self, weight: Packed, bias: torch.Tensor | None = None) -> Linear:
         packed = weight if isinstance(weight, tuple) else self.pack(weight)
@@ -74,7 +61,7 @@ class CpuNetwork(NetworkKernels):
         if len(packed) == 1:
             return self._product(packed[0], bias)
         biases = [None] * len(packed) if bias is None else bias.split([each.outputs for each in packed])
-        return StackedProduct([self._from_panels(*each) for each in zip(packed, biases, strict=True)])
+        return StackedProduct([self._product(*each) for each in zip(packed, biases, strict=True)])
 
     def embedding(self, weight: Packed) -> EmbeddingTable:
         packed = weight if isinstance(weight, tuple) else self.pack(weight, is_table=True)
@@ -83,7 +70,7 @@ class CpuNetwork(NetworkKernels):
         assert isinstance(packed, tuple), "quantised weights are packed"
         [panels] = packed  # one tensor of a file
         if panels.layout == FLOAT32:
-            kernel = self._float32.rows(panels.memory.dtype == torch.bfloat16)
+            kernel = float32_rows_kernel(self._wide, panels.memory.dtype == torch.bfloat16)
         else:
             kernel = rows_kernel(panels.layout != PAIRED)
         return PanelEmbedding(self._launcher, panels, kernel)
@@ -92,15 +79,8 @@ class CpuNetwork(NetworkKernels):
         assert isinstance(embedding, PanelEmbedding), "its weight was packed for products"
         return self._product(embedding.panels, None)
 
-    def _product(self, packed: PackedRows, bias: torch.Tensor | None) -> Linear:
-        if packed.layout == FLOAT32:
-            return float32_product(self._launcher, packed, bias, self._float32)
-        return self._from_panels(packed, bias)
-
-    def _from_panels(self, panels: PackedRows, bias: torch.Tensor | None) -> PanelProduct:
-        if self._own is not None:
-            return OWN_BFLOAT16[self._own](self._launcher, panels, bias)
-        return coded_panel_product(self._launcher, panels, bias, half=False)
+    def _product(self, packed: PackedRows, bias: torch.Tensor | None) -> PanelProduct:
+        return PanelProduct(self._launcher, packed, bias, self._own, self._wide)
 
     def bytes_per_block(self, shape: CacheShape) -> int:
         layers, kv_heads, head_dim, block_size, dtype = shape
@@ -112,7 +92,7 @@ class CpuNetwork(NetworkKernels):
         layers, heads, dim, size, dtype = shape
         keys = allocate((layers, num_blocks, heads, padded(dim), padded(size)), dtype)
         values = allocate((layers, num_blocks, heads, size, padded(dim)), dtype)
-        return KVCache(shape, num_blocks, keys, values)
+        return KVCache(shape, keys, values)
 
     def attention(self, shape: AttentionShape, cache: KVCache, table: torch.Tensor, most_tokens: int) -> Attention:
         return CpuAttention(self._launcher, self.activations, shape, cache, table, most_tokens)

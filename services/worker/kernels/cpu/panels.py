@@ -1,11 +1,8 @@
 """Weights in the layout of the kernels: one copy, from which products are computed and vectors are looked up."""
 
 from collections.abc import Sequence
-from functools import cache
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.nn import functional
 
 from services.worker.kernels.cpu.compiled.block_formats import FORMATS, KINDS, PANEL
@@ -40,18 +37,13 @@ def coded_panels(kind: str, parts: Sequence[torch.Tensor]) -> PackedRows:
     memory = torch.empty(len(addresses) // PANEL, blocks, own.bytes, dtype=torch.uint8)
     layout = pack_layout(KINDS.index(kind))
     values = addresses.data_ptr(), memory.data_ptr(), blocks, layout.ctypes.data
-    pack_kernel().again().run(len(memory), values)
+    pack_kernel().run(len(memory), values)
     return PackedRows(kind, outputs, blocks * own.inputs, memory)
 
 
 def format_address(panels: PackedRows) -> int:
     """Return the address of the layout's `format_table`; 0 of weights that are not quantised."""
-    return _table(panels.layout).ctypes.data if panels.layout in KINDS else 0
-
-
-@cache
-def _table(layout: str) -> NDArray[np.int64]:
-    return format_table(KINDS.index(layout))
+    return format_table(KINDS.index(panels.layout)).ctypes.data if panels.layout in KINDS else 0
 
 
 class PanelEmbedding:

@@ -117,49 +117,39 @@ class HostCall:
         self._out[:rows] = self._function(self._x[:rows])
 
 
-class KernelRecorder:
-    """A recording that is being made."""
+class CpuRecording(Generic[T]):
+    """A `Recording`: sequences of kernels, and between them functions of the host. `add` and `call` make it."""
+
+    result: T
+    """Set when everything is recorded."""
 
     def __init__(self, buffers: Buffers, replay: Kernel) -> None:
         self._buffers, self._replay = buffers, replay
-        self.cells = {kind: np.zeros(1, np.int64) for kind in buffers.capacity}
-        self.parts: list[Sequence | HostCall] = []
+        self._cells = {kind: np.zeros(1, np.int64) for kind in buffers.capacity}
+        self._parts: list[Sequence | HostCall] = []
 
     def add(
-        self,
-        kernel: Kernel,
-        counted: torch.Tensor,
-        values: tuple[Any, ...],
-        items: int = 1,
-        chunk: int = 1,
-        field: str = "",
+        self, kernel: Kernel, counted: torch.Tensor, values: tuple[Any, ...], items: int, chunk: int, field: str
     ) -> None:
         """Append a kernel over the rows of the buffer `counted`; the rest as for `Sequence.add`."""
-        last = self.parts[-1] if self.parts else None
+        last = self._parts[-1] if self._parts else None
         if not isinstance(last, Sequence):
-            self.parts.append(last := Sequence(self._replay))
+            self._parts.append(last := Sequence(self._replay))
         last.add(kernel, values, self._cell(counted), items, chunk, field)
 
     def call(self, function: Function, x: torch.Tensor, out: torch.Tensor) -> None:
         """Append a call of the host, whose result is copied to `out`."""
-        self.parts.append(HostCall(function, x, out, self._cell(x)))
+        self._parts.append(HostCall(function, x, out, self._cell(x)))
 
     def _cell(self, counted: torch.Tensor) -> Cell:
-        return self.cells[self._buffers.kind_of(counted)]
-
-
-class CpuRecording(Generic[T]):
-    """A `Recording`: sequences of kernels, and between them functions of the host."""
-
-    def __init__(self, recorder: KernelRecorder, result: T) -> None:
-        self._cells, self._parts, self._result = recorder.cells, recorder.parts, result
+        return self._cells[self._buffers.kind_of(counted)]
 
     def run(self, **counts: int) -> T:
         for kind, count in counts.items():
             self._cells[kind][0] = count
         for part in self._parts:
             part.run()
-        return self._result
+        return self.result
 
     def capture(self, progress: Captured) -> int:
         """Do nothing: the operations are recorded."""

@@ -113,12 +113,6 @@ class Kernel:
         other.renew_arguments()
         return other
 
-    def again_for(self, worth: int, work: int) -> Self:
-        """As `again`, for units of `work` operations, of which `worth` operations are worth another thread."""
-        other = self.again()
-        other.cost = -(-worth // work)
-        return other
-
     def address_of(self, field: str) -> int:
         """Return the address of a field of the argument block."""
         offset = self._block.dtype.fields[field][1]  # type: ignore[index]

@@ -45,8 +45,7 @@ class AttentionBuffers:
 
     @property
     def num_bytes(self) -> int:
-        tables = self.angles, self.cosines, self.sines
-        return sum(each.nbytes for each in (*tables, self.queries, self.parts, self.maxima, self.sums))
+        return sum(each.nbytes for each in vars(self).values())
 
 
 def padded(rows: int) -> int:

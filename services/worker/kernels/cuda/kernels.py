@@ -14,14 +14,13 @@ from services.worker.kernels.cuda.logit_rules import counts_bytes
 from services.worker.kernels.cuda.network import CudaNetwork
 from services.worker.kernels.cuda.rows import CudaRows
 from services.worker.kernels.cuda.sampling import CudaSampling, sampling_bytes
-from services.worker.kernels.interface.kernels import Kernels
-from services.worker.kernels.interface.workspaces import EpochSizes, Uses
+from services.worker.kernels.interface.kernels import EpochSizes, Kernels, Uses
 
 
 class CudaKernels(Kernels):
     """
     Args:
-        activations, dtype: of products, and of weights and KV cache; equal
+        activations: dtype of products, weights and KV cache
         eager: launch the kernels of decode steps one by one instead of replaying graphs
         graphs: for tests, makes the graphs of an epoch; by default CUDA graphs, where the device has them
     """
@@ -29,12 +28,10 @@ class CudaKernels(Kernels):
     def __init__(
         self,
         activations: torch.dtype,
-        dtype: torch.dtype,
         device: ComputeDevice,
         eager: bool = False,
         graphs: Callable[[], CudaGraphs] | None = None,
     ) -> None:
-        assert activations == dtype, "products on the device have operands of one dtype"
         self.device, self._activations = device, activations
         if graphs is None and not eager and device.where.type == "cuda":
             graphs = CudaGraphs

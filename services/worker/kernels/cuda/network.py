@@ -84,7 +84,7 @@ class CudaNetwork(NetworkKernels):
         """keys[layer] and values[layer]: [blocks, kv_heads, block_size, head_dim]."""
         sizes = shape.layers, num_blocks, shape.kv_heads, shape.block_size, shape.head_dim
         keys, values = (torch.empty(sizes, dtype=shape.dtype, device=self._device.where) for _ in range(2))
-        return KVCache(shape, num_blocks, keys, values)
+        return KVCache(shape, keys, values)
 
     def attention(self, shape: AttentionShape, cache: KVCache, table: torch.Tensor, most_tokens: int) -> Attention:
         return PagedAttention(shape, cache, table, most_tokens, self.activations)
@@ -132,13 +132,6 @@ class CudaNetwork(NetworkKernels):
         if rows:
             grid = rows, triton.cdiv(width, _COLUMNS)
             gate_kernel[grid](gate_up, out, width, activation=activation, at_once=_COLUMNS)
-
-    def most_likely(
-        self, logits: torch.Tensor, sharpness: torch.Tensor, ids: torch.Tensor, chances: torch.Tensor
-    ) -> None:
-        greatest = logits.amax(1, keepdim=True)
-        ids.copy_((logits == greatest).to(torch.uint8).argmax(1))
-        torch.reciprocal(((logits - greatest) * sharpness[:, None]).exp_().sum(1), out=chances)
 
     def record(self, body: Callable[[B], T], buffers: B) -> Recording[T]:
         """Decode steps of a forward pass are captured; buffers of other kinds of rows are computed eagerly."""

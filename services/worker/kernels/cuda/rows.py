@@ -5,7 +5,7 @@ import torch
 import triton
 from numpy.typing import NDArray
 
-from services.worker.batch.slots import Rows
+from services.worker.batch.slots import Rows, spread
 from services.worker.device.interface import ComputeDevice
 from services.worker.kernels.cuda.attention import TILE
 from services.worker.kernels.cuda.compiled.layout import layout_kernel
@@ -54,7 +54,7 @@ class CudaRows(RowKernels):
         self, rows: Rows, history: torch.Tensor | None, vocab_size: int, batch: BatchTensors
     ) -> tuple[int, int]:
         """Ids are not checked, because the host does not wait for them. Padding rows follow (graph_plan.py)."""
-        slots, positions, tiles, sampled = _columns_of(self, rows, len(batch.tiles))
+        slots, positions, tiles, sampled = _columns_of(rows, len(batch.tiles))
         counts = len(slots), len(tiles), len(sampled)
         buffers = batch.ids, batch.slots, batch.positions, batch.tiles, batch.sampled
         kinds = batch.slots, batch.tiles, batch.sampled
@@ -76,7 +76,7 @@ class CudaRows(RowKernels):
         """Waits for the device: the host plans with the number of accepted drafts."""
         drafted = np.minimum(drafts, acceptable)
         most = np.minimum(drafted, history.shape[1] - firsts).clip(min=0).astype(np.int32)
-        owners, offsets = self.spread(most)
+        owners, offsets = spread(most)
         begins = np.cumsum(drafts + 1) - drafts - 1
         places = _places(slots[owners], firsts[owners] + offsets, history.shape[1])
         sampled, expected = self._device.upload(begins[owners] + offsets, places)
@@ -96,7 +96,7 @@ def _places(slots: I32, positions: I32, limit: int) -> NDArray[np.int64]:
     return slots.astype(np.int64) * limit + positions
 
 
-def _columns_of(kernels: CudaRows, rows: Rows, most_tiles: int) -> tuple[I32, I32, I32, I32]:
+def _columns_of(rows: Rows, most_tiles: int) -> tuple[I32, I32, I32, I32]:
     """Slot and position of each token, int32[tokens]; the columns of `_tiles_of` and `_sampled_of`.
 
     Tiles have one token, if all rows decode: a graph computes these (graph_plan.py).
@@ -105,24 +105,24 @@ def _columns_of(kernels: CudaRows, rows: Rows, most_tiles: int) -> tuple[I32, I3
         numbers, slots = np.arange(len(rows.slots), dtype=np.int32), np.ascontiguousarray(rows.slots)
         tiles = np.stack((slots, rows.starts, numbers, np.ones_like(numbers)), 1)
         return slots, np.ascontiguousarray(rows.starts), tiles, numbers[rows.samples]
-    owners, offsets = kernels.spread(rows.counts)
+    owners, offsets = spread(rows.counts)
     apart = (rows.counts == rows.drafts + 1).all() and len(owners) <= min(most_tiles, MOST_APART)
-    tiles = _tiles_of(kernels, rows, 1 if apart else TILE)
-    return rows.slots[owners], rows.starts[owners] + offsets, tiles, _sampled_of(kernels, rows)
+    tiles = _tiles_of(rows, 1 if apart else TILE)
+    return rows.slots[owners], rows.starts[owners] + offsets, tiles, _sampled_of(rows)
 
 
-def _tiles_of(kernels: CudaRows, rows: Rows, size: int) -> I32:
+def _tiles_of(rows: Rows, size: int) -> I32:
     """int32[tiles, 4], see `BatchTensors`. `size`: most tokens of a tile"""
-    owners, offsets = kernels.spread(-(-rows.counts // size))
+    owners, offsets = spread(-(-rows.counts // size))
     firsts, offsets = np.cumsum(rows.counts) - rows.counts, offsets * size
     counts = np.minimum(rows.counts[owners] - offsets, size)
     columns = rows.slots[owners], rows.starts[owners] + offsets, firsts[owners] + offsets, counts
     return np.stack(columns, 1).astype(np.int32)
 
 
-def _sampled_of(kernels: CudaRows, rows: Rows) -> I32:
+def _sampled_of(rows: Rows) -> I32:
     """int32[sampled]: indices of the last token of each sampling row, and of its drafts."""
     drafts = rows.drafts[rows.samples]
-    owners, offsets = kernels.spread(drafts + np.int32(1))
+    owners, offsets = spread(drafts + np.int32(1))
     ends = np.cumsum(rows.counts)[rows.samples]
     return (ends[owners] - 1 - drafts[owners] + offsets).astype(np.int32)

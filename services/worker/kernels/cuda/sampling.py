@@ -4,6 +4,7 @@ import numpy as np
 import torch
 import triton
 
+from services.worker.batch.slots import spread
 from services.worker.device.interface import ComputeDevice
 from services.worker.kernels.cuda.compiled.choosing import best_kernel, cutoff_kernel
 from services.worker.kernels.cuda.compiled.logit_rules import mask_kernel
@@ -114,8 +115,7 @@ class CudaSampling(SamplingKernels):
 
     def _scored(self, logits: torch.Tensor, rows: I32, tokens: torch.Tensor, tops: I32) -> ScoredTokens:
         counts, most = tops + np.int32(1), int(tops.max(initial=0))
-        owners = np.repeat(np.arange(len(rows)), counts)
-        offsets = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
+        owners, offsets = spread(counts)
         chosen, entries = self._device.upload(rows.astype(np.int64), owners * (1 + most) + offsets)
         scored = logits.index_select(0, chosen)
         own = scored.gather(1, tokens.long()[:, None])

@@ -1,14 +1,35 @@
 """One implementation of all operations."""
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 import torch
 
 from services.worker.device.cpu import CpuDevice
 from services.worker.device.interface import ComputeDevice
+from services.worker.kernels.interface.attention import AttentionShape
 from services.worker.kernels.interface.drafting import DraftingKernels
+from services.worker.kernels.interface.kv_cache import CacheShape
 from services.worker.kernels.interface.network import NetworkKernels
 from services.worker.kernels.interface.rows import RowKernels
 from services.worker.kernels.interface.sampling import SamplingKernels
-from services.worker.kernels.interface.workspaces import EpochSizes, Uses
+
+Uses = Mapping[str, int]
+"""Bytes by use; the names are those of the log."""
+
+
+class EpochSizes(NamedTuple):
+    """The largest step of an epoch."""
+
+    rows: Mapping[str, int]
+    """Rows of the buffers of the forward pass, by kind."""
+    num_slots: int
+    max_model_len: int
+    vocab_size: int
+    num_drafts: int
+    """Maximum number of drafts of a row; 0: no speculation."""
+    attention: AttentionShape
+    cache: CacheShape
 
 
 class Kernels:

@@ -40,6 +40,5 @@ class KVCache:
     """Keys and values of all layers; layer by layer, block by block, in the layout of the implementation."""
 
     shape: CacheShape
-    num_blocks: int
     keys: torch.Tensor
     values: torch.Tensor

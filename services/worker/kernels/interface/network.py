@@ -61,7 +61,7 @@ class NetworkKernels:
         head_dim]. `allocate`: used if the device computes in the host's memory."""
         sizes = shape.layers, num_blocks, shape.block_size, shape.kv_heads, shape.head_dim
         keys, values = allocate(sizes, shape.dtype), allocate(sizes, shape.dtype)
-        return KVCache(shape, num_blocks, keys, values)
+        return KVCache(shape, keys, values)
 
     def attention(self, shape: AttentionShape, cache: KVCache, table: torch.Tensor, most_tokens: int) -> Attention:
         """`table`: int32[slots, num_tables * blocks], the block tables of every slot; the scheduler's plans change them

@@ -1,5 +1,6 @@
 """The rows of a step: layout, true positions and verification of drafts."""
 
+from dataclasses import replace
 from types import ModuleType
 from typing import NamedTuple
 
@@ -8,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from services.worker.batch.row_check import CountRows, count_rows
-from services.worker.batch.slots import Rows
+from services.worker.batch.slots import Rows, spread
 from services.worker.kernels.interface import row_loops
 from services.worker.kernels.interface.arrays import I32
 
@@ -41,22 +42,6 @@ class SlotDrafts(NamedTuple):
     """int32[slots, most]: these drafts"""
 
 
-class SettledRows(NamedTuple):
-    """int32[rows] each."""
-
-    starts: I32
-    counts: I32
-    drafts: I32
-
-
-class PlacedMasks(NamedTuple):
-    tokens: I32
-    """int32[masks]: the sampled token that each is for; -1: none"""
-    acceptable: I32
-    """int32[sampling rows]: drafts that may be accepted; none where their masks are missing (acceptable drafts,
-    docs/invariants.md)"""
-
-
 class Verified(NamedTuple):
     """int32[rows] unless stated."""
 
@@ -78,12 +63,6 @@ class RowKernels:
     loops: ModuleType = row_loops
     """The loops over rows, or a module with their compiled forms."""
 
-    def spread(self, counts: I32) -> tuple[I32, I32]:
-        """Return the row of each token and its index in the row, int32[tokens] each. `counts`: int32[rows], tokens."""
-        owners = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-        firsts = np.cumsum(counts, dtype=np.int32) - counts
-        return owners, np.arange(len(owners), dtype=np.int32) - firsts[owners]
-
     def write_prompt(self, history: torch.Tensor, slot: int, tokens: I32) -> None:
         """Write the first tokens of a slot to `history`, int32[slots, limit]."""
         history.numpy()[slot, : len(tokens)] = tokens
@@ -96,7 +75,7 @@ class RowKernels:
         """Return the ids at `positions` of `slots`, int32[tokens]."""
         return torch.from_numpy(history.numpy()[slots, positions])
 
-    def settle(self, rows: Rows, drafts: SlotDrafts, history: torch.Tensor) -> tuple[SettledRows | None, int]:
+    def settle(self, rows: Rows, drafts: SlotDrafts, history: torch.Tensor) -> tuple[Rows | None, int]:
         """Bring rows to their true positions, each with the drafts that its slot has, and write these drafts to
         `history`, int32[slots, limit]. The slots have no drafts afterwards, and their frontiers are the rows' ends.
 
@@ -111,13 +90,13 @@ class RowKernels:
         number = np.minimum(rows.drafts, proposed[rows.slots])
         counts = rows.counts - rows.drafts + number
         ends = starts + counts
-        owners, offsets = self.spread(number)
+        owners, offsets = spread(number)
         if len(owners):
             slots = rows.slots[owners]
             ids = self.upload(tokens[slots, offsets])
             self.write_tokens(history, slots, (ends - number)[owners] + offsets, ids)
         frontier[rows.slots], proposed[rows.slots] = ends, 0
-        return SettledRows(starts, counts, number), -1
+        return replace(rows, starts=starts, counts=counts, drafts=number), -1
 
     def upload(self, ids: I32) -> torch.Tensor:
         """Return int32[tokens] ids on the device."""
@@ -141,24 +120,6 @@ class RowKernels:
             slot, position = int(batch.slots[sampled]), int(batch.positions[sampled])
             raise RuntimeError(f"slot {slot} is computed at position {position}, which has no token")
         return tiles, sampled
-
-    def place_masks(self, slots: I32, drafts: I32, masked: I32, counts: I32) -> PlacedMasks:
-        """Match the masks of a step with its sampled tokens: one for each row and one for each of its drafts.
-
-        Args:
-            slots, drafts: int32[sampling rows]
-            masked, counts: int32[constrained rows]: slots, and numbers of masks; a slot without a row has no token
-        """
-        row_of = {slot: row for row, slot in enumerate(slots.tolist())}
-        firsts, tokens, acceptable = np.cumsum(drafts + 1) - drafts - 1, list[int](), drafts.copy()
-        for slot, count in zip(masked.tolist(), counts.tolist(), strict=True):
-            used = 0
-            if (row := row_of.get(slot)) is not None:
-                used = min(count, 1 + int(drafts[row]))
-                tokens += range(firsts[row], firsts[row] + used)
-                acceptable[row] = used - 1
-            tokens += [-1] * (count - used)
-        return PlacedMasks(np.array(tokens, np.int32), acceptable)
 
     def verify(
         self, slots: I32, firsts: I32, drafts: I32, acceptable: I32, ids: torch.Tensor, history: torch.Tensor

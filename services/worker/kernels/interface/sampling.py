@@ -61,9 +61,8 @@ class SamplingKernels:
         min-p, top-k and top-p. Tokens that tie with the last one kept are kept; among equal maxima the lowest id wins.
         The logits do not change."""
         ids = torch.empty(len(logits), dtype=torch.int32)
-        for row, (temperature, min_p, top_k, top_p, seed, position) in enumerate(zip(*columns, strict=True)):
-            params = float(temperature), float(top_p), int(top_k), float(min_p), int(seed), int(position)
-            ids[row] = reference.sample_row(logits[row].numpy(), reference.RowParams(*params))
+        for row, draw in enumerate(zip(*columns, strict=True)):
+            ids[row] = reference.sample_row(logits[row].numpy(), *(value.item() for value in draw))
         return ids
 
     def logprobs(self, logits: torch.Tensor, rows: I32, tokens: torch.Tensor, tops: I32) -> ScoredTokens:

@@ -85,7 +85,7 @@ def stack_of(binary: bytes) -> int:
 
 def attend(case: AttentionCase, dtype: torch.dtype) -> None:
     """Launch a step with a chunk, and decode steps of few and of many rows."""
-    network = CudaKernels(dtype, dtype, CopyingDevice()).network
+    network = CudaKernels(dtype, CopyingDevice()).network
     heads, head_dim, most = case.heads, case.head_dim, 512
     cache = network.kv_cache(CacheShape(1, case.kv_heads, head_dim, BLOCK_SIZE, dtype), 4)
     ones = torch.ones(1, head_dim // 2)
@@ -102,7 +102,7 @@ def attend(case: AttentionCase, dtype: torch.dtype) -> None:
 
 def compute(name: str) -> None:
     """Launch what is beside products and attention in a decode step, and the choice of tokens."""
-    shape, kernels = SHAPES[name], CudaKernels(BF16, BF16, CopyingDevice())
+    shape, kernels = SHAPES[name], CudaKernels(BF16, CopyingDevice())
     network, hidden, mlp = kernels.network, shape.hidden_size, shape.intermediate_size
     residual, normed = torch.zeros(4, hidden), torch.zeros(4, hidden, dtype=BF16)
     network.gather(torch.zeros(4, dtype=torch.int32), normed, residual)
@@ -121,7 +121,7 @@ def compute(name: str) -> None:
 def main(model: Path) -> None:
     driver.set_active(Hopper())
     JITFunction.run = compile_launch
-    engine = TinyEngine(model, CudaKernels(BF16, BF16, CopyingDevice()), BF16)
+    engine = TinyEngine(model, CudaKernels(BF16, CopyingDevice()), BF16)
     vocab = engine.model.part.whole.vocab_size
     everything = {
         "repetition_penalty": 1.2, "logit_bias": ((3, 1.0),), "bad_words": ((2,),), "top_p": 0.9, "top_k": 5,

@@ -98,9 +98,6 @@ class CountedMemory(CopyingDevice):
         mirror.tensor = mirror.tensor.clone()
         return mirror
 
-    def capacity(self, few: Any, most: Any) -> dict[str, int]:
-        return dict(most)
-
     def memory(self) -> DeviceMemory:
         return DeviceMemory(TOTAL, TOTAL - self.allocations.live)
 
@@ -110,7 +107,7 @@ class CountedRunner(NativeRunner):
 
     def __init__(self, model: Path) -> None:
         self.device = CountedMemory()
-        self.kernels = CudaKernels(torch.float32, torch.float32, self.device)
+        self.kernels = CudaKernels(torch.float32, self.device)
         config = WorkerConfig(model=str(model), threads=1, kernels="reference")
         super().__init__(config, create_kernels=lambda _: self.kernels)
 

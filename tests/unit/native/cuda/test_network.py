@@ -105,15 +105,3 @@ def test_quantised_weights_are_refused_by_name(make: KernelMaker, kind: str) -> 
     for prepare in (network.linear, network.embedding):
         with pytest.raises(LoadError, match=r"quantised weights \(Q\w+\) are not supported on CUDA"):
             prepare(weight)
-
-
-@pytest.mark.parametrize("vocab", [1, 7, 1024])
-def test_most_likely(make: KernelMaker, vocab: int) -> None:
-    torch.manual_seed(0)
-    logits = torch.randn(5, vocab) * 5
-    logits[1] = 3.0  # all equal: the lowest id
-    ids, chances = torch.empty(5, dtype=torch.int32), torch.empty(5)
-    sharpness = torch.tensor([1, 1, 0.5, 2.5, 1])
-    make().network.most_likely(logits, sharpness, ids, chances)
-    assert ids.tolist() == [0 if row == 1 else int(logits[row].argmax()) for row in range(5)]
-    torch.testing.assert_close(chances, (logits * sharpness[:, None]).softmax(1).amax(1), rtol=1e-5, atol=0)

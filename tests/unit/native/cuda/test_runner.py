@@ -43,7 +43,7 @@ def test_drafts_change_no_token(tmp_path: Path) -> None:
     expected = answers(RunnerDriver(model, keeps_logits=False, kernels="reference"), 1)
     for depth in (1, 2):
         config = WorkerConfig(model=str(model), threads=1, kernels="reference")
-        kernels = CudaKernels(torch.float32, torch.float32, SeparateMemory())
+        kernels = CudaKernels(torch.float32, SeparateMemory())
         runner = GarblingRunner(config, create_kernels=lambda _, kernels=kernels: kernels)
         driver = RunnerDriver(model, runner=runner, speculation=DRAFTS, keeps_logits=False)
         found = answers(driver, depth)

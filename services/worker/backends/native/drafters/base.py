@@ -19,11 +19,10 @@ from numpy.typing import NDArray
 from protocol.membership import Speculation
 from services.worker.backends.native.model.model import Model
 from services.worker.backends.native.token_history import TokenHistory
-from services.worker.batch.slots import BatchColumns
+from services.worker.batch.slots import I32, BatchColumns
 from services.worker.kernels.interface.kv_cache import Allocate, own_memory
 from services.worker.weights import Checkpoint, Contents, HashedCheckpoint, open_checkpoint
 
-I32 = NDArray[np.int32]
 States = Sequence[torch.Tensor]
 """[tokens, hidden] each"""
 

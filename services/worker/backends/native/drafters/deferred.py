@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.worker.backends.native.drafters.base import I32, Advance, Drafter, Proposer, States
-from services.worker.batch.slots import BatchColumns
+from services.worker.backends.native.drafters.base import Advance, Drafter, Proposer, States
+from services.worker.batch.slots import I32, BatchColumns
 
 MOST_TOKENS = 1024
 """Maximum number of stored tokens. The step that passes them on has about the extra work of a chunk of a prompt."""

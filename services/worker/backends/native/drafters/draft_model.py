@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from protocol.membership import Assignment, Shard
 from protocol.steps import NO_DRAFT
-from services.worker.backends.native.drafters.base import I32, Advance, Drafter, DrafterSlots, Proposer, TargetModel
+from services.worker.backends.native.drafters.base import Advance, Drafter, DrafterSlots, Proposer, TargetModel
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.forward import ForwardPass
 from services.worker.backends.native.model.model import Model
 from services.worker.backends.native.model.partition import ModelPart
-from services.worker.batch.slots import EMPTY, Rows
+from services.worker.batch.slots import EMPTY, I32, Rows
 from services.worker.distributed.ranks import Ranks
 from services.worker.kernels.interface.sampling import SamplingKernels
 from services.worker.runner import LoadError

@@ -18,9 +18,10 @@ import torch
 
 from protocol.steps import NO_DRAFT
 from services.checkpoint import DEMO_MODEL, WEIGHT_FILES, CheckpointError, resolve
-from services.worker.backends.native.drafters.base import I32, Advance, Drafter, DrafterSlots, Proposer, TargetModel
+from services.worker.backends.native.drafters.base import Advance, Drafter, DrafterSlots, Proposer, TargetModel
 from services.worker.backends.native.drafters.eagle_model import EagleModel, load
 from services.worker.backends.native.model.model import cache_shape
+from services.worker.batch.slots import I32, spread
 from services.worker.kernels.interface.drafting import DraftLayout, DraftLimits, DraftRows
 from services.worker.runner import LoadError
 
@@ -144,8 +145,7 @@ class EagleProposer(Proposer):
 
     def _inside(self, advance: Advance) -> torch.Tensor:
         """int64[places]: indices of the tokens whose positions are inside the head's context."""
-        owners = np.repeat(np.arange(len(advance.counts)), advance.counts)
-        offsets = np.arange(len(owners)) - np.repeat(np.cumsum(advance.counts) - advance.counts, advance.counts)
+        owners, offsets = spread(advance.counts)
         return torch.from_numpy(np.flatnonzero(advance.starts[owners] + offsets < self._limit))
 
 

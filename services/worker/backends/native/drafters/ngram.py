@@ -9,7 +9,8 @@ from functools import partial
 import numpy as np
 
 from protocol.steps import NO_DRAFT
-from services.worker.backends.native.drafters.base import I32, Advance, Drafter, DrafterSlots, Proposer, TargetModel
+from services.worker.backends.native.drafters.base import Advance, Drafter, DrafterSlots, Proposer, TargetModel
+from services.worker.batch.slots import I32
 from services.worker.kernels.interface.drafting import DraftingKernels
 
 

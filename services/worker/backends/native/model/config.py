@@ -77,14 +77,14 @@ class ModelConfig:
     """Rotary positions by layer; None: the layer has no positions."""
     windows: tuple[int, ...]
     """Number of keys that a query reads, by layer, its own included; 0: all."""
-    qkv_bias: bool
-    out_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    """Queries and keys are normalised before the rotation."""
     dtype: str
     """dtype of the checkpoint, for `--dtype auto`; other dtypes are read as float32."""
     names: TensorNames = LLAMA_NAMES
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """Queries and keys are normalised before the rotation."""
     qk_norm_of_all_heads: bool = False
     """The norm is over all heads of a token together, so that a rank needs all of them."""
     norm_offset: float = 0.0
@@ -198,10 +198,6 @@ def _plain(config: ConfigReader) -> ModelConfig:
         tied=config.flag("tie_word_embeddings"),
         ropes=(read_rope(config, head_dim),) * layers,
         windows=(0,) * layers,
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
         dtype=str(config.raw.get("dtype") or config.raw.get("torch_dtype") or "float32"),
         activation=_activation(config),
     )

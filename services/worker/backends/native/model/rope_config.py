@@ -1,7 +1,6 @@
 """Rotary position embedding in config.json."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from services.worker.backends.native.model.config_reader import ConfigReader
 from services.worker.runner import LoadError
@@ -58,21 +57,15 @@ def read_rope(config: ConfigReader, head_dim: int, layer_type: str = "", theta: 
     raw = config.raw
     inherited = {key: raw.get(key) for key in ("rope_theta", "partial_rotary_factor")}
     rope = ConfigReader({**inherited, **values}, "config.json, rotary parameters")
-    kind = rope_kind(values)
+    kind = values.get("rope_type", values.get("type", "default"))
+    kind = "longrope" if kind == "su" else kind
+    if kind not in KINDS:
+        raise LoadError(f"rope type {kind!r:.80} is not supported; the native backend computes {', '.join(KINDS)}")
     theta, rotated = rope.number("rope_theta", theta), rope.number("partial_rotary_factor", 1.0)
     if rotated > 1 or int(head_dim * rotated) % 2 or not int(head_dim * rotated):
         raise LoadError(f"config.json: partial_rotary_factor {rotated} of heads of {head_dim} is no even size")
     plain = Rope(theta, kind, rotated=rotated, attention_factor=rope.number("attention_factor", 0.0))
     return _scaled(plain, rope, config, head_dim)
-
-
-def rope_kind(values: dict[str, Any]) -> str:
-    """Raises: LoadError, for one that is not supported."""
-    kind = values.get("rope_type", values.get("type", "default"))
-    kind = "longrope" if kind == "su" else kind
-    if kind not in KINDS:
-        raise LoadError(f"rope type {kind!r:.80} is not supported; the native backend computes {', '.join(KINDS)}")
-    return str(kind)
 
 
 def _scaled(plain: Rope, rope: ConfigReader, config: ConfigReader, head_dim: int) -> Rope:

@@ -13,9 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from protocol.columns import has_any
+from services.worker.batch.slots import I32, spread
 from services.worker.kernels.interface.rows import RowKernels, Verified
-
-I32 = NDArray[np.int32]
 
 
 class SamplePositions(NamedTuple):
@@ -29,11 +28,11 @@ class SamplePositions(NamedTuple):
     """Number of each token in its row."""
 
     @classmethod
-    def from_rows(cls, kernels: RowKernels, slots: I32, firsts: I32, drafts: I32) -> Self:
+    def from_rows(cls, slots: I32, firsts: I32, drafts: I32) -> Self:
         """int32[rows] each; `firsts` are the positions of each row's first token."""
         if not has_any(drafts):
             return cls(slots, firsts, drafts, np.zeros(len(slots), np.int32))
-        owners, offsets = kernels.spread(drafts + np.int32(1))
+        owners, offsets = spread(drafts + np.int32(1))
         return cls(slots[owners], firsts[owners] + offsets, drafts, offsets)
 
     def accept(self, kernels: RowKernels, ids: torch.Tensor, history: torch.Tensor, acceptable: I32) -> Verified:

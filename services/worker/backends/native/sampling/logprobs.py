@@ -1,20 +1,18 @@
 """Log-probabilities of the model's own logits: of sampled tokens, and of prompts."""
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Self
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from protocol.columns import has_any
 from protocol.rows import LogprobRows
 from services.worker.backends.native.token_history import TokenHistory
-from services.worker.batch.slots import NONE, BatchColumns, Rows
-from services.worker.device.interface import ComputeDevice, HostCopy
+from services.worker.batch.slots import I32, NONE, BatchColumns, Rows, spread
+from services.worker.device.interface import ComputeDevice
 from services.worker.kernels.interface.sampling import SamplingKernels, ScoredTokens
 
-I32 = NDArray[np.int32]
 SLICE = 1 << 22
 """Logits of prompt positions that are in memory at once."""
 
@@ -50,20 +48,16 @@ def score(
     return ScoredRows(slots, positions, kernels.logprobs(logits, rows, tokens, tops))
 
 
-class ScoresOnTheirWay(NamedTuple):
-    """Log-probabilities of a step, which are copied to the host."""
+def download_scores(scored: Sequence[ScoredRows], device: ComputeDevice) -> Callable[[], LogprobRows | None]:
+    """Copy log-probabilities of a step to the host. Return a function that waits for them; None: there are none."""
+    copies = [device.download(x.tokens.token_ranks, x.tokens.ids, x.tokens.values) for x in scored]
 
-    parts: Sequence[tuple[ScoredRows, HostCopy]]
-
-    @classmethod
-    def begin(cls, scored: Sequence[ScoredRows], device: ComputeDevice) -> Self:
-        columns = [(part, (part.tokens.token_ranks, part.tokens.ids, part.tokens.values)) for part in scored]
-        return cls([(part, device.download(*tensors)) for part, tensors in columns])
-
-    def get(self) -> LogprobRows | None:
-        """Wait for the copies; None if there are none."""
-        rows = [LogprobRows(part.slots, part.positions, part.tokens.counts, *copy()) for part, copy in self.parts]
+    def arrived() -> LogprobRows | None:
+        waiting = zip(scored, copies, strict=True)
+        rows = [LogprobRows(x.slots, x.positions, x.tokens.counts, *copy()) for x, copy in waiting]
         return LogprobRows.concatenate(rows) if rows else None
+
+    return arrived
 
 
 class PromptScores:
@@ -77,11 +71,9 @@ class PromptScores:
         self._kernels, self._history = kernels, history
         ends = np.minimum(rows.ends, table.num_prompt[rows.slots] - 1)
         wanted = np.where(table.prompt_logprobs[rows.slots] != NONE, ends - rows.starts, 0).clip(min=0)
-        first = np.cumsum(rows.counts) - rows.counts
-        offset = np.arange(wanted.sum()) - np.repeat(np.cumsum(wanted) - wanted, wanted)
-        self._tokens = (np.repeat(first, wanted) + offset).astype(np.int32)
-        self._slots = np.repeat(rows.slots, wanted)
-        self._positions = (np.repeat(rows.starts, wanted) + offset + 1).astype(np.int32)
+        owners, offsets = spread(wanted)
+        self._tokens = (np.cumsum(rows.counts, dtype=np.int32) - rows.counts)[owners] + offsets
+        self._slots, self._positions = rows.slots[owners], rows.starts[owners] + offsets + np.int32(1)
         self._taken = 0
         self.parts: list[ScoredRows] = []
         """Scores of the slices so far; complete when every slice was taken."""

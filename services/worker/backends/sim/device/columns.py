@@ -6,11 +6,6 @@ from numpy.typing import NDArray
 from services.worker.backends.sim.device.simulated import SimDevice
 from services.worker.batch.slots import I32, Rows, SlotTable
 
-COLUMNS = (
-    "slots", "starts", "counts", "drafts", "num_prompt", "top_k", "temperature", "top_p", "min_p", "seed",
-    "block_table",
-)  # fmt: skip
-
 
 class StepColumns:
     """One set of buffers, on the host or on the device; the first `rows` entries are valid.
@@ -44,6 +39,6 @@ class StepColumns:
 
     def copy_to(self, device: SimDevice, target: "StepColumns", rows: int, width: int) -> None:
         """Enqueue the copies of one step's columns."""
-        for name in COLUMNS:
+        for name, column in vars(self).items():
             part = (slice(rows), slice(width)) if name == "block_table" else slice(rows)
-            device.copy_in(getattr(target, name)[part], getattr(self, name)[part])
+            device.copy_in(vars(target)[name][part], column[part])

@@ -13,10 +13,7 @@ import numpy as np
 
 from protocol.codec import pack
 from protocol.steps import ModelRunnerOutput, SchedulerOutput
-from services.worker.batch.slots import I32, PlanError, Rows, SlotTable
-
-DUMMY = -1
-"""Block id of padding."""
+from services.worker.batch.slots import PlanError, Rows, SlotTable
 
 
 @dataclass(frozen=True)
@@ -27,10 +24,6 @@ class PaddedStep:
     """Rows that cost time: whole windows, or the rectangle."""
     progress: dict[int, int]
     """Slot -> frontier of its prefill; runner-reported progress (docs/invariants.md)."""
-    tkv: int = 0
-    """Length of the longest row of a decode step, padding included."""
-    tables: I32 | None = None
-    """int32[rows, blocks] of a decode step, DUMMY on the left of shorter rows."""
 
     def complete(self, result: ModelRunnerOutput) -> ModelRunnerOutput:
         """Add the progress."""
@@ -99,8 +92,8 @@ class RigidShapes:
     # -- decode --------------------------------------------------------------------------------------------------
 
     def _decode(self, step: SchedulerOutput, rows: Rows) -> PaddedStep:
-        tables = self._rectangle(rows)
-        padding = (tables == DUMMY).sum(axis=1, dtype=np.int32) * self._table.block_size
+        blocks = -(-rows.ends // self._table.block_size)
+        padding = (blocks.max() - blocks) * self._table.block_size
         tkv = int((padding + rows.ends).max())
         if tkv > self._table.max_model_len:
             raise PlanError(
@@ -110,13 +103,4 @@ class RigidShapes:
             raise PlanError(
                 f"rigid: step {step.step_id} has {len(rows.slots)} rows of {tkv} tokens, more than {self._max_volume}"
             )
-        longest = np.full_like(rows.starts, tkv - 1)
-        padded = replace(rows, starts=longest)
-        return PaddedStep(padded, {}, tkv, tables)
-
-    def _rectangle(self, rows: Rows) -> I32:
-        own = -(-rows.ends // self._table.block_size)
-        width = int(own.max())
-        column = np.arange(width) - (width - own)[:, None]
-        blocks = self._table.block_table[rows.slots[:, None], np.maximum(column, 0)]
-        return np.where(column < 0, np.int32(DUMMY), blocks)
+        return PaddedStep(replace(rows, starts=np.full_like(rows.starts, tkv - 1)), {})

@@ -5,8 +5,6 @@ are there. The host gives the drafter copies or the drafter's own columns on the
 elsewhere (host-buffer rule; docs/invariants.md).
 """
 
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,16 +24,6 @@ PERIODS = {"always": ALWAYS, "never": NEVER, "periodic": 3}
 """By `SimulatorConfig.sim_draft_acceptance`: drafts at multiples of this position are wrong. ALWAYS: none is."""
 REQUEST_PERIODS = np.array([ALWAYS, NEVER, 2, 3, 5], np.int64)
 """The periods of which "request" chooses one per request."""
-
-
-class DraftProposal(NamedTuple):
-    """Drafts to be proposed for the sampled rows of a step."""
-
-    step_id: int
-    acceptance: DraftAcceptance
-    rules: RulesByRow
-    tokens: I32
-    """int32[sampled rows, requested], in device memory of this step alone; NO_DRAFT where nothing is proposed."""
 
 
 class SimDrafter:
@@ -58,9 +46,13 @@ class SimDrafter:
         self._acceptance, self._longest = acceptance, longest
         self._sampler, self._oracle, self._columns, self._drafts = sampler, oracle, columns, drafts
 
-    def propose(self, proposal: DraftProposal) -> None:
-        """Fill `proposal.tokens`, and store them for the slots' next rows."""
-        acceptance, tokens = proposal.acceptance, proposal.tokens
+    def propose(self, step_id: int, acceptance: DraftAcceptance, rules: RulesByRow, tokens: I32) -> None:
+        """Propose drafts for the sampled rows of a step, and store them for the slots' next rows.
+
+        Args:
+            tokens: int32[sampled rows, requested], in device memory of this step alone: NO_DRAFT where nothing is
+                proposed.
+        """
         requested, firsts = tokens.shape[1], acceptance.frontiers + 1
         counts = np.clip(self._oracle.max_len - firsts, 0, requested)
         counts[acceptance.counts == 0] = 0
@@ -68,20 +60,27 @@ class SimDrafter:
             counts[firsts + requested > self._longest] = 0
         drafted = np.flatnonzero(counts)
         if len(drafted):
-            tokens[drafted] = self._draft(proposal, drafted, firsts[drafted], requested)
+            tokens[drafted] = self._draft(acceptance, rules, drafted, firsts[drafted], requested)
             tokens[np.arange(requested) >= counts[:, None]] = NO_DRAFT
-        self._drafts.put(proposal.step_id, acceptance.slots, firsts, tokens)
+        self._drafts.put(step_id, acceptance.slots, firsts, tokens)
 
-    def _draft(self, proposal: DraftProposal, sampled_rows: NDArray[np.int64], firsts: I32, requested: int) -> I32:
+    def _draft(
+        self,
+        acceptance: DraftAcceptance,
+        rules: RulesByRow,
+        sampled_rows: NDArray[np.int64],
+        firsts: I32,
+        requested: int,
+    ) -> I32:
         """Return int32[sampled_rows, requested] drafts from the positions `firsts` on."""
-        oracle, acceptance = self._oracle, proposal.acceptance
+        oracle = self._oracle
         slots, rows = acceptance.slots[sampled_rows], acceptance.rows[sampled_rows]
         last = oracle.tokens(slots, firsts - 1)
         hashes = oracle.extend(oracle.chain[slots, firsts - 1], last)
         periods, tokens = self._periods(slots, rows), np.empty((len(sampled_rows), requested), np.int32)
         for j in range(requested):
             points = SamplingPoints(sampled_rows, rows, slots, firsts + j, hashes)
-            right = self._sampler.sample(points, proposal.rules, proposed=tokens[:, :j])
+            right = self._sampler.sample(points, rules, proposed=tokens[:, :j])
             wrong = (periods > ALWAYS) & (points.positions % np.maximum(periods, 1) == 0)
             tokens[:, j] = np.where(wrong, (right + 1) % oracle.vocab_size, right)
             hashes = oracle.extend(hashes, tokens[:, j])

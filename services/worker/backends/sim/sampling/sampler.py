@@ -13,7 +13,7 @@ from services.worker.backends.sim.model.logits import Logits
 from services.worker.backends.sim.model.oracle import Oracle
 from services.worker.backends.sim.sampling.row_rules import RowRules, RulesByRow
 from services.worker.batch.slots import I32
-from services.worker.sampling.reference import GREEDY_BELOW, RowParams, adjusted, allowed_by, sample_row
+from services.worker.sampling.reference import GREEDY_BELOW, adjusted, allowed_by, sample_row
 
 NO_POINTS = np.empty(0, np.int32)
 NO_MASKS = NO_POINTS.reshape(0, 0)
@@ -88,17 +88,15 @@ class SimSampler:
     def _sample_whole_row(
         self, points: SamplingPoints, i: int, rules: RowRules | None, mask: I32 | None, proposed: I32 | None
     ) -> int:
-        row, position, columns = points.rows[i], int(points.positions[i]), self.columns
+        row, position, c = points.rows[i], points.positions[i], self.columns
         only = None if mask is None else np.flatnonzero(allowed_by(mask, self.logits.vocab_size))
         logits = self.logits.row(points.hashes[i : i + 1], only)
         if rules is not None:
-            tokens = self._tokens_before(int(points.slots[i]), position, proposed)
+            tokens = self._tokens_before(int(points.slots[i]), int(position), proposed)
             prompt, output = tokens[: rules.num_prompt], tokens[rules.num_prompt :]
             logits = adjusted(logits, rules.params, prompt, output, mask)
-        return sample_row(logits, RowParams(
-            float(columns.temperature[row]), float(columns.top_p[row]), int(columns.top_k[row]),
-            float(columns.min_p[row]), int(columns.seed[row]), position,
-        ))  # fmt: skip
+        draw = c.temperature[row], c.min_p[row], c.top_k[row], c.top_p[row], c.seed[row], position
+        return sample_row(logits, *(value.item() for value in draw))
 
     def _tokens_before(self, slot: int, position: int, proposed: I32 | None) -> I32:
         """Return int32[position]: the ids before a position, of which the last may be proposed drafts."""

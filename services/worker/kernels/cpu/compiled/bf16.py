@@ -1,4 +1,4 @@
-"""AVX-512's bfloat16 instructions for numba kernels: rounding, and products of pairs.
+"""AVX-512's bfloat16 instructions for numba kernels: rounding, products of pairs, and rows of inputs and outputs.
 
 `vdpbf16ps` adds the products of two inputs to sixteen sums in one fixed order, so a row's sums do not depend on the
 rows beside it.
@@ -6,7 +6,9 @@ rows beside it.
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
+from numba import njit
 from numba.core import cgutils, types
 
 from services.worker.kernels.cpu.compiled import simd
@@ -22,6 +24,8 @@ ROWS = 6
 registers."""
 WORDS = 64
 """Bytes of the weights of two inputs of a panel: sixteen words of two bfloat16."""
+WIDTH = 2 * simd.LANES
+"""Outputs that are stored together."""
 _HALVES = ir.VectorType(I16, 32)
 
 
@@ -115,3 +119,29 @@ def _at(builder: Any, base: Any, distance: Any, number: int, offset: Any) -> Any
 def _dot(builder: Any, sums: Any, x: Any, weights: Any) -> Any:
     kind = ir.FunctionType(VF, [VF, VI, VI])
     return builder.asm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v", [sums, x, weights], False)
+
+
+@njit(inline="always")
+def copy_padded(source, rows, inputs, target, padded):  # type: ignore[no-untyped-def]
+    """Copy rows of `inputs` numbers, each followed by zeros up to `padded` numbers: an instruction reads several
+    inputs, and those behind a row must not be the next row's."""
+    for row in range(rows):
+        for i in range(padded):
+            at = source + (row * inputs + i) * 2
+            value = simd.load_bf16(at) if i < inputs else np.float32(0)
+            simd.store_bf16(target + (row * padded + i) * 2, value)
+
+
+@njit(inline="always")
+def store_outputs(out, number, value0, value1, spare):  # type: ignore[no-untyped-def]
+    """Store the first `number` of `WIDTH` outputs, or all of them.
+
+    Args:
+        spare: 64 bytes to write to
+    """
+    if number >= WIDTH:
+        store_bf16x32(out, value0, value1)
+    else:
+        store_bf16x32(spare, value0, value1)
+        for j in range(number):
+            simd.store_bf16(out + j * 2, simd.load_bf16(spare + j * 2))

@@ -63,10 +63,10 @@ class CodeTile:
                 none = ir.Constant(place.type.pointee, None)
                 self._builder.store(none if values is None else values[number], place)
 
-    def of_rows(self, kind: ir.Type, index: Any, index_bytes: int, step_bytes: int = 0, more: int = 0) -> list[Any]:
-        """Load a number of each row into all lanes: that at `steps * step_bytes + index * index_bytes + more`."""
+    def of_rows(self, kind: ir.Type, index: Any, step_bytes: int = 0, more: int = 0) -> list[Any]:
+        """Load a number of each row into all lanes: that at `steps * step_bytes + index * 4 + more`."""
         builder, vector = self._builder, VF if kind == F32 else VI
-        at = builder.add(self.times(self._steps, step_bytes), moved(builder, self.times(index, index_bytes), more))
+        at = builder.add(self.times(self._steps, step_bytes), moved(builder, self.times(index, 4), more))
         return [spread(builder, load(builder, builder.add(x, at), kind, 4), vector) for x in self._x]
 
     def add_products(
@@ -94,7 +94,7 @@ class CodeTile:
 
     def add_minima(self, minima: list[Any], step: Any, panel: Any) -> None:
         """Add the minima of panels from `panel` on, times the sum of the inputs of a step."""
-        totals = self.of_rows(F32, step, 4, TOTALS_AT)
+        totals = self.of_rows(F32, step, TOTALS_AT)
         for row, total in zip(self._parts(panel, len(minima)), totals, strict=True):
             for place, minimum in zip(row, minima, strict=True):
                 self._add_product(place, minimum, total)
@@ -103,7 +103,7 @@ class CodeTile:
         """Add the sums of the span times the scales of the rows to those of the item."""
         builder = self._builder
         span = builder.udiv(self.first, ir.Constant(I64, SPAN))
-        scales = self.of_rows(F32, span, 4, SCALES_AT)
+        scales = self.of_rows(F32, span, SCALES_AT)
         parts = self._parts(ir.Constant(I64, 0), self._panels)
         for number, (row, scale) in enumerate(zip(parts, scales, strict=True)):
             for panel, place in enumerate(row):

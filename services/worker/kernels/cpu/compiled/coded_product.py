@@ -138,7 +138,7 @@ def _multiply_codes(
                         halves = [outer.index] if own.groups == 2 else [ir.Constant(I64, half) for half in (0, 1)]
                         zero = ir.Constant(VI, [-zero_code] * LANES)
                         place = tile.times(moved(builder, step, number), 2)
-                        totals = [tile.of_rows(I32, builder.add(place, half), 4, HALVES_AT) for half in halves]
+                        totals = [tile.of_rows(I32, builder.add(place, half), HALVES_AT) for half in halves]
                         starts = [builder.mul(reduce(builder.add, each), zero) for each in zip(*totals, strict=True)]
                     tile.set(some, starts)
                 with cgutils.for_range(builder, turns) as inner:
@@ -148,7 +148,7 @@ def _multiply_codes(
                     for same in zip(*decoded, strict=True):
                         number, quad, _ = same[0]
                         for half, to in enumerate((upper[number], sums[number])):
-                            inputs = tile.of_rows(I32, here, 4, 0, number * 2 * STEP + half * STEP + quad * 4)
+                            inputs = tile.of_rows(I32, here, 0, number * 2 * STEP + half * STEP + quad * 4)
                             tile.add_products(to, [both[half] for _, _, both in same], inputs, add)
                 for number, some in enumerate(sums if are_bytes else ()):
                     tile.join(upper[number], some)
@@ -220,7 +220,7 @@ def _multiply_decoded(
                         prefetch_line(builder, moved(builder, codes, 64 * line))
                 for some in range(UNROLLED):
                     numbers = loaded(index, ir.VectorType(I16, 2 * LANES), 64 * some)
-                    tile.add_products(sums, numbers, tile.of_rows(I32, here, 4, 0, 4 * some))
+                    tile.add_products(sums, numbers, tile.of_rows(I32, here, 0, 4 * some))
             with cgutils.for_range(builder, builder.mul(scale_steps, has_minima)) as loop:
                 step = builder.add(start, loop.index)
                 tile.add_minima(loaded(step, VF, MINIMA_AT), builder.add(first, step), first_panel)
@@ -249,11 +249,7 @@ def _write(a, sums, row, rows, first):  # type: ignore[no-untyped-def]
 
 def coded_product_kernel(inputs: int) -> Kernel:
     """One item is a block of outputs of up to `CHUNK` rows; its work is the number of rows."""
-    return _compiled().again_for(WORTH, BLOCK * inputs)
 
-
-@cache
-def _compiled() -> Kernel:
     def coded_product(address):  # type: ignore[no-untyped-def]
         a = carray(raw.pointer(address), 1, CODED)[0]
         own = raw.i64_at(a.format, NUMBERS)
@@ -328,10 +324,9 @@ def _compiled() -> Kernel:
             item = following
         raw.release(buffer)
 
-    return Kernel(coded_product, CODED, cost=1)
+    return Kernel(coded_product, CODED, cost=-(-WORTH // (BLOCK * inputs)))
 
 
-@cache
 def _coder(kind: int) -> Any:
     """Return the coder of a format: a C function with the address of a `TASK`."""
     own = FORMATS[KINDS[kind]]

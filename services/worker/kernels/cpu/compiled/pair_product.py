@@ -5,11 +5,9 @@ Each sum runs over the inputs in order, two at a time, so a row has the same bit
 invariance, docs/invariants.md).
 """
 
-from functools import cache
-
 from numba import carray, njit
 
-from services.worker.kernels.cpu.compiled import bf16, bf16_rows, raw, simd
+from services.worker.kernels.cpu.compiled import bf16, raw, simd
 from services.worker.kernels.cpu.compiled.block_formats import PANEL
 from services.worker.kernels.cpu.compiled.product import PRODUCT
 from services.worker.kernels.cpu.compiled.quantized import GROUP
@@ -37,16 +35,12 @@ def write_rows(a, sums, row, rows, first, width):  # type: ignore[no-untyped-def
             value0 = simd.add(simd.load_f32x16(here), simd.load_f32x16(bias))
             value1 = simd.add(simd.load_f32x16(here + 64), simd.load_f32x16(bias + 64))
             out = a.out + ((row + i) * a.stride + some) * 2
-            bf16_rows.store_outputs(out, a.outputs - some, value0, value1, tail)
+            bf16.store_outputs(out, a.outputs - some, value0, value1, tail)
 
 
 def pair_product_kernel(inputs: int) -> Kernel:
     """One item is a block of outputs of up to `CHUNK` rows; its work is the number of rows."""
-    return _compiled().again_for(WORTH, BLOCK * inputs)
 
-
-@cache
-def _compiled() -> Kernel:
     def pair_product(address):  # type: ignore[no-untyped-def]
         a = carray(raw.pointer(address), 1, PRODUCT)[0]
         blocks, groups = (a.outputs + BLOCK - 1) // BLOCK, (a.inputs + GROUP - 1) // GROUP
@@ -61,7 +55,7 @@ def _compiled() -> Kernel:
             block, start = item % blocks, item // blocks * CHUNK
             end, first, x = min(start + CHUNK, a.rows), block * BLOCK, a.x + start * a.inputs * 2
             if odd:
-                bf16_rows.copy_padded(x, end - start, a.inputs, copied, 2 * pairs)
+                bf16.copy_padded(x, end - start, a.inputs, copied, 2 * pairs)
                 x = copied
             weights, row = a.weight + block * bf16.PANELS * step, start
             while row < end:
@@ -72,4 +66,4 @@ def _compiled() -> Kernel:
                 row += rows
         raw.release(buffer)
 
-    return Kernel(pair_product, PRODUCT, cost=1)
+    return Kernel(pair_product, PRODUCT, cost=-(-WORTH // (BLOCK * inputs)))

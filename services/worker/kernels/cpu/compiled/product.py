@@ -7,7 +7,6 @@ output is summed over the inputs in order, so a row has the same bits in a batch
 docs/invariants.md), and in both ways.
 """
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -130,18 +129,18 @@ def _multiply(a, start, end, most, first, scratch, WIDE, HALF, PANELS):  # type:
         row += rows
 
 
+def panel_of(wide: bool) -> tuple[int, int]:
+    """Return the outputs of a panel, and the distance of the two bfloat16 that share a word. `wide`: see below."""
+    return (BLOCK, PANEL) if wide else (PANEL, PANEL // 2)
+
+
 def product_kernel(wide: bool, half: bool, inputs: int) -> Kernel:
     """One item is a block of outputs of up to `CHUNK` rows; its work is the number of rows.
 
     Args:
         wide: the way of AVX-512, and not that of AVX2
-        half: the weights are bfloat16. A word has numbers i and i + 8 of a panel; if `wide`, numbers of two panels
+        half: the weights are bfloat16. A word has two numbers of a panel (`panel_of`)
     """
-    return _compiled(wide, half).again_for(WORTH, BLOCK * inputs)
-
-
-@cache
-def _compiled(wide: bool, half: bool) -> Kernel:
     WIDE, HALF, MOST = int(wide), int(half), WIDE_CHUNK if wide else CHUNK
 
     def product(address):  # type: ignore[no-untyped-def]
@@ -159,4 +158,4 @@ def _compiled(wide: bool, half: bool) -> Kernel:
                     _multiply(a, start, end, ROWS, panel, scratch, WIDE, HALF, 1)
         raw.release(scratch)
 
-    return Kernel(product, PRODUCT, cost=1)
+    return Kernel(product, PRODUCT, cost=-(-WORTH // (BLOCK * inputs)))

@@ -5,8 +5,6 @@ BF16 is bfloat16[groups * 16, 16, 2]: inputs 2 i and 2 i + 1 of each output are 
 `block_formats` has the other layouts.
 """
 
-from functools import cache
-
 import numpy as np
 from numba import carray, njit
 from numpy.typing import NDArray
@@ -25,7 +23,7 @@ from services.worker.kernels.cpu.compiled.block_formats import (
     STEP,
 )
 from services.worker.kernels.cpu.compiled.coded_product import NUMBERS, TASK, TASK_BYTES
-from services.worker.kernels.cpu.compiled.product import BLOCK
+from services.worker.kernels.cpu.compiled.product import panel_of
 from services.worker.kernels.cpu.thread_team import Kernel, arguments, items
 
 GROUP = STEP
@@ -46,7 +44,6 @@ PACK = arguments(
 )
 
 
-@cache
 def rows_kernel(coded: bool) -> Kernel:
     """out[i] = weights of output index[i], in float32. One item is one row. `coded`: of any format, and not BF16."""
     CODED, SIZE = int(coded), 2 * PANEL * STEP
@@ -84,10 +81,9 @@ def rows_kernel(coded: bool) -> Kernel:
     return Kernel(rows, ROWS, cost=32)
 
 
-@cache
 def float32_rows_kernel(wide: bool, half: bool) -> Kernel:
     """The same for weights of `product.product_kernel`, which has `wide` and `half`."""
-    WIDTH, APART, HALF, SIZE = BLOCK if wide else PANEL, PANEL if wide else PANEL // 2, int(half), 2 if half else 4
+    (WIDTH, APART), HALF, SIZE = panel_of(wide), int(half), 2 if half else 4
 
     def rows(address):  # type: ignore[no-untyped-def]
         a = carray(raw.pointer(address), 1, ROWS)[0]
@@ -113,7 +109,6 @@ def pack_layout(kind: int) -> NDArray[np.int64]:
     return np.array([own.source_bytes, own.bytes, own.codes_at, *numbers], np.int64)
 
 
-@cache
 def pack_kernel() -> Kernel:
     """Bring ggml's blocks into panels. One item is one panel."""
 

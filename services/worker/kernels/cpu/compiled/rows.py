@@ -1,6 +1,5 @@
 """Rows of several tokens each, back to back. NumPy would need several calls for each: slow for few rows."""
 
-import numpy as np
 from numba import njit, types
 
 from services.worker.batch.row_check import EMPTY
@@ -65,19 +64,6 @@ def count_rows(  # type: ignore[no-untyped-def]
     return True
 
 
-@njit(types.UniTuple(_MADE, 2)(_GIVEN), cache=True)
-def spread(counts):  # type: ignore[no-untyped-def]
-    """Return the row of each token and its index in the row, int32[sum(counts)] each."""
-    owners = np.empty(counts.sum(), np.int32)
-    offsets = np.empty(len(owners), np.int32)
-    at = 0
-    for row in range(len(counts)):
-        for offset in range(counts[row]):
-            owners[at], offsets[at] = row, offset
-            at += 1
-    return owners, offsets
-
-
 @njit(types.Tuple((*(_MADE,) * 3, types.int64))(*(_GIVEN,) * 4, _MADE, _MADE, _KEPT, _KEPT), cache=True)
 def settle(slots, starts, counts, drafts, frontier, proposed, tokens, history):  # type: ignore[no-untyped-def]
     """See `RowKernels.settle`. Arguments: the columns of the rows, of `SlotDrafts`, and the history.
@@ -99,25 +85,3 @@ def settle(slots, starts, counts, drafts, frontier, proposed, tokens, history): 
         for i in range(min(number, history.shape[1] - first)):
             history[slot, first + i] = tokens[slot, i]
     return true_starts, true_counts, true_drafts, -1
-
-
-@njit(types.UniTuple(_MADE, 2)(*(_GIVEN,) * 4), cache=True)
-def place_masks(slots, drafts, masked, counts):  # type: ignore[no-untyped-def]
-    """See `RowKernels.place_masks`."""
-    largest = 0
-    for slot in slots:
-        largest = max(largest, slot)
-    row_of = np.full(largest + 1, -1, np.int32)
-    firsts, first = np.empty(len(slots), np.int32), 0
-    for row in range(len(slots)):
-        row_of[slots[row]], firsts[row] = row, first
-        first += drafts[row] + 1
-    tokens, acceptable, mask = np.full(counts.sum(), -1, np.int32), drafts.copy(), 0
-    for i in range(len(masked)):
-        row = row_of[masked[i]] if masked[i] <= largest else -1
-        if row >= 0:
-            acceptable[row] = min(counts[i] - 1, drafts[row])
-            for offset in range(acceptable[row] + 1):
-                tokens[mask + offset] = firsts[row] + offset
-        mask += counts[i]
-    return tokens, acceptable

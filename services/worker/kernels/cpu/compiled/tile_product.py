@@ -5,11 +5,9 @@ Quantised weights are decoded to bfloat16 into panels that stay in the inner cac
 order, 32 at a time, so a row has the same bits in a batch of any size (batch invariance, docs/invariants.md).
 """
 
-from functools import cache
-
 from numba import carray, njit
 
-from services.worker.kernels.cpu.compiled import amx, bf16, bf16_rows, raw, simd
+from services.worker.kernels.cpu.compiled import amx, bf16, raw, simd
 from services.worker.kernels.cpu.compiled.block_formats import (
     MINIMA_AT,
     NUMBERS_BYTES,
@@ -78,7 +76,7 @@ def _write(a, sums, row, rows, first):  # type: ignore[no-untyped-def]
     for i in range(rows):
         value0 = simd.add(simd.load_f32x16(sums + i * 64), bias0)
         value1 = simd.add(simd.load_f32x16(sums + amx.TILE_BYTES + i * 64), bias1)
-        bf16_rows.store_outputs(out, number, value0, value1, tail)
+        bf16.store_outputs(out, number, value0, value1, tail)
         out += a.stride * 2
 
 
@@ -99,11 +97,6 @@ def _tile(a, x0, x1, row0, row1, first, weights, size, memory, stride, PAIR):  #
 def tile_product_kernel(coded: bool, inputs: int) -> Kernel:
     """One item is two panels of up to `CHUNK` rows; its work is the number of rows. `coded`: weights are quantised, and
     not bfloat16."""
-    return _compiled(coded).again_for(WORTH, BLOCK * inputs)
-
-
-@cache
-def _compiled(coded: bool) -> Kernel:
     IS_CODED = int(coded)
 
     def tile_product(address):  # type: ignore[no-untyped-def]
@@ -132,7 +125,7 @@ def _compiled(coded: bool) -> Kernel:
             if not whole:
                 x = decoded + panels
                 source = a.x + start * a.inputs * 2
-                bf16_rows.copy_padded(source, end - start, a.inputs, x, groups * GROUP)
+                bf16.copy_padded(source, end - start, a.inputs, x, groups * GROUP)
             weights = a.weight + block * 2 * size
             if IS_CODED:
                 weights, own = decoded, raw.i64_at(a.format, NUMBERS)
@@ -153,4 +146,4 @@ def _compiled(coded: bool) -> Kernel:
             amx.release()
         raw.release(buffer)
 
-    return Kernel(tile_product, CODED, cost=1)
+    return Kernel(tile_product, CODED, cost=-(-WORTH // (BLOCK * inputs)))

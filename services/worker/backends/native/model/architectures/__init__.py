@@ -1,4 +1,4 @@
-"""The architectures, by their names in `transformers`. Each is a file of its own that says what differs from Llama."""
+"""The architectures, by their names in `transformers`. Each family is a file that says what differs from Llama."""
 
 from collections.abc import Mapping
 
@@ -8,32 +8,28 @@ from services.worker.backends.native.model.architectures import (
     granite,
     llama,
     mistral,
-    mixtral,
     olmo2,
     olmoe,
-    phi3,
-    qwen2,
-    qwen3,
-    qwen3_moe,
+    qwen,
     smollm3,
 )
 from services.worker.backends.native.model.config import Architecture
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "LlamaForCausalLM": llama.ARCHITECTURE,
-    "MistralForCausalLM": mistral.ARCHITECTURE,
-    "Qwen2ForCausalLM": qwen2.ARCHITECTURE,
-    "Qwen3ForCausalLM": qwen3.ARCHITECTURE,
+    "MistralForCausalLM": mistral.MISTRAL,
+    "Qwen2ForCausalLM": qwen.QWEN2,
+    "Qwen3ForCausalLM": qwen.QWEN3,
     "SmolLM3ForCausalLM": smollm3.ARCHITECTURE,
     "GraniteForCausalLM": granite.ARCHITECTURE,
     "GraniteMoeForCausalLM": granite.WITH_EXPERTS,
     "GraniteMoeHybridForCausalLM": granite.DENSE_HYBRID,
     "Olmo2ForCausalLM": olmo2.OLMO2,
     "Olmo3ForCausalLM": olmo2.OLMO3,
-    "Phi3ForCausalLM": phi3.ARCHITECTURE,
+    "Phi3ForCausalLM": mistral.PHI3,
     "OlmoeForCausalLM": olmoe.ARCHITECTURE,
     "Gemma3ForCausalLM": gemma3.ARCHITECTURE,
-    "Qwen3MoeForCausalLM": qwen3_moe.ARCHITECTURE,
-    "MixtralForCausalLM": mixtral.ARCHITECTURE,
+    "Qwen3MoeForCausalLM": qwen.QWEN3_MOE,
+    "MixtralForCausalLM": mistral.MIXTRAL,
     "GptOssForCausalLM": gpt_oss.ARCHITECTURE,
 }

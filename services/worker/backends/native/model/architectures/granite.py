@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-from services.worker.backends.native.model.architectures import llama, mixtral
+from services.worker.backends.native.model.architectures import llama, mistral
 from services.worker.backends.native.model.config import Architecture, ModelConfig, TensorNames
 from services.worker.backends.native.model.config_reader import ConfigReader
 
 NAMES = TensorNames(gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear")
-EXPERT_NAMES = mixtral.NAMES._replace(
+EXPERT_NAMES = mistral.MIXTRAL_NAMES._replace(
     router="block_sparse_moe.router.layer",
     stacked_experts=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
 )
@@ -24,7 +24,7 @@ def configure(config: ConfigReader, model: ModelConfig) -> ModelConfig:
 
 
 def with_experts(config: ConfigReader, model: ModelConfig) -> ModelConfig:
-    return replace(configure(config, model), experts=mixtral.experts(config, model), names=EXPERT_NAMES)
+    return replace(configure(config, model), experts=mistral.experts(config, model), names=EXPERT_NAMES)
 
 
 def dense_hybrid(config: ConfigReader, model: ModelConfig) -> ModelConfig:
