@@ -53,8 +53,8 @@ def _plain(message: MessageParam, index: int) -> dict[str, Any]:
     plain = message.plain()
     if message.role == "system" and plain["content"].startswith(ATTRIBUTION):
         plain["content"] = plain["content"].partition("\n")[2]
-    if message.files:
-        plain["content"] = [_part(part) for part in message.content or () if not isinstance(part, str)]
+    elif isinstance(message.content, list) and message.content:
+        plain["content"] = [_part(part) for part in message.content]
     if message.tool_calls:
         plain["tool_calls"] = [_call(call) for call in message.tool_calls]
     if message.tool_call_id is not None:
