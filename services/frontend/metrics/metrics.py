@@ -145,7 +145,7 @@ class Metrics:
         a route only if it is for an answer."""
         path, method = scope["path"], scope["method"]
         if path not in _UNCOUNTED:
-            route: str = getattr(scope.get("route"), "path", path if path in ANSWER_PATHS else "none")
+            route = scope["route"].path if "route" in scope else path if path in ANSWER_PATHS else "none"
             self._http.count(
                 route, method if method in HTTPMethod.__members__ else "none", f"{status // 100}xx"
             ).value += 1
