@@ -1,10 +1,12 @@
 """Chat answers with tools and reasoning: a whole answer equals the joined deltas of a stream."""
 
+import threading
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.frontend.openai.answering import LONG_ANSWER, Answering
 from services.frontend.openai.answers.chat_output import AnswerParser, ChatOutput
 from services.frontend.openai.answers.chunk import Chunk
 from services.frontend.openai.answers.tool_dialect import ToolDialect
@@ -93,6 +95,12 @@ def test_tokens_of_reasoning_are_counted_while_it_is_streamed() -> None:
     assert streaming.counted(usage)["completion_tokens_details"] == {"reasoning_tokens": 3 * COUNTED_AT_ONCE}
     response.push(Chunk("", finish="stop"))
     assert response.to_json()["usage"]["output_tokens_details"] == {"reasoning_tokens": 3 * COUNTED_AT_ONCE}
+
+
+async def test_long_answer_that_is_not_streamed_is_parsed_on_another_thread() -> None:
+    here = threading.get_ident()
+    assert await Answering.built([Chunk("short")], threading.get_ident) == here
+    assert await Answering.built([Chunk("x" * LONG_ANSWER)], threading.get_ident) != here
 
 
 def test_token_ids_are_sent_while_their_text_is_held_back() -> None:
