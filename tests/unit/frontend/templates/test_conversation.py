@@ -240,8 +240,10 @@ def test_calls_have_the_form_in_which_the_template_shows_them() -> None:
 
 def test_claude_codes_attribution_is_left_out() -> None:
     """Gateways pass it on."""
-    given = {**SYSTEM, "content": f"x-anthropic-billing-header: cch=1;\n{SYSTEM['content']}"}
-    assert render(FILES["hermes"], {"messages": [given, USER]}) == render(FILES["hermes"], BODIES["no tools"])
+    line = "x-anthropic-billing-header: cch=1;"
+    for given in (f"{line}\n{SYSTEM['content']}", parts(line, SYSTEM["content"]), parts(f"{line}\nBe", "brief.")):
+        prompt = render(GEMMA, {"messages": [{"role": "system", "content": given}, USER]})
+        assert prompt.replace("\n", " ") == f"user:{SYSTEM['content']}Rain in Köln?;"
 
 
 def test_message_that_the_template_omits_cannot_be_continued() -> None:
