@@ -22,7 +22,16 @@ ToolCallFormat = Literal[
     "phi4_mini_json",
     "qwen3_xml",
 ]
-ReasoningFormat = Literal["deepseek_r1", "glm45", "granite", "mistral", "qwen3"]
+ReasoningFormat = Literal["deepseek_r1", "glm45", "granite", "mistral", "openai_gptoss", "qwen3"]
+TOOL_CALL_ALIASES: dict[str, ToolCallFormat] = {
+    "glm47": "glm45", "granite4": "hermes", "llama4_json": "llama3_json", "pythonic": "llama4_pythonic",
+    "qwen3_coder": "qwen3_xml", "qwen3_json": "hermes",
+}  # fmt: skip
+"""Names that vLLM has for the same format."""
+REASONING_ALIASES: dict[str, ReasoningFormat] = {
+    "deepseek_v3": "qwen3", "glm47": "glm45", "granite_thinking_parser": "qwen3", "holo2": "qwen3", "mimo": "qwen3",
+    "nemotron_v3": "qwen3", "olmo3": "deepseek_r1", "step3": "deepseek_r1",
+}  # fmt: skip
 
 
 class FrontendConfig(HttpConfig):
@@ -87,13 +96,17 @@ class FrontendConfig(HttpConfig):
     Needs the extra otel. Default: none."""
     enable_auto_tool_choice: bool | None = None
     """Let the model decide whether to call a tool. Default: on if the format of its calls is known."""
-    tool_call_parser: Literal["auto", "none", ToolCallFormat] = "auto"
+    tool_call_parser: Annotated[
+        Literal["auto", "none", ToolCallFormat], BeforeValidator(lambda name: TOOL_CALL_ALIASES.get(str(name), name))
+    ] = "auto"
     """Format of tool calls in the output of the model: the one that its chat template shows (auto), no calls (none), or
     a format by name. Qwen 2.5 and 3 use hermes, Qwen 3 Coder qwen3_xml, gpt-oss openai."""
-    reasoning_parser: Literal["auto", "none", ReasoningFormat] = "auto"
+    reasoning_parser: Annotated[
+        Literal["auto", "none", ReasoningFormat], BeforeValidator(lambda name: REASONING_ALIASES.get(str(name), name))
+    ] = "auto"
     """Format of reasoning in the output of the model: the one that its chat template shows (auto); no reasoning (none);
     between <think> and </think>, always present (deepseek_r1) or present if the answer begins with <think> (qwen3,
-    glm45); between the same words in brackets (mistral); after a sentence (granite)."""
+    glm45); between the same words in brackets (mistral); after a sentence (granite); in a channel (openai_gptoss)."""
     generation_config: Literal["auto", "vllm"] = "auto"
     """Default sampling parameters of requests: the checkpoint's (auto) or none (vllm)."""
     pooling_type: Literal["last", "mean"] = "last"

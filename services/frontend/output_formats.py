@@ -134,6 +134,10 @@ class OutputFormats:
                 )
         if reasoning_format == "auto":
             reasoning_format = recognised_reasoning(template) or "none"
+        if reasoning_format == "openai_gptoss":  # its parser of calls reads the reasoning, too
+            if tool_format not in ("none", "openai"):
+                raise CheckpointError(f"--reasoning-parser openai_gptoss reads no calls in the format {tool_format}")
+            tool_format = "openai"
         log.info(
             "tool calls: %s, reasoning: %s (--tool-call-parser %s, --reasoning-parser %s)",
             tool_format, reasoning_format, config.tool_call_parser, config.reasoning_parser,
@@ -150,7 +154,7 @@ class OutputFormats:
         tools = TOOL_FORMATS.get(tool_format)
         return cls(
             tools,
-            tools is not None and config.enable_auto_tool_choice is not False,
+            tools is not None and config.tool_call_parser != "none" and config.enable_auto_tool_choice is not False,
             tools is not None and any(_is_hidden(marker, tokenizer) for marker in tools.markers),
             reasoning.start if reasoning is not None else None,
             reasoning_end,

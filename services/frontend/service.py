@@ -97,7 +97,8 @@ class FrontendService:
         app = build(config, model, *parts)
         answering = app.state.context.answering
         self._open.callback(answering.prompts.close)
-        self.app = with_cors(Guards(app, config, config.max_body_bytes, frozenset(page), answering.shed), config)
+        checks = config.max_body_bytes, frozenset(page), answering.shed, self._metrics.on_response
+        self.app = with_cors(Guards(app, config, *checks), config)
         """The application behind the checks of every request."""
         self.server = _Server(
             uvicorn.Config(

@@ -41,14 +41,17 @@ class Guards:
         max_body_bytes: int,
         public: frozenset[str] = frozenset(),
         shed: Callable[[Scope, bool], APIError | None] = lambda *_: None,
+        on_response: Callable[[Scope, int], None] = lambda *_: None,
     ) -> None:
         """
         Args:
             public: paths of files without data, which need no key. Their header Host is checked.
             shed: returns why a request that passes the other checks is refused for load, or None, from its scope and
                 whether too many connections are open.
+            on_response: called with the status of each response.
         """
         self._app = app
+        self._on_response = on_response
         self._public = public
         self._shed = shed
         self._keys = [_digest(key.encode()) for key in config.api_key]
@@ -66,6 +69,7 @@ class Guards:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
+                self._on_response(scope, message["status"])
                 names = scope["state"].get("ignored_parameters")
                 extra = [(b"x-request-id", request_id)]
                 if names:

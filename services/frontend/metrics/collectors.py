@@ -70,10 +70,14 @@ class Count:
 class Total(Collector):
     """Counter with labels beside those of every metric."""
 
-    def __init__(self, name: str, text: str, more_labels: tuple[str, ...], labels: tuple[str, str]) -> None:
+    def __init__(self, name: str, text: str, more_labels: tuple[str, ...], labels: tuple[str, ...]) -> None:
+        """
+        Args:
+            labels: values of those of every metric; (): this one has none of them.
+        """
         self._name = name
         self._text = text
-        self._label_names = (*LABELS, *more_labels)
+        self._label_names = (*LABELS[: len(labels)], *more_labels)
         self._labels = labels
         self._counts: dict[tuple[str, ...], Count] = {}
 

@@ -2,9 +2,11 @@
 
 import asyncio
 from collections.abc import Iterator
+from http import HTTPMethod
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
+from starlette.types import Scope
 
 from protocol.requests import Finish
 from services.frontend.engine.client import EngineClient
@@ -12,6 +14,7 @@ from services.frontend.errors import GONE
 from services.frontend.metrics.collectors import OURS, Total, ValueHistogram
 from services.frontend.metrics.engine_statistics import EngineStatistics
 from services.frontend.metrics.vllm_names import with_vllm_name
+from services.frontend.openai.tasks import ANSWER_PATHS
 from services.frontend.request_summary import EndedChoice
 
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
@@ -26,6 +29,8 @@ _CHOICES = (1, 2, 5, 10, 20)
 _PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
 _STATUSES = (200, 400, 429, GONE, 500, 503, 504)
 """Statuses that are counted from 0 on: the rate of a series that begins with its first requests has none of them."""
+_UNCOUNTED = frozenset({"/health", "/livez", "/load", "/metrics", "/ping", "/readyz", "/server_info", "/version"})
+"""Paths that monitoring asks for."""
 
 
 def outcome_of(status: int) -> str:
@@ -62,6 +67,8 @@ class Metrics:
         self._finished = {reason: success.count(reason) for reason in ("stop", "length", "abort", "error")}
         self._requests = counter("requests", "HTTP requests for answers that ended", "outcome", "code")
         self._by_status = {s: self._requests.count(outcome_of(s), str(s)) for s in _STATUSES}
+        self._http = Total("http_requests", "HTTP responses", ("handler", "method", "status"), ())
+        self._registry.register(self._http)
         self._duplicates = counter(
             "duplicate_tokens_dropped", "tokens dropped because they had been delivered before"
         ).count()
@@ -132,6 +139,16 @@ class Metrics:
         if count is None:
             count = self._by_status[status] = self._requests.count(outcome_of(status), str(status))
         count.value += 1
+
+    def on_response(self, scope: Scope, status: int) -> None:
+        """Count a response by its route, as vLLM does: not those to probes. One that is refused before it is routed has
+        a route only if it is for an answer."""
+        path, method = scope["path"], scope["method"]
+        if path not in _UNCOUNTED:
+            route = scope["route"].path if "route" in scope else path if path in ANSWER_PATHS else "none"
+            self._http.count(
+                route, method if method in HTTPMethod.__members__ else "none", f"{status // 100}xx"
+            ).value += 1
 
     def fold(self) -> None:
         """Sort observed values into buckets. Call it regularly: until then they are kept."""

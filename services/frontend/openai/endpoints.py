@@ -98,5 +98,6 @@ async def _answer(
     scored = None
     if body.prompt_logprobs is not None:
         scored = await asyncio.to_thread(generation.prompt_logprobs)  # a long prompt has many
-    answer = dialect.answer(head, chunks, request.usage.to_json(), scored)
+    usage = request.usage.to_json()
+    answer = await answering.built(chunks, lambda: dialect.answer(head, chunks, usage, scored))
     return Response(msgspec.json.encode(answer), media_type="application/json")

@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 from services.frontend.context import Context
 from services.frontend.openai.parameters.sampling import checked_ids
 from services.frontend.openai.schemas.fields import Text, TokenId
-from services.frontend.openai.schemas.requests import BaseRequest, ChatRequest
+from services.frontend.openai.schemas.requests import BaseRequest, ChatRequest, CompletionRequest
 from services.frontend.openai.schemas.responses import Natural
 from services.frontend.openapi import WITH_BODY, errors, read_by_handler
 
@@ -20,7 +20,9 @@ MAX_IDS = 262_144
 """Token ids of one /detokenize. The event loop checks them, which takes milliseconds."""
 
 
-class TokenizeCompletionRequest(BaseRequest):
+class TokenizeCompletionRequest(CompletionRequest):
+    """A text as for /v1/completions."""
+
     prompt: Text
     add_special_tokens: bool | None = True
     return_token_strs: bool | None = False

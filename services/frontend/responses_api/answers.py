@@ -12,8 +12,9 @@ from services.frontend.json_text import json_text
 from services.frontend.openai.answers.chat_output import AnswerParser
 from services.frontend.openai.answers.chunk import Chunk
 from services.frontend.openai.answers.events import one_line
-from services.frontend.openai.answers.usage import UsageCounter
+from services.frontend.openai.answers.usage import ReasoningCounter, UsageCounter
 from services.frontend.openai.answers.writers import ChoiceWriter
+from services.frontend.parsing.events import Reasoning
 from services.frontend.responses_api.items import OutputItems
 from services.frontend.responses_api.responses import (
     ResponseFailure,
@@ -86,7 +87,7 @@ class ResponseInProgress:
     def __init__(
         self, head: ResponseHead, parser: AnswerParser, usage: UsageCounter, count_tokens: Callable[[str], int]
     ) -> None:
-        self._head, self._parser, self.usage, self._count_tokens = head, parser, usage, count_tokens
+        self._head, self._parser, self.usage, self._reasoning = head, parser, usage, ReasoningCounter(count_tokens)
         self._items = OutputItems(head["id"])
         self._finish: str | None = None
 
@@ -97,7 +98,11 @@ class ResponseInProgress:
     def push(self, chunk: Chunk) -> list[JSON]:
         """Add a chunk; return the events of the items."""
         is_last = chunk.finish is not None
-        events = self._items.push(self._parser.push(chunk.text, is_last=is_last))
+        parsed = self._parser.push(chunk.text, is_last=is_last)
+        for found in parsed:
+            if isinstance(found, Reasoning):
+                self._reasoning.add(found.text)
+        events = self._items.push(parsed)
         if is_last:
             self._finish = chunk.finish
             events += self._items.end("incomplete" if chunk.finish == "length" else "completed")
@@ -123,12 +128,12 @@ class ResponseInProgress:
         }
 
     def _usage_json(self) -> ResponsesUsage:
-        counted, reasoning = self.usage.to_json(), self._items.reasoning
+        counted = self.usage.to_json()
         return {
             "input_tokens": counted["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": self.usage.num_cached or 0, "cache_write_tokens": 0},
             "output_tokens": counted["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self._count_tokens(reasoning) if reasoning else 0},
+            "output_tokens_details": {"reasoning_tokens": self._reasoning.total()},
             "total_tokens": counted["total_tokens"],
         }
 

@@ -65,22 +65,25 @@ def messages_of(items: Sequence[schemas.Item]) -> list[JSON]:
     for item in items:
         match item:
             case schemas.InputMessage(role="assistant"):
-                _join(messages, content=_text(item.content))
+                _join(messages, content=_parts(item.content))
             case schemas.InputMessage():
-                messages.append({"role": item.role, "content": _text(item.content)})
+                messages.append({"role": item.role, "content": _parts(item.content)})
             case schemas.ReasoningItem():
                 _join(messages, reasoning="".join(part.text for part in item.content or item.summary))
             case schemas.FunctionCallItem():
                 call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
                 _join(messages, call=call)
             case schemas.FunctionCallOutput():
-                message = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+                message = {"role": "tool", "tool_call_id": item.call_id, "content": _parts(item.output)}
                 messages.append(message)
     return messages
 
 
 def _join(
-    messages: list[JSON], content: str | None = None, reasoning: str | None = None, call: JSON | None = None
+    messages: list[JSON],
+    content: str | list[JSON] | None = None,
+    reasoning: str | None = None,
+    call: JSON | None = None,
 ) -> None:
     """Add a part of an answer to the last message, or begin a new one where the last cannot take it."""
     last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
@@ -94,7 +97,7 @@ def _join(
         last.setdefault("tool_calls", []).append(call)
 
 
-def _text(content: str | list[schemas.Part]) -> str:
+def _parts(content: str | list[schemas.Part]) -> str | list[JSON]:
     if isinstance(content, str):
         return content
-    return "\n".join(part.text for part in content)
+    return [{"type": "text", "text": part.text} for part in content] or ""

@@ -183,8 +183,12 @@ async def create(http: HTTPRequest, context: Context) -> Response:
     if given.stream:
         return await answering.streamed(request, ResponseEvents(answer, keep))
     (whole,), _ = await answering.whole(request)
-    answer.push(whole)
-    content = answer.to_json()
+
+    def build() -> responses.ResponseObject:
+        answer.push(whole)
+        return answer.to_json()
+
+    content = await answering.built([whole], build)
     keep(content)
     return Response(msgspec.json.encode(content), media_type="application/json")
 

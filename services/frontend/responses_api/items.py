@@ -57,11 +57,6 @@ class OutputItems:
         events = [] if self.items else self._begin("message")
         return events + self._close(status)
 
-    @property
-    def reasoning(self) -> str:
-        """Text of all reasoning."""
-        return "".join(item["content"][0]["text"] for item in self.items if item["type"] == "reasoning")
-
     def _add_text(self, kind: str, text: str) -> list[JSON]:
         _, part, name = _KINDS[kind]
         events: list[JSON] = []

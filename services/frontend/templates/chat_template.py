@@ -32,12 +32,14 @@ _RESERVED = frozenset(
 _FILES = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
 _VARIABLE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _DEVELOPER = re.compile(r"""["']developer["']""")
-_PROBE = "probe-of-a-content"
+_PROBE, _SECOND, _KEY = "probe-of-a-content", "second-probe", "key-of-a-part"
 _MARKER = f"END-OF-FINAL-MESSAGE-{secrets.token_hex(16)} "
 """A text that no message contains. Its last character shows whether a template strips messages."""
 _USER, _ASSISTANT = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}
 _CALL = {"id": "call-1", "type": "function", "function": {"name": _PROBE, "arguments": {"zone": "UTC"}}}
 _TOOL = {"name": "now", "description": "The time.", "parameters": {"type": "object", "properties": {}}}
+_PARTS = [{"type": "text", "text": text, _KEY: ""} for text in (_PROBE, _SECOND)]
+"""Content of a message. A template that shows the key writes the list as it is in Python or JSON."""
 _TRIALS: tuple[tuple[list[dict[str, Any]], list[dict[str, Any]] | None], ...] = (
     ([_USER], None),
     ([{"role": "system", "content": "Be brief."}, _USER, _ASSISTANT, _USER], None),
@@ -118,6 +120,11 @@ class ChatTemplate:
         self._needs_parts = not self._shown([plain]) and bool(self._shown([parts]))
         """The template shows a content only if it is a list of parts, as those of some models that read images."""
         called, tools = _TRIALS[-1]
+        self._part_roles, self._part_roles_with_tools = (
+            {role for role in ("system", "developer", "user", "assistant") if self._shows_parts(role, given)}
+            for given in (None, tools)
+        )
+        """Roles of messages whose texts the template shows one by one."""
         shown = {form: self._shown(form.of(called), tools) for form in call_form.FORMS}
         self._call_form = min(filter(shown.get, shown), key=lambda form: len(shown[form]), default=call_form.FORMS[0])
         """One in which the template shows calls, and nothing beside them."""
@@ -138,18 +145,32 @@ class ChatTemplate:
         self._reaches_limit = isinstance(outcome, LimitReached)
         return outcome.text if isinstance(outcome, Rendered) and _PROBE in outcome.text else ""
 
+    def _shows_parts(self, role: str, tools: list[dict[str, Any]] | None) -> bool:
+        talk = [_USER, _ASSISTANT] * 2 if role in ("user", "assistant") else [{"role": role}, _USER]
+        messages = [
+            self._formed({**said, "content": _PARTS} if said["role"] == role else said, {role}) for said in talk
+        ]
+        text, shown = self._shown(messages, tools), sum(said["role"] == role for said in talk)
+        return min(text.count(_PROBE), text.count(_SECOND)) >= shown and _KEY not in text
+
+    def _formed(self, message: dict[str, Any], part_roles: set[str]) -> dict[str, Any]:
+        """Return the message with its content in the form that the template expects."""
+        content = message.get("content")
+        if isinstance(content, list) and message["role"] not in part_roles and {p["type"] for p in content} == {"text"}:
+            content = "\n".join(part["text"] for part in content)
+        if isinstance(content, str) and self._needs_parts:
+            content = _as_parts(content)
+        return {**message, "content": content}
+
     def render(self, given: Conversation) -> str:
         """Return the prompt. Raises: APIError, if there is no template, or it refuses this conversation"""
         has_template = self._has_default or (self._has_tool_use and given.tools is not None)
         if self._renderer is None or not has_template:
             raise invalid("this model has no chat template; use /v1/completions or start with --chat-template")
         messages = given.messages if self._knows_developer else _without_developer(given.messages)
-        messages = self._call_form.of(messages)
+        part_roles = self._part_roles if given.tools is None else self._part_roles_with_tools
+        messages = [self._formed(message, part_roles) for message in self._call_form.of(messages)]
         messages = _with_marker(messages) if given.continue_final_message else messages
-        if self._needs_parts:
-            messages = [
-                {**m, "content": _as_parts(m["content"])} if isinstance(m.get("content"), str) else m for m in messages
-            ]
         variables = _allowed(given.variables, self._special)
         job = RenderJob(messages, given.tools, given.add_generation_prompt, variables, RENDER_SECONDS)
         match self._renderer.render(job):
@@ -172,6 +193,8 @@ def _without_developer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         [message for message in messages if (message["role"] in ("system", "developer")) is is_rule]
         for is_rule in (True, False)
     )
+    if len(rules) == 1:
+        return [{**rules[0], "role": "system"}, *others]
     texts = [
         text if isinstance(text := rule["content"] or "", str) else "\n".join(part.get("text", "") for part in text)
         for rule in rules
@@ -223,9 +246,12 @@ def _is_small(value: Any) -> bool:
 def _with_marker(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages with a marker at the end of the last one. Raises: APIError"""
     *others, last = messages
-    if not last["content"]:
+    content = last["content"]
+    *before, end = content if isinstance(content, list) else _as_parts(content or "")
+    if not any(part["text"] for part in (*before, end)):
         raise invalid("continue_final_message: the last message has no content to continue", "messages")
-    return [*others, {**last, "content": last["content"] + _MARKER}]
+    text = end["text"] + _MARKER
+    return [*others, {**last, "content": [*before, {**end, "text": text}] if isinstance(content, list) else text}]
 
 
 def _cut(text: str) -> str:

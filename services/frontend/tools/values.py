@@ -1,5 +1,6 @@
 """Values that a format writes without their types, as JSON."""
 
+import contextlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -8,46 +9,63 @@ from services.frontend.parsing.json_reader import check_value
 from services.frontend.parsing.python_reader import literal_json
 from services.frontend.parsing.text_buffer import ParseError
 
+_KINDS = {"{": "object", "[": "array", '"': "text", "t": "boolean", "f": "boolean", "n": "null"}
+"""Types by the first character of JSON, for all but numbers."""
+
 
 def value_json(text: str, key: str, parameters: Any) -> str:
     """Return the JSON of the argument `key` that is written as `text`.
 
     Args:
-        parameters: JSON schema of the tool's arguments. An argument that may only be a text is one, whatever it looks
-            like; any other is read as JSON, then as a Python literal, and is a text if it is neither.
+        parameters: JSON schema of the tool's arguments. An argument that may be a text is one, whatever it looks like,
+            unless it is a value of another type that it may have; any other is read as JSON, then as a Python literal,
+            and is a text if it is neither.
     """
-    kinds = _kinds(parameters, key)
-    if kinds == {"string"} or (kinds == {"string", "null"} and text.strip() != "null"):
-        return json.dumps(text, ensure_ascii=False)
-    value = text.strip()
-    try:
+    kinds = _types(_member(parameters, "properties", key), parameters)
+    found = None if kinds == {"string"} else _json(text.strip())
+    if found is not None and "string" in kinds:
+        kind = _KINDS.get(found[0]) or ("number" if set(found) & set(".eE") else "integer")
+        if not kinds & {kind, "number" if kind == "integer" else kind}:
+            found = None
+    return json.dumps(text, ensure_ascii=False) if found is None else found
+
+
+def _json(value: str) -> str | None:
+    """Return a value in JSON or Python as JSON, None for any other text."""
+    with contextlib.suppress(ParseError):
         check_value(value)
         return value
-    except ParseError:
-        pass
-    try:
+    with contextlib.suppress(ParseError):
         return literal_json(value)
-    except ParseError:
-        return json.dumps(text, ensure_ascii=False)
+    return None
 
 
-def _kinds(parameters: Any, key: str) -> set[str]:
-    """Return the types of a property, an empty set if the schema does not say."""
-    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-    schema = properties.get(key) if isinstance(properties, Mapping) else None
-    return _types(schema) if isinstance(schema, Mapping) else set()
+def _member(value: Any, *path: str) -> Any:
+    """Return a member of nested objects, None if there is none."""
+    for name in path:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
 
 
-def _types(schema: Mapping[str, Any]) -> set[str]:
-    kind = schema.get("type")
-    if isinstance(kind, str):
-        return {kind}
-    if isinstance(kind, list):
-        return {each for each in kind if isinstance(each, str)}
-    if isinstance(values := schema.get("enum"), list) and all(isinstance(value, str) for value in values):
-        return {"string"}
-    branches = schema.get("anyOf") or schema.get("oneOf")
-    if not isinstance(branches, list):
-        return set()
-    kinds = [_types(branch) for branch in branches if isinstance(branch, Mapping)]
-    return set().union(*kinds) if all(kinds) else set()
+def _types(schema: Any, root: Any) -> set[str]:
+    """Return the types that a schema allows, an empty set if it does not say. `root`: where its references point to."""
+    found, followed, waiting = set[str](), set[str](), [schema]
+    while waiting:
+        each = waiting.pop()
+        if not isinstance(each, Mapping):
+            return set()
+        kind, values, reference = each.get("type"), each.get("enum"), each.get("$ref")
+        branches = each.get("anyOf") or each.get("oneOf") or each.get("allOf")
+        if isinstance(kind, str | list):
+            found |= {kind} if isinstance(kind, str) else {one for one in kind if isinstance(one, str)}
+        elif isinstance(values, list) and all(isinstance(value, str) for value in values):
+            found.add("string")
+        elif isinstance(reference, str) and reference.startswith("#"):
+            if reference not in followed:
+                waiting.append(_member(root, *filter(None, reference[1:].split("/"))))
+            followed.add(reference)
+        elif isinstance(branches, list):
+            waiting += branches
+        else:
+            return set()
+    return found

@@ -145,7 +145,7 @@ def test_prompt_logprobs_are_keyed_by_position_and_the_first_one_wins(
         return [of_prompt(request), again, tokens(request.number, ids_of("a")), ended(request.number)]
 
     scheduler.script(behave)
-    asked = {"prompt": [[5, 6, 400], [8, 9]], "n": 2, "prompt_logprobs": 1}
+    asked = {"prompt": [[5, 6, 400], [8, 9]], "n": 2, "prompt_logprobs": 1, "return_tokens_as_token_ids": True}
     choices = frontend.post("/v1/completions", asked).json()["choices"]
     first = choices[0]["prompt_logprobs"]
     assert first == [

@@ -27,6 +27,7 @@ from tests.integration.frontend.scripted import (
     scripted,
     tokens,
 )
+from tests.metrics import samples
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -235,6 +236,23 @@ def test_a_key_is_needed_and_keys_do_not_share_a_cache() -> None:
         salts = [request.cache_salt for request in scheduler.requests]
         assert salts[0] == salts[2] != salts[1]
         assert not any(key in salt for key in ("first", "second") for salt in salts)
+
+
+def test_every_response_is_counted_by_its_route() -> None:
+    """Under the name and with the labels of vLLM."""
+    with scripted(api_key=["key"], max_body_bytes=1024) as (frontend, _):
+        key = {"authorization": "Bearer key"}
+        for method, path, size, headers in (
+            ("POST", COMPLETIONS, 0, {}), ("POST", COMPLETIONS, 2000, key), ("GET", CHAT, 0, key),
+            ("BREW", "/coffee", 0, key), ("GET", "/v1/models/gpt-9", 0, key), ("GET", "/v1/models", 0, key),
+        ):  # fmt: skip
+            httpx.request(method, frontend.url + path, content=b"x" * size, headers=headers)
+        page = httpx.get(f"{frontend.url}/metrics", headers=key).text
+        counts = {tuple(sample.labels.values()): sample.value for sample in samples(page, "http_requests_total")}
+    assert counts == {
+        (COMPLETIONS, "POST", "4xx"): 2, (CHAT, "GET", "4xx"): 1, ("none", "none", "4xx"): 1,
+        ("/v1/models/{name:path}", "GET", "4xx"): 1, ("/v1/models", "GET", "2xx"): 1,
+    }  # fmt: skip
 
 
 async def test_refusal_behind_a_server_that_is_not_ours_keeps_its_status(tmp_path: Path) -> None:

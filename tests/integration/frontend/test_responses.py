@@ -154,7 +154,7 @@ def test_items_are_the_messages_of_a_chat(frontend: Frontend, scheduler: Scripte
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages = [
         {"role": "system", "content": "S"},
-        {"role": "user", "content": "Hi\nyou"},
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": "you"}]},
         {"role": "assistant", "content": "Wait", "reasoning": "T", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": "2"},
         {"role": "assistant", "content": "Two"},

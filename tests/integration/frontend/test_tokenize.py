@@ -25,7 +25,7 @@ TEXT = "Grüße, 世界! <|user|> ok"
 
 
 def test_text_to_tokens_and_back(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
-    answer = frontend.post("/tokenize", {"model": "demo", "prompt": TEXT}).json()
+    answer = frontend.post("/tokenize", {"model": "demo", "prompt": TEXT, "max_tokens": 5, "temperature": 0}).json()
     ids = TOKENIZER.encode(TEXT)
     assert answer == {"count": len(ids), "max_model_len": CONTEXT, "tokens": ids, "token_strs": None}
     bare = {"prompt": TEXT, "add_special_tokens": False, "return_token_strs": True}

@@ -64,6 +64,21 @@ def test_format_of_calls_is_recognised(name: str) -> None:
     assert OutputFormats.from_config(none, Tokenizer(DEMO_MODEL), shown, architecture).tools is None
 
 
+def test_vllms_other_names_of_a_format_are_accepted() -> None:
+    config = ServeConfig.model_validate({"tool_call_parser": "qwen3_coder", "reasoning_parser": "glm47"})
+    assert (config.tool_call_parser, config.reasoning_parser) == ("qwen3_xml", "glm45")
+
+
+def test_reasoning_of_gpt_oss_is_read_with_its_calls() -> None:
+    for tools in ("auto", "none", "openai"):
+        config = FrontendConfig(reasoning_parser="openai_gptoss", tool_call_parser=tools)
+        formats = OutputFormats.from_config(config, Tokenizer(DEMO_MODEL))
+        assert (formats.tools, formats.auto_tool_choice) == (FORMATS["openai"], tools != "none")
+    config = FrontendConfig(reasoning_parser="openai_gptoss", tool_call_parser="hermes")
+    with pytest.raises(CheckpointError, match="no calls in the format hermes"):
+        OutputFormats.from_config(config, Tokenizer(DEMO_MODEL))
+
+
 @pytest.mark.parametrize(
     "template",
     [

@@ -54,7 +54,7 @@ class LogprobFormatter:
         entries: dict[str, responses.PromptToken] = {}
         ranks = [logprobs.token_rank, *range(1, len(logprobs.token_ids))]
         for rank, token_id, value in zip(ranks, logprobs.token_ids, logprobs.values, strict=True):
-            text = self._token(token_id, value).text
+            text, _ = self.texts[token_id]
             entry: responses.PromptToken = {"logprob": max(value, IMPOSSIBLE), "rank": rank, "decoded_token": text}
             entries.setdefault(str(token_id), entry)
         return entries

@@ -1,9 +1,13 @@
 """Token counts of one HTTP response."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from services.frontend.openai.schemas.responses import Usage
 from services.frontend.text.assembler import TextAssembler
+
+COUNTED_AT_ONCE = 256
+"""Pieces of reasoning whose tokens are counted together, about 0.4 ms of work."""
 
 
 @dataclass
@@ -30,3 +34,25 @@ class UsageCounter:
             "total_tokens": prompt + completion,
             "prompt_tokens_details": None if cached is None else {"cached_tokens": cached},
         }
+
+
+@dataclass
+class ReasoningCounter:
+    """Counts the tokens of the reasoning of all choices while it arrives: a long one would hold up all streams."""
+
+    count_tokens: Callable[[str], int]
+    """Returns the number of tokens of a text."""
+    _waiting: list[str] = field(default_factory=list)
+    """Reasoning whose tokens are not counted yet."""
+    _counted: int = 0
+
+    def add(self, text: str) -> None:
+        self._waiting.append(text)
+        if len(self._waiting) >= COUNTED_AT_ONCE:
+            self.total()
+
+    def total(self) -> int:
+        if self._waiting:
+            self._counted += self.count_tokens("".join(self._waiting))
+            self._waiting.clear()
+        return self._counted

@@ -51,10 +51,10 @@ def _plain(message: MessageParam, index: int) -> dict[str, Any]:
     if message.role == "user" and (message.content is None or message.content == []):
         raise invalid(f"messages.{index}.content is missing; the message of a user needs one", "messages")
     plain = message.plain()
-    if message.role == "system" and plain["content"].startswith(ATTRIBUTION):
-        plain["content"] = plain["content"].partition("\n")[2]
-    if message.files:
-        plain["content"] = [_part(part) for part in message.content or () if not isinstance(part, str)]
+    if isinstance(message.content, list) and message.content:
+        plain["content"] = [_part(part) for part in message.content]
+    if message.role == "system":
+        plain["content"] = _without_attribution(plain["content"])
     if message.tool_calls:
         plain["tool_calls"] = [_call(call) for call in message.tool_calls]
     if message.tool_call_id is not None:
@@ -65,6 +65,17 @@ def _plain(message: MessageParam, index: int) -> dict[str, Any]:
         if not (message.tool_calls and plain["content"]):  # the template of gpt-oss refuses both
             plain["thinking"] = reasoning
     return plain
+
+
+def _without_attribution(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return content.partition("\n")[2] if content.startswith(ATTRIBUTION) else content
+    first, *others = content
+    text = first.get("text", "")
+    if not text.startswith(ATTRIBUTION):
+        return content
+    rest = _without_attribution(text)
+    return [{**first, "text": rest}, *others] if rest else others or ""
 
 
 def _part(part: ContentPart) -> dict[str, Any]:

@@ -1,19 +1,24 @@
 """Chat answers with tools and reasoning: a whole answer equals the joined deltas of a stream."""
 
+import threading
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.frontend.openai.answers.chat_output import ChatOutput
+from services.frontend.openai.answering import LONG_ANSWER, Answering
+from services.frontend.openai.answers.chat_output import AnswerParser, ChatOutput
 from services.frontend.openai.answers.chunk import Chunk
-from services.frontend.openai.answers.tool_dialect import COUNTED_AT_ONCE, ToolDialect
+from services.frontend.openai.answers.tool_dialect import ToolDialect
+from services.frontend.openai.answers.usage import COUNTED_AT_ONCE, ReasoningCounter, UsageCounter
 from services.frontend.openai.parameters.tool_choice import ToolChoice
 from services.frontend.openai.schemas.requests import ChatRequest
 from services.frontend.openai.schemas.responses import Usage
 from services.frontend.output_formats import TOOL_FORMATS as FORMATS
 from services.frontend.output_formats import OutputFormats
 from services.frontend.reasoning.think import ReasoningStart
+from services.frontend.responses_api.answers import ResponseInProgress, head_json
+from services.frontend.responses_api.schemas import ResponsesRequest
 from services.frontend.tools.hermes import HermesParser
 
 BODY = {"messages": [{"role": "user", "content": "x"}], "tools": [{"function": {"name": "f"}}]}
@@ -23,7 +28,7 @@ CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 def dialect(begins: ReasoningStart | None = None) -> ToolDialect:
     body = ChatRequest.model_validate(BODY)
     output = ChatOutput(body, OutputFormats(), ToolChoice.from_body(body, HermesParser, True), begins)
-    return ToolDialect(output=output, count_tokens=len)
+    return ToolDialect(output=output, reasoning=ReasoningCounter(len))
 
 
 def joined(choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -76,13 +81,26 @@ def test_stream_and_whole_answer_are_equal(
 
 
 def test_tokens_of_reasoning_are_counted_while_it_is_streamed() -> None:
-    streaming, counted = dialect(ReasoningStart.INSIDE), list[int]()
-    streaming.count_tokens = lambda text: counted.append(len(text)) or len(text)
+    counted = list[str]()
+    streaming = dialect(ReasoningStart.INSIDE)
+    streaming.reasoning.count_tokens = lambda text: counted.append(text) or len(text)
+    head = head_json(ResponsesRequest.model_validate({"input": "x"}), "resp_0", "demo", False, 0)
+    parser = AnswerParser(streaming.output, eager=True)
+    response = ResponseInProgress(head, parser, UsageCounter(), streaming.reasoning.count_tokens)
     for _ in range(3 * COUNTED_AT_ONCE):
         streaming.deltas(0, Chunk("a"))
+        response.push(Chunk("a"))
+    assert counted == ["a" * COUNTED_AT_ONCE] * 6
     usage: Usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
-    assert len(counted) > 1
     assert streaming.counted(usage)["completion_tokens_details"] == {"reasoning_tokens": 3 * COUNTED_AT_ONCE}
+    response.push(Chunk("", finish="stop"))
+    assert response.to_json()["usage"]["output_tokens_details"] == {"reasoning_tokens": 3 * COUNTED_AT_ONCE}
+
+
+async def test_long_answer_that_is_not_streamed_is_parsed_on_another_thread() -> None:
+    here = threading.get_ident()
+    assert await Answering.built([Chunk("short")], threading.get_ident) == here
+    assert await Answering.built([Chunk("x" * LONG_ANSWER)], threading.get_ident) != here
 
 
 def test_token_ids_are_sent_while_their_text_is_held_back() -> None:

@@ -90,6 +90,50 @@ def test_prompt_is_the_one_that_transformers_renders(name: str, body: dict[str, 
     assert render(FILES[name], body) == expected(FILES[name], body)
 
 
+def parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+GEMMA = (
+    "{% if messages[0].role == 'system' %}{% set first = messages[0].content if messages[0].content is string else "
+    "messages[0].content[0]['text'] %}{% set messages = messages[1:] %}{% endif %}{% for m in messages %}{{ m.role }}:"
+    "{{ first if loop.first }}{% if m.content is string %}{{ m.content | trim }}{% else %}{% for part in m.content %}"
+    "{{ part.text | trim if part.type == 'text' }}{% endfor %}{% endif %};{% endfor %}"
+)
+"""Shows one text of the system, as those of Gemma 3, Llama 4 and Mistral Small 3.1."""
+LLAMA4 = "{% if tools %}{{ messages[0].content | trim }}{% set messages = messages[1:] %}{% endif %}" + GEMMA
+"""With tools the first message must be a text."""
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "prompt"),
+    [
+        (GEMMA, {}, "user:Be\nbrief.ab;assistant:cd;user:ef;"),
+        (LLAMA4, {}, "user:Be\nbrief.ab;assistant:cd;user:ef;"),
+        (LLAMA4, {"tools": TOOLS}, "Be\nbrief.user:a \nb;assistant:cd;user:e\n f;"),
+        ("{% for m in messages %}{{ m.content }};{% endfor %}", {}, "Be\nbrief.;a \nb;c\nd;e\n f;"),
+        ("{{ messages | tojson }}", {}, '"a \\nb"'),
+        (
+            GEMMA,
+            {"add_generation_prompt": False, "continue_final_message": True},
+            "user:Be\nbrief.ab;assistant:cd;user:ef",
+        ),
+        (
+            "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %};{% endfor %}",
+            {},
+            "Bebrief.;a b;cd;e f;",
+        ),
+    ],
+    ids=["gemma", "llama4", "llama4 with tools", "text", "json", "continued", "only parts"],
+)
+def test_template_gets_the_texts_of_a_message_one_by_one_if_it_shows_each(
+    text: str, fields: dict[str, Any], prompt: str
+) -> None:
+    said = [("system", ["Be", "brief."]), ("user", ["a ", "b"]), ("assistant", ["c", "d"]), ("user", ["e", " f"])]
+    messages = [{"role": role, "content": parts(*texts)} for role, texts in said]
+    assert prompt in render(text, {"messages": messages, **fields})
+
+
 def test_each_part_of_a_conversation_is_rendered() -> None:
     """The comparison with transformers proves nothing about a part that a template ignores."""
     hermes = FILES["hermes"]
@@ -196,8 +240,10 @@ def test_calls_have_the_form_in_which_the_template_shows_them() -> None:
 
 def test_claude_codes_attribution_is_left_out() -> None:
     """Gateways pass it on."""
-    given = {**SYSTEM, "content": f"x-anthropic-billing-header: cch=1;\n{SYSTEM['content']}"}
-    assert render(FILES["hermes"], {"messages": [given, USER]}) == render(FILES["hermes"], BODIES["no tools"])
+    line = "x-anthropic-billing-header: cch=1;"
+    for given in (f"{line}\n{SYSTEM['content']}", parts(line, SYSTEM["content"]), parts(f"{line}\nBe", "brief.")):
+        prompt = render(GEMMA, {"messages": [{"role": "system", "content": given}, USER]})
+        assert prompt.replace("\n", " ") == f"user:{SYSTEM['content']}Rain in Köln?;"
 
 
 def test_message_that_the_template_omits_cannot_be_continued() -> None:

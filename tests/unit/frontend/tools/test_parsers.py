@@ -33,19 +33,23 @@ DEEPSEEK = (
 )
 VALUES = [
     ("city", "Rom <b>\nor 7"), ("zip", "00100"), ("days", "3"), ("fine", "True"), ("more", '{"a": [1, null]}'),
-    ("list", "['x', (1,)]"), ("odd", "not json"), ("any", "2.5"), ("nothing", "null"),
+    ("list", "['x', (1,)]"), ("odd", "not json"), ("any", "2.5"), ("nothing", "null"), ("named", "7"),
+    ("either", "True"), ("count", "7"), ("part", "2.5"),
 ]  # fmt: skip
 """Arguments as these formats write them, without their types."""
 TYPES = {
     "city": {"type": "string"}, "zip": {"enum": ["00100", "7"]}, "days": {"type": "integer"},
     "fine": {"type": "boolean"}, "more": {"type": "object"}, "list": {"type": "array"}, "odd": {"type": "number"},
-    "nothing": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "nothing": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "named": {"allOf": [{"$ref": "#/$defs/name"}]},
+    "either": {"type": ["string", "number"]}, "count": {"oneOf": [{"$ref": "#/$defs/name"}, {"type": "number"}]},
+    "part": {"type": ["string", "integer"]},
 }  # fmt: skip
 TYPED = [
     (
         "get_weather",
         '{"city": "Rom <b>\\nor 7", "zip": "00100", "days": 3, "fine": true, "more": {"a": [1, null]}, '
-        '"list": ["x", [1]], "odd": "not json", "any": 2.5, "nothing": null}',
+        '"list": ["x", [1]], "odd": "not json", "any": 2.5, "nothing": null, "named": "7", "either": "True", '
+        '"count": 7, "part": "2.5"}',
     )
 ]
 QWEN3 = (
@@ -78,7 +82,8 @@ Found = tuple[str, list[tuple[str, str]]]
 
 
 def events(kind: type[ToolParser], chunks: list[str], eager: bool = True, **more: Any) -> list[ParsedEvent]:
-    parser = kind(more.pop("names", NAMES), eager, parameters={"get_weather": {"properties": TYPES}}, **more)
+    parameters = {"get_weather": {"properties": TYPES, "$defs": {"name": {"type": "string"}}}}
+    parser = kind(more.pop("names", NAMES), eager, parameters=parameters, **more)
     return [event for chunk in chunks for event in parser.push(chunk)] + parser.finish()
 
 
