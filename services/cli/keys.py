@@ -2,7 +2,7 @@
 
 from typing import TypeVar
 
-from services.cli.settings import ConfigurationError, text_of_file
+from services.cli.settings import ConfigurationError, refusing, text_of_file
 from services.config import FrontendConfig
 
 F = TypeVar("F", bound=FrontendConfig)
@@ -12,7 +12,8 @@ def with_keys(config: F) -> F:
     """Return `config` with the keys of its `api_key_file` added to its `api_key`.
 
     Raises:
-        ConfigurationError: the file cannot be read, or contains no key, which would open the API to everyone.
+        ConfigurationError: the file cannot be read, or contains no key, which would open the API to everyone, or one
+            that `check_keys` refuses.
     """
     if not config.api_key_file:
         return config
@@ -20,4 +21,5 @@ def with_keys(config: F) -> F:
     keys = [line.strip() for line in lines if line.strip()]
     if not keys:
         raise ConfigurationError(f"--api-key-file: {config.api_key_file} contains no key; write one per line")
-    return config.model_copy(update={"api_key": [*config.api_key, *keys], "api_key_file": None})
+    with refusing(ValueError, prefix="--api-key-file: "):
+        return config.model_copy(update={"api_key": [*config.api_key, *config.check_keys(keys)], "api_key_file": None})
