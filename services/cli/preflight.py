@@ -41,7 +41,8 @@ def with_keys(config: F) -> F:
     """Return `config` with the keys of its `api_key_file` added to its `api_key`: of a file, they appear neither in a
     list of processes nor in a container's description.
 
-    Raises: ConfigurationError: the file cannot be read, or contains no key, which would open the API to everyone.
+    Raises: ConfigurationError: the file cannot be read, or contains no key, which would open the API to everyone, or
+        one that `check_keys` refuses.
     """
     if not config.api_key_file:
         return config
@@ -49,7 +50,8 @@ def with_keys(config: F) -> F:
     keys = [line.strip() for line in lines if line.strip()]
     if not keys:
         raise ConfigurationError(f"--api-key-file: {config.api_key_file} contains no key; write one per line")
-    return config.model_copy(update={"api_key": [*config.api_key, *keys], "api_key_file": None})
+    with refusing(ValueError, prefix="--api-key-file: "):
+        return config.model_copy(update={"api_key": [*config.api_key, *config.check_keys(keys)], "api_key_file": None})
 
 
 def check_model(model: str) -> None:

@@ -80,10 +80,13 @@ class HttpConfig(ServiceConfig):
 
     @field_validator("api_key")
     @classmethod
-    def _check_keys(cls, keys: list[str]) -> list[str]:
-        """Refuse an empty key, such as that of a variable that is not set: it would open the API to everyone."""
+    def check_keys(cls, keys: list[str]) -> list[str]:
+        """Refuse an empty key, such as that of a variable that is not set: it would open the API to everyone; and one
+        that most clients cannot send. Raises: ValueError"""
         if not all(key.strip() for key in keys):
             raise ValueError("a key is empty; give a key, or leave the setting out")
+        if not all(key.isascii() and key.isprintable() for key in keys):
+            raise ValueError("a key has characters that clients cannot send; use printable ASCII")
         return keys
 
     def refusals(self) -> Iterator[str]:

@@ -22,6 +22,7 @@ class ServiceChild:
         settings = config.model_dump(exclude_unset=True)
         self._command = child_command(service, settings, directory / f"{service}.json")
         self._supervisor = Supervisor(lambda _, line: print(line, flush=True))
+        self._error = ""
         self._opened = threading.Event()
         self._thread = threading.Thread(target=self._run, name=service, daemon=True)
         self._thread.start()
@@ -31,7 +32,7 @@ class ServiceChild:
     def failure(self) -> str:
         """End of the service, if it is not started again, or ""."""
         failed = self._supervisor.failure
-        return "" if failed is None or self._thread.is_alive() else failed.describe_end()
+        return self._error or ("" if failed is None or self._thread.is_alive() else failed.describe_end())
 
     def stop(self, timeout: float | None) -> None:
         """Stop the service in order and wait for its end."""
@@ -43,5 +44,8 @@ class ServiceChild:
         with self._supervisor.open(POLL_INTERVAL), keeping(self._directory, RESTART_WINDOW) as environment:
             self._opened.set()
             variables = child_environment() | environment
-            self._supervisor.start(self._service, self._command, variables, FINAL[self._service])
+            try:
+                self._supervisor.start(self._service, self._command, variables, FINAL[self._service])
+            except OSError as error:
+                self._error = f"the {self._service} cannot be started: {error}"
             self._supervisor.wait(lambda: None)

@@ -2,11 +2,12 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
-from playwright.sync_api import Locator, Page, Route, expect
+from playwright.sync_api import Browser, Locator, Page, Route, expect
 
-from tests.web.conftest import KEY, NATIVE, PATIENCE_MS, Opener, WebServer, picture, serving
+from tests.web.conftest import FLAGS, KEY, NATIVE, PATIENCE_MS, Opener, WebServer, picture, serving
 
 expect.set_options(timeout=PATIENCE_MS)
 ASK = "List three planets of the solar system, one short line each, with the names in bold."
@@ -183,6 +184,17 @@ def test_a_chat_survives_a_reload_and_is_edited_and_answered_again(eight: WebSer
     expect(page.locator(".empty")).to_be_visible()
 
 
+def test_a_browser_that_stores_nothing_shows_the_engine(eight: WebServer, browser: Browser, tmp_path: Path) -> None:
+    blocked = {"profile": {"default_content_setting_values": {"cookies": 2}}}
+    (tmp_path / "Default").mkdir()
+    (tmp_path / "Default" / "Preferences").write_text(json.dumps(blocked))
+    launch = browser.browser_type.launch_persistent_context
+    with launch(tmp_path, executable_path="/usr/bin/chromium", headless=False, args=list(FLAGS)) as context:
+        page = context.new_page()
+        page.goto(eight.url)
+        expect(page.locator("#live")).not_to_have_text("waiting")
+
+
 def test_an_answer_and_its_code_are_copied(eight: WebServer, open_page: Opener) -> None:
     """No simulated model writes code: the conversation is that of an earlier visit of the tab."""
     code = "print(" + "1 + " * 60 + "1)\n"
@@ -289,6 +301,9 @@ def test_a_click_on_a_step_tells_its_requests_tokens_and_times(
 def test_with_a_wrong_key_nothing_is_shown(ranks: WebServer, open_page: Opener) -> None:
     page = open_page(ranks)
     expect(page.locator("#lock")).to_be_visible()
+    page.fill("#key", "sesame…")  # no header can have it
+    page.click("#lock button")
+    expect(page.locator("#key:invalid")).to_be_visible()
     page.fill("#key", "wrong")
     page.click("#lock button")
     expect(page.locator("#lock-reason")).to_have_text("This key is not valid.")

@@ -25,6 +25,7 @@ def test_keys_of_the_file_are_added_to_the_others(tmp_path: Path) -> None:
         (b"", "contains no key; write one per line"),
         (b" \n\n", "contains no key; write one per line"),
         (b"\xff\xfe\x00", "it is not text"),
+        ("sesame…".encode(), "a key has characters that clients cannot send; use printable ASCII"),
         (None, "No such file or directory"),
     ],
 )

@@ -3,6 +3,7 @@
 import contextlib
 import signal
 import stat
+import sys
 from pathlib import Path
 
 import psutil
@@ -47,6 +48,15 @@ def test_a_service_that_cannot_start_has_failed_with_the_reason(tmp_path: Path) 
     child = ServiceChild(SERVER, config(tmp_path, client_endpoint="tcp://10.1.2.3:1"), tmp_path)
     wait_until(lambda: child.failure, "the failure is known")
     assert child.failure.startswith("scheduler exited with status 1: --client-endpoint: tcp://10.1.2.3:1: ")
+
+
+def test_a_service_whose_process_cannot_be_made_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its actor was healthy without it."""
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    child = ServiceChild(SERVER, config(tmp_path), tmp_path)
+    wait_until(lambda: child.failure, "the failure is known")
+    assert child.failure.startswith("the scheduler cannot be started: [Errno 2] No such file or directory: ")
+    child.stop(PATIENCE)
 
 
 def test_public_keys_let_peers_in_by_their_roles(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""OpenAI's and vLLM's fields that are not served."""
+"""Fields of OpenAI, vLLM and llama.cpp that are not served."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +18,8 @@ NEUTRAL: Neutral = {
     "guided_grammar": (),
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
+    "grammar": ("",),
+    "json_schema": ({},),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "spaces_between_special_tokens": (True,),
@@ -60,6 +62,8 @@ HINTS: Mapping[str, str] = {
     "guided_choice": "use structured_outputs.choice",
     "guided_grammar": "use structured_outputs.grammar",
     "guided_whitespace_pattern": "use structured_outputs.whitespace_pattern",
+    "grammar": "use structured_outputs.grammar",
+    "json_schema": "use structured_outputs.json or response_format",
     "functions": "use tools",
     "function_call": "use tool_choice",
     "logits_processors": "requests bring no code: use logit_bias, bad_words or allowed_token_ids",

@@ -157,8 +157,7 @@ export class Chat {
   }
 
   #restore() {
-    const messages = JSON.parse(sessionStorage.getItem(STORED) ?? "[]");
-    for (const message of messages) {
+    for (const message of stored()) {
       if (message.role === "user") {
         this.#addUser(message);
         continue;
@@ -180,6 +179,14 @@ export class Chat {
   #follow(always = false) {
     const box = byId("messages");
     if (always || box.scrollHeight - box.scrollTop - box.clientHeight < 120) box.scrollTop = box.scrollHeight;
+  }
+}
+
+function stored() {
+  try {
+    return JSON.parse(sessionStorage.getItem(STORED) ?? "[]");
+  } catch {
+    return []; // it is switched off
   }
 }
 
