@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from protocol.lora import LoRAAdapter
 from protocol.requests import Finish, FinishReason
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from protocol.transport import HandshakeRefused
@@ -56,6 +57,7 @@ class ClientRequest:
     choices: list[SimulatedChoice]
     structured: StructuredOutputParams | None = None
     pooling: Pooling = Pooling.NONE
+    lora: LoRAAdapter | None = None
     leaves_after: float | None = None
     """Seconds after which the client closes its connection; None: it does not."""
     is_poison: bool = False
@@ -185,6 +187,7 @@ class SimulatedFrontend:
             while len(streams) < len(request.choices):
                 stream = ChoiceStream(response, request.choices[len(streams)])
                 fields = {"request_id": request.name, "structured": request.structured, "pooling": request.pooling}
+                fields["lora"] = request.lora
                 try:
                     self.engine.submit(stream, request.prompt, stream.choice.params, replace(NO_PROMPT, **fields))
                 except APIError as error:

@@ -68,11 +68,13 @@ def layout(rng: Random, poisoned: Poisoned) -> Layout:
     )
 
 
-def more_layouts(seed: int, first: Layout, poisoned: Poisoned) -> list[Layout]:
-    """Return the layouts of further engines; some seeds have one. Its settings differ."""
+def with_second(seed: int, first: Layout, poisoned: Poisoned) -> list[Layout]:
+    """Return the layouts of a seed's engines: some have a second one, whose settings differ."""
     rng = Random(f"engines of {seed}")
     if rng.random() >= TWO_ENGINES:
-        return []
+        return [first]
+    if poisoned is not Poisoned.NONE:
+        first = replace(first, num_frontends=1)  # as in `layout`: a stream that moves takes lost workers along
     names = ["num_frontends", "speeds", "has_tier", "has_keeper"]
     if rng.random() < 0.9:
         names.append("num_blocks")  # otherwise the context length may differ, and no stream may move
@@ -82,7 +84,10 @@ def more_layouts(seed: int, first: Layout, poisoned: Poisoned) -> list[Layout]:
         "max_queued": rng.choice((1, 2, 128)),
         "has_grammars": rng.random() < 0.8,
     }
-    return [replace(second, number=1, **others)]
+    if not (first.has_tier or first.has_keeper):  # backends that serve adapters keep no blocks
+        first = replace(first, max_loras=rng.choice((0, 1, 2)))
+        others |= {"max_loras": first.max_loras, "loads_adapters": rng.random() < 0.5}
+    return [first, replace(second, number=1, **others)]
 
 
 class SystemFaults:
@@ -305,10 +310,9 @@ def play(seed: int, trace: Callable[[str], None] | None = None) -> System:
     rng = Random(seed)
     poisoned = rng.choice(POISONED)
     outlives = {"has_tier": seed % 5 == 0, "has_keeper": seed % 3 == 0}
-    first = replace(layout(rng, poisoned), **outlives)
-    system = System(seed, first, trace, more_layouts(seed, first, poisoned))
+    layouts = with_second(seed, replace(layout(rng, poisoned), **outlives), poisoned)
+    system = System(seed, layouts[0], trace, layouts[1:])
     noisy = seed % 2 == 1
-    layouts = [engine.layout for engine in system.engines]
     system.hub.log("seed", seed, "noisy" if noisy else "orderly", poisoned, *layouts)
     with system.libraries():
         system.start()
@@ -339,7 +343,7 @@ def send_poison(system: System, poisoned: Poisoned, rng: Random) -> None:
     match poisoned:
         case Poisoned.WORKERS:
             system.expected_statuses |= {6, 7, -11}
-            draw, count = system.draw_poison, rng.choice((1, 1, 2, 3))
+            draw, count = system.draw_poison, rng.choice((1, 1, 2, 3)) if len(system.engines) == 1 else 1
         case Poisoned.SCHEDULERS:  # a second one could take down the scheduler while a suspect is on trial
             system.expected_statuses.add(-11)
             draw, count = system.draw_lethal, 1
@@ -358,7 +362,8 @@ def check(system: System, noisy: bool, probes: set[str]) -> None:
         check_answer(request, noisy)
         allowed = {"done", "left", "broken"} | (TYPED if noisy and request.name not in probes else set())
         if len(system.engines) > 1 and not any(choice.submitted for choice in request.choices):
-            allowed |= {"400", "429", "503"}  # one engine refuses it by its settings, and no other one can take it now
+            # One engine refuses it by its settings, or lacks its adapter, and no other one can take it now
+            allowed |= {"400", "429", "503", "500" if request.lora is not None else ""}
         if request.is_poison:
             allowed = (allowed | {"500"}) - {"done"}
             assert noisy or request.outcome != "500" or "it is refused" in request.error, request.error

@@ -38,6 +38,7 @@ from tests.simulation.whole.grammars import SimulatedCompiler, SimulatedMaskThre
 from tests.simulation.whole.hub import Hub, Killed, Primitives, SimulatedProcess
 from tests.simulation.whole.network import SimulatedNetwork, Speeds, Wakeup
 from tests.simulation.whole.tier import SimulatedKeeper, SlowTier
+from tests.simulation.workload import ADAPTERS
 
 SILENCE = 4.0
 """Seconds without a message after which the others look for another scheduler."""
@@ -86,6 +87,10 @@ class Layout:
     max_queued: int = 128
     has_grammars: bool = True
     """Structured output is served."""
+    max_loras: int = 0
+    """Requests have adapters, if there are any."""
+    loads_adapters: bool = True
+    """Workers have the files of adapters."""
 
     @property
     def num_ranks(self) -> int:
@@ -101,6 +106,8 @@ class Layout:
             client_endpoint=f"tcp://127.0.0.1:{7001 + 10 * self.number}",
             role=self.role,
             max_num_queued_reqs=self.max_queued,
+            enable_lora=self.max_loras > 0,
+            max_loras=max(self.max_loras, 1),
             block_size=4,
             max_num_seqs=6,
             max_num_batched_tokens=24,
@@ -131,7 +138,7 @@ class SimulatedEngine:
         """The latest one."""
         self.service: Service | None = None
         self.wakeup: Wakeup | None = None
-        """Where its signals arrive."""
+        """Signals to its scheduler."""
         self.incarnation = 1_000_000
 
     def _next_incarnation(self) -> int:
@@ -174,7 +181,8 @@ class SimulatedEngine:
     def start_worker(self) -> None:
         system, layout = self.system, self.layout
         process = SimulatedProcess(system.hub, system.name("worker"))
-        traits = DeviceTraits(layout.num_blocks, layout.load_seconds, layout.step_seconds, layout.leaves_rows_out)
+        seconds = layout.load_seconds, layout.step_seconds
+        traits = DeviceTraits(layout.num_blocks, *seconds, layout.leaves_rows_out, layout.loads_adapters)
         device = SimulatedDevice(
             *(system.hub, process, self.collectives, traits),
             *(system.future, system.poisons, system.happened, system.keeper),
@@ -266,7 +274,7 @@ class System:
         self.keeper = SimulatedKeeper() if layout.has_keeper else None
         self.lethal: dict[str, int] = {}
         """Grammars that take down the scheduler, with the number of tokens after which they do."""
-        self._names = Counter[str]()
+        self._names, self._of_adapters = Counter[str](), Random(f"adapters of {seed}")
         self._sequences: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
     # -- processes -----------------------------------------------------------------------------------------------
@@ -351,7 +359,8 @@ class System:
         choices = [make_choice(prompt, params, grammar, pooling) for params in sampling]
         for params, choice in zip(sampling, choices, strict=True):
             self._sequences[tuple(prompt), params.seed] = prompt + choice.expected.tokens
-        return ClientRequest(f"{len(self.requests)}", at, prompt, choices, grammar, pooling, leaves)
+        lora = self._of_adapters.choice((None, *ADAPTERS)) if self.layout.max_loras else None
+        return ClientRequest(f"{len(self.requests)}", at, prompt, choices, grammar, pooling, lora, leaves)
 
     def draw_poison(self, at: float) -> ClientRequest:
         """Draw a request that takes down the workers whenever they compute a certain position of it."""
