@@ -85,9 +85,9 @@ def with_second(seed: int, first: Layout, poisoned: Poisoned) -> list[Layout]:
         "has_grammars": rng.random() < 0.8,
     }
     if not (first.has_tier or first.has_keeper):  # backends that serve adapters keep no blocks
-        first = replace(first, max_loras=rng.choice((0, 1, 2)))
+        first = replace(first, max_loras=rng.choice((1, 2)))
         others |= {"max_loras": first.max_loras, "loads_adapters": rng.random() < 0.5}
-    return [first, replace(second, number=1, **others)]
+    return [first, replace(second, number=1, num_spares=0, **others)]
 
 
 class SystemFaults:
@@ -366,7 +366,8 @@ def check(system: System, noisy: bool, probes: set[str]) -> None:
             allowed |= {"400", "429", "503", "500" if request.lora is not None else ""}
         if request.is_poison:
             allowed = (allowed | {"500"}) - {"done"}
-            assert noisy or request.outcome != "500" or "it is refused" in request.error, request.error
+            if not noisy and request.outcome == "500" and request.lora is None:
+                assert "it is refused" in request.error, request.error
             system.happened["poisonous requests refused"] += "it is refused" in request.error
         assert request.outcome in allowed, f"request {request.name}: {request.outcome} {request.error}"
         system.happened[f"requests {request.outcome}"] += 1
