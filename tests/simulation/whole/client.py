@@ -28,7 +28,7 @@ RETRY = 0.5
 """Seconds until a client that was refused with 429 or 503 asks again."""
 REFUSED_FOR_NOW = (429, 503)
 EXIT_REFUSED = 4
-PREFILL_TOKENS = 10
+PREFILL_TOKENS = 6
 """Prompt tokens that an engine of the role `prefill` computes for another one."""
 
 

@@ -361,7 +361,7 @@ def check(system: System, noisy: bool, probes: set[str]) -> None:
     for request in system.requests:
         check_answer(request, noisy)
         allowed = {"done", "left", "broken"} | (TYPED if noisy and request.name not in probes else set())
-        if len(system.engines) > 1 and not any(choice.submitted for choice in request.choices):
+        if len(system.engines) > 1 and not all(choice.submitted for choice in request.choices):
             # One engine refuses it by its settings, or lacks its adapter, and no other one can take it now
             allowed |= {"400", "429", "503", "500" if request.lora is not None else ""}
         if request.is_poison:
