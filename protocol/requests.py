@@ -187,7 +187,8 @@ class Finish(msgspec.Struct, array_like=True, frozen=True):
     retry_after: Annotated[float, msgspec.Meta(ge=0, le=MAX_RETRY_AFTER)] = 0.0
     """For REJECTED: seconds until the shortest request is expected to be admitted; 0.0: perhaps now."""
     by_settings: bool = False
-    """For INVALID: an engine of the same weights with other settings may serve the request."""
+    """For INVALID: an engine of the same weights with other settings may serve the request. For ERROR: one whose
+    workers can load its adapter may."""
 
 
 class Embedding(msgspec.Struct, array_like=True, frozen=True):

@@ -168,6 +168,8 @@ class Owners:
                 return self._on_prompt_computed(entry, finish)
             case FinishReason.ERROR if engine.state.phase is EnginePhase.FAILED:
                 return self._on_failed_for_good(entry, finish)
+            case FinishReason.ERROR if finish.by_settings:
+                return self._on_not_loaded(entry, engine, finish)
             case FinishReason.REJECTED:
                 return self._on_rejected(entry, engine, finish)
             case FinishReason.INVALID:
@@ -219,6 +221,14 @@ class Owners:
         if isinstance(decision, Hold):
             return APIError(503, f"{why}; an engine with other settings is not ready; try again later")
         return replace(finish, message=why)
+
+    def _on_not_loaded(self, entry: LedgerEntry, engine: ConnectedEngine, finish: Finish) -> Finish | None:
+        """Ask another engine, whose workers may be able to load the adapter, now or when it is back."""
+        entry.refusals[engine.name] = finish.message
+        decision = self._place_again(entry)
+        if isinstance(decision, Hold):
+            self._take_from_owner(entry, is_fault=False)
+        return None if isinstance(decision, Place | Hold) else finish
 
     def _place_again(self, entry: LedgerEntry, *refused: str) -> Decision:
         """Send a request that an engine has refused to another one, if there is one now."""

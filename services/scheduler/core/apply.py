@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from protocol.columns import greatest, has_all, has_any, indices
@@ -124,7 +125,8 @@ class ResultApplier:
         self.lifecycle.drop_blocks([name_in_group(name, group) for name in names for group in groups])
         ended = [request for request in alike if not request.finished]
         for request in ended:
-            self.lifecycle.finish(request, request.finish_message(FinishReason.ERROR, message=_NOT_LOADED))
+            finish = request.finish_message(FinishReason.ERROR, message=_NOT_LOADED)
+            self.lifecycle.finish(request, replace(finish, by_settings=True))
         return tuple(request.key for request in ended)
 
     # -- checks and corrections of the plan ----------------------------------------------------------------------

@@ -1,10 +1,13 @@
 """A frontend process around the production `EngineClient`, and the HTTP clients that it serves."""
 
 import asyncio
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from protocol.lora import LoRAAdapter
 from protocol.requests import Finish, FinishReason
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from protocol.transport import HandshakeRefused
@@ -12,6 +15,8 @@ from services.frontend.engine.addresses import numbered
 from services.frontend.engine.client import NO_PROMPT, EngineClient, failure
 from services.frontend.engine.streams import RawLogprobs, RequestStream, ResponseStream
 from services.frontend.errors import APIError
+from services.frontend.placement import Placement, PlacementLimits
+from services.frontend.placement.records import BlocksCleared, BlocksRemoved, BlocksStored, Record
 from tests.simulation.grammar import Automaton
 from tests.simulation.reference import ExpectedAnswer, reference
 from tests.simulation.whole.device import MAX_MODEL_LEN, VOCAB
@@ -23,6 +28,8 @@ RETRY = 0.5
 """Seconds until a client that was refused with 429 or 503 asks again."""
 REFUSED_FOR_NOW = (429, 503)
 EXIT_REFUSED = 4
+PREFILL_TOKENS = 6
+"""Prompt tokens that an engine of the role `prefill` computes for another one."""
 
 
 @dataclass
@@ -50,6 +57,7 @@ class ClientRequest:
     choices: list[SimulatedChoice]
     structured: StructuredOutputParams | None = None
     pooling: Pooling = Pooling.NONE
+    lora: LoRAAdapter | None = None
     leaves_after: float | None = None
     """Seconds after which the client closes its connection; None: it does not."""
     is_poison: bool = False
@@ -98,14 +106,34 @@ class ChoiceStream(RequestStream):
 
 class SimulatedFrontend:
     def __init__(
-        self, network: SimulatedNetwork, name: str, endpoint: str, silence: float, patience: float, timeout: float
+        self,
+        network: SimulatedNetwork,
+        name: str,
+        endpoints: list[str],
+        silence: float,
+        patience: float,
+        timeout: float,
     ) -> None:
         self.process = SimulatedProcess(network.hub, name)
         self.loop = VirtualLoop(network, self.process)
-        self.engine = EngineClient(numbered([endpoint]), 1024, silence, patience, timeout)
+        self.addresses = numbered(endpoints)
+        self.blocks = defaultdict[str, set[bytes]](set)
+        """Names that engines have reported and not taken back."""
+        limits, seed = PlacementLimits(prefill_tokens=PREFILL_TOKENS), int(self.process.clock_offset)
+        placement = Placement(limits=limits, seed=seed, record=self._follow)
+        self.engine = EngineClient(self.addresses, 1024, silence, patience, timeout, placement=placement)
         self.requests: list[ClientRequest] = []
         self.process.on_end.append(self._break_connections)
         self.process.do(self._start)
+
+    def _follow(self, record: Record) -> None:
+        match record:
+            case BlocksStored(name, names):
+                self.blocks[name].update(names)
+            case BlocksRemoved(name, names):
+                self.blocks[name].difference_update(names)
+            case BlocksCleared(name):
+                self.blocks[name].clear()
 
     def _start(self) -> None:
         self.loop.create_task(self._run())
@@ -121,6 +149,10 @@ class SimulatedFrontend:
     def _break_connections(self) -> None:
         for request in self.requests:
             request.outcome = request.outcome or "broken"
+
+    def do(self, action: Callable[[], None]) -> None:
+        """Run a callback in its loop: now, after its stop, or never."""
+        self.process.do(lambda: self.loop.call_soon(action))
 
     def accept(self, request: ClientRequest) -> None:
         """A client has sent a request."""
@@ -155,6 +187,7 @@ class SimulatedFrontend:
             while len(streams) < len(request.choices):
                 stream = ChoiceStream(response, request.choices[len(streams)])
                 fields = {"request_id": request.name, "structured": request.structured, "pooling": request.pooling}
+                fields["lora"] = request.lora
                 try:
                     self.engine.submit(stream, request.prompt, stream.choice.params, replace(NO_PROMPT, **fields))
                 except APIError as error:

@@ -110,6 +110,7 @@ class DeviceTraits:
     load_seconds: float = 0.5
     step_seconds: float = 0.05
     leaves_rows_out: bool = False
+    loads_adapters: bool = True
 
 
 class SimulatedDevice:
@@ -165,7 +166,9 @@ class SimulatedDevice:
     # -- ModelRunner ---------------------------------------------------------------------------------------------
 
     def identify(self) -> Identity:
-        return Identity("hash", "float32", (1, 2, 4), 4, leaves_rows_out=self._traits.leaves_rows_out)
+        return Identity(
+            "hash", "float32", (1, 2, 4), 4, leaves_rows_out=self._traits.leaves_rows_out, serves_loras=True
+        )
 
     def load(self, assignment: Assignment, progress: Progress, listener: socket.socket | None = None) -> Loaded:
         self._notice(assignment.epoch)
@@ -192,6 +195,7 @@ class SimulatedDevice:
             init.num_blocks,
             a.block_size,
             stages=a.pipeline_parallel_size,
+            max_loras=a.max_loras,
             leaves_rows_out=self._traits.leaves_rows_out,
         )
         drafts = a.speculation
@@ -199,7 +203,8 @@ class SimulatedDevice:
         speculating = None if drafts is None else Speculating("by request", lengths)
         messages = self._collectives.messages(a.epoch)
         decides = a.rank == a.output_rank or not limits.leaves_rows_out
-        oracle = RankOracle(messages, decides, limits, VOCAB, a.epoch, speculating, self._future)
+        loads = partial(getattr, self._traits, "loads_adapters")
+        oracle = RankOracle(messages, decides, limits, VOCAB, a.epoch, speculating, self._future, loads)
         if self.kv_memory.begin(_identity(a), a.block_size, init.num_blocks, 1) == len(self.kv_memory.kv):
             oracle.kv = self.kv_memory.kv
         else:

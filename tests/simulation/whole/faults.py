@@ -8,14 +8,17 @@ the workers or the scheduler: these must be refused, and in an orderly run nobod
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 from random import Random
 
-from tests.simulation.whole.client import check_answer
+from services.frontend.errors import APIError
+from tests.simulation.whole.client import SimulatedFrontend, check_answer
 from tests.simulation.whole.hub import SimulatedProcess
 from tests.simulation.whole.network import Noise, Speeds
-from tests.simulation.whole.system import SILENCE, Layout, System, WorkerProcess
+from tests.simulation.whole.system import SILENCE, Layout, SimulatedEngine, System, WorkerProcess
 
 REQUESTS_END = 8.0
 FAULTS_BEGIN, FAULTS_END = 2.0, 14.0
@@ -24,6 +27,8 @@ BOUND = 250.0
 """Virtual seconds from the end of all faults until every request has ended."""
 TYPED = {"429", "500", "503", "504"}
 STEPS = (0.02, 0.1, 0.3)
+TWO_ENGINES = 1 / 6
+"""Share of the runs with two engines."""
 MOST_LOSSES = 2
 """Losses of workers, and of schedulers, in an orderly run: with three, a request may be refused that did nothing."""
 
@@ -63,6 +68,28 @@ def layout(rng: Random, poisoned: Poisoned) -> Layout:
     )
 
 
+def with_second(seed: int, first: Layout, poisoned: Poisoned) -> list[Layout]:
+    """Return the layouts of a seed's engines: some have a second one, whose settings differ."""
+    rng = Random(f"engines of {seed}")
+    if rng.random() >= TWO_ENGINES:
+        return [first]
+    if poisoned is not Poisoned.NONE:
+        first = replace(first, num_frontends=1)  # as in `layout`: a stream that moves takes lost workers along
+    names = ["num_frontends", "speeds", "has_tier", "has_keeper"]
+    if rng.random() < 0.9:
+        names.append("num_blocks")  # otherwise the context length may differ, and no stream may move
+    second = replace(layout(rng, poisoned), **{name: getattr(first, name) for name in names})
+    others = {
+        "role": rng.choice(("both", "both", "prefill")),
+        "max_queued": rng.choice((1, 2, 128)),
+        "has_grammars": rng.random() < 0.8,
+    }
+    if not (first.has_tier or first.has_keeper):  # backends that serve adapters keep no blocks
+        first = replace(first, max_loras=rng.choice((1, 2)))
+        others |= {"max_loras": first.max_loras, "loads_adapters": rng.random() < 0.5}
+    return [first, replace(second, number=1, num_spares=0, **others)]
+
+
 class SystemFaults:
     def __init__(self, system: System, noisy: bool, poisoned: Poisoned) -> None:
         self.system, self.rng, self.noisy = system, system.rng, noisy
@@ -89,6 +116,8 @@ class SystemFaults:
             # the scheduler may give up before it has found one (docs/operations.md, "Limits").
             for kind in (self.stop_frontend, self.cut_frontend, self.reset_frontend):
                 kinds.remove(kind)
+        if len(system.engines) > 1:
+            kinds += 2 * [self.kill_engine, self.stop_engine, self.end_scheduler, self.drain_engine, self.unlist_engine]
         for _ in range(self.rng.randint(1, 8 if noisy else 4)):
             system.hub.after(self.rng.uniform(FAULTS_BEGIN, FAULTS_END), self.rng.choice(kinds))
         system.hub.after(HEAL, self.heal)
@@ -99,15 +128,23 @@ class SystemFaults:
 
     def _count(self, what: str, cause: str) -> bool:
         """Return whether the fault may strike."""
-        if not self.noisy and self.losses[cause] >= MOST_LOSSES:
+        struck = self.losses[cause]
+        if len(self.system.engines) > 1 and cause in ("workers", "schedulers"):  # both count for a stream that moves
+            struck = self.losses["workers"] + self.losses["schedulers"]
+        if not self.noisy and struck >= MOST_LOSSES:
             return False
         self.losses[cause] += 1
         self.system.happened[what] += 1
         self.system.hub.log("fault:", what)
         return True
 
+    def _engine(self) -> SimulatedEngine:
+        engines = self.system.engines
+        return self.rng.choice(engines) if len(engines) > 1 else engines[0]
+
     def _worker(self) -> WorkerProcess | None:
-        alive = [worker for worker in self.system.workers if not worker.process.stopped]
+        workers = [worker for engine in self.system.engines for worker in engine.workers]
+        alive = [worker for worker in workers if not worker.process.stopped]
         return self.rng.choice(alive) if alive else None
 
     # -- kills ---------------------------------------------------------------------------------------------------
@@ -117,9 +154,16 @@ class SystemFaults:
             worker.process.end(-9)
 
     def kill_scheduler(self) -> None:
-        scheduler = self.system.scheduler
+        scheduler = self._engine().scheduler
         if scheduler is not None and scheduler.alive and self._count("schedulers killed", "schedulers"):
             scheduler.end(-9)
+
+    def kill_engine(self) -> None:
+        engine = self._engine()
+        if self._count("engines killed", "schedulers"):
+            self.losses["weights"] += 1
+            for process in engine.processes:
+                process.end(-9)
 
     def kill_frontend(self) -> None:
         if self.system.frontends and self._count("frontends killed", "frontends"):
@@ -136,48 +180,92 @@ class SystemFaults:
             self._stop(worker.process)
 
     def stop_scheduler(self) -> None:
-        scheduler = self.system.scheduler
+        scheduler = self._engine().scheduler
         if scheduler is None or scheduler.stopped or not scheduler.alive:
             return
         if self._count("schedulers stopped", "schedulers"):
             self._stop(scheduler)
 
+    def stop_engine(self) -> None:
+        engine = self._engine()
+        if self._count("engines stopped", "schedulers"):
+            self.losses["weights"] += 1
+            self._stop(*(process for process in engine.processes if not process.stopped))
+
     def stop_frontend(self) -> None:
         if self.system.frontends and self._count("frontends stopped", "frontends"):
             self._stop(self.rng.choice(self.system.frontends).process)
 
-    def _stop(self, process: object) -> None:
-        process.stop()
-        self.system.hub.after(self._seconds(), process.go_on)
+    def _stop(self, *processes: SimulatedProcess) -> None:
+        seconds = self._seconds()
+        for process in processes:
+            process.stop()
+            self.system.hub.after(seconds, process.go_on)
 
     def replace_scheduler(self) -> None:
         """The scheduler is stopped, another one takes its place, and the first one wakes soon or late."""
-        scheduler = self.system.scheduler
+        engine = self._engine()
+        scheduler = engine.scheduler
         if scheduler is None or scheduler.stopped or not scheduler.alive:
             return
         if not self._count("schedulers replaced", "schedulers"):
             return
         scheduler.stop()
-        self.system.hub.after(self.rng.uniform(0.5, SILENCE), self._replace)
+        self.system.hub.after(self.rng.uniform(0.5, SILENCE), partial(self._replace, engine))
         self.system.hub.after(self.rng.choice((SILENCE + self.rng.uniform(0.5, 4.0), 100.0)), scheduler.go_on)
 
-    def _replace(self) -> None:
-        scheduler = self.system.scheduler
-        if scheduler is not None and scheduler.stopped:
-            self.system.start_scheduler()
+    def _replace(self, engine: SimulatedEngine) -> None:
+        if engine.scheduler is not None and engine.scheduler.stopped:
+            engine.start_scheduler()
+
+    # -- an administrator's changes ------------------------------------------------------------------------------
+
+    def end_scheduler(self) -> None:
+        """SIGTERM: its streams end, or move, before it does."""
+        engine = self._engine()
+        if engine.wakeup is not None and self._count("schedulers drained", "weights"):
+            engine.wakeup.put()
+
+    def drain_engine(self) -> None:
+        """One frontend drains an engine, and takes that back."""
+        name = str(self._engine().layout.number)
+
+        def drain(frontend: SimulatedFrontend, draining: bool) -> None:
+            with suppress(APIError):  # it is the only one that serves
+                frontend.engine.engines.drain(name, draining)
+
+        self._change("engines drained", partial(drain, draining=True), partial(drain, draining=False))
+
+    def unlist_engine(self) -> None:
+        """The list of one frontend has an engine no longer for a while."""
+        number = self._engine().layout.number
+
+        def list_engines(frontend: SimulatedFrontend, but: int) -> None:
+            addresses = [address for address in frontend.addresses if address.name != str(but)]
+            frontend.engine.engines.set_addresses(addresses)
+
+        self._change("engines unlisted", partial(list_engines, but=number), partial(list_engines, but=-1))
+
+    def _change(
+        self, what: str, begin: Callable[[SimulatedFrontend], None], end: Callable[[SimulatedFrontend], None]
+    ) -> None:
+        if self.system.frontends and self._count(what, what):
+            frontend = self.rng.choice(self.system.frontends)
+            frontend.do(partial(begin, frontend))
+            self.system.hub.after(self._seconds(), partial(frontend.do, partial(end, frontend)))
 
     # -- partitions ----------------------------------------------------------------------------------------------
 
     def cut_worker(self) -> None:
         if (worker := self._worker()) is not None and self._count("workers cut off", "workers"):
-            self._cut(worker.process.name)
+            self._cut(worker.process.name, worker.engine)
 
     def cut_frontend(self) -> None:
         if self.system.frontends and self._count("frontends cut off", "schedulers"):
-            self._cut(self.rng.choice(self.system.frontends).process.name)
+            self._cut(self.rng.choice(self.system.frontends).process.name, self._engine())
 
-    def _cut(self, name: str) -> None:
-        scheduler = self.system.scheduler
+    def _cut(self, name: str, engine: SimulatedEngine) -> None:
+        scheduler = engine.scheduler
         if scheduler is None:
             return
         pairs = [(name, scheduler.name), (scheduler.name, name)]
@@ -222,9 +310,10 @@ def play(seed: int, trace: Callable[[str], None] | None = None) -> System:
     rng = Random(seed)
     poisoned = rng.choice(POISONED)
     outlives = {"has_tier": seed % 5 == 0, "has_keeper": seed % 3 == 0}
-    system = System(seed, replace(layout(rng, poisoned), **outlives), trace)
+    layouts = with_second(seed, replace(layout(rng, poisoned), **outlives), poisoned)
+    system = System(seed, layouts[0], trace, layouts[1:])
     noisy = seed % 2 == 1
-    system.hub.log("seed", seed, "noisy" if noisy else "orderly", poisoned, system.layout)
+    system.hub.log("seed", seed, "noisy" if noisy else "orderly", poisoned, *layouts)
     with system.libraries():
         system.start()
         for _ in range(rng.randint(3, 9)):
@@ -243,9 +332,9 @@ def play(seed: int, trace: Callable[[str], None] | None = None) -> System:
         system.hub.run(SILENCE + 2.0)  # leases end, and broken connections are found
         assert system.hub.run(BOUND, lambda: system.quiet), "a rank that hangs is not replaced"
         check(system, noisy, {probe.name for probe in probes})
-        loads = sum(worker.device.num_loads for worker in system.workers)
-        if not noisy and not faults.losses["workers"]:
-            assert loads == system.layout.num_ranks, f"weights were read {loads} times"
+        loads = sum(worker.device.num_loads for engine in system.engines for worker in engine.workers)
+        if not noisy and not faults.losses["workers"] and not faults.losses["weights"]:
+            assert loads == sum(each.num_ranks for each in layouts), f"weights were read {loads} times"
     return system
 
 
@@ -254,7 +343,7 @@ def send_poison(system: System, poisoned: Poisoned, rng: Random) -> None:
     match poisoned:
         case Poisoned.WORKERS:
             system.expected_statuses |= {6, 7, -11}
-            draw, count = system.draw_poison, rng.choice((1, 1, 2, 3))
+            draw, count = system.draw_poison, rng.choice((1, 1, 2, 3)) if len(system.engines) == 1 else 1
         case Poisoned.SCHEDULERS:  # a second one could take down the scheduler while a suspect is on trial
             system.expected_statuses.add(-11)
             draw, count = system.draw_lethal, 1
@@ -272,10 +361,19 @@ def check(system: System, noisy: bool, probes: set[str]) -> None:
     for request in system.requests:
         check_answer(request, noisy)
         allowed = {"done", "left", "broken"} | (TYPED if noisy and request.name not in probes else set())
+        if len(system.engines) > 1 and not all(choice.submitted for choice in request.choices):
+            # One engine refuses it by its settings, or lacks its adapter, and no other one can take it now
+            allowed |= {"400", "429", "503", "500" if request.lora is not None else ""}
         if request.is_poison:
             allowed = (allowed | {"500"}) - {"done"}
-            assert noisy or request.outcome != "500" or "it is refused" in request.error, request.error
+            if not noisy and request.outcome == "500" and request.lora is None:
+                assert "it is refused" in request.error, request.error
             system.happened["poisonous requests refused"] += "it is refused" in request.error
         assert request.outcome in allowed, f"request {request.name}: {request.outcome} {request.error}"
         system.happened[f"requests {request.outcome}"] += 1
+    for frontend in system.frontends:
+        for (what, _, reason), count in frontend.engine.owners.decisions.items():
+            system.happened[f"{what}: {reason}"] += count
     system.check_leaks()
+    if not noisy:
+        system.check_placement()

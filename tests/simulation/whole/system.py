@@ -1,4 +1,4 @@
-"""A whole engine under one virtual clock: production code from the frontend's client to the worker's session.
+"""Whole engines under one virtual clock: production code from the frontend's client to the worker's session.
 
 Simulated are the network, the clock and threads, the devices of the workers, the HTTP clients, and the supervisor that
 starts processes again. Everything else is production code: `EngineClient` with its ledger and streams, the scheduler's
@@ -12,12 +12,12 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import pytest
 import zmq
@@ -38,8 +38,8 @@ from tests.simulation.whole.grammars import SimulatedCompiler, SimulatedMaskThre
 from tests.simulation.whole.hub import Hub, Killed, Primitives, SimulatedProcess
 from tests.simulation.whole.network import SimulatedNetwork, Speeds, Wakeup
 from tests.simulation.whole.tier import SimulatedKeeper, SlowTier
+from tests.simulation.workload import ADAPTERS
 
-CLIENTS, WORKERS = "tcp://127.0.0.1:7001", "tcp://127.0.0.1:7002"
 SILENCE = 4.0
 """Seconds without a message after which the others look for another scheduler."""
 PATIENCE = 60.0
@@ -53,11 +53,13 @@ LOGS = "runahead"
 class WorkerProcess:
     process: SimulatedProcess
     device: SimulatedDevice
+    engine: "SimulatedEngine"
 
 
 @dataclass
 class Layout:
-    """Sizes and settings of one system."""
+    """Sizes and settings of one engine, and those that all engines of a system share: frontends, speeds of the network,
+    and what outlives processes."""
 
     num_frontends: int = 2
     tensor_parallel: int = 1
@@ -79,6 +81,16 @@ class Layout:
     """Workers write whole blocks to a tier, which outlives all processes, and load them."""
     has_keeper: bool = False
     """KV memory outlives its worker."""
+    number: int = 0
+    """Position of the engine among those of its system."""
+    role: Literal["both", "prefill"] = "both"
+    max_queued: int = 128
+    has_grammars: bool = True
+    """Structured output is served."""
+    max_loras: int = 0
+    """Requests have adapters, if there are any."""
+    loads_adapters: bool = True
+    """Workers have the files of adapters."""
 
     @property
     def num_ranks(self) -> int:
@@ -90,8 +102,12 @@ class Layout:
 
     def config(self) -> SchedulerConfig:
         return SchedulerConfig(
-            worker_endpoint=WORKERS,
-            client_endpoint=CLIENTS,
+            worker_endpoint=f"tcp://127.0.0.1:{7002 + 10 * self.number}",
+            client_endpoint=f"tcp://127.0.0.1:{7001 + 10 * self.number}",
+            role=self.role,
+            max_num_queued_reqs=self.max_queued,
+            enable_lora=self.max_loras > 0,
+            max_loras=max(self.max_loras, 1),
             block_size=4,
             max_num_seqs=6,
             max_num_batched_tokens=24,
@@ -109,21 +125,143 @@ class Layout:
         )
 
 
-class System:
-    def __init__(self, seed: int, layout: Layout, trace: Callable[[str], None] | None = None) -> None:
-        self.hub = Hub(seed, trace)
-        self.rng: Random = self.hub.rng
-        self.layout, self.config = layout, layout.config()
-        self.network = SimulatedNetwork(self.hub, layout.speeds)
-        self.collectives = Collectives(self.hub)
-        self.happened: Counter[str] = self.network.happened
-        self.frontends: list[SimulatedFrontend] = []
+class SimulatedEngine:
+    """The scheduler and the workers of one engine, which a supervisor starts again."""
+
+    def __init__(self, system: "System", layout: Layout) -> None:
+        self.system, self.layout, self.config = system, layout, layout.config()
+        self.collectives = Collectives(system.hub)
         self.workers: list[WorkerProcess] = []
         self.schedulers: list[SimulatedProcess] = []
         """Schedulers that have not ended, stopped ones included."""
         self.scheduler: SimulatedProcess | None = None
         """The latest one."""
         self.service: Service | None = None
+        self.wakeup: Wakeup | None = None
+        """Signals to its scheduler."""
+        self.incarnation = 1_000_000
+
+    def _next_incarnation(self) -> int:
+        """Return an equal one for two engines whenever that is possible: they do not know of each other."""
+        first = self.system.engine
+        if self is first or first.incarnation <= self.incarnation:
+            self.incarnation += self.system.rng.randint(1, 5000)
+        else:
+            self.incarnation = first.incarnation
+        return self.incarnation
+
+    def start_scheduler(self) -> None:
+        system, incarnation = self.system, self._next_incarnation()
+        process = self.scheduler = SimulatedProcess(system.hub, system.name("scheduler"))
+        self.schedulers.append(process)
+        process.on_end.append(lambda: self.schedulers.remove(process))
+        self.service = self.wakeup = None
+
+        def crash() -> NoReturn:
+            system.happened["schedulers crashed by a request"] += 1
+            process.end(-11)
+            raise Killed
+
+        def main() -> None:
+            layout, wakeup = self.layout, Wakeup(system.network)
+            compiler = SimulatedCompiler(system.network, system.lethal, crash) if layout.has_grammars else None
+            masks = SimulatedMaskThread(system.network, layout.mask_seconds) if layout.late_masks else None
+            service = Service(self.config, incarnation, compiler, mask_thread=masks)
+            if self.scheduler is process:
+                self.service, self.wakeup = service, wakeup
+            process.end(service.run(wakeup))
+
+        system.supervise(process, self._start_scheduler_again)
+        process.start(main)
+
+    def _start_scheduler_again(self) -> None:
+        if self.scheduler is None or not self.scheduler.alive:  # otherwise another one has taken its place
+            self.start_scheduler()
+
+    def start_worker(self) -> None:
+        system, layout = self.system, self.layout
+        process = SimulatedProcess(system.hub, system.name("worker"))
+        seconds = layout.load_seconds, layout.step_seconds
+        traits = DeviceTraits(layout.num_blocks, *seconds, layout.leaves_rows_out, layout.loads_adapters)
+        device = SimulatedDevice(
+            *(system.hub, process, self.collectives, traits),
+            *(system.future, system.poisons, system.happened, system.keeper),
+        )
+        worker = WorkerProcess(process, device, self)
+        self.workers.append(worker)
+        config = WorkerConfig(
+            backend="sim",
+            scheduler_endpoint=self.config.worker_endpoint,
+            host_ip="127.0.0.1",
+            scheduler_timeout_seconds=SILENCE,
+            recovery_timeout_seconds=PATIENCE,
+            kv_offload_bytes=int(layout.has_tier),
+        )
+
+        def tiers(_: WorkerConfig, identity: str) -> list[Tier]:
+            kept = system.tiers.setdefault(f"{identity} {device.shard}", {})
+            return [SlowTier(system.hub, kept, system.happened)]
+
+        process.on_end.append(lambda: self.workers.remove(worker))
+        system.supervise(process, self.start_worker)
+        process.start(lambda: process.end(run_worker(Worker(config, device, make_tiers=tiers))))
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    @property
+    def processes(self) -> list[SimulatedProcess]:
+        return [*(worker.process for worker in self.workers), *self.schedulers]
+
+    @property
+    def serving(self) -> bool:
+        """Return whether all processes run."""
+        return (
+            self.service is not None
+            and len(self.workers) == len(self.service.workers) == self.layout.num_workers
+            and self.service.group.status.num_workers == self.layout.num_workers
+        )
+
+    @property
+    def quiet(self) -> bool:
+        """Return whether the scheduler has nothing to do."""
+        engine = self.service.engine if self.service is not None else None
+        return engine is not None and not engine.requests and not engine.queue
+
+    def check_leaks(self) -> None:
+        """Nothing is left of requests, steps and processes that have ended."""
+        service, num_frontends = self.service, len(self.system.frontends)
+        engine = service.engine
+        epoch, slots = engine.epoch, engine.epoch.slots
+        assert epoch.kv.num_free == epoch.limits.num_blocks, f"{epoch.kv.num_free} blocks are free"
+        assert len(slots.free) == epoch.limits.num_slots, "slots are held"
+        assert not len(epoch.running)
+        assert not engine.store.num_waiting
+        assert not epoch.fences
+        assert not engine.queue.unmasked, "a step waits for masks"
+        assert not engine.store.suspects.active
+        assert len(service.frontends) == num_frontends, f"{len(service.frontends)} frontends"
+        assert len(service.leases) == num_frontends, f"{len(service.leases)} leases"
+        assert len(service.workers) == len(self.workers), f"{len(service.workers)} workers"
+        assert incarnation_of(service.group.epoch) == service.incarnation
+        assert service.group.status.phase is EnginePhase.READY
+        running = [scheduler for scheduler in self.schedulers if not scheduler.stopped]
+        assert len(running) == 1, "a scheduler that was replaced goes on"
+
+
+class System:
+    def __init__(
+        self, seed: int, layout: Layout, trace: Callable[[str], None] | None = None, more: Sequence[Layout] = ()
+    ) -> None:
+        """`more`: of further engines."""
+        self.hub = Hub(seed, trace)
+        self.rng: Random = self.hub.rng
+        self.layout = layout
+        self.network = SimulatedNetwork(self.hub, layout.speeds)
+        self.happened: Counter[str] = self.network.happened
+        self.frontends: list[SimulatedFrontend] = []
+        self.engines = [SimulatedEngine(self, each) for each in (layout, *more)]
+        self.engine = self.engines[0]
+        """The only one of most systems."""
         self.requests: list[ClientRequest] = []
         self.starting = 0
         """Processes that the supervisor will start."""
@@ -136,22 +274,23 @@ class System:
         self.keeper = SimulatedKeeper() if layout.has_keeper else None
         self.lethal: dict[str, int] = {}
         """Grammars that take down the scheduler, with the number of tokens after which they do."""
-        self._incarnation = 1_000_000
-        self._names = Counter[str]()
+        self._names, self._of_adapters = Counter[str](), Random(f"adapters of {seed}")
         self._sequences: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
     # -- processes -----------------------------------------------------------------------------------------------
 
-    def _name(self, kind: str) -> str:
+    def name(self, kind: str) -> str:
         self._names[kind] += 1
         return f"{kind}{self._names[kind]}"
 
     def start(self) -> None:
-        self._soon(1.0, self.start_scheduler)
+        for engine in self.engines:
+            self._soon(1.0, engine.start_scheduler)
         for _ in range(self.layout.num_frontends):
             self._soon(1.0, self.start_frontend)
-        for _ in range(self.layout.num_workers):
-            self._soon(1.0, self.start_worker)
+        for engine in self.engines:
+            for _ in range(engine.layout.num_workers):
+                self._soon(1.0, engine.start_worker)
 
     def _soon(self, seconds: float, start: Callable[[], None]) -> None:
         self.starting += 1
@@ -162,7 +301,7 @@ class System:
 
         self.hub.after(self.rng.uniform(0.0, seconds), do)
 
-    def _supervise(self, process: SimulatedProcess, again: Callable[[], None]) -> None:
+    def supervise(self, process: SimulatedProcess, again: Callable[[], None]) -> None:
         """Start another process after one has ended."""
 
         def ended() -> None:
@@ -173,65 +312,12 @@ class System:
 
         process.on_end.append(ended)
 
-    def start_scheduler(self) -> None:
-        self._incarnation += self.rng.randint(1, 5000)
-        process = self.scheduler = SimulatedProcess(self.hub, self._name("scheduler"))
-        self.schedulers.append(process)
-        process.on_end.append(lambda: self.schedulers.remove(process))
-        self.service = None
-        incarnation = self._incarnation
-
-        def crash() -> NoReturn:
-            self.happened["schedulers crashed by a request"] += 1
-            process.end(-11)
-            raise Killed
-
-        def main() -> None:
-            compiler, wakeup = SimulatedCompiler(self.network, self.lethal, crash), Wakeup(self.network)
-            layout = self.layout
-            masks = SimulatedMaskThread(self.network, layout.mask_seconds) if layout.late_masks else None
-            service = Service(self.config, incarnation, compiler, mask_thread=masks)
-            if self.scheduler is process:
-                self.service = service
-            process.end(service.run(wakeup))
-
-        self._supervise(process, self._start_scheduler_again)
-        process.start(main)
-
-    def _start_scheduler_again(self) -> None:
-        if self.scheduler is None or not self.scheduler.alive:  # otherwise another one has taken its place
-            self.start_scheduler()
-
-    def start_worker(self) -> None:
-        process, layout = SimulatedProcess(self.hub, self._name("worker")), self.layout
-        traits = DeviceTraits(layout.num_blocks, layout.load_seconds, layout.step_seconds, layout.leaves_rows_out)
-        device = SimulatedDevice(
-            self.hub, process, self.collectives, traits, self._future, self.poisons, self.happened, self.keeper
-        )
-        worker = WorkerProcess(process, device)
-        self.workers.append(worker)
-        config = WorkerConfig(
-            backend="sim",
-            scheduler_endpoint=WORKERS,
-            host_ip="127.0.0.1",
-            scheduler_timeout_seconds=SILENCE,
-            recovery_timeout_seconds=PATIENCE,
-            kv_offload_bytes=int(layout.has_tier),
-        )
-
-        def tiers(_: WorkerConfig, identity: str) -> list[Tier]:
-            kept = self.tiers.setdefault(f"{identity} {device.shard}", {})
-            return [SlowTier(self.hub, kept, self.happened)]
-
-        process.on_end.append(lambda: self.workers.remove(worker))
-        self._supervise(process, self.start_worker)
-        process.start(lambda: process.end(run_worker(Worker(config, device, make_tiers=tiers))))
-
     def start_frontend(self) -> None:
-        frontend = SimulatedFrontend(self.network, self._name("frontend"), CLIENTS, SILENCE, PATIENCE, REQUEST_TIMEOUT)
+        endpoints = [engine.config.client_endpoint for engine in self.engines]
+        frontend = SimulatedFrontend(self.network, self.name("frontend"), endpoints, SILENCE, PATIENCE, REQUEST_TIMEOUT)
         self.frontends.append(frontend)
         frontend.process.on_end.append(lambda: self.frontends.remove(frontend))
-        self._supervise(frontend.process, self.start_frontend)
+        self.supervise(frontend.process, self.start_frontend)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -273,7 +359,8 @@ class System:
         choices = [make_choice(prompt, params, grammar, pooling) for params in sampling]
         for params, choice in zip(sampling, choices, strict=True):
             self._sequences[tuple(prompt), params.seed] = prompt + choice.expected.tokens
-        return ClientRequest(f"{len(self.requests)}", at, prompt, choices, grammar, pooling, leaves)
+        lora = self._of_adapters.choice((None, *ADAPTERS)) if self.layout.max_loras else None
+        return ClientRequest(f"{len(self.requests)}", at, prompt, choices, grammar, pooling, lora, leaves)
 
     def draw_poison(self, at: float) -> ClientRequest:
         """Draw a request that takes down the workers whenever they compute a certain position of it."""
@@ -294,7 +381,7 @@ class System:
         request.is_poison = True
         return request
 
-    def _future(self, prompt: list[int], seed: int) -> list[int]:
+    def future(self, prompt: list[int], seed: int) -> list[int]:
         return self._sequences[tuple(prompt), seed]
 
     def send(self, at: float, kind: str = "") -> ClientRequest:
@@ -325,41 +412,31 @@ class System:
         """Return whether all processes run, and every frontend can execute requests."""
         return (
             not self.starting
-            and self.service is not None
             and len(self.frontends) == self.layout.num_frontends
-            and len(self.workers) == len(self.service.workers) == self.layout.num_workers
-            and self.service.group.status.num_workers == self.layout.num_workers
-            and all(frontend.engine.ready for frontend in self.frontends)
+            and all(engine.serving for engine in self.engines)
+            and all(engine.ready for frontend in self.frontends for engine in frontend.engine.engines.values())
         )
 
     @property
     def quiet(self) -> bool:
-        """Return whether the scheduler has nothing to do."""
-        engine = self.service.engine if self.service is not None else None
-        return self.serving and engine is not None and not engine.requests and not engine.queue
+        """Return whether no scheduler has anything to do."""
+        return self.serving and all(engine.quiet for engine in self.engines)
 
     def check_leaks(self) -> None:
         """Nothing is left of requests, steps and processes that have ended."""
-        service = self.service
-        engine = service.engine
-        epoch, slots = engine.epoch, engine.epoch.slots
-        assert epoch.kv.num_free == epoch.limits.num_blocks, f"{epoch.kv.num_free} blocks are free"
-        assert len(slots.free) == epoch.limits.num_slots, "slots are held"
-        assert not len(epoch.running)
-        assert not engine.store.num_waiting
-        assert not epoch.fences
-        assert not engine.queue.unmasked, "a step waits for masks"
-        assert not engine.store.suspects.active
-        assert len(service.frontends) == len(self.frontends), f"{len(service.frontends)} frontends"
-        assert len(service.leases) == len(self.frontends), f"{len(service.leases)} leases"
-        assert len(service.workers) == len(self.workers), f"{len(service.workers)} workers"
+        for engine in self.engines:
+            engine.check_leaks()
         for frontend in self.frontends:
             assert not frontend.engine.num_open, "a frontend keeps a request"
             assert not frontend.engine.ledger.has_unsent
-        assert incarnation_of(service.group.epoch) == service.incarnation
-        assert service.group.status.phase is EnginePhase.READY
-        running = [scheduler for scheduler in self.schedulers if not scheduler.stopped]
-        assert len(running) == 1, "a scheduler that was replaced goes on"
+
+    def check_placement(self) -> None:
+        """Frontends of several engines know which blocks each engine has cached, and no other ones. A repeated end of a
+        subscription, which TCP prevents, would end it."""
+        for frontend in self.frontends if len(self.engines) > 1 else ():
+            for engine in self.engines:
+                cached = engine.service.engine.epoch.kv.pool.by_hash.keys()
+                assert frontend.blocks[str(engine.layout.number)] == cached, f"blocks of {frontend.process.name}"
 
     # -- the libraries -------------------------------------------------------------------------------------------
 
@@ -409,10 +486,8 @@ class System:
         self.expected_statuses.add(-15)
         for frontend in list(self.frontends):
             frontend.process.end(-15)
-        for worker in list(self.workers):
-            worker.process.end(-15)
-        for scheduler in list(self.schedulers):
-            scheduler.end(-15)
+        for process in [process for engine in self.engines for process in engine.processes]:
+            process.end(-15)
         self.hub.failures.clear()
         self.hub.run(0.0)
         if self.keeper is not None:

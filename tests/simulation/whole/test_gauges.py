@@ -13,7 +13,7 @@ def test_gauges_of_a_frontend_are_those_of_the_scheduler_a_moment_ago() -> None:
     """Eight requests run, two of them later than the others because there are six seats, for less than a second."""
     system = System(3, Layout(num_frontends=1, num_blocks=64, step_seconds=0.02))
     with system.started():
-        service, client = system.service, system.frontends[0].engine
+        service, client = system.engine.service, system.frontends[0].engine
         core = service.engine
         assert core is not None
         begin = system.hub.now + 0.5

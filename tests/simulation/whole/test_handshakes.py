@@ -30,12 +30,12 @@ def test_a_worker_whose_connection_is_lost_before_the_welcome_makes_both_again(
 
     monkeypatch.setattr(Server, "receive", lost)
     with system.libraries():
-        system.start_scheduler()
+        system.engine.start_scheduler()
         system.start_frontend()
-        system.start_worker()
+        system.engine.start_worker()
         assert system.hub.run(10.0, lambda: system.serving)
-        assert len(system.workers) == 1
-        assert system.workers[0].process.name == "worker1"
+        assert len(system.engine.workers) == 1
+        assert system.engine.workers[0].process.name == "worker1"
         system.hub.run(2.0)
         assert system.serving
 
@@ -43,11 +43,11 @@ def test_a_worker_whose_connection_is_lost_before_the_welcome_makes_both_again(
 def test_a_worker_in_the_handshake_of_a_stopped_scheduler_finds_the_next_one() -> None:
     system = System(0, SLOW)
     with system.libraries():
-        system.start_scheduler()
-        system.start_worker()
+        system.engine.start_scheduler()
+        system.engine.start_worker()
         assert system.hub.run(1.0, lambda: any(router.connections for router in system.network.bound.values()))
-        stopped = system.scheduler
+        stopped = system.engine.scheduler
         stopped.stop()
-        system.start_scheduler()
+        system.engine.start_scheduler()
         system.start_frontend()
         assert system.hub.run(10.0, lambda: system.serving)

@@ -59,7 +59,7 @@ def test_the_next_plan_is_sent_before_masks_that_may_come_too_late() -> None:
     layout = Layout(1, mask_seconds=(0.3 * MASK_PATIENCE,), step_seconds=STEP)
     system, masks = System(0, layout), MasksBehindPlans()
     with system.started():
-        system.service.engine.observers.add(masks)
+        system.engine.service.engine.observers.add(masks)
         for grammar in (structured(1), None):
             system.send_later(request(system, system.hub.now, grammar))
         assert system.hub.run(60.0, lambda: system.answered)

@@ -8,6 +8,7 @@ import pytest
 from protocol.block_names import NamedBlocks
 from services.frontend.engine.connection import SchedulerConnection
 from services.frontend.engine.ledger import Holder, LedgerEntry, RequestLedger
+from services.frontend.placement import Placement
 from services.scheduler.core.lifecycle import Lifecycle
 from services.scheduler.io.frontends import FrontendConnections
 from services.scheduler.leases import Leadership
@@ -16,8 +17,8 @@ from services.worker.session import Session
 from tests.simulation.whole.device import SimulatedDevice
 from tests.simulation.whole.faults import play
 
-SEEDS = (70, 132, 48, 127, *range(71, 140))
-"""The first four notice all mutants; the others count when a change of the engine has changed those runs."""
+SEEDS = (70, 132, 48, 127, 4, *range(71, 140))
+"""The first five notice all mutants; the others count when a change of the engine has changed those runs."""
 Patch = pytest.MonkeyPatch
 
 
@@ -64,6 +65,10 @@ def a_stopped_scheduler_goes_on(patch: Patch) -> None:
 
 def the_end_of_a_lease_is_not_noticed(patch: Patch) -> None:
     patch.setattr(SchedulerConnection, "on_state", lambda self, state: self._signs.on_state(state))
+
+
+def blocks_that_leave_a_cache_are_kept(patch: Patch) -> None:
+    patch.setattr(Placement, "on_blocks_removed", lambda self, engine, names: None)
 
 
 def lost_frontends_are_kept(patch: Patch) -> None:
@@ -115,6 +120,7 @@ MUTANTS: list[Callable[[Patch], None]] = [
     a_scheduler_that_died_is_blamed_on_everyone,
     a_stopped_scheduler_goes_on,
     the_end_of_a_lease_is_not_noticed,
+    blocks_that_leave_a_cache_are_kept,
     lost_frontends_are_kept,
     old_plans_are_executed,
     weights_are_read_for_every_scheduler,

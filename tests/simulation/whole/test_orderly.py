@@ -37,6 +37,14 @@ MUST_HAPPEN = [
     "steps sampled without rows",
     "blocks loaded",
     "blocks of a lost worker found",
+    "engines killed",
+    "engines stopped",
+    "engines drained",
+    "engines unlisted",
+    "schedulers drained",
+    "move: lost",
+    "move: draining",
+    "move: prefilled",
     "requests done",
     "requests left",
     "requests broken",
@@ -68,5 +76,5 @@ def test_a_run_replays_exactly() -> None:
         play(seed, lines.append)
         return lines
 
-    for seed in (4, 5):
+    for seed in (4, 5, 6, 7):
         assert traced(seed) == traced(seed)

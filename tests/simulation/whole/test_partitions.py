@@ -7,7 +7,7 @@ import pytest
 
 from tests.simulation.whole.client import check_answer
 from tests.simulation.whole.network import SimulatedConnection
-from tests.simulation.whole.system import SILENCE, WORKERS, Layout, System
+from tests.simulation.whole.system import SILENCE, Layout, System
 
 NOTICED = SILENCE + 2.1
 """Virtual seconds: the limit and two signs of life."""
@@ -17,26 +17,26 @@ NOTICED_IN_A_STEP = 8.0 + 1.0
 
 def connections_of_a_worker(system: System) -> list[SimulatedConnection]:
     """Return the connections for plans and for results of one worker, in this order."""
-    process = system.workers[0].process
-    connections = system.network.bound[WORKERS].connections.values()
+    process = system.engine.workers[0].process
+    connections = system.network.bound[system.engine.config.worker_endpoint].connections.values()
     plans, results = (c for c in connections if c.dealer.process is process)
     return [plans, results]
 
 
 def frontend_to_scheduler(system: System) -> None:
-    system.network.partition(system.frontends[0].process.name, system.scheduler.name)
+    system.network.partition(system.frontends[0].process.name, system.engine.scheduler.name)
 
 
 def scheduler_to_frontend(system: System) -> None:
-    system.network.partition(system.scheduler.name, system.frontends[0].process.name)
+    system.network.partition(system.engine.scheduler.name, system.frontends[0].process.name)
 
 
 def scheduler_to_worker(system: System) -> None:
-    system.network.partition(system.scheduler.name, system.workers[0].process.name)
+    system.network.partition(system.engine.scheduler.name, system.engine.workers[0].process.name)
 
 
 def worker_to_scheduler(system: System) -> None:
-    system.network.partition(system.workers[0].process.name, system.scheduler.name)
+    system.network.partition(system.engine.workers[0].process.name, system.engine.scheduler.name)
 
 
 def plans_to_worker(system: System) -> None:
@@ -81,7 +81,7 @@ def test_a_frontend_that_no_sign_of_life_has_reached_is_not_ready() -> None:
     with system.libraries():
         system.start()
         assert system.hub.run(30.0, lambda: bool(system.frontends) and system.frontends[0].engine.ready)
-        service = system.service
+        service = system.engine.service
         assert service is not None
         frontend_to_scheduler(system)
         for frontend in service.leases.expired(math.inf):

@@ -33,7 +33,7 @@ def test_a_scheduler_that_is_stopped_is_not_ready_long_before_it_is_lost() -> No
     """Within 3 s probes fail. When it runs again in time, it is the same scheduler, and nothing is submitted again."""
     system = System(0, Layout(num_frontends=1))
     with system.started():
-        frontend, scheduler = system.frontends[0], system.scheduler
+        frontend, scheduler = system.frontends[0], system.engine.scheduler
         scheduler.stop()
         assert system.hub.run(3.0, lambda: not frontend.engine.ready)
         assert frontend.engine.state.detail == "the scheduler gives no sign of life"
@@ -50,7 +50,7 @@ def test_a_scheduler_that_seldom_runs_is_not_taken_for_dead() -> None:
     """Its first delays show that the machine is busy, and the later ones may be longer than on a quiet one."""
     system = System(0, Layout(num_frontends=1))
     with system.started():
-        frontend, scheduler = system.frontends[0], system.scheduler
+        frontend, scheduler = system.frontends[0], system.engine.scheduler
         assert scheduler is not None
         at = 0.0
         for stopped in (1.5, 1.8, 2.2, 2.8, 2.8, 2.8):
@@ -65,7 +65,7 @@ def test_a_scheduler_that_was_stopped_within_a_turn_exits(within: str, monkeypat
     """Wherever the loop was, it must not tell the others that it has never been away."""
     system = System(0, Layout(num_frontends=1))
     with system.started():
-        service, request = system.service, system.send(system.hub.now)
+        service, request = system.engine.service, system.send(system.hub.now)
         assert service is not None
         part = getattr(service, within)
 

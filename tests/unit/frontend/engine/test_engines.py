@@ -548,9 +548,13 @@ async def test_a_new_request_that_settings_refuse_goes_to_an_engine_with_others(
 
 
 @pytest.mark.parametrize("how", ["drained", "lost", "drained; changed", "lost; changed"])
-async def test_a_stream_that_others_refuse_returns_to_its_engine_or_ends(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("reason", [FinishReason.INVALID, FinishReason.ERROR])
+async def test_a_stream_that_others_refuse_returns_to_its_engine_or_ends(
+    tmp_path: Path, how: str, reason: FinishReason
+) -> None:
     """It was valid there, so that is no fault of its client, also if settings are not known to be the reason. It waits
-    for an engine that is lost as long as that one is expected back. Those that refuse it get it with other settings."""
+    for an engine that is lost as long as that one is expected back. Those that refuse it get it with other settings.
+    The workers of one that ends it with an error cannot load its adapter."""
     changed = how.endswith("changed")
     async with fleet(tmp_path, patience=300.0 if changed else 0.2) as engines:
         await engines.serve()
@@ -563,7 +567,8 @@ async def test_a_stream_that_others_refuse_returns_to_its_engine_or_ends(tmp_pat
         else:
             owner.close()
         await engines.until(lambda: other.requests)
-        other.refuse(stream.number, "too long", by_settings=how == "lost")
+        by_settings = how == "lost" or reason is FinishReason.ERROR
+        other.refuse(stream.number, "too long", by_settings, reason)
         if changed:
             await engines.until(lambda: engines.client.ledger.waiting or len(owner.requests) == 2)
             other.adapted_modules = ("q_proj",)
