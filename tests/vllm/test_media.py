@@ -430,3 +430,17 @@ def test_bad_files_end_their_request_only(server: ServeProcess, kind: str) -> No
     assert request(server, [user(good)], echo=True, add_generation_prompt=False).status_code == 400
     assert httpx.post(f"{server.url}/tokenize", json={"messages": [user(good)]}).status_code == 400
     tokens_of(request(server, [user(good)]))
+
+
+def test_anthropics_images_are_those_of_a_chat(server: ServeProcess, kind: str) -> None:
+    said = user(file := FILES[kind][0], "upon a time")
+    source = {"type": "base64", "media_type": "image/png", "data": file.partition(",")[2]}
+    blocks = [said["content"][0], {"type": "image", "source": source}, said["content"][2]]
+    body = {"messages": [{"role": "user", "content": blocks}], "max_tokens": 20, "ignore_eos": True, "temperature": 0}
+    message = httpx.post(f"{server.url}/v1/messages", json=body, timeout=300)
+    if kind == "audio":
+        assert (message.status_code, "reads no image" in message.text) == (400, True), message.text
+        return
+    chat = request(server, [said], max_tokens=20, temperature=0).json()
+    assert message.json()["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+    assert message.json()["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]

@@ -27,7 +27,8 @@ def chat_request(body: schemas.CountTokensRequest) -> ChatRequest:
     if not isinstance(system, str):
         system = [block for block in system if not block.text.startswith(ATTRIBUTION)]
     if system:
-        messages.insert(0, {"role": "system", "content": _text(system)})
+        text = system if isinstance(system, str) else "".join(block.text for block in system)
+        messages.insert(0, {"role": "system", "content": text})
     fields: dict[str, Any] = {"messages": messages, "chat_template_kwargs": _variables(body)}
     fields |= _output(body)
     if messages[-1] == {"role": "assistant", "content": ""}:
@@ -87,8 +88,16 @@ def _tool_choice(given: schemas.AnthropicToolChoice | None) -> dict[str, Any]:
     return {"tool_choice": {"type": "function", "function": {"name": given.name}}, **parallel}
 
 
-def _text(content: str | Sequence[schemas.TextBlock]) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+def _content(blocks: Sequence[schemas.TextBlock | schemas.ImageBlock]) -> str | list[dict[str, Any]]:
+    """Return the text of one block, or the parts of a chat's message."""
+    if len(blocks) == 1 and isinstance(block := blocks[0], schemas.TextBlock):
+        return block.text
+    return [
+        {"type": "text", "text": block.text}
+        if isinstance(block, schemas.TextBlock)
+        else {"type": "image_url", "image_url": {"url": block.source.url}}
+        for block in blocks
+    ]
 
 
 def _blocks(message: schemas.AnthropicMessage) -> list[schemas.Block]:
@@ -101,25 +110,25 @@ def _of_system(given: list[schemas.Block]) -> list[dict[str, Any]]:
     blocks = [block for block in given if isinstance(block, schemas.TextBlock)]
     if len(blocks) < len(given):
         raise invalid("messages: a message of the system has only text", "messages")
-    return [{"role": "system", "content": _text(blocks)}]
+    return [{"role": "system", "content": "".join(block.text for block in blocks)}]
 
 
 def _of_assistant(blocks: list[schemas.Block]) -> list[dict[str, Any]]:
-    texts: list[str] = []
+    texts: list[schemas.TextBlock] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     for block in blocks:
         match block:
             case schemas.TextBlock():
-                texts.append(block.text)
+                texts.append(block)
             case schemas.ThinkingBlock():
                 thoughts.append(block.thinking)
             case schemas.ToolUseBlock():
                 arguments = json_text(block.input)
                 calls.append({"id": block.id, "function": {"name": block.name, "arguments": arguments}})
-            case schemas.ToolResultBlock():
-                raise invalid("messages: a tool_result belongs to a message of the user", "messages")
-    plain: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
+            case schemas.ToolResultBlock() | schemas.ImageBlock():
+                raise invalid(f"messages: a block of type {block.type} belongs to a message of the user", "messages")
+    plain: dict[str, Any] = {"role": "assistant", "content": _content(texts) if texts else ""}
     if calls:
         plain["tool_calls"] = calls
     if thoughts:
@@ -128,19 +137,23 @@ def _of_assistant(blocks: list[schemas.Block]) -> list[dict[str, Any]]:
 
 
 def _of_user(blocks: list[schemas.Block]) -> list[dict[str, Any]]:
+    """Images in the result of a tool follow it in the message of the user."""
     plain: list[dict[str, Any]] = []
-    texts: list[str] = []
+    parts: list[schemas.TextBlock | schemas.ImageBlock] = []
     for block in blocks:
         match block:
-            case schemas.TextBlock():
-                texts.append(block.text)
+            case schemas.TextBlock() | schemas.ImageBlock():
+                parts.append(block)
             case schemas.ToolResultBlock():
-                content = _text(block.content) if block.content is not None else ""
+                given = [] if block.content is None or isinstance(block.content, str) else block.content
+                texts = [part for part in given if isinstance(part, schemas.TextBlock)]
+                parts += [part for part in given if isinstance(part, schemas.ImageBlock)]
+                content = block.content if isinstance(block.content, str) else _content(texts) if texts else ""
                 plain.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
             case schemas.ToolUseBlock() | schemas.ThinkingBlock() | schemas.RedactedThinkingBlock():
                 raise invalid(f"messages: a {block.type} belongs to a message of the assistant", "messages")
-    if texts or not plain:
-        plain.append({"role": "user", "content": "\n".join(texts) if texts else None})
+    if parts or not plain:
+        plain.append({"role": "user", "content": _content(parts) if parts else None})
     return plain
 
 

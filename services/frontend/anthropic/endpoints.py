@@ -12,6 +12,7 @@ from services.frontend.anthropic.answers import MessageEvents
 from services.frontend.anthropic.conversation import chat_request
 from services.frontend.context import Context, recorded
 from services.frontend.errors import ANTHROPIC_PREFIX, AnthropicErrorResponse
+from services.frontend.http.disconnect import until_left
 from services.frontend.openai.answering import AnswerRequest
 from services.frontend.openai.answers.chat_output import AnswerParser, ChatOutput
 from services.frontend.openapi import WITH_BODY, errors, read_by_handler
@@ -43,9 +44,10 @@ async def messages(http: HTTPRequest, context: Context) -> Response:
     answering.check(given.model)
     body = chat_request(given)
     output = ChatOutput.from_body(body, model.formats)
-    prompt = await answering.prompts.for_chat(body, state)
+    encoding = answering.prompts.for_chat(body, state)
+    prompt = await (encoding if state.media is None else until_left(http, encoding))
     output = output.after(prompt.token_ids, model.tokenizer)
-    shared = answering.shared(http, body, structured=output.grammar())
+    shared = answering.shared(http, body, structured=output.grammar(), media=prompt.media)
     request = AnswerRequest(http, body, shared, await answering.submissions(body, [prompt]))
     head: schemas.MessageHead = {
         "id": f"msg_{uuid.uuid4().hex}",

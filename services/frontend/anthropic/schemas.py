@@ -19,6 +19,26 @@ class TextBlock(OpenObject):
     text: fields.Text
 
 
+class Base64Source(OpenObject):
+    type: Literal["base64"]
+    media_type: str = Field(max_length=256)
+    data: Annotated[str, Field(max_length=fields.MAX_URL)]
+
+    @property
+    def url(self) -> str:
+        return f"data:{self.media_type};base64,{self.data}"
+
+
+class URLSource(OpenObject):
+    type: Literal["url"]
+    url: Annotated[str, Field(max_length=fields.MAX_URL)]
+
+
+class ImageBlock(OpenObject):
+    type: Literal["image"]
+    source: Annotated[Base64Source | URLSource, Field(discriminator="type")]
+
+
 class ToolUseBlock(OpenObject):
     type: Literal["tool_use"]
     id: str = Field(max_length=256)
@@ -26,10 +46,15 @@ class ToolUseBlock(OpenObject):
     input: fields.JSON
 
 
+ResultBlock = Annotated[TextBlock | ImageBlock, Field(discriminator="type")]
+
+
 class ToolResultBlock(OpenObject):
     type: Literal["tool_result"]
     tool_use_id: str = Field(max_length=256)
-    content: fields.Text | Annotated[list[TextBlock], Field(max_length=fields.MAX_PARTS, fail_fast=True)] | None = None
+    content: fields.Text | Annotated[list[ResultBlock], Field(max_length=fields.MAX_PARTS, fail_fast=True)] | None = (
+        None
+    )
     is_error: bool | None = None
     """Not used; the content describes the error."""
 
@@ -49,7 +74,8 @@ class RedactedThinkingBlock(OpenObject):
 
 
 Block = Annotated[
-    TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock, Field(discriminator="type")
+    TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock,
+    Field(discriminator="type"),
 ]
 
 

@@ -189,12 +189,13 @@ def test_conversation_with_blocks_is_that_of_a_chat(frontend: Frontend, schedule
     answered = [{"type": "text", "text": "Hello"}]
     begun = [{"role": "user", "content": said}, USER, {"role": "assistant", "content": answered}]
     attribution = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=12345;"}
-    conversation = {"messages": [*begun, USER], "system": [attribution, {"type": "text", "text": "S"}]}
+    system = [attribution, {"type": "text", "text": "S"}, {"type": "text", "text": "T"}]
+    conversation = {"messages": [*begun, USER], "system": system}
     response = frontend.post(PATH, body(**conversation))
     assert response.headers["x-ignored-parameters"] == "messages.content.cache_control"
     plain = [
-        {"role": "system", "content": "S"},
-        {"role": "user", "content": "Hi\nyou\nHi"},
+        {"role": "system", "content": "ST"},
+        {"role": "user", "content": [{"type": "text", "text": text} for text in ("Hi", "you", "Hi")]},
         {"role": "assistant", "content": "Hello"},
         USER,
     ]

@@ -41,8 +41,19 @@ def test_messages_of_the_system_stay_where_they_are() -> None:
     ]
     chat = anthropic.chat_request(MessagesRequest.model_validate({"messages": turns, "max_tokens": 5}))
     assert [message.plain() for message in chat.messages] == [
-        turns[0], {"role": "system", "content": "Be\nbrief."}, turns[2],
+        turns[0], {"role": "system", "content": "Bebrief."}, turns[2],
     ]  # fmt: skip
+
+
+def test_images_of_the_user_and_of_tools_are_those_of_a_chat() -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA"}}
+    linked = {"type": "image", "source": {"type": "url", "url": "https://a/b.png"}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "See"}, linked]}
+    turns = [{"role": "user", "content": [result, {"type": "text", "text": "x"}, image]}]
+    chat = anthropic.chat_request(MessagesRequest.model_validate({"messages": turns, "max_tokens": 5}))
+    tool, user = chat.messages
+    assert (tool.plain()["content"], user.plain()["content"]) == ("See", "\nx\n")
+    assert [file.url for file in user.files] == ["https://a/b.png", "data:image/png;base64,AA"]
 
 
 def test_refusal_of_another_model_is_text() -> None:
