@@ -41,11 +41,13 @@ class ServiceChild:
 
     def _run(self) -> None:
         # The child is started in this thread: the kernel kills it when the thread that has started it ends
-        with self._supervisor.open(POLL_INTERVAL), keeping(self._directory, RESTART_WINDOW) as environment:
-            self._opened.set()
-            variables = child_environment() | environment
-            try:
+        try:
+            with self._supervisor.open(POLL_INTERVAL), keeping(self._directory, RESTART_WINDOW) as environment:
+                self._opened.set()
+                variables = child_environment() | environment
                 self._supervisor.start(self._service, self._command, variables, FINAL[self._service])
-            except OSError as error:
-                self._error = f"the {self._service} cannot be started: {error}"
-            self._supervisor.wait(lambda: None)
+                self._supervisor.wait(lambda: None)
+        except OSError as error:
+            self._error = f"the {self._service} cannot be started: {error}"
+        finally:
+            self._opened.set()
