@@ -434,10 +434,11 @@ def test_bad_files_end_their_request_only(server: ServeProcess, kind: str) -> No
 
 def test_images_of_other_dialects_are_those_of_a_chat(server: ServeProcess, kind: str) -> None:
     said = user(file := FILES[kind][0], "upon a time")
-    source = {"type": "base64", "media_type": "image/png", "data": file.partition(",")[2]}
+    data = file.partition(",")[2]
+    source = {"type": "base64", "media_type": "image/png", "data": data}
     blocks = [said["content"][0], {"type": "image", "source": source}, said["content"][2]]
-    parts = [{"type": "input_text", "text": "Once"}, {"type": "input_image", "image_url": file, "detail": "auto"}]
-    parts.append({"type": "input_text", "text": "upon a time"})
+    image = {"type": "input_image", "image_url": f"data:image/png;base64,{data}", "detail": "auto"}
+    parts = [{"type": "input_text", "text": "Once"}, image, {"type": "input_text", "text": "upon a time"}]
     message = {"messages": [{"role": "user", "content": blocks}], "max_tokens": 20}
     response = {"input": [{"role": "user", "content": parts}], "max_output_tokens": 20}
     same = {"ignore_eos": True, "temperature": 0}
