@@ -432,15 +432,32 @@ def test_bad_files_end_their_request_only(server: ServeProcess, kind: str) -> No
     tokens_of(request(server, [user(good)]))
 
 
-def test_anthropics_images_are_those_of_a_chat(server: ServeProcess, kind: str) -> None:
+def test_images_of_other_dialects_are_those_of_a_chat(server: ServeProcess, kind: str) -> None:
     said = user(file := FILES[kind][0], "upon a time")
-    source = {"type": "base64", "media_type": "image/png", "data": file.partition(",")[2]}
+    data = file.partition(",")[2]
+    source = {"type": "base64", "media_type": "image/png", "data": data}
     blocks = [said["content"][0], {"type": "image", "source": source}, said["content"][2]]
-    body = {"messages": [{"role": "user", "content": blocks}], "max_tokens": 20, "ignore_eos": True, "temperature": 0}
-    message = httpx.post(f"{server.url}/v1/messages", json=body, timeout=300)
+    image = {"type": "input_image", "image_url": f"data:image/png;base64,{data}", "detail": "auto"}
+    parts = [{"type": "input_text", "text": "Once"}, image, {"type": "input_text", "text": "upon a time"}]
+    message = {"messages": [{"role": "user", "content": blocks}], "max_tokens": 20}
+    response = {"input": [{"role": "user", "content": parts}], "max_output_tokens": 20}
+    same = {"ignore_eos": True, "temperature": 0}
+    given = {"messages": message, "responses": response}
+    answers = {
+        route: httpx.post(f"{server.url}/v1/{route}", json=body | same, timeout=300) for route, body in given.items()
+    }
     if kind == "audio":
-        assert (message.status_code, "reads no image" in message.text) == (400, True), message.text
+        for refused in answers.values():
+            assert (refused.status_code, "reads no image" in refused.text) == (400, True), refused.text
         return
     chat = request(server, [said], max_tokens=20, temperature=0).json()
-    assert message.json()["content"][0]["text"] == chat["choices"][0]["message"]["content"]
-    assert message.json()["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
+    message, response = (answer.json() for answer in answers.values())
+    assert message["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+    assert response["output"][0]["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+    usage = [each["usage"]["input_tokens"] for each in (message, response)]
+    assert usage == [chat["usage"]["prompt_tokens"]] * 2
+    again = {"previous_response_id": response["id"], "input": "And then?", "max_output_tokens": 20, **same}
+    continued = httpx.post(f"{server.url}/v1/responses", json=again, timeout=300).json()
+    assert continued["usage"]["input_tokens"] > usage[1]
+    refused = httpx.post(f"{server.url}/v1/responses", json=given["responses"] | {"background": True}, timeout=300)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "background")

@@ -12,7 +12,6 @@ from services.frontend.anthropic.answers import MessageEvents
 from services.frontend.anthropic.conversation import chat_request
 from services.frontend.context import Context, recorded
 from services.frontend.errors import ANTHROPIC_PREFIX, AnthropicErrorResponse
-from services.frontend.http.disconnect import until_left
 from services.frontend.openai.answering import AnswerRequest
 from services.frontend.openai.answers.chat_output import AnswerParser, ChatOutput
 from services.frontend.openapi import WITH_BODY, errors, read_by_handler
@@ -44,8 +43,7 @@ async def messages(http: HTTPRequest, context: Context) -> Response:
     answering.check(given.model)
     body = chat_request(given)
     output = ChatOutput.from_body(body, model.formats)
-    encoding = answering.prompts.for_chat(body, state)
-    prompt = await (encoding if state.media is None else until_left(http, encoding))
+    prompt = await answering.prompts.for_chat(http, body, state)
     output = output.after(prompt.token_ids, model.tokenizer)
     shared = answering.shared(http, body, structured=output.grammar(), media=prompt.media)
     request = AnswerRequest(http, body, shared, await answering.submissions(body, [prompt]))

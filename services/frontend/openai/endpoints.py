@@ -9,7 +9,6 @@ from starlette.responses import Response
 
 from protocol.sampling import StructuredOutputParams
 from services.frontend.context import AppContext, Context, recorded
-from services.frontend.http.disconnect import until_left
 from services.frontend.openai.answering import AnswerRequest
 from services.frontend.openai.answers.chat_output import ChatOutput
 from services.frontend.openai.answers.dialects import CompletionDialect, Dialect
@@ -54,8 +53,7 @@ async def chat(http: HTTPRequest, context: Context) -> Response:
     answering, model, state = context.answering, context.model, context.engine.state
     answering.check(body.model)
     output = ChatOutput.from_body(body, model.formats)
-    encoding = answering.prompts.for_chat(body, state)
-    prompt = await (encoding if state.media is None else until_left(http, encoding))
+    prompt = await answering.prompts.for_chat(http, body, state)
     output = output.after(prompt.token_ids, model.tokenizer)
     dialect = chat_dialect(output, model.tokenizer.count, *answer_role(body))
     return await _answer(http, context, body, [prompt], dialect, output.grammar())

@@ -100,4 +100,9 @@ def _join(
 def _parts(content: str | list[schemas.Part]) -> str | list[JSON]:
     if isinstance(content, str):
         return content
-    return [{"type": "text", "text": part.text} for part in content] or ""
+    return [
+        {"type": "image_url", "image_url": {"url": part.image_url}}
+        if isinstance(part, schemas.InputImage)
+        else {"type": "text", "text": part.text}
+        for part in content
+    ] or ""

@@ -165,7 +165,9 @@ async def create(http: HTTPRequest, context: Context) -> Response:
     if given.background and (context.responses is None or given.store is False):
         raise invalid("background needs a stored response: leave out store and --no-response-store", "background")
     turn = _Turn.make(given, _history(http, context, given), model)
-    prompt = await answering.prompts.for_chat(turn.body, state)
+    prompt = await answering.prompts.for_chat(http, turn.body, state)
+    if given.background and prompt.media is not None:
+        raise invalid("background is not served with images", "background")
     submissions = await answering.submissions(turn.body, [prompt])
     store = context.responses if given.store is not False else None
     id, tenant, name, created = (new_id("resp"), http.state.tenant, given.model or model.names[0], int(time.time()))
@@ -177,7 +179,7 @@ async def create(http: HTTPRequest, context: Context) -> Response:
         run = _start(http, context, turn, id, origin, events)
         return _events(run, -1) if given.stream else Response(run.response, media_type="application/json")
     head = head_json(given, id, name, store is not None, created)
-    answer, shared = _answer(http, context, turn, head, prompt.token_ids)
+    answer, shared = _answer(http, context, turn, head, prompt)
     request = AnswerRequest(http, turn.body, shared, submissions, answer.usage)
     keep = partial(_keep, store, tenant, turn)
     if given.stream:
@@ -194,13 +196,13 @@ async def create(http: HTTPRequest, context: Context) -> Response:
 
 
 def _answer(
-    http: HTTPRequest, context: AppContext, turn: _Turn, head: responses.ResponseHead, prompt: list[int]
+    http: HTTPRequest, context: AppContext, turn: _Turn, head: responses.ResponseHead, prompt: Prompt
 ) -> tuple[ResponseInProgress, GenerateRequest]:
     tokenizer, given = context.model.tokenizer, turn.given
-    output = turn.output.after(prompt, tokenizer)
+    output = turn.output.after(prompt.token_ids, tokenizer)
     parser = AnswerParser(output, eager=bool(given.stream or given.background))
     answer = ResponseInProgress(head, parser, UsageCounter(), tokenizer.count)
-    return answer, context.answering.shared(http, turn.body, structured=output.grammar())
+    return answer, context.answering.shared(http, turn.body, structured=output.grammar(), media=prompt.media)
 
 
 def _start(
@@ -223,7 +225,7 @@ def _start(
     prompt = Prompt(unpack(origin.prompt).tolist())
     params = msgspec.msgpack.decode(origin.params, type=SamplingParams)
     head = head_json(turn.given, id, origin.model, True, origin.created)
-    answer, shared = _answer(http, context, turn, head, prompt.token_ids)
+    answer, shared = _answer(http, context, turn, head, prompt)
     run = BackgroundRun(answer, events)
     opening = run.encoder.opening()
     delivered = NOTHING if orphan is None else orphan.content.delivered

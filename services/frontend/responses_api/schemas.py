@@ -21,7 +21,16 @@ class InputText(OpenObject):
     """Not used."""
 
 
-Part = Annotated[InputText | RefusalPart, Field(discriminator="type")]
+class InputImage(OpenObject):
+    type: Literal["input_image"]
+    image_url: Annotated[str, Field(max_length=fields.MAX_URL)]
+
+    @classmethod
+    def unserved(cls) -> Neutral:
+        return {"detail": ("auto",), "file_id": ()}
+
+
+Part = Annotated[InputText | InputImage | RefusalPart, Field(discriminator="type")]
 Parts = Annotated[list[Part], Field(max_length=fields.MAX_PARTS, fail_fast=True)]
 Status = Literal["in_progress", "completed", "incomplete"]
 

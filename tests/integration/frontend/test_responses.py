@@ -233,7 +233,7 @@ def test_responses_belong_to_a_key_and_the_store_can_be_off() -> None:
 BAD: list[dict[str, Any]] = [
     {"input": []},
     {"input": [{"type": "item_reference", "id": "x"}]},
-    {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+    {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]},
     {"input": [{"type": "message", "role": "tool", "content": "x"}]},
     {"tools": [{"type": "web_search"}]},
     {"tool_choice": "required"},

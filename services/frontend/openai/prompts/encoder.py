@@ -6,11 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
+from starlette.requests import Request as HTTPRequest
+
 from protocol.codec import unpack
 from protocol.media import MediaModel
 from protocol.requests import EngineState
 from protocol.sampling import BadWords
 from services.frontend.errors import invalid
+from services.frontend.http.disconnect import until_left
 from services.frontend.media import MediaProcessing
 from services.frontend.model import ServedModel
 from services.frontend.openai.parameters.sampling import COMPLETION_MAX_TOKENS, bad_words, checked_ids, too_long
@@ -63,13 +66,14 @@ class PromptEncoder:
                 await self._set_echo(prompts[-1], given, body)
         return prompts
 
-    async def for_chat(self, body: ChatRequest, state: EngineState) -> Prompt:
-        """Render the conversation with the model's template and encode it. Raises: APIError"""
+    async def for_chat(self, http: HTTPRequest, body: ChatRequest, state: EngineState) -> Prompt:
+        """Render the conversation with the model's template and encode it. Its images and sounds are not read on if
+        the client leaves. Raises: APIError"""
         text = await self.rendered(body, state.media)
         ids = await self._encode(text, body, state, "messages")
         if state.media is None or not (files := media_files(body)):
             return Prompt(ids)
-        found = await self._media.process(state.media, ids, files)
+        found = await until_left(http, self._media.process(state.media, ids, files))
         return Prompt(unpack(found.token_ids).tolist(), media=found.media)
 
     async def rendered(self, body: ChatRequest, media: MediaModel | None = None) -> str:

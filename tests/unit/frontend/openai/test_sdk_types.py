@@ -34,7 +34,7 @@ REFUSED_ITEMS = {
 """Items of tools that OpenAI's servers run, or of features that are refused by name."""
 
 REFUSED_PARTS = {"file"}
-REFUSED_INPUTS = {"input_image", "input_file"}
+REFUSED_INPUTS = {"input_file"}
 """The same for `/v1/responses`."""
 
 
