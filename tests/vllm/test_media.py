@@ -454,7 +454,10 @@ def test_images_of_other_dialects_are_those_of_a_chat(server: ServeProcess, kind
     message, response = (answer.json() for answer in answers.values())
     assert message["content"][0]["text"] == chat["choices"][0]["message"]["content"]
     assert response["output"][0]["content"][0]["text"] == chat["choices"][0]["message"]["content"]
-    usage = [each["usage"]["input_tokens"] for each in (message, response)]
+    usage = [
+        message["usage"]["input_tokens"] + message["usage"]["cache_read_input_tokens"],
+        response["usage"]["input_tokens"],
+    ]
     assert usage == [chat["usage"]["prompt_tokens"]] * 2
     again = {"previous_response_id": response["id"], "input": "And then?", "max_output_tokens": 20, **same}
     continued = httpx.post(f"{server.url}/v1/responses", json=again, timeout=300).json()

@@ -30,7 +30,7 @@ from services.frontend.openai.scores import RerankRequest, ScoreRequest
 from services.frontend.openai.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeCompletionRequest
 from services.frontend.responses_api.schemas import ResponsesRequest
 
-REFUSED_BLOCKS = {"image", "tool_reference", "tool_addition", "tool_removal"}
+REFUSED_BLOCKS = {"tool_reference", "tool_addition", "tool_removal"}
 """Images, and tools that change within a conversation."""
 
 
