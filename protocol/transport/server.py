@@ -60,7 +60,7 @@ class Server:
         self.peers: dict[bytes, Hello] = {}
         self.errors: Counter[str] = Counter()
         """Number of invalid messages, refused peers and failed connections by role."""
-        self._lost: list[bytes] = []
+        self.lost: list[bytes] = []
         """Peers that were removed since the last `take_lost`."""
         self._swept = self._sweep_until = 0.0
         self._hello: Decoder[Hello] = Decoder(Hello, max_bytes=4096)
@@ -186,7 +186,7 @@ class Server:
 
     def _remove(self, peer: bytes) -> None:
         if self.peers.pop(peer, None) is not None:
-            self._lost.append(peer)
+            self.lost.append(peer)
 
     @property
     def sweeps(self) -> bool:
@@ -197,7 +197,7 @@ class Server:
         """Return the peers that were found to be gone or were expelled since the last call. Call it regularly."""
         if self.sweeps:
             self._sweep()
-        lost, self._lost = self._lost, []
+        lost, self.lost = self.lost, []
         return lost
 
     def refuse(self, peer: bytes, reason: str) -> None:

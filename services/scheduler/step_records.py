@@ -68,6 +68,14 @@ class _Report(NamedTuple):
     """Seconds by which the rank's clock is ahead of the scheduler's."""
 
 
+_READ = {
+    _Report, events.AllRequestsFailed, events.DispatchStarted, events.EpochEnded, events.EpochStarted,
+    events.GrammarSent, events.ObserverAttached, events.RequestFinished, events.RequestPreempted, events.ResultApplied,
+    events.ResultArrived, events.StepDispatched,
+}  # fmt: skip
+"""Types of what is logged. While the log has an entry the scheduler wakes often, so none is written in each turn."""
+
+
 class StepRecorder:
     """An observer that turns events into `StepRecords`.
 
@@ -92,6 +100,8 @@ class StepRecorder:
     # -- what enters ---------------------------------------------------------------------------------------------
 
     def observe(self, event: events.Event | _Report) -> None:
+        if type(event) not in _READ:
+            return
         self._log.append((self._clock(), event))
         if len(self._log) >= MAX_LOG:
             self._read_log()

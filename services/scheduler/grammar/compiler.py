@@ -137,6 +137,7 @@ class GrammarCompiler:
         del job.waiting[ticket]
         if not job.waiting and job.future.cancel():
             del self.jobs[job.key]
+            job.key = job.key[0], ""  # the pool keeps the job until a thread is free, and the text may be long
 
     def _cached(self, key: Key) -> LLMatcher | None:
         matcher = self._cache.copy(key)

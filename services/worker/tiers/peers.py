@@ -79,7 +79,7 @@ class PeerServer:
             for peer, question in server.messages(_QUESTIONS):
                 if isinstance(question, FetchBlocks):
                     self._answer(peer, question)
-            server.take_lost()
+            server.lost.clear()  # `take_lost` sends checks, which would take the places of answers
         server.close()
 
     def _answer(self, peer: bytes, question: FetchBlocks) -> None:

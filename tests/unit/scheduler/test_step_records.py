@@ -19,6 +19,7 @@ from services.scheduler.core.observer import (
     ResultApplied,
     ResultArrived,
     StepDispatched,
+    TimeAdvanced,
 )
 from services.scheduler.step_records import MAX_RECORDS, REPORT_SECONDS, StepRecorder
 
@@ -88,6 +89,8 @@ def test_a_record_tells_rows_counts_and_times_in_order() -> None:
     assert (record.steps_in_flight, record.num_running, record.num_waiting) == (2, 2, 5)
     assert record.kv_cache_usage == 0.25
     assert (record.num_speculative_tokens, record.is_draft_trial) == (3, True)
+    core.recorder.observe(TimeAdvanced(4.0))
+    assert not core.recorder.pending, "the scheduler sleeps"
     assert core.recorder.take() is None
 
 

@@ -18,6 +18,7 @@ from services.worker.tiers import peers
 from services.worker.tiers.peers import PeerClient, PeerServer
 from services.worker.tiers.transfers import BlockTransfers
 from tests.unit.worker.test_transfers import BLOCKS, LAYERS, SIZE, Rank, name
+from tests.waiting import wait_until
 
 IDENTITY = sha256(b"model").digest()
 BLOCK_BYTES = LAYERS * SIZE + SIZE
@@ -121,6 +122,18 @@ def test_a_question_for_too_much_ends_the_connection(rank: Rank, serve: Callable
         client.receive(5)
     client.close()
     assert len(encode(FetchBlocks(IDENTITY, bytes(32) * BLOCKS))) < 400
+
+
+def test_no_check_of_connections_takes_the_place_of_an_answer(serve: Callable[..., PeerServer]) -> None:
+    server = serve()
+    client, other = Client(server.address, LOCAL), Client(server.address, LOCAL)
+    for each in (client, other):
+        each.handshake(PEER_ROLE, "peer", 5)
+    other.close()
+    wait_until(lambda: server._server.sweeps, "the server has seen that one left")  # noqa: SLF001
+    client.send(FetchBlocks(IDENTITY, name(1)))
+    assert client.socket.recv() == encode(FetchedBlocks(0, memoryview(b"")))
+    client.close()
 
 
 def test_only_workers_with_known_keys_fetch(rank: Rank, serve: Callable[..., PeerServer], tmp_path: Path) -> None:

@@ -180,6 +180,10 @@ def test_cancelled_grammar_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> N
         compiler.inner.cancel(second)
         compiler.submit(REGEX, "alone")
         assert compiler.inner.stats()["grammars_compiling"] == 2, "it is the one that is left in the queue"
+        long = "x" * 10_000
+        references = sys.getrefcount(long)
+        compiler.inner.cancel(compiler.submit(REGEX, long))
+        assert sys.getrefcount(long) == references, "nothing keeps its text"
 
 
 def test_cancelled_compilation_that_has_started_ends_and_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
