@@ -41,7 +41,7 @@ class BackendConfig(ServiceConfig):
     """Size of the KV cache, bytes, such as 4G. 0: a share of the free memory, or what --gpu-memory-utilization leaves
     of a GPU's."""
     engines_here: int = Field(1, ge=1)
-    """native, vllm: number of engines on this machine that share that part of the free memory."""
+    """native, vllm: number of engines on this machine, which share the default of --kv-cache-memory-bytes."""
     kv_offload_dir: str = ""
     """native, sim: private directory for KV blocks. They outlive this process there, and are loaded again instead of
     computed where that is faster. Engines of one machine may share it. Default: none."""
