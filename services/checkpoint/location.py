@@ -32,7 +32,7 @@ def is_gguf(path: Path) -> bool:
 
 def is_local(model: str) -> bool:
     """Return whether `model` names the default model or a path, and not a repository on the hub."""
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     is_path = path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1 or path.exists()
     return not model or is_path or path.suffix.lower() == GGUF
 
@@ -49,7 +49,7 @@ def default_dtype(model: str) -> str | None:
 
     The demo model is served in float32, so that equal requests get equal outputs in any batch.
     """
-    is_demo = packaged_model() is None if not model else Path(model).expanduser().resolve() == DEMO_MODEL
+    is_demo = packaged_model() is None if not model else Path(os.path.expanduser(model)).resolve() == DEMO_MODEL
     return "float32" if is_demo else None
 
 
@@ -70,7 +70,7 @@ def resolve(model: str, revision: str | None = None, patterns: Sequence[str] = C
         return _default_model()
     if not is_local(model):
         return _download(model, revision, patterns)
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if is_gguf(path):
         return path
     if not path.is_dir():

@@ -46,10 +46,9 @@ def service_names(engine: str, config: ServeConfig) -> list[str]:
 def divided(config: ServeConfig) -> ServeConfig:
     """Return the settings of one of several engines: cores, and memory for KV caches, are divided among them."""
     count, changes = config.data_parallel_size, dict[str, object]()
-    if count > 1 and config.threads == 0 and config.backend != "sim":
-        changes["threads"] = max(1, machine.cores() // (count * config.num_workers))
-    if count > 1 and config.kv_cache_memory_bytes == 0 and config.backend != "sim":
-        changes["kv_cache_memory_bytes"] = machine.cache_budget(0) // (count * config.num_workers)
+    if count > 1 and config.backend != "sim":
+        threads = config.threads or max(1, machine.cores() // (count * config.num_workers))
+        changes |= {"threads": threads, "engines_here": count}
     return config.model_copy(update=changes)
 
 

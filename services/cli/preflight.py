@@ -216,7 +216,7 @@ def check_responses(config: FrontendConfig) -> None:
     from services.frontend.responses_api.files import prepare_directory
 
     with refusing(OSError):
-        prepare_directory(Path(config.response_store_dir).expanduser())
+        prepare_directory(Path(os.path.expanduser(config.response_store_dir)))
 
 
 def free_port(host: str, port: int) -> int:

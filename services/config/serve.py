@@ -122,8 +122,8 @@ FRONTEND_ONLY = (
     - WorkerConfig.model_fields.keys()
     - SchedulerConfig.model_fields.keys()
 )
-OMITTED = ENDPOINTS - CONNECTION | {"engines", "control_socket"}
-"""Settings that `serve` does not have: its services are connected by ipc sockets in a private directory."""
+OMITTED = ENDPOINTS - CONNECTION | {"engines", "control_socket", "engines_here"}
+"""Settings that `serve` sets itself: its services are connected by ipc sockets in a private directory."""
 
 SERVICES: dict[str, type[ServiceConfig]] = {
     "frontend": FrontendConfig,

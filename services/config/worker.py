@@ -40,6 +40,8 @@ class BackendConfig(ServiceConfig):
     kv_cache_memory_bytes: Size = Field(0, ge=0)
     """Size of the KV cache, bytes, such as 4G. 0: a share of the free memory, or what --gpu-memory-utilization leaves
     of a GPU's."""
+    engines_here: int = Field(1, ge=1)
+    """native, vllm: number of engines on this machine, which share the default of --kv-cache-memory-bytes."""
     kv_offload_dir: str = ""
     """native, sim: private directory for KV blocks. They outlive this process there, and are loaded again instead of
     computed where that is faster. Engines of one machine may share it. Default: none."""
@@ -84,6 +86,7 @@ TIERS = ("kv_offload_dir", "kv_offload_bytes", "kv_peer_address")
 USERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("load_format", "runner", "pooler_config", "hf_overrides"), ("vllm",)),
     **dict.fromkeys(("device", "gpu_memory_utilization", "enforce_eager", "dtype", "threads"), ("native", "vllm")),
+    "engines_here": ("native", "vllm"),
     **dict.fromkeys(("kernels", "batch_invariant", "weights_cache_dir", "weights_cache_bytes"), ("native",)),
     **dict.fromkeys((*TIERS, "kv_keeper"), ("native", "sim")),
     **dict.fromkeys(SimulatorConfig.model_fields, ("sim",)),

@@ -22,7 +22,6 @@ from services.checkpoint import CheckpointError, resolve
 from services.config import SERVICES, RayConfig
 from services.ray.child import ServiceChild
 from services.ray.keys import KeyDirectory, key_directory
-from services.worker import machine
 
 JOIN_INTERVAL = 1.0
 """Seconds between two calls of `join`."""
@@ -136,8 +135,8 @@ class RankActor(ServiceActor):
             self._child.stop(None)
         self._endpoint = address.workers
         changes: dict[str, object] = {"scheduler_endpoint": address.workers, "host_ip": node_address()}
-        if self._config.backend == "native" and not self._config.kv_cache_memory_bytes:
-            changes["kv_cache_memory_bytes"] = machine.cache_budget(0) // self._engines_here()
+        if self._config.backend == "native":
+            changes["engines_here"] = self._engines_here()
         self._start(self._config, changes)
 
     def _engines_here(self) -> int:

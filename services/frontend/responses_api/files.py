@@ -95,7 +95,7 @@ def response_files(config: FrontendConfig) -> Iterator["ResponseFiles | None"]:
     Raises: OSError, if the directory cannot be used
     """
     if config.response_store_dir is not None:
-        yield ResponseFiles(Path(config.response_store_dir).expanduser())
+        yield ResponseFiles(Path(os.path.expanduser(config.response_store_dir)))
     elif config.response_store:
         base = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
         with private_directory(base, PREFIX) as directory:

@@ -48,7 +48,7 @@ def prepare_directory(path: str) -> Path:
 
     Raises: OSError, if it cannot be made or others can read it.
     """
-    directory = Path(path).expanduser()
+    directory = Path(os.path.expanduser(path))
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

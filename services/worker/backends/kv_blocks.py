@@ -29,7 +29,7 @@ def num_kv_blocks(
         reserved: blocks that the backend allocates for itself and does not offer.
         bytes_per_block: 0: blocks need no memory.
         budget: bytes; 0: memory of the host, as configured.
-        ranks: on this machine, which share the default.
+        ranks: of this engine on this machine, which share the default, as the engines there do.
 
     Raises: LoadError, if not one block fits.
     """
@@ -38,9 +38,10 @@ def num_kv_blocks(
     )
     if not bytes_per_block:
         return slots
-    given = budget or config.kv_cache_memory_bytes
-    blocks = affordable_blocks(given or machine.cache_budget(0) // ranks, bytes_per_block, reserved)
-    return blocks if given else min(blocks, slots)
+    if given := budget or config.kv_cache_memory_bytes:
+        return affordable_blocks(given, bytes_per_block, reserved)
+    share = machine.cache_budget(0) // (ranks * config.engines_here)
+    return min(affordable_blocks(share, bytes_per_block, reserved), slots)
 
 
 def affordable_blocks(budget: int, bytes_per_block: int, reserved: int = 0) -> int:

@@ -46,7 +46,7 @@ class DiskTier:
 
     def __init__(self, directory: str, identity: str, max_bytes: int) -> None:
         """Raises: LoadError, if the directory cannot be used."""
-        self._root, self._max_bytes = Path(directory).expanduser(), max_bytes
+        self._root, self._max_bytes = Path(os.path.expanduser(directory)), max_bytes
         self._identity = sha256(identity.encode()).digest()
         self._own = self._root / self._identity.hex()
         self._temporary = TEMPORARY + secrets.token_hex(8)

@@ -70,7 +70,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("serve", "{weightless}"), "has no safetensors files; convert its .bin files"),
     (("serve", "{incomplete}"), "has no model-2.safetensors, which its index names; download the model again"),
     (("serve", "{wordless}"), "has no tokenizer.json; name another tokenizer with --tokenizer"),
-    (("serve", DEMO, "--tokenizer", "/no/such"), "--tokenizer: no such model directory: /no/such"),
+    (("serve", DEMO, "--tokenizer", "~no-user/such"), "--tokenizer: no such model directory: ~no-user/such"),
     (("serve", "my model"), "model my model: no such directory, and not a name on the hub"),
     (("serve", DEMO, "--chat-template", "{broken}"), "line 2: Unexpected end of template"),
     (("serve", DEMO, "--batching-policy", "clever"), "--batching-policy clever: there is no such policy; choose one"),

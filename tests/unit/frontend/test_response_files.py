@@ -104,6 +104,10 @@ def test_unusable_directory_is_refused_by_name(tmp_path: Path, monkeypatch: pyte
         pass
     with pytest.raises(ConfigurationError, match=reason):
         check_responses(config)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "~no-user").touch()
+    with pytest.raises(ConfigurationError, match="--response-store-dir ~no-user/x: Not a directory"):
+        check_responses(FrontendConfig(response_store_dir="~no-user/x"))
 
 
 async def test_reader_of_a_torn_line_gets_what_replaces_it(tmp_path: Path) -> None:

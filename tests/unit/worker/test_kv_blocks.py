@@ -3,7 +3,8 @@
 import pytest
 
 from protocol.membership import Assignment
-from services.config import WorkerConfig
+from services.cli.engine_set import divided
+from services.config import ServeConfig, WorkerConfig
 from services.worker import machine
 from services.worker.backends.kv_blocks import affordable_blocks, context_limit, num_kv_blocks
 from services.worker.runner import LoadError
@@ -24,15 +25,18 @@ def test_memory_without_room_for_one_block_names_what_would_do() -> None:
 def test_a_share_of_the_host_is_used_as_far_as_all_slots_fill_it_and_given_memory_whole() -> None:
     assignment = Assignment(epoch=1, rank=0, world_size=1, block_size=16, num_slots=8, max_num_batched_tokens=64)
     given = WorkerConfig(model="m", kv_cache_memory_bytes=1 << 20)
-    assert num_kv_blocks(WorkerConfig(model="m"), assignment, 100, max_model_len=100) == 8 * 7
+    several = divided(ServeConfig(model="m", data_parallel_size=2)).service_settings(WorkerConfig)
+    for config in (WorkerConfig(model="m"), WorkerConfig.model_validate(several)):
+        assert num_kv_blocks(config, assignment, 100, max_model_len=100) == 8 * 7
     assert num_kv_blocks(given, assignment, 100, max_model_len=100) == (1 << 20) // 100
 
 
-def test_ranks_of_one_machine_share_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_and_engines_of_one_machine_share_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "free_memory", lambda: 40_000)
     assignment = Assignment(epoch=1, rank=0, world_size=4, block_size=16, num_slots=80, max_num_batched_tokens=64)
-    blocks = [num_kv_blocks(WorkerConfig(model="m"), assignment, 100, 1600, ranks=ranks) for ranks in (1, 4)]
-    assert blocks == [100, 25]
+    for engines, ranks, blocks in ((1, 1, 100), (1, 4, 25), (2, 2, 25)):
+        config = WorkerConfig(model="m", engines_here=engines)
+        assert num_kv_blocks(config, assignment, 100, 1600, ranks=ranks) == blocks
 
 
 def test_context_beyond_the_model_is_refused() -> None:

@@ -86,5 +86,5 @@ class StageOutcomes:
         flat = torch.tensor([token for row in tokens for token in row], dtype=torch.int32)
         counts = np.array([len(row) for row in tokens], np.int32)
         k = step.num_speculative_tokens
-        message = Outcome(flat, counts, self._translator.drafts.column(sampling, k))
-        self._pipeline.send_feedback(message.to_message(Outcome.empty_message(rows, k)), self._pipeline.size - 1)
+        outcome = Outcome(flat, counts, self._translator.drafts.column(sampling, k))
+        self._pipeline.send_feedback(outcome.to_message(Outcome.empty_message(rows, k)), self._pipeline.size - 1)
