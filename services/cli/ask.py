@@ -92,7 +92,7 @@ def first_model(server: ServerAddress) -> str:
     """
     try:
         status, body = get(f"{server.url}/v1/models", TIMEOUT, server.tls(), api_key=server.api_key)
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise NoAnswer(f"no server answers at {server.url}: {reason_of(error)}") from None
     if status != 200:
         raise NoAnswer(f"{server.url}/v1/models: status {status}{_KEY_HINT if status == 401 else ''}")

@@ -49,11 +49,14 @@ def _member(value: Any, *path: str) -> Any:
 
 def _types(schema: Any, root: Any) -> set[str]:
     """Return the types that a schema allows, an empty set if it does not say. `root`: where its references point to."""
-    found, followed, waiting = set[str](), set[str](), [schema]
+    found, seen, waiting = set[str](), set[int](), [schema]
     while waiting:
         each = waiting.pop()
         if not isinstance(each, Mapping):
             return set()
+        if id(each) in seen:  # a reference can be written in many ways
+            continue
+        seen.add(id(each))
         kind, values, reference = each.get("type"), each.get("enum"), each.get("$ref")
         branches = each.get("anyOf") or each.get("oneOf") or each.get("allOf")
         if isinstance(kind, str | list):
@@ -61,9 +64,7 @@ def _types(schema: Any, root: Any) -> set[str]:
         elif isinstance(values, list) and all(isinstance(value, str) for value in values):
             found.add("string")
         elif isinstance(reference, str) and reference.startswith("#"):
-            if reference not in followed:
-                waiting.append(_member(root, *filter(None, reference[1:].split("/"))))
-            followed.add(reference)
+            waiting.append(_member(root, *filter(None, reference[1:].split("/"))))
         elif isinstance(branches, list):
             waiting += branches
         else:

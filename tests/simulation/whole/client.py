@@ -15,7 +15,7 @@ from services.frontend.engine.addresses import numbered
 from services.frontend.engine.client import NO_PROMPT, EngineClient, failure
 from services.frontend.engine.streams import RawLogprobs, RequestStream, ResponseStream
 from services.frontend.errors import APIError
-from services.frontend.placement import Placement, PlacementLimits
+from services.frontend.placement import Placement
 from services.frontend.placement.records import BlocksCleared, BlocksRemoved, BlocksStored, Record
 from tests.simulation.grammar import Automaton
 from tests.simulation.reference import ExpectedAnswer, reference
@@ -119,8 +119,7 @@ class SimulatedFrontend:
         self.addresses = numbered(endpoints)
         self.blocks = defaultdict[str, set[bytes]](set)
         """Names that engines have reported and not taken back."""
-        limits, seed = PlacementLimits(prefill_tokens=PREFILL_TOKENS), int(self.process.clock_offset)
-        placement = Placement(limits=limits, seed=seed, record=self._follow)
+        placement = Placement(seed=int(self.process.clock_offset), record=self._follow)
         self.engine = EngineClient(self.addresses, 1024, silence, patience, timeout, placement=placement)
         self.requests: list[ClientRequest] = []
         self.process.on_end.append(self._break_connections)

@@ -26,13 +26,14 @@ from protocol.epochs import incarnation_of
 from protocol.requests import EnginePhase
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from services.config import SchedulerConfig, WorkerConfig
+from services.frontend.placement import placement
 from services.scheduler.service import Service
 from services.worker import result_sender, start_up
 from services.worker.service import Worker, run_worker
 from services.worker.tiers import transfers
 from services.worker.tiers.transfers import Tier
 from tests.simulation.grammar import structured
-from tests.simulation.whole.client import ClientRequest, SimulatedFrontend, make_choice
+from tests.simulation.whole.client import PREFILL_TOKENS, ClientRequest, SimulatedFrontend, make_choice
 from tests.simulation.whole.device import VOCAB, Collectives, DeviceTraits, Poison, SimulatedDevice, Strike
 from tests.simulation.whole.grammars import SimulatedCompiler, SimulatedMaskThread
 from tests.simulation.whole.hub import Hub, Killed, Primitives, SimulatedProcess
@@ -456,6 +457,7 @@ class System:
             patch.setattr(transfers, "threading", primitives)
             patch.setattr(transfers, "SimpleQueue", primitives.SimpleQueue)
             patch.setattr(result_sender, "processor_seconds", lambda: hub.process.work if hub.process else 0.0)
+            patch.setattr(placement, "PREFILL_TOKENS", PREFILL_TOKENS)
             patch.setattr(start_up, "listen", lambda host: SimulatedListener(self.network.next_id()))
             patch.setattr(logging, "shutdown", lambda: None)
             patch.setattr(gc, "collect", lambda *_: 0)

@@ -6,7 +6,7 @@ import pytest
 
 from protocol.sampling import SamplingParams, StructuredOutputParams
 from services.scheduler.core.observer import Event, GrammarSent, StepDispatched
-from services.scheduler.service import MASK_PATIENCE
+from services.scheduler.structured_output import MASK_PATIENCE
 from tests.simulation.grammar import structured
 from tests.simulation.whole.client import ClientRequest, check_answer
 from tests.simulation.whole.network import Speeds

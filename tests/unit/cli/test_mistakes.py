@@ -85,6 +85,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("bench", "--base-url", "http://"), "--base-url: string should match pattern"),
     (("bench", "http://[::1"), "http://[::1 is no URL of a server; give one such as http://127.0.0.1:8000"),
     (("bench", "http://host:80000"), "http://host:80000 is no URL of a server"),
+    (("bench", "http://a..b"), "no server answers at http://a..b: "),
     (("serve", DEMO, "--uds", "/no/such/socket"), "--uds: /no/such/socket is no path of a file"),
     (("serve", DEMO, "--step-trace", "{folder}"), "--step-trace: {folder} is no path of a file"),
     (("serve", DEMO, "--record-tokens"), "--record-tokens needs --record DIR"),

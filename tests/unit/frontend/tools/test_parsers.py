@@ -1,6 +1,7 @@
 """Tool calls in the models' formats: results do not depend on how the text is cut, and no text is lost."""
 
 import json
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from services.frontend.parsing.python_reader import literal_json
 from services.frontend.parsing.text_buffer import ParseError
 from services.frontend.tools.forced import NamedParser, RequiredParser
 from services.frontend.tools.parser import MAX_HELD, ToolParser
+from services.frontend.tools.values import value_json
 
 NAMES = frozenset({"f", "get_weather"})
 ONE = '{"name": "f", "arguments": {"a": [1, "x}]\\"", {"b": null}], "é": -1.5e3}}'
@@ -390,3 +392,16 @@ def test_malicious_text_is_parsed_in_linear_time_and_bounded_memory() -> None:
     held = '<tool_call>{"arguments": {"a": "' + "x" * MAX_HELD
     parser = FORMATS["hermes"](NAMES, True)
     assert sum(len(event.text) for event in parser.push(held) if isinstance(event, Content)) > MAX_HELD / 2
+
+
+def test_a_schema_is_read_once_however_many_references_to_it_there_are() -> None:
+    reads = Counter[str]()
+
+    class Branch(dict[str, str]):
+        def get(self, key: str, default: object = None) -> object:
+            reads[key] += 1
+            return super().get(key, default)
+
+    references = [{"$ref": "#" + "/" * count} for count in range(3)]
+    root = {"properties": {"a": {"anyOf": references}}, "anyOf": [Branch(type="string")]}
+    assert (value_json("7", "a", root), reads["type"]) == ('"7"', 1)
