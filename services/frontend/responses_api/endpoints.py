@@ -26,6 +26,7 @@ from services.frontend.openai.answers.chat_output import AnswerParser, ChatOutpu
 from services.frontend.openai.answers.generation import NOTHING, OTHER_EVENTS
 from services.frontend.openai.answers.usage import UsageCounter
 from services.frontend.openai.parameters.body import decoded, validated
+from services.frontend.openai.prompts.conversation import media_files
 from services.frontend.openai.prompts.prompt import Prompt
 from services.frontend.openai.schemas.requests import ChatRequest
 from services.frontend.openapi import GUARDED, WITH_BODY, errors, read_by_handler
@@ -165,9 +166,9 @@ async def create(http: HTTPRequest, context: Context) -> Response:
     if given.background and (context.responses is None or given.store is False):
         raise invalid("background needs a stored response: leave out store and --no-response-store", "background")
     turn = _Turn.make(given, _history(http, context, given), model)
-    prompt = await answering.prompts.for_chat(http, turn.body, state)
-    if given.background and prompt.media is not None:
+    if given.background and media_files(turn.body):
         raise invalid("background is not served with images", "background")
+    prompt = await answering.prompts.for_chat(http, turn.body, state)
     submissions = await answering.submissions(turn.body, [prompt])
     store = context.responses if given.store is not False else None
     id, tenant, name, created = (new_id("resp"), http.state.tenant, given.model or model.names[0], int(time.time()))
