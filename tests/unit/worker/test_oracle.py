@@ -88,13 +88,6 @@ def test_a_wrong_block_is_found_in_turn_without_the_full_check() -> None:
         [running.step() for _ in range(8)]
 
 
-def test_swapped_rows(running: DecodingRequests) -> None:
-    table = running.block_table
-    table[[running.a.slot, running.b.slot]] = table[[running.b.slot, running.a.slot]]
-    with pytest.raises(OracleError, match="expected"):
-        running.step()
-
-
 def test_swapped_feedback(running: DecodingRequests) -> None:
     """The tokens of two slots are swapped between sampling and the next step: the next tokens are others."""
     history, slots = running.oracle.history, [running.a.slot, running.b.slot]
@@ -121,14 +114,6 @@ def test_a_prefix_that_was_never_written(running: DecodingRequests) -> None:
     late = running.plans.admit(prompt(5, 13), hit=4)
     with pytest.raises(OracleError, match=rf"slot {late.slot} position \d+ block {late.blocks[0]}.*never written"):
         run(running.runner, running.plans.step(late))
-
-
-def test_a_missing_write(running: DecodingRequests) -> None:
-    position = running.a.start - 1
-    block = running.a.blocks[position // BLOCK]
-    running.oracle.kv[block * BLOCK + position % BLOCK] = 0
-    with pytest.raises(OracleError, match=rf"position {position} block {block}: .* found never written"):
-        running.step()
 
 
 def test_a_block_that_is_assigned_again_too_early(running: DecodingRequests) -> None:
