@@ -9,19 +9,7 @@ import pytest
 from protocol.codec import pack, unpack
 from services.worker.backends.sim.model.oracle import Oracle, OracleError
 from services.worker.batch.slots import I32, PlanError
-from tests.unit.worker.plans import (
-    BLOCK,
-    BLOCKS,
-    CONTEXT,
-    GREEDY,
-    SLOTS,
-    VOCAB,
-    PlanBuilder,
-    alone,
-    prompt,
-    run,
-    sim_runner,
-)
+from tests.unit.worker.plans import BLOCK, BLOCKS, CONTEXT, GREEDY, SLOTS, PlanBuilder, alone, prompt, run, sim_runner
 
 
 class DecodingRequests:
@@ -63,15 +51,6 @@ def test_equal_prompts_of_one_step_share_blocks() -> None:
     assert got[first.slot] == got[second.slot] == alone(prompt(3, 14), GREEDY, 1)[0]
 
 
-def test_a_later_request_hits_the_prefix_of_an_earlier_one() -> None:
-    runner, plans = sim_runner(), PlanBuilder()
-    first = plans.admit(prompt(3, 14))
-    run(runner, plans.step(first))
-    plans.release(first)
-    second = plans.admit([*prompt(3, 12), 5, 6, 7], hit=12, share=first)
-    assert run(runner, plans.step(second))[second.slot] == alone([*prompt(3, 12), 5, 6, 7], GREEDY, 1)[0]
-
-
 # -- faults ------------------------------------------------------------------------------------------------------
 
 
@@ -103,13 +82,6 @@ def test_a_token_that_was_not_sampled_yet(running: DecodingRequests) -> None:
         running.step()
 
 
-def test_a_stale_prefix(running: DecodingRequests) -> None:
-    """A prefix hit on blocks of other tokens."""
-    late = running.plans.admit(prompt(5, 13), hit=8, share=running.a)
-    with pytest.raises(OracleError, match=rf"slot {late.slot} position 7 block {running.a.blocks[1]}: expected"):
-        run(running.runner, running.plans.step(late))
-
-
 def test_a_prefix_that_was_never_written(running: DecodingRequests) -> None:
     late = running.plans.admit(prompt(5, 13), hit=4)
     with pytest.raises(OracleError, match=rf"slot {late.slot} position \d+ block {late.blocks[0]}.*never written"):
@@ -130,13 +102,6 @@ def test_two_slots_that_write_one_block_in_one_step() -> None:
     second.blocks = list(first.blocks)
     with pytest.raises(OracleError, match=rf"slots 0 and 1 both write block {first.blocks[0]} in one step"):
         run(runner, plans.step(first, second))
-
-
-def test_a_token_outside_the_vocabulary() -> None:
-    runner, plans = sim_runner(), PlanBuilder()
-    request = plans.admit([1, VOCAB])
-    with pytest.raises(OracleError, match=f"slot 0 position 1: token {VOCAB} is not among the {VOCAB}"):
-        run(runner, plans.step(request))
 
 
 def test_an_error_stays_with_the_device(running: DecodingRequests) -> None:
