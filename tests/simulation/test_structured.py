@@ -10,13 +10,13 @@ import pytest
 
 from protocol.codec import unpack
 from protocol.requests import FinishReason
-from protocol.sampling import GrammarKind, Pooling, StructuredOutputParams
+from protocol.sampling import Pooling
 from protocol.steps import GrammarOutput, SchedulerOutput, StepMessage
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import RequestStatus
 from services.scheduler.core.slots import DELIVER, DROP
 from services.scheduler.policies import ChunkedPolicy
-from tests.simulation.grammar import REFUSED, structured
+from tests.simulation.grammar import structured
 from tests.simulation.oracle import MESSAGES
 from tests.simulation.world import SimulatedStream, World, params, prompt_of
 
@@ -93,16 +93,6 @@ def test_neighbours_of_a_request_that_is_compiled_lose_no_step() -> None:
     world.compiled()
     world.drain()
     assert len(waits.tokens) == 5
-
-
-def test_what_cannot_be_compiled_ends_with_the_reason_and_alone() -> None:
-    world = World(ROOMY, 2)
-    refused = world.add([1, 2], params(5), structured=StructuredOutputParams(GrammarKind.REGEX, REFUSED))
-    other = world.add([3, 4], params(5, eos=False))
-    world.compiled()
-    world.drain()
-    assert (refused.finish.reason, refused.finish.message) == (FinishReason.INVALID, "it cannot be compiled")
-    assert len(other.tokens) == 5
 
 
 # -- while a sampling is deferred --------------------------------------------------------------------------------

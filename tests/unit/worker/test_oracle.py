@@ -76,12 +76,6 @@ def test_swapped_feedback(running: DecodingRequests) -> None:
     assert running.step() != undisturbed.step()
 
 
-def test_a_token_that_was_not_sampled_yet(running: DecodingRequests) -> None:
-    running.oracle.history[running.a.slot, running.a.start] = 0
-    with pytest.raises(OracleError, match=rf"slot {running.a.slot}: a token is computed before it was sampled"):
-        running.step()
-
-
 def test_a_prefix_that_was_never_written(running: DecodingRequests) -> None:
     late = running.plans.admit(prompt(5, 13), hit=4)
     with pytest.raises(OracleError, match=rf"slot {late.slot} position \d+ block {late.blocks[0]}.*never written"):
