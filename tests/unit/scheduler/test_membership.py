@@ -735,12 +735,6 @@ def test_a_result_of_an_old_epoch_neither_ends_a_step_nor_proves_the_epoch() -> 
     assert [type(a) for a in g.check_at(3.1)] == [Send, Ended]
 
 
-def test_a_worker_that_failed_in_a_step_is_lost() -> None:
-    g = serving("a")
-    assert g.send("a", StepFault(1, 7, "out of memory")) == [Ended(1, "worker host:1 failed in step 7: out of memory")]
-    assert g.names == ""
-
-
 def test_a_worker_whose_result_contradicts_its_plan_is_turned_away() -> None:
     g = serving("a")
     g.on_impossible_result(b"a", "step 7 has other rows", 1.0)
