@@ -1,6 +1,7 @@
 """The frontend while its engine loads, fails, disconnects and returns, and while it is stopped."""
 
 import json
+import socket
 from pathlib import Path
 
 import httpx
@@ -225,6 +226,15 @@ metrics.Metrics.render = spin
             httpx.get(f"{frontend.url}/metrics", timeout=PATIENCE)
         assert frontend.wait() == EXIT_HUNG
         assert "in spin" in frontend.log
+
+
+def test_taken_port_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with scripted(state=LOADING, port=port) as (frontend, _):
+            assert frontend.wait() == 1
+            assert f"cannot listen on 127.0.0.1 port {port}" in frontend.log
+            assert "Traceback" not in frontend.log
 
 
 def test_evil_template_is_refused_at_start(tmp_path: Path) -> None:
