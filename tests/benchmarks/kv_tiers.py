@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 from services.process import processor_seconds
 from tests.benchmarks.peers import packaged_gguf
@@ -32,38 +32,25 @@ NO_KEEPER = (
 )
 """Runs `serve` whose workers have memory of their own for the KV cache."""
 Start = Callable[[], AbstractContextManager[ServerProcess]]
+Figures = dict[str, float]
 
 
-class NewLoad(NamedTuple):
-    """A load in which no prompt comes again."""
-
-    tokens_per_second: float
-    """Tokens of outputs."""
-    processor_us: float
-    """Processor time of the server for each of them, microseconds."""
-
-
-class Pass(NamedTuple):
-    """All prompts once."""
-
-    tokens_per_second: float
-    """Tokens of prompts and outputs."""
-    ttft: float
-    """Mean seconds to the first token."""
-
-
-def repeated(start: Start, args: argparse.Namespace) -> list[Pass]:
-    """Ask for all prompts in turn, several times. The first pass, which computes all, is not returned."""
+def repeated(start: Start, args: argparse.Namespace) -> list[Figures]:
+    """Ask for all prompts in turn, several times. Return tokens of prompts and outputs per second, and mean seconds to
+    the first token. The first pass, which computes all, is not returned."""
     waves = round(args.times * args.cache_tokens / args.input_len / args.streams)
     with start() as server:
         loads = [
             served(server.url, args.streams, args.input_len, args.output_len, waves, warmups=0)
             for _ in range(args.passes + 1)
         ]
-    return [Pass(load["total_token_throughput"], load["mean_ttft_ms"] / 1e3) for load in loads[1:]]
+    return [
+        {"tokens_per_second": load["total_token_throughput"], "ttft": load["mean_ttft_ms"] / 1e3} for load in loads[1:]
+    ]
 
 
-def new_prompts(start: Start, args: argparse.Namespace) -> NewLoad:
+def new_prompts(start: Start, args: argparse.Namespace) -> Figures:
+    """Return tokens of outputs per second, and the server's processor time for each of them. No prompt comes again."""
     with start() as server:
 
         def used() -> float:
@@ -72,11 +59,11 @@ def new_prompts(start: Start, args: argparse.Namespace) -> NewLoad:
         before = used()
         load = served(server.url, args.streams, args.input_len // 4, args.new_output_len, args.waves)
         tokens = args.streams * args.waves * args.new_output_len
-        return NewLoad(float(load["output_throughput"]), 1e6 * (used() - before) / tokens)
+        return {"tokens_per_second": load["output_throughput"], "processor_us": 1e6 * (used() - before) / tokens}
 
 
-def median(found: Sequence[tuple[float, ...]], field: int, digits: int) -> Any:
-    return round(statistics.median(one[field] for one in found), digits) if found else ""
+def median(found: Sequence[Figures], figure: str, digits: int) -> Any:
+    return round(statistics.median(one[figure] for one in found), digits) if found else ""
 
 
 def main() -> None:
@@ -100,8 +87,8 @@ def main() -> None:
             "disk": (f"--kv-offload-dir={directory}/kv",),
         }
         unused = {"no keeper": ours(run=("-c", NO_KEEPER)), "no names": ours("--no-enable-prefix-caching")}
-        new: dict[str, list[NewLoad]] = {kind: [] for kind in (*kinds, *unused)}
-        again: dict[str, list[Pass]] = {kind: [] for kind in kinds}
+        new: dict[str, list[Figures]] = {kind: [] for kind in (*kinds, *unused)}
+        again: dict[str, list[Figures]] = {kind: [] for kind in kinds}
         for _ in range(args.repeats):
             for kind, flags in kinds.items():
                 new[kind].append(new_prompts(ours(*flags), args))
@@ -121,10 +108,10 @@ def main() -> None:
     rows: list[dict[str, Any]] = [
         {
             "tiers": kind,
-            "new prompts: tokens/s": median(new.get(kind, ()), 0, 1),
-            "new prompts: processor us/token": median(new.get(kind, ()), 1, 1),
-            "again: tokens/s": median(again.get(kind, ()), 0, 0),
-            "again: TTFT, s": median(again.get(kind, ()), 1, 3),
+            "new prompts: tokens/s": median(new.get(kind, ()), "tokens_per_second", 1),
+            "new prompts: processor us/token": median(new.get(kind, ()), "processor_us", 1),
+            "again: tokens/s": median(again.get(kind, ()), "tokens_per_second", 0),
+            "again: TTFT, s": median(again.get(kind, ()), "ttft", 3),
         }
         for kind in (new | again)
     ]
@@ -150,11 +137,7 @@ def main() -> None:
     }
     title = f"prompts of {args.input_len} tokens, {args.times} times the cache of {args.cache_tokens}: medians"
     settings = {"llama.cpp": llama_cpp.absent() or llama_cpp.features(), **vars(args)}
-    repeats = {
-        "new": {kind: [n._asdict() for n in found] for kind, found in new.items()},
-        "again": {kind: [p._asdict() for p in found] for kind, found in again.items()},
-    }
-    report("kv_tiers", title, rows, figures, settings, repeats)
+    report("kv_tiers", title, rows, figures, settings, {"new": new, "again": again})
 
 
 if __name__ == "__main__":

@@ -73,21 +73,6 @@ def test_chat_answers_and_its_stream_is_the_same(ask: OpenAI) -> None:
     assert pieces[-1].finish_reason == whole.finish_reason
 
 
-def test_required_tool_is_called_with_valid_arguments(ask: OpenAI) -> None:
-    (call,) = (
-        ask.chat.completions.create(
-            model=NAME, messages=[{"role": "user", "content": "Add 2 and 3."}], tools=[ADD],
-            tool_choice={"type": "function", "function": {"name": "add"}}, temperature=0, max_tokens=48,
-        )
-        .choices[0]
-        .message.tool_calls
-        or []
-    )  # fmt: skip
-    assert call.type == "function"
-    assert call.function.name == "add"
-    assert {type(value) for value in json.loads(call.function.arguments).values()} == {int}
-
-
 def called(a: int, b: int) -> str:
     """Return a call in the form that the parser `hermes` reads."""
     return f'<tool_call>\n{{"name": "add", "arguments": {{"a": {a}, "b": {b}}}}}\n</tool_call>'
@@ -117,13 +102,6 @@ def test_a_call_that_the_model_writes_by_itself_is_parsed(ask: OpenAI) -> None:
     pieces = [piece.function for delta in deltas for piece in delta.tool_calls or [] if piece.function]
     assert "".join(piece.name or "" for piece in pieces) == "add"
     assert "".join(piece.arguments or "" for piece in pieces) == call.function.arguments
-
-
-def test_choice_is_one_of_those_allowed(ask: OpenAI) -> None:
-    answer = ask.chat.completions.create(
-        model=NAME, messages=CAPITAL, temperature=0, extra_body={"structured_outputs": {"choice": ["Rome", "Paris"]}}
-    )
-    assert answer.choices[0].message.content == "Paris"
 
 
 def test_a_schema_of_many_optional_properties_is_followed_or_refused_before_it_begins(ask: OpenAI) -> None:

@@ -39,21 +39,6 @@ async def test_sigterm_finishes_every_stream_and_refuses_new_ones() -> None:
             server.assert_nothing_is_left()
 
 
-async def test_second_sigterm_ends_open_streams() -> None:
-    with serving(*SIM) as server:
-        async with server.async_client() as client:
-            streams = await open_streams(client, 4)
-            server.signal(signal.SIGTERM)
-            wait_until(lambda: server.get("/readyz")[0] in (503, 0), "the server drains")
-            assert server.process.poll() is None
-            server.signal(signal.SIGTERM)
-            assert server.wait() == 128 + signal.SIGTERM
-            server.assert_nothing_is_left()
-            for stream in streams:
-                with pytest.raises((openai.APIError, httpx.HTTPError)):
-                    assert await usage(stream) == 2000
-
-
 async def frontend_is_replaced(server: ServeProcess, number: int) -> None:
     """Send it a signal while streams are open: they break, and the next frontend answers at the same address."""
     before, others = server.services["frontend"], [server.services[name] for name in ("scheduler", "worker")]

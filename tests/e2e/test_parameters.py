@@ -71,19 +71,6 @@ def test_log_probabilities_do_not_depend_on_parameters(complete: Completions) ->
     assert max(hot.top_logprobs[0].values()) == pytest.approx(plain.token_logprobs[0], abs=1e-5)
 
 
-def test_prompt_logprobs_read_no_prefix_cache_and_salts_do_not_share_one(complete: Completions) -> None:
-    prompt = list(range(500, 700))
-
-    def cached(**extra: Any) -> int:
-        usage = complete(prompt, max_tokens=1, extra_body=extra).usage
-        return usage.prompt_tokens_details.cached_tokens
-
-    cached(cache_salt="a")
-    assert cached(cache_salt="a") > 0
-    assert cached(cache_salt="b") == 0
-    assert cached(cache_salt="a", prompt_logprobs=0) == 0
-
-
 def test_structured_output_matches_its_schema_choice_or_regex(client: OpenAI, model: str) -> None:
     def completed(**fields: Any) -> str:
         answer = client.chat.completions.create(

@@ -8,10 +8,8 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 import pytest
-import torch
 
 from protocol.sampling import SamplingParams
-from services.worker.sampling.reference import adjusted
 from tests.integration.native.conftest import Family
 from tests.integration.native.driver import GREEDY, DrivenRequest, RunnerDriver, i32
 from tests.ranks.group import GroupDriver
@@ -59,27 +57,3 @@ def test_parameters_on_a_group_equal_those_on_one_rank(tied: Family, start: Star
             np.testing.assert_allclose(other.scores[at].values, score.values, atol=1e-4, rtol=0)
     lengths = [len(request.scores) for request in ours]
     assert lengths == [28 + TOKENS, 0, TOKENS, 0, 24]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_rules_on_a_group_equal_the_reference_on_its_own_logits(
-    tied: Family, start: Start, layout: tuple[int, int]
-) -> None:
-    group = start(tied.path, *layout)
-    greedy = [msgspec.structs.replace(params, temperature=0.0) for params in CASES]
-    requests = [group.add(PROMPT[i:], params) for i, params in enumerate(greedy)]
-    group.generate(requests, TOKENS, depth=2)
-    plain = 0
-    for step, logits in enumerate(group.logits):
-        for row, request, params in zip(logits, requests, greedy, strict=True):
-            tokens = np.array(request.tokens, np.int32)
-            prompt, output = np.split(tokens[: len(request.prompt) + step], [len(request.prompt)])
-            left = adjusted(row.numpy(), params, prompt, output)
-            assert request.output[step] == int(left.argmax())
-            plain += request.output[step] == int(row.argmax())
-            if params.logprobs:
-                score = request.scores[len(request.prompt) + step]
-                assert score.ids[1:] == row.topk(3).indices.tolist()
-                values = torch.tensor(score.values)
-                torch.testing.assert_close(values, row.log_softmax(-1)[score.ids], atol=1e-5, rtol=0)
-    assert plain < len(CASES) * TOKENS * 0.8

@@ -9,10 +9,11 @@ from protocol.codec import encode
 from protocol.membership import Speculation
 from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tests.integration.native.engine_driver import EngineDriver
-from tests.integration.native.test_left_out import limits, requests
-from tests.integration.worker.test_sim_left_out import NGRAM, serve
+from tests.integration.native.test_left_out import ServedAnswers, limits, requests
 from tests.ranks.sim_group import MakeGroup, SimGroup
 from tests.unit.worker.plans import SLOTS, VOCAB
+
+NGRAM = Speculation("ngram", 3)
 
 
 class SimGroupSteps:
@@ -51,19 +52,37 @@ class SimGroupSteps:
             rank.last_answer()
 
 
-@pytest.mark.parametrize("speculation", [None, NGRAM], ids=["without drafts", "ngram"])
-@pytest.mark.parametrize("layout", [(2, 1), (1, 2), pytest.param((2, 2), marks=pytest.mark.soak)], ids=str)
-def test_ranks_leave_out_the_same_rows(
-    make_group: MakeGroup, layout: tuple[int, int], speculation: Speculation | None
-) -> None:
-    """Tokens are those of one rank at depth one. Every rank verifies positions, drafts and tokens of the others."""
+def serve(
+    make_group: MakeGroup, layout: tuple[int, int], depth: int, late: int, speculation: Speculation | None, blocks: int
+) -> ServedAnswers:
+    """Serve five requests on four seats, with `blocks` of KV cache."""
+    drafts, served = 0 if speculation is None else speculation.num_speculative_tokens, requests()[:5]
     tp, pp = layout
-    wanted, drafts = serve(1, 0).answers[:5], 0 if speculation is None else speculation.num_speculative_tokens
-    flags = {"sim_step_ms": 0.5 * pp, "sim_draft_acceptance": "request"}
-    group, depth = make_group(tp, pp, speculation=speculation, **flags), 2 * pp
-    size = replace(limits(96, depth, speculation, pp), max_num_seqs=SLOTS // 2)
-    steps = SimGroupSteps(group)
-    driver = EngineDriver(steps, size, VOCAB, depth, 1, drafts, patience=0.02)
-    assert driver.serve(requests()[:5]) == wanted
+    group = make_group(tp, pp, speculation=speculation, sim_step_ms=0.5 * pp, sim_draft_acceptance="request")
+    steps, size = SimGroupSteps(group), replace(limits(blocks, depth, speculation, pp), max_num_seqs=SLOTS // 2)
+    driver = EngineDriver(steps, size, VOCAB, depth, late, drafts, patience=0.02)
+    answers = driver.serve(served)
     steps.finish()
-    assert driver.core.store.counters["left_out_rows_total"] > 3
+    group.leave()
+    return ServedAnswers(answers, [request.scores for request in served], driver.core.store.counters)
+
+
+@pytest.mark.parametrize("speculation", [None, NGRAM], ids=["without drafts", "ngram"])
+@pytest.mark.parametrize(
+    ("layout", "blocks"),
+    [((1, 1), 96), ((1, 1), 16), ((2, 1), 96), ((1, 2), 96), pytest.param((2, 2), 96, marks=pytest.mark.soak)],
+)
+def test_ranks_leave_out_the_same_rows(
+    make_group: MakeGroup, layout: tuple[int, int], blocks: int, speculation: Speculation | None
+) -> None:
+    """Tokens and log-probabilities are those of one rank at depth one, with few blocks too. Every rank verifies
+    positions, drafts and tokens of the others."""
+    wanted = serve(make_group, (1, 1), 1, 0, None, 96)
+    assert [len(tokens) for tokens in wanted.answers] == [14] * 5
+    for depth, late in ((1, 1), (2, 1), (3, 3)) if layout == (1, 1) else ((2 * layout[1], 1),):
+        served = serve(make_group, layout, depth, late, speculation, blocks)
+        assert served.answers == wanted.answers
+        assert served.scores == wanted.scores
+        assert (served.counters["left_out_rows_total"] > 3) == (depth > 1)
+        assert blocks > 16 or served.counters["num_preemptions"] > 0
+        assert speculation is None or served.counters["spec_decode_num_accepted_tokens"] > 0

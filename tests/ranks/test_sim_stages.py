@@ -6,10 +6,8 @@ import pytest
 
 from protocol.requests import FinishReason
 from protocol.sampling import SamplingParams
-from tests.benchmarks.support.stages import run_stages
 from tests.integration.scheduler.engine import FrontendConnection, engine
 from tests.integration.scheduler.step_trace import read_steps
-from tests.unit.worker.plans import prompt
 
 SIM = {"backend": "sim", "sim_vocab_size": 1000, "sim_prefill_token_us": 0.0}
 HOP, STEP = 0.002, 0.004
@@ -74,15 +72,3 @@ def test_many_ranks_serve_the_tokens_of_one(
     if settings is TIGHT:
         assert sum(client.finished[number].num_preemptions for number in REQUESTS)
     check_trace(tmp_path / "ranks" / "trace", tp * pp)
-
-
-def test_stages_compute_at_the_same_time() -> None:
-    """The measurements of the policy benchmark: several microbatches are in the pipeline at once."""
-    prompts = [prompt(number, 20) for number in range(8)]
-    worker = {**SIM, "sim_step_ms": 60.0}
-    run = run_stages(3, prompts, 20, {"max_num_batched_tokens": 40}, worker)
-    assert run.tokens == 8 * 20
-    assert sum(run.microbatches) == 8 * (20 + 20 - 1)
-    assert len(run.bubbles) == 3
-    busy = sum(span.ended - span.began for span in run.spans)
-    assert busy > 1.5 * run.makespan  # with one microbatch at a time it is at most the makespan

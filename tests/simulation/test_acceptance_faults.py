@@ -183,18 +183,6 @@ def test_a_worker_fault_ends_every_request_with_an_error(depth: int) -> None:
     assert world.dispatch() == 0
 
 
-def test_a_fault_in_the_turn_in_which_a_request_finished() -> None:
-    """The finish is not yet published when the workers fail: it keeps its reason and stays the only one."""
-    world = World(ROOMY, 2)
-    done = world.add(prompt_of(5), params(1, eos=False))
-    other = world.add(prompt_of(6), params(9, eos=False))
-    world.dispatch()
-    world.complete()
-    world.fail_all("lost")
-    world.publish()
-    assert (done.finish.reason, other.finish.reason) == (FinishReason.LENGTH, FinishReason.ERROR)
-
-
 @pytest.mark.parametrize(
     "wrong",
     [

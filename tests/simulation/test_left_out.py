@@ -97,16 +97,6 @@ def test_a_late_mask_costs_as_many_steps_as_it_is_late(steps: int, depth: int) -
     world.drain()
 
 
-def test_masks_in_time_leave_nothing_out() -> None:
-    world, stream, _ = late()
-    while stream.open:
-        while world.masks.waiting:
-            world.masks_made()
-        world.step()
-    assert world.store.counters["left_out_rows_total"] == 0
-    world.drain()
-
-
 def test_nobody_is_left_out_where_nobody_waits() -> None:
     """A step whose successors have only rows that wait for the same masks holds nobody back."""
     world = World(ROOMY, 2, late_masks=True)

@@ -158,20 +158,6 @@ def test_a_policy_without_state_plans_the_same(depth: int) -> None:
     assert plans[0] == plans[1]
 
 
-def test_a_schedule_call_that_finds_nothing_changes_nothing() -> None:
-    """All chunks are in flight and no request can decode yet. The second prefill may follow later, but not at once."""
-    world = RigidWorld(limits(), 4)
-    world.add(prompt(20), params(4, eos=False))
-    world.dispatch()
-    newest = world.epoch.ledger.newest
-    assert len(world.engine.queue) == 3
-    for _ in range(3):
-        assert world.engine.planner.schedule() is None
-        assert world.epoch.ledger.newest is newest
-    world.drain()
-    assert "".join(world.kinds) == "PPPDDD"
-
-
 # -- admission -------------------------------------------------------------------------------------------------------
 
 

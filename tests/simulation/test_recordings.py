@@ -215,18 +215,6 @@ def test_a_changed_policy_is_found_at_its_step(tmp_path: Path, has_tokens: bool)
     assert found > 3
 
 
-def test_a_torn_tail_is_reported_and_ignored(tmp_path: Path) -> None:
-    made = record(tmp_path, 3, 2, False, has_tokens=True)
-    complete = len([*EventRecording(tmp_path).records()])
-    [file] = tmp_path.iterdir()
-    file.write_bytes(file.read_bytes()[:-5])
-    recording = EventRecording(tmp_path)
-    run = Replay(recording, made)
-    assert run.run() is None
-    assert len([*recording.records()]) < complete
-    assert f"{file} is damaged" in recording.torn
-
-
 def test_a_damaged_segment_before_the_last_one_is_refused(tmp_path: Path) -> None:
     record(tmp_path, 3, 2, False, has_tokens=True)
     [file] = tmp_path.iterdir()

@@ -10,14 +10,14 @@ import pytest
 
 from protocol.codec import unpack
 from protocol.requests import FinishReason
-from protocol.sampling import GrammarKind, Pooling, StructuredOutputParams
+from protocol.sampling import Pooling
 from protocol.steps import GrammarOutput, SchedulerOutput, StepMessage
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import RequestStatus
 from services.scheduler.core.slots import DELIVER, DROP
 from services.scheduler.policies import ChunkedPolicy
-from tests.simulation.grammar import REFUSED, structured
-from tests.simulation.oracle import MESSAGES, OracleViolation
+from tests.simulation.grammar import structured
+from tests.simulation.oracle import MESSAGES
 from tests.simulation.world import SimulatedStream, World, params, prompt_of
 
 ROOMY = Limits(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=256, num_blocks=128, block_size=16)
@@ -93,16 +93,6 @@ def test_neighbours_of_a_request_that_is_compiled_lose_no_step() -> None:
     world.compiled()
     world.drain()
     assert len(waits.tokens) == 5
-
-
-def test_what_cannot_be_compiled_ends_with_the_reason_and_alone() -> None:
-    world = World(ROOMY, 2)
-    refused = world.add([1, 2], params(5), structured=StructuredOutputParams(GrammarKind.REGEX, REFUSED))
-    other = world.add([3, 4], params(5, eos=False))
-    world.compiled()
-    world.drain()
-    assert (refused.finish.reason, refused.finish.message) == (FinishReason.INVALID, "it cannot be compiled")
-    assert len(other.tokens) == 5
 
 
 # -- while a sampling is deferred --------------------------------------------------------------------------------
@@ -263,12 +253,3 @@ def test_chunks_of_a_displaced_request_are_dropped_when_it_was_aborted() -> None
     again = world.add(prompt_of(50, 1), scored, number=stream.number)
     world.drain()
     assert again.scored == set(range(1, 50))
-
-
-def test_the_worker_refuses_a_step_before_the_one_that_waits_was_sampled() -> None:
-    world, *_ = deferred()
-    assert world.engine.queue.unmasked
-    world.engine.queue.unmasked.clear()  # the fault: the engine does not wait
-    world.complete()
-    with pytest.raises(OracleViolation, match="step 3 arrived, but step 2 waits for its grammar"):
-        world.dispatch()

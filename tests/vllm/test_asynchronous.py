@@ -139,14 +139,6 @@ def test_a_release_between_steps_changes_no_answer(worker: VllmWorker, expected:
     assert_all_equal(streams, wanted)
 
 
-@pytest.mark.parametrize("name", ["sampled", "repetition_penalty", "grammar, sampled, penalties"])
-def test_request_continues_in_the_next_epoch(name: str, worker: VllmWorker, expected: dict[str, VllmStream]) -> None:
-    stream = all_streams()[list(PARAMETER_CASES).index(name)]
-    stream.tokens = expected[name].tokens[:10]
-    with VllmRun(worker, 2) as run:
-        assert run.serve_one(0, stream).tokens == expected[name].tokens
-
-
 def test_embeddings_in_one_batch_with_generation(worker: VllmWorker) -> None:
     def streams() -> list[VllmStream]:
         pooled = [VllmStream(prompt_of(n, 90), ONE, pooling=Pooling.MEAN) for n in range(3)]

@@ -1,6 +1,5 @@
 """`runahead serve --backend vllm` as a user starts it: the same answers as vLLM, and a clean end."""
 
-import json
 import re
 import signal
 from collections.abc import Iterator
@@ -16,12 +15,6 @@ from tests.vllm.reference import VllmRequest, generate
 
 OUTPUT = 32
 PROMPTS = ("The os module provides", "A list is", "Open a file with")
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"enum": ["os", "sys"]}, "builtin": {"type": "boolean"}},
-    "required": ["name", "builtin"],
-    "additionalProperties": False,
-}
 
 
 @pytest.fixture(scope="module")
@@ -56,24 +49,6 @@ def test_streamed_text_equals_vllms(client: OpenAI, model: str) -> None:
             model=model, prompt=prompt, max_tokens=OUTPUT, stream=True, extra_body={"ignore_eos": True}, **setting
         )
         assert "".join(chunk.choices[0].text for chunk in stream) == tokenizer.decode(expected)
-
-
-def test_structured_output_and_log_probabilities(client: OpenAI, model: str) -> None:
-    answer = client.chat.completions.create(
-        model=model,
-        messages=[{"role": "user", "content": "Which module is it?"}],
-        response_format={"type": "json_schema", "json_schema": {"name": "module", "schema": SCHEMA}},
-        temperature=1.0,
-        seed=1,
-        logprobs=True,
-        top_logprobs=2,
-    )
-    (choice,) = answer.choices
-    value = json.loads(choice.message.content or "")
-    assert value["name"] in ("os", "sys")
-    assert isinstance(value["builtin"], bool)
-    assert choice.logprobs.content is not None
-    assert all(len(token.top_logprobs) == 2 and token.logprob <= 0 for token in choice.logprobs.content)
 
 
 def test_stop_leaves_nothing_and_prints_nothing_of_the_libraries(server: ServeProcess) -> None:

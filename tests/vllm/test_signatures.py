@@ -154,37 +154,6 @@ def test_the_calls_of_a_step_are_among_them() -> None:
     assert steps <= names
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "self._wrapper.sample_token(grammar)",
-        "runner.cudagraph_dispatcher.graph_keys",
-        "vllm_api.SchedulerOutput.empty()",
-        "vllm_api.no_such_name()",
-    ],
-)
-def test_a_name_that_vllm_does_not_have_is_found(source: str) -> None:
-    use = max(uses(source), key=lambda use: len(use.owner))
-    with pytest.raises(AttributeError):
-        resolved(use)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "self._wrapper.sample_tokens(grammar, None)",
-        "self._wrapper.sample_tokens()",
-        "vllm_api.DraftTokenIds(ids=[], draft_token_ids=[])",
-    ],
-)
-def test_a_call_that_does_not_fit_is_found(source: str) -> None:
-    [use] = [use for use in uses(source) if use.call is not None]
-    target = resolved(use)
-    assert callable(target)
-    with pytest.raises(TypeError):
-        bind(use, target)
-
-
 def test_the_gpu_worker_takes_what_the_backend_passes() -> None:
     """Arguments that are passed as a dictionary."""
     inspect.signature(vllm_api.EngineArgs).bind_partial(**GpuPlatform(0.9, 0).arguments())

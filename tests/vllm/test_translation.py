@@ -149,13 +149,6 @@ def test_request_whose_temperature_vllm_raises_has_random_numbers() -> None:
     assert draws(state.generator, 1) == draws(RequestGenerator.after_draws(7, 0), 1)
 
 
-def test_prefix_hit_starts_after_the_cached_blocks() -> None:
-    world = TranslatorSetup()
-    step = world.step([(0, 1, 32, 8, True)], new=[new(0, 1, range(40), [3, 8])])
-    assert world.requests["0.1"].num_computed_tokens == 32
-    assert step.scheduled_cached_reqs.num_computed_tokens == [32]
-
-
 def test_steps_ahead_count_promised_tokens_as_output() -> None:
     """vLLM has sampled every promised token when the plan that counts it is translated."""
     world = TranslatorSetup()
@@ -167,14 +160,6 @@ def test_steps_ahead_count_promised_tokens_as_output() -> None:
     assert further.scheduled_cached_reqs.num_output_tokens == [2]
     assert further.scheduled_cached_reqs.new_block_ids == [([9 + RESERVED_BLOCKS],)]
     assert further.scheduled_cached_reqs.resumed_req_ids == set()
-
-
-def test_chunk_of_a_prompt_has_no_output() -> None:
-    world = TranslatorSetup()
-    world.step([(0, 1, 0, 16, False)], new=[new(0, 1, range(40), [3, 8])])
-    step = world.step([(0, 1, 16, 16, False)])
-    assert step.scheduled_cached_reqs.num_output_tokens == [0]
-    assert step.scheduled_cached_reqs.num_computed_tokens == [16]
 
 
 def test_blocks_of_a_slot_without_a_row_are_sent_with_its_next_row() -> None:
@@ -199,14 +184,6 @@ def test_preempted_request_resumes_with_its_output() -> None:
     assert step.scheduled_cached_reqs.num_output_tokens == [2]
 
 
-def test_slot_reused_in_the_same_step_has_another_request_id() -> None:
-    world = TranslatorSetup()
-    world.step([(0, 1, 0, 40, True)], new=[new(0, 1, range(40), [3, 4])])
-    step = world.step([(0, 2, 0, 2, True)], released=[0], new=[new(0, 2, range(2), [5])])
-    assert (step.finished_req_ids, step.scheduled_cached_reqs.req_ids) == ({"0.1"}, ["0.2"])
-    assert step.scheduled_cached_reqs.new_block_ids == [([5 + RESERVED_BLOCKS],)]
-
-
 def test_request_released_before_its_first_row_never_enters() -> None:
     world = TranslatorSetup()
     world.step([(1, 1, 0, 2, True)], new=[new(0, 1, range(4), [3]), new(1, 1, range(2), [4])])
@@ -221,13 +198,6 @@ def test_release_without_a_step_removes_the_request() -> None:
     world.table.release(np.array([3], np.int32))
     step = world.translator.translate_release(np.array([3], np.int32))
     assert (step.finished_req_ids, step.total_num_scheduled_tokens) == ({"3.1"}, 0)
-
-
-def test_prompt_logprobs_are_requested_by_request_id() -> None:
-    world = TranslatorSetup()
-    params = msgspec.structs.replace(GREEDY, prompt_logprobs=2)
-    world.step([(0, 1, 0, 4, True)], new=[new(0, 1, range(4), [3], params=params)])
-    assert world.prompt_logprobs == {"0.1": 2}
 
 
 def masks_of(rows: Rows, *slots: int, grammar: GrammarOutput | None = None) -> RowMasks:
@@ -436,11 +406,6 @@ def test_tokens_come_in_the_plans_order_without_rows_that_do_not_sample() -> Non
     assert (message.epoch, message.step_id, message.times, message.logprobs) == (3, 9, TIMES, None)
 
 
-def test_step_that_samples_nothing_has_no_rows() -> None:
-    message = result([(0, 1, 0, 2, False)], output(["0.1"], [[]]), no_logprobs(1))
-    assert (message.slots, message.counts, message.token_ids) == (b"", b"", b"")
-
-
 def test_requested_logprobs_are_at_absolute_positions() -> None:
     vllm_output = output(["0.1", "2.1", "1.1"], [[10], [20], [30]], logprobs=Lists())
     requested = np.array([2, 0, NONE], np.int32), np.full(3, NONE, np.int32)
@@ -468,11 +433,6 @@ def test_prompt_logprobs_begin_at_the_second_token() -> None:
     assert (rows.owners.tolist(), rows.positions.tolist()) == ([1, 1], [1, 2])
     assert (rows.token_ranks.tolist(), rows.token_ids.tolist()) == ([4, 3], [1, 5, 2, 6])
     assert rows.values.tolist() == [-1.0, -0.5, -2.0, -0.25]
-
-
-def test_incomplete_prompt_has_no_logprobs() -> None:
-    requested = np.array([NONE], np.int32), np.array([1], np.int32)
-    assert result([(0, 1, 0, 2, False)], output(["0.1"], [[]]), requested).logprobs is None
 
 
 def test_result_is_unchanged_by_the_next_step() -> None:

@@ -5,7 +5,6 @@ import os
 import time
 from itertools import groupby
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from tests.benchmarks.gpu.engine import StageEngine
 from tests.benchmarks.gpu.shapes import SHAPES, RandomCheckpoint
 from tests.benchmarks.gpu.target import MeasuredDevice, ServedLoad
 from tests.benchmarks.support.random_llama import config_json, tensor_shapes, write_tokenizer
+from tests.benchmarks.support.report import medians
 from tests.benchmarks.support.servers import runahead_process
 
 WAVES = 3
@@ -63,11 +63,7 @@ def _bare_stages(target: MeasuredDevice) -> dict[str, float]:
             ended = time.monotonic()
             decode = load.batch * (load.output - 1) / (ended - prefilled)
             waves.append({"decode": decode, "whole": load.batch * load.output / (ended - began)})
-    return _medians(waves[1:])
-
-
-def _medians(waves: list[dict[str, float]]) -> dict[str, float]:
-    return {name: median(wave[name] for wave in waves) for name in waves[0]}
+    return medians(waves[1:])
 
 
 def write_checkpoint(directory: Path, shape: ModelConfig, dtype: torch.dtype) -> None:
@@ -109,7 +105,7 @@ def _bench(url: str, load: ServedLoad) -> dict[str, float]:
             random_output_len=load.output, ignore_eos=True, seed=seed,
         )  # fmt: skip
         waves.append(rates(run_load(config)))
-    return _medians(waves[1:])
+    return medians(waves[1:])
 
 
 def rates(result: LoadResult) -> dict[str, float]:

@@ -58,31 +58,6 @@ def test_chat_whole_and_streamed_and_its_answer_is_accepted_as_a_message(
     assert prompt == f"<|bos|><|user|>Hi<|eos|><|assistant|>{TEXT}<|eos|><|user|>And?<|eos|><|assistant|>"
 
 
-def test_fields_of_a_body_reach_the_scheduler(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
-    scheduler.script(answering("x"))
-    asked = {
-        "prompt": [5, 6, 7], "max_tokens": 33, "temperature": 0.5, "top_p": 0.25, "top_k": 9, "min_p": 0.125,
-        "seed": 77, "min_tokens": 3, "stop_token_ids": [8, 9, 8], "priority": -2, "cache_salt": "pepper", "user": "me",
-        "bad_words": ["the"],
-    }  # fmt: skip
-    response = frontend.post("/v1/completions", asked, headers={"x-request-id": "id-1"})
-    assert response.status_code == 200
-    assert response.headers["x-request-id"] == "id-1"
-    assert "server" not in response.headers
-    request = scheduler.request()
-    params = request.params
-    assert unpack(request.token_ids).tolist() == [5, 6, 7]
-    assert (request.num_prompt_tokens, request.priority, request.cache_salt) == (3, -2, "pepper")
-    assert request.request_id == "id-1"
-    assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (33, 0.5, 0.25, 9)
-    assert (params.min_p, params.seed, params.min_tokens) == (0.125, 77, 3)
-    assert (params.stop_token_ids, params.eos_token_ids) == ((8, 9), (2,))
-    assert params.bad_words == (tuple(ids_of("the")), tuple(ids_of(" the")))
-    frontend.post("/v1/completions", {**asked, "ignore_eos": True, "seed": None})
-    assert scheduler.request(1).params.eos_token_ids == ()
-    assert scheduler.request(1).params.seed != 77
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_string_over_several_tokens_cuts_the_text_and_ends_the_request(
     frontend: Frontend, scheduler: ScriptedScheduler, stream: bool
@@ -114,12 +89,6 @@ def test_stop_string_before_min_tokens_is_text(frontend: Frontend, scheduler: Sc
     scheduler.script(lambda request: one_by_one(request, ids))
     body = {"prompt": "x", "stop": ".", "min_tokens": ids.index(ids_of("b")[0])}
     assert frontend.post("/v1/completions", body).json()["choices"][0]["text"] == "a.b"
-
-
-def test_stop_reason_is_the_stop_token(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
-    scheduler.script(answering("x", stop_reason=42))
-    choice = frontend.post("/v1/completions", {"prompt": "x", "stop_token_ids": [42]}).json()["choices"][0]
-    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", 42)
 
 
 def test_tokens_of_one_step_are_one_event(frontend: Frontend, scheduler: ScriptedScheduler) -> None:

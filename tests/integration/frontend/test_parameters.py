@@ -1,6 +1,5 @@
 """Each parameter of a body: the request to the engine, and its effect on the answer."""
 
-import asyncio
 import json
 
 import pytest
@@ -19,7 +18,6 @@ from tests.integration.frontend.scripted import (
     ids_of,
     one_by_one,
     prompt_of,
-    tokens,
 )
 from tests.integration.frontend.streams import events
 
@@ -49,37 +47,6 @@ def test_choices_of_n_are_in_order_with_distinct_seeds_and_each_prompt_counts_on
     assert usage["prompt_tokens_details"] == {"cached_tokens": 0 + 3}
 
 
-async def test_streams_of_n_interleave_and_keep_their_texts_apart(
-    frontend: Frontend, scheduler: ScriptedScheduler
-) -> None:
-    said = ["one two three", "four five six", "seven eight"]
-
-    def turns(request: GenerateRequest) -> list[RequestOutputs]:
-        """Send a token of each choice in turn; each ends in its own message."""
-        if len(scheduler.requests) < 3:
-            return []
-        each = [ids_of(text) for text in said]
-        steps = []
-        for index in range(max(map(len, each))):
-            steps += [
-                tokens(r.number, [ids[index]], index)
-                for r, ids in zip(scheduler.requests, each, strict=True)
-                if index < len(ids)
-            ]
-        return [*steps, *(ended(r.number) for r in scheduler.requests)]
-
-    scheduler.script(turns)
-    async with asyncio.timeout(60), frontend.async_client() as client:
-        stream = await client.chat.completions.create(model="demo", messages=[USER], n=3, stream=True)
-        texts, roles, finished = ["", "", ""], [0, 0, 0], []
-        async for chunk in stream:
-            (choice,) = chunk.choices
-            roles[choice.index] += choice.delta.role == "assistant"
-            texts[choice.index] += choice.delta.content or ""
-            finished += [choice.index] * (choice.finish_reason == "stop")
-    assert (texts, roles, sorted(finished)) == (said, [1, 1, 1], [0, 1, 2])
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_string_and_stop_token_are_shown_on_request(
     frontend: Frontend, scheduler: ScriptedScheduler, stream: bool
@@ -89,7 +56,8 @@ def test_stop_string_and_stop_token_are_shown_on_request(
     def text_of(**fields: object) -> str:
         response = frontend.post(COMPLETIONS, {"prompt": "x", "stream": stream, **fields})
         choices = [e["choices"][0] for e in events(response)] if stream else response.json()["choices"]
-        assert choices[-1]["finish_reason"] == "stop"
+        ends = fields.get("stop_token_ids") or [fields["stop"]]
+        assert [choices[-1][f"{name}_reason"] for name in ("finish", "stop")] == ["stop", *ends]
         return "".join(choice["text"] for choice in choices)
 
     *others, last = ids_of("one two")

@@ -102,12 +102,6 @@ def test_event_has_as_many_tokens_as_the_request_asks_for(
     assert (ids, done) == ([said[:1], said[1:4], said[4:7], said[7:]], "[DONE]")
 
 
-def test_official_client_reads_line_ends_of_all_kinds(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
-    scheduler.script(answering(LINE_ENDS))
-    with frontend.client().completions.create(model="demo", prompt="x", stream=True) as stream:
-        assert "".join(chunk.choices[0].text for chunk in stream) == LINE_ENDS
-
-
 def test_http_1_0_client_reads_until_the_connection_ends(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     with SseClient(frontend, version="1.0") as client:
         client.post(prompt="x")
@@ -120,18 +114,6 @@ def test_http_1_0_client_reads_until_the_connection_ends(frontend: Frontend, sch
         assert client.socket.recv(1) == b""
     assert len(said) > 3
     assert texts(events_of(answer.body)) == {0: FIRST + " a body without any chunks"}
-
-
-def test_connection_serves_one_stream_after_another(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
-    with SseClient(frontend) as client:
-        for text in (" first", " second", " third"):
-            scheduler.script(silent)
-            client.post(prompt="x")
-            number = begin(client, scheduler)
-            scheduler.send(tokens(number, ids_of(text), 1))
-            assert len(events_of(client.read())) == 1
-            scheduler.send(ended(number))
-            assert texts(events_of(client.read_all().body)) == {0: FIRST + text}
 
 
 def test_requests_sent_at_once_are_answered_in_order(frontend: Frontend, scheduler: ScriptedScheduler) -> None:

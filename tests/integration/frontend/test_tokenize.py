@@ -57,11 +57,6 @@ def test_many_tokens_and_back(frontend: Frontend, scheduler: ScriptedScheduler) 
     assert frontend.post("/detokenize", {"tokens": ids}).json() == {"prompt": text}
 
 
-def test_text_longer_than_the_context_is_tokenized(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
-    answer = frontend.post("/tokenize", {"prompt": "a b c d " * CONTEXT}).json()
-    assert answer["count"] > answer["max_model_len"]
-
-
 @pytest.mark.parametrize(("path", "more"), [("/tokenize", {}), ("/v1/completions", {"truncate_prompt_tokens": 5})])
 def test_a_text_that_would_fill_the_memory_is_not_tokenized(
     frontend: Frontend, scheduler: ScriptedScheduler, path: str, more: dict[str, object]

@@ -177,13 +177,17 @@ def test_each_of_several_choices_has_its_own_calls(spoken: Any) -> None:
         answer = client.chat.completions.create(model="demo", messages=ASK, tools=TOOLS, n=3)
         scheduler.script(alternating)
         with client.chat.completions.stream(model="demo", messages=ASK, tools=TOOLS, n=3) as stream:
-            for _ in stream:
-                pass
+            deltas = [
+                (event.chunk.choices[0].index, event.chunk.choices[0].delta)
+                for event in stream
+                if event.type == "chunk"
+            ]
             final = stream.get_final_completion()
     for choices in (answer.choices, sorted(final.choices, key=lambda c: c.index)):
         assert [calls_of(choice) for choice in choices] == [CALLS, [], CALLS]
         assert [choice.finish_reason for choice in choices] == ["tool_calls", "stop", "tool_calls"]
         assert choices[1].message.content == "plain text"
+    assert sorted(index for index, delta in deltas if delta.role) == [0, 1, 2], "once for each"
 
 
 def test_tool_choice_none_leaves_the_text_unchanged_and_the_tools_in_the_prompt(spoken: Any) -> None:

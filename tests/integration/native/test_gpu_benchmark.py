@@ -27,13 +27,13 @@ from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.runner import NativeRunner
 from services.worker.weights import open_checkpoint
 from tests.benchmarks.gpu import parts
-from tests.benchmarks.gpu.__main__ import LIMIT, figures, main
+from tests.benchmarks.gpu.__main__ import LIMIT, main
 from tests.benchmarks.gpu.engine import StageEngine
 from tests.benchmarks.gpu.parts import IN_CI, ON_PROCESSOR, PARTS, PROMPT, WANTED, MeasuredPart, answers, preference
 from tests.benchmarks.gpu.processes import kill_tree, run_within
-from tests.benchmarks.gpu.saved import SavedRows, write_json
+from tests.benchmarks.gpu.saved import SavedRows
 from tests.benchmarks.gpu.served import rates, write_checkpoint
-from tests.benchmarks.gpu.shapes import SHAPES, TINY, head_parameters, product_parameters
+from tests.benchmarks.gpu.shapes import SHAPES, TINY
 from tests.benchmarks.gpu.target import tiny
 from tests.benchmarks.gpu.waits import counted_waits
 from tests.unit.native.lazy_device import LazyEvent, LazyStream
@@ -76,12 +76,6 @@ def test_a_part_that_fails_leaves_its_output(
     assert main(["machine", "--out", str(tmp_path)]) == 1
     assert "torch finds no GPU" in capsys.readouterr().out
     assert "torch finds no GPU" in (tmp_path / "machine.log").read_text()
-
-
-def test_figures_are_one_line_without_the_output_of_tests(tmp_path: Path) -> None:
-    file = tmp_path / "gap.json"
-    write_json(file, {"rows": [{"gap": 1.5}], "output": "5 passed"})
-    assert figures(file) == '{"rows": [{"gap": 1.5}]}'
 
 
 def test_a_process_that_takes_too_long_is_killed_and_its_output_kept(tmp_path: Path) -> None:
@@ -198,12 +192,6 @@ def test_an_engine_frees_its_model_for_the_next_one() -> None:
     assert model() is None
 
 
-def test_floor_and_prefill_state_a_share(results: dict[str, Any]) -> None:
-    for part in ("floor", "prefill"):
-        (row,) = results[part]["rows"]
-        assert math.isfinite(row["share"])
-
-
 def test_waits_are_counted_with_and_without_drafts(results: dict[str, Any]) -> None:
     """With drafts a step waits for the number of accepted ones and for the next ones."""
     rows = results["syncs"]["rows"]
@@ -257,13 +245,6 @@ def test_the_tests_for_a_gpu_are_collected_by_a_pytest_without_plugins(
     assert result["passed"], result["output"]
     assert "torch" in result["output"]
     assert re.search(r"\b\d{1,3} skipped", result["output"])
-
-
-def test_shapes_have_the_parameters_of_their_names() -> None:
-    for name, billions in (("llama-3.2-1b", 1.24), ("llama-3.1-8b", 8.03)):
-        shape = SHAPES[name]
-        total = product_parameters(shape) + head_parameters(shape) * (1 if shape.tied else 2)
-        assert total / 1e9 == pytest.approx(billions, rel=0.01)
 
 
 def test_a_random_checkpoint_can_be_served(tmp_path: Path) -> None:

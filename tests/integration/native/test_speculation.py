@@ -153,22 +153,6 @@ def test_drafted_and_accepted_do_not_depend_on_depth(llama: Family, alone: list[
 
 
 @pytest.mark.usefixtures("scripted")
-def test_number_of_drafts_may_change_from_step_to_step(llama: Family, alone: list[DrivenRequest]) -> None:
-    """Also to none, and planned drafts may be missing: the drafter has no answers for half of the requests."""
-    driver = RunnerDriver(llama.path, speculation=Speculation("scripted", 4))
-    requests = crowd(driver, alone)
-    for request in requests[::2]:
-        del script(driver).answers[request.slot]
-    wanted = [4, 0, 1, 3, 0, 0, 2]
-    while any(len(request.output) < TOKENS for request in requests):
-        driver.k = wanted[driver.steps % len(wanted)]
-        driver.step([(request, request.known - request.computed) for request in requests])
-    assert_equal(requests, alone)
-    assert not any(request.drafted for request in requests[::2])
-    assert all(request.accepted for request in requests[1::2])
-
-
-@pytest.mark.usefixtures("scripted")
 def test_rows_change_places_and_requests_skip_steps(llama: Family, alone: list[DrivenRequest]) -> None:
     """Drafts belong to slots, not rows, and stay there for requests that skip a step (latest drafts)."""
     driver, rng = RunnerDriver(llama.path, speculation=Speculation("scripted", 3)), np.random.default_rng(4)

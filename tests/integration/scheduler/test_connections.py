@@ -9,7 +9,6 @@ from protocol.codec import encode, pack
 from protocol.handshake import Hello
 from protocol.membership import EndEpoch, Heartbeat, Register
 from protocol.requests import AbortRequest, EnginePhase, EngineState, RequestOutputs
-from protocol.steps import ModelRunnerOutput
 from protocol.transport import Client, HandshakeRefused
 from protocol.transport import server as transport
 from services.scheduler.io.frontends import FrontendConnections
@@ -82,14 +81,6 @@ def test_a_frontend_that_left_is_found_by_its_outputs(frontends: Frontends) -> N
     frontends.connections.send_if_connected(0, STATE)
     frontends.connections.count_error(0, ValueError("late"))
     assert frontends.connections.take_gone() == [], "once only"
-
-
-def test_a_frontend_that_comes_back_gets_a_new_number(frontends: Frontends) -> None:
-    frontends.connect().close()
-    client = frontends.connect()
-    until(lambda: frontends.has_lost(0))
-    assert [number for number, message in frontends.received if isinstance(message, Hello)] == [0, 1]
-    client.close()
 
 
 def test_frontends_that_left_use_up_no_room(frontends: Frontends, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,14 +161,6 @@ def test_a_worker_that_was_refused_is_turned_away_and_dropped(workers: Workers) 
     close(clients)
 
 
-def test_the_end_of_an_epoch_is_sent_on_both_connections(workers: Workers) -> None:
-    peer, clients = workers.register("host:1")
-    workers.connections.send(peer, EndEpoch(1, "a rank was lost"), everywhere=True)
-    for client in clients:
-        until(lambda c=client: c.receive_now() is not None)  # type: ignore[misc]
-    close(clients)
-
-
 @pytest.mark.parametrize("how", ["refused", "registered", "connected"])
 def test_workers_that_left_use_up_no_room(workers: Workers, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """A worker has two connections: room for four is room for two workers."""
@@ -243,19 +226,3 @@ def test_name_is_free_after_its_connection_has_left(workers: Workers) -> None:
     second, clients = workers.register("host:1")
     assert second != first
     close(clients)
-
-
-def test_results_without_a_worker_and_on_the_wrong_connection_are_dropped(workers: Workers) -> None:
-    result = ModelRunnerOutput(1, 1, b"", b"", b"", b"")
-    peer, clients = workers.register("host:1")
-    clients[0].send(result)
-    until(lambda: (workers.pump(), peer in workers.gone)[1])
-    with pytest.raises(HandshakeRefused, match="results belong on the connection for results"):
-        until(lambda: (clients[0].receive_now(), False)[1])
-    clients[1].send(result)  # its worker is gone
-    other, others = workers.register("host:2")
-    others[1].send(result)
-    until(lambda: (workers.pump(), (other, result) in workers.received)[1])
-    assert [sender for sender, message in workers.received if message == result] == [other]
-    close(clients)
-    close(others)

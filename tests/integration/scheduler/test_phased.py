@@ -50,11 +50,3 @@ def test_rigid_ranks_answer_as_others_do_and_are_never_waited_for(tmp_path: Path
     tokens, trace = answers(tmp_path / "synchronous", {**PHASED, "batch_queue_depth": 1}, RIGID)
     assert tokens == expected
     assert steps_ahead(trace)[0] == 0
-
-
-@pytest.mark.timeout(300)
-def test_rigid_stages(tmp_path: Path) -> None:
-    """With two stages all decodes are in one step, which is correct and leaves a stage idle."""
-    expected, _ = answers(tmp_path / "chunked", LIMITS, SIM)
-    tokens, _ = answers(tmp_path / "pp2", {**PHASED, "pipeline_parallel_size": 2}, RIGID, 2)
-    assert tokens == expected

@@ -191,17 +191,6 @@ def test_the_end_of_the_epoch_ends_the_wait_for_a_partner_without_the_step(pair:
     pair.end_epoch()
 
 
-def test_heartbeats_report_the_last_step_of_each_rank(pair: RankPair) -> None:
-    """Only the output rank sends results; the heartbeats of the other one show its progress."""
-    pair.serve()
-    pair.answers(3)
-    for rank in pair.ranks:
-        while (beat := rank.scheduler.wait_heartbeat()).last_step_id != 3:
-            pass
-        assert beat.epoch == pair.epoch
-    pair.end_epoch()
-
-
 def test_the_loss_of_the_scheduler_ends_the_wait_of_a_rank_that_hangs(pair: RankPair) -> None:
     """Without a scheduler its epoch cannot be ended; its partner stays."""
     pair.serve()

@@ -17,12 +17,9 @@ from protocol.codec import pack
 from protocol.epochs import NUMBER_BITS
 from protocol.membership import InitializeCache, Loaded, LoadFailed, LoadProgress, Ready, Register, Shard, Shutdown
 from protocol.steps import ModelRunnerOutput, ReleaseSlots, StepFault, StepTimes
-from services.config import WorkerConfig
 from services.worker.backends.sim import SimRunner
-from services.worker.result_sender import RESULTS_KEPT
 from services.worker.service import EXIT_FAULT, EXIT_LOST, EXIT_MODEL, EXIT_REFUSED, Worker
 from tests.integration.worker.scripted import EPOCH, ScriptedWorkerServer, exit_status, worker_process, worker_thread
-from tests.unit.worker.fake_device import FakeDevice
 from tests.unit.worker.plans import (
     BLOCKS,
     CONTEXT,
@@ -123,18 +120,6 @@ def test_the_kept_result_of_a_repeated_step_is_sent_again(scheduler: ScriptedWor
         assert step_ids([first, third, fourth]) == [1, 3, 4]
 
 
-def test_a_repeated_step_without_a_kept_result_is_a_fault(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
-    with worker_thread(scheduler, tmp_path) as worker:
-        scheduler.serve()
-        plans, request = one_request()
-        steps = [plans.step(request) for _ in range(RESULTS_KEPT + 1)]
-        scheduler.send(*steps, steps[0])
-        fault = scheduler.results(RESULTS_KEPT + 2)[-1]
-        assert isinstance(fault, StepFault)
-        assert fault.error == "step 1 was sent again, but only the last 16 results are kept"
-        assert worker.exit_status() == EXIT_FAULT
-
-
 def test_messages_of_other_epochs_and_bad_frames_are_ignored(
     scheduler: ScriptedWorkerServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -180,20 +165,11 @@ def _token_outside_the_vocabulary(plans: PlanBuilder) -> list[msgspec.Struct]:
     return [good, plans.step(request, plans.admit([VOCAB])), plans.step(request)]
 
 
-def _gap(plans: PlanBuilder) -> list[msgspec.Struct]:
-    request = plans.admit(prompt(1, 6))
-    good = plans.step(request)
-    plans.step_id += 1
-    late = plans.step(request)
-    return [good, late, plans.step(request)]
-
-
 @pytest.mark.parametrize(
     ("script", "step_id", "text"),
     [
         (_short_bitmask, 2, "ProtocolError: the grammar of step 2 has "),
         (_token_outside_the_vocabulary, 2, f"OracleError: slot 1 position 0: token {VOCAB} is not among"),
-        (_gap, 3, "step 3 arrived, but step 2 is next"),
     ],
 )  # fmt: skip
 def test_a_failed_step(
@@ -229,27 +205,6 @@ def test_the_process_of_a_failed_step_exits_with_a_status_of_its_own(
         status, log = exit_status(process)
         assert status == EXIT_FAULT
         assert text in log
-
-
-def test_a_failed_copy(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
-    """The output thread fails, on a FAKE device: the step before has a result, the one after has none."""
-    device = FakeDevice()
-
-    def make_runner(config: WorkerConfig) -> SimRunner:
-        return SimRunner(config, lambda: device, full_check=True)
-
-    with worker_thread(scheduler, tmp_path, make_runner) as worker:
-        scheduler.serve()
-        plans, request = one_request()
-        scheduler.send(plans.step(request))
-        scheduler.results(1)
-        device.failing_copy = OSError("the copy failed")
-        scheduler.send_while_there(plans.step(request), plans.step(request))
-        (fault,) = scheduler.results(1)
-        assert fault == StepFault(EPOCH, 2, "OSError: the copy failed")
-        assert worker.exit_status() == EXIT_FAULT
-    assert scheduler.received[-1] is fault
-    assert not device.violations
 
 
 # -- leaving -----------------------------------------------------------------------------------------------------

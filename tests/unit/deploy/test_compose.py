@@ -138,20 +138,6 @@ def test_images_are_targets_of_the_dockerfile_at_this_version() -> None:
         assert definition["build"]["args"] == {"BASE_IMAGE": default[1]}
 
 
-def test_every_overlay_is_tested_with_docker() -> None:
-    assert OVERLAYS == [
-        "api-key",
-        "engines",
-        "frontends",
-        "gpu",
-        "kv-keeper",
-        "model",
-        "observability",
-        "vllm",
-        "vllm-gpu",
-    ]
-
-
 @pytest.mark.parametrize(
     "overlay", [name for name in OVERLAYS if name not in ("engines", "kv-keeper", "observability")]
 )

@@ -146,35 +146,6 @@ def test_bad_word_needs_all_its_tokens_in_the_output(new_batch: NewBatch) -> Non
     assert batch.outputs[0] == [9, 9, 8, 9, 9, 8]
 
 
-def test_penalised_requests_join_and_leave_a_running_batch(new_batch: NewBatch) -> None:
-    """A runs without penalties; B joins, leaves; C takes its slot."""
-    rng, steps = np.random.default_rng(2), 30
-    noise = {name: rng.normal(0, 1, (steps, VOCAB)).astype(np.float32) for name in "abc"}
-    for rows in noise.values():
-        rows[:, :6] += 3
-    story = {
-        "a": (2, 0, steps, params()),
-        "b": (1, 4, 15, CASES["all-penalties"]),
-        "c": (1, 16, steps, params(frequency_penalty=-2.0, repetition_penalty=0.5)),
-    }
-    batch, expected = new_batch(), {name: [] for name in story}
-    said: dict[str, list[int]] = {}
-    for step in range(steps):
-        here = [name for name, (_, first, last, _) in story.items() if first <= step < last]
-        for name in here:
-            slot, first, _, wanted = story[name]
-            if step == first:
-                batch.add(slot, [0, LAST], wanted)
-            row = expected_row(torch.from_numpy(noise[name][step]), wanted, [0, LAST], expected[name])
-            expected[name].append(int(row.argmax()))
-        slots = [story[name][0] for name in here]
-        batch.sample(slots, torch.from_numpy(np.stack([noise[name][step] for name in here])))
-        said |= {name: list(batch.outputs[slot]) for name, slot in zip(here, slots, strict=True)}
-    assert said == expected
-    plain = [int(noise["b"][step].argmax()) for step in range(4, 15)]
-    assert said["b"] != plain
-
-
 def test_rules_hold_at_every_draft(new_batch: NewBatch) -> None:
     """The history of a draft is what is confirmed and the drafts before it; counts of rejected ones are taken back."""
     rng, batch = np.random.default_rng(8), new_batch()
@@ -226,22 +197,6 @@ def test_a_slot_never_inherits_counts(new_batch: NewBatch) -> None:
         batch.add(0, [7], wanted)
         left, _ = batch.sample([0], row)
         assert torch.equal(left, row)
-
-
-def test_a_resumed_request_counts_what_it_said_before(new_batch: NewBatch) -> None:
-    rng, wanted = np.random.default_rng(3), CASES["all-penalties"]
-    rows = torch.tensor(rng.normal(0, 1, (20, 1, VOCAB)), dtype=torch.float32)
-    rows[..., :5] += 3
-    whole, parts = new_batch(), new_batch()
-    for batch in (whole, parts):
-        batch.add(0, [1, 2, 3], wanted)
-    for number, row in enumerate(rows):
-        if number in (5, 11):
-            slot = number
-            parts.add(slot, [1, 2, 3], wanted, parts.outputs[0 if number == 5 else 5])
-        now = 0 if number < 5 else 5 if number < 11 else 11
-        assert torch.equal(whole.sample([0], row)[0], parts.sample([now], row)[0])
-    assert parts.outputs[11] == whole.outputs[0]
 
 
 def test_only_slots_with_penalties_cost_memory() -> None:
@@ -396,18 +351,3 @@ def test_logprobs_at_every_size_of_vocabulary(new_batch: NewBatch, vocab: int) -
         assert rows.token_ids[1:].tolist() == order.tolist()
         np.testing.assert_allclose(rows.values[1:], row[0].log_softmax(-1)[order], atol=2e-5, rtol=1e-6)
         assert rows.token_ranks.tolist() == [1]
-
-
-def test_logprobs_do_not_depend_on_the_batch(new_batch: NewBatch) -> None:
-    rng = np.random.default_rng(6)
-    logits = torch.tensor(rng.normal(0, 3, (SLOTS, VOCAB)), dtype=torch.float32)
-    together, alone = new_batch(), new_batch()
-    for batch in (together, alone):
-        for slot in range(SLOTS):
-            batch.add(slot, [1], params(logprobs=slot % 21, temperature=slot % 2 * 1.0, seed=slot))
-    _, result = together.sample(list(range(SLOTS)), logits)
-    rows = scores_of(result)
-    for slot in range(SLOTS):
-        _, one = alone.sample([slot], logits[slot : slot + 1])
-        ours = rows.select(rows.owners == slot)
-        assert ours.to_message() == scores_of(one).to_message()

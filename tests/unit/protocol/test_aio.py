@@ -9,7 +9,7 @@ import uvloop
 
 from protocol.codec import encode
 from protocol.membership import Heartbeat, LoadFailed
-from protocol.transport import HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow, Server
+from protocol.transport import PeerGone, PeerSlow, Server
 from protocol.transport.aio import AsyncClient
 from protocol.transport.endpoint import HIGH_WATER_MARK
 from tests.unit.protocol.peers import PATIENCE, echoing
@@ -80,18 +80,6 @@ def test_no_frame_is_lost_while_both_sides_send(server: Server, run: Run) -> Non
         run(test)
 
 
-def test_many_round_trips(server: Server, run: Run) -> None:
-    async def test() -> None:
-        client = await connect(server.endpoint)
-        for i in range(500):
-            client.send(Heartbeat(1, i))
-            assert await client.receive() == encode(Heartbeat(1, i))
-        client.close()
-
-    with echoing(server):
-        run(test)
-
-
 def test_cancelled_receive_loses_no_frame(server: Server, run: Run) -> None:
     async def test() -> None:
         client = await connect(server.endpoint)
@@ -155,27 +143,6 @@ def test_server_that_does_not_read_never_blocks_the_loop(server: Server, run: Ru
             client = await connect(server.endpoint)
         with pytest.raises(PeerSlow):
             flood(client)
-        client.close()
-
-    run(test)
-
-
-def test_handshake_is_refused(server: Server, run: Run) -> None:
-    async def test() -> None:
-        client = AsyncClient(server.endpoint)
-        with pytest.raises(HandshakeRefused, match="'bench' may not connect"):
-            await client.handshake("bench", "", PATIENCE)
-        client.close()
-
-    with echoing(server):
-        run(test)
-
-
-def test_handshake_times_out(endpoint: str, run: Run) -> None:
-    async def test() -> None:
-        client = AsyncClient(endpoint)
-        with pytest.raises(HandshakeTimeout, match="no answer"):
-            await client.handshake("frontend", "", 0.05)
         client.close()
 
     run(test)

@@ -9,19 +9,7 @@ from protocol.codec import encode
 from protocol.handshake import PROBE, PROTOCOL_VERSION, Hello, Refused, Welcome
 from protocol.membership import Heartbeat
 from protocol.transport import HandshakeRefused, HandshakeTimeout, Server
-from tests.unit.protocol.peers import PATIENCE, arrived, connect, echoing, exchange, heartbeats, new_client, raw_dealer
-
-
-def test_handshake_then_messages(server: Server) -> None:
-    client = new_client(server.endpoint)
-    with echoing(server):
-        client.handshake("worker", "node-1", PATIENCE)
-        client.send(Heartbeat(1, 2))
-        frame = client.receive(PATIENCE)
-    assert frame is not None
-    assert heartbeats.decode(frame) == Heartbeat(1, 2)
-    assert [(hello.role, hello.name) for hello in server.peers.values()] == [("worker", "node-1")]
-    assert not server.errors
+from tests.unit.protocol.peers import PATIENCE, arrived, connect, echoing, exchange, new_client, raw_dealer
 
 
 @pytest.mark.parametrize("version", [(3, 5), (1, 9)])
@@ -102,14 +90,6 @@ def test_server_with_another_protocol_is_refused(endpoint: str) -> None:
         assert answer is not None
         with pytest.raises(HandshakeRefused, match="has another protocol"):
             client.check_welcome(answer)
-
-
-def test_accepted_peer_can_be_refused_later(server: Server) -> None:
-    client, peer = connect(server)
-    server.refuse(peer, "the group is complete")
-    with pytest.raises(HandshakeRefused, match="the group is complete"):
-        client.receive(PATIENCE)
-    assert peer not in server.peers
 
 
 def test_refusal_with_a_long_reason_is_recognised(server: Server) -> None:

@@ -118,30 +118,6 @@ def test_full_table_has_room_for_a_peer_after_others_have_left(server: Server, m
     exchange(server, stays, peer)
 
 
-def test_messages_keep_their_order(server: Server) -> None:
-    client, peer = connect(server)
-    for i in range(2000):
-        client.send(Heartbeat(1, i))
-    assert [arrived(server)[1] for _ in range(2000)] == [encode(Heartbeat(1, i)) for i in range(2000)]
-    for i in range(2000):
-        server.send(peer, Heartbeat(2, i))
-    assert [client.receive(PATIENCE) for _ in range(2000)] == [encode(Heartbeat(2, i)) for i in range(2000)]
-
-
-def test_server_is_gone_after_its_last_message_was_read(endpoint: str) -> None:
-    server = Server(endpoint, {"worker"})
-    client, peer = connect(server)
-    server.send(peer, Heartbeat(1, 1))
-    assert client.socket.poll(1000 * PATIENCE)
-    server.close()
-    assert client.receive(PATIENCE) == encode(Heartbeat(1, 1))
-    for _ in range(2):
-        with pytest.raises(PeerGone, match="closed the connection"):
-            client.receive(PATIENCE)
-    with pytest.raises(PeerGone):
-        client.send(Heartbeat(1, 1))
-
-
 def test_queued_messages_arrive_although_the_server_closes_at_once(endpoint: str) -> None:
     server = Server(endpoint, {"worker"})
     client, peer = connect(server)

@@ -82,15 +82,6 @@ def tokens(step: InflightStep) -> int:
     return int(step.counts.sum())
 
 
-def test_uneven_cohorts_are_even_after_one_round() -> None:
-    pipeline = Pipeline(limits())
-    for size in (7, 13, 2, 10):
-        pipeline.cohort(size)
-    sizes = [tokens(pipeline.step()) for _ in range(12)]
-    assert sum(sizes[:4]) <= 32
-    assert sizes[4:] == [8] * 8
-
-
 @pytest.mark.parametrize("seed", range(40))
 def test_microbatches_differ_by_one_decode_after_two_rounds(seed: int) -> None:
     rng = Random(seed)

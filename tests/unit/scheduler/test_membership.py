@@ -469,16 +469,6 @@ def test_groups_that_never_serve_are_not_formed_for_ever() -> None:
     assert g.status.detail == "5 groups of workers in a row were lost before they served: worker host:1 is gone"
 
 
-def test_an_epoch_that_finished_a_step_is_not_futile() -> None:
-    g = group()
-    for _ in range(3 * MAX_FUTILE_EPOCHS):
-        g.serve("a")
-        g.on_dispatch(1, 0.0)
-        g.on_result(g.epoch, 1, 0.5)
-        g.lose("a", 1.0)
-    assert g.losses.total == 3 * MAX_FUTILE_EPOCHS
-
-
 def test_the_last_loss_may_be_explained_before_the_group_gives_up() -> None:
     g = group()
     for _ in range(MAX_FUTILE_EPOCHS):
@@ -489,15 +479,6 @@ def test_the_last_loss_may_be_explained_before_the_group_gives_up() -> None:
     assert not g.failed
     g.serve("a")
     assert g.epoch == MAX_FUTILE_EPOCHS + 1
-
-
-def test_losses_whose_request_was_found_do_not_end_the_group() -> None:
-    g = group()
-    for _ in range(3 * MAX_FUTILE_EPOCHS):
-        g.serve("a")
-        g.lose("a", 1.0)
-        g.losses.on_explained()
-    assert not g.failed
 
 
 def test_more_blocks_than_the_workers_hold_are_refused_by_flag() -> None:
@@ -752,12 +733,6 @@ def test_a_result_of_an_old_epoch_neither_ends_a_step_nor_proves_the_epoch() -> 
     g.on_result(1, 1, 2.5)
     assert g.losses.futile == 1
     assert [type(a) for a in g.check_at(3.1)] == [Send, Ended]
-
-
-def test_a_worker_that_failed_in_a_step_is_lost() -> None:
-    g = serving("a")
-    assert g.send("a", StepFault(1, 7, "out of memory")) == [Ended(1, "worker host:1 failed in step 7: out of memory")]
-    assert g.names == ""
 
 
 def test_a_worker_whose_result_contradicts_its_plan_is_turned_away() -> None:

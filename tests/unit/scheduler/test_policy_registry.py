@@ -1,6 +1,5 @@
 """Batching policies by name: built-in ones, one that a package registers, and errors that say what to do."""
 
-import subprocess
 import sys
 from pathlib import Path
 from random import Random
@@ -145,12 +144,3 @@ def test_a_policy_that_cannot_be_made(site: Path, body: str, says: str) -> None:
     sys.modules.pop("unusable_policy", None)
     with pytest.raises(ValueError, match=says):
         make_policy(SchedulerConfig(batching_policy="mine"), LIMITS)
-
-
-def test_the_scheduler_ends_with_one_line_if_there_is_no_such_policy(tmp_path: Path) -> None:
-    endpoints = [f"--{name}-endpoint=ipc://{tmp_path}/{name}" for name in ("client", "worker")]
-    command = [sys.executable, "-m", "services.cli", "scheduler", "--batching-policy", "fifo", *endpoints]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 1
-    (line,) = ended.stderr.splitlines()
-    assert "--batching-policy fifo: there is no such policy; choose one of chunked, balanced, phased" in line

@@ -181,18 +181,6 @@ def running(depth: int = 2) -> tuple[EngineCore, Counting, list[SchedulerOutput]
     return core, grammar, plans(core)
 
 
-def test_the_second_step_waits_and_the_third_is_not_formed() -> None:
-    core, grammar, plans = running(depth=3)
-    assert [plan.has_structured_output_requests for plan in plans] == [True, True]
-    assert grammar.filled == 1
-    assert list(core.dispatch()) == []
-    core.on_result(result_of(plans[0], (5, 40)))
-    mask, third = core.dispatch()
-    assert (mask.step_id, bits(mask)) == (2, {0: [6]})
-    assert isinstance(third, SchedulerOutput)
-    assert third.step_id == 3
-
-
 def test_a_step_without_a_constrained_row_that_samples_needs_none() -> None:
     """The first chunk of a constrained prompt, beside a request that decodes."""
     core = engine(1)

@@ -344,17 +344,13 @@ def test_the_gap_between_forward_passes_is_measured(connection: ResultConnection
     assert [gap for gap, _ in waits(connection, *steps)] == [0.0, 0.25, 0.5]
 
 
-def test_idle_minutes_are_neither_a_gap_nor_a_wait_for_a_prepared_step(connection: ResultConnection) -> None:
-    """The worker waits 600 s for a plan, which it prepares in a quarter of a second."""
-    steps = (0.0, 1.0, 2.0, 2.0), (600.0, 603.0, 603.25, 603.25)
-    assert waits(connection, *steps) == [(0.0, 0.0), (0.25, 0.25)]
-
-
-def test_a_wait_for_a_plan_during_the_step_before_shortens_no_gap(connection: ResultConnection) -> None:
-    steps = (0.0, 1.0, 2.0, 2.0), (0.75, 2.75, 3.25, 3.25)
-    assert waits(connection, *steps)[1] == (0.25, 0.25)
-
-
-def test_only_the_part_of_a_wait_that_lies_in_the_gap_is_taken_out(connection: ResultConnection) -> None:
-    steps = (0.0, 1.0, 2.0, 2.0), (1.0, 3.5, 3.75, 3.75)
-    assert waits(connection, *steps)[1] == (0.25, 0.25)
+@pytest.mark.parametrize(
+    "second",
+    [(600.0, 603.0, 603.25, 603.25), (0.75, 2.75, 3.25, 3.25), (1.0, 3.5, 3.75, 3.75)],
+    ids=["idle minutes", "a wait during the step before", "a wait that begins before the gap"],
+)
+def test_waits_for_a_plan_are_not_in_a_gap_and_shorten_none(
+    connection: ResultConnection, second: tuple[float, float, float, float]
+) -> None:
+    """After a step that ended at 3.0, a gap of a quarter of a second is left."""
+    assert waits(connection, (0.0, 1.0, 2.0, 2.0), second) == [(0.0, 0.0), (0.25, 0.25)]

@@ -1,7 +1,5 @@
 """Constrained rows whose masks are late are left out on the simulator, and delay nobody. On a VIRTUAL clock."""
 
-import threading
-
 import numpy as np
 import pytest
 
@@ -9,7 +7,7 @@ from protocol.codec import unpack
 from protocol.membership import Speculation
 from protocol.steps import NO_DRAFT, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from services.worker.backends.sim.device.simulated import SimDevice
-from services.worker.runner import Output, RanksLost
+from services.worker.runner import Output
 from tests.unit.worker.plans import (
     GREEDY,
     VOCAB,
@@ -28,7 +26,6 @@ from tests.unit.worker.virtual_clock import VirtualClock
 
 STEP = 0.010
 """Seconds."""
-PATIENCE = 60.0
 
 
 EVEN = bits(*range(0, VOCAB, 2))
@@ -117,21 +114,6 @@ def test_a_row_that_is_left_out_proposes_no_drafts() -> None:
     assert set(of_bound) == {NO_DRAFT}
 
 
-def test_a_step_waits_while_nobody_else_could_begin() -> None:
-    """The next step has only the row that waits for the same masks; they come 30 ms after the forward pass."""
-    both = Neighbours()
-    began = both.clock.now
-    plan, _ = first = both.launch(both.bound)
-    second = both.launch(both.bound)
-    both.clock.now += STEP + 0.030
-    both.runner.add_masks(both.masks(plan))
-    both.runner.add_masks(both.masks(second[0]))
-    times = [both.apply(first).times, both.apply(second).times]
-    assert [time.sampled - began for time in times] == pytest.approx([STEP + 0.030, 2 * STEP + 0.030])
-    assert len(both.bound.outputs) == 2
-    both.assert_answered()
-
-
 def test_time_in_which_the_host_is_busy_is_no_time_of_the_device() -> None:
     """The result is read 50 ms late: masks that came meanwhile serve the row, and nobody is delayed."""
     both = Neighbours()
@@ -142,28 +124,6 @@ def test_time_in_which_the_host_is_busy_is_no_time_of_the_device() -> None:
     assert [time.sampled - began for time in times] == pytest.approx([STEP, 2 * STEP])
     assert (len(both.free.outputs), len(both.bound.outputs)) == (2, 1)
     both.assert_answered()
-
-
-def test_the_end_of_an_epoch_during_a_wait() -> None:
-    """The thread that waits for the result gets RanksLost; the masks that come afterwards are nobody's."""
-    both = Neighbours()
-    _, output = both.launch(both.bound)
-    raised: list[BaseException] = []
-
-    def get() -> None:
-        try:
-            output.get()
-        except RanksLost as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=get)
-    thread.start()
-    thread.join(0.05)
-    assert thread.is_alive()
-    both.runner.abort()
-    thread.join(PATIENCE)
-    assert [str(error) for error in raised] == ["the epoch has ended"]
-    both.runner.leave()
 
 
 def test_the_launching_thread_never_waits_for_masks() -> None:

@@ -129,19 +129,6 @@ def test_drafts_end_at_the_end_of_the_context() -> None:
     assert_answered(life)
 
 
-def test_a_row_without_drafts_uses_none() -> None:
-    """Latest drafts: those of an earlier step are not used later."""
-    life = RequestLife(prompt(1, 8), GREEDY)
-    batch = RunnerUnderTest(drafting("always"), 1)
-    batch.admit(life)
-    for propose in (3, 3, 0, 3):
-        batch.launch(life, propose=propose)
-        if propose == 0:
-            life.request.placeholders = 0
-    assert [drafted for drafted, _ in life.verified] == [0, 3, 3, 0]
-    assert_answered(life)
-
-
 # -- grammars ----------------------------------------------------------------------------------------------------
 
 

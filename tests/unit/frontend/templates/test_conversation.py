@@ -134,20 +134,6 @@ def test_template_gets_the_texts_of_a_message_one_by_one_if_it_shows_each(
     assert prompt in render(text, {"messages": messages, **fields})
 
 
-def test_each_part_of_a_conversation_is_rendered() -> None:
-    """The comparison with transformers proves nothing about a part that a template ignores."""
-    hermes = FILES["hermes"]
-    prompt = render(hermes, BODIES["call and result"])
-    assert '"name": "get_weather", "arguments": {"city": "Köln", "days": [1, 2.5, null]}' in prompt
-    assert '<tool_response>\n{"rain": true}' in prompt
-    assert "Das Wetter <jetzt>" in prompt
-    assert "<think>\nHm.\n</think>" in render(hermes, BODIES["reasoning"])
-    assert render(hermes, BODIES["kwargs"]).endswith("<think>\n\n</think>\n\n")
-    assert render(hermes, BODIES["continued"]).endswith("assistant\nIt rains. ")
-    assert render(FILES["llama3"], BODIES["continued"]).endswith("It rains."), "this one strips messages"
-    assert render(FILES["llama3"], BODIES["more kwargs"]) != render(FILES["llama3"], BODIES["no system"])
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_realistic_templates_pass_their_trial(name: str) -> None:
     ChatTemplate(FILES[name], SPECIAL).try_out()

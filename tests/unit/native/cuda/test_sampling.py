@@ -6,7 +6,6 @@ import torch
 
 from services.worker.kernels.cuda import sampling
 from services.worker.kernels.interface.sampling import DrawColumns, SamplingKernels
-from services.worker.sampling import noise
 from tests.unit.native.cuda.kernel_cases import KernelMaker
 
 ROWS = 6
@@ -49,18 +48,6 @@ def test_choices_in_a_vocabulary_with_more_blocks_than_programs(
     assert ours == SamplingKernels().choose(logits, drawn).tolist()
     alone = DrawColumns(*(column[:1] for column in drawn))
     assert make().sampling.choose(logits[:1].clone(), alone).tolist() == ours[:1]
-
-
-def test_a_draw_without_filters_has_the_noise_of_every_backend(make: KernelMaker) -> None:
-    rng = np.random.default_rng(1)
-    logits = torch.zeros(10, 3000)
-    drawn = columns(rng, 10, 3000)._replace(
-        temperature=np.ones(10, np.float32), min_p=np.zeros(10, np.float32),
-        top_k=np.zeros(10, np.int32), top_p=np.ones(10, np.float32),
-    )  # fmt: skip
-    ids = make().sampling.choose(logits, drawn)
-    values = noise.gumbel(drawn.seed, drawn.position, np.arange(3000))
-    assert (values[np.arange(10), ids] >= values.max(1) - 1e-5).all()
 
 
 def test_greedy_takes_the_lowest_of_equal_maxima(make: KernelMaker) -> None:

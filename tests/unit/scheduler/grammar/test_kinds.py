@@ -9,15 +9,7 @@ import pytest
 
 from protocol.sampling import GrammarKind
 from services.scheduler.grammar.limits import MAX_WHITESPACE
-from tests.unit.scheduler.grammar.support import (
-    EOS,
-    CompilerClient,
-    allowed,
-    matches,
-    random_output,
-    text_of,
-    tokens_of,
-)
+from tests.unit.scheduler.grammar.support import CompilerClient, allowed, matches, random_output, text_of, tokens_of
 
 PERSON = {
     "type": "object",
@@ -233,12 +225,3 @@ def test_refusal_is_one_line_without_internal_state(
     assert any(part in refusal for part in reasons.split("|")), refusal
     assert "\n" not in refusal
     assert not any(word in refusal for word in (str(Path.cwd()), "site-packages", "0x", "<state>", "Traceback", ".rs"))
-
-
-def test_eos_is_allowed_exactly_where_the_output_may_end(compiler: CompilerClient) -> None:
-    grammar = compiler.grammar(GrammarKind.REGEX, "ab?")
-    assert EOS not in allowed(grammar)
-    assert grammar.accept(tokens_of("a")[0])
-    assert allowed(grammar) == {EOS, tokens_of("b")[0]}
-    assert grammar.accept(tokens_of("b")[0])
-    assert allowed(grammar) == {EOS}
