@@ -323,6 +323,9 @@ def play(seed: int, trace: Callable[[str], None] | None = None) -> System:
         system.hub.run(HEAL + 0.1)
         ended = system.hub.run(BOUND, lambda: system.answered and system.serving)
         assert ended, f"not serving, or open after {BOUND:g} s: {_open(system)}"
+        for engine in system.engines:
+            for worker in engine.workers:
+                worker.device.lacks_memory = False  # no step has met it
         probes = [system.draw_request(system.hub.now) for _ in system.frontends]
         for frontend, probe in zip(system.frontends, probes, strict=True):
             probe.leaves_after = None
