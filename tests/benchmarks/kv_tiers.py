@@ -1,12 +1,12 @@
 """Costs and gains of tiers of KV blocks: tiers off, in memory of the host, and on disk.
 
 1. Nothing is found: every prompt is new, so that tiers only cost what writing their blocks costs.
-   Beside it the defaults are compared with memory that does not outlive the worker, and with blocks without names: what
-   these cost where nothing is used (`--new-only --repeats 7` measures this alone).
+   `--new-only --repeats 7` measures this alone, and compares the defaults with memory that does not outlive the worker,
+   and with blocks without names: what these cost where nothing is used.
 2. Prompts come again whose tokens are several times those of the cache: without tiers each one is computed again.
 
-llama.cpp's server (the same model and context, with and without its prompt cache in memory) runs the second load too,
-if it was built (make bench NAME=peers). vLLM's offloading refuses processors without a GPU.
+With `--llama-cpp` its server (the same model and context, with and without its prompt cache in memory) runs the second
+load too, if it was built (make bench NAME=peers). vLLM's offloading refuses processors without a GPU.
 """
 
 import argparse
@@ -71,6 +71,7 @@ def main() -> None:
     add_ints(parser, streams=2, threads=2, input_len=1000, output_len=16, new_output_len=128)
     add_ints(parser, waves=6, cache_tokens=4096, times=3, passes=2, repeats=3)
     parser.add_argument("--new-only", action="store_true", help="only the loads whose prompts are new")
+    parser.add_argument("--llama-cpp", action="store_true", help="also llama.cpp's server")
     args = parser.parse_args()
     context = args.input_len + args.output_len + args.new_output_len
 
@@ -86,7 +87,9 @@ def main() -> None:
             "host": ("--kv-offload-bytes=4G",),
             "disk": (f"--kv-offload-dir={directory}/kv",),
         }
-        unused = {"no keeper": ours(run=("-c", NO_KEEPER)), "no names": ours("--no-enable-prefix-caching")}
+        unused: dict[str, Start] = {}
+        if args.new_only:
+            unused = {"no keeper": ours(run=("-c", NO_KEEPER)), "no names": ours("--no-enable-prefix-caching")}
         new: dict[str, list[Figures]] = {kind: [] for kind in (*kinds, *unused)}
         again: dict[str, list[Figures]] = {kind: [] for kind in kinds}
         for _ in range(args.repeats):
@@ -96,7 +99,7 @@ def main() -> None:
                     again[kind] += repeated(ours(*flags), args)
             for kind, start in unused.items():
                 new[kind].append(new_prompts(start, args))
-    if not (args.new_only or llama_cpp.absent()):
+    if args.llama_cpp and not llama_cpp.absent():
         per_slot = args.cache_tokens // args.streams
         for name, mebibytes in (("llama.cpp off", 0), ("llama.cpp host", 4096)):
             again[name] = repeated(

@@ -77,11 +77,12 @@ class MixedLoad:
             async with http.get(f"{self._url}/v1/models") as response:
                 self._model = (await response.json())["data"][0]["id"]
             until = time.monotonic() + self._args.seconds
+            arrivals = random.Random(self._args.seed)  # the same in every mode
             tasks = [asyncio.create_task(self._short(http, until)) for _ in range(self._args.streams)]
             await asyncio.sleep(1.0)
             while time.monotonic() < until:
                 tasks.append(asyncio.create_task(self._long(http)))
-                await asyncio.sleep(self._rng.expovariate(self._args.prompts_per_second))
+                await asyncio.sleep(arrivals.expovariate(self._args.prompts_per_second))
             await asyncio.gather(*tasks)
 
 

@@ -215,7 +215,7 @@ def flight_recording(running: int) -> dict[str, float]:
 
 
 def recording_main() -> None:
-    repeats = {str(n): [flight_recording(n) for _ in range(REPEATS)] for n in (16, 64, 256)}
+    repeats = {str(n): [flight_recording(n) for _ in range(REPEATS)] for n in (16, 256)}
     best = {n: min(rows, key=lambda row: row["turn_us"]) for n, rows in repeats.items()}
     report(
         "scheduler_cost_recording",

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import statistics
 import sys
 import time
@@ -17,7 +18,18 @@ from rich.table import Table
 
 DIRECTORY = Path("build/bench")
 FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
-
+MICROARCHITECTURES = {
+    (6, 85): "Skylake or Cascade Lake",
+    (6, 106): "Ice Lake",
+    (6, 143): "Sapphire Rapids",
+    (6, 207): "Emerald Rapids",
+    (6, 173): "Granite Rapids",
+    (23, 49): "Zen 2",
+    (25, 1): "Zen 3",
+    (25, 17): "Zen 4",
+    (26, 2): "Zen 5",
+}
+"""Names by family and model, of processors of servers."""
 
 SKIPPED = 77
 """Exit status of a benchmark that this processor cannot run."""
@@ -106,10 +118,12 @@ def processor_features() -> list[str]:
 
 
 def _cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
+    """Return the model's name without its clock; with the microarchitecture, of which virtual machines do not say."""
+    lines = (line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line)
+    found = {key.strip(): value.strip() for key, value in lines}
+    name = re.sub(r"\((R|TM)\)|Intel|Processor|CPU|@.*", "", found.get("model name", platform.processor()))
+    core = MICROARCHITECTURES.get((int(found.get("cpu family", 0)), int(found.get("model", 0))))
+    return " ".join(name.split()) + (f" ({core})" if core else "")
 
 
 def _version(package: str) -> str | None:
