@@ -167,6 +167,17 @@ def check_policy(config: SchedulerConfig) -> None:
         find_policy(config.policy)
 
 
+def check_offload(config: ServeConfig) -> None:
+    """Make the directory of KV blocks. Raises: ConfigurationError, if it cannot be used"""
+    if not config.kv_offload_dir:
+        return
+    from services.worker.runner import LoadError
+    from services.worker.tiers.disk import prepare_directory
+
+    with refusing(LoadError):
+        prepare_directory(config.kv_offload_dir)
+
+
 def check_kv_keeper(config: ServeConfig) -> None:
     """Raises: ConfigurationError, if no keeper answers."""
     if not config.kv_keeper:

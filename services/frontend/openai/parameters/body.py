@@ -87,6 +87,7 @@ def _json(raw: bytes) -> Any:
 
 _PLAIN = {
     "missing": "this field is missing",
+    "none_required": "this field is not supported here",
     "too_short": "at least {min_length} are needed, not {actual_length}",
     "too_long": "at most {max_length} are possible, not {actual_length}",
     "union_tag_invalid": "{tag!r:.100} is not supported here, only {expected_tags}",
