@@ -15,7 +15,7 @@ from typing import Any
 
 from services.cli.engine_set import Command, EngineSet, divided, engine_names, service_names
 from services.cli.model_check import check_drafter, check_sizes, check_tokenizer
-from services.cli.preflight import check_model, check_offload, check_policy
+from services.cli.preflight import check_model, check_policy, check_tiers
 from services.cli.settings import ConfigurationError, merge
 from services.cli.supervisor import Supervisor
 from services.config import OMITTED, SchedulerConfig, ServeConfig, WorkerConfig, flag
@@ -102,7 +102,7 @@ class EngineControl:
         check_tokenizer(config)
         check_drafter(config)
         check_policy(config)
-        check_offload(config)
+        check_tiers(config)
         name = next(self._names)
         commands = self._engines.engine(name, divided(config))
         self._start(commands)

@@ -167,15 +167,22 @@ def check_policy(config: SchedulerConfig) -> None:
         find_policy(config.policy)
 
 
-def check_offload(config: ServeConfig) -> None:
-    """Make the directory of KV blocks. Raises: ConfigurationError, if it cannot be used"""
-    if not config.kv_offload_dir:
-        return
-    from services.worker.runner import LoadError
-    from services.worker.tiers.disk import prepare_directory
+def check_tiers(config: ServeConfig) -> None:
+    """Make the directory of KV blocks, and check the address for other engines.
 
-    with refusing(LoadError):
-        prepare_directory(config.kv_offload_dir)
+    Raises: ConfigurationError, if one cannot be used
+    """
+    if config.kv_peer_address:
+        from protocol.transport import check_endpoint
+
+        with refusing(ValueError, prefix="--kv-peer-address: "):
+            check_endpoint(config.kv_peer_address, config.security)
+    if config.kv_offload_dir:
+        from services.worker.runner import LoadError
+        from services.worker.tiers.disk import prepare_directory
+
+        with refusing(LoadError):
+            prepare_directory(config.kv_offload_dir)
 
 
 def check_kv_keeper(config: ServeConfig) -> None:

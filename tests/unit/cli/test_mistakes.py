@@ -68,6 +68,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("serve", DEMO, "--chat-template", "~no-user/x"), "--chat-template: cannot read ~no-user/x"),
     (("serve", DEMO, "--kv-offload-dir", "{yaml}"), "--kv-offload-dir {yaml}: File exists"),
     (("serve", DEMO, "--kv-offload-dir", "{folder}"), "chmod 700 it, or give a directory of this user"),
+    (("serve", DEMO, "--kv-peer-address", "here"), "--kv-peer-address: 'here' is not an endpoint: use ipc://PATH or"),
     (("serve", DEMO, "--api-key", ""), "--api-key: a key is empty; give a key, or leave the setting out"),
     (("serve", "{weightless}"), "has no safetensors files; convert its .bin files"),
     (("serve", "{incomplete}"), "has no model-2.safetensors, which its index names; download the model again"),
