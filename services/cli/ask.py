@@ -2,13 +2,14 @@
 
 import errno
 import http.client
+import io
 import json
 import os
 import ssl
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 from services.cli.healthcheck import get, own_tls, trusting
@@ -78,8 +79,7 @@ def ask(server: ServerAddress, path: str, body: bytes | None = None) -> bytes:
         with urllib.request.build_opener(*handlers).open(request, timeout=timeout) as answer:
             return bytes(answer.read())
     except urllib.error.HTTPError as error:
-        hint = _KEY_HINT if error.code == 401 else _server_reason(error)
-        raise NoAnswer(f"{url}: status {error.code}{hint}") from None
+        raise NoAnswer(f"{url}: status {error.code}{_server_reason(error.code, error)}") from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         raise NoAnswer(f"{url}: no answer: {reason_of(reason)}") from None
@@ -95,7 +95,7 @@ def first_model(server: ServerAddress) -> str:
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise NoAnswer(f"no server answers at {server.url}: {reason_of(error)}") from None
     if status != 200:
-        raise NoAnswer(f"{server.url}/v1/models: status {status}{_KEY_HINT if status == 401 else ''}")
+        raise NoAnswer(f"{server.url}/v1/models: status {status}{_server_reason(status, io.BytesIO(body))}")
     try:
         return str(json.loads(body)["data"][0]["id"])
     except (KeyError, IndexError, TypeError, ValueError):
@@ -108,10 +108,12 @@ def reason_of(error: object) -> str:
     return os.strerror(number).lower() if number in UNREACHABLE else str(error)
 
 
-def _server_reason(error: urllib.error.HTTPError) -> str:
-    """Return the server's reason after a colon; "" if its body has none."""
+def _server_reason(status: int, body: IO[bytes]) -> str:
+    """Return the server's reason after a colon, or how to give a key; "" if its body has none."""
+    if status == 401:
+        return _KEY_HINT
     try:
-        return f": {json.loads(error.read())['error']['message']}"
+        return f": {json.load(body)['error']['message']}"
     except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
         return ""
 

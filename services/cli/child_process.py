@@ -15,7 +15,8 @@ RESTARTS, RESTART_WINDOW = 3, 60.0
 FIRST_PAUSE = 0.5
 """Seconds until the first restart, doubled for each further one."""
 MAX_READ = 1 << 17
-"""Bytes of output that are read at a time: more than a pipe holds, and no more of a child that writes without end."""
+"""Bytes of output that are read at a time: more than a pipe holds, and no more of a child that writes without end. Also
+the length at which a line ends."""
 FIRST_PHASE = "starting Python"
 """Phase of a child that has sent none yet."""
 SIGNAL_NAMES = {int(number): number.name for number in signal.Signals}
@@ -82,8 +83,9 @@ class Child:
                     self.output_ended = True
                     break
         *whole, self._incomplete_line = (self._incomplete_line + chunk).split(b"\n")
-        if self.output_ended and self._incomplete_line:
+        if self._incomplete_line and (self.output_ended or len(self._incomplete_line) > MAX_READ):
             whole.append(self._incomplete_line)
+            self._incomplete_line = b""
         lines = []
         for line in (line.decode(errors="replace") for line in whole):
             if line.startswith(PHASE_MARK):

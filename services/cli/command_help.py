@@ -49,9 +49,12 @@ class GroupedCommand(TyperCommand):
         known = {flag for option in self.params for flag in (*option.opts, *option.secondary_opts)}
         for index, argument in enumerate(args):
             flag, separator, value = argument.partition("=")
-            if flag not in known and (dashed := flag.replace("_", "-")) in known:  # vLLM takes both
+            dashed = flag.replace("_", "-")  # vLLM takes both
+            if flag in known or not flag.startswith("-"):
+                continue
+            if dashed in known:
                 args[index] = f"{dashed}{separator}{value}"
-            elif flag not in known and (text := hint(flag)) is not None:
+            elif (text := hint(dashed)) is not None:
                 raise ConfigurationError(text)
         return super().parse_args(ctx, [*_repeated(args)])
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from services.cli.engine_set import Command, EngineSet, divided, engine_names, service_names
 from services.cli.model_check import check_drafter, check_sizes, check_tokenizer
-from services.cli.preflight import check_model, check_policy
+from services.cli.preflight import check_model, check_policy, check_tiers
 from services.cli.settings import ConfigurationError, merge
 from services.cli.supervisor import Supervisor
 from services.config import OMITTED, SchedulerConfig, ServeConfig, WorkerConfig, flag
@@ -90,10 +90,11 @@ class EngineControl:
 
         Raises: ConfigurationError, OSError
         """
-        if wrong := sorted(settings.keys() - CHANGEABLE):
-            raise ConfigurationError(f"{flag(wrong[0])} is no setting of an engine; stop the server to change it")
         values = self._config.model_dump(exclude_unset=True) | dict(settings)
         config = merge(ServeConfig, values, environ={}).config
+        others = sorted(settings.keys() - CHANGEABLE)
+        if wrong := [name for name in others if getattr(config, name) != getattr(self._config, name)]:
+            raise ConfigurationError(f"{flag(wrong[0])} is no setting of an engine; stop the server to change it")
         if wrong := [name for name in SHARED if getattr(config, name)]:
             raise ConfigurationError(f"{flag(wrong[0])}: two engines cannot share it, so no other one is started")
         check_model(config.model)
@@ -101,6 +102,7 @@ class EngineControl:
         check_tokenizer(config)
         check_drafter(config)
         check_policy(config)
+        check_tiers(config)
         name = next(self._names)
         commands = self._engines.engine(name, divided(config))
         self._start(commands)

@@ -1,5 +1,6 @@
 """`runahead convert`: a GGUF file as a checkpoint in Hugging Face format."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def convert(config: ConvertConfig) -> int:
     is_new = True
     with refusing(CheckpointError, LoadError, OSError):
         if config.out:
-            directory = Path(config.out).expanduser()
+            directory = Path(os.path.expanduser(config.out))
             conversion.convert(path, directory, config.dtype)
         else:
             directory = conversion.cache_directory(path, config.dtype)

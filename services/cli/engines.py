@@ -15,7 +15,8 @@ from rich.text import Text
 from typer.core import TyperCommand
 
 from services.cli.ask import ServerAddress, ask_object
-from services.cli.settings import ConfigurationError
+from services.cli.settings import ConfigurationError, from_file
+from services.config import ServeConfig
 
 POLL_INTERVAL = 0.3
 """Seconds between two looks at a change that is under way."""
@@ -108,7 +109,9 @@ def given(serve: TyperCommand, flags: Sequence[str]) -> dict[str, str]:
     Raises: ConfigurationError; TyperException, if a flag is not one of `serve`
     """
     values = serve.make_context("replan", [*flags]).params
-    found = {name: str(value) for name, value in values.items() if value not in (None, (), [])}
+    of_file = from_file(values.pop("config"), ServeConfig.model_fields)
+    found = {name: value if isinstance(value, str) else json.dumps(value) for name, value in of_file.items()}
+    found |= {name: str(value) for name, value in values.items() if value not in (None, (), [])}
     if not found:
         raise ConfigurationError("no setting is given that would change, such as --tensor-parallel-size 2")
     return found

@@ -42,11 +42,16 @@ def healthcheck(
     proc: Path = _PROC,
     keys: str = "",
     cacert: str = "",
+    certificate: str = "",
+    key: str = "",
 ) -> None:
     """Check that `target` is healthy.
 
     Args:
         cacert: file with the authorities to trust; "": certificates are not checked, as the target is this machine.
+        certificate: file with a certificate for a server that asks for one, which is that of this machine's server: a
+            target http is then https.
+        key: file with its key; "": it is in the same file.
         keys: directory with the keys of a service, for a scheduler that has keys.
         connected: check this container's main process and its connection to the target.
 
@@ -58,22 +63,28 @@ def healthcheck(
         _main_process(proc)
         _connection(target, proc)
     elif target.startswith(("http://", "https://")):
-        _check_http(target, timeout, cacert)
+        _check_http(target, timeout, cacert, certificate, key)
     elif target.startswith(("tcp://", "ipc://")):
         _shake_hands(target, timeout, keys)
     else:
         raise ValueError(f"cannot check {target!r}; {USAGE}")
 
 
-def _check_http(url: str, timeout: float, cacert: str) -> None:
+def _check_http(url: str, timeout: float, cacert: str, certificate: str, key: str) -> None:
     """Require a success."""
     import http.client
 
     parts = urlsplit(url)
+    parts = parts._replace(scheme="https") if certificate else parts
     path = parts.path.rstrip("/")
     if not path or path.endswith("/v1"):  # the address of a server, as other commands take it
         path = path.removesuffix("/v1") + "/readyz"
     tls = None if parts.scheme == "http" else trusting(cacert) if cacert else own_tls()
+    try:
+        if tls is not None and certificate:
+            tls.load_cert_chain(certificate, key or None, password="")
+    except OSError as error:
+        raise Unhealthy(f"--ssl-certfile: cannot use {certificate}: {error.strerror}") from None
     try:
         status, body = get(parts._replace(path=path).geturl(), timeout, tls)
     except (OSError, http.client.HTTPException) as error:
@@ -203,6 +214,9 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="Check that this container's main process runs and is connected to TARGET.",
     )
+    for name, text in (("certfile", "certificate, which it shows to a server: http becomes https"), ("keyfile", "key")):
+        default = os.environ.get(f"RUNAHEAD_SSL_{name.upper()}", "")
+        parser.add_argument(f"--ssl-{name}", default=default, help=f"File with this container's {text}.")
     parser.add_argument(
         "--transport-keys",
         default=os.environ.get("RUNAHEAD_TRANSPORT_KEYS", ""),
@@ -218,7 +232,8 @@ def main(arguments: list[str], timeout: float = ANSWER_TIMEOUT) -> int:
         if bool(given.url) == bool(given.target):
             raise ValueError(USAGE)
         target, cacert = given.url or given.target, "" if given.insecure else given.cacert
-        healthcheck(target, given.connected, timeout, keys=given.transport_keys, cacert=cacert)
+        tls = {"cacert": cacert, "certificate": given.ssl_certfile, "key": given.ssl_keyfile}
+        healthcheck(target, given.connected, timeout, keys=given.transport_keys, **tls)
     except Unhealthy as error:
         print(f"unhealthy: {error}", file=sys.stderr)
         return 1

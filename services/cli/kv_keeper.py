@@ -1,5 +1,6 @@
 """`runahead kv-keeper PATH`: keep the KV memory of workers beyond the end of `serve` (services/kv_keeper.py)."""
 
+import os
 from pathlib import Path
 
 from services.cli import logs
@@ -16,7 +17,7 @@ def run_keeper(path: Path, seconds: float) -> int:
     logs.configure("info", "text")
     with stop_signals() as stop:
         try:
-            keeper = Keeper(path.expanduser(), seconds)
+            keeper = Keeper(Path(os.path.expanduser(path)), seconds)
         except AttributeError:
             raise ConfigurationError("kv-keeper needs Linux: this system has no shared memory without a name") from None
         except OSError as error:

@@ -1,6 +1,7 @@
 """`runahead plan MODEL`: memory per rank, KV blocks and sequences of each layout, and the highest speed of each
 quantisation, without reading weights."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def plan(config: ServeConfig) -> int:
     if not serving.is_gpu:
         print("\n".join(_quantisations(config, path, model, serving)))
     if config.record is not None:
-        print("\n".join(_speeds(config, Path(config.record).expanduser(), context)))
+        print("\n".join(_speeds(config, Path(os.path.expanduser(config.record)), context)))
     return 0 if any(fits for *_, fits in rows) else 1
 
 

@@ -167,6 +167,24 @@ def check_policy(config: SchedulerConfig) -> None:
         find_policy(config.policy)
 
 
+def check_tiers(config: ServeConfig) -> None:
+    """Make the directory of KV blocks, and check the address for other engines.
+
+    Raises: ConfigurationError, if one cannot be used
+    """
+    if config.kv_peer_address:
+        from protocol.transport import check_endpoint
+
+        with refusing(ValueError, prefix="--kv-peer-address: "):
+            check_endpoint(config.kv_peer_address, config.security)
+    if config.kv_offload_dir:
+        from services.worker.runner import LoadError
+        from services.worker.tiers.disk import prepare_directory
+
+        with refusing(LoadError):
+            prepare_directory(config.kv_offload_dir)
+
+
 def check_kv_keeper(config: ServeConfig) -> None:
     """Raises: ConfigurationError, if no keeper answers."""
     if not config.kv_keeper:

@@ -1,5 +1,6 @@
 """`runahead replay PATH`: prove that a recording replays, or predict what other settings would have done."""
 
+import os
 from pathlib import Path
 
 from services.cli.settings import ConfigurationError, refusing
@@ -21,7 +22,7 @@ def replay(config: ReplayConfig) -> int:
     """
     if not config.recording:
         raise ConfigurationError("replay needs the directory of a recording: runahead replay DIR")
-    if (path := Path(config.recording).expanduser()).is_file():
+    if (path := Path(os.path.expanduser(config.recording))).is_file():
         if config.is_what_if:
             raise ConfigurationError("a recording of placement only replays: leave the other settings out")
         return _prove_placement(path)

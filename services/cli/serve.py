@@ -114,6 +114,7 @@ def _checked(config: ServeConfig) -> ServeConfig:
     preflight.check_responses(config)
     preflight.check_traces(config)
     preflight.check_kv_events(config)
+    preflight.check_tiers(config)
     preflight.check_kv_keeper(config)
     preflight.check_record(config)
     if config.uds is None and not config.headless:

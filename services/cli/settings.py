@@ -48,7 +48,7 @@ def refusing(*kinds: type[Exception], prefix: str = "") -> Iterator[None]:
 def text_of_file(name: str, path: str) -> str:
     """Return the text of the file that the setting `name` gives. Raises: ConfigurationError"""
     try:
-        return Path(path).expanduser().read_text("utf-8")
+        return Path(os.path.expanduser(path)).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ConfigurationError(f"{flag(name)}: cannot read {path}: {reason}") from None
@@ -112,7 +112,7 @@ def merge(
     values: dict[str, object] = {}
     origins = dict.fromkeys(fields, "default")
     for found, origin in (
-        (_from_file(file, fields), "file {file}"),
+        (from_file(file, fields), "file {file}"),
         (_from_environment(environ, fields), "environment {variable}"),
         ({name: value for name, value in flags.items() if value is not None}, "flag {flag}"),
     ):
@@ -125,7 +125,7 @@ def merge(
         raise ConfigurationError(_describe(error, fields, origins)) from None
 
 
-def _from_file(file: Path | None, fields: Mapping[str, FieldInfo]) -> dict[str, object]:
+def from_file(file: Path | None, fields: Mapping[str, FieldInfo]) -> dict[str, object]:
     if file is None:
         return {}
     try:

@@ -5,6 +5,7 @@ A request carries its adapter to the workers, which read it when its first row c
 takes no new requests, and open ones end as they began.
 """
 
+import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
@@ -51,7 +52,7 @@ class Adapters:
             raise CheckpointError("the name of an adapter has 1 to 256 characters")
         if name in self._taken or name in self._adapters:
             raise CheckpointError(f"the name {name!r} is already that of a model or an adapter")
-        directory = Path(path).expanduser().absolute()
+        directory = Path(os.path.expanduser(path)).absolute()
         if len(str(directory)) > 4096 or not directory.is_dir():
             raise CheckpointError(f"the adapter {name!r}: {path!r:.200} is no directory")
         modules = self._check(directory)

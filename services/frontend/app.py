@@ -83,9 +83,13 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(404)
     @app.exception_handler(405)
     async def on_no_route(http: HTTPRequest, error: HTTPException) -> Response:
-        is_admin = any(route.matches(http.scope)[0] is Match.FULL for module in ADMIN for route in module.router.routes)
-        hint = "it needs --enable-admin-routes" if is_admin else "/openapi.json lists all routes"
-        text = f"{http.method} {http.url.path[:MAX_QUOTED]} is not served here; {hint}"
+        path, hint = http.url.path[:MAX_QUOTED], "/openapi.json lists all routes"
+        below = {**http.scope, "path": f"/v1{http.scope['path']}"}
+        if any(route.matches(http.scope)[0] is Match.FULL for module in ADMIN for route in module.router.routes):
+            hint = "it needs --enable-admin-routes"
+        elif any(route.matches(below)[0] is Match.FULL for route in app.routes):  # the client's base URL lacks /v1
+            hint = f"use /v1{path}"
+        text = f"{http.method} {path} is not served here; {hint}"
         response = error_response(APIError(error.status_code, text), http.url.path, http.state.request_id)
         response.headers.update(error.headers or {})  # Allow
         return response

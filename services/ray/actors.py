@@ -22,6 +22,7 @@ from services.checkpoint import CheckpointError, resolve
 from services.config import SERVICES, RayConfig
 from services.ray.child import ServiceChild
 from services.ray.keys import KeyDirectory, key_directory
+from services.ray.resources import engines_of_node
 
 JOIN_INTERVAL = 1.0
 """Seconds between two calls of `join`."""
@@ -143,7 +144,7 @@ class RankActor(ServiceActor):
         """Return the number of engines that may share this node's memory."""
         own = ray.get_runtime_context().get_node_id()
         cpus = next(node["Resources"].get("CPU", 1) for node in ray.nodes() if node["NodeID"] == own)
-        return int(max(1, min(self._config.max_engines, cpus // self._config.threads)))
+        return engines_of_node(self._config, cpus)
 
 
 def _ports(host: str, name: str) -> tuple[int, int]:

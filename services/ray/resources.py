@@ -23,6 +23,11 @@ def ranks_per_bundle(config: RayConfig) -> int:
     return 1 if config.placement_group_strategy == "SPREAD" else config.num_workers // config.pipeline_parallel_size
 
 
+def engines_of_node(config: RayConfig, cpus: float) -> int:
+    """Return the number of engines that may have ranks on a node with this number of CPUs."""
+    return int(max(1, min(config.max_engines, cpus // (config.threads * ranks_per_bundle(config)))))
+
+
 def rank_resources(config: RayConfig) -> dict[str, float]:
     gpus = {"GPU": 1.0} if config.device == "cuda" else {}
     return {"CPU": float(config.threads), **gpus}

@@ -145,11 +145,13 @@ def test_a_change_that_fails_leaves_the_engines_as_they_were(pair: ServeProcess,
     shutil.copytree(DEMO_MODEL, tmp_path / "other")
     file = tmp_path / "other" / "tokenizer.json"
     file.write_text(file.read_text() + "\n")
+    config = tmp_path / "serve.yaml"
+    config.write_text(f"port: {pair.url.rpartition(':')[2]}\npipeline-parallel-size: 999\n")
     pair.wait_engines(2)  # one was killed before
     before = engines_of(pair)
     for flags, why in (
         (("--tokenizer", str(tmp_path / "other")), "tokenizer mismatch"),
-        (("--pipeline-parallel-size", "999"), "pipeline"),
+        (("--config", str(config)), "pipeline"),
         (("--port", "1"), "--port is no setting of an engine"),
         (("--frobnicate", "1"), "No such option: --frobnicate"),
     ):

@@ -10,7 +10,7 @@ import certifi
 import httpx
 import pytest
 
-from services.cli.healthcheck import Unhealthy, healthcheck
+from services.cli.healthcheck import Unhealthy, healthcheck, main
 from tests.certificates import AUTHORITY, CERTIFICATE, KEY, TLS
 from tests.e2e.server import ServeProcess, serving
 
@@ -54,6 +54,8 @@ def test_clients_need_a_certificate_where_authorities_are_given() -> None:
             client.get(f"{server.url}/v1/models")
         with pytest.raises(Unhealthy):
             healthcheck(f"{server.url}/readyz")
+        for url in (server.url, server.url.replace("https", "http")):  # that of a container's health check
+            assert main([url, *TLS, "--cacert", AUTHORITY]) == 0
         context = trusting()
         context.load_cert_chain(CERTIFICATE, KEY)
         with httpx.Client(verify=context) as client:

@@ -40,7 +40,8 @@ def _result_file(config: BenchConfig) -> Path | None:
     """Return the file for the results, if there is one. Raises: ConfigurationError, before the load is sent"""
     if not (config.save_result or config.result_filename):
         return None
-    file = Path(config.result_filename or f"bench-{time.strftime('%Y%m%d-%H%M%S')}.json").expanduser()
+    name = config.result_filename or f"bench-{time.strftime('%Y%m%d-%H%M%S')}.json"
+    file = Path(os.path.expanduser(name))
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
         raise ConfigurationError(f"--result-filename: cannot write {file}; give a file in an existing directory")
     return file

@@ -1,6 +1,7 @@
 """`runahead run-batch`: answers an OpenAI batch file, with services of its own or those of a running server."""
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -50,7 +51,7 @@ def _files(config: RunBatchConfig) -> tuple[Path, Path]:
             raise ConfigurationError(f"run-batch needs {flag(name)} FILE")
         if "://" in value:
             raise ConfigurationError(f"{flag(name)}: {value} is no local file; download or copy it yourself")
-    source, target = (Path(name).expanduser() for name in (config.input_file, config.output_file))
+    source, target = (Path(os.path.expanduser(name)) for name in (config.input_file, config.output_file))
     if not source.is_file():
         raise ConfigurationError(f"--input-file: there is no file {source}")
     if not target.parent.is_dir() or target.is_dir():

@@ -27,7 +27,8 @@ router = APIRouter(prefix=ANTHROPIC_PREFIX, responses=errors(*WITH_BODY, body=An
 async def count_tokens(http: HTTPRequest, context: Context) -> schemas.CountTokensResponse:
     given = await context.bodies.parse(http, schemas.CountTokensRequest)
     context.model.adapter(given.model)
-    return {"input_tokens": len(await context.answering.prompts.encode_chat(chat_request(given)))}
+    body, media = chat_request(given), context.engine.state.media
+    return {"input_tokens": len(await context.answering.prompts.encode_chat(http, body, media))}
 
 
 @router.post(

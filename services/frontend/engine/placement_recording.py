@@ -23,7 +23,7 @@ class PlacementRecording:
 
     def __init__(self, path: str, max_bytes: int = MAX_BYTES) -> None:
         """Raises: OSError, if the file cannot be written, or another frontend writes it"""
-        self._path = Path(path).expanduser()
+        self._path = Path(os.path.expanduser(path))
         descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         self._file = os.fdopen(descriptor, "ab", buffering=0)
         try:

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: vLLM's routes. They work without the engine."""
+"""/tokenize and /detokenize: vLLM's routes. They work without the engine, except truncation and files."""
 
 from typing import Annotated
 
@@ -64,17 +64,20 @@ router = APIRouter(responses=errors(*WITH_BODY))
 async def tokenize(http: HTTPRequest, context: Context) -> Response:
     body = await context.bodies.parse_prompt(http, TokenizeChatRequest, TokenizeCompletionRequest)
     context.model.adapter(body.model)
-    encoder, length = context.answering.prompts, context.engine.state.max_model_len
+    encoder, state = context.answering.prompts, context.engine.state
+    if body.truncate_prompt_tokens is not None:
+        context.engine.check_ready()  # the context is known
+    keep = encoder.kept(body, state.max_model_len)
     if isinstance(body, TokenizeChatRequest):
-        ids = await encoder.encode_chat(body)
+        ids = await encoder.encode_chat(http, body, state.media, keep)
     else:
-        ids = await encoder.encode(body.prompt, body.add_special_tokens is not False)
+        ids = await encoder.encode(body.prompt, body.add_special_tokens is not False, keep)
 
     def content() -> bytes:
         names = [context.model.tokenizer.name(token) for token in ids] if body.return_token_strs else None
         answer: TokenizeResponse = {
             "count": len(ids),
-            "max_model_len": length or None,  # 0: the engine has not reported it
+            "max_model_len": state.max_model_len or None,  # 0: the engine has not reported it
             "tokens": ids,
             "token_strs": names,
         }

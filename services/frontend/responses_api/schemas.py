@@ -23,11 +23,13 @@ class InputText(OpenObject):
 
 class InputImage(OpenObject):
     type: Literal["input_image"]
+    file_id: None = None
+    """Not supported. It comes first, so that its error does."""
     image_url: Annotated[str, Field(max_length=fields.MAX_URL)]
 
     @classmethod
     def unserved(cls) -> Neutral:
-        return {"detail": ("auto",), "file_id": ()}
+        return {"detail": ("auto",)}
 
 
 Part = Annotated[InputText | InputImage | RefusalPart, Field(discriminator="type")]

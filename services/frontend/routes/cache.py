@@ -73,7 +73,7 @@ class CacheAnswer(TypedDict):
 async def control_cache(http: HTTPRequest, context: Context) -> Response:
     body = await context.bodies.parse_prompt(http, CacheChatRequest, CachePromptRequest)
     context.answering.check(body.model)
-    tokens = await _tokens(body, context)
+    tokens = await _tokens(http, body, context)
     action, pin = _ACTIONS[body.action], body.pin or ""
     if action is CacheAction.PIN:
         if tokens is None:
@@ -115,11 +115,13 @@ async def control_cache(http: HTTPRequest, context: Context) -> Response:
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
-async def _tokens(body: CachePromptRequest | CacheChatRequest, context: AppContext) -> list[int] | None:
+async def _tokens(
+    http: HTTPRequest, body: CachePromptRequest | CacheChatRequest, context: AppContext
+) -> list[int] | None:
     """Return the tokens of the prefix; None: none is given. Raises: APIError, also if it has no full block"""
     state, encoder = context.engine.state, context.answering.prompts
     if isinstance(body, CacheChatRequest):
-        field, ids = "messages", await encoder.encode_chat(body)
+        field, ids = "messages", await encoder.encode_chat(http, body, None)
     elif body.prompt is None:
         return None
     elif isinstance(body.prompt, str):

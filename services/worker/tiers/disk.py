@@ -46,7 +46,7 @@ class DiskTier:
 
     def __init__(self, directory: str, identity: str, max_bytes: int) -> None:
         """Raises: LoadError, if the directory cannot be used."""
-        self._root, self._max_bytes = Path(os.path.expanduser(directory)), max_bytes
+        self._root, self._max_bytes = prepare_directory(directory), max_bytes
         self._identity = sha256(identity.encode()).digest()
         self._own = self._root / self._identity.hex()
         self._temporary = TEMPORARY + secrets.token_hex(8)
@@ -57,7 +57,8 @@ class DiskTier:
         """Bytes of all files when they were last looked at, and bytes written since."""
         self._is_scanned = False
         self.changes = TierChanges()
-        _check(self._root)
+        if not os.access(self._root, os.W_OK):
+            log.warning("--kv-offload-dir %s: it cannot be written; KV blocks are only read", self._root)
 
     @property
     def num_bytes(self) -> int:
@@ -189,11 +190,12 @@ def _entries(directory: Path | str, pattern: re.Pattern[str]) -> list[str]:
     return []
 
 
-def _check(root: Path) -> None:
+def prepare_directory(directory: str) -> Path:
     """Make the directory, or check that it is private.
 
     Raises: LoadError
     """
+    root = Path(os.path.expanduser(directory))
     try:
         root.mkdir(0o700, parents=True, exist_ok=True)
         check_private(root)
@@ -201,5 +203,4 @@ def _check(root: Path) -> None:
             raise PermissionError(13, "Permission denied")
     except OSError as error:
         raise LoadError(f"--kv-offload-dir {root}: {error.strerror}") from None
-    if not os.access(root, os.W_OK):
-        log.warning("--kv-offload-dir %s: it cannot be written; KV blocks are only read", root)
+    return root

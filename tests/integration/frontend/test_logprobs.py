@@ -236,8 +236,9 @@ def test_echo_without_output_returns_the_prompt(frontend: Frontend, scheduler: S
     assert len(choice["logprobs"]["tokens"]) == answer["usage"]["prompt_tokens"] - 1  # without <|bos|>
     assert answer["usage"]["completion_tokens"] == 0
     assert scheduler.request().params.max_tokens == 1
-    plain = frontend.post("/v1/completions", {"prompt": "Hello", "echo": True, "max_tokens": 0}).json()
-    assert (plain["choices"][0]["text"], plain["choices"][0]["logprobs"]) == ("Hello", None)
+    given = {"prompt": "Hello<|user|>", "echo": True, "max_tokens": 0, "truncate_prompt_tokens": -1}  # cuts nothing off
+    plain = frontend.post("/v1/completions", given).json()
+    assert (plain["choices"][0]["text"], plain["choices"][0]["logprobs"]) == (given["prompt"], None)
 
 
 @pytest.mark.parametrize("stream", [False, True])

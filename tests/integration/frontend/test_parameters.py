@@ -95,8 +95,9 @@ def test_prompts_are_truncated_at_their_beginning(frontend: Frontend, scheduler:
     for index, (body, kept) in enumerate(cases):
         assert frontend.post(COMPLETIONS, body).status_code == 200
         assert unpack(scheduler.request(index).token_ids).tolist() == kept
-    for wrong in (0, CONTEXT + 1):
-        refused = frontend.post(COMPLETIONS, {"prompt": long, "truncate_prompt_tokens": wrong})
+    assert frontend.post("/tokenize", body).json()["tokens"] == kept
+    for path, wrong in ((COMPLETIONS, 0), (COMPLETIONS, CONTEXT + 1), ("/tokenize", 0)):
+        refused = frontend.post(path, {"prompt": "x", "truncate_prompt_tokens": wrong})
         assert refused.json()["error"]["param"] == "truncate_prompt_tokens"
 
 

@@ -199,6 +199,12 @@ def test_unknown_field_is_refused_on_request() -> None:
         ({}, "messages: this field is missing"),
         ({"messages": []}, "messages: at least 1 are needed, not 0"),
         ({"messages": [MESSAGE], "stop": ["x"] * 17}, "stop: at most 16 are possible, not 17"),
+        ({"prompt": ["x"] * 65}, "prompt: at most 64 are possible, not 65"),
+        ({"messages": [{**MESSAGE, "content": [{"text": "x"}]}]}, "messages.0.content.0: the field 'type' is missing"),
+        (
+            {"messages": [MESSAGE], "response_format": {"type": "text", "x": 1}},
+            "response_format.x: there is no such field",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x{y"}}]}]},
             "images and sounds are not served here: this model, backend or route has text only",
@@ -208,7 +214,7 @@ def test_unknown_field_is_refused_on_request() -> None:
 def test_wrong_body_is_refused_in_plain_words(
     frontend: Frontend, scheduler: ScriptedScheduler, body: dict[str, object], message: str
 ) -> None:
-    assert error_of(frontend.post(CHAT, body), 400)["message"] == message
+    assert error_of(frontend.post(COMPLETIONS if "prompt" in body else CHAT, body), 400)["message"] == message
 
 
 def test_unknown_model_path_and_method(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
@@ -217,6 +223,8 @@ def test_unknown_model_path_and_method(frontend: Frontend, scheduler: ScriptedSc
     assert "this server has " in str(unknown["message"])
     nowhere = error_of(httpx.get(f"{frontend.url}/nowhere"), 404)
     assert nowhere["message"] == "GET /nowhere is not served here; /openapi.json lists all routes"
+    without = error_of(httpx.post(f"{frontend.url}/chat/completions"), 404)
+    assert without["message"] == "POST /chat/completions is not served here; use /v1/chat/completions"
     closed = error_of(httpx.post(f"{frontend.url}/engines/x/drain"), 404)
     assert closed["message"] == "POST /engines/x/drain is not served here; it needs --enable-admin-routes"
     refused = httpx.get(frontend.url + COMPLETIONS)

@@ -119,9 +119,10 @@ def test_a_command_whose_output_nobody_reads_ends_without_a_message(other_progra
 def test_the_reason_of_a_refusal_is_shown_if_there_is_one(
     other_program: str, path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = run_command(capsys, "trace", "--url", other_program + path, "-o", str(tmp_path / "trace.json"))
     reason = ": steps are not recorded here" if path == "/refused" else ""
-    assert done.stderr.endswith(f"status 404{reason}\n")
+    for command in (["trace", "-o", str(tmp_path / "trace.json")], ["bench"]):
+        done = run_command(capsys, *command, "--url", other_program + path)
+        assert done.stderr.endswith(f"status 404{reason}\n")
 
 
 @pytest.fixture(scope="module")

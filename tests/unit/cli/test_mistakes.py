@@ -55,7 +55,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("serve", DEMO, "--backend", "vllm"), "--backend vllm needs vllm; docs/vllm.md has the installation"),
     (("serve", DEMO, "--load-format", "gguf"), "--load-format is a setting of --backend vllm"),
     (("serve", DEMO, "--quantization", "awq"), "--quantization awq: --backend native has int8, int4, none"),
-    (("serve", DEMO, "--mem-fraction-static", "0.9"), "use --gpu-memory-utilization, or --kv-cache-memory-bytes 4G"),
+    (("serve", DEMO, "--mem_fraction_static", "0.9"), "use --gpu-memory-utilization, or --kv-cache-memory-bytes 4G"),
     (("serve", DEMO, "--max-modle-len", "512"), "--max-model-len"),
     (("serve", DEMO, "--port", "{port}"), "cannot listen on 127.0.0.1 port {port}: address already in use"),
     (("serve", DEMO, "--port", "80000"), "--port: input should be less than or equal to 65535, not '80000'"),
@@ -65,7 +65,10 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
         "--enable-auto-tool-choice needs a format of calls",
     ),
     (("serve", DEMO, "--tool-call-parser", "hermse"), "--tool-call-parser: input should be"),
-    (("serve", DEMO, "--chat-template", "/no/such.jinja"), "--chat-template: cannot read /no/such.jinja"),
+    (("serve", DEMO, "--chat-template", "~no-user/x"), "--chat-template: cannot read ~no-user/x"),
+    (("serve", DEMO, "--kv-offload-dir", "{yaml}"), "--kv-offload-dir {yaml}: File exists"),
+    (("serve", DEMO, "--kv-offload-dir", "{folder}"), "chmod 700 it, or give a directory of this user"),
+    (("serve", DEMO, "--kv-peer-address", "here"), "--kv-peer-address: 'here' is not an endpoint: use ipc://PATH or"),
     (("serve", DEMO, "--api-key", ""), "--api-key: a key is empty; give a key, or leave the setting out"),
     (("serve", "{weightless}"), "has no safetensors files; convert its .bin files"),
     (("serve", "{incomplete}"), "has no model-2.safetensors, which its index names; download the model again"),
@@ -108,6 +111,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("scheduler", "--config", "/no/such/file"), "cannot read the configuration file /no/such/file"),
     (("bench", "--random-id-low", "9", "--random-id-high", "9"), "--random-id-high 9 must be above"),
     (("run-batch", DEMO, "-i", "s3://bucket/in.jsonl", "-o", "out"), "s3://bucket/in.jsonl is no local file"),
+    (("run-batch", DEMO, "-i", "~no-user/in.jsonl", "-o", "out"), "there is no file ~no-user/in.jsonl"),
 ]  # fmt: skip
 
 

@@ -95,7 +95,7 @@ if f"{name} up" not in open(journal).read():
 FLOODING = """
 note("up")
 while True:
-    os.write(1, (b"x" * 1023 + b"\\n") * 1024)
+    os.write(1, b"x" * (1 << 20))
 """
 FAILING_TWICE = """
 first = f"{name} up" not in open(journal).read()
@@ -229,6 +229,7 @@ def test_signal_stops_children_one_after_the_other(supervised: SupervisedChildre
 
 def test_child_that_writes_without_end_holds_up_nobody(supervised: SupervisedChildren) -> None:
     assert supervised.run((STOPPING, STOPPING, FLOODING), signal_myself(signal.SIGTERM)) == 0
+    assert max(len(line) for _, line in supervised.lines) < 3 * child_process.MAX_READ
 
 
 def test_phases_of_the_start_are_collected_and_not_shown(supervised: SupervisedChildren) -> None:

@@ -139,7 +139,7 @@ def test_images_are_targets_of_the_dockerfile_at_this_version() -> None:
 
 
 @pytest.mark.parametrize(
-    "overlay", [name for name in OVERLAYS if name not in ("engines", "kv-keeper", "observability")]
+    "overlay", [name for name in OVERLAYS if name not in ("engines", "engines-model", "kv-keeper", "observability")]
 )
 def test_overlays_keep_the_restrictions(overlay: str) -> None:
     base = services(**GIVEN)
@@ -167,6 +167,8 @@ def test_an_engine_takes_the_place_of_scheduler_and_worker() -> None:
     port = config.client_endpoint.rpartition(":")[2]
     assert engine["healthcheck"]["test"][-1] == f"tcp://127.0.0.1:{port}"
     assert overlay["scheduler"] == overlay["worker"] == {"scale": 0}
+    of_model = (services(f"deploy/compose/{name}.yml", **GIVEN) for name in ("engines-model", "model"))
+    assert next(of_model)["engine"] == next(of_model)["worker"]
     environment = base["frontend"]["environment"] | overlay["frontend"]["environment"]
     assert environment["RUNAHEAD_ENGINES"] == f"dns://engine:{port}"
     check_environment("frontend", environment)

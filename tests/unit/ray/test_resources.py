@@ -3,7 +3,7 @@
 import pytest
 
 from services.config import RayConfig
-from services.ray.resources import bundles, missing
+from services.ray.resources import bundles, engines_of_node, missing
 
 FOUR, TWO = {"CPU": 4.0, "memory": 1e9}, {"CPU": 2.0}
 
@@ -14,6 +14,7 @@ def test_a_tensor_parallel_group_is_one_bundle_unless_its_ranks_are_spread() -> 
     config = RayConfig(tensor_parallel_size=2, threads=2, placement_group_strategy="SPREAD")
     assert bundles(config) == [{"CPU": 2.0}, {"CPU": 2.0}, {"CPU": 1.0}]
     assert bundles(RayConfig(device="cuda"))[0] == {"CPU": 1.0, "GPU": 1.0}
+    assert engines_of_node(RayConfig(tensor_parallel_size=2, data_parallel_size=4), 4.0) == 2
 
 
 def test_nothing_is_missing() -> None:

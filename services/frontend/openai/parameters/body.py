@@ -87,16 +87,20 @@ def _json(raw: bytes) -> Any:
 
 _PLAIN = {
     "missing": "this field is missing",
+    "none_required": "this field is not supported here",
     "too_short": "at least {min_length} are needed, not {actual_length}",
     "too_long": "at most {max_length} are possible, not {actual_length}",
+    "extra_forbidden": "there is no such field",
+    "model_type": "this must be an object",
+    "union_tag_not_found": "the field {discriminator} is missing",
     "union_tag_invalid": "{tag!r:.100} is not supported here, only {expected_tags}",
 }
 """Pydantic's type of an error -> message, where pydantic's own speaks of its validation."""
 
 
 def _named(error: pydantic.ValidationError) -> APIError:
-    """Return the most specific of the errors in the first bad field: the one at the deepest location, and among equals
-    one of a value, as another type may be allowed."""
+    """Return the most specific of the errors in the first bad field: that of a list's length, else the one at the
+    deepest location, and among equals one of a value, as another type may be allowed."""
     if error.error_count() > MAX_ERRORS:
         return invalid(f"the request body has {error.error_count()} wrong values")
     errors = error.errors(include_url=False, include_input=False)
@@ -109,8 +113,8 @@ def _named(error: pydantic.ValidationError) -> APIError:
     return invalid(message, field or None, logged=f"{field or 'the request body'}: {deepest['type']}")
 
 
-def _specificity(error: ErrorDetails) -> tuple[int, bool]:
-    return len(error["loc"]), not error["type"].endswith("_type")
+def _specificity(error: ErrorDetails) -> tuple[bool, int, bool]:
+    return error["type"] == "too_long", len(error["loc"]), not error["type"].endswith("_type")
 
 
 def _is_name(part: int | str) -> bool:

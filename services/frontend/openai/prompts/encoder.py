@@ -54,29 +54,35 @@ class PromptEncoder:
             raise invalid("the prompt is empty", "prompt")
         if (answers := len(given_prompts) * (body.n or 1)) > MAX_ANSWERS:
             raise invalid(f"the prompts have {answers} answers in all; at most {MAX_ANSWERS} are possible", "n")
+        keep = self.kept(body, state.max_model_len)
         prompts = []
         for given in given_prompts:
             if isinstance(given, str):
                 ids = await self._encode(given, body, state, "prompt")
             else:
-                keep = self._kept(body, state.max_model_len)
                 ids = checked_ids(given if keep is None else given[-keep:], state.vocab_size, "prompt")
             prompts.append(Prompt(ids))
             if body.echo:
-                await self._set_echo(prompts[-1], given, body)
+                whole = isinstance(given, str) and (keep is None or len(ids) < keep)
+                await self._set_echo(prompts[-1], str(given) if whole else None, body)
         return prompts
 
     async def for_chat(self, http: HTTPRequest, body: ChatRequest, state: EngineState) -> Prompt:
         """Render the conversation with the model's template and encode it. Its images and sounds are not read on if
         the client leaves. Raises: APIError"""
         text = await self.rendered(body, state.media)
-        ids = await self._encode(text, body, state, "messages")
-        if state.media is None or not (files := media_files(body)):
+        return await self._with_files(http, body, state.media, await self._encode(text, body, state, "messages"))
+
+    async def _with_files(
+        self, http: HTTPRequest, body: ChatRequest, media: MediaModel | None, ids: list[int]
+    ) -> Prompt:
+        """Raises: APIError"""
+        if media is None or not (files := media_files(body)):
             return Prompt(ids)
-        found = await until_left(http, self._media.process(state.media, ids, files))
+        found = await until_left(http, self._media.process(media, ids, files))
         return Prompt(unpack(found.token_ids).tolist(), media=found.media)
 
-    async def rendered(self, body: ChatRequest, media: MediaModel | None = None) -> str:
+    async def rendered(self, body: ChatRequest, media: MediaModel | None) -> str:
         """`media`: None: images and sounds are refused. Raises: APIError"""
         if files := media_files(body):
             if media is None:
@@ -92,10 +98,16 @@ class PromptEncoder:
             self._media.check(files)
         return await self.run(num_chars(body), lambda: self._model.template.render(conversation(body)))
 
-    async def encode_chat(self, body: ChatRequest) -> list[int]:
-        """Return the tokens of a conversation, of any length. Raises: APIError"""
+    async def encode_chat(
+        self, http: HTTPRequest, body: ChatRequest, media: MediaModel | None, keep: int | None = None
+    ) -> list[int]:
+        """Return the tokens of a conversation, of any length. `media`: see `rendered`. `keep`: see `encode`.
+
+        Raises: APIError
+        """
         answer_role(body)  # refuses contradictory fields
-        return await self.encode(await self.rendered(body), bool(body.add_special_tokens))
+        ids = await self.encode(await self.rendered(body, media), bool(body.add_special_tokens), keep)
+        return (await self._with_files(http, body, media, ids)).token_ids
 
     async def rendered_pair(self, query: str, document: str, variables: Mapping[str, Any]) -> str:
         """Render two texts with the template for pairs. Raises: APIError"""
@@ -110,8 +122,10 @@ class PromptEncoder:
         encode = partial(self._model.tokenizer.encode, add_special_tokens=False)
         return await self.run(sum(map(len, words)), lambda: bad_words(words, encode))
 
-    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Raises: APIError, if the text is too long"""
+    async def encode(self, text: str, add_special_tokens: bool, keep: int | None = None) -> list[int]:
+        """`keep`: number of tokens to keep, the last ones; None: all. Raises: APIError, if the text is too long"""
+        if keep is not None:
+            return (await self.encode_texts(text, None, add_special_tokens, keep, "left"))[0]
         return await self._run_encoder(len(text), lambda: self._model.tokenizer.encode(text, add_special_tokens))
 
     async def encode_texts(
@@ -138,14 +152,11 @@ class PromptEncoder:
             raise too_long(least, state.max_model_len, param, at_least=True)
         is_chat = isinstance(body, ChatRequest)  # a chat template writes the special tokens itself
         special = not is_chat if body.add_special_tokens is None else body.add_special_tokens
-        if (keep := self._kept(body, state.max_model_len)) is None:
-            ids = await self.encode(text, special)
-        else:
-            ids, _ = await self.encode_texts(text, None, special, keep, "left")
+        ids = await self.encode(text, special, self.kept(body, state.max_model_len))
         return checked_ids(ids, state.vocab_size, param)
 
     @staticmethod
-    def _kept(body: BaseGenerationRequest, max_model_len: int) -> int | None:
+    def kept(body: BaseGenerationRequest, max_model_len: int) -> int | None:
         """Return the number of tokens to keep of a prompt; None: all. Raises: APIError"""
         keep = body.truncate_prompt_tokens
         if keep is not None and (keep == 0 or keep > max_model_len):
@@ -156,11 +167,11 @@ class PromptEncoder:
             )
         return max(max_model_len - _output_room(body), 1) if keep == -1 else keep
 
-    async def _set_echo(self, prompt: Prompt, given: str | list[int], body: CompletionRequest) -> None:
-        """Set the text of the prompt, and the offsets of its tokens if log-probabilities are shown."""
+    async def _set_echo(self, prompt: Prompt, given: str | None, body: CompletionRequest) -> None:
+        """Set the text of the prompt, and the offsets of its tokens if log-probabilities are shown. `given`: the text
+        of which it has all tokens; None: there is none."""
         ids, show_special = prompt.token_ids, not body.skip_special_tokens
-        whole = isinstance(given, str) and body.truncate_prompt_tokens is None
-        prompt.text = str(given) if whole else await self.decode(ids, show_special)
+        prompt.text = await self.decode(ids, show_special) if given is None else given
         if body.logprobs is None:
             return
 
@@ -171,8 +182,8 @@ class PromptEncoder:
                 at += len(text.push(token))
             return found
 
-        if whole:
-            bare = await self.encode(prompt.text, add_special_tokens=False)
+        if given is not None:
+            bare = await self.encode(given, add_special_tokens=False)
             prompt.num_hidden = _num_before(bare, ids)
         found = await self.run(len(ids) * 100, offsets)
         prompt.offsets = [max(at - found[prompt.num_hidden], 0) for at in found]

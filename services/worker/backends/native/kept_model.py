@@ -1,6 +1,7 @@
 """The model of a worker process: its identity, and weights and drafter, which are kept from epoch to epoch."""
 
 import logging
+import os
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -175,7 +176,7 @@ class KeptModel:
         if wanted == "none" or choice.device != "cpu" or choice.implementation != "compiled":
             return None
         is_default = wanted == "auto"
-        directory = user_cache() / "weights" if is_default else Path(wanted).expanduser()
+        directory = user_cache() / "weights" if is_default else Path(os.path.expanduser(wanted))
         settings = f"{shard} {choice} {self._config.quantization}"
         digest = sha256(f"{path.resolve()} {settings}".encode()).hexdigest()[:16]
         identity = f"{self.identify().model_hash} {source_identity(path)} {packing_digest()} {settings}"
