@@ -4,6 +4,7 @@ With prometheus_client's own, the locks double the cost of a token.
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 
@@ -58,15 +59,6 @@ class ValueHistogram(Collector):
         yield histogram_family(self._name, self._text, bounds, counts, self._sum, self._labels)
 
 
-class Count:
-    """Value of one combination of labels; add to `value`."""
-
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value = 0.0
-
-
 class Total(Collector):
     """Counter with labels beside those of every metric."""
 
@@ -79,14 +71,11 @@ class Total(Collector):
         self._text = text
         self._label_names = (*LABELS[: len(labels)], *more_labels)
         self._labels = labels
-        self._counts: dict[tuple[str, ...], Count] = {}
-
-    def count(self, *labels: str) -> Count:
-        """Return the count of these labels, which the caller keeps, as searching takes longer than adding."""
-        return self._counts.setdefault(labels, Count())
+        self.counts = Counter[tuple[str, ...]]()
+        """By values of `more_labels`."""
 
     def collect(self) -> Iterator[Metric]:
         family = CounterMetricFamily(self._name, self._text, labels=self._label_names)
-        for labels, count in self._counts.items():
-            family.add_metric((*self._labels, *labels), count.value)
+        for labels, count in self.counts.items():
+            family.add_metric((*self._labels, *labels), count)
         yield family
