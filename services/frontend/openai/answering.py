@@ -20,7 +20,7 @@ from services.frontend.errors import APIError
 from services.frontend.http.disconnect import watch_disconnect
 from services.frontend.metrics import Metrics
 from services.frontend.model import ServedModel
-from services.frontend.openai.answers.choice import AnswerOptions, ChoiceContext, Delivered
+from services.frontend.openai.answers.choice import ChoiceContext, Delivered
 from services.frontend.openai.answers.chunk import Chunk
 from services.frontend.openai.answers.event_stream import EventStream, StreamEncoder
 from services.frontend.openai.answers.generation import NOTHING, Generation
@@ -181,11 +181,11 @@ class Answering:
         Raises: APIError
         """
         summary: RequestSummary = request.http.state.summary
-        options = AnswerOptions.from_body(request.body, self._stream_interval)
+        interval = request.body.interval(self._stream_interval)
         formatter = LogprobFormatter(self._texts, bool(request.body.return_tokens_as_token_ids))
-        shared = request.usage, formatter, options, time.monotonic(), summary
+        shared = request.usage, formatter, request.body, time.monotonic(), summary
         context = ChoiceContext(self.engine, self.model.tokenizer, self.metrics, *shared)
-        generation = Generation(context, request.shared, writer)
+        generation = Generation(context, request.shared, writer, interval)
         fail = generation.response.fail
         watch = contextlib.nullcontext() if summary.is_detached else watch_disconnect(request.http, fail)
         with contextlib.closing(generation), watch:

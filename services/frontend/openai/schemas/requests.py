@@ -156,6 +156,10 @@ class BaseGenerationRequest(SampledRequest):
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return [stop for stop in given if stop]
 
+    def interval(self, least: int) -> int:
+        """Return the tokens of an answer that are written together. `least`: those of a stream, at least."""
+        return max(least, self.stream_interval or 1) if self.stream else 1
+
 
 class CompletionRequest(BaseGenerationRequest):
     max_tokens: int | None = Field(None, ge=0, lt=2**31)
