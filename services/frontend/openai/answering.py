@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -102,30 +102,15 @@ class Answering:
             if is_for_answer:
                 http = HTTPRequest(scope)
                 self.begin_record(http)
-                self._record_failure(http, error)
+                self.record_failure(http, error)
             return error
         return None
-
-    async def recorded(self, http: HTTPRequest, answer: Coroutine[Any, Any, Response]) -> Response:
-        """Record the end of the request in the metrics and the log. A stream or a detached request records its own.
-
-        Raises: APIError
-        """
-        self.begin_record(http)
-        try:
-            response = await answer
-        except Exception as error:
-            self._record_failure(http, error)
-            raise
-        if not isinstance(response, EventStream) and not http.state.summary.is_detached:
-            self.record_end(http, None)
-        return response
 
     def begin_record(self, http: HTTPRequest) -> None:
         """Start the numbers that `record_end` writes."""
         http.state.summary = RequestSummary(choices=None if self._export_trace is None else [])
 
-    def _record_failure(self, http: HTTPRequest, error: Exception) -> None:
+    def record_failure(self, http: HTTPRequest, error: Exception) -> None:
         """Record the end of a request without an answer."""
         if isinstance(error, APIError) and error.status in (429, 503):
             has_own = hasattr(http.state, "connection")  # not behind Ray Serve's proxy
