@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -28,7 +28,7 @@ from services.frontend.openai.embeddings import (
 from services.frontend.openai.schemas import responses
 from services.frontend.openai.schemas.fields import MAX_INPUTS, TemplateVariables, Text
 from services.frontend.openai.schemas.open_object import OpenObject
-from services.frontend.openai.schemas.requests import PoolingRequest, ScheduledRequest, TextsRequest
+from services.frontend.openai.schemas.requests import PoolingRequest, TextsRequest, VectorsRequest
 from services.frontend.openai.tasks import check_scores, check_task
 from services.frontend.openapi import WITH_BODY, errors, read_by_handler
 
@@ -37,13 +37,7 @@ _PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), 
 _TEXTS = {name for pair in _PAIRS for name in pair}
 
 
-class _Scored(ScheduledRequest):
-    truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=2**31)
-    """Number of tokens to keep of each text, or of each pair; -1: as many as the context holds."""
-    truncation_side: Literal["left", "right"] | None = None
-    """See `TextsRequest`."""
-    use_activation: bool | None = None
-    """False: a model that scores pairs leaves out its last function."""
+class _Scored(VectorsRequest):
     instruction: Text | None = None
     """Variable of the template for pairs (`--chat-template`)."""
     chat_template_kwargs: TemplateVariables | None = None
@@ -223,8 +217,7 @@ async def _scores(
             given = [await context.answering.prompts.rendered_pair(*pair, variables) for pair in pairs]
         else:
             given = [*pairs] if model.separates_pairs else ["".join(pair) for pair in pairs]
-    keep, side = body.truncate_prompt_tokens, body.truncation_side
-    prompts = [await read_prompt(context, prompt, keep, side) for prompt in given]
+    prompts = [await read_prompt(context, prompt, body) for prompt in given]
     normalises = model is None or model.task == "embed"
     params = PoolingParams(body.use_activation)
     vectors, count = await pooled(http, context, body, prompts, partial(_vector, normalises), params)
