@@ -1,6 +1,5 @@
 """Objects that the handlers of all routes share, as a dependency of FastAPI."""
 
-import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -31,8 +30,6 @@ class AppContext:
     replans: Replans
     responses: ResponseFiles | None
     """None, if responses are not kept."""
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    """Requests that go on without a connection."""
     started: int = field(default_factory=lambda: int(time.time()))
     """Seconds since 1970."""
 
