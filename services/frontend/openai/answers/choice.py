@@ -1,5 +1,6 @@
 """One choice of an answer: the outputs of its engine request become chunks."""
 
+import math
 import time
 from dataclasses import dataclass, field
 
@@ -59,24 +60,10 @@ class Choice(RequestStream):
     """Assembles the text of one engine request, with log-probabilities and token ids if the body requests them."""
 
     __slots__ = (
-        "_assembler",
-        "_chunk",
-        "_context",
-        "_echoes",
-        "_finish",
-        "_first_token",
-        "_generates",
-        "_is_text_only",
-        "_last_token",
-        "_logprobs",
-        "_max_tokens",
-        "_metrics",
-        "_num_shown",
-        "_observe_gap",
-        "_writer",
-        "is_first",
+        "_assembler", "_chunk", "_context", "_echoes", "_finish", "_first_token", "_generates", "_is_text_only",
+        "_last_token", "_logprobs", "_max_tokens", "_metrics", "_num_shown", "_observe_gap", "_writer", "is_first",
         "prompt",
-    )
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -240,7 +227,7 @@ class Choice(RequestStream):
             self._num_shown += len(text)
             chunk.logprobs += logprobs.shown(len(self.prompt.text) + self._num_shown)
             if self._finish is not None and self._assembler.stop_string is None:
-                chunk.logprobs += logprobs.rest()
+                chunk.logprobs += logprobs.shown(math.inf)  # those left at the end have no text
         if self._echoes and not self._echo():
             return b""
         self.has_ended = self._finish is not None
