@@ -17,7 +17,7 @@ def _add_unserved(schema: JSON, kind: type["OpenObject"]) -> None:
 
 
 class OpenObject(BaseModel):
-    """Object of a body with more fields than are served: the rule for them is in `parameters.extra_fields`."""
+    """Object of a body with more fields than are served: the rule for them is in `parameters.body`."""
 
     model_config = ConfigDict(extra="allow", strict=True, json_schema_extra=_add_unserved)
 
