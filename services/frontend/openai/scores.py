@@ -29,7 +29,7 @@ from services.frontend.openai.schemas import responses
 from services.frontend.openai.schemas.fields import MAX_INPUTS, TemplateVariables, Text
 from services.frontend.openai.schemas.open_object import OpenObject
 from services.frontend.openai.schemas.requests import PoolingRequest, TextsRequest, VectorsRequest
-from services.frontend.openai.tasks import check_scores, check_task
+from services.frontend.openai.tasks import GENERATE, check_task
 from services.frontend.openapi import WITH_BODY, errors, read_by_handler
 
 Texts = Text | Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS // 2, fail_fast=True)]
@@ -200,8 +200,10 @@ async def _scores(
     """Return the score of each pair, one first text with all second ones, and the number of tokens. Raises: APIError"""
     context.answering.check(body.model, generates=False)
     model, template = context.engine.state.pooling, context.model.pair_template
-    check_scores(model)
+    check_task(model, GENERATE, "embed", "token_embed", "classify")
     scores_pairs = model is not None and model.task == "classify"
+    if model is not None and scores_pairs and model.size != 1:
+        raise invalid(f"this model has {model.size} classes, and only one with one class gives scores", "model")
     if not (scores_pairs and template):
         for name in ("instruction", "chat_template_kwargs"):
             if getattr(body, name):

@@ -140,9 +140,6 @@ class Choice(RequestStream):
         elif self._logprobs is not None:
             self._logprobs.add(logprobs)
 
-    def add_embedding(self, values: bytes) -> None:
-        self.response.fail(APIError(500, "the engine sent an embedding in place of text"))
-
     def feed(self, tokens: list[int], end: Finish | None, now: float) -> bytes:
         text, assembler = "", self._assembler
         for token_id in tokens if self._generates else ():
