@@ -28,6 +28,7 @@ _TOKENS = tuple(float(m * 10**e) for e in range(7) for m in (1, 2, 5))
 """1, 2, 5, 10, ...; vLLM's end at the context length."""
 _CHOICES = (1, 2, 5, 10, 20)
 _PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
+_OUTCOMES = {200: "completed", GONE: "aborted", 429: "rejected", 503: "rejected"}
 _STATUSES = (200, 400, 429, GONE, 500, 503, 504)
 """Statuses that are counted from 0 on: the rate of a series that begins with its first requests has none of them."""
 _UNCOUNTED = frozenset({"/health", "/livez", "/load", "/metrics", "/ping", "/readyz", "/server_info", "/version"})
@@ -36,8 +37,7 @@ _UNCOUNTED = frozenset({"/health", "/livez", "/load", "/metrics", "/ping", "/rea
 
 def outcome_of(status: int) -> str:
     """Return in one word how an HTTP request for an answer ended."""
-    outcomes = {200: "completed", GONE: "aborted", 429: "rejected", 503: "rejected"}
-    return outcomes.get(status, "failed" if status >= 500 else "invalid")
+    return _OUTCOMES.get(status, "failed" if status >= 500 else "invalid")
 
 
 class Metrics:
